@@ -1,7 +1,9 @@
-"""Print the test files of the rooms that differ from a base commit: python .ci/changed_tests.py origin/main
+"""Print the test files of the rooms that differ from a base commit: python
+.ci/changed_tests.py origin/main
 
-A room is a folder or file of the package; the table says which tests are about it. If the base is missing or is this
-commit, nothing is printed. `tests/use/test_repository.py` checks that the table is complete.
+A room is a folder or file of the package; the table says which tests are about it. If
+the base is missing or is this commit, nothing is printed.
+`tests/use/test_repository.py` checks that the table is complete.
 """
 
 import subprocess
@@ -9,7 +11,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Room -> patterns of test files. Pages, examples and tasks are about all rooms, and run where they change themselves.
+# Room -> patterns of test files. Pages, examples and tasks are about all rooms, and run
+# where they change themselves.
 TESTS: dict[str, tuple[str, ...]] = {
     "datasets": ("theory/test_scaler.py",),
     "estimators": ("contracts/test_estimator*.py", "borders/test_sklearn.py"),
@@ -41,13 +44,21 @@ TESTS: dict[str, tuple[str, ...]] = {
         "use/test_kernel_refusals.py",
     ),
     "infinite": ("theory/test_infinite_*.py",),
-    "metrics": ("theory/test_health.py", "theory/test_metrics.py", "use/test_marked_chains.py"),
+    "metrics": (
+        "theory/test_health.py",
+        "theory/test_metrics.py",
+        "use/test_marked_chains.py",
+    ),
     "models": ("contracts/test_networks.py",),
     "moments": ("contracts/test_moment_rules.py", "theory/test_moments.py"),
     "networks": ("contracts/test_networks.py", "borders/test_modules.py"),
     "nn": ("contracts/test_layers.py",),
     "plots": ("use/test_plots.py",),
-    "priors": ("contracts/test_pretrained.py", "contracts/test_priors.py", "theory/test_priors.py"),
+    "priors": (
+        "contracts/test_pretrained.py",
+        "contracts/test_priors.py",
+        "theory/test_priors.py",
+    ),
     "program": (
         "borders/test_arguments.py",
         "contracts/test_zoo.py",
@@ -77,14 +88,20 @@ TESTS: dict[str, tuple[str, ...]] = {
 def changed_files(base: str) -> list[str]:
     """Files that differ between the base and this commit, since they diverged."""
     command = ["git", "diff", "--name-only", f"{base}...HEAD"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return listed.stdout.splitlines() if listed.returncode == 0 else []
 
 
 def room_of(path: str) -> str:
     """The longest room of the table that holds a file of the package."""
     inside = path.removeprefix("numpyro_bnn/").removesuffix(".py")
-    return max((room for room in TESTS if inside == room or inside.startswith(f"{room}/")), key=len, default="")
+    return max(
+        (room for room in TESTS if inside == room or inside.startswith(f"{room}/")),
+        key=len,
+        default="",
+    )
 
 
 def tests_of(path: str) -> set[str]:
@@ -93,7 +110,11 @@ def tests_of(path: str) -> set[str]:
         return {path}
     if not path.startswith("numpyro_bnn/"):
         return set()
-    files = (file for pattern in TESTS.get(room_of(path), ()) for file in (ROOT / "tests").glob(pattern))
+    files = (
+        file
+        for pattern in TESTS.get(room_of(path), ())
+        for file in (ROOT / "tests").glob(pattern)
+    )
     return {str(file.relative_to(ROOT)) for file in files}
 
 

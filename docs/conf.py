@@ -1,4 +1,6 @@
-"""Configuration of the site; `make docs` builds it. Neither the build nor the pages fetch anything."""
+"""Configuration of the site; `make docs` builds it. Neither the build nor the pages
+fetch anything.
+"""
 
 import inspect
 import sys
@@ -43,33 +45,48 @@ autosummary_generate = False
 add_module_names = False
 python_maximum_signature_line_length = 100
 
-# A reference to a public name of this package must be found. Names of others are not looked up, for that would need
-# the network; nor private classes (numpyro_bnn.room.module.Name), which only annotations name.
+# A reference to a public name of this package must be found. Names of others are not
+# looked up, for that would need the network; nor private classes
+# (numpyro_bnn.room.module.Name), which only annotations name.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!numpyro_bnn\b).*|numpyro_bnn\.\w+\.[a-z_.]+\.[A-Z]\w*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!numpyro_bnn\b).*|numpyro_bnn\.\w+\.[a-z_.]+\.[A-Z]\w*")
+]
 
 
 def is_generated_field(app, what, name, obj, skip, options):
-    """Fields of named tuples are described with `:param:`; Python's default docstring for each is dropped."""
-    return True if inspect.isdatadescriptor(obj) and type(obj).__name__ == "_tuplegetter" else None
+    """Fields of named tuples are described with `:param:`; Python's default docstring
+    for each is dropped.
+    """
+    return (
+        True
+        if inspect.isdatadescriptor(obj) and type(obj).__name__ == "_tuplegetter"
+        else None
+    )
 
 
 def add_contents(app, what, name, obj, options, lines):
     """After the description of a module, a line for each of its public names."""
     if what == "module":
-        names = [f"   {public}" for public in obj.__all__ if callable(getattr(obj, public))]
+        names = [
+            f"   {public}" for public in obj.__all__ if callable(getattr(obj, public))
+        ]
         lines += ["", ".. autosummary::", "   :nosignatures:", "", *names, ""]
 
 
 def show_plain_types(app, obj, bound_method):
-    """Signatures show the types of options; the text says which values they may have."""
+    """Signatures show the types of options; the text says which values
+    they may have.
+    """
     function = inspect.unwrap(obj)
     if inspect.isfunction(function):
         function.__annotations__ |= get_type_hints(function)
 
 
 def keep_errors_with_means(app, docname, source):
-    """A line may break before the error of a figure, as narrow screens need, but not after its sign."""
+    """A line may break before the error of a figure, as narrow screens need, but not
+    after its sign.
+    """
     source[0] = source[0].replace(" ± ", " ±\N{NO-BREAK SPACE}")
 
 

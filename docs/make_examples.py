@@ -1,7 +1,9 @@
-"""Runs the scripts whose output and figures the site shows: docs/figures/<name>.txt and <name>*.png.
+"""Runs the scripts whose output and figures the site shows: docs/figures/<name>.txt and
+<name>*.png.
 
-Each script runs in its own folder. Its output is kept as it is, with the command before it and machine and versions
-after it. Figures are made small. Scripts that read a data folder find it by NUMPYRO_BNN_DATA.
+Each script runs in its own folder. Its output is kept as it is, with the command before
+it and machine and versions after it. Figures are made small. Scripts that read a data
+folder find it by NUMPYRO_BNN_DATA.
 
     python docs/make_examples.py                # all
     python docs/make_examples.py demo           # some
@@ -27,14 +29,20 @@ RUNS = {
     "tabular": "",
     "probabilistic_backpropagation": "",
     "variational": "--num-steps 5000 --num-warmup 500",
-    "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100 --nuts-warmup 100"
-    " --nuts-samples 100",
-    "minibatch": "--width 20 --num-samples 50 --steps-per-draw 50 --nuts-rows 200 --nuts-warmup 100 --num-chains 2"
-    " --test-rows 500",
-    "ensembles": "--sets energy --members 4 --num-warmup 150 --num-samples 100 --nuts-warmup 200 --max-tree-depth 7",
-    "symmetries": "--nets bn --width 10 --num-warmup 100 --num-samples 150 --max-tree-depth 5",
+    "infinite_width": "--widths 8 32 128 --networks 1000 --trained 8 --steps 100"
+    " --nuts-warmup 100 --nuts-samples 100",
+    "minibatch": "--width 20 --num-samples 50 --steps-per-draw 50 --nuts-rows 200"
+    " --nuts-warmup 100 --num-chains 2 --test-rows 500",
+    "ensembles": (
+        "--sets energy --members 4 --num-warmup 150 --num-samples 100 --nuts-warmup "
+        "200 --max-tree-depth 7"
+    ),
+    "symmetries": (
+        "--nets bn --width 10 --num-warmup 100 --num-samples 150 --max-tree-depth 5"
+    ),
     "neal": "--num-warmup 60 --num-samples 100 --num-chains 2 --max-tree-depth 6",
-    "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 --num-moves 50"
+    "two_modes": "--num-warmup 100 --num-samples 300 --kept-draws 200 --num-chains 2 "
+    "--num-moves 50"
     " --max-tree-depth 5",
     "last_layer": "",
     "active_learning": "",
@@ -43,8 +51,13 @@ RUNS = {
     "nnx_module": "",
     "unknown_digits": "",
     "groups": "",
-    "image_classification": "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000",
-    "image_chains": "--methods network ensemble SGHMC --num-epochs 20 --chain-epochs 40 --members 6 --chains 3",
+    "image_classification": (
+        "--num-epochs 1 --num-draws 10 --rounds 1 --test-images 1000"
+    ),
+    "image_chains": (
+        "--methods network ensemble SGHMC --num-epochs 20 --chain-epochs 40 --members "
+        "6 --chains 3"
+    ),
 }
 
 
@@ -62,7 +75,9 @@ def run(name: str, folder: str) -> tuple[str, float]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
     command = [sys.executable, *command_of(name).split()[1:]]
     began = time.perf_counter()
-    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True
+    )
     return done.stdout, time.perf_counter() - began
 
 
@@ -72,7 +87,9 @@ def shrink(source: Path, target: Path) -> None:
 
     image = Image.open(source).convert("RGB")
     if image.width > WIDTH:
-        image = image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS)
+        image = image.resize(
+            (WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS
+        )
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
@@ -85,15 +102,23 @@ def make(name: str) -> None:
         for figure in sorted((Path(folder) / "output").glob("*.png")):
             shrink(figure, FIGURES / figure.name)
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
-    machine = f"{platform.system()}, {os.cpu_count()} cores, Python {platform.python_version()}; {versions}"
-    text = f"$ {command_of(name)}\n{printed.strip()}\n\n{seconds:.0f} seconds. {machine}.\n"
+    machine = (
+        f"{platform.system()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}; {versions}"
+    )
+    text = (
+        f"$ {command_of(name)}\n{printed.strip()}\n\n{seconds:.0f} seconds. "
+        f"{machine}.\n"
+    )
     (FIGURES / f"{name}.txt").write_text(text)
 
 
 def main(names: list[str]) -> None:
     unknown = sorted(set(names) - set(RUNS))
     if unknown:
-        sys.exit(f"no script of these names: {', '.join(unknown)}. Known: {', '.join(RUNS)}.")
+        sys.exit(
+            f"no script of these names: {', '.join(unknown)}. Known: {', '.join(RUNS)}."
+        )
     FIGURES.mkdir(exist_ok=True)
     for name in names or RUNS:
         print(command_of(name), flush=True)

@@ -1,6 +1,8 @@
-"""The files of the package that five common workflows use: `python docs/make_ways.py` writes them to contributing.md.
+"""The files of the package that five common workflows use: `python docs/make_ways.py`
+writes them to contributing.md.
 
-A file counts if the workflow calls one of its functions; files that are only imported do not count.
+A file counts if the workflow calls one of its functions; files that are only imported
+do not count.
 """
 
 import re
@@ -26,10 +28,14 @@ SHORT = {"num_warmup": 1, "num_samples": 1, "progress_bar": False}
 def model(x, y=None, batch_size=None):
     """A regression with one noise, as the README writes it."""
     prior = bnn.priors.Hierarchical()
-    net = bnn.random_network("net", bnn.nn.MLP([3, 1]), input_shape=x.shape[-1:], prior=prior)
+    net = bnn.random_network(
+        "net", bnn.nn.MLP([3, 1]), input_shape=x.shape[-1:], prior=prior
+    )
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(net(x[i])[..., 0], sigma), obs=None if y is None else y[i])
+        numpyro.sample(
+            "y", dist.Normal(net(x[i])[..., 0], sigma), obs=None if y is None else y[i]
+        )
 
 
 def sgld() -> None:
@@ -40,13 +46,17 @@ def sgld() -> None:
 
 def orbit_moves() -> None:
     """`MCLMC` in `OrbitMoves`."""
-    kernel = bnn.infer.OrbitMoves(bnn.infer.MCLMC(model), bnn.symmetry.find(model, X, Y))
+    kernel = bnn.infer.OrbitMoves(
+        bnn.infer.MCLMC(model), bnn.symmetry.find(model, X, Y)
+    )
     MCMC(kernel, **SHORT).run(jax.random.key(0), X, Y)
 
 
 def adf() -> None:
     """`AutoADF.run`."""
-    bnn.guides.AutoADF(model).run(jax.random.key(0), X, Y, num_epochs=1, progress_bar=False)
+    bnn.guides.AutoADF(model).run(
+        jax.random.key(0), X, Y, num_epochs=1, progress_bar=False
+    )
 
 
 def mean_field() -> None:
@@ -87,7 +97,9 @@ def files_of(way: Callable[[], None]) -> list[str]:
 
 def table() -> str:
     """The table of contributing.md: a row for each way."""
-    ways = {f.__doc__: f for f in (sgld, orbit_moves, adf, mean_field)} | {export.__doc__: export()}
+    ways = {f.__doc__: f for f in (sgld, orbit_moves, adf, mean_field)} | {
+        export.__doc__: export()
+    }
     rows = ["| way | files | which |", "| --- | --- | --- |"]
     for name, way in ways.items():
         found = files_of(way)

@@ -1,9 +1,11 @@
-"""Groups with effects of their own, and a curve that nobody knows: a network inside a hierarchical model.
+"""Groups with effects of their own, and a curve that nobody knows: a network inside a
+hierarchical model.
 
-Sixty groups (schools, hospitals, plots) with 3 to 40 rows each; the response is a curve of two inputs, the same for
-all groups, plus an effect of the group, plus noise. Three models are compared on new rows of the same groups: a
-network alone, a linear model with effects of groups, and a network with effects of groups. The last one is also
-sampled on minibatches of rows, and its effects are compared with those of NUTS.
+Sixty groups (schools, hospitals, plots) with 3 to 40 rows each; the response is a curve
+of two inputs, the same for all groups, plus an effect of the group, plus noise. Three
+models are compared on new rows of the same groups: a network alone, a linear model with
+effects of groups, and a network with effects of groups. The last one is also sampled on
+minibatches of rows, and its effects are compared with those of NUTS.
 
     python -m examples.groups
 """
@@ -45,14 +47,24 @@ def simulate(args: argparse.Namespace) -> tuple[Rows, Rows, np.ndarray]:
 
     def rows(sizes: np.ndarray) -> Rows:
         group = np.repeat(np.arange(args.groups), sizes)
-        x = rng.normal(size=(len(group), 2)) + 0.5 * effects[group, None]  # inputs differ between groups as well
+        x = (
+            rng.normal(size=(len(group), 2)) + 0.5 * effects[group, None]
+        )  # inputs differ between groups as well
         y = curve(x) + effects[group] + NOISE * rng.normal(size=len(group))
-        return Rows(jnp.asarray(x, jnp.float32), jnp.asarray(group), jnp.asarray(y, jnp.float32))
+        return Rows(
+            jnp.asarray(x, jnp.float32), jnp.asarray(group), jnp.asarray(y, jnp.float32)
+        )
 
-    return rows(rng.integers(3, 41, args.groups)), rows(np.full(args.groups, 10)), effects
+    return (
+        rows(rng.integers(3, 41, args.groups)),
+        rows(np.full(args.groups, 10)),
+        effects,
+    )
 
 
-def model(x, group, y=None, groups=0, network=True, batch_size=None):  # `groups=0`: no effects
+def model(
+    x, group, y=None, groups=0, network=True, batch_size=None
+):  # `groups=0`: no effects
     net = bnn.nn.MLP([10, 1], "tanh") if network else bnn.nn.Dense(1)
     f = bnn.random_network("net", net, x.shape[1:], bnn.priors.Hierarchical())
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
@@ -64,11 +76,19 @@ def model(x, group, y=None, groups=0, network=True, batch_size=None):  # `groups
         numpyro.deterministic("effect", effect)
     with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
         own = effect[group[i]] if groups else 0.0
-        numpyro.sample("y", dist.Normal(f(x[i])[..., 0] + own, sigma), obs=None if y is None else y[i])
+        numpyro.sample(
+            "y",
+            dist.Normal(f(x[i])[..., 0] + own, sigma),
+            obs=None if y is None else y[i],
+        )
 
 
 def sampled(kernel: Any, train: Rows, args: argparse.Namespace, **options: Any) -> MCMC:
-    numbers = {"num_warmup": args.num_warmup, "num_samples": args.num_samples, "num_chains": args.num_chains}
+    numbers = {
+        "num_warmup": args.num_warmup,
+        "num_samples": args.num_samples,
+        "num_chains": args.num_chains,
+    }
     mcmc = MCMC(kernel, chain_method="vectorized", progress_bar=False, **numbers)
     mcmc.run(jax.random.key(args.seed), *train, **options)
     return mcmc
@@ -79,7 +99,9 @@ def by_nuts(train: Rows, args: argparse.Namespace, **options: Any) -> MCMC:
 
 
 def by_minibatches(train: Rows, args: argparse.Namespace) -> MCMC:
-    kernel = bnn.infer.SGNHT(model, steps_per_draw=args.steps_per_draw, bias_tolerance=0.02)
+    kernel = bnn.infer.SGNHT(
+        model, steps_per_draw=args.steps_per_draw, bias_tolerance=0.02
+    )
     options = {"groups": args.groups, "batch_size": min(args.batch_size, len(train.y))}
     return sampled(kernel, train, args, **options)
 
@@ -87,20 +109,29 @@ def by_minibatches(train: Rows, args: argparse.Namespace) -> MCMC:
 def score(mcmc: MCMC, new: Rows, **options: Any) -> float:
     """Mean log density of new rows."""
     predictions = {"x": new.x, "group": new.group, "y": new.y, **options}
-    found = bnn.to_inference_data(mcmc, predictions=predictions, log_likelihood=False, posterior_predictive=False)
+    found = bnn.to_inference_data(
+        mcmc, predictions=predictions, log_likelihood=False, posterior_predictive=False
+    )
     return bnn.metrics.lppd(found["predictions"]["y_log_likelihood"]).value
 
 
 def agreement(first: np.ndarray, second: np.ndarray) -> tuple[float, float, float]:
-    """Root mean square difference of means in sds of the first, what Monte Carlo errors make of it, ratio of sds."""
-    means, sds = [d.mean((0, 1)) for d in (first, second)], [d.std((0, 1)) for d in (first, second)]
-    errors = [np.asarray(az.mcse(az.convert_to_dataset(d))["x"]) for d in (first, second)]
+    """Root mean square difference of means in sds of the first, what Monte Carlo errors
+    make of it, ratio of sds.
+    """
+    means, sds = (
+        [d.mean((0, 1)) for d in (first, second)],
+        [d.std((0, 1)) for d in (first, second)],
+    )
+    errors = [
+        np.asarray(az.mcse(az.convert_to_dataset(d))["x"]) for d in (first, second)
+    ]
     rms = np.sqrt(np.mean(((means[1] - means[0]) / sds[0]) ** 2))
     expected = np.sqrt(np.mean((errors[0] ** 2 + errors[1] ** 2) / sds[0] ** 2))
     return float(rms), float(expected), float(np.mean(sds[1] / sds[0]))
 
 
-# -- the command -----------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------
 
 MODELS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "network, no groups": lambda args: {"groups": 0},
@@ -120,7 +151,14 @@ def draw(effects: np.ndarray, draws: dict[str, np.ndarray], path: Path) -> None:
     for shift, (name, color) in enumerate(((NUTS_NAME, "0.35"), (MINIBATCH, "C3"))):
         mean, sd = draws[name].mean((0, 1))[order], draws[name].std((0, 1))[order]
         place = np.arange(len(order)) + 0.35 * shift
-        ax.errorbar(place, mean, yerr=1.645 * sd, fmt=".", color=color, label=f"{name}: mean, 90 %")
+        ax.errorbar(
+            place,
+            mean,
+            yerr=1.645 * sd,
+            fmt=".",
+            color=color,
+            label=f"{name}: mean, 90 %",
+        )
     ax.plot(np.arange(len(order)) + 0.17, effects[order], "k_", label="true effect")
     ax.set(xlabel="groups, by their effect", ylabel="effect", xticks=[])
     ax.legend(fontsize=8)
@@ -137,8 +175,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         nuts = by_nuts(train, args, **options(args))
         report["log_likelihood"][name] = score(nuts, new, **options(args))
     draws = {NUTS_NAME: nuts, MINIBATCH: by_minibatches(train, args)}
-    draws = {name: np.asarray(mcmc.get_samples(group_by_chain=True)["effect"]) for name, mcmc in draws.items()}
-    centered = {name: d - d.mean(-1, keepdims=True) for name, d in draws.items()}  # the level is also in the network
+    draws = {
+        name: np.asarray(mcmc.get_samples(group_by_chain=True)["effect"])
+        for name, mcmc in draws.items()
+    }
+    centered = {
+        name: d - d.mean(-1, keepdims=True) for name, d in draws.items()
+    }  # the level is also in the network
     report["agreement"] = agreement(centered[NUTS_NAME], centered[MINIBATCH])
 
     print(f"{len(train.y)} rows of {args.groups} groups, {len(new.y)} new ones\n")
@@ -146,7 +189,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(markdown(["model", "log likelihood of a new row"], lines))
     rms, expected, ratio = report["agreement"]
     print(
-        f"\nEffects on minibatches beside NUTS: means differ by {rms:.2f} sds (Monte Carlo errors alone: "
+        f"\nEffects on minibatches beside NUTS: means differ by {rms:.2f} sds (Monte "
+        f"Carlo errors alone: "
         f"{expected:.2f}), sds are {ratio:.2f} times as large."
     )
     draw(effects - effects.mean(), centered, folder / "groups.png")
@@ -160,13 +204,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--groups", type=int, default=60, help="number of groups")
-    parser.add_argument("--batch-size", type=int, default=200, help="rows of a minibatch")
-    parser.add_argument("--steps-per-draw", type=int, default=50, help="steps of a draw on minibatches")
-    parser.add_argument("--num-warmup", type=int, default=300, help="warm-up transitions per chain")
+    parser.add_argument(
+        "--batch-size", type=int, default=200, help="rows of a minibatch"
+    )
+    parser.add_argument(
+        "--steps-per-draw", type=int, default=50, help="steps of a draw on minibatches"
+    )
+    parser.add_argument(
+        "--num-warmup", type=int, default=300, help="warm-up transitions per chain"
+    )
     parser.add_argument("--num-samples", type=int, default=300, help="draws per chain")
     parser.add_argument("--num-chains", type=int, default=4, help="chains")
     parser.add_argument("--seed", type=int, default=0, help="of data and chains")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the figure")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output"), help="folder of the figure"
+    )
     args = parser.parse_args(argv)
     at_least(parser, args, ("groups",), 3)
     at_least(parser, args, ("batch_size", "steps_per_draw", "num_warmup", "num_chains"))

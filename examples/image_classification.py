@@ -1,11 +1,15 @@
-"""Bayes by Backprop on images: accuracy, calibration, and uncertainty on images of other kinds.
+"""Bayes by Backprop on images: accuracy, calibration, and uncertainty on images of
+other kinds.
 
-The network learns from all 60,000 training images of Fashion-MNIST; MNIST and KMNIST are out of distribution. ``--net
-textbook`` is one convolution of 64 filters 5 x 5, a pooling and a dense layer; ``--net deep`` has two convolutions.
-Weights have a mean-field posterior, learned from minibatches with flipout and local reparameterization; ``--members``
-mixes several of them, from different starts. The script also compares the time of a step with that of the same
-network without uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA; without them it uses the
-digits of scikit-learn, 0 to 4 for training and 5 to 9 as out of distribution.
+The network learns from all 60,000 training images of Fashion-MNIST; MNIST and KMNIST
+are out of distribution. ``--net textbook`` is one convolution of 64 filters 5 x 5, a
+pooling and a dense layer; ``--net deep`` has two convolutions. Weights have a
+mean-field posterior, learned from minibatches with flipout and local
+reparameterization; ``--members`` mixes several of them, from different starts. The
+script also compares the time of a step with that of the same network without
+uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA; without
+them it uses the digits of scikit-learn, 0 to 4 for training and 5 to 9 as out of
+distribution.
 
     python -m examples.image_classification --help
 """
@@ -55,7 +59,9 @@ class Images(NamedTuple):
         """Gray values standardized by the training images, those of other kinds too."""
         mean, sd = self.x.mean(), self.x.std()
         foreign = {name: (x - mean) / sd for name, x in self.foreign.items()}
-        return self._replace(x=(self.x - mean) / sd, x_test=(self.x_test - mean) / sd, foreign=foreign)
+        return self._replace(
+            x=(self.x - mean) / sd, x_test=(self.x_test - mean) / sd, foreign=foreign
+        )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -65,20 +71,63 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--net", choices=list(NETS), default="textbook", help="network")
-    parser.add_argument("--num-epochs", type=int, default=20, help="passes over the training images")
+    parser.add_argument(
+        "--num-epochs", type=int, default=20, help="passes over the training images"
+    )
     parser.add_argument("--batch-size", type=int, default=128, help="images per step")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="first step size of Adam")
-    parser.add_argument("--prior-scale", type=float, default=10.0, help="prior sd of weights times root of fan-in")
-    parser.add_argument("--members", type=int, default=1, help="fits from different starts, mixed equally")
-    parser.add_argument("--num-draws", type=int, default=60, help="draws of the weights for predictions, in all")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in which steps are timed")
-    parser.add_argument("--test-images", type=int, default=10_000, help="images of each kind to predict")
-    parser.add_argument("--seed", type=int, default=0, help="seed of start, minibatches and draws")
-    parser.add_argument("--data", type=Path, default=None, help="folder that holds image/fashion_mnist.npz")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of figures and numbers")
-    parser.add_argument("--docs", type=Path, help="page whose table shows all networks found in --output")
+    parser.add_argument(
+        "--learning-rate", type=float, default=3e-3, help="first step size of Adam"
+    )
+    parser.add_argument(
+        "--prior-scale",
+        type=float,
+        default=10.0,
+        help="prior sd of weights times root of fan-in",
+    )
+    parser.add_argument(
+        "--members",
+        type=int,
+        default=1,
+        help="fits from different starts, mixed equally",
+    )
+    parser.add_argument(
+        "--num-draws",
+        type=int,
+        default=60,
+        help="draws of the weights for predictions, in all",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds in which steps are timed"
+    )
+    parser.add_argument(
+        "--test-images", type=int, default=10_000, help="images of each kind to predict"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of start, minibatches and draws"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=None,
+        help="folder that holds image/fashion_mnist.npz",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("output"),
+        help="folder of figures and numbers",
+    )
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        help="page whose table shows all networks found in --output",
+    )
     args = parser.parse_args(argv)
-    at_least(parser, args, ("num_epochs", "batch_size", "members", "num_draws", "rounds", "test_images"))
+    at_least(
+        parser,
+        args,
+        ("num_epochs", "batch_size", "members", "num_draws", "rounds", "test_images"),
+    )
     return args
 
 
@@ -86,26 +135,56 @@ def load_data(args: argparse.Namespace) -> Images:
 
     folder = args.data or os.environ.get("NUMPYRO_BNN_DATA")
     size = args.test_images
-    if args.data or (folder and (Path(folder) / "image" / "fashion_mnist.npz").is_file()):
+    if args.data or (
+        folder and (Path(folder) / "image" / "fashion_mnist.npz").is_file()
+    ):
         known = loaders.load_images("fashion_mnist", folder)
-        foreign = {name: loaders.load_images(name, folder).x_test[:size] for name in ("mnist", "kmnist")}
-        return Images(known.x_train, known.y_train, known.x_test[:size], known.y_test[:size], foreign)
-    print("no folder with image/fashion_mnist.npz (--data, NUMPYRO_BNN_DATA): small digits instead")
+        foreign = {
+            name: loaders.load_images(name, folder).x_test[:size]
+            for name in ("mnist", "kmnist")
+        }
+        return Images(
+            known.x_train,
+            known.y_train,
+            known.x_test[:size],
+            known.y_test[:size],
+            foreign,
+        )
+    print(
+        "no folder with image/fashion_mnist.npz (--data, NUMPYRO_BNN_DATA): small "
+        "digits instead"
+    )
     digits = loaders.load_sklearn("digits", seed=args.seed)
-    x, x_test = (a.reshape(-1, 8, 8, 1).astype(np.float32) / 16 for a in (digits.x_train, digits.x_test))
+    x, x_test = (
+        a.reshape(-1, 8, 8, 1).astype(np.float32) / 16
+        for a in (digits.x_train, digits.x_test)
+    )
     seen, seen_test = digits.y_train < 5, digits.y_test < 5
     foreign = {"digits 5 to 9": x_test[~seen_test][:size]}
-    return Images(x[seen], digits.y_train[seen], x_test[seen_test][:size], digits.y_test[seen_test][:size], foreign)
+    return Images(
+        x[seen],
+        digits.y_train[seen],
+        x_test[seen_test][:size],
+        digits.y_test[seen_test][:size],
+        foreign,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- networks
+# --------------------------------------------------------------------------------------
+# networks
 
 
 def textbook(num_classes: int) -> Any:
     from numpyro_bnn import nn
 
     return nn.Sequential(
-        [nn.Conv2d(64, 5, padding="VALID"), "relu", nn.MaxPool(2), nn.Flatten(), nn.Dense(num_classes)]
+        [
+            nn.Conv2d(64, 5, padding="VALID"),
+            "relu",
+            nn.MaxPool(2),
+            nn.Flatten(),
+            nn.Dense(num_classes),
+        ]
     )
 
 
@@ -128,10 +207,13 @@ def make_model(net: Any, num_classes: int, args: argparse.Namespace) -> Callable
     """Normal weights with sd ``--prior-scale`` / sqrt(fan-in)."""
     import numpyro_bnn as bnn
 
-    return bnn.models.classification(net, num_classes, bnn.priors.Normal(args.prior_scale))
+    return bnn.models.classification(
+        net, num_classes, bnn.priors.Normal(args.prior_scale)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- learning
+# --------------------------------------------------------------------------------------
+# learning
 
 
 class Learned(NamedTuple):
@@ -142,7 +224,9 @@ class Learned(NamedTuple):
     seconds: list[float]
 
 
-def make_svi(model: Callable, guide: Any, num_steps: int, args: argparse.Namespace) -> Any:
+def make_svi(
+    model: Callable, guide: Any, num_steps: int, args: argparse.Namespace
+) -> Any:
     import optax
     from numpyro.infer import SVI
 
@@ -152,11 +236,17 @@ def make_svi(model: Callable, guide: Any, num_steps: int, args: argparse.Namespa
     return SVI(model, guide, optax.adam(rate), guides.TraceLocalReparam_ELBO())
 
 
-def learn(model: Callable, data: Images, seed: int, args: argparse.Namespace) -> Learned:
-    """Minimize the negative ELBO from the start that ``seed`` gives; prints the loss after each epoch."""
+def learn(
+    model: Callable, data: Images, seed: int, args: argparse.Namespace
+) -> Learned:
+    """Minimize the negative ELBO from the start that ``seed`` gives; prints the loss
+    after each epoch.
+    """
     from numpyro_bnn import guides
 
-    data = data._replace(x=jnp.asarray(data.x), y=jnp.asarray(data.y))  # on the device once
+    data = data._replace(
+        x=jnp.asarray(data.x), y=jnp.asarray(data.y)
+    )  # on the device once
     steps = max(1, len(data.y) // args.batch_size)
     guide = guides.AutoMeanField(model)
     svi = make_svi(model, guide, steps * args.num_epochs, args)
@@ -169,17 +259,28 @@ def learn(model: Callable, data: Images, seed: int, args: argparse.Namespace) ->
         fit = guides.fit(svi, key, steps, data.x, data.y, init_state=state, **size)
         loss = float(np.mean(fit.losses)) / len(data.y)
         seconds.append(time.perf_counter() - start)
-        print(f"epoch {epoch + 1:3}  negative ELBO per image {loss:7.4f}  {seconds[-1]:6.1f} s", flush=True)
+        print(
+            (
+                f"epoch {epoch + 1:3}  negative ELBO per image {loss:7.4f}  "
+                f"{seconds[-1]:6.1f} s"
+            ),
+            flush=True,
+        )
     return Learned(guide, fit.params, seconds)
 
 
 def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a Bayes by Backprop step and of a plain step, timed alternately, and the median ratio."""
+    """Milliseconds of a Bayes by Backprop step and of a plain step, timed alternately,
+    and the median ratio.
+    """
     import optax
 
     from numpyro_bnn import guides
 
-    x, y = jnp.asarray(data.x[: args.batch_size]), jnp.asarray(data.y[: args.batch_size])
+    x, y = (
+        jnp.asarray(data.x[: args.batch_size]),
+        jnp.asarray(data.y[: args.batch_size]),
+    )
     model = make_model(net, data.num_classes, args)
     guide = guides.AutoMeanField(model)
     svi = make_svi(model, guide, 1000, args)
@@ -192,7 +293,9 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
     }
 
     def loss(params: Mapping[str, jax.Array]) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, x), y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            net.apply(params, x), y
+        ).mean()
 
     @jax.jit
     def plain(state: tuple) -> tuple:
@@ -200,39 +303,67 @@ def step_ratio(net: Any, data: Images, args: argparse.Namespace) -> dict[str, fl
         updates, inner = optimizer.update(jax.grad(loss)(params), inner)
         return optax.apply_updates(params, updates), inner
 
-    steps = {"bayes": (bayes, state), "plain": (plain, (params, optimizer.init(params)))}
-    contenders = {name: (repeated(step, at, 5), 5) for name, (step, at) in steps.items()}
+    steps = {
+        "bayes": (bayes, state),
+        "plain": (plain, (params, optimizer.init(params))),
+    }
+    contenders = {
+        name: (repeated(step, at, 5), 5) for name, (step, at) in steps.items()
+    }
     interleave(contenders, 1)  # compiles
     times = wall_clock(interleave(contenders, args.rounds))
     milliseconds = {f"{name}_ms": 1e-3 * min(found) for name, found in times.items()}
     return {**milliseconds, "ratio": median_ratio(times, "bayes", "plain")}
 
 
-# ----------------------------------------------------------------------------------------------------- predicting
+# --------------------------------------------------------------------------------------
+# predicting
 
 
-def draws_of_weights(learned: Learned, num_draws: int, key: jax.Array) -> list[dict[str, jax.Array]]:
-    draws = learned.guide.sample_posterior(key, learned.params, sample_shape=(num_draws,))
-    params = {name.removeprefix("net/"): value for name, value in draws.items() if name.startswith("net/")}
-    return [{name: value[s] for name, value in params.items()} for s in range(num_draws)]
+def draws_of_weights(
+    learned: Learned, num_draws: int, key: jax.Array
+) -> list[dict[str, jax.Array]]:
+    draws = learned.guide.sample_posterior(
+        key, learned.params, sample_shape=(num_draws,)
+    )
+    params = {
+        name.removeprefix("net/"): value
+        for name, value in draws.items()
+        if name.startswith("net/")
+    }
+    return [
+        {name: value[s] for name, value in params.items()} for s in range(num_draws)
+    ]
 
 
-def predictor(net: Any, members: Sequence[Learned], args: argparse.Namespace) -> Callable[[np.ndarray], np.ndarray]:
-    """Images (N, H, W, 1) -> logits (S, N, K), for S draws of the weights from all members."""
+def predictor(
+    net: Any, members: Sequence[Learned], args: argparse.Namespace
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Images (N, H, W, 1) -> logits (S, N, K), for S draws of the weights from all
+    members.
+    """
     keys = jax.random.split(jax.random.key(args.seed + 1), len(members))
     each = max(1, args.num_draws // len(members))
-    weights = [w for pair in zip(members, keys, strict=True) for w in draws_of_weights(pair[0], each, pair[1])]
+    weights = [
+        w
+        for pair in zip(members, keys, strict=True)
+        for w in draws_of_weights(pair[0], each, pair[1])
+    ]
     one = jax.jit(net.apply)
 
     def predict(x: np.ndarray) -> np.ndarray:
         chunks = [x[i : i + CHUNK] for i in range(0, len(x), CHUNK)]
-        return np.stack([np.concatenate([one(w, chunk) for chunk in chunks]) for w in weights])
+        return np.stack(
+            [np.concatenate([one(w, chunk) for chunk in chunks]) for w in weights]
+        )
 
     return predict
 
 
 class Drawn(NamedTuple):
-    """Logits and class probabilities of images, (S, N, K), and three measures of their uncertainty, (N,)."""
+    """Logits and class probabilities of images, (S, N, K), and three measures of their
+    uncertainty, (N,).
+    """
 
     logits: np.ndarray
     probs: np.ndarray
@@ -244,12 +375,19 @@ def drawn(logits: np.ndarray) -> Drawn:
 
     probs = np.asarray(jax.nn.softmax(logits))
     entropies = metrics.uncertainty(probs)
-    doubt = {"total": entropies.total, "mutual information": entropies.mutual_information}
-    return Drawn(logits, probs, {**doubt, "logits": metrics.relative_logit_variance(logits)})
+    doubt = {
+        "total": entropies.total,
+        "mutual information": entropies.mutual_information,
+    }
+    return Drawn(
+        logits, probs, {**doubt, "logits": metrics.relative_logit_variance(logits)}
+    )
 
 
 def score(known: Drawn, foreign: Mapping[str, Drawn], data: Images) -> dict[str, Any]:
-    """Accuracy, log score and calibration on test images, and how well uncertainty separates other kinds."""
+    """Accuracy, log score and calibration on test images, and how well uncertainty
+    separates other kinds.
+    """
     from numpyro_bnn import metrics
 
     mean = known.probs.mean(0)
@@ -260,15 +398,20 @@ def score(known: Drawn, foreign: Mapping[str, Drawn], data: Images) -> dict[str,
     }
     for name, other in foreign.items():
         for label, doubt in known.doubt.items():
-            scores[f"auroc {name}, {label}"] = metrics.auroc(doubt, other.doubt[label]).value
+            scores[f"auroc {name}, {label}"] = metrics.auroc(
+                doubt, other.doubt[label]
+            ).value
     return scores
 
 
-# -------------------------------------------------------------------------------------------------------- figures
+# --------------------------------------------------------------------------------------
+# figures
 
 
 def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Path:
-    """Both scores that come from the weights, for test images and images of other kinds."""
+    """Both scores that come from the weights, for test images and images of other
+    kinds.
+    """
     import matplotlib.pyplot as plt
 
     from numpyro_bnn import metrics
@@ -279,16 +422,32 @@ def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Pa
     }
     figure, axes = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        scores = {"known": known.doubt[name]} | {group: drawn.doubt[name] for group, drawn in foreign.items()}
+        scores = {"known": known.doubt[name]} | {
+            group: drawn.doubt[name] for group, drawn in foreign.items()
+        }
         every = np.concatenate(list(scores.values()))
-        edges = (np.geomspace if name == "logits" else np.linspace)(every.min(), every.max(), 41)
+        edges = (np.geomspace if name == "logits" else np.linspace)(
+            every.min(), every.max(), 41
+        )
         for group, values in scores.items():
-            auroc = f", AUROC {metrics.auroc(scores['known'], values).value:.3f}" if group != "known" else ""
+            auroc = (
+                f", AUROC {metrics.auroc(scores['known'], values).value:.3f}"
+                if group != "known"
+                else ""
+            )
             share = np.histogram(values, edges)[0] / len(values)
             axis.stairs(
-                share, edges, label=group + auroc, fill=group == "known", alpha=0.5 if group == "known" else 1
+                share,
+                edges,
+                label=group + auroc,
+                fill=group == "known",
+                alpha=0.5 if group == "known" else 1,
             )
-        axis.set(xlabel=label, ylabel="share of images", xscale="log" if name == "logits" else "linear")
+        axis.set(
+            xlabel=label,
+            ylabel="share of images",
+            xscale="log" if name == "logits" else "linear",
+        )
         axis.legend(frameon=False)
     axes[0].set_yscale("log")
     figure.savefig(path, dpi=200)
@@ -296,13 +455,27 @@ def draw_histogram(known: Drawn, foreign: Mapping[str, Drawn], path: Path) -> Pa
     return path
 
 
-def draw_samples(groups: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path, per_group: int = 3) -> Path:
+def draw_samples(
+    groups: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path, per_group: int = 3
+) -> Path:
     """Images, and the mean and central 90 % of their class probabilities."""
     import matplotlib.pyplot as plt
 
-    shown = [(name, x[i], p[:, i]) for name, (x, p) in groups.items() for i in range(min(per_group, len(x)))]
-    figure, axes = plt.subplots(2, len(shown), figsize=(1.4 * len(shown), 3), layout="constrained", squeeze=False)
-    for (name, image, probs), picture, bars in zip(shown, axes[0], axes[1], strict=True):
+    shown = [
+        (name, x[i], p[:, i])
+        for name, (x, p) in groups.items()
+        for i in range(min(per_group, len(x)))
+    ]
+    figure, axes = plt.subplots(
+        2,
+        len(shown),
+        figsize=(1.4 * len(shown), 3),
+        layout="constrained",
+        squeeze=False,
+    )
+    for (name, image, probs), picture, bars in zip(
+        shown, axes[0], axes[1], strict=True
+    ):
         picture.imshow(image[..., 0], cmap="gray_r")
         picture.set_title(name, fontsize=8)
         picture.axis("off")
@@ -320,12 +493,16 @@ def draw_samples(groups: Mapping[str, tuple[np.ndarray, np.ndarray]], path: Path
     return path
 
 
-def draw_plots(known: Drawn, foreign: Mapping[str, Drawn], data: Images, folder: Path) -> list[Path]:
+def draw_plots(
+    known: Drawn, foreign: Mapping[str, Drawn], data: Images, folder: Path
+) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
     groups = {"known": (data.x_test, known.probs)}
-    groups |= {name: (data.foreign[name], other.probs) for name, other in foreign.items()}
+    groups |= {
+        name: (data.foreign[name], other.probs) for name, other in foreign.items()
+    }
     return [
         draw_histogram(known, foreign, folder / "image_classification_uncertainty.png"),
         draw_samples(groups, folder / "image_classification_samples.png"),
@@ -336,13 +513,33 @@ def table(folder: Path) -> str:
     """Markdown: a row for each network whose results are in ``folder``."""
     paths = (folder / f"image_classification_{net}.json" for net in NETS)
     reports = [json.loads(path.read_text()) for path in paths if path.is_file()]
-    names = [name for name in reports[0] if name.startswith(("accuracy", "log_score", "ece", "auroc"))]
-    heads = ["network", "members", "epochs", *names, "step / plain step", "seconds per epoch", "seconds"]
+    names = [
+        name
+        for name in reports[0]
+        if name.startswith(("accuracy", "log_score", "ece", "auroc"))
+    ]
+    heads = [
+        "network",
+        "members",
+        "epochs",
+        *names,
+        "step / plain step",
+        "seconds per epoch",
+        "seconds",
+    ]
     rows = []
     for report in reports:
-        cells = [report["net"], *(str(report["options"][name]) for name in ("members", "num_epochs"))]
-        cells += [f"{report[name]:.3f}" for name in names] + [f"{report['step']['ratio']:.2f}"]
-        cells += [f"{statistics.median(report['seconds']):.0f}", f"{sum(report['seconds']):.0f}"]
+        cells = [
+            report["net"],
+            *(str(report["options"][name]) for name in ("members", "num_epochs")),
+        ]
+        cells += [f"{report[name]:.3f}" for name in names] + [
+            f"{report['step']['ratio']:.2f}"
+        ]
+        cells += [
+            f"{statistics.median(report['seconds']):.0f}",
+            f"{sum(report['seconds']):.0f}",
+        ]
         rows.append(cells)
     return markdown(heads, rows)
 
@@ -352,25 +549,52 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     folder = writable_folder(args.output)
     data = load_data(args).standardized()
     net = NETS[args.net](data.num_classes)
-    size = sum(int(np.prod(shape)) for shape in net.param_shapes(data.x.shape[1:]).values())
-    print(f"{len(data.y)} training images, network {args.net!r} of {size} weights, batches of {args.batch_size}")
+    size = sum(
+        int(np.prod(shape)) for shape in net.param_shapes(data.x.shape[1:]).values()
+    )
+    print(
+        f"{len(data.y)} training images, network {args.net!r} of {size} weights, "
+        f"batches of {args.batch_size}"
+    )
     ratio = step_ratio(net, data, args)
-    print("time of a step: {bayes_ms:.1f} ms, plain network: {plain_ms:.1f} ms, ratio {ratio:.2f}".format(**ratio))
+    print(
+        (
+            "time of a step: {bayes_ms:.1f} ms, plain network: {plain_ms:.1f} ms, "
+            "ratio {ratio:.2f}"
+        ).format(**ratio)
+    )
     model = make_model(net, data.num_classes, args)
-    members = [learn(model, data, args.seed + member, args) for member in range(args.members)]
+    members = [
+        learn(model, data, args.seed + member, args) for member in range(args.members)
+    ]
     predict = predictor(net, members, args)
-    known, foreign = drawn(predict(data.x_test)), {n: drawn(predict(x)) for n, x in data.foreign.items()}
+    known, foreign = (
+        drawn(predict(data.x_test)),
+        {n: drawn(predict(x)) for n, x in data.foreign.items()},
+    )
     scores = score(known, foreign, data)
     for name, value in scores.items():
         print(f"{name:36}{value:8.4f}")
     seconds = [second for learned in members for second in learned.seconds]
-    print(f"{sum(seconds):.0f} s of training in total, {statistics.median(seconds):.1f} s per epoch")
-    report = {"net": args.net, "weights": size, **scores, "step": ratio, "seconds": seconds}
+    print(
+        f"{sum(seconds):.0f} s of training in total, {statistics.median(seconds):.1f} "
+        f"s per epoch"
+    )
+    report = {
+        "net": args.net,
+        "weights": size,
+        **scores,
+        "step": ratio,
+        "seconds": seconds,
+    }
     path = folder / f"image_classification_{args.net}.json"
     write_report(path, {**report, "options": options_of(args), **environment([])})
     if args.docs is not None:
         between_marks(args.docs, table(folder), "image_classification")
-    print("written: " + ", ".join(map(str, [path, *draw_plots(known, foreign, data, folder)])))
+    print(
+        "written: "
+        + ", ".join(map(str, [path, *draw_plots(known, foreign, data, folder)]))
+    )
     return report
 
 

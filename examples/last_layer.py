@@ -1,8 +1,10 @@
-"""A random last layer on a pretrained body, compared with the pretrained network and with everything random.
+"""A random last layer on a pretrained body, compared with the pretrained network and
+with everything random.
 
-Digits of scikit-learn, 8 x 8 pixels. Optax pretrains a small network. Then its body is held fixed
-(``priors.Fixed``) and the last layer is sampled, with NUTS and with MCLMC, from the posterior given all data; or all
-weights are sampled with MCLMC, with means 0 or around the pretrained values (``priors.Centered``).
+Digits of scikit-learn, 8 x 8 pixels. Optax pretrains a small network. Then its body is
+held fixed (``priors.Fixed``) and the last layer is sampled, with NUTS and with MCLMC,
+from the posterior given all data; or all weights are sampled with MCLMC, with means 0
+or around the pretrained values (``priors.Centered``).
 
     python -m examples.last_layer --help
 """
@@ -23,7 +25,9 @@ CLASSES = 10
 
 
 class Row(NamedTuple):
-    """One line of the table; the scores are of the test digits, the seconds without those of the pretraining."""
+    """One line of the table; the scores are of the test digits, the seconds without
+    those of the pretraining.
+    """
 
     method: str
     random_weights: int
@@ -50,21 +54,53 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--width", type=int, default=20, help="hidden units of the last hidden layer; the first has 2x"
+        "--width",
+        type=int,
+        default=20,
+        help="hidden units of the last hidden layer; the first has 2x",
     )
-    parser.add_argument("--train-rows", type=int, default=400, help="training digits; the test set has 898")
-    parser.add_argument("--num-steps", type=int, default=300, help="steps of the pretraining")
-    parser.add_argument("--num-warmup", type=int, default=200, help="warm-up transitions per chain")
+    parser.add_argument(
+        "--train-rows",
+        type=int,
+        default=400,
+        help="training digits; the test set has 898",
+    )
+    parser.add_argument(
+        "--num-steps", type=int, default=300, help="steps of the pretraining"
+    )
+    parser.add_argument(
+        "--num-warmup", type=int, default=200, help="warm-up transitions per chain"
+    )
     parser.add_argument("--num-samples", type=int, default=200, help="draws per chain")
     parser.add_argument("--num-chains", type=int, default=2, help="chains")
-    parser.add_argument("--max-tree-depth", type=int, default=7, help="NUTS takes at most 2^depth steps")
-    parser.add_argument("--steps-per-draw", type=int, default=50, help="steps of MCLMC per draw")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the split, the network and the draws")
     parser.add_argument(
-        "--output", type=Path, default=Path("output"), help="folder of the table as JSON and the figure"
+        "--max-tree-depth", type=int, default=7, help="NUTS takes at most 2^depth steps"
+    )
+    parser.add_argument(
+        "--steps-per-draw", type=int, default=50, help="steps of MCLMC per draw"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the split, the network and the draws",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("output"),
+        help="folder of the table as JSON and the figure",
     )
     args = parser.parse_args(argv)
-    positive = ("width", "num_steps", "num_warmup", "num_samples", "num_chains", "max_tree_depth", "steps_per_draw")
+    positive = (
+        "width",
+        "num_steps",
+        "num_warmup",
+        "num_samples",
+        "num_chains",
+        "max_tree_depth",
+        "steps_per_draw",
+    )
     at_least(parser, args, positive)
     at_least(parser, args, ("train_rows",), CLASSES)
     return args
@@ -83,7 +119,9 @@ def pretrain(net: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     import optax
 
     def loss(params: dict[str, Any]) -> Any:
-        return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, data.x), data.y).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            net.apply(params, data.x), data.y
+        ).mean()
 
     optimizer = optax.adamw(0.01)
     params = net.init(jax.random.key(args.seed), data.x.shape[1:])
@@ -107,17 +145,44 @@ class Result(NamedTuple):
 
 
 def scores(
-    method: str, random_weights: int, probs: Any, data: Data, seconds: float, ess: float | None = None
+    method: str,
+    random_weights: int,
+    probs: Any,
+    data: Data,
+    seconds: float,
+    ess: float | None = None,
 ) -> Result:
     from numpyro_bnn import metrics
 
-    value = metrics.accuracy(probs, data.y_test).value, metrics.log_score(probs, data.y_test).value
+    value = (
+        metrics.accuracy(probs, data.y_test).value,
+        metrics.log_score(probs, data.y_test).value,
+    )
     curve = metrics.ece(probs, data.y_test, bins=8)
-    return Result(Row(method, random_weights, *value, metrics.ece(probs, data.y_test).ece, ess, seconds), curve)
+    return Result(
+        Row(
+            method,
+            random_weights,
+            *value,
+            metrics.ece(probs, data.y_test).ece,
+            ess,
+            seconds,
+        ),
+        curve,
+    )
 
 
-def sample(method: str, make: Callable, net: Any, prior: Any, data: Data, args: argparse.Namespace) -> Result:
-    """Sample the weights that are random under the prior, and predict the test digits."""
+def sample(
+    method: str,
+    make: Callable,
+    net: Any,
+    prior: Any,
+    data: Data,
+    args: argparse.Namespace,
+) -> Result:
+    """Sample the weights that are random under the prior, and predict the
+    test digits.
+    """
     import jax
     from numpyro.infer import MCMC
 
@@ -125,15 +190,23 @@ def sample(method: str, make: Callable, net: Any, prior: Any, data: Data, args: 
 
     start = time.perf_counter()
     model = bnn.models.classification(net, CLASSES, prior)
-    options = {"num_warmup": args.num_warmup, "num_samples": args.num_samples, "num_chains": args.num_chains}
+    options = {
+        "num_warmup": args.num_warmup,
+        "num_samples": args.num_samples,
+        "num_chains": args.num_chains,
+    }
     mcmc = MCMC(make(model), chain_method="vectorized", progress_bar=False, **options)
     mcmc.run(jax.random.key(args.seed), data.x, data.y)
     jax.block_until_ready(mcmc.last_state)
     seconds = time.perf_counter() - start
-    idata = bnn.to_inference_data(mcmc, {"x": data.x_test}, posterior_predictive=False, log_likelihood=False)
+    idata = bnn.to_inference_data(
+        mcmc, {"x": data.x_test}, posterior_predictive=False, log_likelihood=False
+    )
     probs = idata["predictions"]["y_probs"].to_numpy()
     weights = sum(
-        int(np.prod(value.shape[2:])) for name, value in idata["posterior"].items() if name.startswith("net.")
+        int(np.prod(value.shape[2:]))
+        for name, value in idata["posterior"].items()
+        if name.startswith("net.")
     )
     ess = bnn.metrics.function_space(probs).min_ess
     return scores(method, weights, probs, data, seconds, ess)
@@ -151,7 +224,15 @@ def compare(data: Data, args: argparse.Namespace) -> list[Result]:
     start = time.perf_counter()
     params = pretrain(net, data, args)
     probs = np.asarray(jax.nn.softmax(net.apply(params, data.x_test)), np.float64)
-    found = [scores("pretrained, no weight random", 0, probs / probs.sum(1, keepdims=True), data, 0.0)]
+    found = [
+        scores(
+            "pretrained, no weight random",
+            0,
+            probs / probs.sum(1, keepdims=True),
+            data,
+            0.0,
+        )
+    ]
     print(f"pretrained in {time.perf_counter() - start:.1f} seconds", flush=True)
 
     last = {"Dense_2.*": priors.Normal(6.0), "*": priors.Fixed(params)}
@@ -171,9 +252,13 @@ def compare(data: Data, args: argparse.Namespace) -> list[Result]:
 
 def print_table(rows: list[Row], data: Data) -> None:
     print(
-        f"\n{len(data.y)} training and {len(data.y_test)} test digits; ESS: the worst of the predicted probabilities"
+        f"\n{len(data.y)} training and {len(data.y_test)} test digits; ESS: the worst "
+        f"of the predicted probabilities"
     )
-    print(f"{'':30}{'random':>8}{'accuracy':>10}{'log score':>11}{'ECE':>8}{'ESS':>7}{'seconds':>9}")
+    print(
+        f"{'':30}{'random':>8}{'accuracy':>10}{'log score':>11}"
+        f"{'ECE':>8}{'ESS':>7}{'seconds':>9}"
+    )
     for row in rows:
         ess = "-" if row.ess is None else f"{row.ess:.0f}"
         print(
@@ -183,7 +268,9 @@ def print_table(rows: list[Row], data: Data) -> None:
 
 
 def draw_plot(found: list[Result], folder: Path) -> Path:
-    """Accuracy against the probability of the predicted class, by bins of that probability."""
+    """Accuracy against the probability of the predicted class, by bins of that
+    probability.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -193,7 +280,14 @@ def draw_plot(found: list[Result], folder: Path) -> Path:
     ax.plot([0, 1], [0, 1], color="0.7", lw=1)
     for result in found:
         some = result.curve.counts >= 5
-        ax.plot(result.curve.confidence[some], result.curve.accuracy[some], "o-", ms=3, lw=1, label=result.row.method)
+        ax.plot(
+            result.curve.confidence[some],
+            result.curve.accuracy[some],
+            "o-",
+            ms=3,
+            lw=1,
+            label=result.row.method,
+        )
     ax.set(xlabel="probability of the predicted class", ylabel="accuracy")
     ax.legend(fontsize=7)
     path = folder / "last_layer.png"

@@ -1,4 +1,6 @@
-"""Helpers of the scripts: checks of options and of output paths, and tables inside pages."""
+"""Helpers of the scripts: checks of options and of output paths, and tables inside
+pages.
+"""
 
 import argparse
 import sys
@@ -19,7 +21,12 @@ __all__ = [
 ]
 
 
-def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str], least: int = 1) -> None:
+def at_least(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    names: Iterable[str],
+    least: int = 1,
+) -> None:
     """Refuse numbers below the minimum, also in options that take several.
 
     :param names: of the options, as attributes of ``args``.
@@ -38,7 +45,10 @@ def writable_folder(path: Path) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        sys.exit(f"--output: cannot write to {path} ({error.strerror}). Choose another folder.")
+        sys.exit(
+            f"--output: cannot write to {path} ({error.strerror}). Choose another "
+            f"folder."
+        )
     return path
 
 
@@ -48,14 +58,22 @@ def writable_file(path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
-        sys.exit(f"--output: cannot write {path} ({error.strerror}). Choose another file.")
+        sys.exit(
+            f"--output: cannot write {path} ({error.strerror}). Choose another file."
+        )
     return path
 
 
 def early_stopped(
-    loss: Callable[[Any], Any], held_out: Callable[[Any], Any], start: Any, optimizer: Any, num_steps: int
+    loss: Callable[[Any], Any],
+    held_out: Callable[[Any], Any],
+    start: Any,
+    optimizer: Any,
+    num_steps: int,
 ) -> tuple[Any, Any]:
-    """Parameters for which the loss of held-out rows was smallest on the way of an optimizer, and that loss."""
+    """Parameters for which the loss of held-out rows was smallest on the way of an
+    optimizer, and that loss.
+    """
     import jax
     import jax.numpy as jnp
     import optax
@@ -65,7 +83,9 @@ def early_stopped(
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         params = optax.apply_updates(params, updates)
         now = held_out(params)
-        best = jax.tree.map(lambda new, old: jnp.where(now < least, new, old), params, best)
+        best = jax.tree.map(
+            lambda new, old: jnp.where(now < least, new, old), params, best
+        )
         return (params, state, best, jnp.minimum(now, least)), None
 
     carry = start, optimizer.init(start), start, jnp.asarray(jnp.inf)
@@ -73,15 +93,29 @@ def early_stopped(
     return best, least
 
 
-def observations_of_members(mcmc: Any, predictions: Mapping[str, Any], times: int = 10) -> np.ndarray:
-    """Draws (S, N) of new observations, several from each member: intervals need more than there are members."""
+def observations_of_members(
+    mcmc: Any, predictions: Mapping[str, Any], times: int = 10
+) -> np.ndarray:
+    """Draws (S, N) of new observations, several from each member: intervals need more
+    than there are members.
+    """
     import jax
 
     import numpyro_bnn as bnn
 
-    options = {"members": True, "predictions": predictions, "log_likelihood": False, "posterior_predictive": False}
-    exports = (bnn.to_inference_data(mcmc, rng_key=jax.random.key(i), **options) for i in range(times))
-    return np.concatenate([export["predictions"]["y"].to_numpy()[:, 0] for export in exports])
+    options = {
+        "members": True,
+        "predictions": predictions,
+        "log_likelihood": False,
+        "posterior_predictive": False,
+    }
+    exports = (
+        bnn.to_inference_data(mcmc, rng_key=jax.random.key(i), **options)
+        for i in range(times)
+    )
+    return np.concatenate(
+        [export["predictions"]["y"].to_numpy()[:, 0] for export in exports]
+    )
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -91,7 +125,9 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def between_marks(page: Path, text: str, name: str) -> None:
-    """Put a table into a page, between the comments ``table of <name>: begin`` and ``end``."""
+    """Put a table into a page, between the comments ``table of <name>: begin`` and
+    ``end``.
+    """
     begin, end = (f"<!-- table of {name}: {which} -->" for which in ("begin", "end"))
     before, rest = page.read_text().split(begin)
     page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")

@@ -1,15 +1,18 @@
-"""Networks sampled four ways: centered, non-centered, with moves along their symmetries, and on their quotient.
+"""Networks sampled four ways: centered, non-centered, with moves along their
+symmetries, and on their quotient.
 
-Three networks, a batch-norm MLP, a small residual network with batch norm and a ReLU MLP, each with one learned scale
-per layer. The likelihood does not change along the orbits of their symmetries, and gradient samplers move slowly
-there. For every way the tables show effective sample sizes of the log norms of the units, of the learned scales, of
-the coordinates on the orbits and of the predicted function; divergences; and whether the posterior of the scale is
-correct.
+Three networks, a batch-norm MLP, a small residual network with batch norm and a ReLU
+MLP, each with one learned scale per layer. The likelihood does not change along the
+orbits of their symmetries, and gradient samplers move slowly there. For every way the
+tables show effective sample sizes of the log norms of the units, of the learned scales,
+of the coordinates on the orbits and of the predicted function; divergences; and whether
+the posterior of the scale is correct.
 
 Runs on the diabetes data that ship with scikit-learn, or on a UCI set of a data folder:
 
     python -m examples.symmetries --set boston --data FOLDER --output output/boston
-    python -m examples.symmetries --summarize output/boston/symmetries.json --table docs/tables/symmetries.md
+    python -m examples.symmetries --summarize output/boston/symmetries.json --table
+    docs/tables/symmetries.md
 """
 
 import argparse
@@ -28,11 +31,19 @@ from examples.benchmarks.shared import environment, options_of
 from examples.shared import at_least, writable_folder
 
 WAYS = ("centered", "non-centered", "moves", "quotient")
-NETS = {"bn": "batch-norm MLP", "residual": "residual network with batch norm", "relu": "ReLU MLP"}
+NETS = {
+    "bn": "batch-norm MLP",
+    "residual": "residual network with batch norm",
+    "relu": "ReLU MLP",
+}
 TEST_POINTS = 50
 FIRST = "net/Dense_0.kernel"
-# A learned scale before a normalization keeps its prior HalfNormal(1): mean and 90 % interval of log |N(0, 1)|.
-EXACT_MEAN, EXACT_INTERVAL = -0.5 * (np.log(2.0) + np.euler_gamma), (np.log(0.0627068), np.log(1.959964))
+# A learned scale before a normalization keeps its prior HalfNormal(1): mean and 90 %
+# interval of log |N(0, 1)|.
+EXACT_MEAN, EXACT_INTERVAL = (
+    -0.5 * (np.log(2.0) + np.euler_gamma),
+    (np.log(0.0627068), np.log(1.959964)),
+)
 
 NOTES = """\
 Two numbers in a cell are the median and the minimum over units, scales or test points. ESS is NumPyro's, over all
@@ -47,11 +58,13 @@ more inputs than outputs the ratio has little spread of its own given the produc
 distribution function of the ratio given the orbit. It is uniform, and independent between draws if moves are exact.
 
 The results for symmetries say nothing about the modes of the function. Where its R-hat is far from 1, none of the
-ways has found all modes, and the effective sample sizes of the function cannot be compared."""
+ways has found all modes, and the effective sample sizes of the function cannot be compared."""  # noqa: E501
 
 
 class Fit(NamedTuple):
-    """A finished run: draws of all sites (C, S, ...), statistics of the transitions, and its cost."""
+    """A finished run: draws of all sites (C, S, ...), statistics of the transitions,
+    and its cost.
+    """
 
     sites: Mapping[str, np.ndarray]
     divergences: int
@@ -67,20 +80,52 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--set", default="diabetes", help="diabetes, or a UCI set: boston, energy, ...")
-    parser.add_argument("--data", type=Path, default=None, help="folder of the UCI sets")
-    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS), help="networks")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="ways to sample them")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the samplers")
-    parser.add_argument("--width", type=int, default=20, help="hidden units of the MLPs")
-    parser.add_argument("--residual-width", type=int, default=8, help="hidden units of the residual network")
+    parser.add_argument(
+        "--set", default="diabetes", help="diabetes, or a UCI set: boston, energy, ..."
+    )
+    parser.add_argument(
+        "--data", type=Path, default=None, help="folder of the UCI sets"
+    )
+    parser.add_argument(
+        "--nets", nargs="+", choices=NETS, default=list(NETS), help="networks"
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        help="ways to sample them",
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="seeds of the samplers"
+    )
+    parser.add_argument(
+        "--width", type=int, default=20, help="hidden units of the MLPs"
+    )
+    parser.add_argument(
+        "--residual-width",
+        type=int,
+        default=8,
+        help="hidden units of the residual network",
+    )
     parser.add_argument("--num-chains", type=int, default=2, help="chains, vectorized")
-    parser.add_argument("--num-warmup", type=int, default=500, help="warm-up transitions per chain")
+    parser.add_argument(
+        "--num-warmup", type=int, default=500, help="warm-up transitions per chain"
+    )
     parser.add_argument("--num-samples", type=int, default=500, help="draws per chain")
     parser.add_argument("--max-tree-depth", type=int, default=8, help="of NUTS")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of JSON and figures")
-    parser.add_argument("--summarize", type=Path, nargs="+", help="sample nothing: read these JSON files")
-    parser.add_argument("--table", type=Path, help="write the tables as Markdown to this file")
+    parser.add_argument(
+        "--output", type=Path, default=Path("output"), help="folder of JSON and figures"
+    )
+    parser.add_argument(
+        "--summarize",
+        type=Path,
+        nargs="+",
+        help="sample nothing: read these JSON files",
+    )
+    parser.add_argument(
+        "--table", type=Path, help="write the tables as Markdown to this file"
+    )
     args = parser.parse_args(argv)
     at_least(parser, args, ("width", "residual_width", "num_warmup", "max_tree_depth"))
     at_least(parser, args, ("num_chains",), 2)
@@ -96,7 +141,8 @@ def load_data(args: argparse.Namespace) -> Any:
     return loaders.standardize(data)
 
 
-# --------------------------------------------------------------------------------------------------- sampling
+# --------------------------------------------------------------------------------------
+# sampling
 
 
 def make_net(name: str, args: argparse.Namespace) -> Any:
@@ -108,7 +154,9 @@ def make_net(name: str, args: argparse.Namespace) -> Any:
         return nn.MLP([args.width, 1], "tanh", norm=nn.BatchNorm())
     width = args.residual_width
     body = nn.Sequential([nn.Dense(width), nn.BatchNorm(), "tanh", nn.Dense(width)])
-    return nn.Sequential([nn.Dense(width), nn.BatchNorm(), "tanh", nn.Residual(body), nn.Dense(1)])
+    return nn.Sequential(
+        [nn.Dense(width), nn.BatchNorm(), "tanh", nn.Residual(body), nn.Dense(1)]
+    )
 
 
 def make_model(net: Any, centered: bool) -> Callable:
@@ -124,7 +172,9 @@ def symmetries_of(net: Any, data: Any) -> list:
     return [s for s in found if not isinstance(s, symmetry.Permutation)]
 
 
-def make_kernel(way: str, net: Any, symmetries: list, data: Any, args: argparse.Namespace) -> Any:
+def make_kernel(
+    way: str, net: Any, symmetries: list, data: Any, args: argparse.Namespace
+) -> Any:
     from numpyro.infer import NUTS
 
     from numpyro_bnn import infer, symmetry
@@ -137,7 +187,9 @@ def make_kernel(way: str, net: Any, symmetries: list, data: Any, args: argparse.
 
 
 class Sampler:
-    """A kernel compiled once for all seeds. ``MCMC`` runs the same transitions; these times exclude compilation."""
+    """A kernel compiled once for all seeds. ``MCMC`` runs the same transitions; these
+    times exclude compilation.
+    """
 
     def __init__(self, kernel: Any, data: Any, args: argparse.Namespace) -> None:
         self.kernel, self.args, self.call = kernel, args, (data.x_train, data.y_train)
@@ -148,7 +200,9 @@ class Sampler:
         import jax
 
         state = self.kernel.sample(state, self.call, {})
-        sites = jax.vmap(self.kernel.postprocess_fn(self.call, {}))(getattr(state, self.kernel.sample_field))
+        sites = jax.vmap(self.kernel.postprocess_fn(self.call, {}))(
+            getattr(state, self.kernel.sample_field)
+        )
         return state, (sites, state.diverging, state.num_steps)
 
     def run(self, seed: int) -> Fit:
@@ -156,9 +210,13 @@ class Sampler:
 
         args = self.args
         keys = jax.random.split(jax.random.key(seed), args.num_chains)
-        state = self.kernel.init(keys, args.num_warmup, None, model_args=self.call, model_kwargs={})
+        state = self.kernel.init(
+            keys, args.num_warmup, None, model_args=self.call, model_kwargs={}
+        )
         if self.compiled is None:
-            many = jax.jit(lambda state: jax.lax.scan(self.transition, state, None, self.length))
+            many = jax.jit(
+                lambda state: jax.lax.scan(self.transition, state, None, self.length)
+            )
             self.compiled = many.lower(state).compile()
         start = time.perf_counter()
         for _ in range(args.num_warmup // self.length):
@@ -169,18 +227,26 @@ class Sampler:
         for _ in range(args.num_samples // self.length):
             state, part = self.compiled(state)
             parts.append(jax.device_get(part))
-        seconds, processor_seconds = time.perf_counter() - warm, time.process_time() - processor
-        join = partial(jax.tree.map, lambda *arrays: np.swapaxes(np.concatenate(arrays), 0, 1))
+        seconds, processor_seconds = (
+            time.perf_counter() - warm,
+            time.process_time() - processor,
+        )
+        join = partial(
+            jax.tree.map, lambda *arrays: np.swapaxes(np.concatenate(arrays), 0, 1)
+        )
         sites, diverging, num_steps = join(*parts)
         counts = int(diverging.sum()), float(num_steps.mean())
         return Fit(sites, *counts, warm - start, seconds, processor_seconds)
 
 
-# -------------------------------------------------------------------------------------------------- summaries
+# --------------------------------------------------------------------------------------
+# summaries
 
 
 def predictor(net: Any, data: Any) -> Callable:
-    """Draws of parameters (C, S, ...) -> the function at test points (C, S, 50), batch norm as in training."""
+    """Draws of parameters (C, S, ...) -> the function at test points (C, S, 50), batch
+    norm as in training.
+    """
     import jax
 
     x, x_train = data.x_test[:TEST_POINTS], data.x_train
@@ -193,18 +259,24 @@ def predictor(net: Any, data: Any) -> Callable:
 
     def function(sites: Mapping[str, np.ndarray]) -> np.ndarray:
         return np.stack(
-            [over_draws({path: sites[f"net/{path}"][c] for path in paths}) for c in range(len(sites["sigma"]))]
+            [
+                over_draws({path: sites[f"net/{path}"][c] for path in paths})
+                for c in range(len(sites["sigma"]))
+            ]
         )
 
     return function
 
 
 def place_on_orbit(p: float, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Distribution function of the position of a ReLU unit on its orbit, given the product of a and b.
+    """Distribution function of the position of a ReLU unit on its orbit, given the
+    product of a and b.
 
-    u = sqrt(a / b) is generalized inverse Gaussian of order p, u ~ ``scipy.stats.geninvgauss(p, sqrt(a b))``; a and b
-    are the squared norms of the standardized weights in and out, p half the difference of their numbers. By the
-    trapezoid rule in log u, where the density is log-concave: SciPy's quadrature takes one number at a time.
+    u = sqrt(a / b) is generalized inverse Gaussian of order p, u ~
+    ``scipy.stats.geninvgauss(p, sqrt(a b))``; a and b are the squared norms of the
+    standardized weights in and out, p half the difference of their numbers. By the
+    trapezoid rule in log u, where the density is log-concave: SciPy's quadrature takes
+    one number at a time.
     """
     x, root = 0.5 * np.log(a / b), np.sqrt(a * b)
     mode = np.arcsinh(p / root)
@@ -212,16 +284,22 @@ def place_on_orbit(p: float, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
     def mass(below: np.ndarray) -> np.ndarray:
         t = np.linspace(mode - reach, below, 401)
-        return np.trapezoid(np.exp(p * (t - mode) - root * (np.cosh(t) - np.cosh(mode))), t, axis=0)
+        return np.trapezoid(
+            np.exp(p * (t - mode) - root * (np.cosh(t) - np.cosh(mode))), t, axis=0
+        )
 
     return mass(np.clip(x, mode - reach, mode + reach)) / mass(mode + reach)
 
 
 def relu_places(sites: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The same for every unit of the ReLU MLP (C, S, U): kernels are N(0, s^2 / fan_in), biases N(0, 1)."""
+    """The same for every unit of the ReLU MLP (C, S, U): kernels are N(0, s^2 /
+    fan_in), biases N(0, 1).
+    """
     sites = {name: value.astype(float) for name, value in sites.items()}
     into, out = sites[FIRST], sites["net/Dense_1.kernel"]
-    scale_in, scale_out = (sites[f"net/Dense_{i}.kernel_scale"][..., None] for i in (0, 1))
+    scale_in, scale_out = (
+        sites[f"net/Dense_{i}.kernel_scale"][..., None] for i in (0, 1)
+    )
     fan_in, fan_out = into.shape[2], out.shape[2]
     a = (into**2).sum(2) * fan_in / scale_in**2 + sites["net/Dense_0.bias"] ** 2
     b = (out**2).sum(3) * fan_out / scale_out**2
@@ -246,9 +324,15 @@ def statistics_of(net: str, fit: Fit, symmetries: list) -> dict[str, np.ndarray]
         found = {"log norm": 0.5 * (ratio + product), "log ratio": ratio}
         found |= {"place": relu_places(fit.sites), "log product": product}
     else:
-        found = {"log norm": joined(symmetry.orbit_coordinates(fit.sites, only(symmetry.Scale)).values())}
+        found = {
+            "log norm": joined(
+                symmetry.orbit_coordinates(fit.sites, only(symmetry.Scale)).values()
+            )
+        }
         scales = [s.scale[0].site for s in only(symmetry.JointScale)]
-    return found | {"log s": np.log(joined(fit.sites[name][..., None] for name in scales))}
+    return found | {
+        "log s": np.log(joined(fit.sites[name][..., None] for name in scales))
+    }
 
 
 def effective(values: np.ndarray) -> np.ndarray:
@@ -259,7 +343,9 @@ def effective(values: np.ndarray) -> np.ndarray:
         return np.maximum(np.nan_to_num(effective_sample_size(values)), 0.0)
 
 
-def summarize(fit: Fit, values: Mapping[str, np.ndarray], function: np.ndarray) -> dict[str, Any]:
+def summarize(
+    fit: Fit, values: Mapping[str, np.ndarray], function: np.ndarray
+) -> dict[str, Any]:
     from numpyro_bnn import metrics
 
     ess, draws = {}, function.shape[0] * function.shape[1]
@@ -282,7 +368,8 @@ def summarize(fit: Fit, values: Mapping[str, np.ndarray], function: np.ndarray) 
     }
 
 
-# --------------------------------------------------------------------------------------------- tables, figures
+# --------------------------------------------------------------------------------------
+# tables, figures
 
 
 def cells(row: Mapping[str, Any], net: str) -> dict[str, str]:
@@ -290,12 +377,21 @@ def cells(row: Mapping[str, Any], net: str) -> dict[str, str]:
 
     def pair(name: str, unit: str) -> str:
         digits = 3 if unit == "draw" else 1
-        return " / ".join(f"{row['ess'][name][f'{which}_per_{unit}']:.{digits}f}" for which in ("median", "min"))
+        return " / ".join(
+            f"{row['ess'][name][f'{which}_per_{unit}']:.{digits}f}"
+            for which in ("median", "min")
+        )
 
     line = {"seed": str(row["seed"]), "way": row["way"]}
     orbit = ["log ratio", "place", "log product"] if net == "relu" else []
-    line |= {f"{name}, /draw": pair(name, "draw") for name in ("log norm", *orbit, "log s", "function")}
-    line |= {f"{name}, /s": pair(name, "second") for name in ("log norm", *orbit[:1], "log s", "function")}
+    line |= {
+        f"{name}, /draw": pair(name, "draw")
+        for name in ("log norm", *orbit, "log s", "function")
+    }
+    line |= {
+        f"{name}, /s": pair(name, "second")
+        for name in ("log norm", *orbit[:1], "log s", "function")
+    }
     line["divergent"], line["tree"] = str(row["divergences"]), f"{row['mean_tree']:.0f}"
     line["first log s"] = f"{row['scale_mean']:.2f} ± {row['scale_mcse']:.2f}"
     line["R-hat f"] = "-" if row["rhat"] is None else f"{row['rhat']:.2f}"
@@ -304,26 +400,43 @@ def cells(row: Mapping[str, Any], net: str) -> dict[str, str]:
 
 def table(rows: list[Mapping[str, Any]], net: str) -> str:
     lines = [cells(row, net) for row in rows]
-    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
+    widths = {
+        name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]
+    }
 
     def written(line: Mapping[str, str]) -> str:
-        return "| " + " | ".join(line[name].ljust(width) for name, width in widths.items()) + " |"
+        return (
+            "| "
+            + " | ".join(line[name].ljust(width) for name, width in widths.items())
+            + " |"
+        )
 
     rule = "| " + " | ".join("-" * width for width in widths.values()) + " |"
-    return "\n".join([written({name: name for name in widths}), rule, *map(written, lines)])
+    return "\n".join(
+        [written({name: name for name in widths}), rule, *map(written, lines)]
+    )
 
 
 def report(runs: list[Mapping[str, Any]]) -> str:
     """All tables as Markdown, from the contents of the JSON files."""
-    parts = ["# Four ways to sample networks with symmetries", NOTES.format(exact=EXACT_MEAN)]
+    parts = [
+        "# Four ways to sample networks with symmetries",
+        NOTES.format(exact=EXACT_MEAN),
+    ]
     for run in runs:
         rows, settings, machine = run["rows"], run["settings"], run["machine"]
-        versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+        versions = ", ".join(
+            f"{name} {number}" for name, number in run["versions"].items()
+        )
         parts.append(
-            f"## {run['dataset']}, {run['num_train']} training rows, {run['num_features']} inputs\n\n"
-            f"NUTS, {settings['num_chains']} chains × ({settings['num_warmup']} + {settings['num_samples']}) "
-            f"transitions, tree depth at most {settings['max_tree_depth']}; {settings['width']} hidden units, "
-            f"{settings['residual_width']} in the residual network. {machine['platform'].partition('-')[0]}, "
+            f"## {run['dataset']}, {run['num_train']} training rows, "
+            f"{run['num_features']} inputs\n\n"
+            f"NUTS, {settings['num_chains']} chains × ({settings['num_warmup']} + "
+            f"{settings['num_samples']}) "
+            f"transitions, tree depth at most {settings['max_tree_depth']}; "
+            f"{settings['width']} hidden units, "
+            f"{settings['residual_width']} in the residual network. "
+            f"{machine['platform'].partition('-')[0]}, "
             f"{machine['cores']} cores; {versions}."
         )
         for net in dict.fromkeys(row["net"] for row in rows):
@@ -332,8 +445,12 @@ def report(runs: list[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def draw_trace(axis: Any, values: np.ndarray, exact: tuple[float, float, float] | None) -> None:
-    """Trace of the first unit, one color per chain; a band and a line if interval and mean are known."""
+def draw_trace(
+    axis: Any, values: np.ndarray, exact: tuple[float, float, float] | None
+) -> None:
+    """Trace of the first unit, one color per chain; a band and a line if interval and
+    mean are known.
+    """
     from numpyro_bnn import metrics
 
     if exact:
@@ -348,14 +465,22 @@ def draw_trace(axis: Any, values: np.ndarray, exact: tuple[float, float, float] 
     axis.set_xlim(0, values.shape[1] - 1)
 
 
-def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> Path:
-    """Traces of the first unit and the first scale, four ways side by side, one color per chain."""
+def draw_figure(
+    net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: Path
+) -> Path:
+    """Traces of the first unit and the first scale, four ways side by side, one color
+    per chain.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = {"log norm": "log norm of a unit", "log ratio": r"log $|w_{in}|/|w_{out}|$", "log s": "log scale"}
+    labels = {
+        "log norm": "log norm of a unit",
+        "log ratio": r"log $|w_{in}|/|w_{out}|$",
+        "log s": "log scale",
+    }
     names = [name for name in labels if name in next(iter(traces.values()))]
     low, high = EXACT_INTERVAL
     exact = {} if net == "relu" else {"log s": (low, EXACT_MEAN, high)}
@@ -363,14 +488,21 @@ def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: 
     options = {"sharex": True, "sharey": "row", "layout": "constrained"}
     settings = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(settings):
-        figure, axes = plt.subplots(len(names), len(traces), figsize=size, squeeze=False, **options)
+        figure, axes = plt.subplots(
+            len(names), len(traces), figsize=size, squeeze=False, **options
+        )
         for place, (way, values) in enumerate(traces.items()):
-            column, shown = axes[:, place], labels if place == 0 else dict.fromkeys(labels, "")
+            column, shown = (
+                axes[:, place],
+                labels if place == 0 else dict.fromkeys(labels, ""),
+            )
             for axis, name in zip(column, names, strict=True):
                 draw_trace(axis, values[name][:2], exact.get(name))
                 axis.set_ylabel(shown[name])
             column[-1].set_xlabel("draw")
-            column[0].set_title(f"{way}\n{column[0].get_title(loc='left')}", loc="left", fontsize=7)
+            column[0].set_title(
+                f"{way}\n{column[0].get_title(loc='left')}", loc="left", fontsize=7
+            )
         if exact:
             axes[-1, 0].text(0, low, " exact, 90 %", fontsize=7, va="bottom")
         figure.savefig(path, dpi=200)
@@ -378,25 +510,40 @@ def draw_figure(net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: 
     return path
 
 
-# ----------------------------------------------------------------------------------------------------- script
+# --------------------------------------------------------------------------------------
+# script
 
 
-def compare(data: Any, args: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any]], list[Path]]:
+def compare(
+    data: Any, args: argparse.Namespace, folder: Path
+) -> tuple[list[dict[str, Any]], list[Path]]:
     rows, saved = [], []
     for net_name in args.nets:
         net = make_net(net_name, args)
-        symmetries, function, traces = symmetries_of(net, data), predictor(net, data), {}
+        symmetries, function, traces = (
+            symmetries_of(net, data),
+            predictor(net, data),
+            {},
+        )
         for way in args.ways:
             sampler = Sampler(make_kernel(way, net, symmetries, data, args), data, args)
             for seed in args.seeds:
                 fit = sampler.run(seed)
-                print(f"{NETS[net_name]}, {way}, seed {seed}: {fit.seconds:.1f} s", flush=True)
+                print(
+                    f"{NETS[net_name]}, {way}, seed {seed}: {fit.seconds:.1f} s",
+                    flush=True,
+                )
                 values = statistics_of(net_name, fit, symmetries)
                 rows.append({"net": net_name, "way": way, "seed": seed})
                 rows[-1] |= summarize(fit, values, function(fit.sites))
                 traces.setdefault(way, values)
-        saved.append(draw_figure(net_name, traces, folder / f"symmetries_{net_name}.png"))
-        print("\n" + table([row for row in rows if row["net"] == net_name], net_name), flush=True)
+        saved.append(
+            draw_figure(net_name, traces, folder / f"symmetries_{net_name}.png")
+        )
+        print(
+            "\n" + table([row for row in rows if row["net"] == net_name], net_name),
+            flush=True,
+        )
     return rows, saved
 
 
@@ -418,7 +565,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     else:
         folder = writable_folder(args.output)
         data = load_data(args)
-        print(f"{data}\n{args.num_chains} chains of {args.num_warmup} + {args.num_samples} transitions")
+        print(
+            f"{data}\n{args.num_chains} chains of {args.num_warmup} + "
+            f"{args.num_samples} transitions"
+        )
         rows, saved = compare(data, args, folder)
         runs = [{**settings_of(data, args), "rows": rows}]
         saved.append(folder / "symmetries.json")

@@ -1,8 +1,11 @@
-"""How confident is a network between its data? Mean field, coupling flow and NUTS on one small data set.
+"""How confident is a network between its data? Mean field, coupling flow and NUTS on
+one small data set.
 
-The data are two clusters of points on a line with a gap between them. In the gap variational guides are too confident
-(for mean field see Foong et al. 2019), even those with a better evidence bound; NUTS is the reference. The script
-prints that bound, Pareto k, the log score of held-out points, and the sd of the function in the gap and at the data.
+The data are two clusters of points on a line with a gap between them. In the gap
+variational guides are too confident (for mean field see Foong et al. 2019), even those
+with a better evidence bound; NUTS is the reference. The script prints that bound,
+Pareto k, the log score of held-out points, and the sd of the function in the gap and at
+the data.
 
     python -m examples.variational --help
 """
@@ -53,17 +56,48 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--width", type=int, default=20, help="hidden units")
-    parser.add_argument("--activation", default="tanh", help="activation of the hidden units")
-    parser.add_argument("--points", type=int, default=60, help="training points, half in each cluster")
-    parser.add_argument("--num-steps", type=int, default=20_000, help="steps of the optimizer")
+    parser.add_argument(
+        "--activation", default="tanh", help="activation of the hidden units"
+    )
+    parser.add_argument(
+        "--points", type=int, default=60, help="training points, half in each cluster"
+    )
+    parser.add_argument(
+        "--num-steps", type=int, default=20_000, help="steps of the optimizer"
+    )
     parser.add_argument("--num-particles", type=int, default=8, help="draws per step")
-    parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of NUTS per chain")
-    parser.add_argument("--num-samples", type=int, default=1000, help="draws of NUTS per chain, and of each guide")
+    parser.add_argument(
+        "--num-warmup",
+        type=int,
+        default=1000,
+        help="warm-up transitions of NUTS per chain",
+    )
+    parser.add_argument(
+        "--num-samples",
+        type=int,
+        default=1000,
+        help="draws of NUTS per chain, and of each guide",
+    )
     parser.add_argument("--num-chains", type=int, default=2, help="chains of NUTS")
-    parser.add_argument("--seed", type=int, default=0, help="seed of data, starts and draws")
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder of the figure")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of data, starts and draws"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("output"), help="folder of the figure"
+    )
     args = parser.parse_args(argv)
-    at_least(parser, args, ("width", "num_steps", "num_particles", "num_warmup", "num_samples", "num_chains"))
+    at_least(
+        parser,
+        args,
+        (
+            "width",
+            "num_steps",
+            "num_particles",
+            "num_warmup",
+            "num_samples",
+            "num_chains",
+        ),
+    )
     at_least(parser, args, ("points",), 4)
     return args
 
@@ -72,22 +106,33 @@ def make_data(args: argparse.Namespace) -> Data:
     rng = np.random.default_rng(args.seed)
 
     def clusters(size: int) -> tuple[np.ndarray, np.ndarray]:
-        left, right = rng.uniform(-1.0, -0.6, size // 2), rng.uniform(0.5, 1.0, size - size // 2)
+        left, right = (
+            rng.uniform(-1.0, -0.6, size // 2),
+            rng.uniform(0.5, 1.0, size - size // 2),
+        )
         x = np.concatenate([left, right])[:, None]
         return x, np.cos(4 * x[:, 0] + 0.8) + NOISE * rng.normal(size=size)
 
-    return Data(*clusters(args.points), *clusters(400), np.linspace(*ENDS, 161)[:, None])
+    return Data(
+        *clusters(args.points), *clusters(400), np.linspace(*ENDS, 161)[:, None]
+    )
 
 
 def make_model(args: argparse.Namespace) -> Callable:
-    """One hidden layer, unit prior scales as in a limit of infinite width, known noise."""
+    """One hidden layer, unit prior scales as in a limit of infinite
+    width, known noise.
+    """
     import numpyro_bnn as bnn
 
     net = bnn.nn.MLP([args.width, 1], args.activation)
-    return bnn.models.regression(net, bnn.priors.Normal(3.0, bias_scale=3.0), noise=NOISE)
+    return bnn.models.regression(
+        net, bnn.priors.Normal(3.0, bias_scale=3.0), noise=NOISE
+    )
 
 
-def fit_guide(guide: Any, data: Data, args: argparse.Namespace) -> tuple[Any, Any, float]:
+def fit_guide(
+    guide: Any, data: Data, args: argparse.Namespace
+) -> tuple[Any, Any, float]:
     """Parameters of the guide, its evidence, and seconds."""
     import jax
     import optax
@@ -96,16 +141,25 @@ def fit_guide(guide: Any, data: Data, args: argparse.Namespace) -> tuple[Any, An
     from numpyro_bnn import guides
 
     rate = optax.cosine_decay_schedule(0.01, args.num_steps)
-    svi = SVI(guide.model, guide, optax.adam(rate), Trace_ELBO(num_particles=args.num_particles))
+    svi = SVI(
+        guide.model,
+        guide,
+        optax.adam(rate),
+        Trace_ELBO(num_particles=args.num_particles),
+    )
     start = time.perf_counter()
     fit = guides.fit(svi, jax.random.key(args.seed), args.num_steps, data.x, data.y)
     jax.block_until_ready(fit.params)
     seconds = time.perf_counter() - start
-    judged = guides.evidence(guide, fit.params, data.x, data.y, rng_key=jax.random.key(args.seed + 1))
+    judged = guides.evidence(
+        guide, fit.params, data.x, data.y, rng_key=jax.random.key(args.seed + 1)
+    )
     return fit, judged, seconds
 
 
-def run_nuts(model: Callable, data: Data, args: argparse.Namespace) -> tuple[Any, float]:
+def run_nuts(
+    model: Callable, data: Data, args: argparse.Namespace
+) -> tuple[Any, float]:
     import jax
     from numpyro.infer import MCMC, NUTS
 
@@ -122,8 +176,17 @@ def run_nuts(model: Callable, data: Data, args: argparse.Namespace) -> tuple[Any
     return mcmc, time.perf_counter() - start
 
 
-def predict(result: Any, data: Data, x: np.ndarray, y: np.ndarray | None, args: argparse.Namespace, **of: Any) -> Any:
-    """Predictions at ``x`` as ArviZ results; a guide needs the arguments it was fitted with."""
+def predict(
+    result: Any,
+    data: Data,
+    x: np.ndarray,
+    y: np.ndarray | None,
+    args: argparse.Namespace,
+    **of: Any,
+) -> Any:
+    """Predictions at ``x`` as ArviZ results; a guide needs the arguments it was fitted
+    with.
+    """
     import numpyro_bnn as bnn
 
     if of:
@@ -154,13 +217,18 @@ def compare(data: Data, args: argparse.Namespace) -> tuple[list[Row], dict[str, 
         fits[name] = fit, {"guide": guide}, judged, seconds
     mcmc, seconds = run_nuts(model, data, args)
     fits["NUTS"] = mcmc, {}, None, seconds
-    on_grid = {name: predict(fit, data, data.grid, None, args, **of) for name, (fit, of, *_) in fits.items()}
+    on_grid = {
+        name: predict(fit, data, data.grid, None, args, **of)
+        for name, (fit, of, *_) in fits.items()
+    }
     sds = {name: function_sd(idata) for name, idata in on_grid.items()}
     gap = between(data.grid, *GAP)
     seen = between(data.grid, -1.0, -0.6) | between(data.grid, 0.5, 1.0)
     rows = []
     for name, (fit, of, judged, seconds) in fits.items():
-        held_out = predict(fit, data, data.x_test, data.y_test, args, **of)["predictions"]
+        held_out = predict(fit, data, data.x_test, data.y_test, args, **of)[
+            "predictions"
+        ]
         rows.append(
             Row(
                 method=name,
@@ -178,8 +246,14 @@ def compare(data: Data, args: argparse.Namespace) -> tuple[list[Row], dict[str, 
 
 
 def print_table(rows: list[Row]) -> None:
-    print("\nsd of the function: mean over the gap, mean where data are, RMS distance to that of NUTS on the grid")
-    print(f"{'':16}{'ELBO':>16}{'Pareto k':>10}{'log score':>11}{'gap':>8}{'data':>8}{'distance':>10}{'seconds':>9}")
+    print(
+        "\nsd of the function: mean over the gap, mean where data are, RMS distance to "
+        "that of NUTS on the grid"
+    )
+    print(
+        f"{'':16}{'ELBO':>16}{'Pareto k':>10}{'log score':>11}{'gap':>8}"
+        f"{'data':>8}{'distance':>10}{'seconds':>9}"
+    )
     for row in rows:
         elbo = "-" if row.elbo is None else f"{row.elbo:.2f} ± {row.elbo_se:.2f}"
         k = "-" if row.pareto_k is None else f"{row.pareto_k:.2f}"
@@ -198,9 +272,13 @@ def draw_plot(on_grid: dict[str, Any], folder: Path) -> Path:
     from numpyro_bnn import plots
 
     size = (3.4 * len(on_grid), 3.4)
-    figure, axes = plt.subplots(1, len(on_grid), figsize=size, sharey=True, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(on_grid), figsize=size, sharey=True, layout="constrained", squeeze=False
+    )
     for axis, (name, idata) in zip(axes[0], on_grid.items(), strict=True):
-        plots.predictive_band(idata, ax=axis, xlabel="x", ylabel="y" if axis is axes[0, 0] else "")
+        plots.predictive_band(
+            idata, ax=axis, xlabel="x", ylabel="y" if axis is axes[0, 0] else ""
+        )
         axis.get_legend().remove()
         axis.set_title(name)
         axis.set_ylim(-4, 4)
@@ -216,7 +294,10 @@ def main(argv: list[str] | None = None) -> list[Row]:
     args = parse(argv)
     folder = writable_folder(args.output)
     data = make_data(args)
-    print(f"{args.points} points in two clusters, network 1-{args.width}-1 ({args.activation}), noise sd {NOISE}")
+    print(
+        f"{args.points} points in two clusters, network 1-{args.width}-1 "
+        f"({args.activation}), noise sd {NOISE}"
+    )
     rows, on_grid = compare(data, args)
     print_table(rows)
     print(f"written: {draw_plot(on_grid, folder)}")

@@ -1,4 +1,6 @@
-"""Bayesian neural networks for NumPyro: networks, priors, kernels, guides, results for ArviZ."""
+"""Bayesian neural networks for NumPyro: networks, priors, kernels, guides, results for
+ArviZ.
+"""
 
 from importlib import import_module
 from typing import Any

@@ -1,8 +1,9 @@
 """The interface to ArviZ 0.x and 1.x: the only module that imports it (and xarray).
 
-ArviZ 0.x stores results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``; the rest of the package calls
-the functions below and need not know which of the two it holds. Both libraries are imported when first used, since
-they take longer than the rest of the package.
+ArviZ 0.x stores results in ``arviz.InferenceData``, ArviZ 1.x in ``xarray.DataTree``;
+the rest of the package calls the functions below and need not know which of the two it
+holds. Both libraries are imported when first used, since they take longer than the rest
+of the package.
 """
 
 import os
@@ -25,36 +26,44 @@ Variables = Mapping[str, tuple[Sequence[str], ArrayLike]]
 
 # ArviZ needs four draws in each chain that it splits.
 _MIN_DRAWS = 4
-# A generalized Pareto distribution is fitted to a fifth of the weights, but to at least five of them.
+# A generalized Pareto distribution is fitted to a fifth of the weights, but to at least
+# five of them.
 _MIN_WEIGHTS = 25
 
 
 @cache
 def _arviz() -> Any:
     with warnings.catch_warnings():
-        # ArviZ 0.23 announces its refactoring once a day; version 1, the result, is supported here.
-        warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
+        # ArviZ 0.23 announces its refactoring once a day; version 1, the result, is
+        # supported here.
+        warnings.filterwarnings(
+            "ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning
+        )
         import arviz
     return arviz
 
 
 def _has_trees() -> bool:
-    """Decided by the version: ArviZ 1.x still has a name `InferenceData`, which only warns."""
+    """Decided by the version: ArviZ 1.x still has a name `InferenceData`, which only
+    warns.
+    """
     return int(_arviz().__version__.split(".")[0]) >= 1
 
 
 def rhat(draws: ArrayLike) -> NDArray[np.float64]:
     """Rank-normalized split R-hat of every column of ``draws``, computed by ArviZ.
 
-    A single chain is cut into halves, which are compared as two chains (each is split once more). This detects slow
-    drifts, but not a mode that the chain never visits.
+    A single chain is cut into halves, which are compared as two chains (each is split
+    once more). This detects slow drifts, but not a mode that the chain never visits.
 
     :param draws: (C, S, ...) draws by chain.
-    :return: R-hat, shape (...). NaN for a column that is constant or not finite, and for all columns if a chain
-        has fewer than 4 draws (8 for a single chain); infinite or huge if every chain is constant at its own value.
+    :return: R-hat, shape (...). NaN for a column that is constant or not finite, and
+        for all columns if a chain has fewer than 4 draws (8 for a single chain);
+        infinite or huge if every chain is constant at its own value.
     :raises ValueError: if ``draws`` has no chain and draw axis.
 
-    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*, equations (4) and (14).
+    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*,
+    equations (4) and (14).
 
     >>> import numpy as np
     >>> draws = np.random.default_rng(0).normal(size=(4, 500, 2))
@@ -73,9 +82,10 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     """Effective sample size of every column of ``draws``, computed by ArviZ.
 
     :param draws: (C, S, ...) draws by chain.
-    :param kind: ``"bulk"`` (rank-normalized), ``"tail"`` (the smaller of the 5 % and 95 % quantiles') or ``"mean"``.
-    :return: effective draws, shape (...). NaN for a column that is constant or not finite, and for all columns if
-        a chain has fewer than 4 draws.
+    :param kind: ``"bulk"`` (rank-normalized), ``"tail"`` (the smaller of the 5 % and 95
+        % quantiles') or ``"mean"``.
+    :return: effective draws, shape (...). NaN for a column that is constant or not
+        finite, and for all columns if a chain has fewer than 4 draws.
     :raises ValueError: if ``draws`` has no chain and draw axis, or ``kind`` is unknown.
 
     Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*.
@@ -86,22 +96,30 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     True
     """
     Choice(("bulk", "tail", "mean")).check("ess", "kind", kind)
-    # The quantiles are named because the default differs between the two ArviZ versions.
+    # The quantiles are named because the default differs between the two ArviZ
+    # versions.
     options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
     return _by_column(_by_chain("ess", draws), _arviz().ess, method=kind, **options)
 
 
-def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Pareto-smoothed importance weights of independent draws and the shape k of their tail, computed by ArviZ.
+def pareto_smoothed(
+    log_weights: ArrayLike,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Pareto-smoothed importance weights of independent draws and the shape k of their
+    tail, computed by ArviZ.
 
-    :param log_weights: (..., S) logarithms of importance ratios, up to a constant; ``-inf`` is a weight of 0.
-    :return: (..., S) logarithms of weights that sum to 1, and k, (...). Weights that are all equal have k = -inf.
-        With fewer than 25 draws, NaN or infinite weights, k is NaN and nothing is smoothed.
+    :param log_weights: (..., S) logarithms of importance ratios, up to a constant;
+        ``-inf`` is a weight of 0.
+    :return: (..., S) logarithms of weights that sum to 1, and k, (...). Weights that
+        are all equal have k = -inf. With fewer than 25 draws, NaN or infinite weights,
+        k is NaN and nothing is smoothed.
 
     Reference: Vehtari et al. (2024), *Pareto smoothed importance sampling*.
 
     >>> import numpy as np
-    >>> heavy = 3.0 * np.random.default_rng(0).exponential(size=1000)       # weights with tail k = 3
+    >>> heavy = 3.0 * np.random.default_rng(0).exponential(
+    ...     size=1000
+    ... )  # weights with tail k = 3
     >>> bool(pareto_smoothed(heavy)[1] > 2.0)
     True
     """
@@ -117,51 +135,79 @@ def pareto_smoothed(log_weights: ArrayLike) -> tuple[NDArray[np.float64], NDArra
         if np.ptp(row) == 0:
             k[i] = -np.inf
             continue
-        # ArviZ subtracts and sorts, so a weight of zero is replaced by a negligible one.
+        # ArviZ subtracts and sorts, so a weight of zero is replaced by a negligible
+        # one.
         filled = np.where(zero, row[~zero].min() - 1000.0, row)
         found, k[i] = _smooth(_untied(filled))
         smoothed[i] = np.where(zero, -np.inf, found)
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
-def dataset(variables: Variables, coords: Mapping[str, Any] | None = None) -> "xr.Dataset":
+def dataset(
+    variables: Variables, coords: Mapping[str, Any] | None = None
+) -> "xr.Dataset":
     """Build one group of results.
 
-    :param variables: by name, the dimension names and the array, e.g. ``{"w": (("chain", "draw"), w)}``.
-    :param coords: coordinate values by dimension; those of other dimensions are ignored, and a dimension without
-        coordinates gets 0, 1, 2, ... as in ArviZ.
-    :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a name that is also
-        a dimension, dimension names that do not fit the array, or an array that netCDF cannot hold.
+    :param variables: by name, the dimension names and the array, e.g. ``{"w":
+        (("chain", "draw"), w)}``.
+    :param coords: coordinate values by dimension; those of other dimensions are
+        ignored, and a dimension without coordinates gets 0, 1, 2, ... as in ArviZ.
+    :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a
+        name that is also a dimension, dimension names that do not fit the array, or an
+        array that netCDF cannot hold.
 
     >>> import numpy as np
-    >>> data = dataset({"w": (("chain", "draw", "unit"), np.zeros((2, 5, 3)))}, {"unit": ["a", "b", "c"]})
+    >>> data = dataset(
+    ...     {"w": (("chain", "draw", "unit"), np.zeros((2, 5, 3)))},
+    ...     {"unit": ["a", "b", "c"]},
+    ... )
     >>> dict(data.sizes)
     {'chain': 2, 'draw': 5, 'unit': 3}
     """
     import xarray as xr
 
-    arrays = {name: _variable(name, dims, values) for name, (dims, values) in variables.items()}
-    sizes = {dim: n for dims, values in arrays.values() for dim, n in zip(dims, values.shape, strict=True)}
+    arrays = {
+        name: _variable(name, dims, values)
+        for name, (dims, values) in variables.items()
+    }
+    sizes = {
+        dim: n
+        for dims, values in arrays.values()
+        for dim, n in zip(dims, values.shape, strict=True)
+    }
     for name in sizes.keys() & arrays.keys():
         got = f"{name!r} as a variable and as a dimension"
-        raise argument_error("dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'.")
+        raise argument_error(
+            "dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'."
+        )
     given = coords or {}
-    used = {dim: np.asarray(given[dim]) if dim in given else np.arange(size) for dim, size in sizes.items()}
+    used = {
+        dim: np.asarray(given[dim]) if dim in given else np.arange(size)
+        for dim, size in sizes.items()
+    }
     return xr.Dataset(arrays, coords=used)
 
 
-def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] | None = None) -> Any:
-    """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or ``xarray.DataTree`` (1.x).
+def inference_data(
+    groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] | None = None
+) -> Any:
+    """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or
+    ``xarray.DataTree`` (1.x).
 
-    :param groups: datasets by group name, e.g. ``{"posterior": dataset(...)}``; empty ones are left out.
+    :param groups: datasets by group name, e.g. ``{"posterior": dataset(...)}``; empty
+        ones are left out.
     :param attrs: text or numbers about the whole; anything else is a TypeError.
 
     >>> import numpy as np
-    >>> idata = inference_data({"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})})
+    >>> idata = inference_data(
+    ...     {"posterior": dataset({"w": (("chain", "draw"), np.zeros((2, 5)))})}
+    ... )
     >>> group_names(idata)
     ['posterior']
     """
-    filled: dict[str, Any] = {name: data for name, data in groups.items() if data.data_vars}
+    filled: dict[str, Any] = {
+        name: data for name, data in groups.items() if data.data_vars
+    }
     about = _attributes("inference_data", attrs)
     if not _has_trees():
         return _arviz().InferenceData(attrs=about, **filled)
@@ -171,19 +217,31 @@ def inference_data(groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] 
 
 
 def opened(call: str, idata: Any) -> Any:
-    """Results as they are, or read from the netCDF file at a path; a TypeError of a call for anything else."""
-    found = _arviz().from_netcdf(os.path.expanduser(idata)) if isinstance(idata, str | PathLike) else idata
+    """Results as they are, or read from the netCDF file at a path; a TypeError of a
+    call for anything else.
+    """
+    found = (
+        _arviz().from_netcdf(os.path.expanduser(idata))
+        if isinstance(idata, str | PathLike)
+        else idata
+    )
     group_names(found, call)
     return found
 
 
 def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Dataset":
-    """The first draws of a group of a Zarr folder; its arrays are read when they are used."""
+    """The first draws of a group of a Zarr folder; its arrays are read when they are
+    used.
+    """
     import xarray as xr
 
     held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
-    held = held.isel(draw=slice(draws), missing_dims="ignore")  # a kernel may have no statistics
-    return held.assign_coords({dim: np.arange(size) for dim, size in held.sizes.items()})
+    held = held.isel(
+        draw=slice(draws), missing_dims="ignore"
+    )  # a kernel may have no statistics
+    return held.assign_coords(
+        {dim: np.arange(size) for dim, size in held.sizes.items()}
+    )
 
 
 def group_names(idata: Any, call: str = "group_names") -> list[str]:
@@ -218,32 +276,49 @@ def attrs(idata: Any) -> dict[str, Any]:
 def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(draws, dtype=np.float64)
     if array.ndim < 2 or 0 in array.shape:
-        raise argument_error(call, "draws", f"shape {array.shape}", "Pass draws shaped (C, S, ...), chains first.")
+        raise argument_error(
+            call,
+            "draws",
+            f"shape {array.shape}",
+            "Pass draws shaped (C, S, ...), chains first.",
+        )
     return array
 
 
-def _by_column(array: NDArray[np.float64], diagnostic: Any, **options: Any) -> NDArray[np.float64]:
-    """Apply an ArviZ diagnostic to the columns for which it is defined; the others are NaN."""
+def _by_column(
+    array: NDArray[np.float64], diagnostic: Any, **options: Any
+) -> NDArray[np.float64]:
+    """Apply an ArviZ diagnostic to the columns for which it is defined; the others are
+    NaN.
+    """
     chains, draws, *shape = array.shape
     columns = array.reshape(chains, draws, -1)
     result = np.full(columns.shape[2], np.nan)
     defined = np.isfinite(columns).all(axis=(0, 1)) & (np.ptp(columns, axis=(0, 1)) > 0)
     if draws >= _MIN_DRAWS and defined.any():
-        data = dataset({"columns": (("chain", "draw", "column"), columns[:, :, defined])})
-        # Constant chains at different values: ArviZ would divide by a within-chain variance of zero.
+        data = dataset(
+            {"columns": (("chain", "draw", "column"), columns[:, :, defined])}
+        )
+        # Constant chains at different values: ArviZ would divide by a within-chain
+        # variance of zero.
         with np.errstate(divide="ignore", invalid="ignore"):
             result[defined] = diagnostic(data, **options)["columns"].to_numpy()
     return result.reshape(shape)
 
 
 def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Spread equal values (equal within the resolution of float32) over that resolution."""
+    """Spread equal values (equal within the resolution of float32) over that
+    resolution.
+    """
     distinct = np.unique(log_weights)
     if len(distinct) == len(log_weights):
         return log_weights
-    # Many equal values at the threshold of the tail would look like an infinite density there.
+    # Many equal values at the threshold of the tail would look like an infinite density
+    # there.
     width = np.diff(distinct).min()
-    return log_weights + width * np.random.default_rng(0).uniform(-0.5, 0.5, len(log_weights))
+    return log_weights + width * np.random.default_rng(0).uniform(
+        -0.5, 0.5, len(log_weights)
+    )
 
 
 def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
@@ -254,21 +329,33 @@ def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
 
     try:
         return array_stats.psislw(-log_weights)
-    except ValueError:  # ArviZ 1.x refuses a tail of equal weights; ArviZ 0.x then smooths nothing
+    except (
+        ValueError
+    ):  # ArviZ 1.x refuses a tail of equal weights; ArviZ 0.x then smooths nothing
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 
-def _variable(name: str, dims: Iterable[str], values: ArrayLike) -> tuple[tuple[str, ...], np.ndarray]:
+def _variable(
+    name: str, dims: Iterable[str], values: ArrayLike
+) -> tuple[tuple[str, ...], np.ndarray]:
     """Check one variable of a dataset."""
     array, named = np.asarray(values), tuple(dims)
     fault = None
     if "/" in name:
-        fault = f"the name {name!r}", f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}."
+        fault = (
+            f"the name {name!r}",
+            f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}.",
+        )
     elif len(named) != array.ndim:
-        got = f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}"
+        got = (
+            f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}"
+        )
         fault = got, "Name every axis once."
     elif array.dtype.kind not in "biufUM":
-        instead = "netCDF holds real numbers, booleans and text: convert it first, e.g. `.astype('float32')`."
+        instead = (
+            "netCDF holds real numbers, booleans and text: convert it first, e.g. "
+            "`.astype('float32')`."
+        )
         fault = f"{name!r} of dtype {array.dtype}", instead
     if fault:
         raise argument_error("dataset", "variables", *fault)
@@ -285,6 +372,9 @@ def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
             checked[name] = value
         else:
             got = f"{name!r} of type {type(value).__name__}"
-            instead = "netCDF attributes are text or numbers: pass `str(...)` or `json.dumps(...)` of it."
+            instead = (
+                "netCDF attributes are text or numbers: pass `str(...)` or "
+                "`json.dumps(...)` of it."
+            )
             raise argument_error(call, "attrs", got, instead, TypeError)
     return checked

@@ -1,7 +1,9 @@
-"""Where the axes of values go in a program: each primitive moves labels of axes, or mixes what they number.
+"""Where the axes of values go in a program: each primitive moves labels of axes, or
+mixes what they number.
 
-A label numbers the elements of an axis, for example the rows of the data. Its place in a later value says which of
-its numbers each element depends on; it is ``SUMMED`` where one element depends on several.
+A label numbers the elements of an axis, for example the rows of the data. Its place in
+a later value says which of its numbers each element depends on; it is ``SUMMED`` where
+one element depends on several.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +35,8 @@ class Place(NamedTuple):
     inner: int
 
 
-# Used instead of a place: a sum of terms, each with one number of the label, but not the same number for all.
+# Used instead of a place: a sum of terms, each with one number of the label, but not
+# the same number for all.
 SUMMED = None
 
 
@@ -42,24 +45,38 @@ class Rows(dict[Any, Place | None]):
 
 
 def follow_axes(
-    jaxpr: Any, inputs: Sequence[Any], enter: Callable[[Equation, Sequence[Any]], Any] | None = None
+    jaxpr: Any,
+    inputs: Sequence[Any],
+    enter: Callable[[Equation, Sequence[Any]], Any] | None = None,
 ) -> list[Any]:
-    """The places of labels in the outputs of a program, from those in its inputs; nothing is computed.
+    """The places of labels in the outputs of a program, from those in its inputs;
+    nothing is computed.
 
-    :param inputs: :class:`Rows` for each input, or other marks that only ``enter`` understands.
-    :param enter: from an equation one of whose operands has such a mark, and its operands, to its output.
-    :return: for each output; a label with the value ``SUMMED`` arrives, but not element by element.
+    :param inputs: :class:`Rows` for each input, or other marks that only ``enter``
+        understands.
+    :param enter: from an equation one of whose operands has such a mark, and its
+        operands, to its output.
+    :return: for each output; a label with the value ``SUMMED`` arrives, but not element
+        by element.
 
     >>> import jax
-    >>> program = jax.make_jaxpr(lambda x, w: (x @ w, x.sum(0)))(jnp.ones((3, 2)), jnp.ones((2, 2))).jaxpr
+    >>> program = jax.make_jaxpr(lambda x, w: (x @ w, x.sum(0)))(
+    ...     jnp.ones((3, 2)), jnp.ones((2, 2))
+    ... ).jaxpr
     >>> rows = Axis("x", 0, 3)
-    >>> [found[rows] for found in follow_axes(program, [Rows({rows: Place(0, 1)}), Rows()])]
+    >>> [
+    ...     found[rows]
+    ...     for found in follow_axes(program, [Rows({rows: Place(0, 1)}), Rows()])
+    ... ]
     [Place(axis=0, inner=1), None]
     """
     known: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variables: Sequence[Any]) -> list[Any]:
-        return [Rows() if isinstance(var, Literal) else known.get(var, Rows()) for var in variables]
+        return [
+            Rows() if isinstance(var, Literal) else known.get(var, Rows())
+            for var in variables
+        ]
 
     for equation in jaxpr.eqns:
         operands, name = read(equation.invars), equation.primitive.name
@@ -69,9 +86,14 @@ def follow_axes(
         if inner is not None:
             outputs = follow_axes(inner, operands, enter)
         elif name in ("scan", "cond"):
-            if not all(isinstance(operand, Rows) for operand in operands) and enter is not None:
+            if (
+                not all(isinstance(operand, Rows) for operand in operands)
+                and enter is not None
+            ):
                 enter(equation, operands)
-            rows = [operand if isinstance(operand, Rows) else Rows() for operand in operands]
+            rows = [
+                operand if isinstance(operand, Rows) else Rows() for operand in operands
+            ]
             outputs = (_scanned if name == "scan" else _chosen)(equation, rows, enter)
         elif all(isinstance(operand, Rows) for operand in operands):
             outputs = [moved(equation, operands)] * len(equation.outvars)
@@ -104,16 +126,22 @@ def _merge(found: Rows, rows: Mapping[Any, Place | None]) -> None:
 
 
 def _chosen(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
-    """The outputs of ``cond``; a predicate is a scalar, so that labels in it are those of all elements."""
+    """The outputs of ``cond``; a predicate is a scalar, so that labels in it are those
+    of all elements.
+    """
     results = [Rows(dict.fromkeys(operands[0], SUMMED)) for _ in equation.outvars]
     for branch in equation.params["branches"]:
-        for found, rows in zip(results, follow_axes(branch.jaxpr, operands[1:], enter), strict=True):
+        for found, rows in zip(
+            results, follow_axes(branch.jaxpr, operands[1:], enter), strict=True
+        ):
             _merge(found, rows)
     return results
 
 
 def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
-    """The outputs of ``scan``: carried labels are followed until they no longer change."""
+    """The outputs of ``scan``: carried labels are followed until they no
+    longer change.
+    """
     constants, carried = equation.params["num_consts"], equation.params["num_carry"]
 
     def shifted(rows: Rows, by: int) -> Rows:
@@ -137,20 +165,28 @@ def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[R
             return [*start, *(shifted(rows, 1) for rows in outputs[carried:])]
 
 
-Move = Callable[[Equation, int, Place], Place | None]  # of a place in an operand to the place in the output
+Move = Callable[
+    [Equation, int, Place], Place | None
+]  # of a place in an operand to the place in the output
 Linear = Callable[[Sequence[int]], bool]
 
 
-def rule_of(equation: Equation, counting: Mapping[int, int]) -> tuple[Move | None, Linear]:
-    """Where a primitive moves labels (``None`` if unknown), and whether it is linear in the operands that hold them.
+def rule_of(
+    equation: Equation, counting: Mapping[int, int]
+) -> tuple[Move | None, Linear]:
+    """Where a primitive moves labels (``None`` if unknown), and whether it is linear in
+    the operands that hold them.
 
-    ``counting`` has the columns of an index that count 0, 1, 2, ..., and the axis along which they count.
+    ``counting`` has the columns of an index that count 0, 1, 2, ..., and the axis along
+    which they count.
     """
     name = equation.primitive.name
     move, linear = RULES.get(name, (None, "in none"))
     if name == "gather":
         move = partial(_gathered, counting=counting)
-    if name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
+    if name == "convert_element_type" and jnp.issubdtype(
+        equation.params["new_dtype"], jnp.floating
+    ):
         linear = "in all"
     return move, LINEAR[linear]
 
@@ -158,7 +194,9 @@ def rule_of(equation: Equation, counting: Mapping[int, int]) -> tuple[Move | Non
 def reshaped(
     place: Place, size: int, before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[Place | None, int | None]:
-    """Place after a reshape; or, if two axes share what was one label, the size of its inner part."""
+    """Place after a reshape; or, if two axes share what was one label, the size of its
+    inner part.
+    """
     stride = place.inner * prod(before[place.axis + 1 :])
     for axis, length in enumerate(after):
         below = prod(after[axis + 1 :])
@@ -166,7 +204,11 @@ def reshaped(
             continue  # this axis holds no part of the label
         if stride % below == 0 and (below * length) % (stride * size) == 0:
             return Place(axis, stride // below), None
-        divides = stride < below < stride * size and below % stride == 0 and size % (below // stride) == 0
+        divides = (
+            stride < below < stride * size
+            and below % stride == 0
+            and size % (below // stride) == 0
+        )
         return SUMMED, below // stride if divides else None
     return SUMMED, None
 
@@ -185,7 +227,9 @@ def _reduce(equation: Equation, operand: int, place: Place) -> Place | None:
 def _unless(touched: Callable[[Equation], Iterable[int]]) -> Move:
     """Places stay, except along the axes that the operation acts on."""
 
-    return lambda equation, operand, place: SUMMED if place.axis in set(touched(equation)) else place
+    return lambda equation, operand, place: (
+        SUMMED if place.axis in set(touched(equation)) else place
+    )
 
 
 def _unless_along(name: str) -> Move:
@@ -209,12 +253,18 @@ def _dot(equation: Equation, operand: int, place: Place) -> Place | None:
     if place.axis in contracted[operand]:
         return SUMMED
     links, _ = dot_axes(equation, operand)
-    return place._replace(axis=next(out for out, axis in links.items() if axis == place.axis))
+    return place._replace(
+        axis=next(out for out, axis in links.items() if axis == place.axis)
+    )
 
 
 def _convolution(equation: Equation, operand: int, place: Place) -> Place | None:
     spec = equation.params["dimension_numbers"]
-    if operand == 0 and place.axis == spec.lhs_spec[0] and equation.params["batch_group_count"] == 1:
+    if (
+        operand == 0
+        and place.axis == spec.lhs_spec[0]
+        and equation.params["batch_group_count"] == 1
+    ):
         return place._replace(axis=spec.out_spec[0])
     return SUMMED
 
@@ -224,27 +274,43 @@ def _window(equation: Equation, operand: int, place: Place) -> Place | None:
     dilations = (p.get("base_dilation"), p.get("window_dilation"))
     alone = p["window_dimensions"][axis] == 1 and p["window_strides"][axis] == 1
     alone = alone and tuple(p["padding"][axis]) == (0, 0)
-    return place if alone and all(d is None or d[axis] == 1 for d in dilations) else SUMMED
+    return (
+        place if alone and all(d is None or d[axis] == 1 for d in dilations) else SUMMED
+    )
 
 
-def _gathered(equation: Equation, operand: int, place: Place, counting: Mapping[int, int]) -> Place | None:
+def _gathered(
+    equation: Equation, operand: int, place: Place, counting: Mapping[int, int]
+) -> Place | None:
     numbers, axis = equation.params["dimension_numbers"], place.axis
     shape, index_shape = (var.aval.shape for var in equation.invars)
     # Axes of the output that come from those of the index, in order.
-    looked_up = [a for a in range(len(equation.outvars[0].aval.shape)) if a not in numbers.offset_dims]
+    looked_up = [
+        a
+        for a in range(len(equation.outvars[0].aval.shape))
+        if a not in numbers.offset_dims
+    ]
     if operand == 1:  # each element of the output is looked up by one row of the index
         return place._replace(axis=looked_up[axis]) if axis < len(looked_up) else SUMMED
     if axis in numbers.operand_batching_dims:
-        index = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+        index = numbers.start_indices_batching_dims[
+            numbers.operand_batching_dims.index(axis)
+        ]
         return place._replace(axis=looked_up[index])
     if axis in numbers.start_index_map:
         index = counting.get(numbers.start_index_map.index(axis), -1)
         whole = index >= 0 and index_shape[index] == shape[axis]
-        return place._replace(axis=looked_up[index]) if whole and axis in numbers.collapsed_slice_dims else SUMMED
+        return (
+            place._replace(axis=looked_up[index])
+            if whole and axis in numbers.collapsed_slice_dims
+            else SUMMED
+        )
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     kept = [a for a in range(len(shape)) if a not in dropped]
     whole = axis in kept and equation.params["slice_sizes"][axis] == shape[axis]
-    return place._replace(axis=numbers.offset_dims[kept.index(axis)]) if whole else SUMMED
+    return (
+        place._replace(axis=numbers.offset_dims[kept.index(axis)]) if whole else SUMMED
+    )
 
 
 def _sliced(equation: Equation) -> Iterable[int]:
@@ -253,7 +319,8 @@ def _sliced(equation: Equation) -> Iterable[int]:
     return [a for a in range(len(before)) if before[a] != after[a] or strides[a] != 1]
 
 
-# Whether an operation is linear in the operands (given by position) that depend on one site.
+# Whether an operation is linear in the operands (given by position) that depend on one
+# site.
 LINEAR: dict[str, Linear] = {
     "in all": lambda holders: True,
     "in none": lambda holders: False,
@@ -264,8 +331,14 @@ LINEAR: dict[str, Linear] = {
 STAY = _to(lambda equation, place: place.axis)
 RULES: dict[str, tuple[Move, str]] = dict.fromkeys(ELEMENTWISE, (STAY, "in none"))
 RULES |= {
-    "transpose": (_to(lambda eqn, place: tuple(eqn.params["permutation"]).index(place.axis)), "in all"),
-    "broadcast_in_dim": (_to(lambda eqn, place: eqn.params["broadcast_dimensions"][place.axis]), "in all"),
+    "transpose": (
+        _to(lambda eqn, place: tuple(eqn.params["permutation"]).index(place.axis)),
+        "in all",
+    ),
+    "broadcast_in_dim": (
+        _to(lambda eqn, place: eqn.params["broadcast_dimensions"][place.axis]),
+        "in all",
+    ),
     "reduce_sum": (_reduce, "in all"),
     "cumsum": (_unless_along("axis"), "in all"),
     "dot_general": (_dot, "in each"),
@@ -277,7 +350,14 @@ RULES |= {
     "slice": (_unless(_sliced), "in all"),
     "dynamic_slice": (_unless(_sliced), "in first"),
     "split": (_unless_along("axis"), "in all"),
-    "pad": (_unless(lambda eqn: [a for a, pad in enumerate(eqn.params["padding_config"]) if any(pad)]), "in all"),
+    "pad": (
+        _unless(
+            lambda eqn: [
+                a for a, pad in enumerate(eqn.params["padding_config"]) if any(pad)
+            ]
+        ),
+        "in all",
+    ),
     "concatenate": (_unless_along("dimension"), "in all"),
     "rev": (_unless(lambda equation: equation.params["dimensions"]), "in all"),
     "sort": (_unless_along("dimension"), "in none"),
@@ -287,11 +367,16 @@ RULES |= {
 }
 _LINEAR = "add sub neg add_any copy name stop_gradient reduce_precision real imag"
 RULES |= dict.fromkeys(_LINEAR.split(), (STAY, "in all"))
-_REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+_REDUCTIONS = (
+    "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin"
+)
 RULES |= dict.fromkeys(_REDUCTIONS.split(), (_reduce, "in none"))
-RULES |= dict.fromkeys(("cummax", "cummin", "cumprod", "cumlogsumexp"), (_unless_along("axis"), "in none"))
+RULES |= dict.fromkeys(
+    ("cummax", "cummin", "cumprod", "cumlogsumexp"), (_unless_along("axis"), "in none")
+)
 _OTHERS = """
-    ceil floor round polygamma zeta igamma igammac regularized_incomplete_beta rem nextafter bitcast_convert_type
-    population_count shift_left shift_right_arithmetic shift_right_logical
+    ceil floor round polygamma zeta igamma igammac regularized_incomplete_beta
+    rem nextafter bitcast_convert_type population_count shift_left
+    shift_right_arithmetic shift_right_logical
 """
 RULES |= dict.fromkeys(_OTHERS.split(), (STAY, "in none"))

@@ -1,4 +1,6 @@
-"""Argument checks, done before any work, and the common form of error messages, which say what to write instead."""
+"""Argument checks, done before any work, and the common form of error messages, which
+say what to write instead.
+"""
 
 import inspect
 import os
@@ -10,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-PACKAGE = f"{Path(__file__).parent}{os.sep}"  # a neighbor such as `numpyro_bnn_models` belongs to the user
+# a neighbor such as `numpyro_bnn_models` belongs to the user
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 LONGEST = 300  # characters of a value in a message
 # Values of the data that a program is traced on, by the id of their tracers.
@@ -18,20 +21,29 @@ TRACED: ContextVar[Mapping[int, Any]] = ContextVar("traced")
 
 
 def known(value: Any) -> Any:
-    """The value of data, also where a model is read; a tracer only where nobody knows it yet."""
+    """The value of data, also where a model is read; a tracer only where nobody knows
+    it yet.
+    """
     return TRACED.get({}).get(id(value), value)
 
 
-def argument_error(call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError) -> Exception:
-    """Build (the caller raises it) an error that teaches: call, argument, what came, what to write instead.
+def argument_error(
+    call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError
+) -> Exception:
+    """Build (the caller raises it) an error that teaches: call, argument, what came,
+    what to write instead.
 
     :param call: the public name that the user wrote, e.g. ``"nn.Dense"``.
     :param argument: the argument at fault, e.g. ``"units"``.
-    :param got: what came; strings are quoted as they are, arrays by shape and dtype, anything else by ``repr``.
+    :param got: what came; strings are quoted as they are, arrays by shape and dtype,
+        anything else by ``repr``.
     :param instead: a sentence that says what to write instead.
     :param kind: ``ValueError`` (default) or ``TypeError``.
     """
-    return kind(f"{call}: argument `{argument}` got {got if isinstance(got, str) else shown(got)}. {instead}")
+    return kind(
+        f"{call}: argument `{argument}` got "
+        f"{got if isinstance(got, str) else shown(got)}. {instead}"
+    )
 
 
 def shown(value: Any) -> str:
@@ -43,32 +55,50 @@ def shown(value: Any) -> str:
 
 
 def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
-    """Build the error for a name that is not among the ``known`` ones, with the closest of these first."""
+    """Build the error for a name that is not among the ``known`` ones, with the closest
+    of these first.
+    """
     from difflib import get_close_matches
 
     names = [str(name) for name in known]
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(str(got).lower(), by_lower, n=1)
     hint = f"Did you mean {by_lower[close[0]]!r}? " if close else ""
-    return argument_error(call, argument, repr(got), f"{hint}Known: {', '.join(names)}.")
+    return argument_error(
+        call, argument, repr(got), f"{hint}Known: {', '.join(names)}."
+    )
 
 
 def outside() -> int:
-    """The ``stacklevel`` of a warning about the line of the user that called the package."""
+    """The ``stacklevel`` of a warning about the line of the user that called the
+    package.
+    """
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def as_floats(call: str, argument: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
-    """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things that are no numbers."""
+def as_floats(
+    call: str, argument: str, value: Any, dtype: Any = np.float64
+) -> np.ndarray:
+    """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things
+    that are no numbers.
+    """
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise argument_error(call, argument, "rows of several lengths", "Pass an array of numbers.") from error
+        raise argument_error(
+            call, argument, "rows of several lengths", "Pass an array of numbers."
+        ) from error
     if array.dtype.kind in "USOmMc":
-        raise argument_error(call, argument, f"dtype {array.dtype}", "Pass an array of numbers.", TypeError)
+        raise argument_error(
+            call,
+            argument,
+            f"dtype {array.dtype}",
+            "Pass an array of numbers.",
+            TypeError,
+        )
     return np.asarray(array, dtype)
 
 
@@ -78,14 +108,23 @@ def probabilities(call: str, quantiles: Any) -> Any:
         return quantiles
     found = as_floats(call, "quantiles", quantiles)
     if not ((found >= 0) & (found <= 1)).all():
-        raise argument_error(call, "quantiles", quantiles, "Pass probabilities, from 0 to 1.")
+        raise argument_error(
+            call, "quantiles", quantiles, "Pass probabilities, from 0 to 1."
+        )
     return jax.numpy.asarray(found, float)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
-    """Refuse empty data and, if the values are known (not traced by JAX), NaN and infinity."""
+    """Refuse empty data and, if the values are known (not traced by JAX), NaN and
+    infinity.
+    """
     if 0 in np.shape(value):
-        raise argument_error(call, argument, f"empty data of shape {np.shape(value)}", "Pass at least one row.")
+        raise argument_error(
+            call,
+            argument,
+            f"empty data of shape {np.shape(value)}",
+            "Pass at least one row.",
+        )
     if isinstance(value := known(value), jax.core.Tracer):
         return
     bad = ~np.isfinite(as_floats(call, argument, value, None))
@@ -95,11 +134,20 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, came, "Drop or impute those rows first.")
 
 
-def check_rank(call: str, argument: str, value: Any, expected: int, meaning: str) -> None:
-    """Refuse an array of another rank; ``meaning`` names the axes, e.g. ``"(N, D)"``."""
+def check_rank(
+    call: str, argument: str, value: Any, expected: int, meaning: str
+) -> None:
+    """Refuse an array of another rank; ``meaning`` names the axes, e.g.
+    ``"(N, D)"``.
+    """
     shape = np.shape(value)
     if len(shape) != expected:
-        raise argument_error(call, argument, f"shape {shape}", f"Pass an array of rank {expected}, shaped {meaning}.")
+        raise argument_error(
+            call,
+            argument,
+            f"shape {shape}",
+            f"Pass an array of rank {expected}, shaped {meaning}.",
+        )
 
 
 def check_same_length(call: str, **arrays: Any) -> None:
@@ -108,7 +156,9 @@ def check_same_length(call: str, **arrays: Any) -> None:
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         instead = "Pass one row per data point in each."
-        raise argument_error(call, next(reversed(sizes)), f"mismatched lengths ({listed})", instead)
+        raise argument_error(
+            call, next(reversed(sizes)), f"mismatched lengths ({listed})", instead
+        )
 
 
 def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None:
@@ -121,4 +171,6 @@ def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None
         raise argument_error(call, argument, f"dtype {array.dtype}", instead)
     if array.min() < 0 or array.max() >= num_classes:
         instead = f"With {num_classes} classes pass labels 0..{num_classes - 1}."
-        raise argument_error(call, argument, f"labels from {array.min()} to {array.max()}", instead)
+        raise argument_error(
+            call, argument, f"labels from {array.min()} to {array.max()}", instead
+        )

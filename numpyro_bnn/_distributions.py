@@ -1,4 +1,6 @@
-"""Distributions that NumPyro lacks, and access to the parameters of those that it has."""
+"""Distributions that NumPyro lacks, and access to the parameters of those
+that it has.
+"""
 
 from collections.abc import Mapping
 from math import prod
@@ -10,7 +12,11 @@ import numpyro.distributions as dist
 from jax import random
 from jax.scipy.special import gammaln
 from numpyro.distributions import constraints
-from numpyro.distributions.transforms import AffineTransform, IndependentTransform, Transform
+from numpyro.distributions.transforms import (
+    AffineTransform,
+    IndependentTransform,
+    Transform,
+)
 from numpyro.distributions.util import validate_sample
 
 __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
@@ -18,7 +24,9 @@ __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
 def unwrapped(fn: dist.Distribution, masked: bool = False) -> dist.Distribution:
     """The distribution inside ``to_event``, ``expand`` and, if ``masked``, ``mask``."""
-    around = (dist.Independent, dist.ExpandedDistribution) + ((dist.MaskedDistribution,) if masked else ())
+    around = (dist.Independent, dist.ExpandedDistribution) + (
+        (dist.MaskedDistribution,) if masked else ()
+    )
     while isinstance(fn, around):
         fn = fn.base_dist
     return fn
@@ -35,9 +43,13 @@ def is_latent(site: Mapping[str, Any]) -> bool:
 
 
 def unmasked_elements(fn: dist.Distribution) -> jax.Array:
-    """Which elements of a value, shaped like ``fn.shape()``, count in its log density: those without a mask."""
+    """Which elements of a value, shaped like ``fn.shape()``, count in its log density:
+    those without a mask.
+    """
     found = jnp.ones(fn.shape(), bool)
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
+    while isinstance(
+        fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
+    ):
         if isinstance(fn, dist.MaskedDistribution):
             mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
             found &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
@@ -49,18 +61,25 @@ _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interva
 
 
 def in_support(fn: Any, value: Any = None) -> Any:
-    """Where (batch shape of ``fn``) computed parameters, and a value, obey the bounds of a distribution.
+    """Where (batch shape of ``fn``) computed parameters, and a value, obey the bounds
+    of a distribution.
 
-    Many log densities are finite where they do not: a beta distribution with negative concentrations, probabilities
-    below 0, which NumPyro clamps, values outside of a uniform distribution. Elements behind a mask always obey.
+    Many log densities are finite where they do not: a beta distribution with negative
+    concentrations, probabilities below 0, which NumPyro clamps, values outside of a
+    uniform distribution. Elements behind a mask always obey.
 
-    >>> in_support(dist.Beta(jnp.array([-1.0, 2.0]), 1.0)).tolist()
+    >>> fn = dist.Poisson(jnp.array([-1.0, 2.0]), validate_args=False)
+    >>> in_support(fn).tolist()
     [False, True]
     """
     if isinstance(fn, dist.MaskedDistribution):
         return in_support(fn.base_dist, value) | ~jnp.asarray(fn._mask)
     if isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        batch = fn.base_dist.batch_shape if isinstance(fn, dist.Independent) else fn.batch_shape
+        batch = (
+            fn.base_dist.batch_shape
+            if isinstance(fn, dist.Independent)
+            else fn.batch_shape
+        )
         inside = jnp.asarray(in_support(fn.base_dist, value))
         inside = jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, batch))
         return _all(inside, len(batch) - len(fn.batch_shape))
@@ -69,14 +88,24 @@ def in_support(fn: Any, value: Any = None) -> Any:
         parameter = getattr(fn, name, None)
         bound = getattr(constraint, "base_constraint", constraint)
         periodic = isinstance(bound, type(constraints.circular))
-        if isinstance(parameter, jax.Array) and isinstance(bound, _BOUNDED) and not periodic:
+        if (
+            isinstance(parameter, jax.Array)
+            and isinstance(bound, _BOUNDED)
+            and not periodic
+        ):
             inside &= _all(bound(parameter), constraint.event_dim)
     for part in vars(fn).values():
         if isinstance(part, dist.Distribution):
             obeys = jnp.asarray(in_support(part))
             inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
-    computed = value is not None and any(isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support))
-    return inside & fn.support(value) if computed and not fn.support.is_discrete else inside
+    computed = value is not None and any(
+        isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
+    )
+    return (
+        inside & fn.support(value)
+        if computed and not fn.support.is_discrete
+        else inside
+    )
 
 
 def _all(found: jax.Array, last: int) -> jax.Array:
@@ -85,28 +114,43 @@ def _all(found: jax.Array, last: int) -> jax.Array:
 
 
 def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
-    """Whether a distribution is independent normals or an affine function of them; computes nothing.
+    """Whether a distribution is independent normals or an affine function of them;
+    computes nothing.
 
     :param masked: look inside ``mask`` as well.
 
-    >>> is_affine_normal(dist.Normal(0.0, 1.0).expand([3]).to_event(1)), is_affine_normal(dist.Gamma(1.0, 1.0))
+    >>> (
+    ...     is_affine_normal(dist.Normal(0.0, 1.0).expand([3]).to_event(1)),
+    ...     is_affine_normal(dist.Gamma(1.0, 1.0)),
+    ... )
     (True, False)
     """
     base = unwrapped(fn, masked)
     if isinstance(base, dist.TransformedDistribution):
-        affine = all(isinstance(elementwise(t), AffineTransform) for t in base.transforms)
+        affine = all(
+            isinstance(elementwise(t), AffineTransform) for t in base.transforms
+        )
         return affine and is_affine_normal(base.base_dist, masked)
     return type(base) is dist.Normal
 
 
-def affine_normal(fn: dist.Distribution, masked: bool = False) -> tuple[jax.Array, jax.Array] | None:
-    """Loc and scale, shaped like the site, of independent normals and affine functions of them, else ``None``.
+def affine_normal(
+    fn: dist.Distribution, masked: bool = False
+) -> tuple[jax.Array, jax.Array] | None:
+    """Loc and scale, shaped like the site, of independent normals and affine functions
+    of them, else ``None``.
 
     :param masked: look inside ``mask`` as well.
     :return: a scale has the sign that the affine functions give it.
 
-    >>> [float(part) for part in affine_normal(dist.TransformedDistribution(
-    ...     dist.Normal(1.0, 2.0), dist.transforms.AffineTransform(0.5, -3.0)))]
+    >>> [
+    ...     float(part)
+    ...     for part in affine_normal(
+    ...         dist.TransformedDistribution(
+    ...             dist.Normal(1.0, 2.0), dist.transforms.AffineTransform(0.5, -3.0)
+    ...         )
+    ...     )
+    ... ]
     [-2.5, -6.0]
     """
     if not is_affine_normal(fn, masked):
@@ -130,10 +174,12 @@ def elementwise(transform: Transform) -> Transform:
 
 
 class GroupStudentT(dist.Distribution):
-    r"""Multivariate Student t with a spherical scale, for an array of weights whose common size is heavy-tailed.
+    r"""Multivariate Student t with a spherical scale, for an array of weights whose
+    common size is heavy-tailed.
 
-    :math:`w = z / \sqrt\tau` with :math:`z \sim N(0, I)` and :math:`\tau \sim \mathrm{Gamma}(\alpha / 2)` of mean
-    :math:`1 / s^2`, with tau integrated out; n weights have
+    :math:`w = z / \sqrt\tau` with :math:`z \sim N(0, I)` and :math:`\tau \sim
+    \mathrm{Gamma}(\alpha / 2)` of mean :math:`1 / s^2`, with tau integrated out; n
+    weights have
 
     .. math:: p(w) \propto \Big(1 + \frac{|w|^2}{\alpha s^2}\Big)^{-(\alpha + n) / 2}
 
@@ -141,17 +187,26 @@ class GroupStudentT(dist.Distribution):
     :param scale: s.
     :param shape: shape of the array, which is one event.
 
-    >>> round(float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))), 3)  # -log(2 pi)
+    >>> round(
+    ...     float(GroupStudentT(1.0, 1.0, (2, 1)).log_prob(jnp.zeros((2, 1)))), 3
+    ... )  # -log(2 pi)
     -1.838
     """
 
-    arg_constraints: ClassVar = {"df": constraints.positive, "scale": constraints.positive}
+    arg_constraints: ClassVar = {
+        "df": constraints.positive,
+        "scale": constraints.positive,
+    }
     pytree_data_fields = ("df", "scale")
     reparametrized_params: ClassVar = ["df", "scale"]
 
-    def __init__(self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None) -> None:
+    def __init__(
+        self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None
+    ) -> None:
         self.df, self.scale = df, scale
-        super().__init__(batch_shape=(), event_shape=tuple(shape), validate_args=validate_args)
+        super().__init__(
+            batch_shape=(), event_shape=tuple(shape), validate_args=validate_args
+        )
 
     @constraints.dependent_property(is_discrete=False)
     def support(self) -> Any:
@@ -161,22 +216,36 @@ class GroupStudentT(dist.Distribution):
         normal, gamma = random.split(key)
         z = random.normal(normal, (*sample_shape, *self.event_shape))
         # Logs: for a small alpha most precisions are below the smallest float.
-        log_tau = random.loggamma(gamma, self.df / 2, sample_shape) - jnp.log(self.df / 2 * self.scale**2)
-        return z * jnp.exp(-log_tau / 2).reshape(log_tau.shape + (1,) * len(self.event_shape))
+        log_tau = random.loggamma(gamma, self.df / 2, sample_shape) - jnp.log(
+            self.df / 2 * self.scale**2
+        )
+        return z * jnp.exp(-log_tau / 2).reshape(
+            log_tau.shape + (1,) * len(self.event_shape)
+        )
 
     @validate_sample
     def log_prob(self, value: jax.Array) -> jax.Array:
         n, half = prod(self.event_shape), self.df / 2
         axes = tuple(range(-len(self.event_shape), 0))
         square = jnp.sum((value / self.scale) ** 2, axis=axes)
-        constant = gammaln(half + n / 2) - gammaln(half) - n / 2 * jnp.log(jnp.pi * self.df)
-        return constant - n * jnp.log(self.scale) - (half + n / 2) * jnp.log1p(square / self.df)
+        constant = (
+            gammaln(half + n / 2) - gammaln(half) - n / 2 * jnp.log(jnp.pi * self.df)
+        )
+        return (
+            constant
+            - n * jnp.log(self.scale)
+            - (half + n / 2) * jnp.log1p(square / self.df)
+        )
 
-    def given_rest(self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array) -> jax.Array:
-        """The array with its chosen elements drawn from their distribution given all others.
+    def given_rest(
+        self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array
+    ) -> jax.Array:
+        """The array with its chosen elements drawn from their distribution given all
+        others.
 
-        With n other elements of squared length q these are of the same family, with :math:`\\alpha + n` degrees of
-        freedom and :math:`s^2 (\\alpha + q / s^2) / (\\alpha + n)`: given few others they are heavy-tailed.
+        With n other elements of squared length q these are of the same family, with
+        :math:`\\alpha + n` degrees of freedom and :math:`s^2 (\\alpha + q / s^2) /
+        (\\alpha + n)`: given few others they are heavy-tailed.
 
         :param chosen: booleans that broadcast against the array ``value``.
         """
@@ -193,5 +262,9 @@ class GroupStudentT(dist.Distribution):
 
     @property
     def variance(self) -> jax.Array:
-        finite = jnp.where(self.df > 2, self.df / (self.df - 2), jnp.where(self.df > 1, jnp.inf, jnp.nan))
+        finite = jnp.where(
+            self.df > 2,
+            self.df / (self.df - 2),
+            jnp.where(self.df > 1, jnp.inf, jnp.nan),
+        )
         return jnp.full(self.event_shape, finite * self.scale**2)

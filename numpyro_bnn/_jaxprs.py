@@ -1,4 +1,6 @@
-"""Which outputs of a program depend on which inputs, read from its jaxpr without running it."""
+"""Which outputs of a program depend on which inputs, read from its jaxpr without
+running it.
+"""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
@@ -14,53 +16,107 @@ ADDRESSING = {
 }
 
 # Operations that call a program once.
-CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+}
 
-# Functions of single elements, with which the rules of moments begin. Those with infinitely many steps (floor, round,
-# rem) are left out: no fixed number of nodes integrates them.
+# Functions of single elements, with which the rules of moments begin. Those with
+# infinitely many steps (floor, round, rem) are left out: no fixed number of nodes
+# integrates them.
 ELEMENTWISE = {
-    *("add", "add_any", "sub", "mul", "div", "neg", "abs", "sign", "max", "min", "clamp", "select_n"),
+    *(
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "clamp",
+        "select_n",
+    ),
     *("integer_pow", "pow", "square", "sqrt", "rsqrt", "cbrt"),
     *("copy", "convert_element_type", "reduce_precision", "stop_gradient"),
     *("and", "or", "not", "xor", "eq", "ne", "ge", "gt", "le", "lt", "is_finite"),
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "lgamma", "digamma", "erf", "erfc", "erf_inv"),
+    *(
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "lgamma",
+        "digamma",
+        "erf",
+        "erfc",
+        "erf_inv",
+    ),
     *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
     *("bessel_i0e", "bessel_i1e"),
 }
 
 
-def dependence(fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]) -> dict[Any, set]:
-    """For each output of ``fn``, the names of the arguments from which it is computed; nothing is evaluated.
+def dependence(
+    fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
+) -> dict[Any, set]:
+    """For each output of ``fn``, the names of the arguments from which it is computed;
+    nothing is evaluated.
 
-    :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of arrays.
+    :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of
+        arrays.
     :param arguments: example values.
     :return: a superset if a loop or a branch mixes arguments.
 
     >>> import jax.numpy as jnp
-    >>> found = dependence(lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]}, {"x": jnp.ones(2), "y": jnp.ones(2)})
+    >>> found = dependence(
+    ...     lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]},
+    ...     {"x": jnp.ones(2), "y": jnp.ones(2)},
+    ... )
     >>> {name: sorted(found[name]) for name in found}
     {'s': ['x', 'y'], 't': ['y']}
     """
-    return program_dependence(*jax.make_jaxpr(fn, return_shape=True)(dict(arguments)), arguments)
+    return program_dependence(
+        *jax.make_jaxpr(fn, return_shape=True)(dict(arguments)), arguments
+    )
 
 
-def program_dependence(closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]) -> dict[Any, set]:
-    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree ``shapes``."""
+def program_dependence(
+    closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
+) -> dict[Any, set]:
+    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
+    ``shapes``.
+    """
     owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
     outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
     found: dict[Any, set] = {name: set() for name in shapes}
-    for name, sources in zip(outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True):
+    for name, sources in zip(
+        outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True
+    ):
         found[name] |= sources
     return found
 
 
 def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
-    """For each output of a jaxpr, the union of the sets of those ``arguments`` from which it is computed."""
+    """For each output of a jaxpr, the union of the sets of those ``arguments`` from
+    which it is computed.
+    """
     sources: dict[Any, set] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(variables: Any) -> list[set]:
-        return [set() if isinstance(v, Literal) else sources.get(v, set()) for v in variables]
+        return [
+            set() if isinstance(v, Literal) else sources.get(v, set())
+            for v in variables
+        ]
 
     for equation in jaxpr.eqns:
         used, inner = read(equation.invars), called(equation)
@@ -74,7 +130,11 @@ def subprogram(equation: Any) -> Any:
     """The jaxpr of an equation that applies one to its operands, else ``None``."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
-    return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
+    return (
+        inner
+        if inner is not None and len(inner.invars) == len(equation.invars)
+        else None
+    )
 
 
 def called(equation: Any) -> Any:
@@ -85,16 +145,23 @@ def called(equation: Any) -> Any:
 def needed_equations(
     jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
-    """The equations that compute the ``wanted`` variables of a jaxpr, in order, and which of their outputs are used.
+    """The equations that compute the ``wanted`` variables of a jaxpr, in order, and
+    which of their outputs are used.
 
     Variables in ``known`` have known values, and so do literals.
     """
-    needed = {var for var in wanted if not isinstance(var, Literal) and var not in known}
+    needed = {
+        var for var in wanted if not isinstance(var, Literal) and var not in known
+    }
     kept = []
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
             kept.append((equation, [var in needed for var in equation.outvars]))
-            needed.update(var for var in equation.invars if not isinstance(var, Literal) and var not in known)
+            needed.update(
+                var
+                for var in equation.invars
+                if not isinstance(var, Literal) and var not in known
+            )
     return kept[::-1]
 
 
@@ -102,67 +169,110 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
     found = set(start)
     for equation in equations:
-        if found.intersection(var for var in equation.invars if not isinstance(var, Literal)):
+        if found.intersection(
+            var for var in equation.invars if not isinstance(var, Literal)
+        ):
             found.update(equation.outvars)
     return found
 
 
-def evaluate_equations(equations: Iterable[Any], values: dict[Any, Any], outputs: Iterable[Any]) -> list[Any]:
-    """The values of ``outputs``, from those of the inputs and constants in ``values``."""
+def evaluate_equations(
+    equations: Iterable[Any], values: dict[Any, Any], outputs: Iterable[Any]
+) -> list[Any]:
+    """The values of ``outputs``, from those of the inputs and constants
+    in ``values``.
+    """
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in equations:
         primitive = equation.primitive
-        result = primitive.bind(*map(read, equation.invars), **primitive.get_bind_params(equation.params))
-        values.update(zip(equation.outvars, result if primitive.multiple_results else [result], strict=True))
+        result = primitive.bind(
+            *map(read, equation.invars), **primitive.get_bind_params(equation.params)
+        )
+        values.update(
+            zip(
+                equation.outvars,
+                result if primitive.multiple_results else [result],
+                strict=True,
+            )
+        )
     return [read(atom) for atom in outputs]
 
 
 def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program with only the equations and constants that its outputs need."""
-    kept = [equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)]
-    used = {var for equation in kept for var in equation.invars if not isinstance(var, Literal)}
+    kept = [
+        equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)
+    ]
+    used = {
+        var
+        for equation in kept
+        for var in equation.invars
+        if not isinstance(var, Literal)
+    }
     used.update(var for var in closed.jaxpr.outvars if not isinstance(var, Literal))
-    held = [pair for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True) if pair[0] in used]
+    held = [
+        pair
+        for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        if pair[0] in used
+    ]
     jaxpr = closed.jaxpr.replace(eqns=kept, constvars=[var for var, _ in held])
     return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
 
 
 def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
-    """A program, without equations that it does not need, in which given values replace some that it names.
+    """A program, without equations that it does not need, in which given values replace
+    some that it names.
 
-    :param names: keys of the given values, by their names (``checkpoint_name``) in the program.
-    :return: a function of a dictionary of values, and of the inputs of ``closed``, to a list.
+    :param names: keys of the given values, by their names (``checkpoint_name``) in the
+        program.
+    :return: a function of a dictionary of values, and of the inputs of ``closed``, to a
+        list.
 
     >>> from jax.ad_checkpoint import checkpoint_name
     >>> closed = jax.make_jaxpr(lambda x: 2.0 * checkpoint_name(x + 1.0, "y"))(3.0)
-    >>> [float(named_inputs(closed, names)({"it": 5.0}, 3.0)[0]) for names in ({}, {"y": "it"})]
+    >>> [
+    ...     float(named_inputs(closed, names)({"it": 5.0}, 3.0)[0])
+    ...     for names in ({}, {"y": "it"})
+    ... ]
     [8.0, 10.0]
     """
 
     def key_of(eqn: Any) -> str | None:
         return names.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
-    places = [(key, eqn.outvars[0]) for eqn in closed.jaxpr.eqns if (key := key_of(eqn)) is not None]
+    places = [
+        (key, eqn.outvars[0])
+        for eqn in closed.jaxpr.eqns
+        if (key := key_of(eqn)) is not None
+    ]
     kept = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
-    jaxpr = closed.jaxpr.replace(eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars])
+    jaxpr = closed.jaxpr.replace(
+        eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars]
+    )
     run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
 
     def call(values: Mapping[str, Any], *inputs: Any) -> list:
-        return run(*(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs)
+        return run(
+            *(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs
+        )
 
     return call
 
 
 def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
-    """Lengths of the axes that ``fn`` indexes with its integer argument, also after shifts and reshapes.
+    """Lengths of the axes that ``fn`` indexes with its integer argument, also after
+    shifts and reshapes.
 
-    A value looked up with the argument is data, not an index: for ``effect[group[i]]`` only ``group`` is reported.
+    A value looked up with the argument is data, not an index: for ``effect[group[i]]``
+    only ``group`` is reported.
 
     >>> import jax.numpy as jnp
-    >>> indexed_lengths(lambda i: jnp.ones(5)[i] + jnp.ones((7, 2))[i, 0], jnp.arange(3))
+    >>> indexed_lengths(
+    ...     lambda i: jnp.ones(5)[i] + jnp.ones((7, 2))[i, 0], jnp.arange(3)
+    ... )
     {5, 7}
     """
     closed = jax.make_jaxpr(fn)(indices)
@@ -172,11 +282,15 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
 
 
 def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
-    """Propagate marks through a jaxpr, collect axes gathered with marked indices; return the marked outputs."""
+    """Propagate marks through a jaxpr, collect axes gathered with marked indices;
+    return the marked outputs.
+    """
     made_by: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         made_by.update(dict.fromkeys(equation.outvars, equation))
-        inputs = [not isinstance(var, Literal) and var in marked for var in equation.invars]
+        inputs = [
+            not isinstance(var, Literal) and var in marked for var in equation.invars
+        ]
         if not any(inputs):
             continue
         inner = subprogram(equation)
@@ -186,14 +300,22 @@ def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
         elif inner is not None:
             marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
             out = _follow(inner, marks, found)
-            marked |= {a for a, b in zip(equation.outvars, inner.outvars, strict=False) if b in out}
+            marked |= {
+                a
+                for a, b in zip(equation.outvars, inner.outvars, strict=False)
+                if b in out
+            }
         elif equation.primitive.name in ADDRESSING:
             marked |= set(equation.outvars)
-    return {var for var in jaxpr.outvars if not isinstance(var, Literal) and var in marked}
+    return {
+        var for var in jaxpr.outvars if not isinstance(var, Literal) and var in marked
+    }
 
 
 def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]:
-    """The axes that a gather indexes with marked numbers: `x[i, j]` stacks i and j into one operand."""
+    """The axes that a gather indexes with marked numbers: `x[i, j]` stacks i and j into
+    one operand.
+    """
     axes, index = gather.params["dimension_numbers"].start_index_map, gather.invars[1]
     if isinstance(index, Literal) or index not in marked:
         return []
@@ -206,4 +328,6 @@ def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]
         return []
     columns = [part for part in maker.invars for _ in range(part.aval.shape[-1])]
     pairs = zip(axes, columns, strict=True)
-    return [axis for axis, part in pairs if not isinstance(part, Literal) and part in marked]
+    return [
+        axis for axis, part in pairs if not isinstance(part, Literal) and part in marked
+    ]

@@ -1,4 +1,6 @@
-"""Random keys: split for one chain or several at once, or derived from the values of a draw."""
+"""Random keys: split for one chain or several at once, or derived from the values of a
+draw.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +15,8 @@ __all__ = ["key_from", "key_numbers", "split"]
 
 
 def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
-    """Split one key into ``num``; split a batch of C keys into (num, C), so that ``keys[0]`` is a batch again.
+    """Split one key into ``num``; split a batch of C keys into (num, C), so that
+    ``keys[0]`` is a batch again.
 
     >>> split(random.key(0), 3).shape, split(random.split(random.key(0), 5), 3).shape
     ((3,), (3, 5))
@@ -25,15 +28,21 @@ def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
 
 def key_numbers(value: Any) -> Any:
     """The numbers of a random key; anything else as it is."""
-    typed = hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    typed = hasattr(value, "dtype") and jax.dtypes.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
     return random.key_data(value) if typed else value
 
 
 def key_from(values: Mapping[str, jax.Array]) -> jax.Array:
-    """Make a key from the bits of all values, by two sums with random odd weights (each a universal hash).
+    """Make a key from the bits of all values, by two sums with random odd weights (each
+    a universal hash).
 
     >>> one, other = ({"w": jnp.array([1.0, w])} for w in (2.0, 2.0000002))
-    >>> bool(key_from(one) == key_from(other)), bool(key_from(one) == key_from(dict(one)))
+    >>> (
+    ...     bool(key_from(one) == key_from(other)),
+    ...     bool(key_from(one) == key_from(dict(one))),
+    ... )
     (False, True)
     """
     words = []
@@ -44,6 +53,8 @@ def key_from(values: Mapping[str, jax.Array]) -> jax.Array:
         else:
             words.append(value.astype(jnp.uint32).ravel())
     joined = jnp.concatenate(words)
-    weights = random.bits(random.key(2026), (2, joined.size), jnp.uint32) | jnp.uint32(1)
+    weights = random.bits(random.key(2026), (2, joined.size), jnp.uint32) | jnp.uint32(
+        1
+    )
     first, second = jnp.sum(weights * joined, axis=1, dtype=jnp.uint32)
     return random.fold_in(random.fold_in(random.key(0), first), second)

@@ -1,8 +1,9 @@
 """Options: how plain arguments are checked, declared by their annotations.
 
-``@checked("infer.ensemble")`` above ``def ensemble(model: Model, num_chains: PositiveInt = 8)`` checks the arguments
-of every call, :func:`check_fields` the fields of a dataclass. What depends on several arguments or on data is checked
-by code of its own.
+``@checked("infer.ensemble")`` above ``def ensemble(model: Model, num_chains:
+PositiveInt = 8)`` checks the arguments of every call, :func:`check_fields` the fields
+of a dataclass. What depends on several arguments or on data is checked by code of its
+own.
 """
 
 import inspect
@@ -24,7 +25,9 @@ F = TypeVar("F", bound=Callable)
 
 
 class Option(ABC):
-    """How an argument is checked, as a part of its annotation: ``units: Annotated[int, Count()]``."""
+    """How an argument is checked, as a part of its annotation: ``units: Annotated[int,
+    Count()]``.
+    """
 
     @abstractmethod
     def check(self, call: str, argument: str, value: Any) -> Any:
@@ -43,13 +46,20 @@ class Count(Option):
         except TypeError:
             count = None
         if count is None or count < self.minimum:
-            raise argument_error(call, argument, shown(value), f"Pass an integer of at least {self.minimum}.")
+            raise argument_error(
+                call,
+                argument,
+                shown(value),
+                f"Pass an integer of at least {self.minimum}.",
+            )
         return count
 
 
 @dataclass(frozen=True, eq=False)
 class Number(Option):
-    """A finite number of at least (``strict``: above) ``minimum``, ``below`` a limit or at ``most`` one."""
+    """A finite number of at least (``strict``: above) ``minimum``, ``below`` a limit or
+    at ``most`` one.
+    """
 
     minimum: float = 0.0
     strict: bool = False
@@ -61,12 +71,18 @@ class Number(Option):
         if isinstance(value, jax.core.Tracer):
             return value  # which number it is, is not known yet
         try:
-            number = None if isinstance(value, str | bytes | bool | np.bool) else float(value)
+            number = (
+                None
+                if isinstance(value, str | bytes | bool | np.bool)
+                else float(value)
+            )
         except (TypeError, ValueError):
             number = None
         if number is None or not self._allows(number):
             kind = TypeError if number is None else ValueError
-            raise argument_error(call, argument, shown(value), f"Pass a {self!r}.", kind)
+            raise argument_error(
+                call, argument, shown(value), f"Pass a {self!r}.", kind
+            )
         return value
 
     def _allows(self, number: float) -> bool:  # NaN is nowhere
@@ -75,7 +91,11 @@ class Number(Option):
         return high_enough and small_enough and -math.inf < number <= self.most
 
     def __repr__(self) -> str:
-        bounds = [f"{'above' if self.strict else 'at least'} {self.minimum:g}"] if self.minimum > -math.inf else []
+        bounds = (
+            [f"{'above' if self.strict else 'at least'} {self.minimum:g}"]
+            if self.minimum > -math.inf
+            else []
+        )
         limits = ("below", self.below), ("at most", self.most)
         bounds += [f"{word} {limit:g}" for word, limit in limits if limit < math.inf]
         return f"finite number {' and '.join(bounds)}".strip()
@@ -95,13 +115,19 @@ class Choice(Option):
 
 @dataclass(frozen=True, eq=False)
 class Kind(Option):
-    """An instance of a class or union, or what a function such as ``callable`` accepts."""
+    """An instance of a class or union, or what a function such as
+    ``callable`` accepts.
+    """
 
     kind: Any
     instead: str
 
     def check(self, call: str, argument: str, value: Any) -> Any:
-        accepts = isinstance(value, self.kind) if isinstance(self.kind, type | UnionType) else self.kind(value)
+        accepts = (
+            isinstance(value, self.kind)
+            if isinstance(self.kind, type | UnionType)
+            else self.kind(value)
+        )
         if not accepts:
             raise argument_error(call, argument, shown(value), self.instead, TypeError)
         return value
@@ -128,19 +154,35 @@ NonNegativeOrInfinite: TypeAlias = Annotated[float, Number(infinite=True)]
 Fraction: TypeAlias = Annotated[float, Number(most=1)]
 FractionBelow1: TypeAlias = Annotated[float, Number(below=1)]
 Level: TypeAlias = Annotated[float, Number(strict=True, below=1)]
-Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]  # the text "no" would be true
+Switch: TypeAlias = Annotated[
+    bool, Kind(bool | np.bool, "Pass True or False.")
+]  # the text "no" would be true
 RandomKey: TypeAlias = Annotated[jax.Array, KEY]
 NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
 Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
-Args: TypeAlias = Annotated[tuple, Kind(tuple | list, "Pass the arguments of the model, e.g. `(x, y)`.")]
+Args: TypeAlias = Annotated[
+    tuple, Kind(tuple | list, "Pass the arguments of the model, e.g. `(x, y)`.")
+]
 Kwargs: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionary.")]
-Model: TypeAlias = Annotated[Callable, Kind(callable, "Pass a NumPyro model (a function).")]
+Model: TypeAlias = Annotated[
+    Callable, Kind(callable, "Pass a NumPyro model (a function).")
+]
 
 
 def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
-    """The option that an annotation declares, if any, and the classes whose instances pass unchecked."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    classes = tuple(get_origin(member) or member for member in members if get_origin(member) is not Annotated)
+    """The option that an annotation declares, if any, and the classes whose instances
+    pass unchecked.
+    """
+    members = (
+        get_args(annotation)
+        if get_origin(annotation) in (Union, UnionType)
+        else (annotation,)
+    )
+    classes = tuple(
+        get_origin(member) or member
+        for member in members
+        if get_origin(member) is not Annotated
+    )
     for member in members:
         for part in getattr(member, "__metadata__", ()):
             if isinstance(part, Option):
@@ -151,7 +193,10 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
 @cache
 def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
     """The declared options of a function, by argument."""
-    found = {name: declared_option(annotation) for name, annotation in function.__annotations__.items()}
+    found = {
+        name: declared_option(annotation)
+        for name, annotation in function.__annotations__.items()
+    }
     return {name: option for name, option in found.items() if option is not None}
 
 
@@ -162,21 +207,30 @@ def check_option(call: str, function: Callable, argument: str, value: Any) -> An
 
 
 def check_fields(call: str, owner: Any) -> None:
-    """Check the fields of a dataclass by their annotations, and set them in their usual type."""
+    """Check the fields of a dataclass by their annotations, and set them in their usual
+    type.
+    """
     init = type(owner).__init__
     for field in options_of(init):
-        object.__setattr__(owner, field, check_option(call, init, field, getattr(owner, field)))
+        object.__setattr__(
+            owner, field, check_option(call, init, field, getattr(owner, field))
+        )
 
 
 def checked(call: str) -> Callable[[F], F]:
     """Check the arguments of a function by their annotations before each call.
 
-    :param call: the name of the function in errors; ``{}`` stands for the class of the object of a method.
+    :param call: the name of the function in errors; ``{}`` stands for the class of the
+        object of a method.
     """
 
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
-        places = {p.name: place for place, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD}
+        places = {
+            p.name: place
+            for place, p in enumerate(parameters)
+            if p.kind is p.POSITIONAL_OR_KEYWORD
+        }
         declared = options_of(function)
 
         @wraps(function)
@@ -185,7 +239,9 @@ def checked(call: str) -> Callable[[F], F]:
             name = call.format(*[type(owner).__name__ for owner in args[:1]])
             for argument in declared:
                 if argument in kwargs:
-                    kwargs[argument] = check_option(name, function, argument, kwargs[argument])
+                    kwargs[argument] = check_option(
+                        name, function, argument, kwargs[argument]
+                    )
                 elif (place := places.get(argument, len(given))) < len(given):
                     given[place] = check_option(name, function, argument, given[place])
             return function(*given, **kwargs)

@@ -1,4 +1,6 @@
-"""Regression and classification models, each a few lines of NumPyro after checks of the data."""
+"""Regression and classification models, each a few lines of NumPyro after checks of the
+data.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,44 +28,65 @@ __all__ = ["classification", "regression"]
 
 @checked("models.regression")
 def regression(
-    net: Net, prior: Any = None, noise: Any = None, heteroscedastic: Switch = False, heavy_tails: Switch = False
+    net: Net,
+    prior: Any = None,
+    noise: Any = None,
+    heteroscedastic: Switch = False,
+    heavy_tails: Switch = False,
 ) -> Callable[..., None]:
-    """Regression with normal or Student's t noise: y_n ~ N(f(x_n), sigma^2), f a random network.
+    """Regression with normal or Student's t noise: y_n ~ N(f(x_n), sigma^2), f a random
+    network.
 
-    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and y (N,), or
-    (N, K) for a network with K > 1 outputs; integer targets are treated as numbers. Standardize both first.
+    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N,
+    *input_shape)`` and y (N,), or (N, K) for a network with K > 1 outputs; integer
+    targets are treated as numbers. Standardize both first.
 
-    :param net: specification with one output per target; with ``heteroscedastic`` two, for the mean and
-        sd = 1e-6 + softplus(second output): in float32 a softplus below -104 is 0.
+    :param net: specification with one output per target; with ``heteroscedastic`` two,
+        for the mean and sd = 1e-6 + softplus(second output): in float32 a softplus
+        below -104 is 0.
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
-    :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default. Site ``sigma``.
-    :param heteroscedastic: let the network predict the noise of each data point; there is then no ``sigma``.
-    :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d), d ~ Gamma(2, 0.1), site
-        ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d). Wrong for targets that are mostly a few repeated values,
-        for which an output for the noise may vanish, too.
-    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a batch size above N, a network
-        with the wrong number of outputs, or heavy tails of such targets.
+    :param noise: distribution of sigma, or its fixed value; HalfNormal(1) by default.
+        Site ``sigma``.
+    :param heteroscedastic: let the network predict the noise of each data point; there
+        is then no ``sigma``.
+    :param heavy_tails: Student's t noise, for outliers: y_n ~ t(f(x_n), sigma, 2 + d),
+        d ~ Gamma(2, 0.1), site ``excess_df``. Its sd is then sigma sqrt(1 + 2 / d).
+        Wrong for targets that are mostly a few repeated values, for which an output for
+        the noise may vanish, too.
+    :raises ValueError: for NaN or infinite data, mismatched lengths, wrong rank, a
+        batch size above N, a network with the wrong number of outputs, or heavy tails
+        of such targets.
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn, priors
     >>> model = models.regression(nn.MLP([5, 1], "tanh"), priors.Hierarchical())
     >>> x = jax.numpy.linspace(-1, 1, 20)[:, None]
-    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(x, jax.numpy.sin(3 * x[:, 0]))
+    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(
+    ...     x, jax.numpy.sin(3 * x[:, 0])
+    ... )
     >>> [name for name, site in trace.items() if site["type"] == "sample"][-2:]
     ['sigma', 'y']
     """
     call = "models.regression"
     if heteroscedastic and noise is not None:
-        instead = "With `heteroscedastic=True` the network predicts the noise: leave it out."
+        instead = (
+            "With `heteroscedastic=True` the network predicts the noise: leave it out."
+        )
         raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
     _check_noise(call, noise)
     as_prior(prior or {}, call)
-    options = {"noise": noise, "heteroscedastic": heteroscedastic, "heavy_tails": heavy_tails}
+    options = {
+        "noise": noise,
+        "heteroscedastic": heteroscedastic,
+        "heavy_tails": heavy_tails,
+    }
     return partial(_regression, net=net, prior=prior, **options)
 
 
-def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedastic, heavy_tails):
+def _regression(
+    x, y=None, batch_size=None, *, net, prior, noise, heteroscedastic, heavy_tails
+):
     call = "models.regression"
     _check_inputs(call, x, batch_size)
     targets = _outputs(call, net, x, 1 + heteroscedastic) // (1 + heteroscedastic)
@@ -72,7 +95,9 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
         _checks.check_rank(call, "y", y, *shape)
         _checks.check_same_length(call, x=x, y=y)
         _check_finite(call, "y", y)
-        if heavy_tails and not any(isinstance(handler, unobserved) for handler in _PYRO_STACK):  # new rows may repeat
+        if heavy_tails and not any(
+            isinstance(handler, unobserved) for handler in _PYRO_STACK
+        ):  # new rows may repeat
             check_not_repeated(call, y.head() if isinstance(y, Rows) else y)
     f, sigma = random_network("net", net, np.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):
@@ -83,46 +108,68 @@ def _regression(x, y=None, batch_size=None, *, net, prior, noise, heteroscedasti
         mean = out[..., :targets]
         sd = 1e-6 + jax.nn.softplus(out[..., targets:]) if heteroscedastic else sigma
         sd = jnp.broadcast_to(sd, mean.shape)
-        likelihood = family(mean[..., 0], sd[..., 0]) if targets == 1 else family(mean, sd).to_event(1)
-        numpyro.sample("y", likelihood, obs=None if y is None else _rows(y, index).astype(float))
+        likelihood = (
+            family(mean[..., 0], sd[..., 0])
+            if targets == 1
+            else family(mean, sd).to_event(1)
+        )
+        numpyro.sample(
+            "y", likelihood, obs=None if y is None else _rows(y, index).astype(float)
+        )
 
 
 def noise_family(heavy_tails: bool) -> Callable[..., dist.Distribution]:
-    """Normal, or Student's t with more than 2 degrees of freedom, where it has a variance; of location and scale."""
+    """Normal, or Student's t with more than 2 degrees of freedom, where it has a
+    variance; of location and scale.
+    """
     df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []
     return partial(dist.StudentT, *df) if df else dist.Normal
 
 
 def repeats_values(y: Any) -> bool:
-    """Whether most rows have values of a twentieth each: the likelihood of a t that hits 2/3 of them has no bound."""
-    counts = [np.unique(column, return_counts=True)[1] for column in np.asarray(y).reshape(len(y), -1).T]
+    """Whether most rows have values of a twentieth each: the likelihood of a t that
+    hits 2/3 of them has no bound.
+    """
+    counts = [
+        np.unique(column, return_counts=True)[1]
+        for column in np.asarray(y).reshape(len(y), -1).T
+    ]
     return any(2 * n[n >= max(3, len(y) / 20)].sum() > len(y) for n in counts)
 
 
 def check_not_repeated(call: str, y: Any) -> None:
     """Refuse targets that heavy tails cannot describe, if the values are known."""
     if not isinstance(y := _checks.known(y), jax.core.Tracer) and repeats_values(y):
-        instead = "Leave it out: most targets are a few repeated values, at which this density has no bound."
+        instead = (
+            "Leave it out: most targets are a few repeated values, at which this "
+            "density has no bound."
+        )
         raise argument_error(call, "heavy_tails", True, instead)
 
 
 @checked("models.classification")
-def classification(net: Net, num_classes: Annotated[int, Count(2)], prior: Any = None) -> Callable[..., None]:
-    """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K outputs.
+def classification(
+    net: Net, num_classes: Annotated[int, Count(2)], prior: Any = None
+) -> Callable[..., None]:
+    """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K
+    outputs.
 
-    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N, *input_shape)`` and integer
-    labels y (N,) in 0..K-1.
+    The result is a NumPyro model ``model(x, y=None, batch_size=None)`` with x ``(N,
+    *input_shape)`` and integer labels y (N,) in 0..K-1.
 
     :param net: specification with K outputs.
     :param num_classes: K.
     :param prior: prior of the network, as for :func:`~numpyro_bnn.random_network`.
-    :raises ValueError: for NaN or infinite inputs, labels outside 0..K-1, mismatched lengths, wrong rank, a batch
-        size above N, or a network with the wrong number of outputs.
+    :raises ValueError: for NaN or infinite inputs, labels outside 0..K-1, mismatched
+        lengths, wrong rank, a batch size above N, or a network with the wrong number of
+        outputs.
 
     >>> import jax, numpyro
     >>> from numpyro_bnn import models, nn
     >>> model = models.classification(nn.MLP([5, 3]), num_classes=3)
-    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(jax.numpy.ones((7, 2)))
+    >>> trace = numpyro.handlers.trace(numpyro.handlers.seed(model, 0)).get_trace(
+    ...     jax.numpy.ones((7, 2))
+    ... )
     >>> trace["y"]["value"].shape
     (7,)
     """
@@ -137,7 +184,9 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
     if y is not None:
         _checks.check_rank(call, "y", y, 1, "(N,)")
         _checks.check_same_length(call, x=x, y=y)
-        _checks.check_labels(call, "y", y.extremes if isinstance(y, Rows) else y, num_classes)
+        _checks.check_labels(
+            call, "y", y.extremes if isinstance(y, Rows) else y, num_classes
+        )
     f = random_network("net", net, np.shape(x)[1:], prior)
     with numpyro.plate("data", np.shape(x)[0], subsample_size=batch_size) as index:
         logits = f(_rows(x, index))
@@ -146,7 +195,9 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
 
 
 def _rows(values: Any, index: jax.Array) -> jax.Array:
-    """Those of a minibatch; all rows as they are, so that they may be spread over devices."""
+    """Those of a minibatch; all rows as they are, so that they may be spread over
+    devices.
+    """
     if isinstance(values, Rows):
         return values[index]
     values = jnp.asarray(values)
@@ -163,11 +214,22 @@ def _check_finite(call: str, argument: str, value: Any) -> None:
 
 
 def _check_noise(call: str, noise: Any) -> None:
-    """Refuse a noise that is not positive: a distribution, or one fixed value or several."""
+    """Refuse a noise that is not positive: a distribution, or one fixed value or
+    several.
+    """
     random = isinstance(noise, dist.Distribution)
     if random and not is_positive(noise.support):
-        raise argument_error(call, "noise", noise, "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.")
-    for value in [] if random or isinstance(noise, jax.core.Tracer) else np.ravel(np.asarray(noise, dtype=object)):
+        raise argument_error(
+            call,
+            "noise",
+            noise,
+            "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.",
+        )
+    for value in (
+        []
+        if random or isinstance(noise, jax.core.Tracer)
+        else np.ravel(np.asarray(noise, dtype=object))
+    ):
         Number(strict=True).check(call, "noise", value)
 
 
@@ -179,14 +241,28 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     size = np.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
     whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
-    if not whole and batch_size is not None and Count().check(call, "batch_size", batch_size) > size:
-        raise argument_error(call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}.")
+    if (
+        not whole
+        and batch_size is not None
+        and Count().check(call, "batch_size", batch_size) > size
+    ):
+        raise argument_error(
+            call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}."
+        )
 
 
 def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
-    """Number of outputs of the network; refuse a network that does not match the likelihood."""
+    """Number of outputs of the network; refuse a network that does not match the
+    likelihood.
+    """
     shape = net.output_shape(np.shape(x)[1:])
-    if len(shape) != 1 or shape[0] % multiple or (call.endswith("classification") and shape[0] != multiple):
+    if (
+        len(shape) != 1
+        or shape[0] % multiple
+        or (call.endswith("classification") and shape[0] != multiple)
+    ):
         instead = f"The last layer must have {multiple} outputs."
-        raise argument_error(call, "net", f"a network with output shape {shape}", instead)
+        raise argument_error(
+            call, "net", f"a network with output shape {shape}", instead
+        )
     return shape[0]

@@ -1,4 +1,6 @@
-"""What all tests share: settings of JAX, fixtures, and the seconds of a processor that each file takes."""
+"""What all tests share: settings of JAX, fixtures, and the seconds of a processor that
+each file takes.
+"""
 
 import gc
 import os
@@ -11,37 +13,50 @@ import jax.monitoring
 import pytest
 
 FLAGS = [
-    # Two virtual devices let `chain_method="parallel"` be tested on a machine without accelerators.
+    # Two virtual devices let `chain_method="parallel"` be tested on a machine without
+    # accelerators.
     "--xla_force_host_platform_device_count=2",
-    # A worker has one core: compiling a program in 32 parts is no faster than compiling it as a whole, and more work.
+    # A worker has one core: compiling a program in 32 parts is no faster than compiling
+    # it as a whole, and more work.
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
-# These tests mostly compile, and XLA's newer code generator takes twice as long as the older one. Later versions of
-# JAX have only the newer one, so the second Python tests that.
+# These tests mostly compile, and XLA's newer code generator takes twice as long as the
+# older one. Later versions of JAX have only the newer one, so the second Python tests
+# that.
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# NumPyro's setup of a model compiles hundreds of tiny programs; workers share them, also between runs.
-CACHE = os.environ.get("NUMPYRO_BNN_TEST_CACHE") or Path(__file__).parent.parent / ".pytest_cache" / "jax"
+# NumPyro's setup of a model compiles hundreds of tiny programs; workers share them,
+# also between runs.
+CACHE = (
+    os.environ.get("NUMPYRO_BNN_TEST_CACHE")
+    or Path(__file__).parent.parent / ".pytest_cache" / "jax"
+)
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 gc.disable()  # imports make many objects and no garbage
 
-MEMORY_LIMIT_BYTES = 3 * 2**30  # of a worker: above it, compiled programs are dropped between files
+MEMORY_LIMIT_BYTES = (
+    3 * 2**30
+)  # of a worker: above it, compiled programs are dropped between files
 SLOWEST_FILES = 10
 
 
-# -- compiling ---------------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Most tests compile far longer than they run; without optimization, compiling takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimized") is None)
+    """Most tests compile far longer than they run; without optimization, compiling
+    takes half the time.
+    """
+    jax.config.update(
+        "jax_disable_most_optimizations", item.get_closest_marker("optimized") is None
+    )
     return (yield)
 
 
@@ -64,11 +79,13 @@ def compiled_programs_fit_in_memory():
         jax.clear_caches()
 
 
-# -- seconds of a processor, by file and in collection ---------------------------------------------------
+# -- seconds of a processor, by file and in collection ---------------------------------
 
 
 def computes():
-    """Whether JAX has started a device: from then on it refuses another number of them."""
+    """Whether JAX has started a device: from then on it refuses another
+    number of them.
+    """
     try:
         for number in (2, jax.config.jax_num_cpu_devices):
             jax.config.update("jax_num_cpu_devices", number)
@@ -78,11 +95,15 @@ def computes():
 
 
 class ProcessorSeconds:
-    """Adds up what the tests of each file take, over all workers; the terminal shows the slowest files."""
+    """Adds up what the tests of each file take, over all workers; the terminal shows
+    the slowest files.
+    """
 
     def __init__(self):
         self.by_file = Counter()
-        self.collection = Counter()  # file -> the most that any worker took to import it
+        self.collection = (
+            Counter()
+        )  # file -> the most that any worker took to import it
         self.collection_of_worker = 0.0
         self.computed = ""  # the first file that uses a device when it is imported
 
@@ -91,7 +112,8 @@ class ProcessorSeconds:
         gc.enable()
         if self.computed and not getattr(session.config, "workerinput", None):
             raise pytest.UsageError(
-                f"{self.computed} computes at import: every worker pays for it, put it in a function"
+                f"{self.computed} computes at import: every worker pays for it, put it "
+                f"in a function"
             )
 
     @pytest.hookimpl(wrapper=True)
@@ -102,7 +124,9 @@ class ProcessorSeconds:
             if not self.by_file and not self.computed and computes():
                 self.computed = collector.nodeid
             seconds = time.process_time() - start
-            self.collection[collector.nodeid] = max(seconds, self.collection[collector.nodeid])
+            self.collection[collector.nodeid] = max(
+                seconds, self.collection[collector.nodeid]
+            )
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -121,7 +145,9 @@ class ProcessorSeconds:
     def pytest_testnodedown(self, node):
         by_file, collection = getattr(node, "workeroutput", {}).get("seconds", ({}, {}))
         self.by_file.update(by_file)
-        self.collection_of_worker = max(self.collection_of_worker, sum(collection.values()))
+        self.collection_of_worker = max(
+            self.collection_of_worker, sum(collection.values())
+        )
         for name, seconds in collection.items():
             self.collection[name] = max(seconds, self.collection[name])
 
@@ -142,7 +168,7 @@ def pytest_configure(config):
     config.pluginmanager.register(ProcessorSeconds(), "processor_seconds")
 
 
-# -- fixtures ------------------------------------------------------------------------------------------
+# -- fixtures --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -153,7 +179,9 @@ def key():
 
 @pytest.fixture
 def closed_figures():
-    """Close all figures after the test, and check that it left the settings of Matplotlib unchanged."""
+    """Close all figures after the test, and check that it left the settings of
+    Matplotlib unchanged.
+    """
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
@@ -172,11 +200,15 @@ def x64():
 
 @pytest.fixture(scope="session")
 def data_folder():
-    """Folder of the benchmark data; tests that need it are skipped, with the reason, if it does not exist."""
+    """Folder of the benchmark data; tests that need it are skipped, with the reason, if
+    it does not exist.
+    """
     folder = os.environ.get("NUMPYRO_BNN_DATA")
     if not folder or not Path(folder).is_dir():
         if os.environ.get("NUMPYRO_BNN_REQUIRE_DATA"):
-            pytest.fail("NUMPYRO_BNN_REQUIRE_DATA is set, but NUMPYRO_BNN_DATA is not a folder")
+            pytest.fail(
+                "NUMPYRO_BNN_REQUIRE_DATA is set, but NUMPYRO_BNN_DATA is not a folder"
+            )
         pytest.skip("no benchmark data: set NUMPYRO_BNN_DATA to its folder")
     return Path(folder)
 

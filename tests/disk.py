@@ -1,4 +1,6 @@
-"""For tests of runs in folders: what a process leaves that is killed, whether two results have the same bits."""
+"""For tests of runs in folders: what a process leaves that is killed, whether two
+results have the same bits.
+"""
 
 import functools
 import os
@@ -21,7 +23,11 @@ def same(found, expected):
 
     def bits(leaf):
         leaf = jnp.asarray(leaf)
-        array = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        array = np.asarray(
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
         return array.dtype, array.shape, array.tobytes()
 
     leaves = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
@@ -30,14 +36,18 @@ def same(found, expected):
 
 def draws_of(run):
     """Draws and statistics of a run or an ``MCMC``, (C, S, ...) by name."""
-    fields = {f"field {name}": value for name, value in run.get_extra_fields(True).items()}
+    fields = {
+        f"field {name}": value for name, value in run.get_extra_fields(True).items()
+    }
     return {**run.get_samples(True), **fields}
 
 
 def at_syncs(patch, action):
-    """Call ``action(number, is_folder)`` for every file and folder that is made durable, as soon as it is.
+    """Call ``action(number, is_folder)`` for every file and folder that is made
+    durable, as soon as it is.
 
-    What is in the folder of a run at such a moment is what a process leaves that is killed then.
+    What is in the folder of a run at such a moment is what a process leaves that is
+    killed then.
     """
     original, numbers = os.fsync, iter(range(1_000_000))
 
@@ -59,7 +69,9 @@ def blocks(path):
 
 
 class Recorded(NamedTuple):
-    """The folder of a run that was left alone, its result, and copies of the folder from while it ran."""
+    """The folder of a run that was left alone, its result, and copies of the folder
+    from while it ran.
+    """
 
     path: Path
     result: Any
@@ -70,7 +82,9 @@ class Recorded(NamedTuple):
 
 
 def recorder(make_folder, run, every):
-    """A function from names to what was seen of ``run(path, name)``, made once; every so many syncs it is copied."""
+    """A function from names to what was seen of ``run(path, name)``, made once; every
+    so many syncs it is copied.
+    """
 
     @functools.cache
     def record(name):
@@ -88,21 +102,34 @@ def recorder(make_folder, run, every):
 
 
 def python(code, devices=2, **environment):
-    """Command and environment of another process, which imports tests and shares the programs compiled here."""
+    """Command and environment of another process, which imports tests and shares the
+    programs compiled here.
+    """
     known = os.environ.get("PYTHONPATH")  # where planted faults are
-    folders = [*([known] if known else []), *map(str, (TESTS / "borders", TESTS, TESTS.parent))]
+    folders = [
+        *([known] if known else []),
+        *map(str, (TESTS / "borders", TESTS, TESTS.parent)),
+    ]
     shared = {
         "PYTHONPATH": os.pathsep.join(folders),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": (
+            f"{os.environ['XLA_FLAGS']} "
+            f"--xla_force_host_platform_device_count={devices}"
+        ),
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
-    return {"args": [sys.executable, "-P", "-c", code], "env": {**os.environ, **shared, **environment}}
+    return {
+        "args": [sys.executable, "-P", "-c", code],
+        "env": {**os.environ, **shared, **environment},
+    }
 
 
 def contents(path):
     """The bytes of all files of a run but its lock, by name."""
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != "lock")
+    files = sorted(
+        file for file in path.rglob("*") if file.is_file() and file.name != "lock"
+    )
     return {str(file.relative_to(path)): file.read_bytes() for file in files}

@@ -1,10 +1,16 @@
-"""The only names that tests take from inside the package, and why no public name shows what they test.
+"""The only names that tests take from inside the package, and why no public name shows
+what they test.
 
-All else comes from ``numpyro_bnn``, from what its rooms list in ``__all__``, or from the rooms that contributors
-build with: ``sgmcmc``, ``moments`` and ``program``. `tests/use/test_repository.py` holds the tests to this list.
+All else comes from ``numpyro_bnn``, from what its rooms list in ``__all__``, or from
+the rooms that contributors build with: ``sgmcmc``, ``moments`` and ``program``.
+`tests/use/test_repository.py` holds the tests to this list.
 """
 
 PRIVATE: dict[str, str] = {
-    "numpyro_bnn.infer.target.bind": "the potential that all kernels share, against exact densities on every batch",
-    "numpyro_bnn._options.declared_option": "what a declaration says, from which wrong and right values are drawn",
+    "numpyro_bnn.infer.target.bind": (
+        "the potential that all kernels share, against exact densities on every batch"
+    ),
+    "numpyro_bnn._options.declared_option": (
+        "what a declaration says, from which wrong and right values are drawn"
+    ),
 }

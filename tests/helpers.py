@@ -1,4 +1,6 @@
-"""What tests of several shelves use: short runs, groups of results in both versions of ArviZ, refusals."""
+"""What tests of several shelves use: short runs, groups of results in both versions of
+ArviZ, refusals.
+"""
 
 from contextlib import contextmanager
 
@@ -13,10 +15,20 @@ from numpyro.infer import MCMC
 from numpyro_bnn.sgmcmc.engine import reset_statistics
 
 
-def run_chains(kernel, *args, num_warmup=4, num_samples=6, num_chains=2, seed=0, run_options=None, **kwargs):
+def run_chains(
+    kernel,
+    *args,
+    num_warmup=4,
+    num_samples=6,
+    num_chains=2,
+    seed=0,
+    run_options=None,
+    **kwargs,
+):
     """A finished ``MCMC`` of vectorized chains; keywords go to the model.
 
-    :param run_options: options of ``MCMC.run`` itself, such as ``extra_fields``; others of ``MCMC`` belong in a test.
+    :param run_options: options of ``MCMC.run`` itself, such as ``extra_fields``; others
+        of ``MCMC`` belong in a test.
     """
     mcmc = MCMC(
         kernel,
@@ -30,27 +42,51 @@ def run_chains(kernel, *args, num_warmup=4, num_samples=6, num_chains=2, seed=0,
     return mcmc
 
 
-def walk(kernel, num, args=(), kwargs=None, *, start=None, warmup=0, chains=None, key=None, edit=None, keep=None):
-    """Transitions of a kernel without ``MCMC``, compiled as one program: the last state, and what ``keep`` takes.
+def walk(
+    kernel,
+    num,
+    args=(),
+    kwargs=None,
+    *,
+    start=None,
+    warmup=0,
+    chains=None,
+    key=None,
+    edit=None,
+    keep=None,
+):
+    """Transitions of a kernel without ``MCMC``, compiled as one program: the last
+    state, and what ``keep`` takes.
 
     :param chains: number of vectorized chains; ``None`` for a single one.
     :param key: by default that of seed 0.
     :param edit: function of the first state, such as one that moves it.
-    :param keep: function of a state, by default its ``z``; the results have a leading axis of ``num`` transitions.
+    :param keep: function of a state, by default its ``z``; the results have a leading
+        axis of ``num`` transitions.
     """
     key = jax.random.key(0) if key is None else key
-    state = kernel.init(key if chains is None else jax.random.split(key, chains), warmup, start, args, kwargs or {})
+    state = kernel.init(
+        key if chains is None else jax.random.split(key, chains),
+        warmup,
+        start,
+        args,
+        kwargs or {},
+    )
     state = edit(state) if edit else state
 
     def transition(state, _):
         state = kernel.sample(state, args, kwargs or {})
         return state, keep(state) if keep else state.z
 
-    return jax.device_get(jax.jit(lambda first: lax.scan(transition, first, None, num))(state))
+    return jax.device_get(
+        jax.jit(lambda first: lax.scan(transition, first, None, num))(state)
+    )
 
 
 def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
-    """Means of x^2 over draws of a pure sampler of `sgmcmc`, by coordinate, and its final state."""
+    """Means of x^2 over draws of a pure sampler of `sgmcmc`, by coordinate, and its
+    final state.
+    """
 
     @jax.jit
     def run(state):
@@ -68,16 +104,28 @@ def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
 
 
 def traced_sites(model, *args, **kwargs):
-    """The sites of a model as its program is traced: nothing runs; values have shapes and dtypes only."""
+    """The sites of a model as its program is traced: nothing runs; values have shapes
+    and dtypes only.
+    """
     sites = {}
-    jax.eval_shape(lambda: sites.update(handlers.trace(handlers.seed(model, 0)).get_trace(*args, **kwargs)))
+    jax.eval_shape(
+        lambda: sites.update(
+            handlers.trace(handlers.seed(model, 0)).get_trace(*args, **kwargs)
+        )
+    )
     return sites
 
 
 def group(idata, name):
-    """A group of results as an xarray dataset, from ``InferenceData`` (ArviZ 0.x) and ``DataTree`` (1.x)."""
+    """A group of results as an xarray dataset, from ``InferenceData`` (ArviZ 0.x) and
+    ``DataTree`` (1.x).
+    """
     found = idata[name]
-    return found.to_dataset() if hasattr(found, "to_dataset") and hasattr(found, "children") else found
+    return (
+        found.to_dataset()
+        if hasattr(found, "to_dataset") and hasattr(found, "children")
+        else found
+    )
 
 
 def group_names(idata):
@@ -88,7 +136,9 @@ def group_names(idata):
 
 @contextmanager
 def refused(argument, fragment="", kind=(ValueError, TypeError)):
-    """An error that teaches: it names the call and the argument, says what came, and what to write instead."""
+    """An error that teaches: it names the call and the argument, says what came, and
+    what to write instead.
+    """
     with pytest.raises(kind) as caught:
         yield caught
     message = str(caught.value)
@@ -99,7 +149,8 @@ def refused(argument, fragment="", kind=(ValueError, TypeError)):
 
 
 def within_errors(draws, exact, standard_errors=5.0):
-    """Whether the mean of independent draws (axis 0) is within so many standard errors of the exact mean.
+    """Whether the mean of independent draws (axis 0) is within so many standard errors
+    of the exact mean.
 
     Five standard errors: one of a million right means is beyond.
     """
@@ -119,9 +170,19 @@ def results(groups, attrs=None, coords=None):
     draws = {"chain", "draw"}
     datasets = {}
     for name, variables in groups.items():
-        data = variables if isinstance(variables, xr.Dataset) else xr.Dataset(dict(variables))
-        labels = {dim: np.arange(size) for dim, size in data.sizes.items() if dim in draws and dim not in data.coords}
-        labels |= {dim: values for dim, values in (coords or {}).items() if dim in data.dims}
+        data = (
+            variables
+            if isinstance(variables, xr.Dataset)
+            else xr.Dataset(dict(variables))
+        )
+        labels = {
+            dim: np.arange(size)
+            for dim, size in data.sizes.items()
+            if dim in draws and dim not in data.coords
+        }
+        labels |= {
+            dim: values for dim, values in (coords or {}).items() if dim in data.dims
+        }
         datasets[name] = data.assign_coords(labels)
     if int(az.__version__.split(".")[0]) < 1:
         return az.InferenceData(**datasets, attrs=dict(attrs or {}))
@@ -133,4 +194,6 @@ def results(groups, attrs=None, coords=None):
 def with_groups(idata, **groups):
     """The same results with groups replaced, or (None) left out."""
     kept = {name: group(idata, name) for name in group_names(idata)} | groups
-    return results({name: data for name, data in kept.items() if data is not None}, idata.attrs)
+    return results(
+        {name: data for name, data in kept.items() if data is not None}, idata.attrs
+    )

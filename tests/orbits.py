@@ -1,4 +1,6 @@
-"""What tests of symmetries and of moves share: draws moved along orbits, and a kernel that stays where it is."""
+"""What tests of symmetries and of moves share: draws moved along orbits, and a kernel
+that stays where it is.
+"""
 
 from typing import Any, NamedTuple
 
@@ -12,9 +14,14 @@ from numpyro_bnn import symmetry
 
 
 def around(shapes, spread, num_draws, seed=0, num_chains=2):
-    """Draws around a random point, as of one mode of a posterior: site -> (C, S, ...)."""
+    """Draws around a random point, as of one mode of a posterior: site ->
+    (C, S, ...).
+    """
     rng, many = np.random.default_rng(seed), (num_chains, num_draws)
-    return {n: rng.normal(size=shape) + spread * rng.normal(size=(*many, *shape)) for n, shape in shapes.items()}
+    return {
+        n: rng.normal(size=shape) + spread * rng.normal(size=(*many, *shape))
+        for n, shape in shapes.items()
+    }
 
 
 def elements(s, units, many, rng):
@@ -22,16 +29,26 @@ def elements(s, units, many, rng):
     if isinstance(s, symmetry.Permutation):
         return np.stack([rng.permutation(units) for _ in range(many)])
     return (
-        rng.choice([-1.0, 1.0], (many, units)) if isinstance(s, symmetry.SignFlip) else rng.normal(size=(many, units))
+        rng.choice([-1.0, 1.0], (many, units))
+        if isinstance(s, symmetry.SignFlip)
+        else rng.normal(size=(many, units))
     )
 
 
 def scattered(draws, symmetries, seed=0, by_chain=False):
-    """Every draw, or every chain, moved by random elements of all groups, one after the other."""
+    """Every draw, or every chain, moved by random elements of all groups, one after the
+    other.
+    """
     num_chains, num_draws = next(iter(draws.values())).shape[:2]
-    rng, point = np.random.default_rng(seed), {name: v[0, 0] for name, v in draws.items()}
+    rng, point = (
+        np.random.default_rng(seed),
+        {name: v[0, 0] for name, v in draws.items()},
+    )
     chosen = [
-        elements(s, s.units(point), num_chains if by_chain else num_chains * num_draws, rng) for s in symmetries
+        elements(
+            s, s.units(point), num_chains if by_chain else num_chains * num_draws, rng
+        )
+        for s in symmetries
     ]
     chosen = [np.repeat(g, num_draws, 0) if by_chain else g for g in chosen]
 
@@ -42,22 +59,30 @@ def scattered(draws, symmetries, seed=0, by_chain=False):
             point = {**point, **s.act(point, g)}
         return point
 
-    flat = moved({name: v.reshape(-1, *v.shape[2:]) for name, v in draws.items()}, chosen)
+    flat = moved(
+        {name: v.reshape(-1, *v.shape[2:]) for name, v in draws.items()}, chosen
+    )
     return {name: np.asarray(v).reshape(draws[name].shape) for name, v in flat.items()}
 
 
 def outputs_of(net, input_shape, read=lambda y: y):
-    """Outputs of a network at fixed inputs, as a function of draws of its parameters."""
+    """Outputs of a network at fixed inputs, as a function of draws of its
+    parameters.
+    """
     x = np.random.default_rng(1).normal(size=(7, *input_shape))
     apply = jax.jit(jax.vmap(lambda params: read(net.apply(params, x))))
-    return lambda draws: np.asarray(apply({name: v.reshape(-1, *v.shape[2:]) for name, v in draws.items()}))
+    return lambda draws: np.asarray(
+        apply({name: v.reshape(-1, *v.shape[2:]) for name, v in draws.items()})
+    )
 
 
 def assert_close(one, other, tolerance):
     """Equal names and nearly equal values."""
     assert set(one) == set(other)
     for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            one[name], other[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
 
 
 class StillState(NamedTuple):
@@ -68,7 +93,9 @@ class StillState(NamedTuple):
 
 
 class Still(MCMCKernel):
-    """A kernel of a user that stays where it is: around it, a wrapper makes its own moves and no others."""
+    """A kernel of a user that stays where it is: around it, a wrapper makes its own
+    moves and no others.
+    """
 
     sample_field = "z"
 
@@ -92,17 +119,32 @@ class Still(MCMCKernel):
         return lambda z: constrain_fn(self.model, model_args, model_kwargs, z)
 
     def postprocess_fn(self, model_args, model_kwargs):
-        return lambda z: constrain_fn(self.model, model_args, model_kwargs, z, return_deterministic=True)
+        return lambda z: constrain_fn(
+            self.model, model_args, model_kwargs, z, return_deterministic=True
+        )
 
 
-def after_moves(wrap, model, draws, args=(), transitions=1, num_warmup=0, seed=1, read=lambda state: ()):
-    """Constrained values after transitions of ``wrap(Still(model))`` from each of many draws, each by itself.
+def after_moves(
+    wrap,
+    model,
+    draws,
+    args=(),
+    transitions=1,
+    num_warmup=0,
+    seed=1,
+    read=lambda state: (),
+):
+    """Constrained values after transitions of ``wrap(Still(model))`` from each of many
+    draws, each by itself.
 
     :param draws: site -> (S, ...) constrained values of all latent sites.
-    :param read: what to return of the state after each transition: (S, transitions, ...).
+    :param read: what to return of the state after each transition: (S, transitions,
+        ...).
     """
     kernel = wrap(Still(model))
-    free = jax.jit(jax.vmap(lambda values: unconstrain_fn(model, args, {}, values)))(draws)
+    free = jax.jit(jax.vmap(lambda values: unconstrain_fn(model, args, {}, values)))(
+        draws
+    )
     first = jax.tree.map(lambda leaf: leaf[0], free)
     state = kernel.init(random.key(0), num_warmup, first, args, {})
 

@@ -1,7 +1,9 @@
-"""The published equations of probabilistic backpropagation in NumPy, gradients by hand: a reference for the tests.
+"""The published equations of probabilistic backpropagation in NumPy, gradients by hand:
+a reference for the tests.
 
-Hernandez-Lobato & Adams (2015): equations 10 and 11 (Gaussian updates), 13 to 16 (moments of layers), section 3
-of the supplement (Gamma updates and the refinement of the prior factors). Nothing here is shared with the package.
+Hernandez-Lobato & Adams (2015): equations 10 and 11 (Gaussian updates), 13 to 16
+(moments of layers), section 3 of the supplement (Gamma updates and the refinement of
+the prior factors). Nothing here is shared with the package.
 """
 
 import numpy as np
@@ -9,14 +11,17 @@ from scipy.stats import norm
 
 
 class Published:
-    """One network of ReLU layers with weights (out, in + 1), the last column for the bias unit."""
+    """One network of ReLU layers with weights (out, in + 1), the last column for the
+    bias unit.
+    """
 
     def __init__(self, weights, shape=6.0, rate=6.0):
         self.m = [np.array(w, dtype=float) for w in weights]
         self.a_w, self.b_w = shape, rate
         self.a, self.b = shape, rate
         self.v = [np.full(w.shape, rate / (shape - 1)) for w in self.m]
-        # Natural parameters of the approximate prior factor of each weight, and of its share of the Gamma.
+        # Natural parameters of the approximate prior factor of each weight, and of its
+        # share of the Gamma.
         self.factor = [
             {
                 "m": np.zeros(w.shape),
@@ -27,7 +32,7 @@ class Published:
             for w in self.m
         ]
 
-    # -- moments and their derivatives ----------------------------------------------------------------
+    # -- moments and their derivatives -------------------------------------------------
 
     def forward(self, x):
         mean, var, tape = np.asarray(x, float), np.zeros(len(x)), []
@@ -59,7 +64,7 @@ class Published:
                 dmean, dvar = dx * mean_m + dx_var * var_m, dx * mean_v + dx_var * var_v
         return gradients
 
-    # -- learning --------------------------------------------------------------------------------------
+    # -- learning ----------------------------------------------------------------------
 
     def learn(self, x, y):
         """One data point."""
@@ -67,17 +72,25 @@ class Published:
         noise = [self.b / (self.a + k) for k in (-1, 0, 1)]
         log_z = [-0.5 * (np.log(var + s) + (y - mean) ** 2 / (var + s)) for s in noise]
         total = var + noise[0]
-        d_mean, d_var = (y - mean) / total, -0.5 / total + 0.5 * (y - mean) ** 2 / total**2
+        d_mean, d_var = (
+            (y - mean) / total,
+            -0.5 / total + 0.5 * (y - mean) ** 2 / total**2,
+        )
         for layer, (dm, dv) in enumerate(self.backward(tape, d_mean, d_var)):
             m, v = self.m[layer], self.v[layer]
             new_m, new_v = m + v * dm, v - v**2 * (dm**2 - 2 * dv)
             good = (new_v > 0) & np.isfinite(new_v) & np.isfinite(new_m)
-            self.m[layer], self.v[layer] = np.where(good, new_m, m), np.where(good, new_v, v)
+            self.m[layer], self.v[layer] = (
+                np.where(good, new_m, m),
+                np.where(good, new_v, v),
+            )
         self.a, self.b = gamma_update(self.a, self.b, *log_z)
         return log_z[0] - 0.5 * np.log(2 * np.pi)
 
     def refine(self):
-        """Every prior factor once, weight after weight, all of them sharing one Gamma."""
+        """Every prior factor once, weight after weight, all of them
+        sharing one Gamma.
+        """
         for m, v, factor in zip(self.m, self.v, self.factor, strict=True):
             for i in np.ndindex(m.shape):
                 precision = 1 / v[i] - factor["v"][i]
@@ -90,10 +103,16 @@ class Published:
                     continue
                 totals = [v_c + b / (a + k) for k in (-1, 0, 1)]
                 log_z = [-0.5 * (np.log(s) + m_c**2 / s) for s in totals]
-                d_m, d_v = -m_c / totals[0], -0.5 / totals[0] + 0.5 * m_c**2 / totals[0] ** 2
+                d_m, d_v = (
+                    -m_c / totals[0],
+                    -0.5 / totals[0] + 0.5 * m_c**2 / totals[0] ** 2,
+                )
                 m[i], v[i] = m_c + v_c * d_m, v_c - v_c**2 * (d_m**2 - 2 * d_v)
                 self.a_w, self.b_w = gamma_update(a, b, *log_z)
-                factor["m"][i], factor["v"][i] = m[i] / v[i] - m_c / v_c, 1 / v[i] - 1 / v_c
+                factor["m"][i], factor["v"][i] = (
+                    m[i] / v[i] - m_c / v_c,
+                    1 / v[i] - 1 / v_c,
+                )
                 factor["a"][i], factor["b"][i] = self.a_w - a, -(self.b_w - b)
 
     def epoch(self, x, y, order):

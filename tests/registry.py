@@ -1,4 +1,6 @@
-"""Registries of the contract tests: one table per kind. A new layer or prior is one row and inherits every test."""
+"""Registries of the contract tests: one table per kind. A new layer or prior is one row
+and inherits every test.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -13,7 +15,9 @@ from numpyro_bnn import guides, infer, nn, priors, symmetry
 
 
 class LayerRow(NamedTuple):
-    """A layer, an input shape it takes, and one it must refuse (``None``: it takes every shape)."""
+    """A layer, an input shape it takes, and one it must refuse (``None``: it takes
+    every shape).
+    """
 
     layer: nn.Layer
     input_shape: tuple[int, ...]
@@ -21,7 +25,9 @@ class LayerRow(NamedTuple):
 
 
 class PriorRow(NamedTuple):
-    """A prior, and the hyper-sites (suffix: shape) it adds for the dense kernel of shape (4, 3)."""
+    """A prior, and the hyper-sites (suffix: shape) it adds for the dense kernel of
+    shape (4, 3).
+    """
 
     prior: Any
     hyper_sites: Mapping[str, tuple[int, ...]] = {}
@@ -46,15 +52,22 @@ LAYERS: dict[str, LayerRow] = {
     "AvgPool global": LayerRow(nn.AvgPool(None), IMAGE, (3,)),
     "Flatten": LayerRow(nn.Flatten(), IMAGE, (7, 6)),
     "Flatten rank 2": LayerRow(nn.Flatten(rank=2), (4, 3), (3,)),
-    **{f"Activation {name}": LayerRow(nn.Activation(name), (3,)) for name in nn.ACTIVATIONS},
+    **{
+        f"Activation {name}": LayerRow(nn.Activation(name), (3,))
+        for name in nn.ACTIVATIONS
+    },
     "BatchNorm": LayerRow(nn.BatchNorm(), (3,), ()),
     "BatchNorm of images": LayerRow(nn.BatchNorm(use_bias=False), IMAGE, ()),
     "BatchNorm without gain and shift": LayerRow(nn.BatchNorm(False, False), (3,), ()),
     "LayerNorm": LayerRow(nn.LayerNorm(), (3,), ()),
     "LayerNorm without gain": LayerRow(nn.LayerNorm(use_scale=False), IMAGE, ()),
     "Residual": LayerRow(nn.Residual(nn.Sequential([nn.Dense(3), "tanh"])), (3,), (4,)),
-    "Residual with shortcut": LayerRow(nn.Residual(nn.Conv2d(4, 3, 2), nn.Conv2d(4, 1, 2)), IMAGE, (3,)),
-    "Sequential": LayerRow(nn.Sequential([nn.Flatten(), nn.Sequential([nn.Dense(3), "erf"])]), IMAGE, (3,)),
+    "Residual with shortcut": LayerRow(
+        nn.Residual(nn.Conv2d(4, 3, 2), nn.Conv2d(4, 1, 2)), IMAGE, (3,)
+    ),
+    "Sequential": LayerRow(
+        nn.Sequential([nn.Flatten(), nn.Sequential([nn.Dense(3), "erf"])]), IMAGE, (3,)
+    ),
     "MLP": LayerRow(nn.MLP([5, 4, 1], "tanh"), (3,), (7, 4)),
     "MLP with norm": LayerRow(nn.MLP([5, 1], norm=nn.LayerNorm()), (3,), (7, 4)),
     "CNN": LayerRow(nn.CNN([3, 4], [5, 2], window=3, norm=NORM), IMAGE, (3,)),
@@ -77,30 +90,58 @@ PRIORS: dict[str, PriorRow] = {
     "StudentT": PriorRow(priors.StudentT(4.0, 0.7)),
     "ScaleMixture": PriorRow(priors.ScaleMixture(0.3, 1.0, 0.1)),
     "Hierarchical": PriorRow(priors.Hierarchical(), {"scale": ()}),
-    "Hierarchical centered": PriorRow(priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True), {"scale": ()}),
+    "Hierarchical centered": PriorRow(
+        priors.Hierarchical(dist.Gamma(3.0, 2.0), centered=True), {"scale": ()}
+    ),
     "ARD": PriorRow(priors.ARD(), {"scale": (4,)}),
-    "ARD centered": PriorRow(priors.ARD(dist.Uniform(0.5, 1.5), centered=True), {"scale": (4,)}),
+    "ARD centered": PriorRow(
+        priors.ARD(dist.Uniform(0.5, 1.5), centered=True), {"scale": (4,)}
+    ),
     "GammaPrecision": PriorRow(priors.GammaPrecision(0.5, 3.0), {"precision": ()}),
-    "GammaPrecision centered": PriorRow(priors.GammaPrecision(0.5, 3.0, centered=True), {"precision": ()}),
-    "GammaPrecision integrated": PriorRow(priors.GammaPrecision(0.5, 3.0, marginal=True)),
+    "GammaPrecision centered": PriorRow(
+        priors.GammaPrecision(0.5, 3.0, centered=True), {"precision": ()}
+    ),
+    "GammaPrecision integrated": PriorRow(
+        priors.GammaPrecision(0.5, 3.0, marginal=True)
+    ),
     "Horseshoe": PriorRow(priors.Horseshoe(0.5), {"global": (), "local": (4, 3)}),
-    "Horseshoe of inputs": PriorRow(priors.Horseshoe(unit="input"), {"global": (), "local": (4,)}),
+    "Horseshoe of inputs": PriorRow(
+        priors.Horseshoe(unit="input"), {"global": (), "local": (4,)}
+    ),
     "Horseshoe of outputs, centered": PriorRow(
         priors.Horseshoe(unit="output", centered=True), {"global": (), "local": (3,)}
     ),
-    "RegularizedHorseshoe": PriorRow(priors.RegularizedHorseshoe(), {"global": (), "local": (4, 3), "slab": ()}),
-    "GPFilters": PriorRow(priors.GPFilters(dist.HalfNormal(1.0), dist.LogNormal(0.0, 0.3), other=priors.Normal(2.0))),
-    "GPFilters centered": PriorRow(priors.GPFilters(1.0, 2.0, "matern32", centered=True)),
-    "Centered": PriorRow(priors.Centered({name: np.ones(shape) for name, shape in GIVEN.items()}, 0.5)),
-    "BySite": PriorRow(priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()), {"scale": ()}),
+    "RegularizedHorseshoe": PriorRow(
+        priors.RegularizedHorseshoe(), {"global": (), "local": (4, 3), "slab": ()}
+    ),
+    "GPFilters": PriorRow(
+        priors.GPFilters(
+            dist.HalfNormal(1.0), dist.LogNormal(0.0, 0.3), other=priors.Normal(2.0)
+        )
+    ),
+    "GPFilters centered": PriorRow(
+        priors.GPFilters(1.0, 2.0, "matern32", centered=True)
+    ),
+    "Centered": PriorRow(
+        priors.Centered({name: np.ones(shape) for name, shape in GIVEN.items()}, 0.5)
+    ),
+    "BySite": PriorRow(
+        priors.BySite({"*kernel": priors.Hierarchical()}, default=priors.Normal()),
+        {"scale": ()},
+    ),
 }
 
 # (test, row): cause. A row that no longer fails, fails the suite.
-GRID = "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
+GRID = (
+    "refuses kernels (out, in, h, w): its grid is the first two axes of a Flax kernel"
+)
 KNOWN_FAILURES: dict[tuple[str, str], str] = {
     ("test_prior_takes_equinox_convolutions", "GPFilters"): GRID,
     ("test_prior_takes_equinox_convolutions", "GPFilters centered"): GRID,
-    ("test_prior_takes_equinox_convolutions", "Centered"): "its given values are those of a dense layer of this name",
+    (
+        "test_prior_takes_equinox_convolutions",
+        "Centered",
+    ): "its given values are those of a dense layer of this name",
 }
 
 
@@ -113,25 +154,32 @@ def firsts(table: Mapping[str, Any]) -> set[str]:
     return set(found.values())
 
 
-def rows(table: Mapping[str, Any], test: str = "", fast: Collection[str] | None = None) -> list[Any]:
-    """Parameters of a contract test; known failures must fail. Only the ``fast`` rows run in `make test`.
+def rows(
+    table: Mapping[str, Any], test: str = "", fast: Collection[str] | None = None
+) -> list[Any]:
+    """Parameters of a contract test; known failures must fail. Only the ``fast`` rows
+    run in `make test`.
 
     :param fast: names of rows, by default the first row of each class.
     """
     fast, params = firsts(table) if fast is None else fast, []
     for name, row in table.items():
         cause = KNOWN_FAILURES.get((test, name))
-        marks: list[Any] = [pytest.mark.xfail(reason=cause, strict=True)] if cause else []
+        marks: list[Any] = (
+            [pytest.mark.xfail(reason=cause, strict=True)] if cause else []
+        )
         marks += [] if name in fast else [pytest.mark.slow]
         params.append(pytest.param(row, id=name, marks=marks))
     return params
 
 
-# -- SG-MCMC kernels --------------------------------------------------------------------------------
+# -- SG-MCMC kernels -------------------------------------------------------------------
 
 
 class KernelRow(NamedTuple):
-    """A kernel as a function of its model, and the fields of its states in addition to the common ones."""
+    """A kernel as a function of its model, and the fields of its states in addition to
+    the common ones.
+    """
 
     make: Callable[..., infer.SGMCMCKernel]
     momentum: bool = False
@@ -139,7 +187,8 @@ class KernelRow(NamedTuple):
     microcanonical: bool = False
 
 
-# Few steps per draw, every option at least once; all stages of the warm-up for one kernel of each kind.
+# Few steps per draw, every option at least once; all stages of the warm-up for one
+# kernel of each kind.
 _SHORT: dict[str, Any] = {"steps_per_draw": 3, "warm_start": 0.0}
 _WARM = _SHORT | {"warm_start": 0.5}
 
@@ -147,17 +196,28 @@ KERNELS: dict[str, KernelRow] = {
     "SGLD": KernelRow(partial(infer.SGLD, **_WARM)),
     "PSGLD": KernelRow(partial(infer.PSGLD, step_size=1e-3, **_SHORT)),
     "PSGLD of the warm start": KernelRow(
-        partial(infer.PSGLD, step_size=infer.schedules.polynomial(1e-3), preconditioner="warm_start", **_WARM)
+        partial(
+            infer.PSGLD,
+            step_size=infer.schedules.polynomial(1e-3),
+            preconditioner="warm_start",
+            **_WARM,
+        )
     ),
     "SGHMC": KernelRow(partial(infer.SGHMC, step_size=1e-3, **_SHORT), momentum=True),
     "SGHMC with control variates": KernelRow(
         partial(infer.SGHMC, gradient="control_variates", **_WARM), momentum=True
     ),
-    "SGNHT": KernelRow(partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True),
-    "CyclicalSGLD": KernelRow(partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)),
+    "SGNHT": KernelRow(
+        partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True
+    ),
+    "CyclicalSGLD": KernelRow(
+        partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)
+    ),
     "MALA": KernelRow(partial(infer.MALA, **_WARM), exact=True),
     "GHMC": KernelRow(
-        partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT), momentum=True, exact=True
+        partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT),
+        momentum=True,
+        exact=True,
     ),
     "MCLMC": KernelRow(partial(infer.MCLMC, **_WARM), microcanonical=True),
     "MCLMC with noise preconditioning": KernelRow(
@@ -173,11 +233,13 @@ KERNELS: dict[str, KernelRow] = {
     ),
 }
 
-# -- symmetries -------------------------------------------------------------------------------------
+# -- symmetries ------------------------------------------------------------------------
 
 
 class SymmetryRow(NamedTuple):
-    """A symmetry, the shapes of the sites of a model that has it, and which of them are positive."""
+    """A symmetry, the shapes of the sites of a model that has it, and which of them are
+    positive.
+    """
 
     symmetry: symmetry.Symmetry
     shapes: Mapping[str, tuple[int, ...]]
@@ -191,18 +253,28 @@ SYMMETRIES: dict[str, SymmetryRow] = {
     "Scale of units": SymmetryRow(symmetry.Scale([("w", 1), ("b", 0)]), _DENSE),
     "Scale of a layer": SymmetryRow(symmetry.Scale(["w", "b"]), _DENSE),
     "Scale of filters": SymmetryRow(symmetry.Scale([("w", -1)]), {"w": (2, 3, 2, 4)}),
-    "Scale behind Flatten": SymmetryRow(symmetry.Scale([("w", 3), ("a", 0, 5)]), {"w": (2, 2, 1, 3), "a": (15,)}),
+    "Scale behind Flatten": SymmetryRow(
+        symmetry.Scale([("w", 3), ("a", 0, 5)]), {"w": (2, 2, 1, 3), "a": (15,)}
+    ),
     "Rescale": SymmetryRow(symmetry.Rescale([("w", 1), ("b", 0)], [("v", 0)]), _DENSE),
     "Rescale through Flatten": SymmetryRow(
-        symmetry.Rescale([("w", 3), ("b", 0)], [("v", 0, 3)]), {"w": (2, 2, 1, 4), "b": (4,), "v": (12, 2)}
+        symmetry.Rescale([("w", 3), ("b", 0)], [("v", 0, 3)]),
+        {"w": (2, 2, 1, 4), "b": (4,), "v": (12, 2)},
     ),
     "Rescale of a residual stream": SymmetryRow(
-        symmetry.Rescale([("w", 1), ("r", 1)], [("r", 0), ("v", 0)]), {"w": (3, 4), "r": (4, 4), "v": (4, 2)}
+        symmetry.Rescale([("w", 1), ("r", 1)], [("r", 0), ("v", 0)]),
+        {"w": (3, 4), "r": (4, 4), "v": (4, 2)},
     ),
     "JointScale": SymmetryRow(symmetry.JointScale(["w", "v"], "s"), _HYPER, ("s",)),
-    "JointScale of a precision": SymmetryRow(symmetry.JointScale("w", "s", -2.0), _HYPER, ("s",)),
-    "JointScale non-centered": SymmetryRow(symmetry.JointScale([], "s"), _HYPER, ("s",)),
-    "JointRescale": SymmetryRow(symmetry.JointRescale("w", "v", [("s", 1.0)]), _HYPER, ("s",)),
+    "JointScale of a precision": SymmetryRow(
+        symmetry.JointScale("w", "s", -2.0), _HYPER, ("s",)
+    ),
+    "JointScale non-centered": SymmetryRow(
+        symmetry.JointScale([], "s"), _HYPER, ("s",)
+    ),
+    "JointRescale": SymmetryRow(
+        symmetry.JointRescale("w", "v", [("s", 1.0)]), _HYPER, ("s",)
+    ),
     "Shift of units": SymmetryRow(symmetry.Shift([("b", 0)]), _DENSE),
     "Shift of logits": SymmetryRow(symmetry.Shift("b"), _DENSE),
     "Shift of logits by input": SymmetryRow(symmetry.Shift([("w", 0)]), _DENSE),
@@ -211,12 +283,16 @@ SYMMETRIES: dict[str, SymmetryRow] = {
     "SignFlip of a residual stream": SymmetryRow(
         symmetry.SignFlip([("w", 1), ("r", 1), ("r", 0)]), {"w": (3, 4), "r": (4, 4)}
     ),
-    "Permutation": SymmetryRow(symmetry.Permutation([("w", 1), ("b", 0), ("v", 0)]), _DENSE),
+    "Permutation": SymmetryRow(
+        symmetry.Permutation([("w", 1), ("b", 0), ("v", 0)]), _DENSE
+    ),
     "Permutation through Flatten": SymmetryRow(
         symmetry.Permutation([("w", 3), ("v", 0, 3)]), {"w": (2, 2, 1, 4), "v": (12, 2)}
     ),
     "Permutation with hyper-parameters": SymmetryRow(
-        symmetry.Permutation([("w", 1), ("v", 0), ("s", 0)]), {"w": (3, 4), "v": (4, 2), "s": (4,)}, ("s",)
+        symmetry.Permutation([("w", 1), ("v", 0), ("s", 0)]),
+        {"w": (3, 4), "v": (4, 2), "s": (4,)},
+        ("s",),
     ),
     "Permutation of a residual stream": SymmetryRow(
         symmetry.Permutation([("w", 1), ("r", 1), ("r", 0)]), {"w": (3, 4), "r": (4, 4)}
@@ -261,7 +337,13 @@ def _before(norm: nn.Layer, activation: str, *counts: int) -> NetRow:
     return _dense([nn.Dense(4), block, block, norm, activation], *counts)
 
 
-_BN, _LN, _RES, _FOUR, _FLAT = nn.BatchNorm, nn.LayerNorm, nn.Residual, nn.Dense(4), nn.Flatten()
+_BN, _LN, _RES, _FOUR, _FLAT = (
+    nn.BatchNorm,
+    nn.LayerNorm,
+    nn.Residual,
+    nn.Dense(4),
+    nn.Flatten(),
+)
 _MEAN_TANH: dict[str, Any] = {"pool": nn.AvgPool(2), "activation": "tanh"}
 _ENDS_WITH_NORM = _RES(nn.Sequential([_BN(), "relu", _FOUR, _BN()]))
 
@@ -277,7 +359,9 @@ NETS: dict[str, NetRow] = {
     "BatchNorm tanh": _mlp("tanh", 2, 0, 2, 4, 2, norm=_BN()),
     "BatchNorm tanh, no gain": _mlp("tanh", 2, 0, 2, 2, 2, norm=_BN(False)),
     "BatchNorm relu": _mlp("relu", 2, 2, 2, 2, 2, norm=_BN()),
-    "BatchNorm relu, no gain or shift": _mlp("relu", 2, 0, 2, 0, 2, norm=_BN(False, False)),
+    "BatchNorm relu, no gain or shift": _mlp(
+        "relu", 2, 0, 2, 0, 2, norm=_BN(False, False)
+    ),
     "BatchNorm softplus": _mlp("softplus", 2, 0, 2, 2, 2, norm=_BN()),
     # A shift of all units comes from the bias, and from every input.
     "LayerNorm tanh": _mlp("tanh", 2, 0, 4, 4, 2, norm=_LN()),
@@ -292,33 +376,57 @@ NETS: dict[str, NetRow] = {
     "CNN average tanh": _cnn(0, 0, 0, 3, 3, **_MEAN_TANH),
     "CNN BatchNorm relu": _cnn(3, 3, 3, 3, 3, norm=_BN()),
     "CNN LayerNorm tanh, no gain": _cnn(3, 0, 6, 3, 3, norm=_LN(False), **_MEAN_TANH),
-    "norms behind Flatten": _conv([_FLAT, _BN(), "relu", _FOUR, _LN(), "relu"], 2, 2, 3, 2, 2),
-    # The contribution of an input pixel differs between pixels: only the bias shifts all of them.
+    "norms behind Flatten": _conv(
+        [_FLAT, _BN(), "relu", _FOUR, _LN(), "relu"], 2, 2, 3, 2, 2
+    ),
+    # The contribution of an input pixel differs between pixels: only the bias shifts
+    # all of them.
     "LayerNorm over pixels": _conv([_FLAT, _LN(), "relu"], 1, 1, 1, 1, 1),
-    "LayerNorm after a maximum": _conv([nn.MaxPool(2), _LN(False), "relu", _FLAT], 1, 0, 1, 0, 1),
-    # Residual stream and inside of the block, in each of two stages; five convolutions feed a normalization.
+    "LayerNorm after a maximum": _conv(
+        [nn.MaxPool(2), _LN(False), "relu", _FLAT], 1, 0, 1, 0, 1
+    ),
+    # Residual stream and inside of the block, in each of two stages; five convolutions
+    # feed a normalization.
     "ResNet": _resnet(0, 4, 0, 0, 4),
     "ResNet tanh": _resnet(0, 0, 0, 4, 4, activation="tanh"),
     "ResNet BatchNorm": _resnet(5, 4, 5, 5, 4, norm=_BN()),
     "ResNet LayerNorm": _resnet(5, 4, 10, 5, 4, norm=_LN()),
-    "ResNet BatchNorm tanh, no gain": _resnet(5, 0, 5, 4, 4, activation="tanh", norm=_BN(False)),
-    # Three normalizations read one stream: its three biases shift, the outputs with gains rescale and flip.
+    "ResNet BatchNorm tanh, no gain": _resnet(
+        5, 0, 5, 4, 4, activation="tanh", norm=_BN(False)
+    ),
+    # Three normalizations read one stream: its three biases shift, the outputs with
+    # gains rescale and flip.
     "pre-activation BatchNorm": _before(_BN(), "relu", 1, 3, 3, 1, 1),
-    "pre-activation LayerNorm tanh, no gain": _before(_LN(False), "tanh", 1, 0, 4, 1, 1),
-    "block that ends with BatchNorm": _dense([_FOUR, _ENDS_WITH_NORM, _BN(), "relu"], 2, 2, 3, 2, 1),
-    "residual of a dense layer": _dense([_FOUR, "relu", _RES(_FOUR), "relu"], 0, 1, 0, 0, 1),
+    "pre-activation LayerNorm tanh, no gain": _before(
+        _LN(False), "tanh", 1, 0, 4, 1, 1
+    ),
+    "block that ends with BatchNorm": _dense(
+        [_FOUR, _ENDS_WITH_NORM, _BN(), "relu"], 2, 2, 3, 2, 1
+    ),
+    "residual of a dense layer": _dense(
+        [_FOUR, "relu", _RES(_FOUR), "relu"], 0, 1, 0, 0, 1
+    ),
     "residual of BatchNorm": _dense([_FOUR, _RES(_BN()), "tanh"], 0, 0, 0, 1, 1),
     "residual of the inputs": _dense([_RES(nn.Dense(3)), "relu"], 0, 0, 0, 0, 0),
-    "residual with projection": _dense([_FOUR, "relu", _RES(nn.MLP([5, 6]), nn.Dense(6)), "relu"], 0, 3, 0, 0, 3),
+    "residual with projection": _dense(
+        [_FOUR, "relu", _RES(nn.MLP([5, 6]), nn.Dense(6)), "relu"], 0, 3, 0, 0, 3
+    ),
 }
 # Of each way to connect layers one: the others run in `make test-all`.
 FAST_NETS = {
-    *("linear", "MLP relu", "MLP tanh", "BatchNorm relu", "LayerNorm tanh, no gain", "norms behind Flatten"),
+    *(
+        "linear",
+        "MLP relu",
+        "MLP tanh",
+        "BatchNorm relu",
+        "LayerNorm tanh, no gain",
+        "norms behind Flatten",
+    ),
     *("pre-activation LayerNorm tanh, no gain", "residual of the inputs"),
 }
 
 
-# -- wrappers ---------------------------------------------------------------------------------------
+# -- wrappers --------------------------------------------------------------------------
 
 
 class WrapperRow(NamedTuple):
@@ -337,7 +445,10 @@ class WrapperRow(NamedTuple):
 
 
 _ORBIT, _UNIT = {"orbit_accept_prob": ("symmetry",)}, {"unit_accept_prob": ()}
-_HIDDEN, _OUTPUT = ("net/Dense_0.kernel", "net/Dense_0.bias"), ("net/Dense_1.kernel", "net/Dense_1.bias")
+_HIDDEN, _OUTPUT = (
+    ("net/Dense_0.kernel", "net/Dense_0.bias"),
+    ("net/Dense_1.kernel", "net/Dense_1.bias"),
+)
 _UNITS = [(_HIDDEN[0], 1), (_HIDDEN[1], 0), (_OUTPUT[0], 0)]
 _GAUGE = tuple(f"{name}_gauge" for name, _ in _UNITS)
 
@@ -355,7 +466,9 @@ def _mala(model: Callable) -> Any:
 
 
 def _orbit(kernel: Any) -> Any:
-    return infer.OrbitMoves(kernel, [symmetry.SignFlip(_UNITS), symmetry.Permutation(_UNITS)])
+    return infer.OrbitMoves(
+        kernel, [symmetry.SignFlip(_UNITS), symmetry.Permutation(_UNITS)]
+    )
 
 
 def _unit(kernel: Any) -> Any:
@@ -375,41 +488,70 @@ def _quotient(model: Callable, args: tuple) -> Callable:
 
 
 WRAPPERS: dict[str, WrapperRow] = {
-    "OrbitMoves around NUTS": WrapperRow("network", lambda m, _: _orbit(_nuts(m)), _ORBIT),
-    "OrbitMoves around MALA": WrapperRow("network", lambda m, _: _orbit(_mala(m)), _ORBIT),
-    "UnitMoves around MCLMC": WrapperRow("network", lambda m, _: _unit(_mclmc(m)), _UNIT),
+    "OrbitMoves around NUTS": WrapperRow(
+        "network", lambda m, _: _orbit(_nuts(m)), _ORBIT
+    ),
+    "OrbitMoves around MALA": WrapperRow(
+        "network", lambda m, _: _orbit(_mala(m)), _ORBIT
+    ),
+    "UnitMoves around MCLMC": WrapperRow(
+        "network", lambda m, _: _unit(_mclmc(m)), _UNIT
+    ),
     "UnitMoves around NUTS": WrapperRow("network", lambda m, _: _unit(_nuts(m)), _UNIT),
-    "UnitMoves around OrbitMoves": WrapperRow("network", lambda m, _: _unit(_orbit(_nuts(m))), _UNIT),
+    "UnitMoves around OrbitMoves": WrapperRow(
+        "network", lambda m, _: _unit(_orbit(_nuts(m))), _UNIT
+    ),
     "UnitMoves around Gibbs": WrapperRow(
         "spread", lambda m, _: infer.UnitMoves(_gibbs(m), {"w": 0}, num_moves=5), _UNIT
     ),
     "PrecisionGibbs beside NUTS": WrapperRow("spread", lambda m, _: _gibbs(m)),
     "PrecisionGibbs beside UnitMoves": WrapperRow(
-        "spread", lambda m, _: _gibbs(m, lambda m: infer.UnitMoves(_nuts(m), {"w": 0}, num_moves=5))
+        "spread",
+        lambda m, _: _gibbs(
+            m, lambda m: infer.UnitMoves(_nuts(m), {"w": 0}, num_moves=5)
+        ),
     ),
-    "collapse under NUTS": WrapperRow("network", lambda m, args: _nuts(_collapsed(m, args))),
-    "collapse under MALA": WrapperRow("network", lambda m, args: _mala(_collapsed(m, args))),
-    "collapse under MCLMC": WrapperRow("network", lambda m, args: _mclmc(_collapsed(m, args))),
+    "collapse under NUTS": WrapperRow(
+        "network", lambda m, args: _nuts(_collapsed(m, args))
+    ),
+    "collapse under MALA": WrapperRow(
+        "network", lambda m, args: _mala(_collapsed(m, args))
+    ),
+    "collapse under MCLMC": WrapperRow(
+        "network", lambda m, args: _mclmc(_collapsed(m, args))
+    ),
     "collapse under OrbitMoves": WrapperRow(
         "network",
-        lambda m, args: infer.OrbitMoves(_nuts(_collapsed(m, args)), [symmetry.Permutation(_UNITS[:2])]),
+        lambda m, args: infer.OrbitMoves(
+            _nuts(_collapsed(m, args)), [symmetry.Permutation(_UNITS[:2])]
+        ),
         _ORBIT,
     ),
     "collapse under ParallelTempering": WrapperRow(
-        "network", lambda m, args: infer.ParallelTempering(_nuts(_collapsed(m, args)), 2)
+        "network",
+        lambda m, args: infer.ParallelTempering(_nuts(_collapsed(m, args)), 2),
     ),
-    "quotient under NUTS": WrapperRow("network", lambda m, args: _nuts(_quotient(m, args)), new_sites=_GAUGE),
-    "quotient under MALA": WrapperRow("network", lambda m, args: _mala(_quotient(m, args)), new_sites=_GAUGE),
+    "quotient under NUTS": WrapperRow(
+        "network", lambda m, args: _nuts(_quotient(m, args)), new_sites=_GAUGE
+    ),
+    "quotient under MALA": WrapperRow(
+        "network", lambda m, args: _mala(_quotient(m, args)), new_sites=_GAUGE
+    ),
 }
 # Each wrapper once, and each kind of inner kernel: the others run in `make test-all`.
-FAST_WRAPPERS = ("OrbitMoves around MALA", "UnitMoves around Gibbs", "collapse under MALA")
+FAST_WRAPPERS = (
+    "OrbitMoves around MALA",
+    "UnitMoves around Gibbs",
+    "collapse under MALA",
+)
 
 
-# -- guides -----------------------------------------------------------------------------------------
+# -- guides ----------------------------------------------------------------------------
 
 
 class GuideRow(NamedTuple):
-    """A guide as a function of the model and keywords such as ``prefix``, and the parts of the contract it lacks.
+    """A guide as a function of the model and keywords such as ``prefix``, and the parts
+    of the contract it lacks.
 
     :param make: a class of guides, or a ``partial`` of one.
     :param lacks: part of the contract -> why; the parts are the fields of ``PARTS``.
@@ -427,7 +569,10 @@ PARTS = {
 
 _OF_LAPLACE = {
     "list": "its precision needs the observation of the model",
-    "density": "it reads the model in each call, which uses up the noise that the test gives; test_laplace has it",
+    "density": (
+        "it reads the model in each call, which uses up the noise that the test "
+        "gives; test_laplace has it"
+    ),
 }
 
 GUIDES: dict[str, GuideRow] = {
@@ -435,17 +580,27 @@ GUIDES: dict[str, GuideRow] = {
         guides.AutoADF,
         {
             "list": "learns all sites at once, and needs the observation of the model",
-            "quantiles of bases": "it gives those of the weights; a base is the weight over its scale, each at q",
+            ("quantiles of bases"): (
+                "it gives those of the weights; a base is the weight over its scale, "
+                "each at q"
+            ),
         },
     ),
     "AutoLaplace": GuideRow(guides.AutoLaplace, _OF_LAPLACE),
-    "AutoLaplace low rank": GuideRow(partial(guides.AutoLaplace, structure="low_rank", rank=3), _OF_LAPLACE),
+    "AutoLaplace low rank": GuideRow(
+        partial(guides.AutoLaplace, structure="low_rank", rank=3), _OF_LAPLACE
+    ),
     "AutoMeanField": GuideRow(guides.AutoMeanField),
-    "AutoMeanField given scales": GuideRow(partial(guides.AutoMeanField, condition_on_scales=True)),
+    "AutoMeanField given scales": GuideRow(
+        partial(guides.AutoMeanField, condition_on_scales=True)
+    ),
     "AutoBlocks given scales": GuideRow(
         partial(
             guides.AutoBlocks,
-            blocks={("*_scale", "*kernel"): guides.FullRank(), "*.bias": guides.Diagonal()},
+            blocks={
+                ("*_scale", "*kernel"): guides.FullRank(),
+                "*.bias": guides.Diagonal(),
+            },
             condition_on_scales=True,
         )
     ),
@@ -456,6 +611,11 @@ GUIDES: dict[str, GuideRow] = {
     "AutoStructured, one block": GuideRow(partial(guides.AutoStructured, blocks=["*"])),
     "AutoCoupling": GuideRow(partial(guides.AutoCoupling, num_flows=2, hidden=(4,))),
     "AutoCoupling of scales": GuideRow(
-        partial(guides.AutoCoupling, blocks="*_scale", mask="random", condition_on_scales=True)
+        partial(
+            guides.AutoCoupling,
+            blocks="*_scale",
+            mask="random",
+            condition_on_scales=True,
+        )
     ),
 }

@@ -1,7 +1,9 @@
-"""Models that tests share: small, of one shape each, with data and, where there is one, the exact answer.
+"""Models that tests share: small, of one shape each, with data and, where there is one,
+the exact answer.
 
-A test takes its model from here unless the model is what the test is about: programs of equal models are compiled
-once. Data are NumPy arrays; ``entry.args`` gives them as JAX arrays.
+A test takes its model from here unless the model is what the test is about: programs of
+equal models are compiled once. Data are NumPy arrays; ``entry.args`` gives them as JAX
+arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,8 +46,8 @@ class Moments(NamedTuple):
 class Entry:
     """A model, its data, and its exact posterior if there is one.
 
-    :param model: of the data, the last of which is the target and may be left out. All but ``flax`` and
-        ``random_inside`` take ``batch_size``.
+    :param model: of the data, the last of which is the target and may be left out. All
+        but ``flax`` and ``random_inside`` take ``batch_size``.
     :param data: NumPy arrays, in the order of the model's arguments.
     :param shapes: latent site -> shape, as the posterior has it.
     :param exact: makes the exact answer, in NumPy, from formulas of its own.
@@ -88,11 +90,15 @@ def _weights():
     return numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
 
 
-# -- exact answers -------------------------------------------------------------------------------------
+# -- exact answers ---------------------------------------------------------------------
 
 
-def _gaussian(design: np.ndarray, y: np.ndarray, noise: float, prior_sd: np.ndarray) -> tuple[Any, Any, float]:
-    """Mean, covariance and log evidence of a linear model with normal prior and noise."""
+def _gaussian(
+    design: np.ndarray, y: np.ndarray, noise: float, prior_sd: np.ndarray
+) -> tuple[Any, Any, float]:
+    """Mean, covariance and log evidence of a linear model with normal
+    prior and noise.
+    """
     precision = design.T @ design / noise**2 + np.diag(prior_sd**-2.0)
     covariance = np.linalg.inv(precision)
     mean = covariance @ design.T @ y / noise**2
@@ -108,16 +114,22 @@ def _moments_of_line(rows: np.ndarray) -> Moments:
 
 
 def _on_a_grid(log_likelihood: Callable[[np.ndarray], np.ndarray]) -> Moments:
-    """Moments of w ~ N(0, 1) in two dimensions by Gauss-Legendre quadrature; takes weights (G, 2)."""
+    """Moments of w ~ N(0, 1) in two dimensions by Gauss-Legendre quadrature; takes
+    weights (G, 2).
+    """
     nodes, weights = np.polynomial.legendre.leggauss(160)
     nodes, log_weights = 6 * nodes, np.log(6 * weights)
     w = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), -1).reshape(-1, 2)
     log_volume = (log_weights[:, None] + log_weights[None]).ravel()
-    log_joint = log_likelihood(w) - 0.5 * (w**2).sum(-1) - np.log(2 * np.pi) + log_volume
+    log_joint = (
+        log_likelihood(w) - 0.5 * (w**2).sum(-1) - np.log(2 * np.pi) + log_volume
+    )
     log_evidence = np.logaddexp.reduce(log_joint)
     mass = np.exp(log_joint - log_evidence)
     mean = mass @ w
-    return Moments({"w": mean}, {"w": np.sqrt(mass @ (w - mean) ** 2)}, float(log_evidence))
+    return Moments(
+        {"w": mean}, {"w": np.sqrt(mass @ (w - mean) ** 2)}, float(log_evidence)
+    )
 
 
 def _log_bernoulli(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -125,22 +137,32 @@ def _log_bernoulli(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def _log_poisson(log_rates: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    log_factorials = np.array([np.log(np.arange(1, count + 1)).sum() for count in counts])
+    log_factorials = np.array(
+        [np.log(np.arange(1, count + 1)).sum() for count in counts]
+    )
     return (counts * log_rates - np.exp(log_rates) - log_factorials).sum(-1)
 
 
 def _log_normal(y: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    return (-0.5 * ((y - mean) / NOISE) ** 2 - np.log(NOISE * np.sqrt(2 * np.pi))).sum(-1)
+    return (-0.5 * ((y - mean) / NOISE) ** 2 - np.log(NOISE * np.sqrt(2 * np.pi))).sum(
+        -1
+    )
 
 
 def _moments_of_groups() -> Moments:
     design = np.concatenate([X, np.eye(4)[GROUP]], 1).astype(float)
-    mean, covariance, log_evidence = _gaussian(design, Y.astype(float), NOISE, np.array([1.0, 1.0, *[0.7] * 4]))
+    mean, covariance, log_evidence = _gaussian(
+        design, Y.astype(float), NOISE, np.array([1.0, 1.0, *[0.7] * 4])
+    )
     sd = np.sqrt(np.diag(covariance))
-    return Moments({"w": mean[:2], "effect": mean[2:]}, {"w": sd[:2], "effect": sd[2:]}, log_evidence)
+    return Moments(
+        {"w": mean[:2], "effect": mean[2:]},
+        {"w": sd[:2], "effect": sd[2:]},
+        log_evidence,
+    )
 
 
-# -- models --------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------
 
 
 def line(x, y=None, batch_size=None):
@@ -172,7 +194,9 @@ def counts(x, y=None, batch_size=None):
 
 
 def spread(x, y=None, batch_size=None):
-    """A line whose noise is a positive site, with deterministic sites of all rows and of a minibatch."""
+    """A line whose noise is a positive site, with deterministic sites of all rows and
+    of a minibatch.
+    """
     w = _weights()
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     numpyro.deterministic("precision", sigma**-2)
@@ -188,7 +212,9 @@ def network(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(net(x[i])[..., 0], NOISE), obs=_rows(y, i))
 
 
-noisy_network = models.regression(nn.MLP([3, 2], "tanh"), priors.Normal(), heteroscedastic=True)
+noisy_network = models.regression(
+    nn.MLP([3, 2], "tanh"), priors.Normal(), heteroscedastic=True
+)
 hierarchical = models.regression(NET, priors.Hierarchical())
 
 
@@ -198,14 +224,18 @@ def groups(x, group, y=None, batch_size=None):
     with numpyro.plate("groups", 4):
         effect = numpyro.sample("effect", dist.Normal(0.0, 0.7))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w + effect[group[i]], NOISE), obs=_rows(y, i))
+        numpyro.sample(
+            "y", dist.Normal(x[i] @ w + effect[group[i]], NOISE), obs=_rows(y, i)
+        )
 
 
 def masked(x, known, y=None, batch_size=None):
     """The line, observed only where ``known``."""
     w = _weights()
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(x[i] @ w, NOISE).mask(known[i]), obs=_rows(y, i))
+        numpyro.sample(
+            "y", dist.Normal(x[i] @ w, NOISE).mask(known[i]), obs=_rows(y, i)
+        )
 
 
 def several(x, label=None, y=None, batch_size=None):
@@ -217,7 +247,9 @@ def several(x, label=None, y=None, batch_size=None):
 
 
 def random_inside(x, y=None):
-    """A line whose inputs are blurred by noise of the model's own: every run draws it anew."""
+    """A line whose inputs are blurred by noise of the model's own: every run draws it
+    anew.
+    """
     w = _weights()
     blur = 0.1 * jax.random.normal(numpyro.prng_key(), x.shape)
     with numpyro.plate("data", x.shape[0]):
@@ -235,14 +267,27 @@ def flax(x, y=None):
 
 
 _NET_SHAPES = {f"net/{name}": shape for name, shape in NET.param_shapes((2,)).items()}
-_TWO_HEADS = {f"net/{name}": shape for name, shape in nn.MLP([3, 2], "tanh").param_shapes((2,)).items()}
+_TWO_HEADS = {
+    f"net/{name}": shape
+    for name, shape in nn.MLP([3, 2], "tanh").param_shapes((2,)).items()
+}
 _W = {"w": (2,)}
 
 ZOO: dict[str, Entry] = {
     "line": Entry(line, (X, Y), _W, lambda: _moments_of_line(np.ones(N, bool))),
-    "logistic": Entry(logistic, (X, LABELS), _W, lambda: _on_a_grid(lambda w: _log_bernoulli(w @ X.T, LABELS))),
+    "logistic": Entry(
+        logistic,
+        (X, LABELS),
+        _W,
+        lambda: _on_a_grid(lambda w: _log_bernoulli(w @ X.T, LABELS)),
+    ),
     "softmax": Entry(softmax, (X, CLASSES), {"w": (2, 3)}),
-    "counts": Entry(counts, (X, COUNTS), _W, lambda: _on_a_grid(lambda w: _log_poisson(w @ X.T, COUNTS))),
+    "counts": Entry(
+        counts,
+        (X, COUNTS),
+        _W,
+        lambda: _on_a_grid(lambda w: _log_poisson(w @ X.T, COUNTS)),
+    ),
     "spread": Entry(spread, (X, Y), {**_W, "sigma": ()}),
     "network": Entry(network, (X, Y), _NET_SHAPES),
     "noisy network": Entry(noisy_network, (X, Y), _TWO_HEADS),
@@ -250,19 +295,36 @@ ZOO: dict[str, Entry] = {
         hierarchical,
         (X, Y),
         {
-            **{(f"{name}_base" if "kernel" in name else name): shape for name, shape in _NET_SHAPES.items()},
+            **{
+                (f"{name}_base" if "kernel" in name else name): shape
+                for name, shape in _NET_SHAPES.items()
+            },
             "net/Dense_0.kernel_scale": (),
             "net/Dense_1.kernel_scale": (),
             "sigma": (),
         },
     ),
-    "groups": Entry(groups, (X, GROUP, Y), {**_W, "effect": (4,)}, _moments_of_groups, (NEW_X, GROUP[:5])),
-    "masked": Entry(masked, (X, KNOWN, Y), _W, lambda: _moments_of_line(KNOWN), (NEW_X, np.ones(5, bool))),
+    "groups": Entry(
+        groups,
+        (X, GROUP, Y),
+        {**_W, "effect": (4,)},
+        _moments_of_groups,
+        (NEW_X, GROUP[:5]),
+    ),
+    "masked": Entry(
+        masked,
+        (X, KNOWN, Y),
+        _W,
+        lambda: _moments_of_line(KNOWN),
+        (NEW_X, np.ones(5, bool)),
+    ),
     "several": Entry(
         several,
         (X, LABELS, Y),
         _W,
-        lambda: _on_a_grid(lambda w: _log_bernoulli(w @ X.T, LABELS) + _log_normal(Y, w @ X.T)),
+        lambda: _on_a_grid(
+            lambda w: _log_bernoulli(w @ X.T, LABELS) + _log_normal(Y, w @ X.T)
+        ),
     ),
     "random inside": Entry(random_inside, (X, Y), _W),
     "flax": Entry(

@@ -1,6 +1,8 @@
-"""The directive `{example} NAME`: what a script says of itself, its command, what it printed, its source.
+"""The directive `{example} NAME`: what a script says of itself, its command, what it
+printed, its source.
 
-The page itself shows the figures, so that each has a text that says what it shows, also where Markdown is read.
+The page itself shows the figures, so that each has a text that says what it shows, also
+where Markdown is read.
 """
 
 import ast
@@ -37,7 +39,11 @@ def page(name: str) -> str:
 
 def not_shown(name: str, text: str) -> list[str]:
     """Figures of the script that a page lacks."""
-    return [png.name for png in sorted(FIGURES.glob(f"{name}*.png")) if f"](../figures/{png.name})" not in text]
+    return [
+        png.name
+        for png in sorted(FIGURES.glob(f"{name}*.png"))
+        if f"](../figures/{png.name})" not in text
+    ]
 
 
 class Example(SphinxDirective):
@@ -46,9 +52,13 @@ class Example(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        if missing := not_shown(self.arguments[0], Path(self.env.doc2path(self.env.docname)).read_text()):
+        if missing := not_shown(
+            self.arguments[0], Path(self.env.doc2path(self.env.docname)).read_text()
+        ):
             raise self.error(f"The page does not show {', '.join(missing)}.")
-        return self.parse_text_to_nodes(page(self.arguments[0]), allow_section_headings=True)
+        return self.parse_text_to_nodes(
+            page(self.arguments[0]), allow_section_headings=True
+        )
 
 
 def setup(app):

@@ -1,4 +1,6 @@
-"""Equations as MathML, which browsers draw without a script or the network; TeX that cannot be read is a warning."""
+"""Equations as MathML, which browsers draw without a script or the network; TeX that
+cannot be read is a warning.
+"""
 
 import re
 from html import escape
@@ -9,14 +11,18 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
-SIZES = re.compile(r"\\(?:[bB]igg?[lr]?|textstyle|displaystyle)(?![a-zA-Z])\s*")  # MathML stretches by itself
+SIZES = re.compile(
+    r"\\(?:[bB]igg?[lr]?|textstyle|displaystyle)(?![a-zA-Z])\s*"
+)  # MathML stretches by itself
 WORDS = re.compile(r"\\mathrm\{([^{}]*)\}")
 
 
 def converted(node, as_block):
     """MathML of a node, or its TeX with a warning."""
     tex = SIZES.sub("", node.astext()).replace(r"\dots", r"\ldots")
-    tex = WORDS.sub(lambda word: rf"\text{{{word[1].replace(chr(92) + '_', '_')}}}", tex)
+    tex = WORDS.sub(
+        lambda word: rf"\text{{{word[1].replace(chr(92) + '_', '_')}}}", tex
+    )
     if as_block and ("\\\\" in tex or "&" in tex) and "\\begin" not in tex:
         tex = rf"\begin{{aligned}}{tex}\end{{aligned}}"
     try:

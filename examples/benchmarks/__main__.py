@@ -1,11 +1,12 @@
 """Run all measurements: every figure of the docs, from one command.
 
-    python -m examples.benchmarks                                    what there is
-    python -m examples.benchmarks uci --sets boston --methods mclmc  one, with its own options (--help)
-    python -m examples.benchmarks all --data FOLDER                  all, as the docs have them
+    python -m examples.benchmarks                        what there is
+    python -m examples.benchmarks uci --sets boston      one, with options (--help)
+    python -m examples.benchmarks all --data FOLDER      all, as the docs have them
 
-`all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement, which is not run again, and
-`uci`, `minibatches` and `image_chains` resume within their files.
+`all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement,
+which is not run again, and `uci`, `minibatches` and `image_chains` resume within their
+files.
 """
 
 import argparse
@@ -51,8 +52,12 @@ MEASUREMENTS = {
     "collapse_cost": _json("collapse_cost", data=False),
     "runs": _json("runs", data=False),
     "scale": _json("scale", "--docs docs/scale.md", data=False),
-    "minibatches": _json("minibatches", "--docs docs/minibatches.md", data=False, continues=True),
-    "gauntlet": _json("gauntlet", "--docs docs/choosing.md", data=False, continues=True),
+    "minibatches": _json(
+        "minibatches", "--docs docs/minibatches.md", data=False, continues=True
+    ),
+    "gauntlet": _json(
+        "gauntlet", "--docs docs/choosing.md", data=False, continues=True
+    ),
     "gradient_variance": _json("gradient_variance", data=False),
     "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
     "laplace_torch": _json("laplace_torch", "ours", data=False),
@@ -61,7 +66,11 @@ MEASUREMENTS = {
     "california": Measurement("probabilistic_backpropagation", "california"),
     "adf_uci": _json("adf_uci", "--docs docs/adf.md"),
     "hierarchical_hmc": _json(
-        "hierarchical_hmc", "--docs docs/hierarchical.md --num-chains 2 --num-warmup 500 --num-samples 1000"
+        "hierarchical_hmc",
+        (
+            "--docs docs/hierarchical.md --num-chains 2 --num-warmup 500 --num-samples "
+            "1000"
+        ),
     ),
     "rdata": Measurement("two_modes", "rdata", "--docs docs/hierarchical.md"),
     "microcanonical": _json("microcanonical", "--docs docs/microcanonical.md"),
@@ -71,7 +80,12 @@ MEASUREMENTS = {
     "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
     "laplace_uci": _json("laplace_uci"),
     "laplace_naval": _json(
-        "laplace_uci", "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps 1000 --splits 1"
+        "laplace_uci",
+        (
+            "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps "
+            "1000 "
+            "--splits 1"
+        ),
     ),
     "estimators": _json("estimators", "--docs docs/estimators.md"),
     "estimators_rows": Measurement(
@@ -84,7 +98,10 @@ MEASUREMENTS = {
     "image_chains": Measurement(
         "image_chains",
         "image_chains",
-        "--docs docs/guides.md --net residual --num-epochs 20 --chain-epochs 6 --chains 4 --learning-rate 3e-3",
+        (
+            "--docs docs/guides.md --net residual --num-epochs 20 --chain-epochs 6 "
+            "--chains 4 --learning-rate 3e-3"
+        ),
         continues=True,
     ),
     "uci": Measurement(
@@ -109,20 +126,41 @@ def overview() -> str:
 def command(name: str, folder: Path, data: str | None) -> list[str]:
     """The command that `all` runs for a measurement."""
     found = MEASUREMENTS[name]
-    words = ["-m", f"examples.{found.module}", "--output", str(folder / found.output), *found.options.split()]
+    words = [
+        "-m",
+        f"examples.{found.module}",
+        "--output",
+        str(folder / found.output),
+        *found.options.split(),
+    ]
     return [sys.executable, *words, *(["--data", data] if found.data and data else [])]
 
 
 def run_all(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="examples.benchmarks all", description="All of them, as the docs have them."
+        prog="examples.benchmarks all",
+        description="All of them, as the docs have them.",
     )
-    parser.add_argument("--data", default=os.environ.get("NUMPYRO_BNN_DATA"), help="folder of the data sets")
-    parser.add_argument("--output", type=Path, default=Path("output/evidence"), help="folder of the JSON files")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
+    parser.add_argument(
+        "--data",
+        default=os.environ.get("NUMPYRO_BNN_DATA"),
+        help="folder of the data sets",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("output/evidence"),
+        help="folder of the JSON files",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands only"
+    )
     args = parser.parse_args(argv)
     if args.data is None and not args.dry_run:
-        parser.error("--data: the figures of the docs need real data; name its folder, or set NUMPYRO_BNN_DATA")
+        parser.error(
+            "--data: the figures of the docs need real data; name its folder, or set "
+            "NUMPYRO_BNN_DATA"
+        )
     folder, failed = writable_folder(args.output), []
     for name, found in MEASUREMENTS.items():
         words = command(name, folder, args.data)
@@ -152,7 +190,10 @@ def main(argv: list[str] | None = None) -> object:
         return run_all(rest)
     if name not in MEASUREMENTS:
         names = ", ".join([*MEASUREMENTS, "all"])
-        print(f"examples.benchmarks: no measurement {name!r}; there are {names}", file=sys.stderr)
+        print(
+            f"examples.benchmarks: no measurement {name!r}; there are {names}",
+            file=sys.stderr,
+        )
         return 2
     importlib.import_module(f"examples.{MEASUREMENTS[name].module}").main(rest)
     return 0

@@ -1,4 +1,6 @@
-"""Sequential Monte Carlo over temperature: populations of particles go from the prior to the posterior."""
+"""Sequential Monte Carlo over temperature: populations of particles go from the prior
+to the posterior.
+"""
 
 import argparse
 import time
@@ -28,9 +30,10 @@ class Clock:
 
 
 class Population(NamedTuple):
-    """G populations of M particles: positions (G, M, P), log likelihoods (G, M), and by population (G,) the inverse
-    temperature, the log evidence up to it, the step size; which of the first particles each comes from (G, M); the
-    number of mutations."""
+    """G populations of M particles: positions (G, M, P), log likelihoods (G, M), and by
+    population (G,) the inverse temperature, the log evidence up to it, the step size;
+    which of the first particles each comes from (G, M); the number of mutations.
+    """
 
     q: np.ndarray
     log_likelihood: np.ndarray
@@ -41,8 +44,12 @@ class Population(NamedTuple):
     transitions: int = 0
 
 
-def mutation(potential: Callable, prior: Callable, leapfrogs: int, number: int) -> Callable:
-    """HMC transitions of tempered densities: ``mutate(key, q, beta, step_size, sd)`` for (..., P) positions."""
+def mutation(
+    potential: Callable, prior: Callable, leapfrogs: int, number: int
+) -> Callable:
+    """HMC transitions of tempered densities: ``mutate(key, q, beta, step_size, sd)``
+    for (..., P) positions.
+    """
 
     def tempered(q: jax.Array, beta: jax.Array) -> tuple[jax.Array, jax.Array]:
         energy = prior(q)
@@ -51,7 +58,13 @@ def mutation(potential: Callable, prior: Callable, leapfrogs: int, number: int) 
 
     slope = jax.value_and_grad(tempered, has_aux=True)
 
-    def mutate(key: jax.Array, q: jax.Array, beta: jax.Array, step_size: jax.Array, sd: jax.Array) -> tuple:
+    def mutate(
+        key: jax.Array,
+        q: jax.Array,
+        beta: jax.Array,
+        step_size: jax.Array,
+        sd: jax.Array,
+    ) -> tuple:
         def leap(_: int, at: tuple, step: jax.Array) -> tuple:
             q, p, _, gradient = at
             p = p - 0.5 * step * gradient
@@ -64,14 +77,22 @@ def mutation(potential: Callable, prior: Callable, leapfrogs: int, number: int) 
             keys = random.split(key, 3)
             p = random.normal(keys[0], q.shape)
             step = step_size * sd * random.uniform(keys[1], minval=0.7, maxval=1.3)
-            at = lax.fori_loop(0, leapfrogs, partial(leap, step=step), (q, p, energy, gradient))
+            at = lax.fori_loop(
+                0, leapfrogs, partial(leap, step=step), (q, p, energy, gradient)
+            )
             new, end, new_energy, new_gradient = at
-            error = energy[0] - new_energy[0] + 0.5 * jnp.sum(p**2) - 0.5 * jnp.sum(end**2)
+            error = (
+                energy[0] - new_energy[0] + 0.5 * jnp.sum(p**2) - 0.5 * jnp.sum(end**2)
+            )
             prob = jnp.nan_to_num(jnp.exp(jnp.minimum(error, 0.0)))
             taken = random.uniform(keys[2]) < prob
-            return jax.tree.map(partial(jnp.where, taken), (new, new_energy, new_gradient), carry), prob
+            return jax.tree.map(
+                partial(jnp.where, taken), (new, new_energy, new_gradient), carry
+            ), prob
 
-        (q, (_, log_likelihood), _), probs = lax.scan(move, (q, *slope(q, beta)), random.split(key, number))
+        (q, (_, log_likelihood), _), probs = lax.scan(
+            move, (q, *slope(q, beta)), random.split(key, number)
+        )
         return q, log_likelihood, probs.mean()
 
     particles = jax.vmap(mutate, (0, 0, None, None, None))
@@ -79,7 +100,9 @@ def mutation(potential: Callable, prior: Callable, leapfrogs: int, number: int) 
 
 
 def resampled(now: Population, rng: np.random.Generator, target: float) -> Population:
-    """The next temperature, at which the weights have an effective size of ``target`` of M; then resampling."""
+    """The next temperature, at which the weights have an effective size of ``target``
+    of M; then resampling.
+    """
     fields = [np.array(field) for field in now[:-1]]
     q, log_likelihood, beta, log_evidence, _, root = fields
     size = q.shape[1]
@@ -102,38 +125,65 @@ def resampled(now: Population, rng: np.random.Generator, target: float) -> Popul
         w = np.exp(log_w - log_w.max())
         log_evidence[g] += log_w.max() + np.log(w.mean())
         beta[g] = beta[g] + high if beta[g] + high < 1 - 1e-12 else 1.0
-        chosen = np.searchsorted(np.cumsum(w) / w.sum() * (1 + 1e-9), (np.arange(size) + rng.uniform()) / size)
-        q[g], root[g], log_likelihood[g] = q[g, chosen], root[g, chosen], log_likelihood[g, chosen]
+        chosen = np.searchsorted(
+            np.cumsum(w) / w.sum() * (1 + 1e-9),
+            (np.arange(size) + rng.uniform()) / size,
+        )
+        q[g], root[g], log_likelihood[g] = (
+            q[g, chosen],
+            root[g, chosen],
+            log_likelihood[g, chosen],
+        )
     return Population(*fields, now.transitions)
 
 
 def anneal(
-    q: np.ndarray, potential: Callable, prior: Callable, args: argparse.Namespace, clock: Clock
+    q: np.ndarray,
+    potential: Callable,
+    prior: Callable,
+    args: argparse.Namespace,
+    clock: Clock,
 ) -> tuple[Population, Callable]:
-    """Particles (G, M, P) drawn from the prior, taken to the posterior; and the mutation.
+    """Particles (G, M, P) drawn from the prior, taken to the posterior; and the
+    mutation.
 
-    Step sizes follow an acceptance of three quarters; scales are the standard deviations of the particles.
+    Step sizes follow an acceptance of three quarters; scales are the standard
+    deviations of the particles.
     """
     groups, size, _ = q.shape
     move = mutation(potential, prior, args.leapfrogs, args.mutations)
     rng, key = np.random.default_rng(args.seed), random.key(args.seed)
     first = jax.jit(jax.vmap(jax.vmap(lambda one: prior(one) - potential(one))))(q)
     zeros, root = np.zeros(groups), np.tile(np.arange(size), (groups, 1))
-    now = Population(np.asarray(q), np.asarray(first), zeros, zeros, np.full(groups, 0.05), root)
+    now = Population(
+        np.asarray(q), np.asarray(first), zeros, zeros, np.full(groups, 0.05), root
+    )
 
     def mutate(now: Population) -> Population:
         keys = random.split(random.fold_in(key, now.transitions), (groups, size))
         scale = now.q.std(1) + 1e-4
-        found = clock(move, keys, *(jnp.asarray(a, jnp.float32) for a in (now.q, now.beta, now.step_size, scale)))
+        found = clock(
+            move,
+            keys,
+            *(
+                jnp.asarray(a, jnp.float32)
+                for a in (now.q, now.beta, now.step_size, scale)
+            ),
+        )
         q, log_likelihood, prob = map(np.asarray, found)
         step_size = now.step_size * np.exp(prob.mean(1) - 0.75)
         number = now.transitions + 1
-        return now._replace(q=q, log_likelihood=log_likelihood, step_size=step_size, transitions=number)
+        return now._replace(
+            q=q, log_likelihood=log_likelihood, step_size=step_size, transitions=number
+        )
 
     mutate(now)  # compiles
     clock.seconds = 0.0
     while now.beta.min() < 1:
         now = mutate(resampled(now, rng, args.effective))
         if now.transitions % 20 == 0:
-            print(f"  {clock.seconds:.0f} s, inverse temperatures {now.beta.round(4)}", flush=True)
+            print(
+                f"  {clock.seconds:.0f} s, inverse temperatures {now.beta.round(4)}",
+                flush=True,
+            )
     return now, mutate

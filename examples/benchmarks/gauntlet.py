@@ -46,10 +46,15 @@ from examples.shared import at_least, markdown, writable_file
 NEW_ROWS = 500
 MOST_ROWS_OF_FULL_GRADIENTS = 2000
 VERDICTS = ("good", "behind", "announced", "SILENT", "crash")
-VARIED = ("methods", "seeds", "only", "docs")  # options in which runs of a file may differ
+VARIED = (
+    "methods",
+    "seeds",
+    "only",
+    "docs",
+)  # options in which runs of a file may differ
 
 
-# -- problems ---------------------------------------------------------------------------
+# -- problems --------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
@@ -141,11 +146,15 @@ def draw_inputs(rng: Any, kind: str, rows: int, columns: int) -> np.ndarray:
     return x
 
 
-def draw_targets(rng: Any, kind: str, signal: np.ndarray, hidden: np.ndarray, noise: float) -> np.ndarray:
+def draw_targets(
+    rng: Any, kind: str, signal: np.ndarray, hidden: np.ndarray, noise: float
+) -> np.ndarray:
     if kind == "normal":
         return signal + noise * rng.normal(size=len(signal))
     if kind == "heteroscedastic":
-        return signal + noise * np.exp(0.7 * hidden[:, 1]) * rng.normal(size=len(signal))
+        return signal + noise * np.exp(0.7 * hidden[:, 1]) * rng.normal(
+            size=len(signal)
+        )
     if kind == "student":
         return signal + noise * rng.standard_t(3, size=len(signal))
     if kind == "bernoulli":
@@ -161,7 +170,7 @@ def draw_targets(rng: Any, kind: str, signal: np.ndarray, hidden: np.ndarray, no
     return rng.poisson(rate)
 
 
-# -- models -----------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------
 
 
 class Likelihood(NamedTuple):
@@ -177,9 +186,15 @@ def noise_site() -> dist.Distribution:
 
 
 LIKELIHOODS = {
-    "normal": Likelihood(1, lambda f, s: dist.Normal(f[..., 0], s["sigma"]), {"sigma": noise_site}),
-    "heteroscedastic": Likelihood(2, lambda f, s: dist.Normal(f[..., 0], 1e-3 + jnp.exp(f[..., 1]))),
-    "student": Likelihood(1, lambda f, s: dist.StudentT(4.0, f[..., 0], s["sigma"]), {"sigma": noise_site}),
+    "normal": Likelihood(
+        1, lambda f, s: dist.Normal(f[..., 0], s["sigma"]), {"sigma": noise_site}
+    ),
+    "heteroscedastic": Likelihood(
+        2, lambda f, s: dist.Normal(f[..., 0], 1e-3 + jnp.exp(f[..., 1]))
+    ),
+    "student": Likelihood(
+        1, lambda f, s: dist.StudentT(4.0, f[..., 0], s["sigma"]), {"sigma": noise_site}
+    ),
     "bernoulli": Likelihood(1, lambda f, s: dist.Bernoulli(logits=f[..., 0])),
     "categorical": Likelihood(4, lambda f, s: dist.Categorical(logits=f)),
     "poisson": Likelihood(1, lambda f, s: dist.Poisson(jnp.exp(f[..., 0]))),
@@ -207,7 +222,10 @@ def build(problem: Problem) -> Callable:
 
     def model(x, y=None, batch_size=None):
         net = bnn.random_network("net", layers, x.shape[1:], prior)
-        sites = {name: numpyro.sample(name, make()) for name, make in likelihood.sites.items()}
+        sites = {
+            name: numpyro.sample(name, make())
+            for name, make in likelihood.sites.items()
+        }
         with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
             observed = None if y is None else y[i]
             numpyro.sample("y", likelihood.of(net(x[i]), sites), obs=observed)
@@ -236,7 +254,7 @@ def linear(problem: Problem) -> np.ndarray:
     return stats.norm.logpdf(y_new, fit.predict(x_new), sd)
 
 
-# -- methods ----------------------------------------------------------------------------
+# -- methods ---------------------------------------------------------------------------
 
 
 def mixture(idata: Any) -> np.ndarray:
@@ -250,7 +268,12 @@ def mixture(idata: Any) -> np.ndarray:
 
 def sampled(kernel: Any, problem: Problem, draws: int, batch: bool) -> np.ndarray:
     mcmc = MCMC(
-        kernel, num_warmup=draws, num_samples=draws, num_chains=2, chain_method="vectorized", progress_bar=False
+        kernel,
+        num_warmup=draws,
+        num_samples=draws,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
     )
     mcmc.run(*call_of(problem, batch)[0], **call_of(problem, batch)[1])
     new = {"x": jnp.asarray(problem.x_new), "y": jnp.asarray(problem.y_new)}
@@ -279,7 +302,9 @@ def chains(make: Callable) -> Callable:
 
 
 def ensemble(problem: Problem, model: Callable) -> np.ndarray:
-    members = bnn.infer.ensemble(model, 10_000, num_chains=4, num_samples=100, progress_bar=False)
+    members = bnn.infer.ensemble(
+        model, 10_000, num_chains=4, num_samples=100, progress_bar=False
+    )
     members.run(*call_of(problem, False)[0])
     new = {"x": jnp.asarray(problem.x_new), "y": jnp.asarray(problem.y_new)}
     return mixture(bnn.to_inference_data(members, predictions=new))
@@ -293,7 +318,9 @@ def variational(make: Callable) -> Callable:
         (key, *data), size = call_of(problem, True)
         fit = bnn.guides.fit(svi, key, steps, *data, progress_bar=False, **size)
         new = {"x": jnp.asarray(problem.x_new), "y": jnp.asarray(problem.y_new)}
-        idata = bnn.to_inference_data(fit, guide=guide, args=tuple(data), predictions=new, num_samples=200)
+        idata = bnn.to_inference_data(
+            fit, guide=guide, args=tuple(data), predictions=new, num_samples=200
+        )
         return mixture(idata)
 
     return run
@@ -338,14 +365,21 @@ class Method(NamedTuple):
 METHODS = {
     **{name: Method(minibatch_chains(name)) for name in ("SGNHT", "SGHMC", "SGLD")},
     "MCLMC, minibatches": Method(minibatch_chains("MCLMC")),
-    "MCLMC": Method(chains(lambda model: bnn.infer.MCLMC(model, steps_per_draw=20)), full=True),
+    "MCLMC": Method(
+        chains(lambda model: bnn.infer.MCLMC(model, steps_per_draw=20)), full=True
+    ),
     "NUTS": Method(chains(lambda model: NUTS(model, max_tree_depth=7)), full=True),
     "ensemble": Method(ensemble, full=True),
     "mean field": Method(variational(bnn.guides.AutoMeanField)),
     "coupling": Method(variational(bnn.guides.AutoCoupling)),
     **{
         f"Laplace, {structure}": Method(
-            deterministic(lambda model, structure=structure: bnn.guides.AutoLaplace(model, structure)), full=True
+            deterministic(
+                lambda model, structure=structure: bnn.guides.AutoLaplace(
+                    model, structure
+                )
+            ),
+            full=True,
         )
         for structure in ("kron", "diag", "lowrank", "full")
     },
@@ -354,12 +388,18 @@ METHODS = {
 }
 
 
-# -- verdicts ---------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------
 
 
 def attempt(name: str, problem: Problem, base: np.ndarray) -> dict[str, Any]:
     """A run: its score, how far it is from the linear model, and what it said."""
-    started, error, score, ahead, ahead_error = (time.process_time(), "", None, None, None)
+    started, error, score, ahead, ahead_error = (
+        time.process_time(),
+        "",
+        None,
+        None,
+        None,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -425,7 +465,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(("method", "problems", *VERDICTS, "alarms", "seconds"), cells)
 
 
-# -- script -----------------------------------------------------------------------------
+# -- script ----------------------------------------------------------------------------
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -434,11 +474,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--seeds", nargs=2, type=int, default=[0, 200], help="first, and last + 1")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to run")
-    parser.add_argument("--only", nargs="*", default=[], help="words that describe a problem")
-    parser.add_argument("--most-rows", type=int, default=20_000, help="of a problem that is run")
-    parser.add_argument("--output", type=Path, default=Path("output/gauntlet.json"), help="JSON file")
+    parser.add_argument(
+        "--seeds", nargs=2, type=int, default=[0, 200], help="first, and last + 1"
+    )
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to run"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words that describe a problem"
+    )
+    parser.add_argument(
+        "--most-rows", type=int, default=20_000, help="of a problem that is run"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("output/gauntlet.json"), help="JSON file"
+    )
     parser.add_argument("--docs", type=Path, help="page whose table is to be replaced")
     args = parser.parse_args(argv)
     at_least(parser, args, ("most_rows",))
@@ -451,13 +501,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     writable_file(args.output)
     text = args.output.read_text()
     rows: list[dict[str, Any]] = json.loads(text)["rows"] if text.strip() else []
-    options = {name: value for name, value in options_of(args).items() if name not in VARIED}
+    options = {
+        name: value for name, value in options_of(args).items() if name not in VARIED
+    }
     report: dict[str, Any] = {"rows": rows, **environment([]), "options": options}
     done = {(row["seed"], row["method"]) for row in rows}
     for seed in range(*args.seeds):
         problem = draw(seed)
         words = problem.describe()
-        if problem.rows > args.most_rows or any(word not in words for word in args.only):
+        if problem.rows > args.most_rows or any(
+            word not in words for word in args.only
+        ):
             continue
         base = linear(problem)
         for name in args.methods:
@@ -468,7 +522,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             write_report(args.output, report)
             said = row["error"] or " ".join(row["warnings"])
             print(
-                f"{words}: {name} {row['score']}, linear {base.mean():.3f}. {said[:100]}", file=sys.stderr, flush=True
+                (
+                    f"{words}: {name} {row['score']}, linear {base.mean():.3f}. "
+                    f"{said[:100]}"
+                ),
+                file=sys.stderr,
+                flush=True,
             )
     print(table(rows), flush=True)
     put_table(args.docs, "gauntlet", table(rows), report)

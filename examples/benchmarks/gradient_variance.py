@@ -1,10 +1,13 @@
-"""Variance and cost of gradients of the evidence lower bound: one draw, ten draws, flipout, local reparameterization.
+"""Variance and cost of gradients of the evidence lower bound: one draw, ten draws,
+flipout, local reparameterization.
 
-The variance is that of the gradient for one minibatch, summed over the parameters of a mean-field guide of a network
-with two hidden layers. The time of a step of each estimator (gradient and Adam) is compared with a step of the same
-network with ordinary weights, interleaved in the same run. Writes JSON.
+The variance is that of the gradient for one minibatch, summed over the parameters of a
+mean-field guide of a network with two hidden layers. The time of a step of each
+estimator (gradient and Adam) is compared with a step of the same network with ordinary
+weights, interleaved in the same run. Writes JSON.
 
-    python -m examples.benchmarks.gradient_variance --output output/gradient_variance.json
+    python -m examples.benchmarks.gradient_variance --output
+    output/gradient_variance.json
 """
 
 import argparse
@@ -50,7 +53,13 @@ def make_mlp(width: int) -> nn.Layer:
 
 
 def make_cnn(width: int) -> nn.Layer:
-    layers = [nn.Conv2d(width, 5, padding="VALID"), nn.Activation("relu"), nn.MaxPool(2), nn.Flatten(), nn.Dense(10)]
+    layers = [
+        nn.Conv2d(width, 5, padding="VALID"),
+        nn.Activation("relu"),
+        nn.MaxPool(2),
+        nn.Flatten(),
+        nn.Dense(10),
+    ]
     return nn.Sequential(layers)
 
 
@@ -61,7 +70,11 @@ def make_model(net: nn.Layer) -> Callable:
         network = bnn.random_network("net", net, x.shape[1:], bnn.priors.Normal())
         with numpyro.plate("data", ROWS, subsample_size=len(x)):
             out = network(x)
-            fn = dist.Categorical(logits=out) if x.ndim == 4 else dist.Normal(out[..., 0], 0.5)
+            fn = (
+                dist.Categorical(logits=out)
+                if x.ndim == 4
+                else dist.Normal(out[..., 0], 0.5)
+            )
             numpyro.sample("y", fn, obs=y)
 
     return model
@@ -74,14 +87,18 @@ def make_rows(shape: tuple[int, ...], seed: int = 0):
 
 
 def fit(model: Callable, data: tuple, steps: int) -> tuple:
-    """A mean-field guide after some steps: variances at a random start are not those of training."""
+    """A mean-field guide after some steps: variances at a random start are not those of
+    training.
+    """
     guide = guides.AutoMeanField(model)
     svi = SVI(model, guide, numpyro.optim.Adam(1e-3), guides.TraceFlipout_ELBO())
     return guide, svi.run(random.key(0), steps, *data, progress_bar=False).params
 
 
 def measure_variance(batch_size: int, width: int, draws: int, steps: int) -> dict:
-    """Summed variance of the gradient by estimator, and as a fraction of that of one draw."""
+    """Summed variance of the gradient by estimator, and as a fraction of that of one
+    draw.
+    """
     data, model = make_rows((batch_size, INPUTS)), make_model(make_mlp(width))
     guide, params = fit(model, data, steps)
     row: dict = {"batch_size": batch_size, "variance": {}, "ratio": {}}
@@ -91,20 +108,31 @@ def measure_variance(batch_size: int, width: int, draws: int, steps: int) -> dic
             loss = jax.grad(lambda p: elbo.loss(key, p, model, guide, *data) / ROWS)
             return None, ravel_pytree(loss(params))[0]
 
-        values = jax.jit(lambda keys, g=gradient: jax.lax.scan(g, None, keys)[1])(random.split(random.key(1), draws))
+        values = jax.jit(lambda keys, g=gradient: jax.lax.scan(g, None, keys)[1])(
+            random.split(random.key(1), draws)
+        )
         row["variance"][name] = float(np.asarray(values, np.float64).var(0).sum())
         row["ratio"][name] = row["variance"][name] / row["variance"]["one draw"]
     return row
 
 
-def deterministic_step(net: nn.Layer, data: tuple, optimizer) -> tuple[Callable, object]:
+def deterministic_step(
+    net: nn.Layer, data: tuple, optimizer
+) -> tuple[Callable, object]:
     x, y = data
     shapes = net.param_shapes(x.shape[1:])
-    weights = {k: 0.05 * random.normal(random.key(i), s) for i, (k, s) in enumerate(shapes.items())}
+    weights = {
+        k: 0.05 * random.normal(random.key(i), s)
+        for i, (k, s) in enumerate(shapes.items())
+    }
 
     def loss(weights):
         out = net.apply(weights, x)
-        fn = dist.Categorical(logits=out) if x.ndim == 4 else dist.Normal(out[..., 0], 0.5)
+        fn = (
+            dist.Categorical(logits=out)
+            if x.ndim == 4
+            else dist.Normal(out[..., 0], 0.5)
+        )
         return -fn.log_prob(y).mean()
 
     def step(state):
@@ -113,8 +141,12 @@ def deterministic_step(net: nn.Layer, data: tuple, optimizer) -> tuple[Callable,
     return step, optimizer.init(weights)
 
 
-def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int) -> dict:
-    """Time and counted operations of a step of every estimator, relative to the deterministic network."""
+def measure_steps(
+    name: str, net: nn.Layer, data: tuple, rounds: int, calls: int
+) -> dict:
+    """Time and counted operations of a step of every estimator, relative to the
+    deterministic network.
+    """
     model, optimizer = make_model(net), numpyro.optim.Adam(1e-3)
     steps = {"deterministic": deterministic_step(net, data, optimizer)}
     svi = SVI(model, guides.AutoMeanField(model), optimizer, Trace_ELBO())
@@ -124,29 +156,66 @@ def measure_steps(name: str, net: nn.Layer, data: tuple, rounds: int, calls: int
             other = copy.copy(svi)
             other.loss = elbo
             steps[label] = (lambda state, svi=other: svi.update(state, *data)[0]), start
-    compiled = {label: jax.jit(step).lower(state).compile() for label, (step, state) in steps.items()}
-    contenders = {label: (repeated(step, steps[label][1], calls), calls) for label, step in compiled.items()}
+    compiled = {
+        label: jax.jit(step).lower(state).compile()
+        for label, (step, state) in steps.items()
+    }
+    contenders = {
+        label: (repeated(step, steps[label][1], calls), calls)
+        for label, step in compiled.items()
+    }
     times = wall_clock(interleave(contenders, rounds))
     flops = {label: step.cost_analysis()["flops"] for label, step in compiled.items()}
     return {
         "network": name,
-        "milliseconds": {label: 1e-3 * statistics.median(t) for label, t in times.items()},
-        "time_ratio": {label: median_ratio(times, label, "deterministic") for label in times},
-        "flops_ratio": {label: count / flops["deterministic"] for label, count in flops.items()},
+        "milliseconds": {
+            label: 1e-3 * statistics.median(t) for label, t in times.items()
+        },
+        "time_ratio": {
+            label: median_ratio(times, label, "deterministic") for label in times
+        },
+        "flops_ratio": {
+            label: count / flops["deterministic"] for label, count in flops.items()
+        },
     }
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("output/gradient_variance.json"), help="JSON file")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("output/gradient_variance.json"),
+        help="JSON file",
+    )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--width", type=int, default=50, help="hidden units")
-    parser.add_argument("--draws", type=int, default=500, help="gradients per estimator")
-    parser.add_argument("--steps", type=int, default=500, help="steps of training before")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of timing; the median counts")
+    parser.add_argument(
+        "--draws", type=int, default=500, help="gradients per estimator"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=500, help="steps of training before"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=15,
+        help="interleaved rounds of timing; the median counts",
+    )
     parser.add_argument("--calls", type=int, default=5, help="steps per round")
-    parser.add_argument("--networks", nargs="+", choices=["mlp", "cnn"], default=["mlp", "cnn"], help="to be timed")
-    parser.add_argument("--channels", type=int, default=64, help="filters of the convolution that is timed")
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=["mlp", "cnn"],
+        default=["mlp", "cnn"],
+        help="to be timed",
+    )
+    parser.add_argument(
+        "--channels",
+        type=int,
+        default=64,
+        help="filters of the convolution that is timed",
+    )
     args = parser.parse_args(argv)
     at_least(parser, args, ("draws",), 2)
     at_least(parser, args, ("steps", "rounds", "calls", "width", "channels"))
@@ -158,8 +227,12 @@ def main(argv: list[str] | None = None) -> dict:
     writable_file(args.output)
     variances = []
     for batch_size in args.batch_sizes:
-        variances.append(measure_variance(batch_size, args.width, args.draws, args.steps))
-        ratios = "  ".join(f"{name} {value:.3f}" for name, value in variances[-1]["ratio"].items())
+        variances.append(
+            measure_variance(batch_size, args.width, args.draws, args.steps)
+        )
+        ratios = "  ".join(
+            f"{name} {value:.3f}" for name, value in variances[-1]["ratio"].items()
+        )
         print(f"variance, B={batch_size}: {ratios}")
     nets = {
         "mlp": (make_mlp(args.width), make_rows((128, INPUTS))),
@@ -168,9 +241,16 @@ def main(argv: list[str] | None = None) -> dict:
     steps = []
     for name in args.networks:
         steps.append(measure_steps(name, *nets[name], args.rounds, args.calls))
-        ratios = "  ".join(f"{label} {value:.2f}" for label, value in steps[-1]["time_ratio"].items())
+        ratios = "  ".join(
+            f"{label} {value:.2f}" for label, value in steps[-1]["time_ratio"].items()
+        )
         print(f"time of a step, {name}: {ratios}")
-    report = {"variance": variances, "steps": steps, **environment([]), "options": options_of(args)}
+    report = {
+        "variance": variances,
+        "steps": steps,
+        **environment([]),
+        "options": options_of(args),
+    }
     write_report(args.output, report)
     return report
 

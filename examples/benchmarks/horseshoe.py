@@ -1,10 +1,12 @@
-"""Horseshoe regression with more inputs than data: Gibbs sampling with `PrecisionGibbs`, compared with NUTS.
+"""Horseshoe regression with more inputs than data: Gibbs sampling with
+`PrecisionGibbs`, compared with NUTS.
 
-200 inputs, 5 of them relevant, 100 rows. The Gibbs sampler draws the global scale and the noise with the coefficients
-integrated out, then the coefficients (together one `CustomGibbs` block), then the local scales (`PrecisionGibbs`),
-all in the centered model; NUTS samples the non-centered one. Both run in one process. The report shows which inputs
-they find, the posterior of the global scale, and effective draws per second of sampling, without compilation and
-warm-up. Writes JSON.
+200 inputs, 5 of them relevant, 100 rows. The Gibbs sampler draws the global scale and
+the noise with the coefficients integrated out, then the coefficients (together one
+`CustomGibbs` block), then the local scales (`PrecisionGibbs`), all in the centered
+model; NUTS samples the non-centered one. Both run in one process. The report shows
+which inputs they find, the posterior of the global scale, and effective draws per
+second of sampling, without compilation and warm-up. Writes JSON.
 
     python -m examples.benchmarks.horseshoe --output output/horseshoe.json
 """
@@ -25,14 +27,20 @@ from numpyro.diagnostics import effective_sample_size, gelman_rubin
 from numpyro.infer import NUTS, CustomGibbs, Gibbs
 from numpyro.infer.mcmc import MCMCKernel
 
-from examples.benchmarks.shared import environment, options_of, sample_chain, write_report
+from examples.benchmarks.shared import (
+    environment,
+    options_of,
+    sample_chain,
+    write_report,
+)
 from examples.shared import at_least, writable_file
 from numpyro_bnn.infer import PrecisionGibbs
 
 RELEVANT = (3.0, -2.5, 2.0, -2.0, 1.5)
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
 GLOBAL = ("tau", "sigma")
-# Steps of the random walk on the logarithms of the global scales, and their standard deviations.
+# Steps of the random walk on the logarithms of the global scales, and their standard
+# deviations.
 WALK_STEPS, WALK_SD = 50, (0.5, 0.2)
 
 
@@ -52,7 +60,9 @@ def model(x: jax.Array, y: jax.Array | None = None, centered: bool = True) -> No
     if centered:
         beta = numpyro.sample("beta", dist.Normal(0.0, tau * local).to_event(1))
     else:
-        unit = numpyro.sample("unit", dist.Normal(0.0, 1.0).expand([inputs]).to_event(1))
+        unit = numpyro.sample(
+            "unit", dist.Normal(0.0, 1.0).expand([inputs]).to_event(1)
+        )
         beta = numpyro.deterministic("beta", tau * local * unit)
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
@@ -66,10 +76,12 @@ def draw_weights_and_scales(
     gibbs_sites: dict[str, jax.Array],
     hmc_sites: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Update the global scale and the noise with the coefficients integrated out; draw the coefficients given both.
+    """Update the global scale and the noise with the coefficients integrated out; draw
+    the coefficients given both.
 
-    With the singular values of the scaled inputs, the marginal density of y costs O(N) for every pair of scales, so
-    many steps of random-walk Metropolis on their logarithms cost less than the decomposition.
+    With the singular values of the scaled inputs, the marginal density of y costs O(N)
+    for every pair of scales, so many steps of random-walk Metropolis on their
+    logarithms cost less than the decomposition.
     """
     key_walk, key_prior, key_noise = random.split(rng_key, 3)
     left, singular, right = jnp.linalg.svd(x * hmc_sites["lambda"], full_matrices=False)
@@ -87,7 +99,9 @@ def draw_weights_and_scales(
     def step(state: tuple, moves: tuple) -> tuple:
         (at, log_p), (jump, level) = state, moves
         log_q = log_density(at + jump)
-        return jax.tree.map(partial(jnp.where, level < log_q - log_p), (at + jump, log_q), (at, log_p)), None
+        return jax.tree.map(
+            partial(jnp.where, level < log_q - log_p), (at + jump, log_q), (at, log_p)
+        ), None
 
     key_jump, key_level = random.split(key_walk)
     jumps = jnp.array(WALK_SD) * random.normal(key_jump, (WALK_STEPS, len(GLOBAL)))
@@ -95,10 +109,16 @@ def draw_weights_and_scales(
     start = jnp.log(jnp.stack([gibbs_sites[name] for name in GLOBAL]))
     (logs, _), _ = lax.scan(step, (start, log_density(start)), (jumps, levels))
     tau, sigma = jnp.exp(logs)
-    # A draw of the prior, shifted to where it meets the data (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1).
-    unit, noise = random.normal(key_prior, (x.shape[1],)), random.normal(key_noise, singular.shape)
+    # A draw of the prior, shifted to where it meets the data (Bhattacharya, Chakraborty
+    # & Mallick 2016, algorithm 1).
+    unit, noise = (
+        random.normal(key_prior, (x.shape[1],)),
+        random.normal(key_noise, singular.shape),
+    )
     gain = tau * singular / ((tau * singular) ** 2 + sigma**2)
-    unit += right.T @ (gain * (reached - sigma * noise - tau * singular * (right @ unit)))
+    unit += right.T @ (
+        gain * (reached - sigma * noise - tau * singular * (right @ unit))
+    )
     return {"tau": tau, "sigma": sigma, "beta": tau * hmc_sites["lambda"] * unit}
 
 
@@ -108,17 +128,33 @@ def composite(data: tuple[jax.Array, jax.Array]) -> Gibbs:
 
 
 def keep(state: Any, draw: dict[str, jax.Array]) -> tuple:
-    counts = jnp.asarray(getattr(state, "diverging", False)), jnp.asarray(getattr(state, "num_steps", 0))
+    counts = (
+        jnp.asarray(getattr(state, "diverging", False)),
+        jnp.asarray(getattr(state, "num_steps", 0)),
+    )
     return {name: draw[name] for name in (*GLOBAL, "beta")}, counts
 
 
-def sample(kernel: Callable[[], MCMCKernel], call: tuple, num_samples: int, args: argparse.Namespace) -> tuple:
+def sample(
+    kernel: Callable[[], MCMCKernel],
+    call: tuple,
+    num_samples: int,
+    args: argparse.Namespace,
+) -> tuple:
     """Draws (C, S, ...) of all chains, one after the other, and sums of their costs."""
     keys = random.split(random.key(args.seed + 1), args.num_chains)
-    chains = [sample_chain(kernel(), call, key, (args.num_warmup, num_samples), keep) for key in keys]
+    chains = [
+        sample_chain(kernel(), call, key, (args.num_warmup, num_samples), keep)
+        for key in keys
+    ]
     first = chains[0][0][0]
-    draws = {name: np.stack([np.asarray(kept[0][name]) for kept, _ in chains]) for name in first}
-    cost = {phase: sum(seconds[phase] for _, seconds in chains) for phase in chains[0][1]}
+    draws = {
+        name: np.stack([np.asarray(kept[0][name]) for kept, _ in chains])
+        for name in first
+    }
+    cost = {
+        phase: sum(seconds[phase] for _, seconds in chains) for phase in chains[0][1]
+    }
     for position, name in enumerate(("divergences", "gradients")):
         cost[name] = sum(int(kept[1][position].sum()) for kept, _ in chains)
     return draws, cost
@@ -130,7 +166,10 @@ def summary(draws: dict[str, np.ndarray], cost: dict[str, float]) -> dict[str, A
     size = np.abs(draws["beta"].mean((0, 1)))
     ess = {name: float(effective_sample_size(np.log(draws[name]))) for name in GLOBAL}
     weights = effective_sample_size(draws["beta"])
-    ess |= {"beta, median": float(np.median(weights)), "beta, least": float(np.min(weights))}
+    ess |= {
+        "beta, median": float(np.median(weights)),
+        "beta, least": float(np.min(weights)),
+    }
     return {
         "top inputs": np.argsort(-size)[: len(RELEVANT) + 1].tolist(),
         "their |mean|": np.sort(size)[::-1][: len(RELEVANT) + 1].tolist(),
@@ -138,13 +177,19 @@ def summary(draws: dict[str, np.ndarray], cost: dict[str, float]) -> dict[str, A
             "mean": float(log_tau.mean()),
             "sd": float(log_tau.std()),
             "mcse": float(log_tau.std() / ess["tau"] ** 0.5),
-            "quantiles": dict(zip(map(str, LEVELS), np.quantile(log_tau, LEVELS).tolist(), strict=True)),
+            "quantiles": dict(
+                zip(
+                    map(str, LEVELS), np.quantile(log_tau, LEVELS).tolist(), strict=True
+                )
+            ),
             "r_hat": float(gelman_rubin(log_tau)) if len(log_tau) > 1 else None,
         },
         "draws": int(log_tau.size),
         "cost": cost,
         "ess": ess,
-        "ess per second": {name: value / cost["sampling"] for name, value in ess.items()},
+        "ess per second": {
+            name: value / cost["sampling"] for name, value in ess.items()
+        },
     }
 
 
@@ -155,9 +200,14 @@ def compare(gibbs: dict[str, Any], nuts: dict[str, Any]) -> dict[str, Any]:
     expected = set(range(len(RELEVANT)))
     tops = (set(part["top inputs"][: len(RELEVANT)]) for part in (gibbs, nuts))
     return {
-        "ranking exact": dict(zip(("gibbs", "nuts"), [top == expected for top in tops], strict=True)),
-        "difference of mean log tau in mcse": (one["mean"] - other["mean"]) / np.hypot(one["mcse"], other["mcse"]),
-        "ess per second, gibbs / nuts": {name: per_second[0][name] / per_second[1][name] for name in per_second[0]},
+        "ranking exact": dict(
+            zip(("gibbs", "nuts"), [top == expected for top in tops], strict=True)
+        ),
+        "difference of mean log tau in mcse": (one["mean"] - other["mean"])
+        / np.hypot(one["mcse"], other["mcse"]),
+        "ess per second, gibbs / nuts": {
+            name: per_second[0][name] / per_second[1][name] for name in per_second[0]
+        },
     }
 
 
@@ -167,15 +217,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=Path("output/horseshoe.json"), help="JSON file")
-    parser.add_argument("--rows", type=int, default=100, help="data points")
-    parser.add_argument("--inputs", type=int, default=200, help="inputs, of which 5 are relevant")
-    parser.add_argument("--num-chains", type=int, default=4, help="chains of each sampler, one after the other")
-    parser.add_argument("--num-warmup", type=int, default=1000, help="warm-up transitions of each chain")
-    parser.add_argument("--sweeps", type=int, default=5000, help="draws of each chain of the Gibbs sampler")
-    parser.add_argument("--nuts-draws", type=int, default=1500, help="draws of each chain of NUTS")
     parser.add_argument(
-        "--target-accept-prob", type=float, default=0.98, help="of NUTS, which diverges at smaller values"
+        "--output", type=Path, default=Path("output/horseshoe.json"), help="JSON file"
+    )
+    parser.add_argument("--rows", type=int, default=100, help="data points")
+    parser.add_argument(
+        "--inputs", type=int, default=200, help="inputs, of which 5 are relevant"
+    )
+    parser.add_argument(
+        "--num-chains",
+        type=int,
+        default=4,
+        help="chains of each sampler, one after the other",
+    )
+    parser.add_argument(
+        "--num-warmup", type=int, default=1000, help="warm-up transitions of each chain"
+    )
+    parser.add_argument(
+        "--sweeps",
+        type=int,
+        default=5000,
+        help="draws of each chain of the Gibbs sampler",
+    )
+    parser.add_argument(
+        "--nuts-draws", type=int, default=1500, help="draws of each chain of NUTS"
+    )
+    parser.add_argument(
+        "--target-accept-prob",
+        type=float,
+        default=0.98,
+        help="of NUTS, which diverges at smaller values",
     )
     parser.add_argument("--max-tree-depth", type=int, default=10, help="of NUTS")
     parser.add_argument("--seed", type=int, default=0, help="of data and chains")
@@ -193,11 +264,26 @@ def print_report(report: dict[str, Any]) -> None:
     for name in ("gibbs", "nuts"):
         part = report[name]
         tau, cost = part["log tau"], part["cost"]
-        print(f"\n{name}: {part['draws']} draws in {cost['sampling']:.1f} s, {cost['divergences']} divergences")
-        print(f"  largest |mean|: {part['top inputs']}, {[round(size, 2) for size in part['their |mean|']]}")
-        print(f"  log tau: {tau['mean']:.3f} (mcse {tau['mcse']:.3f}), sd {tau['sd']:.3f}, r_hat {tau['r_hat']}")
-        print("  quantiles:", {level: round(value, 3) for level, value in tau["quantiles"].items()})
-        print("  ESS/s:", {what: round(value, 1) for what, value in part["ess per second"].items()})
+        print(
+            f"\n{name}: {part['draws']} draws in {cost['sampling']:.1f} s, "
+            f"{cost['divergences']} divergences"
+        )
+        print(
+            f"  largest |mean|: {part['top inputs']}, "
+            f"{[round(size, 2) for size in part['their |mean|']]}"
+        )
+        print(
+            f"  log tau: {tau['mean']:.3f} (mcse {tau['mcse']:.3f}), sd "
+            f"{tau['sd']:.3f}, r_hat {tau['r_hat']}"
+        )
+        print(
+            "  quantiles:",
+            {level: round(value, 3) for level, value in tau["quantiles"].items()},
+        )
+        print(
+            "  ESS/s:",
+            {what: round(value, 1) for what, value in part["ess per second"].items()},
+        )
     for what, found in report["comparison"].items():
         print(f"{what}: {found}")
 
@@ -206,12 +292,26 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     writable_file(args.output)
     data = make_data(args.rows, args.inputs, args.seed)
-    nuts = partial(NUTS, model, target_accept_prob=args.target_accept_prob, max_tree_depth=args.max_tree_depth)
+    nuts = partial(
+        NUTS,
+        model,
+        target_accept_prob=args.target_accept_prob,
+        max_tree_depth=args.max_tree_depth,
+    )
     found = {
-        "gibbs": summary(*sample(partial(composite, data), (data, {}), args.sweeps, args)),
-        "nuts": summary(*sample(nuts, (data, {"centered": False}), args.nuts_draws, args)),
+        "gibbs": summary(
+            *sample(partial(composite, data), (data, {}), args.sweeps, args)
+        ),
+        "nuts": summary(
+            *sample(nuts, (data, {"centered": False}), args.nuts_draws, args)
+        ),
     }
-    report = {**found, "comparison": compare(**found), **environment([]), "options": options_of(args)}
+    report = {
+        **found,
+        "comparison": compare(**found),
+        **environment([]),
+        "options": options_of(args),
+    }
     print_report(report)
     write_report(args.output, report)
     return report

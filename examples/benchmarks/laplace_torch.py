@@ -1,12 +1,15 @@
-"""Reference numbers of laplace-torch (`tests/theory/test_laplace_torch.py`), and times of its precision beside ours.
+"""Reference numbers of laplace-torch (`tests/theory/test_laplace_torch.py`), and times
+of its precision beside ours.
 
 Run it where `torch` and `laplace-torch` are installed; it imports nothing else:
 
-    python examples/benchmarks/laplace_torch.py reference --output tests/theory/laplace_torch.json
-    python examples/benchmarks/laplace_torch.py torch --structures kron  # processor seconds
+    cd examples/benchmarks
+    python laplace_torch.py reference --output ../../tests/theory/laplace_torch.json
+    python laplace_torch.py torch --structures kron  # processor seconds
 
-and, where this package is, `python -m examples.benchmarks.laplace_torch ours --structures kron`. Weights and data
-of the timing are random, since the cost does not depend on them.
+and, where this package is, `python -m examples.benchmarks.laplace_torch ours
+--structures kron`. Weights and data of the timing are random, since the cost does not
+depend on them.
 """
 
 import argparse
@@ -32,9 +35,16 @@ def data(likelihood, widths, rows, seed=0):
     """Inputs, targets and weights (in, out) and biases by layer."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, widths[0])).astype(np.float32)
-    y = rng.normal(size=(rows, widths[-1])) if likelihood == "normal" else rng.integers(0, widths[-1], size=rows)
+    y = (
+        rng.normal(size=(rows, widths[-1]))
+        if likelihood == "normal"
+        else rng.integers(0, widths[-1], size=rows)
+    )
     sizes = itertools.pairwise(widths)
-    layers = [(rng.normal(size=(i, o)) / np.sqrt(i), 0.3 * rng.normal(size=o)) for i, o in sizes]
+    layers = [
+        (rng.normal(size=(i, o)) / np.sqrt(i), 0.3 * rng.normal(size=o))
+        for i, o in sizes
+    ]
     return x, y, [(w.astype(np.float32), b.astype(np.float32)) for w, b in layers]
 
 
@@ -60,16 +70,22 @@ def torch_laplace(likelihood, widths, rows, name, batch_size, double):
     options = {"sigma_noise": NOISE} if likelihood == "normal" else {}
     task = "regression" if likelihood == "normal" else "classification"
     la = Laplace(
-        torch.nn.Sequential(*modules[:-1]), task, subset_of_weights=subset, hessian_structure=structure,
-        prior_precision=PRIOR_PRECISION, **options,
-    )  # fmt: skip
+        torch.nn.Sequential(*modules[:-1]),
+        task,
+        subset_of_weights=subset,
+        hessian_structure=structure,
+        prior_precision=PRIOR_PRECISION,
+        **options,
+    )
     started = time.process_time()
     la.fit(torch.utils.data.DataLoader(rows, batch_size=batch_size))
     return la, time.process_time() - started
 
 
 def reference():
-    """Means and covariances of the linearized outputs at new inputs, and the log evidence."""
+    """Means and covariances of the linearized outputs at new inputs, and the log
+    evidence.
+    """
     import torch
 
     found = {}
@@ -77,16 +93,22 @@ def reference():
         new = data(likelihood, widths, NEW, seed=1)[0]
         for name in STRUCTURES:
             la, _ = torch_laplace(likelihood, widths, ROWS, name, ROWS, True)
-            mean, cov = la._glm_predictive_distribution(torch.tensor(new, dtype=torch.float64))
+            mean, cov = la._glm_predictive_distribution(
+                torch.tensor(new, dtype=torch.float64)
+            )
             evidence = float(la.log_marginal_likelihood())
             found[f"{likelihood} {name}"] = {
-                "mean": mean.tolist(), "covariance": cov.tolist(), "log_evidence": evidence,
-            }  # fmt: skip
+                "mean": mean.tolist(),
+                "covariance": cov.tolist(),
+                "log_evidence": evidence,
+            }
     return found
 
 
 def time_torch(name, rows, batch_size):
-    """Processor seconds of the precision and of the linearized prediction of one batch."""
+    """Processor seconds of the precision and of the linearized prediction
+    of one batch.
+    """
     import torch
 
     la, seconds = torch_laplace("categorical", TIMED, rows, name, batch_size, False)
@@ -110,9 +132,13 @@ def time_ours(name, rows, batch_size):
         return dist.Normal(0.0, PRIOR_PRECISION**-0.5).expand(shape).to_event()
 
     def model(x, y=None, batch_size=None):
-        net = bnn.random_network("net", nn.MLP(list(TIMED[1:]), "tanh"), x.shape[1:], prior)
+        net = bnn.random_network(
+            "net", nn.MLP(list(TIMED[1:]), "tanh"), x.shape[1:], prior
+        )
         with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-            numpyro.sample("y", dist.Categorical(logits=net(x[i])), obs=None if y is None else y[i])
+            numpyro.sample(
+                "y", dist.Categorical(logits=net(x[i])), obs=None if y is None else y[i]
+            )
 
     x, y, layers = data("categorical", TIMED, rows)
     start = {}
@@ -123,7 +149,12 @@ def time_ours(name, rows, batch_size):
     found = {}
     for label in ("first", "second"):
         began = time.process_time()
-        options = {"num_epochs": 0, "init_params": start, "batch_size": batch_size, "progress_bar": False}
+        options = {
+            "num_epochs": 0,
+            "init_params": start,
+            "batch_size": batch_size,
+            "progress_bar": False,
+        }
         fit = jax.block_until_ready(guide.run(jax.random.key(0), x, y, **options))
         middle = time.process_time()
         jax.block_until_ready(guide.predictive(fit.params, jnp.asarray(x[:batch_size])))
@@ -137,11 +168,27 @@ def parse(argv=None):
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("what", choices=["reference", "torch", "ours"], help="reference numbers, or times of either")
-    parser.add_argument("--structures", nargs="+", default=["last", "kron", "diag"], choices=list(STRUCTURES))
+    parser.add_argument(
+        "what",
+        choices=["reference", "torch", "ours"],
+        help="reference numbers, or times of either",
+    )
+    parser.add_argument(
+        "--structures",
+        nargs="+",
+        default=["last", "kron", "diag"],
+        choices=list(STRUCTURES),
+    )
     parser.add_argument("--rows", type=int, default=2000, help="rows of the times")
-    parser.add_argument("--batch-size", type=int, default=200, help="rows of a minibatch of the times")
-    parser.add_argument("--output", type=Path, default=Path("output/laplace_torch.json"), help="JSON file")
+    parser.add_argument(
+        "--batch-size", type=int, default=200, help="rows of a minibatch of the times"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("output/laplace_torch.json"),
+        help="JSON file",
+    )
     return parser.parse_args(argv)
 
 
@@ -152,7 +199,9 @@ def main(argv=None):
         found = reference()
     else:
         timed = {"torch": time_torch, "ours": time_ours}[args.what]
-        found = {name: timed(name, args.rows, args.batch_size) for name in args.structures}
+        found = {
+            name: timed(name, args.rows, args.batch_size) for name in args.structures
+        }
     args.output.write_text(json.dumps(found) + "\n")
     return found
 

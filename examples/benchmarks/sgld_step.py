@@ -1,8 +1,10 @@
-"""Time of an SGLD step: bare loops, the engine, BlackJAX, and a whole run of ``MCMC(SGLD(model))``.
+"""Time of an SGLD step: bare loops, the engine, BlackJAX, and a whole run of
+``MCMC(SGLD(model))``.
 
-An 8-50-1 tanh network, minibatches of 32, float32. Steps are interleaved in one run, so that load on the machine
-affects all alike; ratios are medians of the ratios within a round. The script also measures how time grows with the
-number of data points, and how memory grows with the number of steps. Writes JSON.
+An 8-50-1 tanh network, minibatches of 32, float32. Steps are interleaved in one run, so
+that load on the machine affects all alike; ratios are medians of the ratios within a
+round. The script also measures how time grows with the number of data points, and how
+memory grows with the number of steps. Writes JSON.
 
     python -m examples.benchmarks.sgld_step --output output/sgld_step.json
 """
@@ -25,7 +27,13 @@ from numpyro import handlers
 from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
 
-from examples.benchmarks.shared import environment, interleave, options_of, put_table, write_report
+from examples.benchmarks.shared import (
+    environment,
+    interleave,
+    options_of,
+    put_table,
+    write_report,
+)
 from examples.shared import at_least, markdown, writable_file
 from numpyro_bnn import infer, sgmcmc
 
@@ -33,9 +41,17 @@ FEATURES, WIDTH, BATCH, STEP_SIZE = 8, 50, 32, 1e-6
 
 
 def model(x, y, batch_size):
-    shapes = {"kernel0": (FEATURES, WIDTH), "bias0": (WIDTH,), "kernel1": (WIDTH, 1), "bias1": (1,)}
+    shapes = {
+        "kernel0": (FEATURES, WIDTH),
+        "bias0": (WIDTH,),
+        "kernel1": (WIDTH, 1),
+        "bias1": (1,),
+    }
     prior = dist.Normal(0.0, 1.0)
-    w = {name: numpyro.sample(name, prior.expand(s).to_event(len(s))) for name, s in shapes.items()}
+    w = {
+        name: numpyro.sample(name, prior.expand(s).to_event(len(s)))
+        for name, s in shapes.items()
+    }
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         hidden = jnp.tanh(x[i] @ w["kernel0"] * FEATURES**-0.5 + w["bias0"])
@@ -49,7 +65,13 @@ def make_data(num_data: int) -> tuple[jax.Array, jax.Array]:
 
 
 def start() -> dict[str, jax.Array]:
-    shapes = {"kernel0": (FEATURES, WIDTH), "bias0": (WIDTH,), "kernel1": (WIDTH, 1), "bias1": (1,), "sigma": ()}
+    shapes = {
+        "kernel0": (FEATURES, WIDTH),
+        "bias0": (WIDTH,),
+        "kernel1": (WIDTH, 1),
+        "bias1": (1,),
+        "sigma": (),
+    }
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
 
@@ -59,21 +81,26 @@ def potential(x: jax.Array, y: jax.Array, z: Any, indices: jax.Array) -> jax.Arr
     return potential_energy(fixed, (x, y, BATCH), {}, z)
 
 
-# ------------------------------------------------------------------------------------------------ contenders
+# --------------------------------------------------------------------------------------
+# contenders
 
 
 def scan_over_keys(step: Callable, num_steps: int) -> Callable:
     """``step(z, key) -> z`` in a bare loop."""
 
     def run(z, key):
-        return lax.scan(lambda z, k: (step(z, k), None), z, random.split(key, num_steps))[0]
+        return lax.scan(
+            lambda z, k: (step(z, k), None), z, random.split(key, num_steps)
+        )[0]
 
     return run
 
 
 def bare_sgd(x: jax.Array, y: jax.Array, num_steps: int) -> Callable:
     def step(z, key):
-        gradient = jax.grad(partial(potential, x, y))(z, random.randint(key, (BATCH,), 0, x.shape[0]))
+        gradient = jax.grad(partial(potential, x, y))(
+            z, random.randint(key, (BATCH,), 0, x.shape[0])
+        )
         return jax.tree.map(lambda p, g: p - 0.5 * STEP_SIZE * g, z, gradient)
 
     return scan_over_keys(step, num_steps)
@@ -84,9 +111,13 @@ def leafwise_sgld(x: jax.Array, y: jax.Array, num_steps: int) -> Callable:
 
     def step(z, key):
         batch_key, *keys = random.split(key, 1 + len(z))
-        gradient = jax.grad(partial(potential, x, y))(z, random.randint(batch_key, (BATCH,), 0, x.shape[0]))
+        gradient = jax.grad(partial(potential, x, y))(
+            z, random.randint(batch_key, (BATCH,), 0, x.shape[0])
+        )
         return {
-            name: p - 0.5 * STEP_SIZE * gradient[name] + STEP_SIZE**0.5 * random.normal(k, p.shape)
+            name: p
+            - 0.5 * STEP_SIZE * gradient[name]
+            + STEP_SIZE**0.5 * random.normal(k, p.shape)
             for (name, p), k in zip(z.items(), keys, strict=True)
         }
 
@@ -97,7 +128,9 @@ def blackjax_sgld(x: jax.Array, y: jax.Array, num_steps: int) -> Callable:
     import blackjax
 
     gradient = jax.grad(partial(potential, x, y))
-    sampler = blackjax.sgld(lambda z, indices: jax.tree.map(jnp.negative, gradient(z, indices)))
+    sampler = blackjax.sgld(
+        lambda z, indices: jax.tree.map(jnp.negative, gradient(z, indices))
+    )
 
     def step(z, key):
         batch_key, noise_key = random.split(key)
@@ -107,10 +140,13 @@ def blackjax_sgld(x: jax.Array, y: jax.Array, num_steps: int) -> Callable:
     return scan_over_keys(step, num_steps)
 
 
-def engine(x: jax.Array, y: jax.Array, minibatches: Callable = sgmcmc.WithReplacement) -> sgmcmc.Sampler:
+def engine(
+    x: jax.Array, y: jax.Array, minibatches: Callable = sgmcmc.WithReplacement
+) -> sgmcmc.Sampler:
     unravel = ravel_pytree(start())[1]
     gradient = sgmcmc.Minibatch(
-        lambda q, indices: potential(x, y, unravel(q), indices), minibatches(x.shape[0], BATCH)
+        lambda q, indices: potential(x, y, unravel(q), indices),
+        minibatches(x.shape[0], BATCH),
     )
     return sgmcmc.build(gradient, sgmcmc.Overdamped(), schedule=STEP_SIZE)
 
@@ -118,11 +154,17 @@ def engine(x: jax.Array, y: jax.Array, minibatches: Callable = sgmcmc.WithReplac
 def engine_loop(sampler: sgmcmc.Sampler, num_steps: int) -> tuple[Callable, Any]:
     """The compiled loop of the engine, and a state to start from."""
     state = sampler.init(ravel_pytree(start())[0], random.key(1))
-    return jax.jit(sampler.run, static_argnums=1).lower(state, num_steps).compile(), state
+    return jax.jit(sampler.run, static_argnums=1).lower(
+        state, num_steps
+    ).compile(), state
 
 
-def sampler_run(x: jax.Array, y: jax.Array, num_steps: int, steps_per_draw: int) -> Callable:
-    """A run of ``MCMC`` with its progress bar, already compiled; each call makes ``num_steps`` steps."""
+def sampler_run(
+    x: jax.Array, y: jax.Array, num_steps: int, steps_per_draw: int
+) -> Callable:
+    """A run of ``MCMC`` with its progress bar, already compiled; each call makes
+    ``num_steps`` steps.
+    """
     kernel = infer.SGLD(model, STEP_SIZE, steps_per_draw=steps_per_draw)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=num_steps // steps_per_draw)
 
@@ -136,16 +178,23 @@ def sampler_run(x: jax.Array, y: jax.Array, num_steps: int, steps_per_draw: int)
     return resume
 
 
-# --------------------------------------------------------------------------------------------------- measures
+# --------------------------------------------------------------------------------------
+# measures
 
 
-def summary(times: dict[str, list[tuple[float, float]]], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def summary(
+    times: dict[str, list[tuple[float, float]]], pairs: Iterable[tuple[str, str]]
+) -> dict[str, Any]:
     """Medians of times, and medians of the ratios within a round."""
     report: dict[str, Any] = {}
     for clock, name in enumerate(("wall", "processor")):
-        report[f"{name}_us"] = {who: statistics.median(t[clock] for t in ts) for who, ts in times.items()}
+        report[f"{name}_us"] = {
+            who: statistics.median(t[clock] for t in ts) for who, ts in times.items()
+        }
         report[f"{name}_ratio"] = {
-            f"{p} / {q}": statistics.median(a[clock] / b[clock] for a, b in zip(times[p], times[q], strict=True))
+            f"{p} / {q}": statistics.median(
+                a[clock] / b[clock] for a, b in zip(times[p], times[q], strict=True)
+            )
             for p, q in pairs
             if p in times and q in times
         }
@@ -154,13 +203,22 @@ def summary(times: dict[str, list[tuple[float, float]]], pairs: Iterable[tuple[s
 
 def compare_steps(rounds: int, num_steps: int) -> dict[str, Any]:
     x, y = make_data(10_000)
-    contenders = {"bare SGD": bare_sgd, "leafwise SGLD": leafwise_sgld, "BlackJAX SGLD": blackjax_sgld}
+    contenders = {
+        "bare SGD": bare_sgd,
+        "leafwise SGLD": leafwise_sgld,
+        "BlackJAX SGLD": blackjax_sgld,
+    }
     calls: dict[str, tuple[Callable, int]] = {}
     for name, build in contenders.items():
         try:
-            compiled = jax.jit(build(x, y, num_steps)).lower(start(), random.key(3)).compile()
+            compiled = (
+                jax.jit(build(x, y, num_steps)).lower(start(), random.key(3)).compile()
+            )
         except ImportError:
-            print(f'{name}: left out, not installed; pip install "numpyro_bnn[benchmarks]"')
+            print(
+                f"{name}: left out, not installed; pip install "
+                f'"numpyro_bnn[benchmarks]"'
+            )
             continue
         calls[name] = partial(compiled, start(), random.key(3)), num_steps
     loop, state = engine_loop(engine(x, y), num_steps)
@@ -179,7 +237,9 @@ def compare_run(rounds: int, num_steps: int, steps_per_draw: int) -> dict[str, A
     return summary(interleave(calls, rounds), [("MCMC(SGLD)", "engine")])
 
 
-def compare_sizes(rounds: int, num_steps: int, sizes: tuple[int, ...]) -> dict[str, Any]:
+def compare_sizes(
+    rounds: int, num_steps: int, sizes: tuple[int, ...]
+) -> dict[str, Any]:
     """Time per step as the data grow."""
     calls, pairs = {}, []
     for label, stream in (("", sgmcmc.WithReplacement), (" epochs", sgmcmc.Epochs)):
@@ -191,7 +251,9 @@ def compare_sizes(rounds: int, num_steps: int, sizes: tuple[int, ...]) -> dict[s
 
 
 def measure_memory(num_steps: int) -> dict[str, Any]:
-    """Working memory of the compiled loop by its number of steps, and bytes alive after runs of ``MCMC``."""
+    """Working memory of the compiled loop by its number of steps, and bytes alive after
+    runs of ``MCMC``.
+    """
     x, y = make_data(10_000)
     temporary = {}
     for steps in (num_steps, 10 * num_steps, 100 * num_steps):
@@ -203,11 +265,14 @@ def measure_memory(num_steps: int) -> dict[str, Any]:
         mcmc = MCMC(kernel, num_warmup=0, num_samples=draws, progress_bar=False)
         mcmc.run(random.key(2), x, y, BATCH)
         kept = jax.tree.leaves((mcmc._states, mcmc.last_state))
-        alive[f"{draws} draws of {steps_per_draw} steps"] = sum(leaf.nbytes for leaf in kept)
+        alive[f"{draws} draws of {steps_per_draw} steps"] = sum(
+            leaf.nbytes for leaf in kept
+        )
     return {"temporary_bytes_by_steps": temporary, "kept_bytes": alive}
 
 
-# ------------------------------------------------------------------------------------------------------ script
+# --------------------------------------------------------------------------------------
+# script
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -216,18 +281,41 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__.split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output", type=Path, default=Path("output/sgld_step.json"), help="JSON file")
-    parser.add_argument("--rounds", type=int, default=31, help="interleaved repeats; the median counts")
-    parser.add_argument("--steps", type=int, default=10_000, help="steps per repeat of a bare loop")
-    parser.add_argument("--run-rounds", type=int, default=9, help="repeats of the whole run")
-    parser.add_argument("--run-steps", type=int, default=100_000, help="steps of the whole run")
-    parser.add_argument("--steps-per-draw", type=int, default=100, help="steps per draw of the whole run")
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="numbers of data points"
+        "--output", type=Path, default=Path("output/sgld_step.json"), help="JSON file"
     )
-    parser.add_argument("--docs", type=Path, help="page whose tables are to be replaced")
+    parser.add_argument(
+        "--rounds", type=int, default=31, help="interleaved repeats; the median counts"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10_000, help="steps per repeat of a bare loop"
+    )
+    parser.add_argument(
+        "--run-rounds", type=int, default=9, help="repeats of the whole run"
+    )
+    parser.add_argument(
+        "--run-steps", type=int, default=100_000, help="steps of the whole run"
+    )
+    parser.add_argument(
+        "--steps-per-draw",
+        type=int,
+        default=100,
+        help="steps per draw of the whole run",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[10_000, 100_000, 1_000_000],
+        help="numbers of data points",
+    )
+    parser.add_argument(
+        "--docs", type=Path, help="page whose tables are to be replaced"
+    )
     args = parser.parse_args(argv)
-    at_least(parser, args, ("rounds", "steps", "run_rounds", "run_steps", "steps_per_draw"))
+    at_least(
+        parser, args, ("rounds", "steps", "run_rounds", "run_steps", "steps_per_draw")
+    )
     if args.run_steps < args.steps_per_draw:
         parser.error("--run-steps must be at least --steps-per-draw")
     if min(args.sizes) < BATCH:
@@ -236,9 +324,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    network = {"features": FEATURES, "width": WIDTH, "batch": BATCH, "step_size": STEP_SIZE}
-    bar = not ("CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ)  # NumPyro hides it there
-    return {**environment(["blackjax"]), "network": network, "progress_bar": bar, "options": options_of(args)}
+    network = {
+        "features": FEATURES,
+        "width": WIDTH,
+        "batch": BATCH,
+        "step_size": STEP_SIZE,
+    }
+    bar = not (
+        "CI" in os.environ or "PYTEST_XDIST_WORKER" in os.environ
+    )  # NumPyro hides it there
+    return {
+        **environment(["blackjax"]),
+        "network": network,
+        "progress_bar": bar,
+        "options": options_of(args),
+    }
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -263,13 +363,20 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
             rows.append((pair, *times, f"{ratio:.2f}"))
     times = report["sizes"]["wall_us"]
     sizes = [
-        (f"{int(name[2:]):,d}", *(f"{times[name + order]:.1f}" for order in ("", " epochs")))
+        (
+            f"{int(name[2:]):,d}",
+            *(f"{times[name + order]:.1f}" for order in ("", " epochs")),
+        )
         for name in times
         if f"{name} epochs" in times
     ]
     return {
-        "sgld_step": markdown(("one step", "microseconds", "of the other", "ratio"), rows),
-        "sgld_sizes": markdown(("rows of data", "microseconds, drawn with replacement", "in epochs"), sizes),
+        "sgld_step": markdown(
+            ("one step", "microseconds", "of the other", "ratio"), rows
+        ),
+        "sgld_sizes": markdown(
+            ("rows of data", "microseconds, drawn with replacement", "in epochs"), sizes
+        ),
     }
 
 

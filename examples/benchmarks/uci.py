@@ -1,14 +1,18 @@
-"""UCI regression sets with the standard splits: any method, any split, one line of JSON each.
+"""UCI regression sets with the standard splits: any method, any split, one line of JSON
+each.
 
-A run can be interrupted: results in the file are not computed again, and further sets, splits, methods or heads are
-added to it. All networks have a hidden layer of 50 ReLU units (100 for protein; the deep recipe three of 16) and
-hierarchical priors. The heads are one noise scale for all rows (`homo`), an output for it (`hetero`), one scale of a
-Student's t (`tails`), or an output for that scale (`both`). With `--docs` the tables of a page are made from the
-file. Half of the time of a small set is compilation; with JAX's cache on disk (the environment variable
-`JAX_COMPILATION_CACHE_DIR`) the splits of a set share it.
+A run can be interrupted: results in the file are not computed again, and further sets,
+splits, methods or heads are added to it. All networks have a hidden layer of 50 ReLU
+units (100 for protein; the deep recipe three of 16) and hierarchical priors. The heads
+are one noise scale for all rows (`homo`), an output for it (`hetero`), one scale of a
+Student's t (`tails`), or an output for that scale (`both`). With `--docs` the tables of
+a page are made from the file. Half of the time of a small set is compilation; with
+JAX's cache on disk (the environment variable `JAX_COMPILATION_CACHE_DIR`) the splits of
+a set share it.
 
-    python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc nngp --splits 5
-    python -m examples.benchmarks.uci --methods none --output docs/uci.jsonl --docs docs/evidence.md README.md
+    python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc
+    nngp --splits 5 python -m examples.benchmarks.uci --methods none --output
+    docs/uci.jsonl --docs docs/evidence.md README.md
 """
 
 import argparse
@@ -29,12 +33,19 @@ from examples.benchmarks.shared import environment, one_device_per_core
 from examples.benchmarks.uci_gap import COLUMNS, KINDS, gap_tables
 from examples.benchmarks.uci_table import LARGE, PUBLISHED, picture
 from examples.benchmarks.uci_table import tables as standard_tables
-from examples.shared import at_least, between_marks, observations_of_members, writable_file
+from examples.shared import (
+    at_least,
+    between_marks,
+    observations_of_members,
+    writable_file,
+)
 
 HEADS = ("homo", "hetero", "tails", "both")
 DEEP = (16, 16, 16)  # widths of a network with about as many weights as one of 50 units
 CHAINS = 8
-RATINGS = ("wine",)  # sets whose targets are a few values, for which heavy tails are refused
+RATINGS = (
+    "wine",
+)  # sets whose targets are a few values, for which heavy tails are refused
 
 
 def model_of(data: Any, head: str, widths: Sequence[int] = ()) -> Callable:
@@ -47,14 +58,22 @@ def model_of(data: Any, head: str, widths: Sequence[int] = ()) -> Callable:
     return bnn.models.regression(net, bnn.priors.Hierarchical(), **options)
 
 
-# ----------------------------------------------------------------------------------------------------- methods
+# --------------------------------------------------------------------------------------
+# methods
 
 
-def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws: int, **call: Any) -> Any:
+def sample(
+    kernel: Any,
+    data: Any,
+    args: argparse.Namespace,
+    warmup: int,
+    draws: int,
+    **call: Any,
+) -> Any:
     """A finished ``MCMC`` of chains that are vectorized and distributed over all cores.
 
-    The data are arguments of the compiled program, so it is the same for all splits of a set and comes from JAX's
-    cache.
+    The data are arguments of the compiled program, so it is the same for all splits of
+    a set and comes from JAX's cache.
 
     :param call: arguments of the model after the data, by name.
     """
@@ -62,11 +81,15 @@ def sample(kernel: Any, data: Any, args: argparse.Namespace, warmup: int, draws:
 
     from numpyro_bnn import infer
 
-    warmup, draws = max(2, round(args.effort * warmup)), max(5, round(args.effort * draws))
+    warmup, draws = (
+        max(2, round(args.effort * warmup)),
+        max(5, round(args.effort * draws)),
+    )
     options = {
         "num_chains": CHAINS // 2 if data.name in LARGE else CHAINS,
         "chain_method": infer.parallel_vectorized,
-        "jit_model_args": not call,  # the size of a minibatch must be known to the compiler
+        # the size of a minibatch must be known to the compiler
+        "jit_model_args": not call,
         "progress_bar": False,
     }
     mcmc = MCMC(kernel, num_warmup=warmup, num_samples=draws, **options)
@@ -80,31 +103,53 @@ def mclmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 
     from numpyro_bnn import infer
 
-    steps, each, warmup, draws = (3000, 20, 100, 150) if data.name in LARGE else (4000, 50, 400, 500)
+    steps, each, warmup, draws = (
+        (3000, 20, 100, 150) if data.name in LARGE else (4000, 50, 400, 500)
+    )
     steps = max(10, round(args.effort * steps))
     schedule = optax.cosine_decay_schedule(0.02, steps)
-    warm = infer.WarmStart(0.3, num_steps=steps, optimizer=optax.adam(schedule), held_out=0.1, spread=0.5)
+    warm = infer.WarmStart(
+        0.3, num_steps=steps, optimizer=optax.adam(schedule), held_out=0.1, spread=0.5
+    )
     kernel = infer.MCLMC(model_of(data, head), steps_per_draw=each, warm_start=warm)
     mcmc = sample(kernel, data, args, warmup, draws)
-    return {"deep ensemble": scored([mcmc], data, members=True), "MCLMC": scored([mcmc], data)}
+    return {
+        "deep ensemble": scored([mcmc], data, members=True),
+        "MCLMC": scored([mcmc], data),
+    }
 
 
-def recipe(data: Any, head: str, args: argparse.Namespace, widths: Sequence[int] = ()) -> dict[str, Any]:
+def recipe(
+    data: Any, head: str, args: argparse.Namespace, widths: Sequence[int] = ()
+) -> dict[str, Any]:
     """A deep ensemble and chains around its members, by the recipe of the package."""
     mcmc = ensemble(model_of(data, head, widths), data, args, CHAINS)
     shape = f" {'x'.join(map(str, widths))}" if widths else ""
-    return {f"members{shape}": scored([mcmc], data, members=True), f"recipe{shape}": scored([mcmc], data)}
+    return {
+        f"members{shape}": scored([mcmc], data, members=True),
+        f"recipe{shape}": scored([mcmc], data),
+    }
 
 
 def mixed(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Half of the chains with the deep network and one noise scale, half with an output for the noise."""
-    models = model_of(data, "homo" if data.name in RATINGS else head, DEEP), model_of(data, "hetero")
+    """Half of the chains with the deep network and one noise scale, half with an output
+    for the noise.
+    """
+    models = (
+        model_of(data, "homo" if data.name in RATINGS else head, DEEP),
+        model_of(data, "hetero"),
+    )
     fits = [ensemble(model, data, args, CHAINS // 2) for model in models]
-    return {"members mixed": scored(fits, data, members=True), "recipe mixed": scored(fits, data)}
+    return {
+        "members mixed": scored(fits, data, members=True),
+        "recipe mixed": scored(fits, data),
+    }
 
 
 def ensemble(model: Callable, data: Any, args: argparse.Namespace, chains: int) -> Any:
-    """A finished run of the recipe; large sets have half the chains and a fifth of the gradients."""
+    """A finished run of the recipe; large sets have half the chains and a fifth of the
+    gradients.
+    """
     from numpyro_bnn import infer
 
     large, options = data.name in LARGE, {"jit_model_args": True, "progress_bar": False}
@@ -115,7 +160,9 @@ def ensemble(model: Callable, data: Any, args: argparse.Namespace, chains: int) 
 
 
 def nuts(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """NUTS on the non-centered model, with moves along the symmetries of the network after each transition."""
+    """NUTS on the non-centered model, with moves along the symmetries of the network
+    after each transition.
+    """
     from numpyro.infer import NUTS
 
     from numpyro_bnn import infer, symmetry
@@ -132,22 +179,34 @@ def sghmc(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
     warm = infer.WarmStart(held_out=0.1, spread=0.5)
     kernel = infer.SGHMC(model_of(data, head), steps_per_draw=100, warm_start=warm)
     batch = min(64, len(data.y_train))
-    return {"SGHMC": scored([sample(kernel, data, args, 300, 300, batch_size=batch)], data)}
+    return {
+        "SGHMC": scored([sample(kernel, data, args, 300, 300, batch_size=batch)], data)
+    }
 
 
 def variational(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Bayes by Backprop, and coupling flows over scales and output weights that start where it ended."""
+    """Bayes by Backprop, and coupling flows over scales and output weights that start
+    where it ended.
+    """
     import optax
     from numpyro.infer import SVI, init_to_value
 
     import numpyro_bnn as bnn
 
-    model, call, steps = (model_of(data, head), (data.x_train, data.y_train), max(10, round(args.effort * 10_000)))
+    model, call, steps = (
+        model_of(data, head),
+        (data.x_train, data.y_train),
+        max(10, round(args.effort * 10_000)),
+    )
     found, start = {}, None
     for name in ("AutoMeanField", "AutoCoupling"):
         guide = bnn.guides.AutoMeanField(model)
         if start is not None:
-            blocks = [("*_scale", "sigma", "net/Dense_1*") if head == "homo" else ("*_scale", "net/Dense_1*")]
+            blocks = [
+                ("*_scale", "sigma", "net/Dense_1*")
+                if head == "homo"
+                else ("*_scale", "net/Dense_1*")
+            ]
             options = {"init_loc_fn": init_to_value(values=start), "init_scale": 0.02}
             guide = bnn.guides.AutoCoupling(model, blocks=blocks, **options)
         rate = optax.cosine_decay_schedule(0.01 if start is None else 0.003, steps)
@@ -173,11 +232,15 @@ def adf(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def nngp(data: Any, head: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The Gaussian process of the infinitely wide network, its scales (one for each input) fitted."""
+    """The Gaussian process of the infinitely wide network, its scales (one for each
+    input) fitted.
+    """
     from numpyro_bnn import infinite, nn
 
     net, call = nn.MLP([50, 1], "erf"), (data.x_train, data.y_train)
-    found = infinite.prior_fit(net, *call, ard=True, max_steps=max(2, round(args.effort * 100)))
+    found = infinite.prior_fit(
+        net, *call, ard=True, max_steps=max(2, round(args.effort * 100))
+    )
     gp = infinite.gp_regression(net, *call, noise_sd=found.noise_sd, prior=found.prior)
     predicted = gp.predict(data.x_test, diagonal=True)
     variance = predicted.covariance + found.noise_sd**2
@@ -198,22 +261,32 @@ METHODS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "ngboost": (boosting.ngboost, HEADS[1:2]),
     "catboost": (boosting.catboost, HEADS[1:2]),
 }
-# Methods of packages that are in none of our extras; they are run only if they are named.
+# Methods of packages that are in none of our extras; they are run only if they are
+# named.
 OTHERS = {"ngboost": ("ngboost", "scikit-learn"), "catboost": ("catboost",)}
 
 
-# ------------------------------------------------------------------------------------------------------ scores
+# --------------------------------------------------------------------------------------
+# scores
 
 
 def scored(fits: Sequence[Any], data: Any, **options: Any) -> dict[str, float]:
-    """Scores at the test points, in the units of the data, of the mixture of several fits."""
+    """Scores at the test points, in the units of the data, of the mixture of several
+    fits.
+    """
     import numpyro_bnn as bnn
 
     new = {"x": data.x_test, "y": data.y_test}
     if "guide" not in options:
         options |= {"log_likelihood": False, "posterior_predictive": False}
-    tests = [bnn.to_inference_data(fit, predictions=new, **options)["predictions"] for fit in fits]
-    mean, log_likelihood = (np.concatenate([t[name] for t in tests]) for name in ("y_mean", "y_log_likelihood"))
+    tests = [
+        bnn.to_inference_data(fit, predictions=new, **options)["predictions"]
+        for fit in fits
+    ]
+    mean, log_likelihood = (
+        np.concatenate([t[name] for t in tests])
+        for name in ("y_mean", "y_log_likelihood")
+    )
     if "members" in options:
         y = np.concatenate([observations_of_members(fit, new) for fit in fits])
     else:
@@ -226,11 +299,13 @@ def scored(fits: Sequence[Any], data: Any, **options: Any) -> dict[str, float]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ runner
+# --------------------------------------------------------------------------------------
+# runner
 
 
 def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The jobs, ordered by split, so that an interrupted run has the same splits of all sets.
+    """The jobs, ordered by split, so that an interrupted run has the same splits of all
+    sets.
 
     The number of a split along an input is that of the input.
     """
@@ -247,7 +322,11 @@ def plan(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def splits_of(name: str, kind: str) -> Sequence[int]:
-    return COLUMNS.get(name, ()) if kind in KINDS else range(5 if name == "protein" else 20)
+    return (
+        COLUMNS.get(name, ())
+        if kind in KINDS
+        else range(5 if name == "protein" else 20)
+    )
 
 
 def tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
@@ -273,14 +352,22 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def compute(job: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
     """One line for each method of a job."""
     if "splits_of" in job:
-        raw = loaders.load_uci_gap(job["set"], job["split"], job["splits_of"], args.data)
+        raw = loaders.load_uci_gap(
+            job["set"], job["split"], job["splits_of"], args.data
+        )
     else:
         raw = loaders.load_uci(job["set"], job["split"], args.data)
     data = loaders.standardize(raw)
     start = time.perf_counter()
     found = METHODS[job["run"]][0](data, job["head"], args)
-    about = {"seconds": time.perf_counter() - start, "effort": args.effort, "seed": args.seed}
-    return [job | {"method": method} | about | scores for method, scores in found.items()]
+    about = {
+        "seconds": time.perf_counter() - start,
+        "effort": args.effort,
+        "seed": args.seed,
+    }
+    return [
+        job | {"method": method} | about | scores for method, scores in found.items()
+    ]
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
@@ -300,7 +387,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                 jax.clear_caches()  # or the programs of past jobs fill the memory
             bar.set_description(" ".join(map(str, job.values())))
             lines, packages = compute(job, args), OTHERS.get(job["run"], ())
-            file.write("".join(f"{json.dumps(line | environment(packages))}\n" for line in lines))
+            file.write(
+                "".join(
+                    f"{json.dumps(line | environment(packages))}\n" for line in lines
+                )
+            )
             file.flush()
     lines = lines_of(args.output)
     made = tables(lines)
@@ -322,8 +413,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     sets, methods = list(PUBLISHED), [*METHODS, "none"]
-    parser.add_argument("--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA")
-    parser.add_argument("--sets", nargs="+", choices=sets, default=sets, help="data sets")
+    parser.add_argument(
+        "--data", type=Path, help="folder of the data; otherwise NUMPYRO_BNN_DATA"
+    )
+    parser.add_argument(
+        "--sets", nargs="+", choices=sets, default=sets, help="data sets"
+    )
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -331,21 +426,47 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=[name for name in METHODS if name not in OTHERS],
         help="what to run; none: tables only",
     )
-    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS), help="noise of the model")
-    parser.add_argument("--splits", type=int, default=20, help="the first so many splits")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        choices=HEADS,
+        default=list(HEADS),
+        help="noise of the model",
+    )
+    parser.add_argument(
+        "--splits", type=int, default=20, help="the first so many splits"
+    )
     parser.add_argument(
         "--splits-of",
         choices=("standard", *KINDS),
         default="standard",
         help="gap and tail: along each input of boston, concrete, energy and yacht",
     )
-    parser.add_argument("--effort", type=float, default=1.0, help="factor of all numbers of steps and draws")
+    parser.add_argument(
+        "--effort",
+        type=float,
+        default=1.0,
+        help="factor of all numbers of steps and draws",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of starts and draws")
     parser.add_argument(
-        "--output", type=Path, default=Path("output/uci.jsonl"), help="file to which results are added"
+        "--output",
+        type=Path,
+        default=Path("output/uci.jsonl"),
+        help="file to which results are added",
     )
-    parser.add_argument("--docs", type=Path, nargs="+", default=[], help="pages whose tables are to be replaced")
-    parser.add_argument("--figure", type=Path, help="file of a plot of ours beside the published figures")
+    parser.add_argument(
+        "--docs",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="pages whose tables are to be replaced",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        help="file of a plot of ours beside the published figures",
+    )
     parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false")
     args = parser.parse_args(argv)
     args.methods = [name for name in args.methods if name != "none"]

@@ -1,7 +1,8 @@
-"""Splits of the UCI sets along one input, with published figures: the table of `examples.benchmarks.uci`.
+"""Splits of the UCI sets along one input, with published figures: the table of
+`examples.benchmarks.uci`.
 
-Gap: the middle third of the rows, sorted by an input, is the test set; tail: the sixths at both ends. There is one
-split for each input that is not a category.
+Gap: the middle third of the rows, sorted by an input, is the test set; tail: the sixths
+at both ends. There is one split for each input that is not a category.
 """
 
 from collections.abc import Iterable
@@ -15,18 +16,19 @@ from examples.shared import markdown
 __all__ = ["COLUMNS", "KINDS", "gap_tables"]
 
 KINDS = ("gap", "tail")
-# Inputs that are sorted by; the others of boston (river) and energy (height, orientation, distribution of glazing)
-# are categories.
+# Inputs that are sorted by; the others of boston (river) and energy (height,
+# orientation, distribution of glazing) are categories.
 COLUMNS = {
     "boston": (0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     "concrete": tuple(range(8)),
     "energy": (0, 1, 2, 3, 6),
     "yacht": tuple(range(6)),
 }
-# Test log likelihood and RMSE: means over these splits and standard errors, computed from the results by split that
-# github.com/nnuncert/nnuncert keeps in results/uci (one hidden layer of 50 ReLU units; categories in one-hot code;
-# tied rows may be in another order). PNN-E: an ensemble of networks that learn mean and variance. NLM-E: an ensemble
-# of Bayesian last layers.
+# Test log likelihood and RMSE: means over these splits and standard errors, computed
+# from the results by split that github.com/nnuncert/nnuncert keeps in results/uci (one
+# hidden layer of 50 ReLU units; categories in one-hot code; tied rows may be in another
+# order). PNN-E: an ensemble of networks that learn mean and variance. NLM-E: an
+# ensemble of Bayesian last layers.
 NAMES = ("PBP", "MC dropout", "PNN-E (deep ensemble)", "NLM-E (last layers)")
 PUBLISHED = {
     ("gap", "boston"): (
@@ -81,10 +83,12 @@ PUBLISHED = {
 
 
 def gap_tables(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Markdown tables by name, for the kinds of splits that are in the lines of the runner.
+    """Markdown tables by name, for the kinds of splits that are in the lines of the
+    runner.
 
-    A cell has the mean log likelihood, its standard error over the splits, and the mean RMSE; the best of a set by
-    log likelihood is bold. Where a method was run on fewer splits, their number follows, and it is not compared.
+    A cell has the mean log likelihood, its standard error over the splits, and the mean
+    RMSE; the best of a set by log likelihood is bold. Where a method was run on fewer
+    splits, their number follows, and it is not compared.
     """
     kept = list(lines)
     made = {}
@@ -99,28 +103,50 @@ def _table(lines: list[dict[str, Any]], kind: str) -> str:
     sets = [name for name in COLUMNS if any(line["set"] == name for line in lines)]
     methods = dict.fromkeys((line["method"], line["head"]) for line in lines)
     columns = [_column(lines, kind, name, list(methods)) for name in sets]
-    names = [", ".join(method) for method in methods] + [f"{name}, published" for name in NAMES]
-    heads = [f"{kind}: log likelihood, RMSE", *(f"{name} ({len(COLUMNS[name])} splits)" for name in sets)]
+    names = [", ".join(method) for method in methods] + [
+        f"{name}, published" for name in NAMES
+    ]
+    heads = [
+        f"{kind}: log likelihood, RMSE",
+        *(f"{name} ({len(COLUMNS[name])} splits)" for name in sets),
+    ]
     return markdown(heads, zip(names, *columns, strict=True))
 
 
-def _column(lines: list[dict[str, Any]], kind: str, name: str, methods: list[tuple[str, str]]) -> list[str]:
+def _column(
+    lines: list[dict[str, Any]], kind: str, name: str, methods: list[tuple[str, str]]
+) -> list[str]:
     cells: list[tuple[tuple[float, float], float, int] | None] = []
     for method in methods:
-        kept = [line for line in lines if line["set"] == name and (line["method"], line["head"]) == method]
+        kept = [
+            line
+            for line in lines
+            if line["set"] == name and (line["method"], line["head"]) == method
+        ]
         own = {line["split"]: line for line in kept}
-        scores = {score: [line[score] for line in own.values()] for score in ("log_likelihood", "rmse")}
+        scores = {
+            score: [line[score] for line in own.values()]
+            for score in ("log_likelihood", "rmse")
+        }
         found = mean_and_error(scores["log_likelihood"]) if own else None
-        cells.append((found, float(np.mean(scores["rmse"])), len(own)) if found else None)
+        cells.append(
+            (found, float(np.mean(scores["rmse"])), len(own)) if found else None
+        )
     whole = len(COLUMNS[name])
-    cells += [(likelihood, rmse[0], whole) for likelihood, rmse in PUBLISHED[kind, name]]
+    cells += [
+        (likelihood, rmse[0], whole) for likelihood, rmse in PUBLISHED[kind, name]
+    ]
     best = max(cell[0][0] for cell in cells if cell and cell[2] == whole)
     return [_cell(cell, best, whole) for cell in cells]
 
 
-def _cell(cell: tuple[tuple[float, float], float, int] | None, best: float, whole: int) -> str:
+def _cell(
+    cell: tuple[tuple[float, float], float, int] | None, best: float, whole: int
+) -> str:
     if cell is None:
         return "-"
     (mean, error), rmse, count = cell
     text = f"{mean:.3f}" if count < whole or mean < best else f"**{mean:.3f}**"
-    return f"{text} ± {error:.3f}, {rmse:.3f}" + (f" ({count})" if count < whole else "")
+    return f"{text} ± {error:.3f}, {rmse:.3f}" + (
+        f" ({count})" if count < whole else ""
+    )

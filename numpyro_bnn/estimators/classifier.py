@@ -14,27 +14,41 @@ from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import CHECKED_ROWS, Callback, Method, Network, Uncertainty
+from numpyro_bnn.estimators.network import (
+    CHECKED_ROWS,
+    Callback,
+    Method,
+    Network,
+    Uncertainty,
+)
 from numpyro_bnn.estimators.tables import check_labels, check_numbers
 
 
 class Classifier(ClassifierMixin, Network):
-    r"""A Bayesian neural network for classification, with scikit-learn's ``fit``, ``predict``, ``predict_proba``.
+    r"""A Bayesian neural network for classification, with scikit-learn's ``fit``,
+    ``predict``, ``predict_proba``.
 
-    y_n ~ Categorical(softmax f(x_n)), f a random network with one output per class; inputs are standardized inside.
-    Class probabilities are means over the draws of the network.
+    y_n ~ Categorical(softmax f(x_n)), f a random network with one output per class;
+    inputs are standardized inside. Class probabilities are means over the draws of the
+    network.
 
-    Parameters are those of :class:`Regressor`, without those of the noise. Scales of weights have a wider prior,
-    ``priors.Hierarchical(dist.HalfCauchy(1.0))``: classes that are far apart need large weights.
+    Parameters are those of :class:`Regressor`, without those of the noise. Scales of
+    weights have a wider prior, ``priors.Hierarchical(dist.HalfCauchy(1.0))``: classes
+    that are far apart need large weights.
 
-    :raises ValueError: on ``fit``, as for :class:`Regressor`, and for targets with one class only.
+    :raises ValueError: on ``fit``, as for :class:`Regressor`, and for targets with one
+        class only.
 
     >>> import numpy as np
     >>> from numpyro_bnn.estimators import Classifier
     >>> X = np.linspace(-1, 1, 40)[:, None]
     >>> y = np.where(X[:, 0] > 0.1, "high", "low")
     >>> classifier = Classifier("adf", widths=(10,), random_state=0).fit(X, y)
-    >>> print(classifier.classes_, classifier.predict(X[[0, -1]]), classifier.predict_proba(X).shape)
+    >>> print(
+    ...     classifier.classes_,
+    ...     classifier.predict(X[[0, -1]]),
+    ...     classifier.predict_proba(X).shape,
+    ... )
     ['high' 'low'] ['low' 'high'] (40, 2)
     """
 
@@ -52,9 +66,18 @@ class Classifier(ClassifierMixin, Network):
         progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
-        self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
+        self.method, self.widths, self.activation, self.prior = (
+            method,
+            widths,
+            activation,
+            prior,
+        )
         self.num_chains, self.num_samples, self.effort = num_chains, num_samples, effort
-        self.callback, self.progress_bar, self.random_state = callback, progress_bar, random_state
+        self.callback, self.progress_bar, self.random_state = (
+            callback,
+            progress_bar,
+            random_state,
+        )
 
     def _usual_prior(self) -> priors.Prior:
         return priors.Hierarchical(dist.HalfCauchy(1.0))
@@ -72,15 +95,21 @@ class Classifier(ClassifierMixin, Network):
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             got = f"labels of one class, {self.classes_[0]!r}"
-            raise argument_error(f"{self._call}.fit", "y", got, "Pass rows of at least two classes.")
-        self._run(X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,))
+            raise argument_error(
+                f"{self._call}.fit", "y", got, "Pass rows of at least two classes."
+            )
+        self._run(
+            X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,)
+        )
         rows, labels = (part[:CHECKED_ROWS] for part in self._data)
         found = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
         constant = np.bincount(codes)[labels] / len(codes)
         self._warn_if_worse(_log(found), np.log(constant))
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Class probabilities (N, K), columns in the order of ``classes_``: means over the draws."""
+        """Class probabilities (N, K), columns in the order of ``classes_``: means over
+        the draws.
+        """
         check_is_fitted(self)
         return np.exp(self._log_probs(X, self.calibration_, warn=True))
 
@@ -89,7 +118,8 @@ class Classifier(ClassifierMixin, Network):
         return log_softmax(_log(probs) / temperature, axis=1)
 
     def uncertainty(self, X: Any) -> Uncertainty:
-        """Mean entropy of the labels given the network, and mutual information of label and network, (N,) in nats.
+        """Mean entropy of the labels given the network, and mutual information of label
+        and network, (N,) in nats.
 
         A temperature does not change it: it is no property of the draws.
         """
@@ -98,22 +128,31 @@ class Classifier(ClassifierMixin, Network):
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each row."""
-        best = np.argmax(self.predict_proba(X), axis=1)  # refuses before there are classes
+        best = np.argmax(
+            self.predict_proba(X), axis=1
+        )  # refuses before there are classes
         return self.classes_[best]
 
     @checked("estimators.{}.conformal_set")
-    def conformal_set(self, X: Any, X_held_out: Any, y_held_out: Any, level: Level = 0.9) -> np.ndarray:
-        r"""Sets of classes that hold the label of a new row with probability ``level``, whatever the model.
+    def conformal_set(
+        self, X: Any, X_held_out: Any, y_held_out: Any, level: Level = 0.9
+    ) -> np.ndarray:
+        r"""Sets of classes that hold the label of a new row with probability ``level``,
+        whatever the model.
 
-        .. math:: C(x) = \{k : p(k | x, D) \ge q\}, \quad q = \text{the } \lceil (n + 1)\, \mathrm{level} \rceil
+        .. math:: C(x) = \{k : p(k | x, D) \ge q\}, \quad q = \text{the } \lceil (n +
+                  1)\, \mathrm{level} \rceil
             \text{-th largest of } p(y_i | x_i, D)
 
-        over n held-out rows. If these and the new row are exchangeable, the probability is at least ``level``, on
-        average over rows and classes, not for each of them. Of all such sets these have the fewest classes; a row
-        unlike those held out may have none.
+        over n held-out rows. If these and the new row are exchangeable, the probability
+        is at least ``level``, on average over rows and classes, not for each of them.
+        Of all such sets these have the fewest classes; a row unlike those held out may
+        have none.
 
-        :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out: their labels.
-        :return: which classes, in the order of ``classes_``, are in the sets: (N, K) booleans.
+        :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out:
+            their labels.
+        :return: which classes, in the order of ``classes_``, are in the sets: (N, K)
+            booleans.
         :raises ValueError: for fewer than level / (1 - level) held-out rows.
 
         Reference: Sadinle, Lei & Wasserman (2019), sections 2.1 and 3.
@@ -126,11 +165,18 @@ class Classifier(ClassifierMixin, Network):
 
     @checked("estimators.{}.sample")
     def sample(
-        self, X: Any, num_samples: PositiveInt = 100, *, noise: Switch = True, random_state: Any = None
+        self,
+        X: Any,
+        num_samples: PositiveInt = 100,
+        *,
+        noise: Switch = True,
+        random_state: Any = None,
     ) -> np.ndarray:
-        """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S, N, K).
+        """Joint draws (S, N) of labels; with ``noise=False`` of class probabilities (S,
+        N, K).
 
-        :raises ValueError: after :meth:`calibrate`, as a temperature of the mean probabilities has no joint draws.
+        :raises ValueError: after :meth:`calibrate`, as a temperature of the mean
+            probabilities has no joint draws.
         """
         if getattr(self, "calibration_", 1) != 1:
             got, instead = (
@@ -141,7 +187,9 @@ class Classifier(ClassifierMixin, Network):
         (probs,), generator = self._components(X, num_samples, random_state)
         if not noise:
             return probs
-        reached = generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]
+        reached = (
+            generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]
+        )
         return self.classes_[reached.sum(axis=2)]
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
@@ -152,10 +200,14 @@ class Classifier(ClassifierMixin, Network):
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """Log probability of the label of each row, (N,): larger is better."""
-        return self._density_by_factor(X, y, "log_predictive_density")(self.calibration_)
+        return self._density_by_factor(X, y, "log_predictive_density")(
+            self.calibration_
+        )
 
     def _codes(self, X: Any, y: Any, method: str, suffix: str = "") -> np.ndarray:
-        """Places of the labels of rows in ``classes_``; arguments of the method may have a suffix."""
+        """Places of the labels of rows in ``classes_``; arguments of the method may
+        have a suffix.
+        """
         check_is_fitted(self)
         call = f"{self._call}.{method}"
         check_numbers(call, f"X{suffix}", X)
@@ -168,7 +220,9 @@ class Classifier(ClassifierMixin, Network):
             raise argument_error(call, f"y{suffix}", got, instead)
         return np.searchsorted(self.classes_, y)
 
-    def _density_by_factor(self, X: Any, y: Any, method: str) -> Callable[[float], np.ndarray]:
+    def _density_by_factor(
+        self, X: Any, y: Any, method: str
+    ) -> Callable[[float], np.ndarray]:
         codes = self._codes(X, y, method)
         own = np.arange(len(codes)), codes
         log_probs = self._log_probs(X, 1.0)

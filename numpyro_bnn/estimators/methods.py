@@ -1,4 +1,6 @@
-"""How each method turns padded, standardized data into draws of a network: one row of a table for each method."""
+"""How each method turns padded, standardized data into draws of a network: one row of a
+table for each method.
+"""
 
 import ast
 import warnings
@@ -26,20 +28,32 @@ from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.fit import from_guide
 
 LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
-HELD_OUT, ENOUGH_ROWS = 0.1, 20  # share of the rows that stop the optimizer, and the fewest rows that afford it
+HELD_OUT, ENOUGH_ROWS = (
+    0.1,
+    20,
+)  # share of the rows that stop the optimizer, and the fewest rows that afford it
 ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
-MANY_ROWS = 5000  # above it a gradient is so expensive that chains are fewer and shorter
-LARGEST_FULL, LARGEST_WORK = 1500, 10**10  # unknowns of a dense precision of "laplace", and rows times their square
+MANY_ROWS = (
+    5000  # above it a gradient is so expensive that chains are fewer and shorter
+)
+LARGEST_FULL, LARGEST_WORK = (
+    1500,
+    10**10,
+)  # unknowns of a dense precision of "laplace", and rows times their square
 MOST_VALUES = 10**8  # numbers in the draws of "laplace"
 REPORTS = 20  # calls of a callback in one fit
 
 
 class Task(NamedTuple):
-    """What a method is given: a model and its arguments, settings of the user, and ``report(done, total)``."""
+    """What a method is given: a model and its arguments, settings of the user, and
+    ``report(done, total)``.
+    """
 
     call: str  # name of the estimator, for messages
     model: Callable
-    data: tuple[jax.Array, jax.Array, jax.Array]  # arguments of the model, from `padded`
+    data: tuple[
+        jax.Array, jax.Array, jax.Array
+    ]  # arguments of the model, from `padded`
     num_rows: int  # without padding
     rng_key: jax.Array
     effort: float
@@ -53,7 +67,9 @@ class Task(NamedTuple):
 
 
 def _parts(total: int) -> Iterator[tuple[np.int32, np.int32]]:
-    """First and last step of each part of the work, after which progress is reported."""
+    """First and last step of each part of the work, after which progress
+    is reported.
+    """
     return pairwise(np.linspace(0, total, min(REPORTS, total) + 1).astype(np.int32))
 
 
@@ -66,14 +82,22 @@ class Regression(NamedTuple):
 
     @classmethod
     def usual(cls, method: str, num_rows: int) -> "Regression":
-        """By method; few rows would be taken for noise if it could differ between them."""
+        """By method; few rows would be taken for noise if it could
+        differ between them.
+        """
         if method != "ensemble":
             return cls()
-        return cls((16, 16, 16), True, True) if num_rows >= ROWS_OF_NOISE else cls(heavy_tails=True)
+        return (
+            cls((16, 16, 16), True, True)
+            if num_rows >= ROWS_OF_NOISE
+            else cls(heavy_tails=True)
+        )
 
 
 class Draws(NamedTuple):
-    """Draws of the sites (C, S, ...) by name, and settings for the attributes of the result."""
+    """Draws of the sites (C, S, ...) by name, and settings for the attributes of the
+    result.
+    """
 
     sites: dict[str, np.ndarray]
     attrs: dict[str, Any]
@@ -81,10 +105,11 @@ class Draws(NamedTuple):
 
 
 def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Inputs (N', D), targets (N', ...), and which rows are data (N',): up to 15 or 3 % of the rows are padding.
+    """Inputs (N', D), targets (N', ...), and which rows are data (N',): up to 15 or 3 %
+    of the rows are padding.
 
-    The model ignores it, and folds of a cross-validation share programs. It is not among the rows that a warm start
-    holds out, which decide when the optimizer stops.
+    The model ignores it, and folds of a cross-validation share programs. It is not
+    among the rows that a warm start holds out, which decide when the optimizer stops.
 
     >>> [padded(np.ones((n, 1)), np.ones(n))[0].shape[0] for n in (404, 405, 406)]
     [416, 416, 416]
@@ -101,13 +126,25 @@ def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Arra
         return whole
 
     kind = float if y.dtype.kind == "f" else int
-    return jnp.asarray(spread(x), float), jnp.asarray(spread(y), kind), jnp.asarray(known)
+    return (
+        jnp.asarray(spread(x), float),
+        jnp.asarray(spread(y), kind),
+        jnp.asarray(known),
+    )
 
 
 def network_model(
-    x: jax.Array, y: Any = None, known: Any = None, *, net: nn.Layer, prior: Any, likelihood: Callable
+    x: jax.Array,
+    y: Any = None,
+    known: Any = None,
+    *,
+    net: nn.Layer,
+    prior: Any,
+    likelihood: Callable,
 ) -> None:
-    """A NumPyro model: a random network, and one observation per row that is ``known``."""
+    """A NumPyro model: a random network, and one observation per row that
+    is ``known``.
+    """
     f = random_network("net", net, x.shape[1:], prior)
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
@@ -116,13 +153,19 @@ def network_model(
         numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
-def noise_likelihood(targets: int, heteroscedastic: bool, heavy_tails: bool, least_sd: float = 0.0) -> Callable:
-    """Normal or Student's t noise: one scale for all rows, with prior HalfNormal(1), or outputs of the network."""
+def noise_likelihood(
+    targets: int, heteroscedastic: bool, heavy_tails: bool, least_sd: float = 0.0
+) -> Callable:
+    """Normal or Student's t noise: one scale for all rows, with prior HalfNormal(1), or
+    outputs of the network.
+    """
     shape = () if targets == 1 else (targets,)
     sigma: Any = 0.0
     if not heteroscedastic:
         prior = dist.HalfNormal(1.0)
-        sigma = least_sd + numpyro.sample("sigma", prior.expand(shape).to_event(1) if shape else prior)
+        sigma = least_sd + numpyro.sample(
+            "sigma", prior.expand(shape).to_event(1) if shape else prior
+        )
     family = noise_family(heavy_tails)
 
     def of_output(out: jax.Array) -> dist.Distribution:
@@ -140,7 +183,7 @@ def categorical_likelihood() -> Callable:
     return lambda out: dist.Categorical(logits=out)
 
 
-# -- Markov chains -----------------------------------------------------------------------------------------
+# -- Markov chains ---------------------------------------------------------------------
 
 
 def ensemble(task: Task) -> Draws:
@@ -148,28 +191,53 @@ def ensemble(task: Task) -> Draws:
     gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (60_000, 8)
     held_out = HELD_OUT if task.num_rows >= ENOUGH_ROWS else 0.0
     mcmc = infer.ensemble(
-        task.model, task.steps(gradients, 100), num_samples=task.num_samples or 250, held_out=held_out
+        task.model,
+        task.steps(gradients, 100),
+        num_samples=task.num_samples or 250,
+        held_out=held_out,
     )
     return _chains(task, mcmc.sampler, chains, mcmc.num_warmup, mcmc.num_samples)
 
 
 def nuts(task: Task) -> Draws:
     """NUTS, with moves along the symmetries of the network after each transition."""
-    with TRACING, warnings.catch_warnings():  # filters of warnings belong to all threads, too
-        warnings.filterwarnings("ignore", "symmetry.find: found none")  # in a linear network
+    with (
+        TRACING,
+        warnings.catch_warnings(),
+    ):  # filters of warnings belong to all threads, too
+        warnings.filterwarnings(
+            "ignore", "symmetry.find: found none"
+        )  # in a linear network
         found = symmetry.find(task.model, *task.data)
     inner = NUTS(task.model, max_tree_depth=8)
     kernel = infer.OrbitMoves(inner, found) if found else inner
-    return _chains(task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4))
+    return _chains(
+        task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4)
+    )
 
 
-def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int) -> Draws:
-    """Run a kernel by one compiled program whose inputs are the data; leave out chains at fault, with a warning."""
+def _chains(
+    task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int
+) -> Draws:
+    """Run a kernel by one compiled program whose inputs are the data; leave out chains
+    at fault, with a warning.
+    """
     count, args = task.num_chains or num_chains, task.data
     with TRACING:
-        state = kernel.init(jax.random.split(task.rng_key, count), num_warmup, None, model_args=args, model_kwargs={})
-        one = jax.eval_shape(jax.vmap(kernel.postprocess_fn(args, {})), getattr(state, kernel.sample_field))
-    draws = jax.tree.map(lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype), one)
+        state = kernel.init(
+            jax.random.split(task.rng_key, count),
+            num_warmup,
+            None,
+            model_args=args,
+            model_kwargs={},
+        )
+        one = jax.eval_shape(
+            jax.vmap(kernel.postprocess_fn(args, {})),
+            getattr(state, kernel.sample_field),
+        )
+    draws = jax.tree.map(
+        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype), one
+    )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
 
     def advance(given: tuple, args: tuple, kwargs: Any) -> tuple:
@@ -178,55 +246,95 @@ def _chains(task: Task, kernel: Any, num_chains: int, num_warmup: int, num_sampl
         specs = (chain, chain, everywhere, everywhere, everywhere)
         run: Callable = partial(_transitions, kernel, num_warmup)
         if devices > 1:  # chains are independent: the devices need not agree
-            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(chain, chain), check_vma=False)
+            run = jax.shard_map(
+                run,
+                mesh=mesh,
+                in_specs=specs,
+                out_specs=(chain, chain),
+                check_vma=False,
+            )
         return run(*given, args)
 
     program, total = prepare(advance, args, {}), num_warmup + num_samples
     for first, last in _parts(total):
         state, draws = jax.block_until_ready(program((state, draws, first, last)))
         task.report(int(last), total)
-    state, sites = jax.device_get(jax.device_put((state, draws), jax.local_devices()[0]))
+    state, sites = jax.device_get(
+        jax.device_put((state, draws), jax.local_devices()[0])
+    )
     described = kernel.describe(state) if hasattr(kernel, "describe") else {}
-    attrs = {"algorithm": type(kernel).__name__, "num_warmup": num_warmup, "num_chains": count, **described}
+    attrs = {
+        "algorithm": type(kernel).__name__,
+        "num_warmup": num_warmup,
+        "num_chains": count,
+        **described,
+    }
     return _sound(task.call, sites, attrs)
 
 
 def _transitions(
-    kernel: Any, num_warmup: int, state: Any, draws: Any, first: Any, last: Any, args: tuple
+    kernel: Any,
+    num_warmup: int,
+    state: Any,
+    draws: Any,
+    first: Any,
+    last: Any,
+    args: tuple,
 ) -> tuple[Any, Any]:
-    """Make the transitions ``first`` to ``last`` of a batch of chains, and write down the draws after warm-up."""
+    """Make the transitions ``first`` to ``last`` of a batch of chains, and write down
+    the draws after warm-up.
+    """
     values = jax.vmap(kernel.postprocess_fn(args, {}))
 
     def transition(i: jax.Array, carry: tuple) -> tuple:
         state, draws = carry
         state = kernel.sample(state, args, {})
-        place = jnp.maximum(i - num_warmup, 0)  # warm-up writes where the first draw will be
+        place = jnp.maximum(
+            i - num_warmup, 0
+        )  # warm-up writes where the first draw will be
         new = values(getattr(state, kernel.sample_field))
-        return state, jax.tree.map(lambda kept, value: kept.at[:, place].set(value), draws, new)
+        return state, jax.tree.map(
+            lambda kept, value: kept.at[:, place].set(value), draws, new
+        )
 
     return jax.lax.fori_loop(first, last, transition, (state, draws))
 
 
 def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Draws:
     """The chains that neither diverged nor froze."""
-    flat = np.concatenate([value.reshape((*value.shape[:2], -1)) for value in sites.values()], axis=2)
+    flat = np.concatenate(
+        [value.reshape((*value.shape[:2], -1)) for value in sites.values()], axis=2
+    )
     diverged = ~np.isfinite(flat).all(axis=(1, 2))
     frozen = (flat == flat[:, :1]).all(axis=(1, 2)) & (flat.shape[1] > 1)
     frozen[ast.literal_eval(attrs.get("frozen_chains", "[]"))] = True
-    lists = {"diverged": np.flatnonzero(diverged), "frozen_chains": np.flatnonzero(frozen & ~diverged)}
+    lists = {
+        "diverged": np.flatnonzero(diverged),
+        "frozen_chains": np.flatnonzero(frozen & ~diverged),
+    }
     attrs |= {name: str(chains.tolist()) for name, chains in lists.items()}
     at_fault = diverged | frozen
     if at_fault.all():
-        instead = "Look for outliers in the data, or use another `method`, `prior` or more `effort`."
-        raise argument_error(f"{call}.fit", "X", "data on which every chain diverged or froze", instead)
+        instead = (
+            "Look for outliers in the data, or use another `method`, `prior` or more "
+            "`effort`."
+        )
+        raise argument_error(
+            f"{call}.fit", "X", "data on which every chain diverged or froze", instead
+        )
     if at_fault.any():
-        left_out = ", ".join(f"{name}: {attrs[name]}" for name, chains in lists.items() if chains.size)
-        message = f"{call}.fit: chains left out of all predictions ({left_out}). The other chains are not affected."
+        left_out = ", ".join(
+            f"{name}: {attrs[name]}" for name, chains in lists.items() if chains.size
+        )
+        message = (
+            f"{call}.fit: chains left out of all predictions ({left_out}). The other "
+            f"chains are not affected."
+        )
         warnings.warn(message, stacklevel=2)
     return Draws({name: value[~at_fault] for name, value in sites.items()}, attrs)
 
 
-# -- guides ------------------------------------------------------------------------------------------------
+# -- guides ----------------------------------------------------------------------------
 
 
 def mean_field(task: Task) -> Draws:
@@ -239,25 +347,40 @@ def mean_field(task: Task) -> Draws:
     svi = SVI(task.model, guide, adam, guides.TraceLocalReparam_ELBO())
     fit: Any = None
     for first, last in _parts(steps):
-        options = {"progress_bar": False, "stable_update": True, "init_state": fit and fit.state}
+        options = {
+            "progress_bar": False,
+            "stable_update": True,
+            "init_state": fit and fit.state,
+        }
         fit = guides.fit(svi, task.rng_key, int(last - first), *task.data, **options)
         task.report(int(last), steps)
     return _from_guide(task, guide, fit)
 
 
 def adf(task: Task) -> Draws:
-    """Probabilistic backpropagation; every epoch counts the rows again, so few rows get few of them."""
-    guide, epochs = guides.AutoADF(task.model), task.steps(min(40, max(4, task.num_rows // 8)), 1)
+    """Probabilistic backpropagation; every epoch counts the rows again, so few rows get
+    few of them.
+    """
+    guide, epochs = (
+        guides.AutoADF(task.model),
+        task.steps(min(40, max(4, task.num_rows // 8)), 1),
+    )
     fit = guide.run(task.rng_key, *task.data, num_epochs=epochs, progress_bar=False)
     task.report(epochs, epochs)
     return _from_guide(task, guide, fit)
 
 
 def laplace(task: Task) -> Draws:
-    """A Gaussian at the mode, with prior precisions and noise by the evidence; predictions are linearized."""
+    """A Gaussian at the mode, with prior precisions and noise by the evidence;
+    predictions are linearized.
+    """
     with LinearizedPredictive.precision():
         x, y, known = task.data
-        data = jnp.asarray(x, float), jnp.asarray(y, int if y.dtype.kind == "i" else float), known
+        data = (
+            jnp.asarray(x, float),
+            jnp.asarray(y, int if y.dtype.kind == "i" else float),
+            known,
+        )
         reading = Reading(task.model, data)
         number = sum(value.size for value in reading.shapes(reading.latent).values())
         dense = number <= LARGEST_FULL and len(x) * number**2 <= LARGEST_WORK
@@ -266,13 +389,28 @@ def laplace(task: Task) -> Draws:
             "num_epochs": 20 if dense else 300,
             "num_rounds": task.steps(100 if dense else 15, 2),
         }
-        fit = guide.run(task.rng_key, *data, tune_prior="auto", progress_bar=False, **options)
+        fit = guide.run(
+            task.rng_key, *data, tune_prior="auto", progress_bar=False, **options
+        )
         task.report(1, 1)
-        draws = _from_guide(task._replace(data=data), guide, fit, max(50, min(1000, MOST_VALUES // number)))
-    found: dict[str, Any] = {"log_evidence": fit.log_evidence, "effective_parameters": fit.effective_parameters}
-    found |= {"prior_precision": str(fit.prior_precision), "converged": int(fit.converged)}
+        draws = _from_guide(
+            task._replace(data=data),
+            guide,
+            fit,
+            max(50, min(1000, MOST_VALUES // number)),
+        )
+    found: dict[str, Any] = {
+        "log_evidence": fit.log_evidence,
+        "effective_parameters": fit.effective_parameters,
+    }
+    found |= {
+        "prior_precision": str(fit.prior_precision),
+        "converged": int(fit.converged),
+    }
     attrs = {**draws.attrs, **found, "structure": guide.structure}
-    return Draws(draws.sites, attrs, LinearizedPredictive(guide, fit.params, draws.sites))
+    return Draws(
+        draws.sites, attrs, LinearizedPredictive(guide, fit.params, draws.sites)
+    )
 
 
 def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
@@ -284,14 +422,19 @@ def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
 
 # One row for each method.
 METHODS: dict[str, Callable] = {
-    "ensemble": ensemble, "nuts": nuts, "laplace": laplace, "mean_field": mean_field, "adf": adf
-}  # fmt: skip
+    "ensemble": ensemble,
+    "nuts": nuts,
+    "laplace": laplace,
+    "mean_field": mean_field,
+    "adf": adf,
+}
 # Methods whose noise may have heavy tails.
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
-# The evidence of "laplace" chooses one factor for the scale of each matrix, and could choose to have no noise;
-# learned scales make the Gaussians of "adf" far too wide.
+# The evidence of "laplace" chooses one factor for the scale of each matrix, and could
+# choose to have no noise; learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}
 NOISE_FLOORS, ACTIVATIONS = {"laplace": 1e-3}, {"laplace": "tanh"}
-# Rows below which a regression warns, by default 5. After fits to two or three random rows, 90 % intervals held 57 to
-# 95 % of new targets, from five rows on 84 to 99 %; of "laplace" 70 % with six, 81 % with eight and ten.
+# Rows below which a regression warns, by default 5. After fits to two or three random
+# rows, 90 % intervals held 57 to 95 % of new targets, from five rows on 84 to 99 %; of
+# "laplace" 70 % with six, 81 % with eight and ten.
 ENOUGH_FOR_INTERVALS = {"laplace": 10}

@@ -1,4 +1,6 @@
-"""What the estimators share: settings, the fit, standardization, draws of new rows, the export."""
+"""What the estimators share: settings, the fit, standardization, draws of new rows, the
+export.
+"""
 
 import ast
 import warnings
@@ -17,7 +19,15 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
 from numpyro_bnn._checks import argument_error, outside
-from numpyro_bnn._options import Choice, Count, Kind, PositiveInt, check_option, checked, options_of
+from numpyro_bnn._options import (
+    Choice,
+    Count,
+    Kind,
+    PositiveInt,
+    check_option,
+    checked,
+    options_of,
+)
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
@@ -34,17 +44,25 @@ from numpyro_bnn.results.replay import bind
 
 LEAST_HELD_OUT = 10  # rows of a calibration
 CALIBRATION_SD = 0.5  # of the prior of the log factor
-CHECKED_ROWS, WORSE = 256, 0.1  # rows of the fit that are predicted, and nats a row below a constant that are a fault
+CHECKED_ROWS, WORSE = (
+    256,
+    0.1,
+    # rows of the fit that are predicted, and nats a row below a constant that are a
+    # fault
+)
 MOST_COPIES = 0.1  # share of the rows
 
 
 class Uncertainty(NamedTuple):
-    """Of new rows: what remains if the network were known, and what more data would remove.
+    """Of new rows: what remains if the network were known, and what more data would
+    remove.
 
-    :param aleatoric: of a regression (N,) or (N, K) the mean variance of the noise, in squared units of y; of a
-        classification (N,) the mean entropy of the labels given the network, in nats.
-    :param epistemic: of a regression the variance of the function, of a classification the mutual information of
-        label and network. Both add up to the variance, or the entropy, of the prediction.
+    :param aleatoric: of a regression (N,) or (N, K) the mean variance of the noise, in
+        squared units of y; of a classification (N,) the mean entropy of the labels
+        given the network, in nats.
+    :param epistemic: of a regression the variance of the function, of a classification
+        the mutual information of label and network. Both add up to the variance, or the
+        entropy, of the prediction.
     """
 
     aleatoric: np.ndarray
@@ -52,22 +70,31 @@ class Uncertainty(NamedTuple):
 
 
 def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
-    """How many rows repeat another row, target included; 0 if rows with equal inputs agree no more than by chance.
+    """How many rows repeat another row, target included; 0 if rows with equal inputs
+    agree no more than by chance.
 
     >>> x = np.arange(4.0)[:, None]
-    >>> copied_rows(np.concatenate([x, x]), np.tile(x[:, 0], 2)), copied_rows(np.ones((8, 1)), np.arange(8))
+    >>> (
+    ...     copied_rows(np.concatenate([x, x]), np.tile(x[:, 0], 2)),
+    ...     copied_rows(np.ones((8, 1)), np.arange(8)),
+    ... )
     (4, 0)
     """
     place = np.array([hash(row.tobytes()) for row in x + 0.0])  # without negative zeros
     order = np.argsort(place, kind="stable")
-    equal, agree = ((np.diff(part[order].reshape(len(x), -1), axis=0) == 0).all(axis=1) for part in (place, y))
+    equal, agree = (
+        (np.diff(part[order].reshape(len(x), -1), axis=0) == 0).all(axis=1)
+        for part in (place, y)
+    )
     copies = np.sum(equal & agree)
     by_chance = np.sum((np.unique(y, axis=0, return_counts=True)[1] / len(y)) ** 2)
     return int(copies) if copies > (1 + by_chance) / 2 * equal.sum() else 0
 
 
 Method: TypeAlias = Annotated[str, Choice(methods.METHODS)]
-Callback: TypeAlias = Annotated[Callable[[int, int], Any], Kind(callable, "Pass a function of (done, total).")]
+Callback: TypeAlias = Annotated[
+    Callable[[int, int], Any], Kind(callable, "Pass a function of (done, total).")
+]
 
 
 class Network(BaseEstimator):
@@ -90,7 +117,11 @@ class Network(BaseEstimator):
 
     @property
     def _activation(self) -> Any:
-        return methods.ACTIVATIONS.get(self.method, "relu") if self.activation is None else self.activation
+        return (
+            methods.ACTIVATIONS.get(self.method, "relu")
+            if self.activation is None
+            else self.activation
+        )
 
     def _usual_prior(self) -> priors.Prior:
         """The prior of methods that have none of their own."""
@@ -103,14 +134,22 @@ class Network(BaseEstimator):
             check_option(call, init, name, getattr(self, name))
         widths = () if self.widths is None else self.widths
         if not isinstance(widths, Sequence) or isinstance(widths, str):
-            raise argument_error(call, "widths", self.widths, "Pass the hidden widths, e.g. `(50,)`.", TypeError)
+            raise argument_error(
+                call,
+                "widths",
+                self.widths,
+                "Pass the hidden widths, e.g. `(50,)`.",
+                TypeError,
+            )
         for width in widths:
             Count().check(call, "widths", width)
         nn.MLP([1, 1], self._activation)
         as_prior(self.prior or {}, call)
 
     def _fitted(self, X: Any, y: Any) -> Any:
-        """Fit a copy and take over all of it at once: a refused or interrupted fit leaves the earlier one."""
+        """Fit a copy and take over all of it at once: a refused or interrupted fit
+        leaves the earlier one.
+        """
         refuse_forks(f"{self._call}.fit")
         fitted = copy(self)
         fitted._learn(X, y)
@@ -122,21 +161,37 @@ class Network(BaseEstimator):
         raise NotImplementedError
 
     def _run(
-        self, x: np.ndarray, y: np.ndarray, outputs: int, likelihood: Callable, y_scaler: Any, widths: Sequence[int]
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        outputs: int,
+        likelihood: Callable,
+        y_scaler: Any,
+        widths: Sequence[int],
     ) -> None:
-        """Standardize the inputs, run the method, and keep its draws; ``widths`` are for users who give none."""
+        """Standardize the inputs, run the method, and keep its draws; ``widths`` are
+        for users who give none.
+        """
         if (copies := copied_rows(x, y)) > MOST_COPIES * len(x):
             message = (
-                f"{self._call}.fit: {copies} of {len(x)} rows repeat another, target included. If they are copies,"
-                " not observations of their own, leave them out: copies count as evidence, noise would be taken to be"
-                " too small, and a row that has a copy in the fit gets too good a score."
+                f"{self._call}.fit: {copies} of {len(x)} rows repeat another, target "
+                f"included. If they are copies,"
+                " not observations of their own, leave them out: copies count as "
+                "evidence, noise would be taken to be"
+                " too small, and a row that has a copy in the fit gets too good a "
+                "score."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
-        net = nn.MLP([*(widths if self.widths is None else self.widths), outputs], self._activation)
+        net = nn.MLP(
+            [*(widths if self.widths is None else self.widths), outputs],
+            self._activation,
+        )
         prior = self.prior or methods.PRIORS.get(self.method, self._usual_prior)()
-        model = partial(methods.network_model, net=net, prior=prior, likelihood=likelihood)
+        model = partial(
+            methods.network_model, net=net, prior=prior, likelihood=likelihood
+        )
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
 
@@ -148,14 +203,18 @@ class Network(BaseEstimator):
 
             options = (self.effort, self.num_chains, self.num_samples, report)
             padded = methods.padded(x, y)
-            task = methods.Task(self._call, model, padded, len(x), jax.random.key(seed), *options)
+            task = methods.Task(
+                self._call, model, padded, len(x), jax.random.key(seed), *options
+            )
             draws = methods.METHODS[self.method](task)
-        #: Algorithm and settings of the fit, and the chains that were left out (`diverged`, `frozen_chains`).
+        #: Algorithm and settings of the fit, and the chains that were left out
+        # (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
         self._predictive = draws.predictive or Predictive(model, draws.sites)
         self._x_scaler, self._y_scaler = x_scaler, y_scaler
         self._data, self._idata = (x, y), None
-        #: Factor on predictive standard deviations, or temperature of class probabilities; 1 before `calibrate`.
+        #: Factor on predictive standard deviations, or temperature of class
+        # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
 
     def _warn_if_worse(self, found: np.ndarray, constant: np.ndarray) -> None:
@@ -163,16 +222,21 @@ class Network(BaseEstimator):
         lost = float(np.mean(constant) - np.mean(found))
         if not lost < WORSE:
             message = (
-                f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row worse than by a constant."
-                ' Do not use it: take another `method`, such as "ensemble", more `effort`, or more rows.'
+                f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row "
+                f"worse than by a constant."
+                ' Do not use it: take another `method`, such as "ensemble", more '
+                "`effort`, or more rows."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
 
-    def _summary(self, name: str, X: Any, *by_row: np.ndarray, warn: bool = False, **options: Any) -> tuple:
-        """A summary of the predictive mixture at new rows, which are checked and standardized.
+    def _summary(
+        self, name: str, X: Any, *by_row: np.ndarray, warn: bool = False, **options: Any
+    ) -> tuple:
+        """A summary of the predictive mixture at new rows, which are checked and
+        standardized.
 
         :param warn: whether to warn of rows that lie far outside those of the fit.
         """
@@ -181,7 +245,9 @@ class Network(BaseEstimator):
         if warn:
             far, limit, words = extrapolated(self._data[0], rows)
             if far > limit:
-                warnings.warn(f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside())
+                warnings.warn(
+                    f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside()
+                )
         return answers
 
     def _rows(self, X: Any, argument: str = "X") -> np.ndarray:
@@ -189,33 +255,47 @@ class Network(BaseEstimator):
         check_is_fitted(self)
         refuse_forks(self._call)
         check_numbers(self._call, argument, X)
-        return self._x_scaler.transform(validate_data(self, X, dtype=np.float64, reset=False))
+        return self._x_scaler.transform(
+            validate_data(self, X, dtype=np.float64, reset=False)
+        )
 
-    def _answers(self, name: str, rows: np.ndarray, *by_row: np.ndarray, **options: Any) -> tuple:
+    def _answers(
+        self, name: str, rows: np.ndarray, *by_row: np.ndarray, **options: Any
+    ) -> tuple:
         """A summary at standardized rows."""
         with np.errstate(over="ignore"):  # of float32
             found = self._predictive(name, rows, *by_row, **options)
         if any(np.isnan(values).any() for values in found):
             got = "rows so far from those of the fit that the network overflows"
-            raise argument_error(self._call, "X", got, "Check the units of these rows, or leave them out.")
+            raise argument_error(
+                self._call,
+                "X",
+                got,
+                "Check the units of these rows, or leave them out.",
+            )
         return found
 
     def _alike(self, name: str, X_held_out: Any, X: Any) -> list[np.ndarray]:
-        """A summary at held-out and new rows: equal rows have equal values, to the last bit.
+        """A summary at held-out and new rows: equal rows have equal values, to the last
+        bit.
 
-        A program may round a row differently in another place of its chunk, so each row is computed once.
+        A program may round a row differently in another place of its chunk, so each row
+        is computed once.
         """
         tables = self._rows(X_held_out, "X_held_out"), self._rows(X)
         rows, place = np.unique(np.concatenate(tables), axis=0, return_inverse=True)
         return [values[place.reshape(-1)] for values in self._answers(name, rows)]
 
     def uncertainty(self, X: Any) -> Uncertainty:
-        """How much of the uncertainty about new observations is noise, and how much more data would remove."""
+        """How much of the uncertainty about new observations is noise, and how much
+        more data would remove.
+        """
         raise NotImplementedError
 
     @checked("estimators.{}.most_uncertain")
     def most_uncertain(self, X: Any, num_rows: PositiveInt = 1) -> np.ndarray:
-        """Indices of the rows about which the network knows least, the largest epistemic uncertainty first.
+        """Indices of the rows about which the network knows least, the largest
+        epistemic uncertainty first.
 
         Several targets count by the sum of their variances in standardized units.
         """
@@ -224,17 +304,22 @@ class Network(BaseEstimator):
             epistemic = np.sum(epistemic / self._y_scaler.scale**2, axis=1)
         if num_rows > len(epistemic):
             got = f"{num_rows} of {len(epistemic)} rows"
-            raise argument_error(f"{self._call}.most_uncertain", "num_rows", got, "Ask for fewer rows.")
+            raise argument_error(
+                f"{self._call}.most_uncertain", "num_rows", got, "Ask for fewer rows."
+            )
         return np.argsort(-epistemic, kind="stable")[:num_rows]
 
     def calibrate(self, X: Any, y: Any) -> Any:
-        """Scale the predictive distribution by the factor under which held-out rows are most probable.
+        """Scale the predictive distribution by the factor under which held-out rows are
+        most probable.
 
-        The factor, ``calibration_``, multiplies the distance of an observation from its predictive mean (regression),
-        or is the temperature T of the class probabilities, in proportion to p^(1 / T). It maximizes the log density
-        plus that of a prior, log factor ~ N(0, 0.5^2): without it a few rows that are all classified right would make
-        it 0. The mean, or the most probable class, stays; all other answers follow, but not ``idata_``, which is the
-        posterior. Rows that the fit has seen make it too small. A further ``fit`` removes it.
+        The factor, ``calibration_``, multiplies the distance of an observation from its
+        predictive mean (regression), or is the temperature T of the class
+        probabilities, in proportion to p^(1 / T). It maximizes the log density plus
+        that of a prior, log factor ~ N(0, 0.5^2): without it a few rows that are all
+        classified right would make it 0. The mean, or the most probable class, stays;
+        all other answers follow, but not ``idata_``, which is the posterior. Rows that
+        the fit has seen make it too small. A further ``fit`` removes it.
 
         :param X: at least ten rows that were not in the fit. :param y: their targets.
         :return: the estimator itself.
@@ -244,7 +329,12 @@ class Network(BaseEstimator):
         check_is_fitted(self)
         if len(X) < LEAST_HELD_OUT:
             got = f"{len(X)} rows"
-            raise argument_error(f"{self._call}.calibrate", "X", got, f"Hold out at least {LEAST_HELD_OUT} rows.")
+            raise argument_error(
+                f"{self._call}.calibrate",
+                "X",
+                got,
+                f"Hold out at least {LEAST_HELD_OUT} rows.",
+            )
         density = self._density_by_factor(X, y, "calibrate")
 
         def loss(log: float) -> float:
@@ -252,12 +342,16 @@ class Network(BaseEstimator):
 
         if not np.isfinite(loss(0.0)):
             got = "targets so far from the predictions that their densities vanish"
-            raise argument_error(f"{self._call}.calibrate", "y", got, "Check their units.")
+            raise argument_error(
+                f"{self._call}.calibrate", "y", got, "Check their units."
+            )
         found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
         self.calibration_ = float(np.exp(found.x))
         return self
 
-    def _density_by_factor(self, X: Any, y: Any, method: str) -> Callable[[float], np.ndarray]:
+    def _density_by_factor(
+        self, X: Any, y: Any, method: str
+    ) -> Callable[[float], np.ndarray]:
         """Log densities (N,) of rows as a function of the factor of :meth:`calibrate`.
 
         :param method: what the user called.
@@ -265,28 +359,42 @@ class Network(BaseEstimator):
         raise NotImplementedError
 
     def _conformal_rank(self, method: str, num_rows: int, level: float) -> int:
-        """The rank of a held-out score that the score of a new row exceeds with probability 1 - ``level``."""
+        """The rank of a held-out score that the score of a new row exceeds with
+        probability 1 - ``level``.
+        """
         rank = int(np.ceil((num_rows + 1) * level - 1e-9))
         if rank > num_rows:
             least = int(np.ceil(level / (1 - level) - 1e-9))
-            got, instead = f"{num_rows} rows", f"Hold out at least {least} rows for this level."
+            got, instead = (
+                f"{num_rows} rows",
+                f"Hold out at least {least} rows for this level.",
+            )
             raise argument_error(f"{self._call}.{method}", "X_held_out", got, instead)
         return rank
 
-    def _components(self, X: Any, count: int, random_state: Any) -> tuple[tuple, np.random.Generator]:
-        """What some draws say of new rows, each draw used as often as the others or once less; and a generator."""
+    def _components(
+        self, X: Any, count: int, random_state: Any
+    ) -> tuple[tuple, np.random.Generator]:
+        """What some draws say of new rows, each draw used as often as the others or
+        once less; and a generator.
+        """
         check_is_fitted(self)
-        generator = np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
+        generator = np.random.default_rng(
+            check_random_state(random_state).randint(2**31 - 1)
+        )
         total = self._predictive.num_draws
         orders = [generator.permutation(total) for _ in range(-(-count // total))]
-        return self._summary("components", X, chosen=np.concatenate(orders)[:count]), generator
+        return self._summary(
+            "components", X, chosen=np.concatenate(orders)[:count]
+        ), generator
 
     @property
     def idata_(self) -> Any:
-        """The fit for ArviZ, as from :func:`~numpyro_bnn.to_inference_data`; made on first access.
+        """The fit for ArviZ, as from :func:`~numpyro_bnn.to_inference_data`; made on
+        first access.
 
-        Weights are those of the standardized network; inputs, targets, predictions and log likelihoods have the units
-        of the data.
+        Weights are those of the standardized network; inputs, targets, predictions and
+        log likelihoods have the units of the data.
         """
         check_is_fitted(self)
         if self._idata is None:
@@ -294,22 +402,51 @@ class Network(BaseEstimator):
         return self._idata
 
     def _export(self) -> Any:
-        model, draws = self._predictive.model_of(self._predictive.params), self._predictive.draws
-        exporter = Exporter(Fit(model, bind(model, self._data, {}), draws, {}, {}), {}, {}, None, self.progress_bar)
+        model, draws = (
+            self._predictive.model_of(self._predictive.params),
+            self._predictive.draws,
+        )
+        exporter = Exporter(
+            Fit(model, bind(model, self._data, {}), draws, {}, {}),
+            {},
+            {},
+            None,
+            self.progress_bar,
+        )
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         with self._predictive.precision():
-            groups = exporter.training_groups(key, True, exporter.predicts_training_rows(None))
-        lost = {chain for name in ("diverged", "frozen_chains") for chain in ast.literal_eval(self.attrs_[name])}
-        kept = [chain for chain in range(self.attrs_.get("num_chains", 1)) if chain not in lost]
-        groups = {name: g.assign_coords(chain=kept) if "chain" in g.dims else g for name, g in groups.items()}
+            groups = exporter.training_groups(
+                key, True, exporter.predicts_training_rows(None)
+            )
+        lost = {
+            chain
+            for name in ("diverged", "frozen_chains")
+            for chain in ast.literal_eval(self.attrs_[name])
+        }
+        kept = [
+            chain
+            for chain in range(self.attrs_.get("num_chains", 1))
+            if chain not in lost
+        ]
+        groups = {
+            name: g.assign_coords(chain=kept) if "chain" in g.dims else g
+            for name, g in groups.items()
+        }
 
         def in_units(name: str, scaler: Scaler) -> None:
-            values = {str(k): v * scaler.scale + scaler.mean for k, v in groups[name].data_vars.items()}
+            values = {
+                str(k): v * scaler.scale + scaler.mean
+                for k, v in groups[name].data_vars.items()
+            }
             groups[name] = groups[name].assign(values)
 
         in_units("constant_data", self._x_scaler)
         if scaler := self._y_scaler:
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
                 in_units(name, scaler)
-            groups["log_likelihood"] = groups["log_likelihood"] - np.sum(np.log(scaler.scale))
-        return reported(groups, about({**self.attrs_, "standardized_inside": True}, key, None))
+            groups["log_likelihood"] = groups["log_likelihood"] - np.sum(
+                np.log(scaler.scale)
+            )
+        return reported(
+            groups, about({**self.attrs_, "standardized_inside": True}, key, None)
+        )

@@ -1,4 +1,6 @@
-"""Predictive distributions: mixtures over the draws, summarized on the device in chunks of rows."""
+"""Predictive distributions: mixtures over the draws, summarized on the device in chunks
+of rows.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -25,7 +27,10 @@ from numpyro_bnn.results.replay import sites_at
 
 LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
 HALVINGS = 40  # of the bracket of a quantile
-FARTHEST, GRID = 20.0, 2049  # of the table of a Student's t: largest asinh of a value, and number of nodes
+FARTHEST, GRID = (
+    20.0,
+    2049,
+)  # of the table of a Student's t: largest asinh of a value, and number of nodes
 
 
 class Predictive:
@@ -48,9 +53,15 @@ class Predictive:
         return {**self.__dict__, "_programs": {}}
 
     def __call__(
-        self, summary: str, x: np.ndarray, *by_row: np.ndarray, chosen: Any = None, options: Any = ()
+        self,
+        summary: str,
+        x: np.ndarray,
+        *by_row: np.ndarray,
+        chosen: Any = None,
+        options: Any = (),
     ) -> Any:
-        """A summary of :data:`SUMMARIES` for rows x (N, D), and further arrays with one row each.
+        """A summary of :data:`SUMMARIES` for rows x (N, D), and further arrays with one
+        row each.
 
         :param chosen: indices of the draws that are used; by default all.
         :param options: arrays that are the same for all rows.
@@ -59,38 +70,69 @@ class Predictive:
         with self.precision():
             return self._summarize(summary, x, *by_row, chosen=chosen, options=options)
 
-    def _summarize(self, summary: str, x: np.ndarray, *by_row: np.ndarray, chosen: Any, options: Any) -> tuple:
+    def _summarize(
+        self,
+        summary: str,
+        x: np.ndarray,
+        *by_row: np.ndarray,
+        chosen: Any,
+        options: Any,
+    ) -> tuple:
         axis, _ = SUMMARIES[summary]
         program = self._programs.setdefault(summary, shared(self._program(summary)))
-        merged = {name: value.reshape((-1, *value.shape[2:])) for name, value in self.draws.items()}
-        draws = {name: jnp.asarray(value if chosen is None else value[chosen]) for name, value in merged.items()}
+        merged = {
+            name: value.reshape((-1, *value.shape[2:]))
+            for name, value in self.draws.items()
+        }
+        draws = {
+            name: jnp.asarray(value if chosen is None else value[chosen])
+            for name, value in merged.items()
+        }
         draws = {} if summary in self.closed_form else draws
         chunk = self._rows(len(x), self.num_draws if chosen is None else len(chosen))
         found = []
         for first in range(0, len(x), chunk):
             kept = min(chunk, len(x) - first)
-            index = np.minimum(np.arange(first, first + chunk), len(x) - 1)  # one shape: one program
-            rows = [jnp.asarray(values[index], float if values.dtype.kind == "f" else int) for values in (x, *by_row)]
+            index = np.minimum(
+                np.arange(first, first + chunk), len(x) - 1
+            )  # one shape: one program
+            rows = [
+                jnp.asarray(values[index], float if values.dtype.kind == "f" else int)
+                for values in (x, *by_row)
+            ]
             values = jax.device_get(program(draws, self.params, rows, options))
-            found.append([np.take(value, range(kept), axis).astype(np.float64) for value in values])
+            found.append(
+                [
+                    np.take(value, range(kept), axis).astype(np.float64)
+                    for value in values
+                ]
+            )
         return tuple(np.concatenate(parts, axis) for parts in zip(*found, strict=True))
 
     def _rows(self, wanted: int, num_draws: int) -> int:
-        """Rows of a chunk: a power of two, so that the components of all draws fit into the memory of a chunk."""
+        """Rows of a chunk: a power of two, so that the components of all draws fit into
+        the memory of a chunk.
+        """
         fitting = 2 ** (max(1, CHUNK_BYTES // (64 * num_draws)).bit_length() - 1)
         return max(LEAST_ROWS, min(MOST_ROWS, fitting, 2 ** (wanted - 1).bit_length()))
 
     def _program(self, summary: str) -> Callable:
         summarize = SUMMARIES[summary][1]
 
-        def program(draws: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
+        def program(
+            draws: Any, params: Any, rows: list[jax.Array], options: Any
+        ) -> tuple:
             model = self.model_of(params)
 
             def components(draw: Mapping[str, jax.Array]) -> Any:
-                fn = sites_at(model, draw, jax.random.key(0), ((rows[0],), {}))["y"]["fn"]
+                fn = sites_at(model, draw, jax.random.key(0), ((rows[0],), {}))["y"][
+                    "fn"
+                ]
                 return _parts(fn)
 
-            size = draws_per_chunk(components, jax.tree.map(lambda value: value[0], draws))
+            size = draws_per_chunk(
+                components, jax.tree.map(lambda value: value[0], draws)
+            )
             number = len(next(iter(draws.values())))
             parts = jax.lax.map(components, draws, batch_size=min(size, number))
             return summarize(parts, jnp.full(number, 1 / number), *rows[1:], *options)
@@ -103,14 +145,23 @@ class Predictive:
 
 
 class LinearizedPredictive(Predictive):
-    """The linearized network of a Laplace approximation: summaries in closed form, draws of the same network."""
+    """The linearized network of a Laplace approximation: summaries in closed form,
+    draws of the same network.
+    """
 
     closed_form = frozenset({"moments", "quantiles", "log_density"})
-    precision = staticmethod(partial(jax.enable_x64, True))  # a posterior with little noise is ill-conditioned
+    precision = staticmethod(
+        partial(jax.enable_x64, True)
+    )  # a posterior with little noise is ill-conditioned
 
-    def __init__(self, guide: Any, params: Mapping[str, Any], draws: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, guide: Any, params: Mapping[str, Any], draws: Mapping[str, np.ndarray]
+    ) -> None:
         super().__init__(guide.model, draws)
-        self.guide, self.params = guide, {name: np.asarray(value) for name, value in params.items()}
+        self.guide, self.params = (
+            guide,
+            {name: np.asarray(value) for name, value in params.items()},
+        )
 
     def model_of(self, params: Any) -> Callable:
         return partial(linearized_model, guide=self.guide, params=params)
@@ -121,7 +172,9 @@ class LinearizedPredictive(Predictive):
 
         def program(_: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
             problem = self.guide._problem
-            seen, cov, _ = gaussian_outputs(self.guide, problem, params, ((rows[0],), {}), "y")
+            seen, cov, _ = gaussian_outputs(
+                self.guide, problem, params, ((rows[0],), {}), "y"
+            )
             f, variance = outputs_by_name(seen, problem.observed["y"][1], cov)
             single = len(seen.shape) == 1
             if summary == "moments":
@@ -138,25 +191,36 @@ class LinearizedPredictive(Predictive):
         return program
 
 
-def linearized_model(x: jax.Array, y: Any = None, known: Any = None, *, guide: Any, params: Any) -> None:
-    """The model of a guide with outputs that are linear in its coordinates, whose posterior the Gaussian is."""
+def linearized_model(
+    x: jax.Array, y: Any = None, known: Any = None, *, guide: Any, params: Any
+) -> None:
+    """The model of a guide with outputs that are linear in its coordinates, whose
+    posterior the Gaussian is.
+    """
     problem, mode = guide._problem, guide._coordinates(params)
     call: tuple = ((x,), {})
     trace = problem.trace(mode, None, call)
     values = {name: numpyro.sample(name, trace[name]["fn"]) for name in mode}
     there = problem.coordinates(values, call)
     away = {name: there[name] - value for name, value in mode.items()}
-    at, change = jax.jvp(lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (away,))
+    at, change = jax.jvp(
+        lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (away,)
+    )
     f = {name: at[name] + change[name] for name in at}
     logits = f.get("logits")
-    fn: Any = dist.Normal(f["loc"], jnp.exp(f["log_scale"])) if logits is None else dist.Categorical(logits=logits)
+    fn: Any = (
+        dist.Normal(f["loc"], jnp.exp(f["log_scale"]))
+        if logits is None
+        else dist.Categorical(logits=logits)
+    )
     fn = fn.to_event(trace["y"]["fn"].event_dim)
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", fn if known is None else fn.mask(known), obs=y)
 
 
-# -- components: means, standard deviations and, of a Student's t, degrees of freedom, (M, R) or (M, R, K); of
-# classes, probabilities (M, R, K) -----------------------------------------------------------------------------
+# -- components: means, standard deviations and, of a Student's t, degrees of freedom,
+# (M, R) or (M, R, K); of classes, probabilities (M, R, K)
+# -----------------------------------------------------------------------------
 
 
 def _parts(fn: Any) -> tuple:
@@ -164,19 +228,31 @@ def _parts(fn: Any) -> tuple:
     if hasattr(fn, "logits"):
         return (fn.probs,)
     kind = unwrapped(fn)
-    df = [jnp.broadcast_to(kind.df, fn.mean.shape)] if isinstance(kind, dist.StudentT) else []
+    df = (
+        [jnp.broadcast_to(kind.df, fn.mean.shape)]
+        if isinstance(kind, dist.StudentT)
+        else []
+    )
     return fn.mean, jnp.sqrt(fn.variance), *df
 
 
 def _moments(parts: tuple, weights: jax.Array) -> tuple:
-    """Mean of an observation, mean variance of the noise, and variance of the function, which add up."""
+    """Mean of an observation, mean variance of the noise, and variance of the function,
+    which add up.
+    """
     means, sds = parts[:2]
     mean = jnp.tensordot(weights, means, 1)
-    return mean, jnp.tensordot(weights, sds**2, 1), jnp.tensordot(weights, (means - mean) ** 2, 1)
+    return (
+        mean,
+        jnp.tensordot(weights, sds**2, 1),
+        jnp.tensordot(weights, (means - mean) ** 2, 1),
+    )
 
 
 def _quantiles(parts: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
-    """Quantiles of the mixture at each level, by bisection between bounds of those of its components (Cantelli)."""
+    """Quantiles of the mixture at each level, by bisection between bounds of those of
+    its components (Cantelli).
+    """
     (means, sds), cdf = parts[:2], _cdf(parts)
 
     def at(level: jax.Array) -> jax.Array:
@@ -195,10 +271,11 @@ def _quantiles(parts: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
 
 
 def _cdf(parts: tuple) -> Callable:
-    """Distribution functions of the standardized components, at values (M, R) or (M, R, K).
+    """Distribution functions of the standardized components, at values (M, R) or (M, R,
+    K).
 
-    That of a Student's t, whose degrees of freedom are the same for all rows of a draw, is read from a table: linear
-    in asinh(z), so its error is below 2e-5.
+    That of a Student's t, whose degrees of freedom are the same for all rows of a draw,
+    is read from a table: linear in asinh(z), so its error is below 2e-5.
     """
     if len(parts) == 2:
         return ndtr

@@ -1,4 +1,6 @@
-"""``Regressor``: predictive means, variances, intervals and densities in the units of the data."""
+"""``Regressor``: predictive means, variances, intervals and densities in the units of
+the data.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,45 +16,63 @@ from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import CHECKED_ROWS, Callback, Method, Network, Uncertainty
+from numpyro_bnn.estimators.network import (
+    CHECKED_ROWS,
+    Callback,
+    Method,
+    Network,
+    Uncertainty,
+)
 from numpyro_bnn.estimators.tables import check_numbers
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
 
-EXACT_SD, MOST_EXACT = 1e-3, 0.1  # of the noise, in standard deviations of the targets, and share of such rows
+EXACT_SD, MOST_EXACT = (
+    1e-3,
+    0.1,
+)  # of the noise, in standard deviations of the targets, and share of such rows
 ROUNDING = 4 * np.finfo(float).eps
 
 
 class Regressor(RegressorMixin, Network):
-    r"""A Bayesian neural network for regression, with scikit-learn's ``fit`` and ``predict``.
+    r"""A Bayesian neural network for regression, with scikit-learn's ``fit`` and
+    ``predict``.
 
-    y_n has the mean f(x_n), a random network, and normal or Student's t noise around it, whose scale is another
-    output of the network, or the same for all rows. Inputs and targets are standardized inside; every answer is in
-    the units of the data. With M draws of the network the predictive distribution of a new row is the mixture
+    y_n has the mean f(x_n), a random network, and normal or Student's t noise around
+    it, whose scale is another output of the network, or the same for all rows. Inputs
+    and targets are standardized inside; every answer is in the units of the data. With
+    M draws of the network the predictive distribution of a new row is the mixture
 
     .. math:: p(y | x, D) = \frac{1}{M} \sum_m p(y | f_m(x), \sigma_m).
 
-    :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the most accurate), ``"nuts"``,
-        ``"laplace"`` (a Gaussian at the mode, of the linearized network), ``"mean_field"`` (Bayes by Backprop), or
-        ``"adf"`` (probabilistic backpropagation, the fastest).
-    :param widths: units of the hidden layers; by default ``(50,)``, for ``"ensemble"`` on at least 150 rows
-        ``(16, 16, 16)``.
-    :param activation: name of the activation, or a layer; ``"relu"`` by default, ``"tanh"`` for ``"laplace"``.
-    :param prior: as for :func:`~numpyro_bnn.random_network`; by default ``priors.Hierarchical()``, for
-        ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same with precisions that maximize the evidence.
-    :param heteroscedastic: let the scale of the noise depend on the inputs; by default only for ``"ensemble"`` on at
-        least 150 rows, as fewer would be taken for noise.
-    :param heavy_tails: Student's t noise with learned degrees of freedom, which survives outliers, not normal noise;
-        for ``"ensemble"`` (the default there), ``"nuts"`` and ``"mean_field"``. If most targets are a few repeated
-        values, both are refused and not the default: such noise could vanish at these values.
-    :param num_chains: number of chains, ``num_samples``: draws of each, or of the guide; by default by method.
+    :param method: ``"ensemble"`` (microcanonical chains around a deep ensemble, the
+        most accurate), ``"nuts"``, ``"laplace"`` (a Gaussian at the mode, of the
+        linearized network), ``"mean_field"`` (Bayes by Backprop), or ``"adf"``
+        (probabilistic backpropagation, the fastest).
+    :param widths: units of the hidden layers; by default ``(50,)``, for ``"ensemble"``
+        on at least 150 rows ``(16, 16, 16)``.
+    :param activation: name of the activation, or a layer; ``"relu"`` by default,
+        ``"tanh"`` for ``"laplace"``.
+    :param prior: as for :func:`~numpyro_bnn.random_network`; by default
+        ``priors.Hierarchical()``, for ``"adf"`` ``priors.Normal()``, and for
+        ``"laplace"`` the same with precisions that maximize the evidence.
+    :param heteroscedastic: let the scale of the noise depend on the inputs; by default
+        only for ``"ensemble"`` on at least 150 rows, as fewer would be taken for noise.
+    :param heavy_tails: Student's t noise with learned degrees of freedom, which
+        survives outliers, not normal noise; for ``"ensemble"`` (the default there),
+        ``"nuts"`` and ``"mean_field"``. If most targets are a few repeated values, both
+        are refused and not the default: such noise could vanish at these values.
+    :param num_chains: number of chains, ``num_samples``: draws of each, or of the
+        guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
     :param callback: called as ``callback(done, total)`` during the fit.
     :param progress_bar: show a progress bar.
     :param random_state: seed, as everywhere in scikit-learn.
-    :raises ValueError: on ``fit``, for wrong settings, NaN, one row, or data on which every chain diverged.
+    :raises ValueError: on ``fit``, for wrong settings, NaN, one row, or data on which
+        every chain diverged.
 
-    Several targets, y (N, K), share the network; given its weights they are independent.
+    Several targets, y (N, K), share the network; given its weights they are
+    independent.
 
     >>> import numpy as np
     >>> from numpyro_bnn.estimators import Regressor
@@ -61,7 +81,11 @@ class Regressor(RegressorMixin, Network):
     >>> forecaster = Regressor("adf", widths=(10,), random_state=0).fit(X, y)
     >>> mean, sd = forecaster.predict(X, return_std=True)
     >>> low, high = forecaster.predict_interval(X, level=0.9)
-    >>> mean.shape, bool(np.all((low < mean) & (mean < high))), forecaster.score(X, y) > 0.9
+    >>> (
+    ...     mean.shape,
+    ...     bool(np.all((low < mean) & (mean < high))),
+    ...     forecaster.score(X, y) > 0.9,
+    ... )
     ((40,), True, True)
     """
 
@@ -81,7 +105,12 @@ class Regressor(RegressorMixin, Network):
         progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
-        self.method, self.widths, self.activation, self.prior = method, widths, activation, prior
+        self.method, self.widths, self.activation, self.prior = (
+            method,
+            widths,
+            activation,
+            prior,
+        )
         self.heteroscedastic, self.heavy_tails = heteroscedastic, heavy_tails
         self.num_chains, self.num_samples = num_chains, num_samples
         self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
@@ -100,20 +129,41 @@ class Regressor(RegressorMixin, Network):
         self._check_settings()
         hetero, tails = self.heteroscedastic, self.heavy_tails
         if tails and self.method not in methods.HEAVY_TAILS:
-            instead = f"Leave it out, or use another `method`: {', '.join(methods.HEAVY_TAILS)}."
+            instead = (
+                f"Leave it out, or use another `method`: "
+                f"{', '.join(methods.HEAVY_TAILS)}."
+            )
             raise argument_error(self._call, "heavy_tails", tails, instead)
         check_numbers(f"{self._call}.fit", "X", X)
         check_numbers(f"{self._call}.fit", "y", y)
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2)
-        usual, y = methods.Regression.usual(self.method, len(X)), np.asarray(y, np.float64)
+        X, y = validate_data(
+            self,
+            X,
+            y,
+            dtype=np.float64,
+            y_numeric=True,
+            multi_output=True,
+            ensure_min_samples=2,
+        )
+        usual, y = (
+            methods.Regression.usual(self.method, len(X)),
+            np.asarray(y, np.float64),
+        )
         widths = usual.widths if self.widths is None else self.widths
         if self.method == "laplace" and len(X) < (fewest := 2 * len(widths) + 4):
-            instead = f'Pass at least {fewest} rows, fewer `widths`, or another `method`, such as "ensemble".'
-            got = f"{len(X)} rows, whose evidence chooses {fewest - 2} prior precisions and the noise"
+            instead = (
+                f"Pass at least {fewest} rows, fewer `widths`, or another `method`, "
+                f'such as "ensemble".'
+            )
+            got = (
+                f"{len(X)} rows, whose evidence chooses {fewest - 2} prior precisions "
+                f"and the noise"
+            )
             raise argument_error(f"{self._call}.fit", "X", got, instead)
         if len(X) < (enough := methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)):
             message = (
-                f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets and of their noise: intervals"
+                f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets "
+                f"and of their noise: intervals"
                 f" are too narrow. Pass at least {enough}."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())
@@ -123,7 +173,10 @@ class Regressor(RegressorMixin, Network):
         if repeats_values(y):
             for name in ("heteroscedastic", "heavy_tails"):
                 if getattr(self, name):
-                    instead = "Leave it out: most targets are a few repeated values, where such noise could vanish."
+                    instead = (
+                        "Leave it out: most targets are a few repeated values, where "
+                        "such noise could vanish."
+                    )
                     raise argument_error(self._call, name, True, instead)
             usual = methods.Regression()
         hetero = usual.heteroscedastic if hetero is None else bool(hetero)
@@ -131,7 +184,14 @@ class Regressor(RegressorMixin, Network):
         y_scaler = Scaler.fit(y)
         least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
-        self._run(X, y_scaler.transform(y), targets * (1 + hetero), likelihood, y_scaler, usual.widths)
+        self._run(
+            X,
+            y_scaler.transform(y),
+            targets * (1 + hetero),
+            likelihood,
+            y_scaler,
+            usual.widths,
+        )
         rows, targets = (part[:CHECKED_ROWS] for part in self._data)
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
         found = self._answers("log_density", rows, targets)[0]
@@ -139,30 +199,44 @@ class Regressor(RegressorMixin, Network):
         exact = np.mean(found > norm.logpdf(0, scale=EXACT_SD) * targets[0].size)
         if exact > MOST_EXACT:
             message = (
-                f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if their noise were below {EXACT_SD}"
-                " standard deviations of the targets. Unless these are exact, the network reproduces them: trust"
-                " densities and intervals only as far as rows that were not in the fit confirm them."
+                f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
+                f"their noise were below {EXACT_SD}"
+                " standard deviations of the targets. Unless these are exact, the "
+                "network reproduces them: trust"
+                " densities and intervals only as far as rows that were not in the fit "
+                "confirm them."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
-        """Standardized values (..., N) or (..., N, K) in the units of the data, shaped like the targets."""
+        """Standardized values (..., N) or (..., N, K) in the units of the data, shaped
+        like the targets.
+        """
         values = values * self._y_scaler.scale + (self._y_scaler.mean if shift else 0.0)
         return values[..., None] if self._columns == (1,) else values
 
     @checked("estimators.{}.predict")
     def predict(self, X: Any, return_std: Switch = False) -> Any:
-        """The mean of the predictive distribution, shaped like y; with ``return_std`` also its standard deviation.
+        """The mean of the predictive distribution, shaped like y; with ``return_std``
+        also its standard deviation.
 
-        The variance is that of a new observation: the mean variance of the noise, plus the variance of the function.
+        The variance is that of a new observation: the mean variance of the noise, plus
+        the variance of the function.
         """
         mean, noise, spread = self._summary("moments", X, warn=True)
         sd = self.calibration_ * np.sqrt(noise + spread)
-        return (self._in_units(mean), self._in_units(sd, shift=False)) if return_std else self._in_units(mean)
+        return (
+            (self._in_units(mean), self._in_units(sd, shift=False))
+            if return_std
+            else self._in_units(mean)
+        )
 
     @checked("estimators.{}.predict_interval")
-    def predict_interval(self, X: Any, level: Level = 0.9) -> tuple[np.ndarray, np.ndarray]:
-        """The central interval of probability ``level``, by quantiles of the mixture: lower and upper ends, like y.
+    def predict_interval(
+        self, X: Any, level: Level = 0.9
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The central interval of probability ``level``, by quantiles of the mixture:
+        lower and upper ends, like y.
 
         With several targets it is that of each target alone.
         """
@@ -177,34 +251,46 @@ class Regressor(RegressorMixin, Network):
     def conformal_interval(
         self, X: Any, X_held_out: Any, y_held_out: Any, level: Level = 0.9
     ) -> tuple[np.ndarray, np.ndarray]:
-        r"""An interval around the mean that holds a new observation with probability ``level``, whatever the model.
+        r"""An interval around the mean that holds a new observation with probability
+        ``level``, whatever the model.
 
-        .. math:: \hat y(x) \pm q\, s(x), \quad q = \text{the } \lceil (n + 1)\, \mathrm{level} \rceil
+        .. math:: \hat y(x) \pm q\, s(x), \quad q = \text{the } \lceil (n + 1)\,
+                  \mathrm{level} \rceil
             \text{-th smallest of } |y_i - \hat y(x_i)| / s(x_i)
 
-        over n held-out rows, :math:`\hat y` and s being the predictive mean and sd. If these and the new row are
-        exchangeable, the probability is at least ``level`` and at most level + 1 / (n + 1), on average over held-out
-        and new rows, not at each x. With several targets it is that of each target alone.
+        over n held-out rows, :math:`\hat y` and s being the predictive mean and sd. If
+        these and the new row are exchangeable, the probability is at least ``level``
+        and at most level + 1 / (n + 1), on average over held-out and new rows, not at
+        each x. With several targets it is that of each target alone.
 
-        :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out: their targets.
+        :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out:
+            their targets.
         :return: lower and upper ends, shaped like y.
-        :raises ValueError: for fewer than level / (1 - level) held-out rows, whose interval is infinite.
+        :raises ValueError: for fewer than level / (1 - level) held-out rows, whose
+            interval is infinite.
 
-        Reference: Lei, G'Sell, Rinaldo, Tibshirani & Wasserman (2018), algorithm 2 and section 5.2.
+        Reference: Lei, G'Sell, Rinaldo, Tibshirani & Wasserman (2018), algorithm 2 and
+        section 5.2.
         """
         y = self._targets(X_held_out, y_held_out, "conformal_interval", "_held_out")
         rank = self._conformal_rank("conformal_interval", len(y), level)
         mean, noise, spread = self._alike("moments", X_held_out, X)
-        mean, sd = self._in_units(mean), self._in_units(np.sqrt(noise + spread), shift=False)
+        mean, sd = (
+            self._in_units(mean),
+            self._in_units(np.sqrt(noise + spread), shift=False),
+        )
         away = np.abs(y.reshape(-1, *mean.shape[1:]) - mean[: len(y)])
         factor = np.sort(away / sd[: len(y)], axis=0)[rank - 1]
-        # Rounding made the factor smaller by at most three halves of an ulp, and makes the product smaller by two
-        # halves: with these ulps a target as far away as the one of this rank is never outside.
+        # Rounding made the factor smaller by at most three halves of an ulp, and makes
+        # the product smaller by two halves: with these ulps a target as far away as the
+        # one of this rank is never outside.
         half = factor * sd[len(y) :] * (1 + ROUNDING)
         return mean[len(y) :] - half, mean[len(y) :] + half
 
     def uncertainty(self, X: Any) -> Uncertainty:
-        """How much of the predictive variance is noise, and how much more data would remove; shaped like y."""
+        """How much of the predictive variance is noise, and how much more data would
+        remove; shaped like y.
+        """
         _, noise, spread = self._summary("moments", X)
         scale = self.calibration_**2 * self._y_scaler.scale**2
         like_y = (slice(None), None) if self._columns == (1,) else ()
@@ -212,15 +298,26 @@ class Regressor(RegressorMixin, Network):
 
     @checked("estimators.{}.sample")
     def sample(
-        self, X: Any, num_samples: PositiveInt = 100, *, noise: Switch = True, random_state: Any = None
+        self,
+        X: Any,
+        num_samples: PositiveInt = 100,
+        *,
+        noise: Switch = True,
+        random_state: Any = None,
     ) -> np.ndarray:
-        """Joint draws (S, N) of new observations at the rows X; with ``noise=False`` of the function.
+        """Joint draws (S, N) of new observations at the rows X; with ``noise=False`` of
+        the function.
 
-        All rows of a draw have the same weights, so differences between rows may be computed draw by draw.
+        All rows of a draw have the same weights, so differences between rows may be
+        computed draw by draw.
         """
         (draws, sds, *df), generator = self._components(X, num_samples, random_state)
         if noise:
-            unit = np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0]) if df else generator.normal(size=sds.shape)
+            unit = (
+                np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0])
+                if df
+                else generator.normal(size=sds.shape)
+            )
             draws = draws + sds * unit
         if self.calibration_ != 1:
             mean = self._summary("moments", X)[0]
@@ -234,11 +331,17 @@ class Regressor(RegressorMixin, Network):
         return super().score(X, y, sample_weight)
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
-        """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is better."""
-        return self._density_by_factor(X, y, "log_predictive_density")(self.calibration_)
+        """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is
+        better.
+        """
+        return self._density_by_factor(X, y, "log_predictive_density")(
+            self.calibration_
+        )
 
     def _targets(self, X: Any, y: Any, method: str, suffix: str = "") -> np.ndarray:
-        """Targets of rows, checked, (N,) or (N, K); arguments of the method may have a suffix."""
+        """Targets of rows, checked, (N,) or (N, K); arguments of the method may have a
+        suffix.
+        """
         check_is_fitted(self)
         call = f"{self._call}.{method}"
         check_numbers(call, f"X{suffix}", X)
@@ -249,7 +352,9 @@ class Regressor(RegressorMixin, Network):
             raise argument_error(call, f"y{suffix}", y, instead)
         return np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
 
-    def _density_by_factor(self, X: Any, y: Any, method: str) -> Callable[[float], np.ndarray]:
+    def _density_by_factor(
+        self, X: Any, y: Any, method: str
+    ) -> Callable[[float], np.ndarray]:
         y = self._targets(X, y, method)
         y = self._y_scaler.transform(y)
         mean = self._summary("moments", X)[0]

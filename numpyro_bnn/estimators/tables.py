@@ -13,7 +13,9 @@ DATES = date | timedelta | np.datetime64 | np.timedelta64
 
 
 def check_numbers(call: str, argument: str, table: Any) -> None:
-    """Refuse text, dates, complex numbers, and values that are missing or infinite; scikit-learn checks all else."""
+    """Refuse text, dates, complex numbers, and values that are missing or infinite;
+    scikit-learn checks all else.
+    """
     for where, column in _columns(table):
         if column.dtype.kind in "mM":
             raise _dates(call, argument, column[0], where)
@@ -22,13 +24,23 @@ def check_numbers(call: str, argument: str, table: Any) -> None:
         if column.dtype.kind not in "biufc":
             _check_objects(call, argument, column, where)
             try:
-                column = np.array([np.nan if _is_missing(value) else float(value) for value in column])
-            except (TypeError, ValueError):  # neither numbers nor text: scikit-learn says so
+                column = np.array(
+                    [np.nan if _is_missing(value) else float(value) for value in column]
+                )
+            except (
+                TypeError,
+                ValueError,
+            ):  # neither numbers nor text: scikit-learn says so
                 continue
         bad = np.flatnonzero(~(np.abs(column).astype(np.float64) < HUGE))
         if bad.size:
-            got = f"{bad.size} values{where} that are NaN, None, infinite or above {HUGE:g}, first in row {bad[0]}"
-            raise argument_error(call, argument, got, "Drop those rows, or impute them.")
+            got = (
+                f"{bad.size} values{where} that are NaN, None, infinite or above "
+                f"{HUGE:g}, first in row {bad[0]}"
+            )
+            raise argument_error(
+                call, argument, got, "Drop those rows, or impute them."
+            )
 
 
 def _columns(table: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -53,25 +65,41 @@ def _check_objects(call: str, argument: str, column: np.ndarray, where: str) -> 
             try:
                 float(value)
             except ValueError:
-                instead = "Pass numbers: a column of 0 and 1 for each category, as `pandas.get_dummies` makes them."
+                instead = (
+                    "Pass numbers: a column of 0 and 1 for each category, as "
+                    "`pandas.get_dummies` makes them."
+                )
                 if argument.startswith("y"):
                     instead = "Pass numbers, or use `Classifier` for classes."
-                raise argument_error(call, argument, f"the text {str(value)!r}{where}", instead) from None
+                raise argument_error(
+                    call, argument, f"the text {str(value)!r}{where}", instead
+                ) from None
 
 
 def _dates(call: str, argument: str, value: Any, where: str) -> Exception:
     instead = "Pass numbers, such as days since the first date."
-    return argument_error(call, argument, f"dates or durations{where}, such as {value}", instead, TypeError)
+    return argument_error(
+        call,
+        argument,
+        f"dates or durations{where}, such as {value}",
+        instead,
+        TypeError,
+    )
 
 
 def _complex(call: str, argument: str, where: str = "") -> Exception:
     # The first words are those that scikit-learn's `check_estimator` looks for.
-    instead = "Complex data not supported: pass real numbers, such as real and imaginary parts in columns."
+    instead = (
+        "Complex data not supported: pass real numbers, such as real and imaginary "
+        "parts in columns."
+    )
     return argument_error(call, argument, f"complex numbers{where}", instead)
 
 
 def check_labels(call: str, argument: str, y: Any) -> None:
-    """Refuse missing labels, which NumPy would turn into the text "nan", and text beside numbers."""
+    """Refuse missing labels, which NumPy would turn into the text "nan", and text
+    beside numbers.
+    """
     labels = np.asarray(y, object)
     if labels.ndim != 1:
         return
@@ -79,15 +107,29 @@ def check_labels(call: str, argument: str, y: Any) -> None:
         raise _complex(call, argument)
     missing = [row for row, label in enumerate(labels) if _is_missing(label)]
     if missing:
-        got = f"{len(missing)} missing labels (NaN, None), the first in row {missing[0]}"
-        raise argument_error(call, argument, got, "Drop those rows, or give them a label of their own.")
+        got = (
+            f"{len(missing)} missing labels (NaN, None), the first in row {missing[0]}"
+        )
+        raise argument_error(
+            call, argument, got, "Drop those rows, or give them a label of their own."
+        )
     kinds = {isinstance(label, str): label for label in labels}
     if len(kinds) == 2:
-        got = f"text beside other labels, such as {str(kinds[True])!r} and {kinds[False]!r}"
-        raise argument_error(call, argument, got, "Pass labels of one type, e.g. `[str(label) for label in y]`.")
+        got = (
+            f"text beside other labels, such as {str(kinds[True])!r} and "
+            f"{kinds[False]!r}"
+        )
+        raise argument_error(
+            call,
+            argument,
+            got,
+            "Pass labels of one type, e.g. `[str(label) for label in y]`.",
+        )
 
 
 def _is_missing(value: Any) -> bool:
-    if value is None or type(value).__name__ == "NAType":  # pandas.NA, which compares as neither true nor false
+    if (
+        value is None or type(value).__name__ == "NAType"
+    ):  # pandas.NA, which compares as neither true nor false
         return True
     return np.ndim(value) == 0 and bool(value != value)

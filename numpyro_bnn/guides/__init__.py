@@ -1,4 +1,6 @@
-"""Guides: posterior approximations for NumPyro's SVI, Predictive and posterior summaries."""
+"""Guides: posterior approximations for NumPyro's SVI, Predictive and posterior
+summaries.
+"""
 
 from numpyro_bnn.guides.adf import ADFResult, AutoADF
 from numpyro_bnn.guides.auto_blocks import AutoBlocks

@@ -1,4 +1,6 @@
-"""AutoBlocks: a guide that splits the latent sites into blocks, each with its own family of distributions."""
+"""AutoBlocks: a guide that splits the latent sites into blocks, each with its own
+family of distributions.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +24,12 @@ from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
 from numpyro_bnn.guides.prototype import CompiledAutoNormal
-from numpyro_bnn.guides.scale_conditioning import Program, Scaled, prior_program, scaled_sites
+from numpyro_bnn.guides.scale_conditioning import (
+    Program,
+    Scaled,
+    prior_program,
+    scaled_sites,
+)
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import full_plates
@@ -35,31 +42,38 @@ Values: TypeAlias = dict[str, jax.Array]
 
 
 class AutoBlocks(CompiledAutoNormal):
-    r"""Approximate chosen blocks of sites jointly, each by its own family, and all other sites by mean field.
+    r"""Approximate chosen blocks of sites jointly, each by its own family, and all
+    other sites by mean field.
 
     .. math:: q(\theta) = \prod_b q_b(\theta_b) \prod_{j} N(\theta_j; \mu_j, \sigma_j^2)
 
-    over the unconstrained latent sites. With ``condition_on_scales`` a site with prior N(m(h), s(h)^2), where s
-    depends on other latent sites h, is w = m(h) + s(h) u, and the family is that of u: q(w | h) then follows its
-    scale, as in a non-centered model.
+    over the unconstrained latent sites. With ``condition_on_scales`` a site with prior
+    N(m(h), s(h)^2), where s depends on other latent sites h, is w = m(h) + s(h) u, and
+    the family is that of u: q(w | h) then follows its scale, as in a non-centered
+    model.
 
-    Sites outside the blocks have parameters ``<site>_<prefix>_loc`` and ``_scale``, as in
-    :class:`~numpyro.infer.autoguide.AutoNormal`; a block has ``<prefix>_<patterns>_...``, and the block ``"*"`` of
-    all sites has ``<prefix>_...``.
+    Sites outside the blocks have parameters ``<site>_<prefix>_loc`` and ``_scale``, as
+    in :class:`~numpyro.infer.autoguide.AutoNormal`; a block has
+    ``<prefix>_<patterns>_...``, and the block ``"*"`` of all sites has
+    ``<prefix>_...``.
 
     :param model: a NumPyro model.
-    :param blocks: families by pattern on site names (shell-style, or a tuple of patterns); a block of several sites
-        is approximated jointly.
-    :param init_scale: initial standard deviations: a number that multiplies the initial spread of each site
-        (fan-in^-1/2 for kernels, at most the prior sd; 1 for others in unconstrained space), or the standard
-        deviations themselves, numbers or arrays by pattern.
-    :param init_loc_fn: strategy for the initial means, :func:`init_to_fan_in` by default.
-    :param condition_on_scales: let weights follow the scales of their hierarchical priors. It helps if the data say
-        little about single weights, and hurts if they say much, like non-centering: compare the bounds.
+    :param blocks: families by pattern on site names (shell-style, or a tuple of
+        patterns); a block of several sites is approximated jointly.
+    :param init_scale: initial standard deviations: a number that multiplies the initial
+        spread of each site (fan-in^-1/2 for kernels, at most the prior sd; 1 for others
+        in unconstrained space), or the standard deviations themselves, numbers or
+        arrays by pattern.
+    :param init_loc_fn: strategy for the initial means, :func:`init_to_fan_in` by
+        default.
+    :param condition_on_scales: let weights follow the scales of their hierarchical
+        priors. It helps if the data say little about single weights, and hurts if they
+        say much, like non-centering: compare the bounds.
     :param prefix: prefix of the parameter names.
-    :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for minibatches.
-    :raises ValueError: when first called, for patterns that match no site or overlap, and for a block with local
-        latent sites (in a subsampled plate).
+    :param create_plates: as in :class:`~numpyro.infer.autoguide.AutoGuide`, for
+        minibatches.
+    :raises ValueError: when first called, for patterns that match no site or overlap,
+        and for a block with local latent sites (in a subsampled plate).
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
     >>> from numpyro.infer import SVI, Trace_ELBO
@@ -72,8 +86,8 @@ class AutoBlocks(CompiledAutoNormal):
     >>> guide = guides.AutoBlocks(model, {"w": guides.FullRank()})
     >>> svi = SVI(model, guide, optax.adam(0.01), Trace_ELBO())
     >>> state = svi.init(jax.random.key(0), jnp.ones((5, 3)), jnp.ones(5))
-    >>> {name: value.shape for name, value in sorted(svi.get_params(state).items())}
-    {'auto_w_loc': (3,), 'auto_w_scale_tril': (3, 3), 'sigma_auto_loc': (), 'sigma_auto_scale': ()}
+    >>> sorted(svi.get_params(state))
+    ['auto_w_loc', 'auto_w_scale_tril', 'sigma_auto_loc', 'sigma_auto_scale']
     """
 
     @checked("guides.{}")
@@ -93,14 +107,22 @@ class AutoBlocks(CompiledAutoNormal):
         self._asked = checked_blocks(self._call, blocks)
         self._condition_on_scales = condition_on_scales
         super().__init__(
-            model, prefix=prefix, init_loc_fn=init_loc_fn, init_scale=init_scale, create_plates=create_plates
+            model,
+            prefix=prefix,
+            init_loc_fn=init_loc_fn,
+            init_scale=init_scale,
+            create_plates=create_plates,
         )
 
-    # -- reading the model -----------------------------------------------------------------------------
+    # -- reading the model -------------------------------------------------------------
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
-        """Label, patterns and family of each block; a subclass may override it to find its own blocks."""
-        return [("|".join(patterns), patterns, family) for patterns, family in self._asked]
+        """Label, patterns and family of each block; a subclass may override it to find
+        its own blocks.
+        """
+        return [
+            ("|".join(patterns), patterns, family) for patterns, family in self._asked
+        ]
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -117,31 +139,57 @@ class AutoBlocks(CompiledAutoNormal):
 
     def _subsampled_plates(self, name: str) -> list[str]:
         frames = self._latent()[name]["cond_indep_stack"]
-        return [f.name for f in frames if f.size != self._prototype_frame_full_sizes[f.name]]
+        return [
+            f.name for f in frames if f.size != self._prototype_frame_full_sizes[f.name]
+        ]
 
     @property
     def _local_sites(self) -> set[str]:
-        """Sites with one value per data point: in a plate of observations, or in a subsampled one."""
+        """Sites with one value per data point: in a plate of observations, or in a
+        subsampled one.
+        """
         trace = (self.prototype_trace or {}).values()
-        data = {f.name for s in trace if s.get("is_observed") for f in s["cond_indep_stack"]}
-        plates = {n: {f.name for f in s["cond_indep_stack"]} for n, s in self._latent().items()}
-        return {name for name, inside in plates.items() if data & inside or self._subsampled_plates(name)}
+        data = {
+            f.name for s in trace if s.get("is_observed") for f in s["cond_indep_stack"]
+        }
+        plates = {
+            n: {f.name for f in s["cond_indep_stack"]}
+            for n, s in self._latent().items()
+        }
+        return {
+            name
+            for name, inside in plates.items()
+            if data & inside or self._subsampled_plates(name)
+        }
 
-    def _initial(self, locs: Values, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Values, Values]:
-        """Initial means and standard deviations, by site; the arguments begin with the latent sites."""
+    def _initial(
+        self, locs: Values, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[Values, Values]:
+        """Initial means and standard deviations, by site; the arguments begin with the
+        latent sites.
+        """
         sites, call = args[0], (args[1:], kwargs)
         local, locs = self._local_sites, dict(locs)
-        spreads = {name: initialization.initial_spread(site, name in local) for name, site in sites.items()}
-        strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)  # inside a `partial`
+        spreads = {
+            name: initialization.initial_spread(site, name in local)
+            for name, site in sites.items()
+        }
+        strategy = getattr(
+            self.init_loc_fn, "func", self.init_loc_fn
+        )  # inside a `partial`
         if bases := initialization.base_sites(self.prototype_trace or {}, ndim=2):
             with handlers.block(), full_plates():
                 values = self._postprocess_fn(locs)
             for base, weight in bases.items():
-                spreads[base] = initialization.base_spread(base, locs[base], values[weight])
+                spreads[base] = initialization.base_spread(
+                    base, locs[base], values[weight]
+                )
                 if strategy is init_to_fan_in:
                     locs[base] = locs[base] * spreads[base]
         shapes = {name: jnp.shape(value) for name, value in locs.items()}
-        scales = initialization.initial_scales(self._call, self._init_scale, spreads, shapes)
+        scales = initialization.initial_scales(
+            self._call, self._init_scale, spreads, shapes
+        )
         if self._scaled:
             values = {n: self._transforms[n](loc) for n, loc in locs.items()}
             for name, (loc, scale) in self._prior_program(call)(values).items():
@@ -151,28 +199,44 @@ class AutoBlocks(CompiledAutoNormal):
 
     def _make_blocks(self) -> None:
         chosen = self._choose_blocks()
-        parts = partition(self._call, list(self._latent()), [patterns for _, patterns, _ in chosen])
+        parts = partition(
+            self._call, list(self._latent()), [patterns for _, patterns, _ in chosen]
+        )
         self._blocks: list[tuple[Block, Family]] = []
         for (label, _, family), names in zip(chosen, parts, strict=True):
             for name in names:
                 if local := self._subsampled_plates(name):
                     got = f"site {name!r} inside the subsampled plate {local[0]!r}"
-                    instead = "Leave it out of the blocks: local latent sites are approximated by mean field."
+                    instead = (
+                        "Leave it out of the blocks: local latent sites are "
+                        "approximated by mean field."
+                    )
                     raise argument_error(self._call, "blocks", got, instead)
             label = self.prefix if label == "*" else f"{self.prefix}_{label}"
             shapes = {name: jnp.shape(self._init_locs[name]) for name in names}
-            starts = ([jnp.ravel(at[name]) for name in names] for at in (self._init_locs, self._init_scales))
+            starts = (
+                [jnp.ravel(at[name]) for name in names]
+                for at in (self._init_locs, self._init_scales)
+            )
             loc, scale = (jnp.concatenate(parts) for parts in starts)
             self._blocks.append((Block(label, shapes, loc, scale), family))
 
-    def _prior_program(self, call: tuple | None = None, indices: Mapping[str, Any] | None = None) -> Program:
-        """Prior loc and scale of the conditioned sites; by default at the first call, with all plates full."""
+    def _prior_program(
+        self, call: tuple | None = None, indices: Mapping[str, Any] | None = None
+    ) -> Program:
+        """Prior loc and scale of the conditioned sites; by default at the first call,
+        with all plates full.
+        """
         args, kwargs = self._prototype_call if call is None else call
         latent = self._latent().items()
-        examples = {name: site["value"] for name, site in latent if not self._subsampled_plates(name)}
+        examples = {
+            name: site["value"]
+            for name, site in latent
+            if not self._subsampled_plates(name)
+        }
         return prior_program(self.model, self._scaled, examples, args, kwargs, indices)
 
-    # -- the guide -------------------------------------------------------------------------------------
+    # -- the guide ---------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Values:
         """Sample the latent sites of the model; return their values by site."""
@@ -181,17 +245,26 @@ class AutoBlocks(CompiledAutoNormal):
         plates = self._create_plates(*args, **kwargs)
         program: Program | None = None
         if self._scaled:
-            # Where a handler fills the plates, a reading of minibatches has no place for all indices.
+            # Where a handler fills the plates, a reading of minibatches has no place
+            # for all indices.
             whole = all(len(plate._indices) == plate.size for plate in plates.values())
-            indices = None if whole else {name: plate._indices for name, plate in plates.items()}
+            indices = (
+                None
+                if whole
+                else {name: plate._indices for name, plate in plates.items()}
+            )
             program = self._prior_program((args, kwargs), indices)
         joint: Values = {}
         for block, family in self._blocks:
             fn = family.distribution(block)
-            joint |= block.unflatten(numpyro.sample(f"{block.name}_latent", fn, infer={"is_auxiliary": True}))
+            joint |= block.unflatten(
+                numpyro.sample(f"{block.name}_latent", fn, infer={"is_auxiliary": True})
+            )
         result: Values = {}
         for name, site in self._latent().items():
-            moments = program(result)[name] if program and name in self._scaled else None
+            moments = (
+                program(result)[name] if program and name in self._scaled else None
+            )
             if name in joint:
                 fn = self._in_block(name, site["fn"].event_dim, joint[name], moments)
                 result[name] = numpyro.sample(name, fn)
@@ -211,10 +284,18 @@ class AutoBlocks(CompiledAutoNormal):
             loc, scale = moments[0] + moments[1] * loc, jnp.abs(moments[1]) * scale
         fn = dist.Normal(loc, scale).to_event(event_dim)
         transform = self._transforms[name]
-        return fn if is_identity(transform) else dist.TransformedDistribution(fn, transform)
+        return (
+            fn
+            if is_identity(transform)
+            else dist.TransformedDistribution(fn, transform)
+        )
 
     def _in_block(
-        self, name: str, event_dim: int, unconstrained: jax.Array, moments: LocScale | None
+        self,
+        name: str,
+        event_dim: int,
+        unconstrained: jax.Array,
+        moments: LocScale | None,
     ) -> dist.Distribution:
         """The site as a function of the latent vector of its block."""
         log_det = jnp.zeros(jnp.shape(unconstrained))
@@ -227,13 +308,20 @@ class AutoBlocks(CompiledAutoNormal):
             return dist.Delta(value, event_dim=event_dim)
         parts = (log_det, transform.log_abs_det_jacobian(unconstrained, value))
         batch_dim = jnp.ndim(value) - event_dim
-        density = -sum(sum_rightmost(part, jnp.ndim(part) - batch_dim) for part in parts)
+        density = -sum(
+            sum_rightmost(part, jnp.ndim(part) - batch_dim) for part in parts
+        )
         return dist.Delta(value, log_density=density, event_dim=event_dim)
 
-    # -- draws and summaries ---------------------------------------------------------------------------
+    # -- draws and summaries -----------------------------------------------------------
 
     def sample_posterior(
-        self, rng_key: jax.Array, params: Mapping, *args: Any, sample_shape: Shape = (), **kwargs: Any
+        self,
+        rng_key: jax.Array,
+        params: Mapping,
+        *args: Any,
+        sample_shape: Shape = (),
+        **kwargs: Any,
     ) -> Values:
         """Draw latent sites, and compute deterministic sites from them.
 
@@ -246,19 +334,23 @@ class AutoBlocks(CompiledAutoNormal):
         return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
 
     def median(self, params: Mapping[str, Any]) -> Values:
-        """Medians of the latent sites in unconstrained space, mapped to their supports; deterministic sites at these.
+        """Medians of the latent sites in unconstrained space, mapped to their supports;
+        deterministic sites at these.
 
-        In closed form where marginals are Gaussian in unconstrained space, otherwise (flows, sites conditioned on
-        their scales) from 4096 draws with a fixed key. Of a simplex, only :meth:`quantiles` has marginal medians.
+        In closed form where marginals are Gaussian in unconstrained space, otherwise
+        (flows, sites conditioned on their scales) from 4096 draws with a fixed key. Of
+        a simplex, only :meth:`quantiles` has marginal medians.
         """
         self._check_called("median")
         middle = self._unconstrained_quantiles(params, jnp.array([0.5]))
         return self._constrain({name: value[0] for name, value in middle.items()}, ())
 
     def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
-        """Marginal quantiles of the latent sites, computed like :meth:`median`; of a simplex from 4096 draws.
+        """Marginal quantiles of the latent sites, computed like :meth:`median`; of a
+        simplex from 4096 draws.
 
-        For quantiles of deterministic sites, take quantiles of draws from ``sample_posterior``.
+        For quantiles of deterministic sites, take quantiles of draws from
+        ``sample_posterior``.
 
         :param quantiles: Q probabilities, or one.
         :return: arrays (Q, ...) by site.
@@ -266,22 +358,44 @@ class AutoBlocks(CompiledAutoNormal):
         self._check_called("quantiles")
         q = probabilities(f"{type(self).__name__}.quantiles", quantiles).reshape(-1)
         found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
-        mixing = [name for name in found if elementwise(self._transforms[name]).domain.event_dim > 0]
-        sites = {n: _monotone(self._transforms[n], v) for n, v in found.items() if n not in mixing}
+        mixing = [
+            name
+            for name in found
+            if elementwise(self._transforms[name]).domain.event_dim > 0
+        ]
+        sites = {
+            n: _monotone(self._transforms[n], v)
+            for n, v in found.items()
+            if n not in mixing
+        }
         if mixing:
-            draws = self._sites(self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,))
+            draws = self._sites(
+                self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,)
+            )
             sites |= {name: jnp.quantile(draws[name], q, axis=0) for name in mixing}
         return {name: sites[name] for name in found}
 
     def _check_called(self, method: str) -> None:
         if self.prototype_trace is None:
-            instead = "Use it in `SVI` first, or call it once on the data, so that it reads the model."
-            raise argument_error(f"{self._call}.{method}", "params", "those of another guide", instead)
+            instead = (
+                "Use it in `SVI` first, or call it once on the data, so that it reads "
+                "the model."
+            )
+            raise argument_error(
+                f"{self._call}.{method}", "params", "those of another guide", instead
+            )
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
         joint = {name for block, _ in self._blocks for name in block.shapes}
-        prefixes = {name: f"{name}_{self.prefix}" for name in self._transforms if name not in joint}
-        return {n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"]) for n, at in prefixes.items()}
+        prefixes = {
+            name: f"{name}_{self.prefix}"
+            for name in self._transforms
+            if name not in joint
+        }
+        return {
+            n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"])
+            for n, at in prefixes.items()
+        }
 
     def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
 
@@ -291,12 +405,18 @@ class AutoBlocks(CompiledAutoNormal):
         with handlers.block():
             return handlers.substitute(build, data=dict(params))()
 
-    def _draw(self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: Shape) -> Values:
+    def _draw(
+        self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: Shape
+    ) -> Values:
         """Unconstrained draws; for a conditioned site, draws of u."""
         values: Values = {}
         with handlers.block(), handlers.seed(rng_seed=rng_key):
-            for (block, _), fn in zip(self._blocks, self._families(params), strict=True):
-                latent = numpyro.sample(f"{block.name}_latent", fn, sample_shape=sample_shape)
+            for (block, _), fn in zip(
+                self._blocks, self._families(params), strict=True
+            ):
+                latent = numpyro.sample(
+                    f"{block.name}_latent", fn, sample_shape=sample_shape
+                )
                 values |= block.unflatten(latent)
             for name, fn in self._normals(params).items():
                 values[name] = numpyro.sample(name, fn, sample_shape=sample_shape)
@@ -325,33 +445,52 @@ class AutoBlocks(CompiledAutoNormal):
         return map_samples(single, draws, sample_shape)
 
     def _constrain(self, values: Values, sample_shape: Shape) -> Values:
-        """Constrained values and deterministic sites, with full plates, from unconstrained values."""
+        """Constrained values and deterministic sites, with full plates, from
+        unconstrained values.
+        """
 
         def single(one: Values) -> Values:
             with handlers.block(), full_plates():
                 return self._postprocess_fn(one)
 
-        if getattr(getattr(self._postprocess_fn, "fn", None), "func", None) is transform_fn:
+        if (
+            getattr(getattr(self._postprocess_fn, "fn", None), "func", None)
+            is transform_fn
+        ):
             return self._postprocess_fn(values)  # the model has no deterministic sites
-        # A single draw is mapped as well: the compiled program leaves out the likelihood of all the data.
+        # A single draw is mapped as well: the compiled program leaves out the
+        # likelihood of all the data.
         if sample_shape:
             return map_samples(single, values, sample_shape)
-        mapped = map_samples(single, {name: value[None] for name, value in values.items()}, (1,))
+        mapped = map_samples(
+            single, {name: value[None] for name, value in values.items()}, (1,)
+        )
         return {name: value[0] for name, value in mapped.items()}
 
-    def _unconstrained_quantiles(self, params: Mapping[str, Any], q: jax.Array) -> Values:
+    def _unconstrained_quantiles(
+        self, params: Mapping[str, Any], q: jax.Array
+    ) -> Values:
         """(Q, ...) by site."""
 
         def closed_form(mean: jax.Array, sd: jax.Array) -> jax.Array:
             return mean + sd * ndtri(q).reshape((-1,) + (1,) * jnp.ndim(mean))
 
-        found = {name: closed_form(fn.loc, fn.scale) for name, fn in self._normals(params).items()}
-        for (block, family), fn in zip(self._blocks, self._families(params), strict=True):
+        found = {
+            name: closed_form(fn.loc, fn.scale)
+            for name, fn in self._normals(params).items()
+        }
+        for (block, family), fn in zip(
+            self._blocks, self._families(params), strict=True
+        ):
             if family.gaussian:
                 found |= block.unflatten(closed_form(fn.mean, jnp.sqrt(fn.variance)))
-        found = {name: value for name, value in found.items() if name not in self._scaled}
+        found = {
+            name: value for name, value in found.items() if name not in self._scaled
+        }
         if missing := [name for name in self._transforms if name not in found]:
-            draws = self._rescale(self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,))
+            draws = self._rescale(
+                self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,)
+            )
             found |= {name: jnp.quantile(draws[name], q, axis=0) for name in missing}
         return {name: found[name] for name in self._transforms}
 
@@ -362,7 +501,9 @@ def is_identity(transform: Any) -> bool:
 
 
 def _monotone(transform: Any, values: jax.Array) -> jax.Array:
-    """Quantiles after a monotone transform, from those at q and 1 - q: a decreasing one reverses the order."""
+    """Quantiles after a monotone transform, from those at q and 1 - q: a decreasing one
+    reverses the order.
+    """
     half = len(values) // 2
     at, opposite = transform(values[:half]), transform(values[half:])
     zero = jnp.zeros(values.shape[1:])

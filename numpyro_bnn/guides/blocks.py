@@ -1,4 +1,6 @@
-"""Blocks of a guide: which latent sites are approximated together, and by which family of distributions."""
+"""Blocks of a guide: which latent sites are approximated together, and by which family
+of distributions.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,8 @@ MAX_NUMBERS = 10**8  # per parameter: 400 MB, and three times that with an optim
 
 
 class Block(NamedTuple):
-    """Latent sites that a family approximates together, as one vector of D unconstrained numbers.
+    """Latent sites that a family approximates together, as one vector of D
+    unconstrained numbers.
 
     :param name: prefix of the parameters, e.g. ``"auto_net/Dense_0"``.
     :param shapes: unconstrained shape by site, in the order of the vector.
@@ -47,7 +50,10 @@ class Block(NamedTuple):
         """Values of the sites from a vector (..., D); batch axes stay in front.
 
         >>> block = Block("auto", {"a": (2,), "b": ()}, jnp.zeros(3), jnp.ones(3))
-        >>> {name: value.shape for name, value in block.unflatten(jnp.ones((4, 3))).items()}
+        >>> {
+        ...     name: value.shape
+        ...     for name, value in block.unflatten(jnp.ones((4, 3))).items()
+        ... }
         {'a': (4, 2), 'b': (4,)}
         """
         return cut(vector, self.shapes)
@@ -57,20 +63,28 @@ def cut(vector: jax.Array, shapes: Mapping[Any, Shape]) -> dict[Any, jax.Array]:
     """Consecutive parts of a vector (..., D), by name and in these shapes."""
     ends = pairwise(np.cumsum([0, *map(prod, shapes.values())]))
     pairs = zip(shapes.items(), ends, strict=True)
-    return {name: vector[..., a:b].reshape((*vector.shape[:-1], *shape)) for (name, shape), (a, b) in pairs}
+    return {
+        name: vector[..., a:b].reshape((*vector.shape[:-1], *shape))
+        for (name, shape), (a, b) in pairs
+    }
 
 
 class Family(ABC):
     """A family of distributions over the D unconstrained numbers of a block.
 
-    :cvar gaussian: every marginal is N(fn.mean, fn.variance), so medians and quantiles have closed forms.
+    :cvar gaussian: every marginal is N(fn.mean, fn.variance), so medians and quantiles
+        have closed forms.
 
     >>> class Shared(Family):  # one scale for all unknowns of the block
     ...     gaussian = True
     ...
     ...     def distribution(self, block):
     ...         loc = numpyro.param(f"{block.name}_loc", block.loc)
-    ...         scale = numpyro.param(f"{block.name}_scale", block.scale.mean(), constraint=constraints.positive)
+    ...         scale = numpyro.param(
+    ...             f"{block.name}_scale",
+    ...             block.scale.mean(),
+    ...             constraint=constraints.positive,
+    ...         )
     ...         return dist.Normal(loc, scale).to_event(1)
     >>> from numpyro import handlers
     >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
@@ -85,9 +99,11 @@ class Family(ABC):
 
     @abstractmethod
     def distribution(self, block: Block) -> dist.Distribution:
-        """Declare the parameters, ``numpyro.param(f"{block.name}_...", start)``, and build q over R^D from them.
+        """Declare the parameters, ``numpyro.param(f"{block.name}_...", start)``, and
+        build q over R^D from them.
 
-        :return: a distribution with ``event_shape`` (D,) that can be sampled by reparameterization.
+        :return: a distribution with ``event_shape`` (D,) that can be sampled by
+            reparameterization.
         """
 
 
@@ -95,8 +111,8 @@ class Family(ABC):
 class Diagonal(Family):
     """Independent Gaussians: N(m, diag(s^2)), with 2 D parameters.
 
-    Sites outside all blocks get the same distribution, one site at a time; as a family it joins several sites into
-    one vector.
+    Sites outside all blocks get the same distribution, one site at a time; as a family
+    it joins several sites into one vector.
 
     >>> from numpyro import handlers
     >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
@@ -113,7 +129,8 @@ class Diagonal(Family):
 
 @dataclass(frozen=True)
 class FullRank(Family):
-    """A Gaussian with any covariance: N(m, L L^T), with D + D (D + 1) / 2 free parameters.
+    """A Gaussian with any covariance: N(m, L L^T), with D + D (D + 1) / 2 free
+    parameters.
 
     :raises ValueError: for a block of more than 10^4 numbers.
 
@@ -130,19 +147,24 @@ class FullRank(Family):
         instead = "Use `guides.LowRank(rank)`, or smaller blocks, e.g. one per layer."
         _check_size("guides.FullRank", block, block.size**2, instead)
         constraint = constraints.scaled_unit_lower_cholesky
-        scale_tril = numpyro.param(f"{block.name}_scale_tril", jnp.diag(block.scale), constraint=constraint)
+        scale_tril = numpyro.param(
+            f"{block.name}_scale_tril", jnp.diag(block.scale), constraint=constraint
+        )
         return dist.MultivariateNormal(declare_loc(block), scale_tril=scale_tril)
 
 
 @dataclass(frozen=True)
 class LowRank(Family):
-    r"""A Gaussian whose covariance is diagonal plus low rank, with (2 + rank) D parameters.
+    r"""A Gaussian whose covariance is diagonal plus low rank, with (2 + rank) D
+    parameters.
 
-    .. math:: N\big(m,\ \operatorname{diag}(s)\,(I + F F^\top)\operatorname{diag}(s)\big), \qquad F \in R^{D \times r}
+    .. math:: N\big(m,\ \operatorname{diag}(s)\,(I + F
+              F^\top)\operatorname{diag}(s)\big), \qquad F \in R^{D \times r}
 
     :param rank: r, the number of directions of correlation.
 
-    Reference: Ong, Nott & Smith (2018), *Gaussian variational approximation with a factor covariance structure*.
+    Reference: Ong, Nott & Smith (2018), *Gaussian variational approximation with a
+    factor covariance structure*.
 
     >>> from numpyro import handlers
     >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
@@ -155,14 +177,23 @@ class LowRank(Family):
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc``, ``scale`` (D,) and ``cov_factor`` (D, rank), which multiplies the scale."""
+        """Parameters ``loc``, ``scale`` (D,) and ``cov_factor`` (D, rank), which
+        multiplies the scale.
+        """
         instead = "Use a smaller rank, or smaller blocks, e.g. one per layer."
         _check_size("guides.LowRank", block, block.size * self.rank, instead)
-        # At F = 0 the gradient of the bound with respect to F vanishes: start near it, in fixed random directions.
-        factor = 0.1 * jax.random.normal(jax.random.key(0), (block.size, self.rank)) / self.rank**0.5
+        # At F = 0 the gradient of the bound with respect to F vanishes: start near it,
+        # in fixed random directions.
+        factor = (
+            0.1
+            * jax.random.normal(jax.random.key(0), (block.size, self.rank))
+            / self.rank**0.5
+        )
         factor = numpyro.param(f"{block.name}_cov_factor", factor, event_dim=2)
         scale = declare_scale(block)
-        return dist.LowRankMultivariateNormal(declare_loc(block), factor * scale[:, None], scale * scale)
+        return dist.LowRankMultivariateNormal(
+            declare_loc(block), factor * scale[:, None], scale * scale
+        )
 
 
 def declare_loc(block: Block) -> jax.Array:
@@ -170,19 +201,30 @@ def declare_loc(block: Block) -> jax.Array:
 
 
 def declare_scale(block: Block) -> jax.Array:
-    return numpyro.param(f"{block.name}_scale", block.scale, constraint=constraints.softplus_positive, event_dim=1)
+    return numpyro.param(
+        f"{block.name}_scale",
+        block.scale,
+        constraint=constraints.softplus_positive,
+        event_dim=1,
+    )
 
 
 def _check_size(call: str, block: Block, numbers: int, instead: str) -> None:
     if numbers > MAX_NUMBERS:
-        got = f"block {block.name!r} of {block.size} unknowns, with {numbers:.1e} numbers in its covariance"
+        got = (
+            f"block {block.name!r} of {block.size} unknowns, with {numbers:.1e} "
+            f"numbers in its covariance"
+        )
         raise argument_error(call, "block", got, instead)
 
 
 def matches(name: str, patterns: Patterns) -> bool:
     """Whether a site is one of the names, or matches one of the shell-style patterns.
 
-    >>> matches("net/layers[0].weight", "net/layers[0].weight"), matches("net/Dense_0.bias", ("a", "*.bias"))
+    >>> (
+    ...     matches("net/layers[0].weight", "net/layers[0].weight"),
+    ...     matches("net/Dense_0.bias", ("a", "*.bias")),
+    ... )
     (True, True)
     """
     return any(name == p or fnmatchcase(name, p) for p in _as_tuple(patterns))
@@ -192,20 +234,30 @@ def _as_tuple(patterns: Patterns) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def checked_blocks(call: str, blocks: Any) -> tuple[tuple[tuple[str, ...], Family], ...]:
-    """The blocks a user passed, a mapping from patterns to families or pairs of them, as pairs."""
+def checked_blocks(
+    call: str, blocks: Any
+) -> tuple[tuple[tuple[str, ...], Family], ...]:
+    """The blocks a user passed, a mapping from patterns to families or pairs of them,
+    as pairs.
+    """
     pairs = list(blocks.items() if isinstance(blocks, Mapping) else blocks)
     for pair in pairs:
         if isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[1], Family):
-            instead = 'Pass a dictionary from patterns to families, e.g. `{"net/*": guides.FullRank()}`.'
+            instead = (
+                'Pass a dictionary from patterns to families, e.g. `{"net/*": '
+                "guides.FullRank()}`."
+            )
             raise argument_error(call, "blocks", repr(pair), instead, TypeError)
     return tuple((_as_tuple(patterns), family) for patterns, family in pairs)
 
 
-def partition(call: str, names: Sequence[str], blocks: Sequence[tuple[str, ...]]) -> list[list[str]]:
+def partition(
+    call: str, names: Sequence[str], blocks: Sequence[tuple[str, ...]]
+) -> list[list[str]]:
     """The sites of each block, in the order of the model.
 
-    :raises ValueError: for a pattern that matches no site, and for a site in two blocks.
+    :raises ValueError: for a pattern that matches no site, and for a site in two
+        blocks.
     """
     owner: dict[str, tuple[str, ...]] = {}
     found = []
@@ -217,7 +269,9 @@ def partition(call: str, names: Sequence[str], blocks: Sequence[tuple[str, ...]]
         for name in sites:
             if name in owner:
                 got = f"site {name!r} in {owner[name]} and in {patterns}"
-                instead = f"Write patterns that do not overlap. Sites: {', '.join(names)}."
+                instead = (
+                    f"Write patterns that do not overlap. Sites: {', '.join(names)}."
+                )
                 raise argument_error(call, "blocks", got, instead)
             owner[name] = patterns
         found.append(sites)

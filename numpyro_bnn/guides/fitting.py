@@ -1,4 +1,6 @@
-"""Run SVI: minibatches at O(B), one compilation, interruption, and a stop at the first NaN."""
+"""Run SVI: minibatches at O(B), one compilation, interruption, and a stop at the first
+NaN.
+"""
 
 import time
 import warnings
@@ -22,7 +24,13 @@ from numpyro.infer.svi import SVIRunResult, SVIState
 from numpyro_bnn._checks import argument_error, check_finite, outside
 from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.program.arguments import Arguments, as_arrays
-from numpyro_bnn.program.compiled import CACHE_SIZE, TRACING, evaluate, refuse_tracers, shared
+from numpyro_bnn.program.compiled import (
+    CACHE_SIZE,
+    TRACING,
+    evaluate,
+    refuse_tracers,
+    shared,
+)
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.row_lengths import check_row_lengths
@@ -39,10 +47,14 @@ class Keeper(Protocol):
     """Where a run is kept."""
 
     def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
-        """The state, of the structure of ``like``, and the records of an earlier call, if there was one."""
+        """The state, of the structure of ``like``, and the records of an earlier call,
+        if there was one.
+        """
 
     def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
-        """Keep a state and what was recorded before it; unless it is the last one, only now and then."""
+        """Keep a state and what was recorded before it; unless it is the last one, only
+        now and then.
+        """
 
 
 @checked(CALL)
@@ -51,8 +63,14 @@ def fit(
     rng_key: RandomKey,
     num_steps: PositiveInt,
     *args: Any,
-    init_state: Annotated[SVIState, Kind(SVIState, "Pass the `state` of an earlier result.")] | None = None,
-    init_params: Annotated[Mapping, Kind(Mapping, "Pass a dictionary of values by name.")] | None = None,
+    init_state: Annotated[
+        SVIState, Kind(SVIState, "Pass the `state` of an earlier result.")
+    ]
+    | None = None,
+    init_params: Annotated[
+        Mapping, Kind(Mapping, "Pass a dictionary of values by name.")
+    ]
+    | None = None,
     progress_bar: Switch = True,
     stable_update: Switch = False,
     keeper: Keeper | None = None,
@@ -60,12 +78,15 @@ def fit(
 ) -> SVIRunResult:
     """Fit a guide by SVI, like ``svi.run``, for long runs and large data.
 
-    - A minibatch of a subsampled plate costs O(B), whatever N is: B distinct indices, all equally likely.
-    - The steps are compiled once per SVI and argument shapes, and reused when a run is continued.
-    - Ctrl-C returns the result so far. A step that is NaN or infinite ends the run with a warning that names it; the
-      result is that of the steps before.
+    - A minibatch of a subsampled plate costs O(B), whatever N is: B distinct indices,
+      all equally likely.
+    - The steps are compiled once per SVI and argument shapes, and reused when a run is
+      continued.
+    - Ctrl-C returns the result so far. A step that is NaN or infinite ends the run with
+      a warning that names it; the result is that of the steps before.
 
-    :func:`numpyro_bnn.runs.fit` does the same in a folder, from which a run goes on that was killed.
+    :func:`numpyro_bnn.runs.fit` does the same in a folder, from which a run goes on
+    that was killed.
 
     :param svi: model, guide, optimizer and loss.
     :param rng_key: key of the start and of all steps.
@@ -74,12 +95,14 @@ def fit(
     :param init_state: the ``state`` of an earlier result, to continue from.
     :param init_params: initial values of parameters.
     :param progress_bar: show a bar with the mean of the last 1000 losses.
-    :param stable_update: skip steps that are not finite, as ``svi.run`` does, instead of ending the run.
+    :param stable_update: skip steps that are not finite, as ``svi.run`` does, instead
+        of ending the run.
     :param keeper: where the run is kept; :func:`numpyro_bnn.runs.fit` passes one.
     :param kwargs: keyword arguments of model and guide.
-    :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from ``svi.run``.
-    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the first step, or a state of another
-        model, guide or optimizer.
+    :return: ``params``, ``state`` and ``losses`` (one for each step taken), as from
+        ``svi.run``.
+    :raises ValueError: for ``num_steps`` below 1, a loss that is not finite at the
+        first step, or a state of another model, guide or optimizer.
     :raises TypeError: for something other than an SVI, or inside ``jit`` and ``vmap``.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
@@ -100,7 +123,9 @@ def fit(
     args, kwargs = as_arrays(args, kwargs, CALL)
     fixed, arrays = Arguments.of(args, kwargs).split()
     with TRACING:
-        state = _start(svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed))
+        state = _start(
+            svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed)
+        )
     losses = np.zeros(0, jnp.result_type(float))
     if keeper is not None and (found := keeper.load(state)) is not None:
         state, losses = found[0], found[1]["losses"]
@@ -109,11 +134,15 @@ def fit(
     message = run.go(progress_bar)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=outside())
-    return SVIRunResult(shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses))
+    return SVIRunResult(
+        shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses)
+    )
 
 
 class _Chunk(NamedTuple):
-    """State after some steps, their losses (the last may be NaN or infinite), and whether everything is finite."""
+    """State after some steps, their losses (the last may be NaN or infinite), and
+    whether everything is finite.
+    """
 
     state: Any
     losses: np.ndarray
@@ -122,7 +151,9 @@ class _Chunk(NamedTuple):
 
 @dataclass
 class _Run:
-    """A run that may be interrupted at any line: ``done`` always holds a state and its number of steps."""
+    """A run that may be interrupted at any line: ``done`` always holds a state and its
+    number of steps.
+    """
 
     svi: SVI
     take: Callable[[Any, int], _Chunk]
@@ -146,13 +177,18 @@ class _Run:
     def go(self, progress_bar: bool) -> str:
         """Take the remaining steps; return why it stopped early, or ``""``."""
         message = ""
-        with tqdm.tqdm(total=self.num_steps, initial=self.count, disable=not progress_bar) as bar:
+        with tqdm.tqdm(
+            total=self.num_steps, initial=self.count, disable=not progress_bar
+        ) as bar:
             try:
                 message = self._advance(bar)
             except KeyboardInterrupt:
                 if not self.count:
                     raise
-                message = f"interrupted: the result is that of {self.count} of {self.num_steps} steps."
+                message = (
+                    f"interrupted: the result is that of {self.count} of "
+                    f"{self.num_steps} steps."
+                )
         self._keep(last=True)
         return message
 
@@ -198,67 +234,118 @@ class _Run:
         """A message that names the step; an error if it is the first."""
         what = "a gradient that is not finite" if np.isfinite(loss) else f"loss {loss}"
         advice = (
-            "Lower the step size or clip gradients (`numpyro.optim.ClippedAdam`); start from likely values"
-            " (`init_loc_fn=`, a small `init_scale`); look for NaN in the data. `stable_update=True` skips such"
+            "Lower the step size or clip gradients (`numpyro.optim.ClippedAdam`); "
+            "start from likely values"
+            " (`init_loc_fn=`, a small `init_scale`); look for NaN in the data. "
+            "`stable_update=True` skips such"
             " steps."
         )
         if not self.count:
-            raise argument_error(CALL, "args", f"data and parameters with {what} at the first step", advice)
+            raise argument_error(
+                CALL,
+                "args",
+                f"data and parameters with {what} at the first step",
+                advice,
+            )
         step = self.count + 1
-        return f"{what} at step {step}; the result is that of the {self.count} steps before. {advice}"
+        return (
+            f"{what} at step {step}; the result is that of the {self.count} steps "
+            f"before. {advice}"
+        )
 
 
 # What a state of an SVI and its arguments is; empty until `_start` has made one.
-_expected: Callable[[SVI, Arguments], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(lambda svi, fixed: {})
+_expected: Callable[[SVI, Arguments], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(
+    lambda svi, fixed: {}
+)
 
 
 def _start(
-    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_state: Any, init_params: Any, expected: dict[str, Any]
+    svi: SVI,
+    rng_key: Any,
+    args: tuple,
+    kwargs: Mapping,
+    init_state: Any,
+    init_params: Any,
+    expected: dict[str, Any],
 ) -> Any:
-    """The state to start from; refuse a state or parameters of another model, guide or optimizer."""
+    """The state to start from; refuse a state or parameters of another model, guide or
+    optimizer.
+    """
     if init_state is not None and init_params is not None:
-        raise argument_error(CALL, "init_params", "values beside `init_state`, which has its own", "Pass only one.")
+        raise argument_error(
+            CALL,
+            "init_params",
+            "values beside `init_state`, which has its own",
+            "Pass only one.",
+        )
     state = init_state
-    # `init` also gives the SVI its constraints, which a state from another process lacks.
+    # `init` also gives the SVI its constraints, which a state from another process
+    # lacks.
     if state is None or svi.constrain_fn is None or not expected:
-        Reading(svi.model, args, kwargs, full=False)  # it refuses subsample sizes that are no counts of rows
+        Reading(
+            svi.model, args, kwargs, full=False
+        )  # it refuses subsample sizes that are no counts of rows
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:
-                _check_params(init_params, svi.get_params(_initial_state(svi, rng_key, args, kwargs, None)))
+                _check_params(
+                    init_params,
+                    svi.get_params(_initial_state(svi, rng_key, args, kwargs, None)),
+                )
             state = _initial_state(svi, rng_key, args, kwargs, init_params)
         expected.update(_described(svi, state))
     state = state if init_state is None else init_state
     if (found := _described(svi, state)) != expected:
         instead = "Pass the `state` of a fit of this model, guide and optimizer."
-        raise argument_error(CALL, "init_state", f"a state {difference_of(found, expected)}", instead)
+        raise argument_error(
+            CALL, "init_state", f"a state {difference_of(found, expected)}", instead
+        )
     return _strong(state)
 
 
 def _described(svi: SVI, state: Any) -> dict[str, dict[str, str]]:
-    """Names, shapes and dtypes of the parameters and of the state, in which a given state must agree."""
-    trees = {"parameter": svi.optim.get_params(state.optim_state), "state": state._replace(rng_key=None)}
-    flat = {what: jax.tree_util.tree_flatten_with_path(tree)[0] for what, tree in trees.items()}
+    """Names, shapes and dtypes of the parameters and of the state, in which a given
+    state must agree.
+    """
+    trees = {
+        "parameter": svi.optim.get_params(state.optim_state),
+        "state": state._replace(rng_key=None),
+    }
+    flat = {
+        what: jax.tree_util.tree_flatten_with_path(tree)[0]
+        for what, tree in trees.items()
+    }
     name = jax.tree_util.keystr
-    return {what: {name(at): f"{x.dtype}{list(x.shape)}" for at, x in leaves} for what, leaves in flat.items()}
+    return {
+        what: {name(at): f"{x.dtype}{list(x.shape)}" for at, x in leaves}
+        for what, leaves in flat.items()
+    }
 
 
 def difference_of(found: dict[str, Any], expected: dict[str, Any]) -> str:
     """The first entry that differs, in words."""
     for what, other in expected.items():
         for name in [*other, *found[what]]:
-            here, there = found[what].get(name, "no such entry"), other.get(name, "none")
+            here, there = (
+                found[what].get(name, "no such entry"),
+                other.get(name, "none"),
+            )
             if name not in other or here != there:
                 return f"in which {what} {name} is {here}; this run has {there}"
     return "which differs in the order of its entries"
 
 
 def _strong(state: Any) -> Any:
-    """Without weak types, which would be lost in the first step and force a second compilation."""
+    """Without weak types, which would be lost in the first step and force a second
+    compilation.
+    """
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
 
 
-def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any) -> Any:
+def _initial_state(
+    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any
+) -> Any:
     """``svi.init``, as one program if the guide is NumPyro's or ours.
 
     Others, and the parts of a list, may keep values of their first call.
@@ -270,24 +357,35 @@ def _initial_state(svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_pa
             svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
 
     def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
-        with numpyro.validation_enabled(False):  # the first call of the guide has checked what is known
+        with numpyro.validation_enabled(
+            False
+        ):  # the first call of the guide has checked what is known
             return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
 
     state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
     bounds = jax.tree.leaves(svi.constrain_fn.args)
-    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):  # they were computed in that program
+    if any(
+        isinstance(bound, jax.core.Tracer) for bound in bounds
+    ):  # they were computed in that program
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     return state
 
 
 def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse initial values of other parameters, of other shapes, or that are not finite."""
+    """Refuse initial values of other parameters, of other shapes, or that are not
+    finite.
+    """
     for name, value in given.items():
         Choice(known).check(CALL, "init_params", name)
-        shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (value, known[name])]
+        shapes = [
+            [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+            for tree in (value, known[name])
+        ]
         if shapes[0] != shapes[1]:
             got = f"shape {shapes[0]} for {name!r}"
-            raise argument_error(CALL, "init_params", got, f"Pass a value of shape {shapes[1]}.")
+            raise argument_error(
+                CALL, "init_params", got, f"Pass a value of shape {shapes[1]}."
+            )
         for leaf in jax.tree.leaves(value):
             check_finite(CALL, f"init_params[{name!r}]", leaf)
 
@@ -310,12 +408,23 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss
 
-        ahead = read_ahead(one, state._replace(rng_key=None), state.rng_key) if rows_in(args, kwargs) else None
-        advance = partial(_step, one) if ahead is None else partial(_block, ahead, go_on)
+        ahead = (
+            read_ahead(one, state._replace(rng_key=None), state.rng_key)
+            if rows_in(args, kwargs)
+            else None
+        )
+        advance = (
+            partial(_step, one) if ahead is None else partial(_block, ahead, go_on)
+        )
         begin = state, jnp.zeros(LARGEST_CHUNK, float), jnp.int32(0), True
         state, losses, taken, finite = lax.while_loop(go_on, advance, begin)
         params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
-        return state, losses, taken, finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params]))
+        return (
+            state,
+            losses,
+            taken,
+            finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params])),
+        )
 
     def take(arrays: dict, state: Any, number: int) -> _Chunk:
         state, *found = steps(state, number, arrays)
@@ -328,17 +437,26 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
 def _step(take: Callable, carry: tuple) -> tuple:
     state, losses, taken, _ = carry
     key, rest, loss = take(state._replace(rng_key=None), state.rng_key)
-    return rest._replace(rng_key=key), losses.at[taken].set(loss), taken + 1, jnp.isfinite(loss)
+    return (
+        rest._replace(rng_key=key),
+        losses.at[taken].set(loss),
+        taken + 1,
+        jnp.isfinite(loss),
+    )
 
 
 def _block(ahead: Ahead, go_on: Callable, carry: tuple) -> tuple:
     """Some steps, whose rows are read from disk at once."""
     begin = carry[2]
-    keys = lax.scan(lambda key, _: (ahead.follow(key), key), carry[0].rng_key, length=AHEAD)[1]
+    keys = lax.scan(
+        lambda key, _: (ahead.follow(key), key), carry[0].rng_key, length=AHEAD
+    )[1]
     rows = jax.vmap(ahead.read)(keys)
 
     def step(carry: tuple) -> tuple:
         now = [part[carry[2] - begin] for part in rows]
         return _step(lambda state, key: ahead.finish(state, key, now), carry)
 
-    return lax.while_loop(lambda carry: go_on(carry) & (carry[2] < begin + AHEAD), step, carry)
+    return lax.while_loop(
+        lambda carry: go_on(carry) & (carry[2] < begin + AHEAD), step, carry
+    )

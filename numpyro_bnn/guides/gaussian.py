@@ -1,4 +1,6 @@
-"""Gaussian guides: independent weights (Bayes by Backprop), or one joint Gaussian per layer of a network."""
+"""Gaussian guides: independent weights (Bayes by Backprop), or one joint Gaussian per
+layer of a network.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -8,24 +10,36 @@ from numpyro_bnn._options import Kind, Model, Switch, checked
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, is_identity
 from numpyro_bnn.guides.blocks import Family, FullRank, Patterns
 
-PARAMETERS = ("kernel", "bias", "scale", "weight", "embedding")  # names in a network of a single layer
+PARAMETERS = (
+    "kernel",
+    "bias",
+    "scale",
+    "weight",
+    "embedding",
+)  # names in a network of a single layer
 
 
 class AutoMeanField(AutoBlocks):
-    r"""Bayes by Backprop: independent Gaussians over all weights, started like a network about to be trained.
+    r"""Bayes by Backprop: independent Gaussians over all weights, started like a
+    network about to be trained.
 
-    .. math:: q(\theta) = \prod_j N(\theta_j; \mu_j, \sigma_j^2), \qquad \sigma_j = \log(1 + e^{\rho_j})
+    .. math:: q(\theta) = \prod_j N(\theta_j; \mu_j, \sigma_j^2), \qquad \sigma_j =
+              \log(1 + e^{\rho_j})
 
-    over the unconstrained latent sites. Means start at fan-in scale (:func:`init_to_fan_in`), standard deviations at
-    a tenth of that: NumPyro's ``AutoNormal`` starts weights in (-2, 2), where a wide network saturates. Sites are
-    plain Normal statements, so that ``TraceMeanField_ELBO`` uses the closed form of KL(q(w) || p(w | h)) if the prior
-    given its hyper-sites h is Normal too. This is valid because h does not depend on w in this guide.
+    over the unconstrained latent sites. Means start at fan-in scale
+    (:func:`init_to_fan_in`), standard deviations at a tenth of that: NumPyro's
+    ``AutoNormal`` starts weights in (-2, 2), where a wide network saturates. Sites are
+    plain Normal statements, so that ``TraceMeanField_ELBO`` uses the closed form of
+    KL(q(w) || p(w | h)) if the prior given its hyper-sites h is Normal too. This is
+    valid because h does not depend on w in this guide.
 
     :param model: a NumPyro model.
-    :param settings: ``init_scale`` (by pattern, e.g. ``{"*.kernel": 0.01}``, to control single sites),
-        ``init_loc_fn``, ``condition_on_scales``, ``prefix``, ``create_plates`` of :class:`AutoBlocks`.
+    :param settings: ``init_scale`` (by pattern, e.g. ``{"*.kernel": 0.01}``, to control
+        single sites), ``init_loc_fn``, ``condition_on_scales``, ``prefix``,
+        ``create_plates`` of :class:`AutoBlocks`.
 
-    Reference: Blundell et al. (2015), *Weight uncertainty in neural networks*; Graves (2011).
+    Reference: Blundell et al. (2015), *Weight uncertainty in neural networks*; Graves
+    (2011).
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
     >>> from numpyro.infer import SVI, TraceMeanField_ELBO
@@ -46,22 +60,27 @@ class AutoMeanField(AutoBlocks):
 
 
 class AutoStructured(AutoBlocks):
-    r"""Structured mean field: one joint Gaussian per layer of a network, or per user-defined block.
+    r"""Structured mean field: one joint Gaussian per layer of a network, or per
+    user-defined block.
 
-    .. math:: q(\theta) = \prod_{l} N(\theta_l; m_l, S_l) \prod_j N(\theta_j; \mu_j, \sigma_j^2)
+    .. math:: q(\theta) = \prod_{l} N(\theta_l; m_l, S_l) \prod_j N(\theta_j; \mu_j,
+              \sigma_j^2)
 
-    Sites that share their names up to the last dot form a layer: ``net/Dense_0`` for ``net/Dense_0.kernel`` (or its
-    non-centered ``_base``) and ``net/Dense_0.bias``; a site without a dot in its name is a layer of its own.
-    Hyper-sites, such as ``net/Dense_0.kernel_scale``, and other sites with a constrained support stay mean field, and
-    so do local latent sites.
+    Sites that share their names up to the last dot form a layer: ``net/Dense_0`` for
+    ``net/Dense_0.kernel`` (or its non-centered ``_base``) and ``net/Dense_0.bias``; a
+    site without a dot in its name is a layer of its own. Hyper-sites, such as
+    ``net/Dense_0.kernel_scale``, and other sites with a constrained support stay mean
+    field, and so do local latent sites.
 
     :param model: a NumPyro model.
-    :param family: family of every layer, by default :class:`FullRank`; e.g. :class:`LowRank` for wide layers.
-    :param blocks: instead of layers, a list of patterns (or tuples of patterns), each a block with this family, or a
-        dictionary from patterns to families as in :class:`AutoBlocks`.
-    :param include_scales: include hyper-sites in the block of their layer.
-    :param settings: ``init_scale``, ``init_loc_fn``, ``condition_on_scales``, ``prefix``, ``create_plates`` of
+    :param family: family of every layer, by default :class:`FullRank`; e.g.
+        :class:`LowRank` for wide layers.
+    :param blocks: instead of layers, a list of patterns (or tuples of patterns), each a
+        block with this family, or a dictionary from patterns to families as in
         :class:`AutoBlocks`.
+    :param include_scales: include hyper-sites in the block of their layer.
+    :param settings: ``init_scale``, ``init_loc_fn``, ``condition_on_scales``,
+        ``prefix``, ``create_plates`` of :class:`AutoBlocks`.
     :raises ValueError: when first called, for a model without such a layer.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -82,7 +101,13 @@ class AutoStructured(AutoBlocks):
     def __init__(
         self,
         model: Model,
-        family: Annotated[Family, Kind(Family, "Pass a family, e.g. `guides.FullRank()` or `guides.LowRank(10)`.")]
+        family: Annotated[
+            Family,
+            Kind(
+                Family,
+                "Pass a family, e.g. `guides.FullRank()` or `guides.LowRank(10)`.",
+            ),
+        ]
         | None = None,
         *,
         blocks: Mapping[Any, Family] | Sequence[Patterns] | None = None,
@@ -90,10 +115,17 @@ class AutoStructured(AutoBlocks):
         **settings: Any,
     ) -> None:
         family = FullRank() if family is None else family
-        self._family, self._by_layer, self._include_scales = family, blocks is None, include_scales
+        self._family, self._by_layer, self._include_scales = (
+            family,
+            blocks is None,
+            include_scales,
+        )
         chosen: Any = blocks or ()
         if not isinstance(chosen, Mapping):
-            chosen = [(patterns, family) for patterns in ([chosen] if isinstance(chosen, str) else chosen)]
+            chosen = [
+                (patterns, family)
+                for patterns in ([chosen] if isinstance(chosen, str) else chosen)
+            ]
         super().__init__(model, chosen, **settings)
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
@@ -106,14 +138,19 @@ class AutoStructured(AutoBlocks):
             if name in weights or self._include_scales:
                 layers.get(_layer(name), []).append(name)
         if not layers:
-            got = f"no site to make a block of (latent sites: {', '.join(self._latent())})"
+            got = (
+                f"no site to make a block of (latent sites: "
+                f"{', '.join(self._latent())})"
+            )
             instead = "It needs a real site; use `guides.AutoMeanField` for this model."
             raise argument_error(self._call, "model", got, instead)
         return [(layer, tuple(names), self._family) for layer, names in layers.items()]
 
 
 def _layer(name: str) -> str:
-    """``net/Dense_0`` of ``net/Dense_0.kernel``, ``net`` of ``net/kernel``, else the name."""
+    """``net/Dense_0`` of ``net/Dense_0.kernel``, ``net`` of ``net/kernel``, else the
+    name.
+    """
     before, _, leaf = name.rpartition("/")
     if "." in leaf:
         return name.rpartition(".")[0]

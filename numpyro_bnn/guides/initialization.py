@@ -1,4 +1,6 @@
-"""Starting point of a guide: means at the scale of the fan-in, small standard deviations."""
+"""Starting point of a guide: means at the scale of the fan-in, small standard
+deviations.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -18,31 +20,38 @@ from numpyro_bnn._options import Kind
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
-# Suffixes that NumPyro's reparameterizers give to the site they sample instead of the original one.
+# Suffixes that NumPyro's reparameterizers give to the site they sample instead of the
+# original one.
 BASE_SUFFIXES = ("_base", "_decentered")
 
 
 def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
-    r"""Start Gaussian weights at the scale of their fan-in, like a network about to be trained.
+    r"""Start Gaussian weights at the scale of their fan-in, like a network about to be
+    trained.
 
     .. math:: w = m + \min(s, n^{-1/2})\,\epsilon, \qquad \epsilon \sim N(0, 1)
 
-    for a site of at least two axes with prior N(m, s^2) and n inputs per unit; Gaussian sites with fewer axes start
-    at their prior mean, all others at their prior median (:func:`~numpyro.infer.initialization.init_to_median`). It
-    is an ordinary NumPyro initialization strategy, for any kernel or guide. NumPyro's ``init_to_uniform`` draws from
-    (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3 instead of about 1.
+    for a site of at least two axes with prior N(m, s^2) and n inputs per unit; Gaussian
+    sites with fewer axes start at their prior mean, all others at their prior median
+    (:func:`~numpyro.infer.initialization.init_to_median`). It is an ordinary NumPyro
+    initialization strategy, for any kernel or guide. NumPyro's ``init_to_uniform``
+    draws from (-2, 2): with n inputs a unit then starts with a variance of 4 n / 3
+    instead of about 1.
 
-    The base of a non-centered weight (``w_base``) starts at N(0, 1); the guides of this package shrink that to the
-    fan-in scale of the weight itself.
+    The base of a non-centered weight (``w_base``) starts at N(0, 1); the guides of this
+    package shrink that to the fan-in scale of the weight itself.
 
-    Reference: He et al. (2015), *Delving deep into rectifiers*; Blundell et al. (2015) for guides.
+    Reference: He et al. (2015), *Delving deep into rectifiers*; Blundell et al. (2015)
+    for guides.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro import handlers
     >>> from numpyro_bnn.guides import init_to_fan_in
     >>> def model():
     ...     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([400, 50]))
-    >>> start = handlers.substitute(handlers.seed(model, 0), substitute_fn=init_to_fan_in)
+    >>> start = handlers.substitute(
+    ...     handlers.seed(model, 0), substitute_fn=init_to_fan_in
+    ... )
     >>> round(float(jnp.std(handlers.trace(start).get_trace()["w"]["value"])), 2)
     0.05
     """
@@ -50,10 +59,17 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
         return partial(init_to_fan_in)
     instead = "Pass it as a strategy, `init_strategy=init_to_fan_in`."
     Kind(Mapping, instead).check("guides.init_to_fan_in", "site", site)
-    if site["type"] != "sample" or site["is_observed"] or site["fn"].support.is_discrete:
+    if (
+        site["type"] != "sample"
+        or site["is_observed"]
+        or site["fn"].support.is_discrete
+    ):
         return None
     if site["value"] is not None:
-        message = f"init_to_fan_in() skipping initialization of site {site['name']!r}, which has a value."
+        message = (
+            f"init_to_fan_in() skipping initialization of site {site['name']!r}, which "
+            f"has a value."
+        )
         warnings.warn(message, stacklevel=find_stack_level())
         return site["value"]
     moments = _normal_moments(site["fn"])
@@ -80,11 +96,15 @@ def _weight(name: str) -> str:
 
 def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
     """Scale of a kernel; a base site is in units of its prior, whatever its fan-in."""
-    return fan_in(name, shape) ** -0.5 if len(shape) > 1 and _weight(name) == name else 1.0
+    return (
+        fan_in(name, shape) ** -0.5 if len(shape) > 1 and _weight(name) == name else 1.0
+    )
 
 
 def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, str]:
-    """``{w_base: w}`` for the sites, of at least ``ndim`` axes, that a model samples in another space."""
+    """``{w_base: w}`` for the sites, of at least ``ndim`` axes, that a model samples in
+    another space.
+    """
     found = {}
     for base, site in trace.items():
         whole = trace.get(_weight(base), {})
@@ -96,19 +116,25 @@ def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, 
 
 
 def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
-    """The spread of a non-centered site z that gives its weight w the fan-in scale; a scalar, at most 1.
+    """The spread of a non-centered site z that gives its weight w the fan-in scale; a
+    scalar, at most 1.
 
-    w is proportional to z, so sd(w) / sd(z) over the elements is the factor on z, however the model computes it.
+    w is proportional to z, so sd(w) / sd(z) over the elements is the factor on z,
+    however the model computes it.
     """
     wide, sd = jnp.std(weight), jnp.std(base)
-    wanted = sd * _fan_in_scale(_weight(name), weight.shape) / jnp.where(wide > 0, wide, 1.0)
+    wanted = (
+        sd * _fan_in_scale(_weight(name), weight.shape) / jnp.where(wide > 0, wide, 1.0)
+    )
     return jnp.where((wide > 0) & (sd > 0), jnp.minimum(1.0, wanted), 1.0)
 
 
 def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
-    """Initial scale of a site in unconstrained space; the initial sd of a guide is a fraction of it.
+    """Initial scale of a site in unconstrained space; the initial sd of a guide is a
+    fraction of it.
 
-    :param local: whether each data point has its own value, so that the axes of the site are not inputs of a layer.
+    :param local: whether each data point has its own value, so that the axes of the
+        site are not inputs of a layer.
     :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 for all others.
     """
     moments = _normal_moments(site["fn"])
@@ -121,32 +147,55 @@ def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
 
 
 def check_imputed(call: str, trace: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse observations imputed by ``obs_mask``: without density where data are given, they unbound the ELBO."""
+    """Refuse observations imputed by ``obs_mask``: without density where data are
+    given, they unbound the ELBO.
+    """
     for name in trace:
-        if name.endswith("_unobserved") and f"{name.removesuffix('_unobserved')}_observed" in trace:
+        if (
+            name.endswith("_unobserved")
+            and f"{name.removesuffix('_unobserved')}_observed" in trace
+        ):
             got = f"the site {name!r} of `obs_mask`, a part of which has no density"
-            instead = "Leave rows out by `handlers.mask(mask=...)`, or impute them with a kernel of MCMC."
+            instead = (
+                "Leave rows out by `handlers.mask(mask=...)`, or impute them with a "
+                "kernel of MCMC."
+            )
             raise argument_error(call, "model", got, instead)
 
 
 def check_init_scale(call: str, init_scale: Any) -> None:
-    """Refuse anything but a positive number, or a mapping from patterns to positive numbers or arrays."""
-    values = list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]
+    """Refuse anything but a positive number, or a mapping from patterns to positive
+    numbers or arrays.
+    """
+    values = (
+        list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]
+    )
     for value in values:
-        numeric = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(value, bool)
-        if not numeric or not (np.all(np.asarray(value) > 0) and np.all(np.isfinite(np.asarray(value)))):
-            instead = 'Pass a positive number, or positive standard deviations by pattern, e.g. `{"*.kernel": 0.01}`.'
+        numeric = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(
+            value, bool
+        )
+        if not numeric or not (
+            np.all(np.asarray(value) > 0) and np.all(np.isfinite(np.asarray(value)))
+        ):
+            instead = (
+                "Pass a positive number, or positive standard deviations by pattern, "
+                'e.g. `{"*.kernel": 0.01}`.'
+            )
             raise argument_error(call, "init_scale", repr(init_scale), instead)
 
 
 def initial_scales(
-    call: str, init_scale: Any, spreads: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    call: str,
+    init_scale: Any,
+    spreads: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, jax.Array]:
     """Initial standard deviation of every site, in unconstrained space.
 
-    :param init_scale: a number that multiplies the spreads, or standard deviations by pattern; a site that matches
-        no pattern gets 0.1 times its spread.
-    :raises ValueError: for a pattern that matches no site, and an array that does not fit its site.
+    :param init_scale: a number that multiplies the spreads, or standard deviations by
+        pattern; a site that matches no pattern gets 0.1 times its spread.
+    :raises ValueError: for a pattern that matches no site, and an array that does not
+        fit its site.
     """
     by_pattern = init_scale if isinstance(init_scale, Mapping) else {}
     factor = 0.1 if isinstance(init_scale, Mapping) else init_scale
@@ -155,12 +204,17 @@ def initial_scales(
             raise unknown_name(call, "init_scale", pattern, shapes)
     scales = {}
     for name, shape in shapes.items():
-        chosen = [value for pattern, value in by_pattern.items() if matches(name, pattern)]
+        chosen = [
+            value for pattern, value in by_pattern.items() if matches(name, pattern)
+        ]
         value = chosen[0] if chosen else factor * spreads[name]
         try:
             scales[name] = jnp.broadcast_to(jnp.asarray(value, float), shape)
         except ValueError:
             got = f"an array of shape {np.shape(value)} for site {name!r}"
-            instead = f"The site has unconstrained shape {shape}: pass a number, or an array of that shape."
+            instead = (
+                f"The site has unconstrained shape {shape}: pass a number, or an array "
+                f"of that shape."
+            )
             raise argument_error(call, "init_scale", got, instead) from None
     return scales

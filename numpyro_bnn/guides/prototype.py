@@ -1,4 +1,6 @@
-"""NumPyro's AutoNormal, whose first run of the model is one compiled program instead of hundreds."""
+"""NumPyro's AutoNormal, whose first run of the model is one compiled program instead of
+hundreds.
+"""
 
 from functools import partial
 from typing import Any
@@ -19,32 +21,55 @@ from numpyro_bnn.program.reading import initial_values
 
 
 class CompiledAutoNormal(AutoNormal):
-    """AutoNormal with the same initial values, found by one program; NumPyro runs each operation by itself."""
+    """AutoNormal with the same initial values, found by one program; NumPyro runs each
+    operation by itself.
+    """
 
     def _latent(self) -> dict[str, dict[str, Any]]:
-        return {name: site for name, site in (self.prototype_trace or {}).items() if is_latent(site)}
+        return {
+            name: site
+            for name, site in (self.prototype_trace or {}).items()
+            if is_latent(site)
+        }
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         key = numpyro.prng_key()
         with handlers.block():
-            z, trace = initial_values(key, self.model, self.init_loc_fn, args, kwargs, with_trace=True)
+            z, trace = initial_values(
+                key, self.model, self.init_loc_fn, args, kwargs, with_trace=True
+            )
         self.prototype_trace = trace
         latent = self._latent()
         self._transforms = {}
         for name, site in latent.items():
             with helpful_support_errors(site):
                 self._transforms[name] = biject_to(site["fn"].support)
-        self._prototype_frame_full_sizes = {n: s["args"][0] for n, s in trace.items() if s["type"] == "plate"}
-        frames = {frame for site in latent.values() for frame in site["cond_indep_stack"]}
+        self._prototype_frame_full_sizes = {
+            n: s["args"][0] for n, s in trace.items() if s["type"] == "plate"
+        }
+        frames = {
+            frame for site in latent.values() for frame in site["cond_indep_stack"]
+        }
         self._prototype_frames = {frame.name: frame for frame in frames}
         if len(frames) > len(self._prototype_frames):
             names = sorted(frame.name for frame in frames)
-            got = f"plates of one name with several sizes or dims (plates of latent sites: {', '.join(names)})"
-            raise argument_error(f"guides.{type(self).__name__}", "model", got, "Give each plate a name of its own.")
-        self._init_locs = {name: self._full_size(site, z[name]) for name, site in latent.items()}
+            got = (
+                f"plates of one name with several sizes or dims (plates of latent "
+                f"sites: {', '.join(names)})"
+            )
+            raise argument_error(
+                f"guides.{type(self).__name__}",
+                "model",
+                got,
+                "Give each plate a name of its own.",
+            )
+        self._init_locs = {
+            name: self._full_size(site, z[name]) for name, site in latent.items()
+        }
 
         model = handlers.substitute(
-            self.model, data={n: s["value"] for n, s in trace.items() if s["type"] in PARAMETERS}
+            self.model,
+            data={n: s["value"] for n, s in trace.items() if s["type"] in PARAMETERS},
         )
         bounds = jax.tree.leaves([site["fn"].support for site in latent.values()])
         if all(isinstance(bound, int | float) for bound in bounds) and not any(
@@ -52,11 +77,15 @@ class CompiledAutoNormal(AutoNormal):
         ):
             postprocess: Any = partial(transform_fn, self._transforms)
         else:
-            postprocess = partial(constrain_fn, model, args, kwargs, return_deterministic=True)
+            postprocess = partial(
+                constrain_fn, model, args, kwargs, return_deterministic=True
+            )
         self._postprocess_fn = handlers.seed(postprocess, rng_seed=0)
 
     def _full_size(self, site: dict[str, Any], loc: jax.Array) -> jax.Array:
-        """Repeat the values of a site in a subsampled plate to the size of the plate."""
+        """Repeat the values of a site in a subsampled plate to the
+        size of the plate.
+        """
         event_dim = site["fn"].event_dim + jnp.ndim(loc) - jnp.ndim(site["value"])
         self._event_dims[site["name"]] = event_dim
         for frame in site["cond_indep_stack"]:

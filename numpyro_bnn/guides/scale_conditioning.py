@@ -1,4 +1,6 @@
-"""Sites whose prior sd is itself unknown: their loc and scale, read from the model at values of the hyper-sites."""
+"""Sites whose prior sd is itself unknown: their loc and scale, read from the model at
+values of the hyper-sites.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -10,40 +12,66 @@ from numpyro import handlers
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn.program.reading import Reading
 
-# Parents of each site whose prior N(loc, scale^2) has a scale that depends on other latent sites.
+# Parents of each site whose prior N(loc, scale^2) has a scale that depends on other
+# latent sites.
 Scaled: TypeAlias = Mapping[str, frozenset[str]]
 # Maps values of sites to prior loc and scale by site.
-Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[jax.Array, jax.Array]]]
+Program: TypeAlias = Callable[
+    [Mapping[str, Any]], Mapping[str, tuple[jax.Array, jax.Array]]
+]
 
 
-def _moments(sites: Mapping[str, dict], names: Iterable[str]) -> dict[str, tuple[jax.Array, jax.Array]]:
+def _moments(
+    sites: Mapping[str, dict], names: Iterable[str]
+) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Prior loc and scale of those sites that are normal."""
     found = {name: affine_normal(sites[name]["fn"], masked=True) for name in names}
     return {name: pair for name, pair in found.items() if pair is not None}
 
 
-def scaled_sites(model: Callable, local: set[str], args: tuple, kwargs: Mapping[str, Any]) -> Scaled:
-    """Find the Gaussian sites whose prior sd depends on other latent sites, and those sites.
+def scaled_sites(
+    model: Callable, local: set[str], args: tuple, kwargs: Mapping[str, Any]
+) -> Scaled:
+    """Find the Gaussian sites whose prior sd depends on other latent sites, and those
+    sites.
 
-    :param local: sites inside subsampled plates; sites that depend on one of them are left out.
+    :param local: sites inside subsampled plates; sites that depend on one of them are
+        left out.
     """
     with handlers.block():
         reading = Reading(model, args, kwargs)
 
     def parts(sites: Mapping[str, dict]) -> dict[tuple[str, int], jax.Array]:
-        return {(n, part): pair[part] for n, pair in _moments(sites, reading.latent).items() for part in (0, 1)}
+        return {
+            (n, part): pair[part]
+            for n, pair in _moments(sites, reading.latent).items()
+            for part in (0, 1)
+        }
 
     parents = reading.depends(parts)
-    of_both = {name: parents[name, 0] | parents[name, 1] for name, part in parents if part}
-    return {n: frozenset(of_both[n]) for n in of_both if parents[n, 1] and not of_both[n] & local}
+    of_both = {
+        name: parents[name, 0] | parents[name, 1] for name, part in parents if part
+    }
+    return {
+        n: frozenset(of_both[n])
+        for n in of_both
+        if parents[n, 1] and not of_both[n] & local
+    }
 
 
 def prior_program(
-    model: Callable, scaled: Scaled, examples: Mapping, args: tuple, kwargs: Mapping, plates: Any = None
+    model: Callable,
+    scaled: Scaled,
+    examples: Mapping,
+    args: tuple,
+    kwargs: Mapping,
+    plates: Any = None,
 ) -> Program:
-    """A function from values of hyper-sites to prior loc and scale of the sites they scale, without the likelihood.
+    """A function from values of hyper-sites to prior loc and scale of the sites they
+    scale, without the likelihood.
 
-    :param examples: values of the sites outside subsampled plates, used if a value is not known yet.
+    :param examples: values of the sites outside subsampled plates, used if a value is
+        not known yet.
     :param plates: indices of plates; without them every plate is full.
     """
     needed = sorted(set().union(*scaled.values()))
@@ -52,7 +80,12 @@ def prior_program(
         reading = Reading(model, args, kwargs, full=plates is None)
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        given = {name: jnp.asarray(values.get(name, parent), float) for name, parent in parents.items()}
-        return _moments(reading.at({**examples, **given, **(plates or {})}, only=scaled), scaled)
+        given = {
+            name: jnp.asarray(values.get(name, parent), float)
+            for name, parent in parents.items()
+        }
+        return _moments(
+            reading.at({**examples, **given, **(plates or {})}, only=scaled), scaled
+        )
 
     return program

@@ -1,4 +1,6 @@
-"""Kernels for ``numpyro.infer.MCMC``: SG-MCMC, microcanonical, Metropolis, Gibbs, symmetry moves, tempering."""
+"""Kernels for ``numpyro.infer.MCMC``: SG-MCMC, microcanonical, Metropolis, Gibbs,
+symmetry moves, tempering.
+"""
 
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.chain_methods import parallel_vectorized

@@ -1,4 +1,6 @@
-"""Integrate sites that enter a model linearly out of it, so that a sampler moves only the others."""
+"""Integrate sites that enter a model linearly out of it, so that a sampler moves only
+the others.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -18,7 +20,12 @@ from numpyro_bnn._keys import key_from
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.linear_blocks import Blocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
-from numpyro_bnn.infer.linear_structure import LinearGaussian, LinearModel, LinearStructure, read
+from numpyro_bnn.infer.linear_structure import (
+    LinearGaussian,
+    LinearModel,
+    LinearStructure,
+    read,
+)
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import PARAMETERS, isolated
 from numpyro_bnn.program.reading import Reading
@@ -29,35 +36,42 @@ FACTOR = "_collapsed_log_likelihood"
 
 @checked("infer.collapse")
 def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> Callable:
-    r"""Marginalize sites that enter a model linearly, exactly; draws of them come back with each sample.
+    r"""Marginalize sites that enter a model linearly, exactly; draws of them come back
+    with each sample.
 
-    For data and weights :math:`y \sim N(f + A w, S)`, :math:`w \sim N(m, D)`, where f, A, m, S and D depend on all
-    other sites :math:`\theta`, a sampler needs only the latter,
+    For data and weights :math:`y \sim N(f + A w, S)`, :math:`w \sim N(m, D)`, where f,
+    A, m, S and D depend on all other sites :math:`\theta`, a sampler needs only the
+    latter,
 
     .. math:: p(\theta \mid y) \propto p(\theta)\, N(y;\ f + A m,\ A D A^\top + S),
 
-    and w is drawn from its normal conditional for each draw afterwards. The output layer of a network given the
-    layers below is such a site: once it is integrated out, no ridge remains between the scales of two layers, hidden
-    units that are not needed move freely, and modes that differ only in output weights become one.
+    and w is drawn from its normal conditional for each draw afterwards. The output
+    layer of a network given the layers below is such a site: once it is integrated out,
+    no ridge remains between the scales of two layers, hidden units that are not needed
+    move freely, and modes that differ only in output weights become one.
 
-    In draws, ``Predictive(model, ...)`` and :func:`~numpyro_bnn.to_inference_data` the sites appear as if they had
-    been sampled: the new model has them as deterministic sites. Their random numbers come from the bits of the other
-    sites, so the model stays a function of its latent sites.
+    In draws, ``Predictive(model, ...)`` and :func:`~numpyro_bnn.to_inference_data` the
+    sites appear as if they had been sampled: the new model has them as deterministic
+    sites. Their random numbers come from the bits of the other sites, so the model
+    stays a function of its latent sites.
 
-    The features A of dense layers are read from the program; other linear maps cost min(N, P) directional derivatives
-    (or gradients). With N rows and p features of an output, a gradient then costs 4 N p^2 operations more, for all
-    outputs together if their scales of prior and noise are equal, else for each; 2.5 times as many where features are
-    so collinear that the precision needs a QR decomposition. Memory is that of a few copies of A. Of heteroscedastic
-    data the weights of the mean can be integrated out if those of the scale are another site.
+    The features A of dense layers are read from the program; other linear maps cost
+    min(N, P) directional derivatives (or gradients). With N rows and p features of an
+    output, a gradient then costs 4 N p^2 operations more, for all outputs together if
+    their scales of prior and noise are equal, else for each; 2.5 times as many where
+    features are so collinear that the precision needs a QR decomposition. Memory is
+    that of a few copies of A. Of heteroscedastic data the weights of the mean can be
+    integrated out if those of the scale are another site.
     ``examples.benchmarks.collapse_cost`` measures the cost.
 
     :param model: a NumPyro model.
-    :param sites: names of sites with independent normal priors, in which the means of normal data are linear.
+    :param sites: names of sites with independent normal priors, in which the means of
+        normal data are linear.
     :param args: positional arguments of the model, with the data.
     :param kwargs: its keyword arguments.
     :return: a model with the signature of ``model``; it returns nothing.
-    :raises ValueError: if the model is not linear in the sites, if noise or prior are not normal, or if latent sites
-        depend on them.
+    :raises ValueError: if the model is not linear in the sites, if noise or prior are
+        not normal, or if latent sites depend on them.
     :raises TypeError: if ``sites`` is not a sequence of distinct names.
 
     >>> import jax, jax.numpy as jnp
@@ -77,7 +91,10 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
         structure = read(CALL, reading, names)
     others = set(reading.latent).difference(names)
     if not others:
-        instead = "Leave at least one to the sampler: given all data, the posterior of these is normal."
+        instead = (
+            "Leave at least one to the sampler: given all data, the posterior of these "
+            "is normal."
+        )
         raise argument_error(CALL, "sites", "all sites that are sampled", instead)
 
     @wraps(model)
@@ -86,7 +103,13 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
         with run:
             model(*args, **kwargs)
         if run.values.keys() >= others:  # not while an outer handler hides sites
-            _integrate(handlers.substitute(model, data=run.parameters), structure, run.values, args, kwargs)
+            _integrate(
+                handlers.substitute(model, data=run.parameters),
+                structure,
+                run.values,
+                args,
+                kwargs,
+            )
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
     return collapsed
@@ -94,15 +117,25 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
 
 def _check_names(sites: Any) -> tuple[str, ...]:
     """Refuse anything but a sequence of distinct names."""
-    names = tuple(sites) if isinstance(sites, Iterable) and not isinstance(sites, str) else ()
-    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+    names = (
+        tuple(sites)
+        if isinstance(sites, Iterable) and not isinstance(sites, str)
+        else ()
+    )
+    if (
+        not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
+    ):
         instead = "Pass a nonempty sequence of distinct site names, e.g. `['beta']`."
         raise argument_error(CALL, "sites", sites, instead, TypeError)
     return names
 
 
 class _WithoutLinear(Messenger):
-    """Run a model with its linear sites at their prior means, hidden like the data; record other latent values."""
+    """Run a model with its linear sites at their prior means, hidden like the data;
+    record other latent values.
+    """
 
     def __init__(self, structure: LinearStructure) -> None:
         self.structure = structure
@@ -127,15 +160,26 @@ class _WithoutLinear(Messenger):
 
 
 def _integrate(
-    model: Callable, structure: LinearStructure, values: Mapping[str, Any], args: tuple, kwargs: Mapping[str, Any]
+    model: Callable,
+    structure: LinearStructure,
+    values: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
 ) -> None:
-    """Declare the factor that replaces the data, and the sites that were integrated out."""
+    """Declare the factor that replaces the data, and the sites that were integrated
+    out.
+    """
     with isolated():
         linear = LinearModel(Reading(model, args, kwargs), structure, values)
         gaussian, blocks = linear.gaussian(), linear.blocks()
         factor = log_marginal(gaussian, blocks)
-        at = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in values.items()}
-        traced = linear.trace(sample(key_from(at), *lax.stop_gradient((gaussian, blocks))))
+        at = {
+            name: lax.stop_gradient(jnp.asarray(value))
+            for name, value in values.items()
+        }
+        traced = linear.trace(
+            sample(key_from(at), *lax.stop_gradient((gaussian, blocks)))
+        )
     numpyro.factor(FACTOR, factor)
     for name, site in traced.items():
         if name in structure.shapes or site["type"] == "deterministic":
@@ -143,7 +187,9 @@ def _integrate(
 
 
 def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
-    r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`, A the ``blocks``."""
+    r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`,
+    A the ``blocks``.
+    """
 
     def log_norm(sd: jax.Array) -> jax.Array:
         return 0.5 * jnp.log(2 * jnp.pi) + jnp.log(sd)
@@ -151,15 +197,20 @@ def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
     gamma = model.prior_weight
     powered = jnp.sum((1 - gamma) * log_norm(model.prior_sd) - 0.5 * jnp.log(gamma))
     prior = jnp.where(jnp.all(gamma == 1), 0.0, powered)  # sds may be 0
-    return jnp.sum(log_evidence(*_scaled(model, blocks))) - jnp.sum(model.weight * log_norm(model.sd)) + prior
+    return (
+        jnp.sum(log_evidence(*_scaled(model, blocks)))
+        - jnp.sum(model.weight * log_norm(model.sd))
+        + prior
+    )
 
 
 def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
-    For p <= n in a block directly from their normal distribution in p dimensions; otherwise in n dimensions, by
-    correcting a draw of the prior (Bhattacharya, Chakraborty & Mallick 2016, algorithm 1). That rounds in units of
-    the prior sd: in single precision it should be below 10^6 posterior sds.
+    For p <= n in a block directly from their normal distribution in p dimensions;
+    otherwise in n dimensions, by correcting a draw of the prior (Bhattacharya,
+    Chakraborty & Mallick 2016, algorithm 1). That rounds in units of the prior sd: in
+    single precision it should be below 10^6 posterior sds.
     """
     matrix, residual = _scaled(model, blocks)
     *batch, n, p = matrix.shape
@@ -170,18 +221,28 @@ def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Arr
     else:
         prior, error = noise[..., :p, :], noise[..., p:, :]
         fit = linear_fit(matrix.mT, jnp.zeros_like(prior))
-        drawn = prior + matrix.mT @ (fit.root @ (fit.root.mT @ (residual - matrix @ prior - error)))
-    flat = jnp.zeros_like(model.prior_sd).at[blocks.columns].set(drawn[..., 0], unique_indices=True)
+        drawn = prior + matrix.mT @ (
+            fit.root @ (fit.root.mT @ (residual - matrix @ prior - error))
+        )
+    flat = (
+        jnp.zeros_like(model.prior_sd)
+        .at[blocks.columns]
+        .set(drawn[..., 0], unique_indices=True)
+    )
     return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 
 def _scaled(model: LinearGaussian, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n, p) R and (..., n, 1) r."""
+    """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n,
+    p) R and (..., n, 1) r.
+    """
     root = jnp.sqrt(model.weight) / model.sd
     # Masked data may be NaN.
     residual = jnp.where(model.weight > 0, root * (model.value - model.mean), 0.0)
     prior_sd = model.prior_sd / jnp.sqrt(model.prior_weight)
-    if not np.array_equal(blocks.columns, np.arange(blocks.columns.size)):  # no gather where none is needed
+    if not np.array_equal(
+        blocks.columns, np.arange(blocks.columns.size)
+    ):  # no gather where none is needed
         prior_sd = prior_sd[blocks.columns]
     if blocks.rows.ndim > 1:
         root, residual = root[blocks.rows], residual[blocks.rows]

@@ -1,4 +1,6 @@
-"""Which sites have a conjugate conditional given the normal sites that they scale, read from a model's program."""
+"""Which sites have a conjugate conditional given the normal sites that they scale, read
+from a model's program.
+"""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -16,7 +18,8 @@ from numpyro_bnn.infer.model_checks import OUTSIDE
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
-# Tolerance of logarithms and exponents in float32, and the logarithms between which sds must be powers.
+# Tolerance of logarithms and exponents in float32, and the logarithms between which sds
+# must be powers.
 CLOSE, REACH = 1e-3, 40.0
 # Operations besides comparisons, which return booleans, that cut numbers into pieces.
 PIECEWISE = {
@@ -28,8 +31,10 @@ PIECEWISE = {
 class ScaledSite(NamedTuple):
     """A normal site whose sd is proportional to a power of elements of a scale site.
 
-    :param owner: flat index, for each element of the site, of the element of the scale site that scales it.
-    :param follows: for each element of the site, whether the scale site scales it at all.
+    :param owner: flat index, for each element of the site, of the element of the scale
+        site that scales it.
+    :param follows: for each element of the site, whether the scale site scales it at
+        all.
     """
 
     name: str
@@ -40,7 +45,8 @@ class ScaledSite(NamedTuple):
 class ConjugateSite(NamedTuple):
     """A scale site whose conditional is generalized inverse Gaussian.
 
-    :param power: the sd of its children is proportional to value^power: -1/2 a precision, 1/2 a variance, 1 an sd.
+    :param power: the sd of its children is proportional to value^power: -1/2 a
+        precision, 1/2 a variance, 1 an sd.
     """
 
     name: str
@@ -48,21 +54,41 @@ class ConjugateSite(NamedTuple):
     children: tuple[ScaledSite, ...]
 
 
-def read(reading: Reading, held: Collection[str], priors: Collection[Any]) -> dict[str, ConjugateSite | str]:
-    """By latent site that is not held, how to draw it, or the reason why it cannot be drawn.
+def read(
+    reading: Reading, held: Collection[str], priors: Collection[Any]
+) -> dict[str, ConjugateSite | str]:
+    """By latent site that is not held, how to draw it, or the reason why it cannot be
+    drawn.
 
-    :param priors: pairs of a distribution that can be drawn, and whether for sites whose values are sds.
+    :param priors: pairs of a distribution that can be drawn, and whether for sites
+        whose values are sds.
     """
     used = reading.depends(_parts)
     free = [name for name in reading.latent if name not in held]
-    depending = {name: sorted(key for key, sites in used.items() if name in sites) for name in free}
-    reasons = {name: _reason(reading.sites[name], priors, depending[name]) for name in free}
-    pairs = [(name, other) for name in free if reasons[name] is None for _, other in depending[name]]
-    moved = reading.run(partial(_effects, [pair for pair in pairs if not _is_piecewise_in(reading, *pair)]))
+    depending = {
+        name: sorted(key for key, sites in used.items() if name in sites)
+        for name in free
+    }
+    reasons = {
+        name: _reason(reading.sites[name], priors, depending[name]) for name in free
+    }
+    pairs = [
+        (name, other)
+        for name in free
+        if reasons[name] is None
+        for _, other in depending[name]
+    ]
+    moved = reading.run(
+        partial(
+            _effects, [pair for pair in pairs if not _is_piecewise_in(reading, *pair)]
+        )
+    )
     found: dict[str, ConjugateSite | str] = {}
     for name in free:
         children = [
-            _scaled_site(other, moved.get((name, other)), reading.shapes([name])[name].size)
+            _scaled_site(
+                other, moved.get((name, other)), reading.shapes([name])[name].size
+            )
             for _, other in depending[name]
         ]
         found[name] = reasons[name] or _conjugate(reading.sites[name], priors, children)
@@ -70,85 +96,137 @@ def read(reading: Reading, held: Collection[str], priors: Collection[Any]) -> di
 
 
 def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Whatever may enter the log density of a sample site, besides the value of a latent one."""
+    """Whatever may enter the log density of a sample site, besides the value of a
+    latent one.
+    """
     found: dict[tuple[str, str], Any] = {}
     for name, site in sites.items():
-        # A conjugate draw stays in the support: the factor that is zero within it says nothing of the draw.
+        # A conjugate draw stays in the support: the factor that is zero within it says
+        # nothing of the draw.
         if site["type"] != "sample" or name == OUTSIDE:
             continue
         found["scale of the log density", name] = site["scale"]
         if site["is_observed"]:
             found["observed value", name] = site["value"]
         if is_affine_normal(site["fn"], masked=True):
-            found["mean", name], found["sd", name] = affine_normal(site["fn"], masked=True) or (0.0, 1.0)
+            found["mean", name], found["sd", name] = affine_normal(
+                site["fn"], masked=True
+            ) or (0.0, 1.0)
             found["mask", name] = weights({"fn": site["fn"], "scale": None})
         else:
             found["distribution", name] = arrays_in(site["fn"])
     return found
 
 
-def _reason(site: Mapping[str, Any], priors: Collection[Any], depending: list[tuple[str, str]]) -> str | None:
-    """Why a site has no conjugate conditional, as far as the sites that depend on it say."""
-    prior, kinds = type(unwrapped(site["fn"])).__name__, sorted({kind.__name__ for kind, _ in priors})
+def _reason(
+    site: Mapping[str, Any], priors: Collection[Any], depending: list[tuple[str, str]]
+) -> str | None:
+    """Why a site has no conjugate conditional, as far as the sites that depend on it
+    say.
+    """
+    prior, kinds = (
+        type(unwrapped(site["fn"])).__name__,
+        sorted({kind.__name__ for kind, _ in priors}),
+    )
     if prior not in kinds:
         return f"its prior is {prior}, not one of {', '.join(kinds)}"
     for kind, other in depending:
         if kind != "sd":
-            hint = " (a centered prior would not)" if kind in ("distribution", "mean") else ""
+            hint = (
+                " (a centered prior would not)"
+                if kind in ("distribution", "mean")
+                else ""
+            )
             return f"the {kind} of {other!r} depends on it{hint}"
     return None if depending else "no normal site depends on it"
 
 
-def _conjugate(site: Mapping[str, Any], priors: Collection[Any], children: list) -> ConjugateSite | str:
+def _conjugate(
+    site: Mapping[str, Any], priors: Collection[Any], children: list
+) -> ConjugateSite | str:
     """The conditional of a site given the sites that it scales, with their powers."""
     measured = [child for child in children if child is not None]
     powers = {power for power, _ in measured}
     if len(measured) < len(children) or len(powers) != 1:
-        return "sds that depend on it are not proportional to one power of one of its elements"
+        return (
+            "sds that depend on it are not proportional to one power of one of its "
+            "elements"
+        )
     power, prior = powers.pop(), type(unwrapped(site["fn"]))
     if (prior, abs(power) == 1) not in priors:
-        return f"a {prior.__name__} prior is not conjugate where sds are proportional to its power {power:g}"
+        return (
+            f"a {prior.__name__} prior is not conjugate where sds are proportional to "
+            f"its power {power:g}"
+        )
     return ConjugateSite(site["name"], power, tuple(child for _, child in measured))
 
 
-def _log_sds(reading: Reading, values: Mapping[str, Any], name: str, other: str, log_value: jax.Array) -> jax.Array:
-    """Log sds of the elements of ``other`` at (P,) logarithms of the value of ``name``."""
+def _log_sds(
+    reading: Reading,
+    values: Mapping[str, Any],
+    name: str,
+    other: str,
+    log_value: jax.Array,
+) -> jax.Array:
+    """Log sds of the elements of ``other`` at (P,) logarithms of the
+    value of ``name``.
+    """
     at = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
-    _, sd = affine_normal(reading.at(at, only=[other])[other]["fn"], masked=True) or (0.0, 1.0)
+    _, sd = affine_normal(reading.at(at, only=[other])[other]["fn"], masked=True) or (
+        0.0,
+        1.0,
+    )
     return jnp.log(jnp.abs(sd)).ravel()
 
 
 def _is_piecewise_in(reading: Reading, name: str, other: str) -> bool:
-    """Whether the program of the sds of ``other`` cuts the values of ``name`` into pieces."""
-    zeros = {latent: jnp.zeros(site.shape, site.dtype) for latent, site in reading.shapes().items()}
-    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, other))(zeros[name].ravel()).jaxpr
+    """Whether the program of the sds of ``other`` cuts the values of ``name`` into
+    pieces.
+    """
+    zeros = {
+        latent: jnp.zeros(site.shape, site.dtype)
+        for latent, site in reading.shapes().items()
+    }
+    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, other))(
+        zeros[name].ravel()
+    ).jaxpr
     return _is_piecewise(jaxpr, jaxpr.invars)
 
 
 def _steps(size: int) -> tuple[np.ndarray, int]:
-    """Steps in log value: the same for all elements, bits that encode their indices, and some over most floats."""
+    """Steps in log value: the same for all elements, bits that encode their indices,
+    and some over most floats.
+    """
     index = np.arange(size)
     bits = [(index >> bit) & 1 for bit in range(max(1, (size - 1).bit_length()))]
     wide = REACH * np.cos(np.linspace(0, 3, 33)[:, None] + index)
     return np.stack([np.ones(size), *bits, *wide]), len(bits)
 
 
-def _effects(pairs: Collection[tuple[str, str]], reading: Reading) -> dict[tuple[str, str], jax.Array]:
-    """Changes of log sds by the steps in the log value of each site, at draws of the others from the prior."""
+def _effects(
+    pairs: Collection[tuple[str, str]], reading: Reading
+) -> dict[tuple[str, str], jax.Array]:
+    """Changes of log sds by the steps in the log value of each site, at draws of the
+    others from the prior.
+    """
     drawn, found = reading.at(), {}
     values = {name: jnp.asarray(drawn[name]["value"]) for name in reading.latent}
     for name, other in pairs:
         log_sds = partial(_log_sds, reading, values, name, other)
         start = jnp.full(values[name].size, 0.1, values[name].dtype)
-        ends = jax.lax.map(log_sds, start + jnp.asarray(_steps(start.size)[0], start.dtype))
+        ends = jax.lax.map(
+            log_sds, start + jnp.asarray(_steps(start.size)[0], start.dtype)
+        )
         found[name, other] = ends - log_sds(start)
     return found
 
 
 def _scaled_site(name: str, moved: Any, size: int) -> tuple[float, ScaledSite] | None:
-    """Exponent and owners of the sds of a site, from the changes of their logarithms by the steps.
+    """Exponent and owners of the sds of a site, from the changes of their logarithms by
+    the steps.
 
-    ``None`` if sds are not products of powers: checked in the program, and at values over most of the floats.
+    ``None`` if sds are not products of powers: checked in the program, and at values
+    over most of the floats.
     """
     if moved is None or not np.isfinite(moved).all():
         return None
@@ -156,14 +234,19 @@ def _scaled_site(name: str, moved: Any, size: int) -> tuple[float, ScaledSite] |
     power = min(POWERS, key=lambda p: np.abs(moved[0] - p).min())
     digits = np.rint(moved[1 : 1 + bits] / power).astype(int)
     follows = np.abs(moved[0]) > CLOSE
-    owner = np.clip(sum(digit << bit for bit, digit in enumerate(digits)), 0, size - 1) * follows
+    owner = (
+        np.clip(sum(digit << bit for bit, digit in enumerate(digits)), 0, size - 1)
+        * follows
+    )
     expected = np.where(follows, power * steps[:, owner], 0.0)
     found = power, ScaledSite(name, owner.astype(np.int32), follows)
     return found if np.allclose(moved, expected, atol=CLOSE) else None
 
 
 def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
-    """Whether a program compares or cuts what depends on some of its variables, or may do so in programs inside."""
+    """Whether a program compares or cuts what depends on some of its variables, or may
+    do so in programs inside.
+    """
     equations = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     depends = reached(equations, start)
     for equation in equations:
@@ -172,11 +255,18 @@ def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
         if inner := called(equation):
             pairs = zip(inner.invars, equation.invars, strict=True)
             if _is_piecewise(
-                inner, [var for var, outer in pairs if not isinstance(outer, Literal) and outer in depends]
+                inner,
+                [
+                    var
+                    for var, outer in pairs
+                    if not isinstance(outer, Literal) and outer in depends
+                ],
             ):
                 return True
             continue
-        compares = any(not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars)
+        compares = any(
+            not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars
+        )
         nested = any("jaxpr" in name for name in equation.params)
         if compares or nested or equation.primitive.name in PIECEWISE:
             return True

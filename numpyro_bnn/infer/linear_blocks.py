@@ -1,4 +1,6 @@
-"""Jacobians of linear maps in which each output has few terms, read from their programs as independent blocks."""
+"""Jacobians of linear maps in which each output has few terms, read from their programs
+as independent blocks.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,16 +14,27 @@ from jax.extend.core import Literal
 
 from numpyro_bnn._jaxprs import called
 
-# Linear operations that change each element by itself, and those that only move elements.
-ELEMENTWISE = {"convert_element_type", "copy", "div", "mul", "name", "neg", "reduce_precision"}
+# Linear operations that change each element by itself, and those that only move
+# elements.
+ELEMENTWISE = {
+    "convert_element_type",
+    "copy",
+    "div",
+    "mul",
+    "name",
+    "neg",
+    "reduce_precision",
+}
 MOVES = {"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"}
 
 
 class Blocks(NamedTuple):
-    """The Jacobian of a linear map as G blocks, between which it is zero: those of several outputs of a network.
+    """The Jacobian of a linear map as G blocks, between which it is zero: those of
+    several outputs of a network.
 
     :param matrix: (G, n, p) the blocks; one block is (N, P).
-    :param rows: (G, n) or (N,) outputs of the map, and ``columns``: (G, p) or (P,) inputs, of which they are.
+    :param rows: (G, n) or (N,) outputs of the map, and ``columns``: (G, p) or (P,)
+        inputs, of which they are.
     """
 
     matrix: jax.Array
@@ -30,21 +43,28 @@ class Blocks(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """An array each of whose elements is the sum of r terms ``factor * u[place]``: two arrays (*shape, r)."""
+    """An array each of whose elements is the sum of r terms ``factor * u[place]``: two
+    arrays (*shape, r).
+    """
 
     factor: Any
     place: np.ndarray
 
 
 def jacobian_blocks(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> Blocks:
-    """The Jacobian of a linear function from (P,) to (N,), without derivatives where its program allows.
+    """The Jacobian of a linear function from (P,) to (N,), without derivatives where
+    its program allows.
 
-    A program that moves, scales and adds elements of u, and contracts them with other arrays, such as a dense layer,
-    multiplies each by a number that it knows: the features. Where it does anything else, or where outputs share some
-    but not all inputs, the Jacobian is one block, which takes min(N, P) directional derivatives or gradients.
+    A program that moves, scales and adds elements of u, and contracts them with other
+    arrays, such as a dense layer, multiplies each by a number that it knows: the
+    features. Where it does anything else, or where outputs share some but not all
+    inputs, the Jacobian is one block, which takes min(N, P) directional derivatives or
+    gradients.
     """
     closed = jax.make_jaxpr(jax.linearize(fn, u)[1])(u)
-    start = _Terms(jnp.ones((u.size, 1), u.dtype), np.arange(u.size, dtype=np.int32)[:, None])
+    start = _Terms(
+        jnp.ones((u.size, 1), u.dtype), np.arange(u.size, dtype=np.int32)[:, None]
+    )
     (terms,) = _follow(closed, [start], u.size)
     if isinstance(terms, _Terms) and (blocks := _split(terms, u.size)):
         return blocks
@@ -58,71 +78,137 @@ def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array
 
 
 def _follow(closed: Any, inputs: list[Any], most: int) -> list[Any]:
-    """Outputs of a linear program: terms, values that do not depend on u, ``None`` for what is not understood."""
+    """Outputs of a linear program: terms, values that do not depend on u, ``None`` for
+    what is not understood.
+    """
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    values: dict[Any, Any] = dict(
+        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True)
+    )
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        operands, primitive = [read(atom) for atom in equation.invars], equation.primitive
+        operands, primitive = (
+            [read(atom) for atom in equation.invars],
+            equation.primitive,
+        )
         unknown = any(operand is None for operand in operands)
         if not unknown and called(equation):
-            found = _follow(equation.params.get("jaxpr", equation.params.get("call_jaxpr")), operands, most)
+            found = _follow(
+                equation.params.get("jaxpr", equation.params.get("call_jaxpr")),
+                operands,
+                most,
+            )
         elif unknown or any(isinstance(operand, _Terms) for operand in operands):
-            found = [None if unknown else _terms(equation, operands, most)] * len(equation.outvars)
+            found = [None if unknown else _terms(equation, operands, most)] * len(
+                equation.outvars
+            )
         else:
-            found = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
+            found = primitive.bind(
+                *operands, **primitive.get_bind_params(equation.params)
+            )
             found = found if primitive.multiple_results else [found]
         values.update(zip(equation.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
-    """The output of one operation, on some operands with terms; ``None`` for other operations or too many terms."""
-    name, params, shape = equation.primitive.name, equation.params, equation.outvars[0].aval.shape
+    """The output of one operation, on some operands with terms; ``None`` for other
+    operations or too many terms.
+    """
+    name, params, shape = (
+        equation.primitive.name,
+        equation.params,
+        equation.outvars[0].aval.shape,
+    )
     which = [i for i, operand in enumerate(operands) if isinstance(operand, _Terms)]
     if len(which) > 1:
-        return _joined(name, params, shape, operands) if len(which) == len(operands) else None
+        return (
+            _joined(name, params, shape, operands)
+            if len(which) == len(operands)
+            else None
+        )
     terms = operands[which[0]]
     if name in MOVES or (name in ELEMENTWISE and (name != "div" or which == [0])):
         bind = partial(equation.primitive.bind, **params)
-        numbers = [terms.factor if i in which else operand for i, operand in enumerate(operands)]
-        factor = jax.vmap(bind, [-1 if i in which else None for i in range(len(operands))], -1)(*numbers)
-        return _Terms(factor, _moved(bind, terms.place) if name in MOVES else _wide(terms.place, shape))
+        numbers = [
+            terms.factor if i in which else operand
+            for i, operand in enumerate(operands)
+        ]
+        factor = jax.vmap(
+            bind, [-1 if i in which else None for i in range(len(operands))], -1
+        )(*numbers)
+        return _Terms(
+            factor,
+            _moved(bind, terms.place) if name in MOVES else _wide(terms.place, shape),
+        )
     if name not in ("dot_general", "reduce_sum"):
         return None
-    summed = params["axes"] if name == "reduce_sum" else params["dimension_numbers"][0][which[0]]
-    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > most:  # some are of the same input
+    summed = (
+        params["axes"]
+        if name == "reduce_sum"
+        else params["dimension_numbers"][0][which[0]]
+    )
+    if (
+        prod(terms.place.shape[axis] for axis in (*summed, -1)) > most
+    ):  # some are of the same input
         return None
     if name == "dot_general":
         return _contracted(params["dimension_numbers"], shape, operands, which[0])
     order = [axis for axis in range(terms.place.ndim - 1) if axis not in summed]
-    return _Terms(*(part.transpose(*order, *summed, part.ndim - 1).reshape(*shape, -1) for part in terms))
+    return _Terms(
+        *(
+            part.transpose(*order, *summed, part.ndim - 1).reshape(*shape, -1)
+            for part in terms
+        )
+    )
 
 
-def _joined(name: str, params: Any, shape: tuple[int, ...], operands: list[_Terms]) -> _Terms | None:
+def _joined(
+    name: str, params: Any, shape: tuple[int, ...], operands: list[_Terms]
+) -> _Terms | None:
     """The sum, difference or concatenation of arrays with terms."""
     if name in ("add", "add_any", "sub"):
         (a, i), (b, j) = operands
-        factors = [jnp.broadcast_to(part, (*shape, part.shape[-1])) for part in (a, -b if name == "sub" else b)]
-        return _Terms(jnp.concatenate(factors, -1), np.concatenate([_wide(i, shape), _wide(j, shape)], -1))
+        factors = [
+            jnp.broadcast_to(part, (*shape, part.shape[-1]))
+            for part in (a, -b if name == "sub" else b)
+        ]
+        return _Terms(
+            jnp.concatenate(factors, -1),
+            np.concatenate([_wide(i, shape), _wide(j, shape)], -1),
+        )
     if name == "concatenate" and len({part.place.shape[-1] for part in operands}) == 1:
         factor, index = zip(*operands, strict=True)
-        return _Terms(jnp.concatenate(factor, params["dimension"]), np.concatenate(index, params["dimension"]))
+        return _Terms(
+            jnp.concatenate(factor, params["dimension"]),
+            np.concatenate(index, params["dimension"]),
+        )
     return None
 
 
-def _contracted(numbers: Any, shape: tuple[int, ...], operands: list[Any], which: int) -> _Terms:
-    """The product of an array with terms and another array: each term of one times a number of the other."""
+def _contracted(
+    numbers: Any, shape: tuple[int, ...], operands: list[Any], which: int
+) -> _Terms:
+    """The product of an array with terms and another array: each term of one times a
+    number of the other.
+    """
 
     def ordered(array: Any, side: int) -> Any:
         """(batch, free, contracted, terms) elements of one operand."""
         contracted, batch = numbers[0][side], numbers[1][side]
-        free = [axis for axis in range(array.ndim - 1) if axis not in (*contracted, *batch)]
-        sizes = [prod(array.shape[axis] for axis in axes) for axes in (batch, free, contracted)]
-        return array.transpose(*batch, *free, *contracted, array.ndim - 1).reshape(*sizes, array.shape[-1])
+        free = [
+            axis for axis in range(array.ndim - 1) if axis not in (*contracted, *batch)
+        ]
+        sizes = [
+            prod(array.shape[axis] for axis in axes)
+            for axes in (batch, free, contracted)
+        ]
+        return array.transpose(*batch, *free, *contracted, array.ndim - 1).reshape(
+            *sizes, array.shape[-1]
+        )
 
     factor, index = (ordered(part, which) for part in operands[which])
     other = ordered(jnp.asarray(operands[1 - which])[..., None], 1 - which)
@@ -141,15 +227,25 @@ def _moved(move: Callable, index: np.ndarray) -> np.ndarray:
 
 
 def _split(terms: _Terms, size: int) -> Blocks | None:
-    """Blocks of outputs with the same inputs; ``None`` if inputs are in several blocks, or in none."""
-    _, first, block, count = np.unique(terms.place.min(1), return_index=True, return_inverse=True, return_counts=True)
+    """Blocks of outputs with the same inputs; ``None`` if inputs are in several blocks,
+    or in none.
+    """
+    _, first, block, count = np.unique(
+        terms.place.min(1), return_index=True, return_inverse=True, return_counts=True
+    )
     columns = terms.place[first]
     exclusive = np.array_equal(np.sort(columns, axis=None), np.arange(size))
-    if not exclusive or np.ptp(count) or not np.array_equal(terms.place, columns[block]):
+    if (
+        not exclusive
+        or np.ptp(count)
+        or not np.array_equal(terms.place, columns[block])
+    ):
         return None
     if len(columns) == 1:
         return Blocks(terms.factor, np.arange(len(block)), columns[0])
     rows = np.argsort(block, kind="stable").reshape(len(columns), -1)
     if np.array_equal(rows.T.ravel(), np.arange(rows.size)):  # a gather would be slow
-        return Blocks(terms.factor.reshape(*rows.T.shape, -1).swapaxes(0, 1), rows, columns)
+        return Blocks(
+            terms.factor.reshape(*rows.T.shape, -1).swapaxes(0, 1), rows, columns
+        )
     return Blocks(terms.factor[rows], rows, columns)

@@ -1,4 +1,6 @@
-"""Evidence and posterior of linear models in units of noise and prior: r ~ N(R w, I) with w ~ N(0, I)."""
+"""Evidence and posterior of linear models in units of noise and prior: r ~ N(R w, I)
+with w ~ N(0, I).
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ CHUNK = 1024
 
 
 class LinearFit(NamedTuple):
-    """The posterior N(w, S S') of models with p weights and n data, C = I + R'R; leading axes are independent models.
+    """The posterior N(w, S S') of models with p weights and n data, C = I + R'R;
+    leading axes are independent models.
 
     :param root: (..., p, p) S, upper triangular with S S' = C^-1.
     :param weights: (..., p, 1) w, the posterior mean.
@@ -29,7 +32,9 @@ class LinearFit(NamedTuple):
 
 @jax.custom_jvp
 def log_evidence(matrix: jax.Array, residual: jax.Array) -> jax.Array:
-    """log N(r; 0, I + R R') without its constant, of (..., n, p) R and (..., n, 1) r, by the smaller of n and p."""
+    """log N(r; 0, I + R R') without its constant, of (..., n, p) R and (..., n, 1) r,
+    by the smaller of n and p.
+    """
     return _evidence(matrix, residual)[0]
 
 
@@ -38,7 +43,9 @@ def _slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     """In closed form: nothing is differentiated through a decomposition."""
     value, fit = _evidence(*primals)
     by_matrix = fit.error @ fit.weights.mT - fit.gain
-    return value, jnp.sum(by_matrix * tangents[0], (-2, -1)) - jnp.sum(fit.error * tangents[1], (-2, -1))
+    return value, jnp.sum(by_matrix * tangents[0], (-2, -1)) - jnp.sum(
+        fit.error * tangents[1], (-2, -1)
+    )
 
 
 def _evidence(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, LinearFit]:
@@ -57,9 +64,10 @@ def _evidence(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, Linear
 def linear_fit(matrix: jax.Array, residual: jax.Array) -> LinearFit:
     """The posterior of (..., n, p) R and (..., n, 1) r.
 
-    By a Cholesky decomposition of C where that loses at most half of the digits, as in most networks; else by a QR
-    decomposition of R stacked on the identity, of 2.5 times the cost: prior scales in one model can differ by
-    many orders of magnitude, or features be nearly collinear, and single precision copes with the condition number
+    By a Cholesky decomposition of C where that loses at most half of the digits, as in
+    most networks; else by a QR decomposition of R stacked on the identity, of 2.5 times
+    the cost: prior scales in one model can differ by many orders of magnitude, or
+    features be nearly collinear, and single precision copes with the condition number
     of R, but not with its square. Derivatives of all orders are in closed form.
     """
     return LinearFit(*_fit(matrix, residual))
@@ -73,7 +81,9 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
     orthonormal, moved = matrix @ root, d_matrix @ root
     half = orthonormal.mT @ moved
     change = half + half.mT  # S' dC S
-    d_root = -root @ (jnp.triu(change) - 0.5 * change * jnp.eye(change.shape[-1], dtype=change.dtype))
+    d_root = -root @ (
+        jnp.triu(change) - 0.5 * change * jnp.eye(change.shape[-1], dtype=change.dtype)
+    )
     d_error = d_residual - d_matrix @ weights
     d_weights = root @ (moved.mT @ error) + gain.mT @ d_error
     d_gain = (moved - orthonormal @ change) @ root.mT
@@ -84,7 +94,9 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
 def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     if matrix.ndim == 2:
         return _each(matrix, residual)
-    same = jnp.all(matrix == matrix[..., :1, :, :])  # outputs of one layer, with equal scales of prior and noise
+    same = jnp.all(
+        matrix == matrix[..., :1, :, :]
+    )  # outputs of one layer, with equal scales of prior and noise
     return lax.cond(same, _shared, _each, matrix, residual)
 
 
@@ -92,13 +104,18 @@ def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
 def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, Any]:
     """Under ``vmap`` one branch for all models, not both branches for each."""
     pairs = zip(inputs, batched, strict=True)
-    return _fit(*(x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in pairs)), (True,) * 4
+    return _fit(
+        *(x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in pairs)
+    ), (True,) * 4
 
 
 def _shared(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     """Several columns r for one R."""
     root, weights, error, gain = _each(matrix[..., 0, :, :], residual[..., 0].mT)
-    root, gain = (jnp.broadcast_to(x[..., None, :, :], (*matrix.shape[:-2], *x.shape[-2:])) for x in (root, gain))
+    root, gain = (
+        jnp.broadcast_to(x[..., None, :, :], (*matrix.shape[:-2], *x.shape[-2:]))
+        for x in (root, gain)
+    )
     return root, weights.mT[..., None], error.mT[..., None], gain
 
 
@@ -106,13 +123,18 @@ def _each(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     gram = matrix.mT @ matrix + eye
     root = _inverse(jnp.linalg.cholesky(gram, symmetrize_input=False).mT)
-    # The sum of the inverse eigenvalues of C in units of its diagonal; not a number if C has lost its smallest ones.
-    lost = jnp.sum(jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None] * root**2, (-2, -1))
+    # The sum of the inverse eigenvalues of C in units of its diagonal; not a number if
+    # C has lost its smallest ones.
+    lost = jnp.sum(
+        jnp.diagonal(gram, axis1=-2, axis2=-1)[..., None] * root**2, (-2, -1)
+    )
     sound = jnp.all(lost < jnp.finfo(gram.dtype).eps ** -0.5)
     return lax.cond(sound, _by_cholesky, _by_qr, matrix, residual, root)
 
 
-def _by_cholesky(matrix: jax.Array, residual: jax.Array, root: jax.Array) -> tuple[jax.Array, ...]:
+def _by_cholesky(
+    matrix: jax.Array, residual: jax.Array, root: jax.Array
+) -> tuple[jax.Array, ...]:
     covariance = root @ root.mT
     weights = covariance @ (matrix.mT @ residual)
     error = residual - matrix @ weights
@@ -120,24 +142,39 @@ def _by_cholesky(matrix: jax.Array, residual: jax.Array, root: jax.Array) -> tup
     return root, weights + step, error - matrix @ step, matrix @ covariance
 
 
-def _by_qr(matrix: jax.Array, residual: jax.Array, _: jax.Array) -> tuple[jax.Array, ...]:
+def _by_qr(
+    matrix: jax.Array, residual: jax.Array, _: jax.Array
+) -> tuple[jax.Array, ...]:
     orthonormal, triangle = _decompose(matrix)
     root, projected = _inverse(triangle), orthonormal.mT @ residual
     weights, error = root @ projected, residual - orthonormal @ projected
-    step = orthonormal.mT @ error - root.mT @ weights  # a second pass of Gram and Schmidt
-    return root, weights + root @ step, error - orthonormal @ step, orthonormal @ root.mT
+    step = (
+        orthonormal.mT @ error - root.mT @ weights
+    )  # a second pass of Gram and Schmidt
+    return (
+        root,
+        weights + root @ step,
+        error - orthonormal @ step,
+        orthonormal @ root.mT,
+    )
 
 
 def _inverse(triangle: jax.Array) -> jax.Array:
-    eye = jnp.broadcast_to(jnp.eye(triangle.shape[-1], dtype=triangle.dtype), triangle.shape)
+    eye = jnp.broadcast_to(
+        jnp.eye(triangle.shape[-1], dtype=triangle.dtype), triangle.shape
+    )
     return solve_triangular(triangle, eye)
 
 
 def _decompose(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R, by chunks of rows (Demmel et al. 2012)."""
+    """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R, by chunks of rows
+    (Demmel et al. 2012).
+    """
     *batch, n, p = matrix.shape
     rows = min(n, max(CHUNK, 4 * p))
-    padded = jnp.concatenate([matrix, jnp.zeros((*batch, -n % rows, p), matrix.dtype)], -2)
+    padded = jnp.concatenate(
+        [matrix, jnp.zeros((*batch, -n % rows, p), matrix.dtype)], -2
+    )
     chunks = jnp.moveaxis(padded.reshape(*batch, -1, rows, p), -3, 0)
     eye = jnp.broadcast_to(jnp.eye(p, dtype=matrix.dtype), (*batch, p, p))
 

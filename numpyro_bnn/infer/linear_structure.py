@@ -1,4 +1,6 @@
-"""Find sites that enter a model linearly under normal noise, and refuse those that do not."""
+"""Find sites that enter a model linearly under normal noise, and refuse those that do
+not.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -23,25 +25,30 @@ from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.reading import Reading, Sites
 
-# Deviations from linearity that are attributed to rounding, relative to the sum of the absolute terms; and the
-# sizes of the innovations at which they are measured.
+# Deviations from linearity that are attributed to rounding, relative to the sum of the
+# absolute terms; and the sizes of the innovations at which they are measured.
 TOLERANCE, SIZES = 1e-3, (1.0, 30.0, 1000.0)
 INNOVATIONS = " innovations"  # cannot be the name of a site
 
 
 class LinearStructure(NamedTuple):
-    """Shapes of the linear sites, in the order of the model, and the data whose means depend on them."""
+    """Shapes of the linear sites, in the order of the model, and the data whose means
+    depend on them.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     data: tuple[str, ...]
 
 
 class LinearGaussian(NamedTuple):
-    r"""A linear Gaussian model :math:`y \sim N(f + A u, s^2)^\beta`, :math:`u \sim N(0, d^2)^\gamma`, without A.
+    r"""A linear Gaussian model :math:`y \sim N(f + A u, s^2)^\beta`, :math:`u \sim N(0,
+    d^2)^\gamma`, without A.
 
-    :param prior_sd: (P,) d; ``prior_weight``: (P,) the power of the prior, 1 unless it is scaled.
+    :param prior_sd: (P,) d; ``prior_weight``: (P,) the power of the prior, 1 unless it
+        is scaled.
     :param value: (N,) y; ``mean``: (N,) f, with all u = 0.
-    :param sd: (N,) s; ``weight``: (N,) the power of each datum: scales of the log density, 0 where masked.
+    :param sd: (N,) s; ``weight``: (N,) the power of each datum: scales of the log
+        density, 0 where masked.
     """
 
     prior_sd: jax.Array
@@ -53,15 +60,18 @@ class LinearGaussian(NamedTuple):
 
 
 class LinearModel:
-    """A model as a function of the *innovations* u of its linear sites: the sites less their prior means.
+    """A model as a function of the *innovations* u of its linear sites: the sites less
+    their prior means.
 
-    Prior means may themselves be linear in other linear sites, as in a hierarchy of locations; innovations remain
-    independent.
+    Prior means may themselves be linear in other linear sites, as in a hierarchy of
+    locations; innovations remain independent.
 
     :param values: of all other latent sites.
     """
 
-    def __init__(self, reading: Reading, structure: LinearStructure, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, reading: Reading, structure: LinearStructure, values: Mapping[str, Any]
+    ) -> None:
         self._reading, self._values, self.structure = reading, dict(values), structure
 
     def trace(self, u: jax.Array, only: Iterable[str] | None = None) -> Sites:
@@ -69,13 +79,20 @@ class LinearModel:
         values, start = dict(self._values), 0
         for name, shape in self.structure.shapes.items():
             loc, _ = _normal(self._reading.at(values, only=[name])[name])
-            values[name] = loc + u[start : start + prod(shape)].reshape(shape).astype(loc.dtype)
+            values[name] = loc + u[start : start + prod(shape)].reshape(shape).astype(
+                loc.dtype
+            )
             start += prod(shape)
         return self._reading.at(values, only=only)
 
     def mean(self, u: jax.Array) -> jax.Array:
         """(N,) means of the data."""
-        return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in self.trace(u, self.structure.data).values()])
+        return jnp.concatenate(
+            [
+                jnp.ravel(_normal(site)[0])
+                for site in self.trace(u, self.structure.data).values()
+            ]
+        )
 
     def blocks(self) -> Blocks:
         """The linear map A."""
@@ -83,12 +100,17 @@ class LinearModel:
 
     def gaussian(self) -> LinearGaussian:
         """Everything except the linear map."""
-        traced = self.trace(self.zeros(), (*self.structure.shapes, *self.structure.data))
+        traced = self.trace(
+            self.zeros(), (*self.structure.shapes, *self.structure.data)
+        )
         prior, data = (
-            [flat_normal(traced[name]) for name in names] for names in (self.structure.shapes, self.structure.data)
+            [flat_normal(traced[name]) for name in names]
+            for names in (self.structure.shapes, self.structure.data)
         )
         _, _, prior_sd, prior_weight = map(jnp.concatenate, zip(*prior, strict=True))
-        return LinearGaussian(prior_sd, prior_weight, *map(jnp.concatenate, zip(*data, strict=True)))
+        return LinearGaussian(
+            prior_sd, prior_weight, *map(jnp.concatenate, zip(*data, strict=True))
+        )
 
     def zeros(self) -> jax.Array:
         """(P,) innovations at the prior means."""
@@ -96,28 +118,46 @@ class LinearModel:
 
 
 def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure:
-    """Find where the linear sites enter a model; errors, raised in the name of ``call``, name the site at fault."""
+    """Find where the linear sites enter a model; errors, raised in the name of
+    ``call``, name the site at fault.
+    """
     traced = reading.sites
     for name in sites:
         if name not in reading.latent:
             raise unknown_name(call, "sites", name, reading.latent)
         if not is_affine_normal(traced[name]["fn"]):
-            came = f"{name!r}, a site with a {type(unwrapped(traced[name]['fn'])).__name__} prior"
+            came = (
+                f"{name!r}, a site with a "
+                f"{type(unwrapped(traced[name]['fn'])).__name__} prior"
+            )
             raise argument_error(call, "sites", came, "Name sites with normal priors.")
     shapes = reading.shapes()
-    structure = LinearStructure({name: shapes[name].shape for name in shapes if name in sites}, ())
-    zeros = {name: jnp.zeros(site.shape, site.dtype) for name, site in shapes.items() if name not in sites}
+    structure = LinearStructure(
+        {name: shapes[name].shape for name in shapes if name in sites}, ()
+    )
+    zeros = {
+        name: jnp.zeros(site.shape, site.dtype)
+        for name, site in shapes.items()
+        if name not in sites
+    }
     linear = LinearModel(reading, structure, zeros)
     linear.structure = structure._replace(data=_data(call, traced, linear, sites))
     _check_linear(call, reading, linear)
     for name in linear.structure.data:
         if not traced[name]["is_observed"]:
             came = f"{sites}, on which the latent site {name!r} depends"
-            raise argument_error(call, "sites", came, f"Only data may depend on them: name {name!r} as well.")
+            raise argument_error(
+                call,
+                "sites",
+                came,
+                f"Only data may depend on them: name {name!r} as well.",
+            )
     return linear.structure
 
 
-def _parts(linear: LinearModel, at: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
+def _parts(
+    linear: LinearModel, at: Mapping[str, jax.Array]
+) -> dict[tuple[str, str], Any]:
     """For every sample site, the quantities that innovations may or may not change."""
     found: dict[tuple[str, str], Any] = {}
     for name, site in linear.trace(at[INNOVATIONS]).items():
@@ -125,31 +165,57 @@ def _parts(linear: LinearModel, at: Mapping[str, jax.Array]) -> dict[tuple[str, 
             found["density", name] = log_density(site)
             if is_affine_normal(site["fn"], masked=True):
                 found["sd", name] = _normal(site)[1]
-                found["weight", name], found["value", name] = weights(site), site["value"]
+                found["weight", name], found["value", name] = (
+                    weights(site),
+                    site["value"],
+                )
     return found
 
 
-def _data(call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]) -> tuple[str, ...]:
+def _data(
+    call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]
+) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
-    what = {"sd": "the scale", "weight": "the scale or mask of the log density", "value": "the observed value"}
+    what = {
+        "sd": "the scale",
+        "weight": "the scale or mask of the log density",
+        "value": "the observed value",
+    }
     used = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
-    below = tuple(name for kind, name in used if kind == "density" and name not in sites and used[kind, name])
+    below = tuple(
+        name
+        for kind, name in used
+        if kind == "density" and name not in sites and used[kind, name]
+    )
     for name in (*sites, *below):
         fn = traced[name]["fn"]
         if not is_affine_normal(fn, masked=True):
             raise refused(
-                f"{sites}, on which {name!r} ({type(unwrapped(fn, masked=True)).__name__}) depends",
-                "Only normal sites may depend on them: sample these sites with another kernel, e.g. `NUTS(model)`.",
+                (
+                    f"{sites}, on which {name!r} "
+                    f"({type(unwrapped(fn, masked=True)).__name__}) depends"
+                ),
+                (
+                    "Only normal sites may depend on them: sample these sites with "
+                    "another kernel, e.g. `NUTS(model)`."
+                ),
             )
         for kind, meaning in what.items():
             if used[kind, name] and (kind != "value" or name in below):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
-                    "Only means may depend on them: give the mean weights of its own, or leave these to the sampler.",
+                    (
+                        "Only means may depend on them: give the mean weights of its "
+                        "own, "
+                        "or leave these to the sampler."
+                    ),
                 )
     if not below:
-        raise refused(sites, "No observed normal site depends on them: is the data passed to the model?")
+        raise refused(
+            sites,
+            "No observed normal site depends on them: is the data passed to the model?",
+        )
     return below
 
 
@@ -167,22 +233,42 @@ def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     for error, tolerated in reading.run(partial(_errors, linear.structure)):
         if isinstance(error, jax.core.Tracer):
             instead = "Linearity is measured: call it once outside of `jit` or `vmap`."
-            raise argument_error(call, "model_args", "arrays that are traced by a transformation", instead)
+            raise argument_error(
+                call,
+                "model_args",
+                "arrays that are traced by a transformation",
+                instead,
+            )
         if not np.all(np.abs(error) <= tolerated):
             came = (
-                f"{tuple(linear.structure.shapes)}, in which the mean of {linear.structure.data} is not linear"
+                f"{tuple(linear.structure.shapes)}, in which the mean of "
+                f"{linear.structure.data} is not linear"
                 f" (off by {np.max(np.abs(error)):.2g} at random values)"
             )
-            instead = "Name sites that enter linearly, such as the weights of an output layer."
+            instead = (
+                "Name sites that enter linearly, such as the weights of an output "
+                "layer."
+            )
             raise argument_error(call, "sites", came, instead)
 
 
-def _errors(structure: LinearStructure, reading: Reading) -> list[tuple[jax.Array, jax.Array]]:
-    """Differences of means from their linearization, at innovations of several sizes, and those due to rounding."""
+def _errors(
+    structure: LinearStructure, reading: Reading
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Differences of means from their linearization, at innovations of several sizes,
+    and those due to rounding.
+    """
     drawn = reading.at(only=reading.latent)
-    values = {name: site["value"] for name, site in drawn.items() if name not in structure.shapes}
+    values = {
+        name: site["value"]
+        for name, site in drawn.items()
+        if name not in structure.shapes
+    }
     linear, found = LinearModel(reading, structure, values), []
-    jacobian, start = jacobian_of(linear.mean, linear.zeros()), linear.mean(linear.zeros())
+    jacobian, start = (
+        jacobian_of(linear.mean, linear.zeros()),
+        linear.mean(linear.zeros()),
+    )
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
@@ -201,9 +287,13 @@ def log_density(site: Mapping[str, Any]) -> jax.Array:
 
 
 def weights(site: Mapping[str, Any]) -> jax.Array:
-    """The factor by which scales and masks multiply the log density of every element of a site."""
+    """The factor by which scales and masks multiply the log density of every element of
+    a site.
+    """
     fn = site["fn"]
-    scale = jnp.broadcast_to(1.0 if site["scale"] is None else site["scale"], fn.batch_shape)
+    scale = jnp.broadcast_to(
+        1.0 if site["scale"] is None else site["scale"], fn.batch_shape
+    )
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
@@ -218,4 +308,7 @@ def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     loc, scale = _normal(site)
     value = jnp.broadcast_to(site["value"], loc.shape)
     dtype = jnp.result_type(float)
-    return tuple(jnp.ravel(part).astype(dtype) for part in (value, loc, jnp.abs(scale), weights(site)))
+    return tuple(
+        jnp.ravel(part).astype(dtype)
+        for part in (value, loc, jnp.abs(scale), weights(site))
+    )

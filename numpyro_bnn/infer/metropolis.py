@@ -25,24 +25,31 @@ class _AllDataKernel(SGMCMCKernel):
             instead = "Leave it out: this kernel uses the gradient of all the data."
             raise argument_error(self._call, "gradient", self._gradient, instead)
 
-    def estimator(self, target: Target, potential: Callable, full: Callable, stream: Any) -> Gradient:
+    def estimator(
+        self, target: Target, potential: Callable, full: Callable, stream: Any
+    ) -> Gradient:
         return sgmcmc.Full(full)
 
-    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
+    def choose_step_size(
+        self, curvature: jax.Array, noise: Noise, size: int
+    ) -> jax.Array:
         return 1 / curvature
 
 
 class MALA(_AllDataKernel):
-    r"""Metropolis-adjusted Langevin algorithm: a gradient step with noise, then accept or reject.
+    r"""Metropolis-adjusted Langevin algorithm: a gradient step with noise, then accept
+    or reject.
 
-    .. math:: \theta^* = \theta + \tfrac\epsilon2 G g(\theta) + \sqrt{\epsilon T}\,L\,\xi
+    .. math:: \theta^* = \theta + \tfrac\epsilon2 G g(\theta) + \sqrt{\epsilon
+              T}\,L\,\xi
 
-    Exact for every step size. It uses all the data and ignores a ``subsample_size`` of the model.
-    ``step_size=None`` is adapted in warm-up to an acceptance of 0.574.
+    Exact for every step size. It uses all the data and ignores a ``subsample_size`` of
+    the model. ``step_size=None`` is adapted in warm-up to an acceptance of 0.574.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
-    Reference: Roberts & Tweedie (1996); Roberts & Rosenthal (1998) for the acceptance rate.
+    Reference: Roberts & Tweedie (1996); Roberts & Rosenthal (1998) for the acceptance
+    rate.
 
     >>> MALA(lambda: None).default_fields[-1]
     'accept_prob'
@@ -52,7 +59,12 @@ class MALA(_AllDataKernel):
 
     @checked("infer.{}")
     def __init__(
-        self, model: Model, step_size: Any = None, *, steps_per_draw: PositiveInt = 10, **options: Any
+        self,
+        model: Model,
+        step_size: Any = None,
+        *,
+        steps_per_draw: PositiveInt = 10,
+        **options: Any,
     ) -> None:
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
@@ -61,23 +73,31 @@ class MALA(_AllDataKernel):
 
 
 class GHMC(_AllDataKernel):
-    r"""Generalized Hamiltonian Monte Carlo: long trajectories whose momentum may persist from one to the next.
+    r"""Generalized Hamiltonian Monte Carlo: long trajectories whose momentum may
+    persist from one to the next.
 
-    A step is a trajectory of ``num_steps`` leapfrog steps of random size, whose initial momentum is
-    :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`. Useful as a block of ``numpyro.infer.Gibbs``
-    alongside :class:`~numpyro_bnn.infer.PrecisionGibbs`, or where trajectories must be longer than those of NUTS.
+    A step is a trajectory of ``num_steps`` leapfrog steps of random size, whose initial
+    momentum is :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`.
+    Useful as a block of ``numpyro.infer.Gibbs`` alongside
+    :class:`~numpyro_bnn.infer.PrecisionGibbs`, or where trajectories must be longer
+    than those of NUTS.
 
-    It uses all the data and ignores a ``subsample_size`` of the model. ``step_size=None`` (h^2, the square of the
-    leapfrog step) is adapted in warm-up to an acceptance of 0.8.
+    It uses all the data and ignores a ``subsample_size`` of the model.
+    ``step_size=None`` (h^2, the square of the leapfrog step) is adapted in warm-up to
+    an acceptance of 0.8.
 
     :param num_steps: L, leapfrog steps per trajectory.
-    :param momentum_decay: fraction of the momentum that is lost before a trajectory, in [0, 1]; 1 is plain HMC.
-    :param jitter: the leapfrog step of a trajectory is h times a uniform number in [1 - jitter, 1 + jitter].
+    :param momentum_decay: fraction of the momentum that is lost before a trajectory, in
+        [0, 1]; 1 is plain HMC.
+    :param jitter: the leapfrog step of a trajectory is h times a uniform number in [1 -
+        jitter, 1 + jitter].
     :raises ValueError: for numbers out of range.
 
-    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw`` counts trajectories.
+    Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw``
+    counts trajectories.
 
-    Reference: Horowitz (1991) for persistent momentum; Neal (1996), chapter 3, for networks.
+    Reference: Horowitz (1991) for persistent momentum; Neal (1996), chapter 3, for
+    networks.
 
     >>> GHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
     True
@@ -97,7 +117,11 @@ class GHMC(_AllDataKernel):
         steps_per_draw: PositiveInt = 1,
         **options: Any,
     ) -> None:
-        self._num_steps, self._momentum_decay, self._jitter = num_steps, momentum_decay, jitter
+        self._num_steps, self._momentum_decay, self._jitter = (
+            num_steps,
+            momentum_decay,
+            jitter,
+        )
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:

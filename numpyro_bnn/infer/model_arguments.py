@@ -11,7 +11,13 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import KEY
-from numpyro_bnn.program.arguments import as_arrays, fingerprints, is_table, plain_values, with_plain_values
+from numpyro_bnn.program.arguments import (
+    as_arrays,
+    fingerprints,
+    is_table,
+    plain_values,
+    with_plain_values,
+)
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
 
 METHODS = ("init", "sample", "refresh", "postprocess_fn", "get_constrain_fn", "members")
@@ -22,16 +28,19 @@ def _is_tracer(value: Any) -> bool:
 
 
 class ArgumentKernel(MCMCKernel):
-    """A kernel whose methods get the arguments of the model as JAX arrays, and its integers as integers.
+    """A kernel whose methods get the arguments of the model as JAX arrays, and its
+    integers as integers.
 
-    ``MCMC(jit_model_args=True)`` passes every number as a traced array, also a ``batch_size`` that a plate needs to
-    know: the kernel remembers those of ``init``.
+    ``MCMC(jit_model_args=True)`` passes every number as a traced array, also a
+    ``batch_size`` that a plate needs to know: the kernel remembers those of ``init``.
     """
 
     _plain: Mapping[str, int | bool] | None = None  # of the last `init`
     _traced = False  # whether some program took them in place of traced values
     _prints: Mapping[str, bytes] | None = None
-    _inputs: Any = None  # by identity: data of the last run and a reference to a copy; None where it cannot be read
+    # by identity: data of the last run and a reference to a copy; None where it cannot
+    # be read
+    _inputs: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -45,9 +54,15 @@ class ArgumentKernel(MCMCKernel):
     def changed_data(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
         now = fingerprints(args, kwargs)
-        return [place for place, value in (self._prints or {}).items() if now.get(place, value) != value]
+        return [
+            place
+            for place, value in (self._prints or {}).items()
+            if now.get(place, value) != value
+        ]
 
-    def _arguments(self, method: str, args: tuple, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
+    def _arguments(
+        self, method: str, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> tuple[tuple, dict[str, Any]]:
         if method != "init" and self._plain:
             args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
             self._traced |= traced
@@ -56,8 +71,12 @@ class ArgumentKernel(MCMCKernel):
             self._remember(args, kwargs)
         return arrays
 
-    def _as_inputs(self, args: tuple, kwargs: Mapping[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
-        """Data read from references: a program that ``MCMC`` compiles has them as inputs, not copies as constants."""
+    def _as_inputs(
+        self, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Data read from references: a program that ``MCMC`` compiles has them as
+        inputs, not copies as constants.
+        """
 
         def read(leaf: Any) -> Any:
             if id(leaf) not in self._inputs:
@@ -66,7 +85,10 @@ class ArgumentKernel(MCMCKernel):
                 if not known or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                     return leaf
                 with jax.core.eval_context():
-                    self._inputs[id(leaf)] = leaf, jax.new_ref(array)  # the leaf too, so that its id is not reused
+                    self._inputs[id(leaf)] = (
+                        leaf,
+                        jax.new_ref(array),
+                    )  # the leaf too, so that its id is not reused
             return self._inputs[id(leaf)][1][...]
 
         return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
@@ -74,8 +96,14 @@ class ArgumentKernel(MCMCKernel):
     def _remember(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
         plain = plain_values(args, kwargs)
         if self._traced and plain != self._plain:
-            got = f"{plain} after a run with {self._plain}, for which its program was compiled"
-            instead = "With `jit_model_args=True` make a new kernel and `MCMC` for other sizes."
+            got = (
+                f"{plain} after a run with {self._plain}, for which its program was "
+                f"compiled"
+            )
+            instead = (
+                "With `jit_model_args=True` make a new kernel and `MCMC` for other "
+                "sizes."
+            )
             raise argument_error("MCMC.run", "model arguments", got, instead)
         self._plain, self._prints = plain, fingerprints(args, kwargs)
 
@@ -96,14 +124,21 @@ def _with_arrays(method: Callable) -> Callable:
                 return method(*bound.args, **bound.kwargs)
 
         if name == "init":
-            KEY.check(f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"])
-            parallel = _is_tracer(bound.arguments["rng_key"])  # `pmap` takes no references
+            KEY.check(
+                f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"]
+            )
+            parallel = _is_tracer(
+                bound.arguments["rng_key"]
+            )  # `pmap` takes no references
             self._inputs = None if parallel else self._inputs or {}
-            # A new run reads its data again: `MCMC` keeps programs by the identity of data; values may change.
+            # A new run reads its data again: `MCMC` keeps programs by the identity of
+            # data; values may change.
             for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
                 if id(leaf) in (self._inputs or ()):
                     self._inputs[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
-        compiled = name == "sample" and any(map(_is_tracer, jax.tree.leaves(bound.arguments["state"])))
+        compiled = name == "sample" and any(
+            map(_is_tracer, jax.tree.leaves(bound.arguments["state"]))
+        )
         if compiled and self._inputs is not None:
             try:
                 return run(*self._as_inputs(args, kwargs))

@@ -1,4 +1,6 @@
-"""Choose the rows that a subsampled plate sees; refuse models whose minibatches would be silently wrong."""
+"""Choose the rows that a subsampled plate sees; refuse models whose minibatches would
+be silently wrong.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,22 +24,26 @@ from numpyro_bnn.program.reading import Plate, Reading
 
 OUTSIDE = "_outside_of_support"  # name of a factor
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
-# Changes of log densities that rounding explains if rows change places, relative to the largest log density.
+# Changes of log densities that rounding explains if rows change places, relative to the
+# largest log density.
 REORDERED = 0.01
 
 
 class RowSubset(NamedTuple):
-    """By plate, the rows that a model sees in place of a minibatch; of ``batch`` it takes only the key."""
+    """By plate, the rows that a model sees in place of a minibatch; of ``batch`` it
+    takes only the key.
+    """
 
     indices: Mapping[str, jax.Array]
     batch: Mapping[str, jax.Array]
 
 
-# -- handlers that choose rows ---------------------------------------------------------------------------
+# -- handlers that choose rows ---------------------------------------------------------
 
 
 class only_rows(Messenger):
-    """Restrict some plates to a fixed subset of their rows, weighted as if it were all data; other plates are full.
+    """Restrict some plates to a fixed subset of their rows, weighted as if it were all
+    data; other plates are full.
 
     :param rows: indices by plate.
     """
@@ -55,13 +61,16 @@ class only_rows(Messenger):
 class give_indices(Messenger):
     """Give subsampled plates the indices of a minibatch, and the model its random keys.
 
-    Keys are set as values, because NumPyro's potential would replace those of a ``seed`` handler by a constant.
+    Keys are set as values, because NumPyro's potential would replace those of a
+    ``seed`` handler by a constant.
 
     :param batch: indices by plate.
     :param plates: the plates that ``batch`` was made for.
     """
 
-    def __init__(self, fn: Callable, batch: Mapping[str, jax.Array], plates: Mapping[str, Plate]) -> None:
+    def __init__(
+        self, fn: Callable, batch: Mapping[str, jax.Array], plates: Mapping[str, Plate]
+    ) -> None:
         self.batch, self.plates, self.key = batch, plates, batch.get(KEY)
         super().__init__(fn)
 
@@ -73,13 +82,18 @@ class give_indices(Messenger):
         name, now, then = msg["name"], tuple(msg["args"]), self.plates.get(msg["name"])
         if then is None or now != tuple(then):
             got = f"data for which plate {name!r} has size and subsample size {now}"
-            instead = f"The run was started with {then and tuple(then)}: start a new one for other sizes."
+            instead = (
+                f"The run was started with {then and tuple(then)}: start a new one for "
+                f"other sizes."
+            )
             raise argument_error("MCMC.run", "model arguments", got, instead)
         msg["value"] = self.batch[name]
 
 
 class weight_jacobians(Messenger):
-    """Multiply the Jacobians of NumPyro's potential by a factor, and by nothing that handlers inside do to a site."""
+    """Multiply the Jacobians of NumPyro's potential by a factor, and by nothing that
+    handlers inside do to a site.
+    """
 
     def __init__(self, fn: Callable, factor: float) -> None:
         super().__init__(fn)
@@ -91,7 +105,9 @@ class weight_jacobians(Messenger):
 
 
 class _bounds(Messenger):
-    """Notes whether the distributions of all sites, and the observed values, are within their bounds."""
+    """Notes whether the distributions of all sites, and the observed values, are within
+    their bounds.
+    """
 
     def __init__(self) -> None:
         self.inside: Any = None  # as long as no bound is computed
@@ -104,13 +120,18 @@ class _bounds(Messenger):
             return
         inside = in_support(msg["fn"], msg["value"] if msg["is_observed"] else None)
         if isinstance(inside, jax.core.Tracer):
-            self.inside = jnp.all(inside) if self.inside is None else self.inside & jnp.all(inside)
+            self.inside = (
+                jnp.all(inside)
+                if self.inside is None
+                else self.inside & jnp.all(inside)
+            )
 
 
 def within_support(model: Callable) -> Callable:
     """Give a model the density 0 where its distributions leave their bounds.
 
-    Their own log densities are often finite there, and gradients take a chain across the border.
+    Their own log densities are often finite there, and gradients take a chain across
+    the border.
     """
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -125,13 +146,17 @@ def within_support(model: Callable) -> Callable:
 
 
 def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
-    """Add a keyword ``_batch`` to a model: indices by plate, ``None`` for random ones, "full", or a ``RowSubset``."""
+    """Add a keyword ``_batch`` to a model: indices by plate, ``None`` for random ones,
+    "full", or a ``RowSubset``.
+    """
 
     def wrapped(*args: Any, _batch: Any = None, **kwargs: Any) -> Any:
         if _batch is None:
             return random_indices(model)(*args, **kwargs)
         if isinstance(_batch, RowSubset):
-            return give_indices(only_rows(model, _batch.indices), _batch.batch, plates)(*args, **kwargs)
+            return give_indices(only_rows(model, _batch.indices), _batch.batch, plates)(
+                *args, **kwargs
+            )
         if isinstance(_batch, str):
             return full_plates(model)(*args, **kwargs)
         return give_indices(model, _batch, plates)(*args, **kwargs)
@@ -140,13 +165,17 @@ def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
 
 
 def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
-    """Sample latent sites at full size outside of subsampled plates, and give the model the rows of the minibatch.
+    """Sample latent sites at full size outside of subsampled plates, and give the model
+    the rows of the minibatch.
 
-    The model runs twice: on all rows for its latent sites alone, where compilers drop the rest, then on their values.
+    The model runs twice: on all rows for its latent sites alone, where compilers drop
+    the rest, then on their values.
     """
 
     def hidden(site: Mapping[str, Any]) -> bool:
-        return site["type"] in ("sample", "deterministic", "plate") and not (is_latent(site) or is_jacobian(site))
+        return site["type"] in ("sample", "deterministic", "plate") and not (
+            is_latent(site) or is_jacobian(site)
+        )
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         def rows(site: Mapping[str, Any]) -> Any:
@@ -154,12 +183,18 @@ def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
                 return None
             value = full[site["name"]]["value"]
             for frame in frames_of(site, plates):
-                value = jnp.take(value, seen[frame.name]["value"], frame.dim - site["fn"].event_dim)
+                value = jnp.take(
+                    value, seen[frame.name]["value"], frame.dim - site["fn"].event_dim
+                )
             return value
 
         with handlers.block(hide_fn=hidden):
             full = handlers.trace(full_plates(model)).get_trace(*args, **kwargs)
-        with handlers.block(hide_fn=is_latent), handlers.trace() as seen, handlers.substitute(substitute_fn=rows):
+        with (
+            handlers.block(hide_fn=is_latent),
+            handlers.trace() as seen,
+            handlers.substitute(substitute_fn=rows),
+        ):
             return model(*args, **kwargs)
 
     return wrapped
@@ -170,11 +205,13 @@ def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
     return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
 
 
-# -- reading a trace -------------------------------------------------------------------------------------
+# -- reading a trace -------------------------------------------------------------------
 
 
 class constant_keys(Messenger):
-    """Give a model that asks for random numbers of its own one key whenever it has none."""
+    """Give a model that asks for random numbers of its own one key whenever it has
+    none.
+    """
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "prng_key" and msg["value"] is None:
@@ -182,29 +219,43 @@ class constant_keys(Messenger):
 
 
 def is_jacobian(site: Mapping[str, Any]) -> bool:
-    """Whether a sample site is the log Jacobian that NumPyro's potential adds for a constrained latent site."""
-    return re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None and is_factor(site["fn"])
+    """Whether a sample site is the log Jacobian that NumPyro's potential adds for a
+    constrained latent site.
+    """
+    return re.search(r"(^|\W)_.+_log_det$", site["name"]) is not None and is_factor(
+        site["fn"]
+    )
 
 
 def frames_of(site: Mapping[str, Any], plates: Mapping[str, Plate]) -> list[Any]:
     """The plates of which a site has the rows of a minibatch."""
-    return [f for f in site.get("cond_indep_stack", ()) if f.name in plates and f.size < plates[f.name].size]
+    return [
+        f
+        for f in site.get("cond_indep_stack", ())
+        if f.name in plates and f.size < plates[f.name].size
+    ]
 
 
-# -- refusals --------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------
 
 
 def check_indices(call: str, reading: Reading) -> frozenset[str]:
-    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch of N data points.
+    """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch
+    of N data points.
 
     :param reading: of the model on a minibatch.
     :return: names of deterministic sites that belong to one minibatch.
     """
     refused, plates = partial(argument_error, call, "model"), reading.plates
-    sites = {name: site for name, site in reading.sites.items() if site["type"] == "sample"}
+    sites = {
+        name: site for name, site in reading.sites.items() if site["type"] == "sample"
+    }
 
     def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-        zeros = {name: jnp.zeros(site.shape, site.dtype) for name, site in reading.shapes().items()}
+        zeros = {
+            name: jnp.zeros(site.shape, site.dtype)
+            for name, site in reading.shapes().items()
+        }
         return _parts(reading.at({**zeros, **batch}))
 
     fresh = first_batch(plates)
@@ -214,14 +265,25 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
         if name not in observed:
             raise refused(
                 f"plate {name!r}, whose indices the likelihood does not use",
-                f"Its data would be scaled by {plate.size}/{plate.batch_size} as if they were a fresh minibatch each"
-                f" step. Pass all {plate.size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
+                f"Its data would be scaled by {plate.size}/{plate.batch_size} as if "
+                f"they were a fresh minibatch each"
+                f" step. Pass all {plate.size} rows and index them: `with plate(...) "
+                f"as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name])
+        reached = indexed_lengths(
+            partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name]
+        )
         if reached and min(reached) < plate.size:
             raise refused(
-                f"plate {name!r} of size {plate.size} that indexes an array with {min(reached)} rows",
-                "JAX would silently repeat the last row. Make the plate as large as the data: `x.shape[0]`.",
+                (
+                    f"plate {name!r} of size {plate.size} that indexes an array with "
+                    f"{min(reached)} rows"
+                ),
+                (
+                    "JAX would silently repeat the last row. Make the plate as large "
+                    "as "
+                    "the data: `x.shape[0]`."
+                ),
             )
     shapes = jax.eval_shape(parts, fresh)
     for site in sites.values():
@@ -229,16 +291,28 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
     if not reading.redrawn.issuperset(plates):
         raise refused(
             "a model that is already seeded",
-            "Its minibatch and random numbers would be the same at every step. Pass it without `handlers.seed`.",
+            (
+                "Its minibatch and random numbers would be the same at every step. "
+                "Pass "
+                "it without `handlers.seed`."
+            ),
         )
-    if not reading.stochastic:  # random numbers belong to places of the minibatch, not to its rows
+    if (
+        not reading.stochastic
+    ):  # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, reading, sites, fresh)
     local = [n for n, site in reading.sites.items() if frames_of(site, plates)]
-    return frozenset(n for kind, n in used if kind == "deterministic" and (used[kind, n] or n in local))
+    return frozenset(
+        n
+        for kind, n in used
+        if kind == "deterministic" and (used[kind, n] or n in local)
+    )
 
 
 def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """What may depend on the minibatch: scaled log densities, values, and deterministic sites."""
+    """What may depend on the minibatch: scaled log densities, values, and deterministic
+    sites.
+    """
     found: dict[tuple[str, str], Any] = {}
     for name, site in traced.items():
         if site["type"] == "deterministic":
@@ -252,50 +326,95 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 def _check_site(
-    refused: Callable, site: Mapping[str, Any], plates: Mapping[str, Plate], used: Mapping, shapes: Mapping
+    refused: Callable,
+    site: Mapping[str, Any],
+    plates: Mapping[str, Plate],
+    used: Mapping,
+    shapes: Mapping,
 ) -> None:
-    """Check that a site stands in the plates whose indices it uses, and has one row for each of their indices."""
+    """Check that a site stands in the plates whose indices it uses, and has one row for
+    each of their indices.
+    """
     name, frames = site["name"], frames_of(site, plates)
     for plate in sorted(used["density", name] - {frame.name for frame in frames}):
         raise refused(
             f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
-            f"It would not be scaled to {plates[plate].size} rows: move it inside, `with plate(...) as i: ...`.",
+            (
+                f"It would not be scaled to {plates[plate].size} rows: move it inside, "
+                f"`with plate(...) as i: ...`."
+            ),
         )
     shape = shapes["value", name].shape  # of a factor: that of its log densities
-    rows = shape if is_factor(site["fn"]) else shape[: max(len(shape) - site["fn"].event_dim, 0)]
+    rows = (
+        shape
+        if is_factor(site["fn"])
+        else shape[: max(len(shape) - site["fn"].event_dim, 0)]
+    )
     for frame in frames:
         length = rows[frame.dim] if len(rows) >= -frame.dim else None
         indexed = frame.name in used["value", name]
         unused = not indexed and frame.name not in used["density", name]
-        if unused or indexed != (length == frame.size) or length not in (None, 1, frame.size):
+        if (
+            unused
+            or indexed != (length == frame.size)
+            or length not in (None, 1, frame.size)
+        ):
             raise refused(
-                f"the site {name!r} in plate {frame.name!r}, whose value is not one row for each of its indices",
-                f"Pass all {plates[frame.name].size} rows and index them: `with plate(...) as i: ... obs=y[i]`.",
+                (
+                    f"the site {name!r} in plate {frame.name!r}, whose value is not "
+                    f"one "
+                    f"row for each of its indices"
+                ),
+                (
+                    f"Pass all {plates[frame.name].size} rows and index them: `with "
+                    f"plate(...) as i: ... obs=y[i]`."
+                ),
             )
 
 
 def _check_order(
-    refused: Callable, reading: Reading, sites: Mapping[str, Any], fresh: Mapping[str, jax.Array]
+    refused: Callable,
+    reading: Reading,
+    sites: Mapping[str, Any],
+    fresh: Mapping[str, jax.Array],
 ) -> None:
-    """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse their log densities."""
+    """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse
+    their log densities.
+    """
 
     def densities(reading: Reading) -> list[dict[str, jax.Array]]:
         drawn = reading.at()
         values = {name: drawn[name]["value"] for name in reading.latent}
-        batches = [fresh, *({**fresh, plate: indices[::-1]} for plate, indices in fresh.items())]
+        batches = [
+            fresh,
+            *({**fresh, plate: indices[::-1]} for plate, indices in fresh.items()),
+        ]
         found = [_parts(reading.at({**values, **batch})) for batch in batches]
         return [{name: part["density", name] for name in sites} for part in found]
 
     before, *reversed_plates = reading.run(densities)
     for plate, after in zip(fresh, reversed_plates, strict=True):
         for name, site in sites.items():
-            axes = tuple(frame.dim for frame in frames_of(site, reading.plates) if frame.name == plate)
+            axes = tuple(
+                frame.dim
+                for frame in frames_of(site, reading.plates)
+                if frame.name == plate
+            )
             if isinstance(after[name], jax.core.Tracer):
                 continue  # the data are arguments of a compiled program
             expected = np.flip(np.asarray(before[name]), axes)
             largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
-            if not np.allclose(expected, after[name], 0, REORDERED * largest, equal_nan=True):
+            if not np.allclose(
+                expected, after[name], 0, REORDERED * largest, equal_nan=True
+            ):
                 raise refused(
-                    f"the site {name!r} in plate {plate!r}, of which some rows stay when the indices change",
-                    "Index every array that has one row per data point, also for masks and scales: `x[i]`.",
+                    (
+                        f"the site {name!r} in plate {plate!r}, of which some rows "
+                        f"stay "
+                        f"when the indices change"
+                    ),
+                    (
+                        "Index every array that has one row per data point, also for "
+                        "masks and scales: `x[i]`."
+                    ),
                 )

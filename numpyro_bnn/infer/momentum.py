@@ -1,4 +1,6 @@
-"""Kernels with momentum: underdamped Langevin dynamics (SGHMC) and the Nosé-Hoover thermostat."""
+"""Kernels with momentum: underdamped Langevin dynamics (SGHMC) and the Nosé-Hoover
+thermostat.
+"""
 
 import math
 from typing import Any
@@ -16,14 +18,23 @@ THERMOSTAT_STEPS = 20
 
 
 def friction_of(momentum_decay: float, step_size: Any) -> Any:
-    """Friction gamma per unit of time such that exp(-gamma h) = 1 - momentum_decay, h = sqrt(step_size)."""
-    return (math.inf if momentum_decay == 1 else -math.log1p(-momentum_decay)) / step_size**0.5
+    """Friction gamma per unit of time such that exp(-gamma h) = 1 - momentum_decay, h =
+    sqrt(step_size).
+    """
+    return (
+        math.inf if momentum_decay == 1 else -math.log1p(-momentum_decay)
+    ) / step_size**0.5
 
 
 class _WithMomentum(SGMCMCKernel):
     @checked("infer.{}")
     def __init__(
-        self, model: Model, step_size: Any = None, *, momentum_decay: Fraction = 0.1, **options: Any
+        self,
+        model: Model,
+        step_size: Any = None,
+        *,
+        momentum_decay: Fraction = 0.1,
+        **options: Any,
     ) -> None:
         self._momentum_decay = momentum_decay
         super().__init__(model, step_size, **options)
@@ -31,16 +42,31 @@ class _WithMomentum(SGMCMCKernel):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         if self._momentum_decay == 0 and self._step_size is None:
-            raise argument_error(self._call, "momentum_decay", 0, "Pass a `step_size`, or a decay above 0.")
+            raise argument_error(
+                self._call,
+                "momentum_decay",
+                0,
+                "Pass a `step_size`, or a decay above 0.",
+            )
 
-    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
-        """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of variance V adds h^2 V per step
-        to the variance of the momenta, of which a refresh renews the fraction 1 - a^2.
+    def choose_step_size(
+        self, curvature: jax.Array, noise: Noise, size: int
+    ) -> jax.Array:
+        """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of
+        variance V adds h^2 V per step to the variance of the momenta, of which a
+        refresh renews the fraction 1 - a^2.
         """
-        heat = self._renewed * self._temperature * self._bias_tolerance / jnp.maximum(noise.largest, 1e-30)
+        heat = (
+            self._renewed
+            * self._temperature
+            * self._bias_tolerance
+            / jnp.maximum(noise.largest, 1e-30)
+        )
         return jnp.minimum(1 / curvature, heat)
 
-    def stable_step_size(self, curvature: jax.Array, noise: jax.Array, size: int) -> jax.Array:
+    def stable_step_size(
+        self, curvature: jax.Array, noise: jax.Array, size: int
+    ) -> jax.Array:
         return 1 / (curvature * (1 + 4 * noise / max(self._renewed, 1e-3)))
 
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
@@ -55,21 +81,26 @@ class _WithMomentum(SGMCMCKernel):
 class SGHMC(_WithMomentum):
     r"""Stochastic-gradient HMC: underdamped Langevin dynamics with minibatch gradients.
 
-    With h = sqrt(step_size), M^{-1} = G, an exact Ornstein-Uhlenbeck refresh of the momentum and a new minibatch for
-    every gradient:
+    With h = sqrt(step_size), M^{-1} = G, an exact Ornstein-Uhlenbeck refresh of the
+    momentum and a new minibatch for every gradient:
 
-    .. math:: B:\ m \leftarrow m + \tfrac h2 \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 M^{-1} m, \quad
-              O:\ m \leftarrow a\,m + \sqrt{(1 - a^2) T} M^{1/2} z,\quad a = 1 - \mathrm{momentum\_decay}
+    .. math:: B:\ m \leftarrow m + \tfrac h2 \tilde g, \quad A:\ \theta \leftarrow
+              \theta + \tfrac h2 M^{-1} m, \quad
+              O:\ m \leftarrow a\,m + \sqrt{(1 - a^2) T} M^{1/2} z,\quad a = 1 -
+              \mathrm{momentum\_decay}
 
-    A step is B, A, O, A, B. With exact gradients, positions have no bias on Gaussian targets, and a bias of order h^2
-    elsewhere. Gradient noise of variance V raises the temperature by the fraction h^2 V / ((1 - a^2) T). At
-    ``momentum_decay=1`` a step is one of SGLD with the mean of two successive noises.
+    A step is B, A, O, A, B. With exact gradients, positions have no bias on Gaussian
+    targets, and a bias of order h^2 elsewhere. Gradient noise of variance V raises the
+    temperature by the fraction h^2 V / ((1 - a^2) T). At ``momentum_decay=1`` a step is
+    one of SGLD with the mean of two successive noises.
 
-    :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is Hamiltonian (give a `step_size`).
+    :param momentum_decay: fraction of the momentum lost per step, in [0, 1]; 0 is
+        Hamiltonian (give a `step_size`).
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
-    Reference: Chen, Fox & Guestrin (2014), equation 9; Leimkuhler & Matthews (2013) for the splitting.
+    Reference: Chen, Fox & Guestrin (2014), equation 9; Leimkuhler & Matthews (2013) for
+    the splitting.
 
     >>> SGHMC(lambda: None, momentum_decay=0.2).default_fields[-1]
     'kinetic_temperature'
@@ -80,16 +111,19 @@ class SGHMC(_WithMomentum):
 
 
 class SGNHT(_WithMomentum):
-    r"""Stochastic-gradient Nosé-Hoover thermostat: a friction that adapts to unknown gradient noise.
+    r"""Stochastic-gradient Nosé-Hoover thermostat: a friction that adapts to unknown
+    gradient noise.
 
-    .. math:: dm = (\tilde g - \xi m) dt + \sqrt{2 A T}\,dW, \quad d\theta = M^{-1} m\,dt, \quad
+    .. math:: dm = (\tilde g - \xi m) dt + \sqrt{2 A T}\,dW, \quad d\theta = M^{-1}
+              m\,dt, \quad
               Q\,d\xi = (m' M^{-1} m / P - T)\,dt
 
-    It removes the heating caused by gradient noise that has the same size in all (preconditioned) directions. The
-    thermostat's mass is (20 h)^2, so that xi follows the temperature within some tens of steps on any scale of the
-    parameters.
+    It removes the heating caused by gradient noise that has the same size in all
+    (preconditioned) directions. The thermostat's mass is (20 h)^2, so that xi follows
+    the temperature within some tens of steps on any scale of the parameters.
 
-    :param momentum_decay: sets A, the noise injected, and the start of xi, as in :class:`SGHMC`; in [0, 1).
+    :param momentum_decay: sets A, the noise injected, and the start of xi, as in
+        :class:`SGHMC`; in [0, 1).
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -102,20 +136,31 @@ class SGNHT(_WithMomentum):
     def _check_arguments(self) -> None:
         super()._check_arguments()
         if self._momentum_decay == 1:
-            raise argument_error(self._call, "momentum_decay", 1, "Pass less than 1: a thermostat needs momentum.")
+            raise argument_error(
+                self._call,
+                "momentum_decay",
+                1,
+                "Pass less than 1: a thermostat needs momentum.",
+            )
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
 
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
-        return super().steps_to_forget(step_size, size) + 0.5  # noise of size 1 adds h^2 / 2 to the friction per step
+        return (
+            super().steps_to_forget(step_size, size) + 0.5
+        )  # noise of size 1 adds h^2 / 2 to the friction per step
 
-    def choose_step_size(self, curvature: jax.Array, noise: Noise, size: int) -> jax.Array:
-        """eps = h^2: half the stability limit; gradient noise adds at most T / 5 per step to the momenta.
+    def choose_step_size(
+        self, curvature: jax.Array, noise: Noise, size: int
+    ) -> jax.Array:
+        """eps = h^2: half the stability limit; gradient noise adds at most T / 5 per
+        step to the momenta.
 
-        The thermostat removes the mean V of the noise over directions: with A h = -log(1 - momentum_decay), one of
-        noise V + D has the temperature T (1 + h^2 D / (2 A h T + h^2 V)).
+        The thermostat removes the mean V of the noise over directions: with A h =
+        -log(1 - momentum_decay), one of noise V + D has the temperature T (1 + h^2 D /
+        (2 A h T + h^2 V)).
         """
         refreshed = -2 * math.log1p(-self._momentum_decay)
         limit = noise.limit(self._bias_tolerance, 0.2 / max(refreshed, 1e-30))

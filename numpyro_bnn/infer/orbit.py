@@ -25,8 +25,10 @@ class OrbitState(NamedTuple):
     """State of :class:`OrbitMoves`; it has the attributes of the inner state as well.
 
     :param base: state of the inner kernel, with the values after the moves.
-    :param orbit_accept_prob: mean acceptance probability of the last move of each symmetry; 1 for exact draws.
-    :param orbit_width: standard deviation of the random walk of each symmetry on its group.
+    :param orbit_accept_prob: mean acceptance probability of the last move of each
+        symmetry; 1 for exact draws.
+    :param orbit_width: standard deviation of the random walk of each symmetry on its
+        group.
     :param i: transitions so far.
     :param rng_key: the key of the next transition.
     """
@@ -42,31 +44,40 @@ class OrbitState(NamedTuple):
 
 
 class OrbitMoves(Wrapper):
-    r"""Wrap any kernel so that each of its transitions is followed by moves along the symmetries of the model.
+    r"""Wrap any kernel so that each of its transitions is followed by moves along the
+    symmetries of the model.
 
-    A symmetry g does not change the likelihood, so along an orbit the posterior is the prior,
+    A symmetry g does not change the likelihood, so along an orbit the posterior is the
+    prior,
 
-    .. math:: \pi(g) \propto p(g\theta)\,\Big|\frac{\partial g\theta}{\partial\theta}\Big|\,dg,
+    .. math:: \pi(g) \propto p(g\theta)\,\Big|\frac{\partial
+              g\theta}{\partial\theta}\Big|\,dg,
 
-    and a move needs neither data nor gradients. Where that density has a known form, the move draws from it exactly:
-    the radius of Gaussian weights before a normalization (chi), the scale of ReLU units under Gaussian priors
-    (generalized inverse Gaussian), biases without effect, hyper-scales, signs, permutations. Otherwise it is a random
-    walk on the group, accepted or rejected under that density; its width is adapted in warm-up only. The inner kernel
-    then refreshes its cached energy and gradient.
+    and a move needs neither data nor gradients. Where that density has a known form,
+    the move draws from it exactly: the radius of Gaussian weights before a
+    normalization (chi), the scale of ReLU units under Gaussian priors (generalized
+    inverse Gaussian), biases without effect, hyper-scales, signs, permutations.
+    Otherwise it is a random walk on the group, accepted or rejected under that density;
+    its width is adapted in warm-up only. The inner kernel then refreshes its cached
+    energy and gradient.
 
-    Moves do not make functions mix faster, and they take a *centered* inner kernel to scales at which its step size
-    is wrong: prefer non-centered priors inside, or :func:`~numpyro_bnn.symmetry.quotient`.
+    Moves do not make functions mix faster, and they take a *centered* inner kernel to
+    scales at which its step size is wrong: prefer non-centered priors inside, or
+    :func:`~numpyro_bnn.symmetry.quotient`.
 
-    The extra field ``orbit_accept_prob`` holds the acceptance probability of every symmetry.
+    The extra field ``orbit_accept_prob`` holds the acceptance probability of every
+    symmetry.
 
-    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
-        kernel with a model and ``refresh``.
+    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a
+        :class:`~numpyro.infer.gibbs.Gibbs`; any kernel with a model and ``refresh``.
     :param symmetries: from :func:`~numpyro_bnn.symmetry.find`, or your own.
-    :param exact: whether to leave the likelihood out of every acceptance ratio. The symmetries are then first checked
-        numerically on the model, and refused if they do not hold (:func:`~numpyro_bnn.symmetry.check`). With
-        ``False`` nothing is checked and the likelihood of all the data enters every ratio.
+    :param exact: whether to leave the likelihood out of every acceptance ratio. The
+        symmetries are then first checked numerically on the model, and refused if they
+        do not hold (:func:`~numpyro_bnn.symmetry.check`). With ``False`` nothing is
+        checked and the likelihood of all the data enters every ratio.
     :param tolerance: of that check.
-    :raises ValueError: for symmetries that the model does not have, or that name unknown sites.
+    :raises ValueError: for symmetries that the model does not have, or that name
+        unknown sites.
     :raises TypeError: for a kernel without model or ``refresh``.
 
     >>> import jax, jax.numpy as jnp
@@ -93,7 +104,10 @@ class OrbitMoves(Wrapper):
         super().__init__(kernel)
         self._symmetries = as_symmetries("infer.OrbitMoves", symmetries)
         if not self._symmetries:
-            instead = "Declare one, e.g. `symmetry.Permutation(...)`, or run the inner kernel alone."
+            instead = (
+                "Declare one, e.g. `symmetry.Permutation(...)`, or run the inner "
+                "kernel alone."
+            )
             raise argument_error("infer.OrbitMoves", "symmetries", "none", instead)
         self._exact = exact
         self._tolerance = tolerance
@@ -103,17 +117,26 @@ class OrbitMoves(Wrapper):
     def default_fields(self) -> tuple[str, ...]:
         return (*self._kernel.default_fields, "orbit_accept_prob")
 
-    def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _prepare(
+        self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+    ) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
         self._plans = plan(model_info(reading), self._symmetries, self._exact)
 
-    def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> OrbitState:
+    def _start(
+        self, base: Any, many: tuple[int, ...], rng_key: jax.Array
+    ) -> OrbitState:
         ones = jnp.ones((*many, len(self._plans)))
         return OrbitState(base, ones, ones, jnp.zeros(many, jnp.int32), rng_key)
 
     def _move(
-        self, state: OrbitState, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
+        self,
+        state: OrbitState,
+        values: dict[str, jax.Array],
+        rng_key: jax.Array,
+        args: tuple,
+        kwargs: Any,
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
         """One move along every orbit."""
         prior = PriorProgram(Reading(self.model, args, kwargs))
@@ -121,25 +144,43 @@ class OrbitMoves(Wrapper):
         accepted = []
         for i, plan_ in enumerate(self._plans):
             changed, accept_prob = move(
-                plan_, random.fold_in(rng_key, i), {**values, **moved}, prior, state.orbit_width[i]
+                plan_,
+                random.fold_in(rng_key, i),
+                {**values, **moved},
+                prior,
+                state.orbit_width[i],
             )
             moved |= changed
             accepted.append(accept_prob)
-        accept_prob = jnp.stack(accepted).astype(state.orbit_accept_prob.dtype) if accepted else jnp.zeros(0)
+        accept_prob = (
+            jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
+            if accepted
+            else jnp.zeros(0)
+        )
         # Robbins-Monro on the log width, in warm-up only.
         gain = jnp.where(state.i < self._num_warmup, 2.0 * (state.i + 1.0) ** -0.6, 0.0)
         width = state.orbit_width * jnp.exp(gain * (accept_prob - TARGET))
-        state = state._replace(orbit_accept_prob=accept_prob, orbit_width=width.astype(accept_prob.dtype))
+        state = state._replace(
+            orbit_accept_prob=accept_prob, orbit_width=width.astype(accept_prob.dtype)
+        )
         return state, moved, prior.distributions({**values, **moved})
 
-    # -- read by `to_inference_data` ---------------------------------------------------------------------
+    # -- read by `to_inference_data` ---------------------------------------------------
 
     def describe(self, state: OrbitState) -> dict[str, Any]:
-        """Attributes of a run: those of the inner kernel, and the kind of move along each symmetry."""
-        moves = [f"{s.name}: {p.method}" for s, p in zip(self._symmetries, self._plans, strict=True)]
+        """Attributes of a run: those of the inner kernel, and the kind of move along
+        each symmetry.
+        """
+        moves = [
+            f"{s.name}: {p.method}"
+            for s, p in zip(self._symmetries, self._plans, strict=True)
+        ]
         return {**super().describe(state), "orbit_moves": "; ".join(moves)}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``orbit_accept_prob``."""
-        return {**super().stat_coords, "orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries])}
+        return {
+            **super().stat_coords,
+            "orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries]),
+        }

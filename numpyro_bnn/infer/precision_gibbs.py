@@ -1,4 +1,6 @@
-"""Exact draws of precisions, variances and scales given the normal sites that they scale."""
+"""Exact draws of precisions, variances and scales given the normal sites that they
+scale.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -26,42 +28,55 @@ from numpyro_bnn.symmetry.gig import log_gig
 
 
 class PrecisionGibbsState(NamedTuple):
-    """State of :class:`PrecisionGibbs`: constrained values of its sites, and the key of the next sweep."""
+    """State of :class:`PrecisionGibbs`: constrained values of its sites, and the key of
+    the next sweep.
+    """
 
     z: dict[str, jax.Array]
     rng_key: jax.Array
 
 
-def held_values(model_kwargs: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the keyword arguments of a ``Gibbs`` block into values held by other blocks and those of the model."""
+def held_values(
+    model_kwargs: Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the keyword arguments of a ``Gibbs`` block into values held by other blocks
+    and those of the model.
+    """
     kwargs = dict(model_kwargs or {})
     return dict(kwargs.pop(CONDITIONED, {})), kwargs
 
 
 class PrecisionGibbs(ArgumentKernel):
-    r"""Gibbs updates of precisions, variances and scales of normal sites, where the model makes them conjugate.
+    r"""Gibbs updates of precisions, variances and scales of normal sites, where the
+    model makes them conjugate.
 
-    A block of :class:`numpyro.infer.Gibbs`. It finds in the model's program which sites scale which normal sites, and
-    draws each from its exact conditional given everything else. For precisions of weights and noise with Gamma priors
-    these are
+    A block of :class:`numpyro.infer.Gibbs`. It finds in the model's program which sites
+    scale which normal sites, and draws each from its exact conditional given everything
+    else. For precisions of weights and noise with Gamma priors these are
 
     .. math::
-        \tau \mid w &\sim \mathrm{Gamma}\big(\alpha + \tfrac n2,\ \beta + \tfrac12 \textstyle\sum_i w_i^2\big), \\
-        \tau_y \mid w, D &\sim
-            \mathrm{Gamma}\big(\alpha + \tfrac N2,\ \beta + \tfrac12 \textstyle\sum_i (y_i - f_i)^2\big).
+        \tau \mid w &\sim \mathrm{Gamma}\big(\alpha + \tfrac n2,\
+            \beta + \tfrac12 \textstyle\sum_i w_i^2\big), \\
+        \tau_y \mid w, D &\sim \mathrm{Gamma}\big(\alpha + \tfrac N2,\
+            \beta + \tfrac12 \textstyle\sum_i (y_i - f_i)^2\big).
 
-    It also draws inverse-Gamma, Gamma and exponential variances, half-normal scales (generalized inverse Gaussian),
-    and half-Cauchy scales, such as those of a horseshoe, through two inverse Gammas. One site may scale several
-    normal sites, with one element per element, row or column of them. Scales of the log density of both
-    (``handlers.scale``, tempering) and masks of the normal sites are respected. The normal sites must be *centered*:
-    sample the weight itself. Their sds must be products of powers everywhere, without ``where`` or ``clip``.
+    It also draws inverse-Gamma, Gamma and exponential variances, half-normal scales
+    (generalized inverse Gaussian), and half-Cauchy scales, such as those of a
+    horseshoe, through two inverse Gammas. One site may scale several normal sites, with
+    one element per element, row or column of them. Scales of the log density of both
+    (``handlers.scale``, tempering) and masks of the normal sites are respected. The
+    normal sites must be *centered*: sample the weight itself. Their sds must be
+    products of powers everywhere, without ``where`` or ``clip``.
 
-    A sweep runs the model once for all sites that scale different normal sites, and once more for each other site.
+    A sweep runs the model once for all sites that scale different normal sites, and
+    once more for each other site.
 
     :param model: the NumPyro model.
-    :raises ValueError: on initialization, for a site without a conjugate conditional; the message gives the reason.
+    :raises ValueError: on initialization, for a site without a conjugate conditional;
+        the message gives the reason.
 
-    Reference: Neal (1996), section 3.5; Makalic & Schmidt (2016), equations 9 to 11, for the half-Cauchy.
+    Reference: Neal (1996), section 3.5; Makalic & Schmidt (2016), equations 9 to 11,
+    for the half-Cauchy.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro.infer import HMC, MCMC, Gibbs
@@ -72,7 +87,8 @@ class PrecisionGibbs(ArgumentKernel):
     >>> sites = block.conjugate_sites(x, x[:, 0])
     >>> sites[0]
     'net/Dense_0.kernel_precision'
-    >>> mcmc = MCMC(Gibbs([(block, sites), (HMC(model), None)]), num_warmup=5, num_samples=5, progress_bar=False)
+    >>> kernel = Gibbs([(block, sites), (HMC(model), None)])
+    >>> mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), x, x[:, 0])
     >>> mcmc.get_samples()["net/Dense_0.kernel_precision"].shape
     (5,)
@@ -99,7 +115,9 @@ class PrecisionGibbs(ArgumentKernel):
         >>> import numpyro, numpyro.distributions as dist
         >>> def model():
         ...     tau = numpyro.sample("tau", dist.Gamma(1.0, 1.0))
-        ...     w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([3]).to_event(1))
+        ...     w = numpyro.sample(
+        ...         "w", dist.Normal(0.0, tau**-0.5).expand([3]).to_event(1)
+        ...     )
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
@@ -119,57 +137,106 @@ class PrecisionGibbs(ArgumentKernel):
         found = read(reading, held, PRIORS)
         for name, site in found.items():
             if isinstance(site, str):
-                instead = "Pass what `conjugate_sites` returns; give other sites to another block of `Gibbs`."
-                raise argument_error("infer.PrecisionGibbs", "sites", f"{name!r}: {site}", instead)
+                instead = (
+                    "Pass what `conjugate_sites` returns; give other sites to another "
+                    "block of `Gibbs`."
+                )
+                raise argument_error(
+                    "infer.PrecisionGibbs", "sites", f"{name!r}: {site}", instead
+                )
         self._plan = tuple(site for site in found.values() if not isinstance(site, str))
         keys = split(rng_key)
 
-        def start(reading: Reading, held: Mapping[str, Any], key: jax.Array) -> dict[str, jax.Array]:
-            return {name: jnp.asarray(site["value"]) for name, site in reading.at(held, key, found).items()}
+        def start(
+            reading: Reading, held: Mapping[str, Any], key: jax.Array
+        ) -> dict[str, jax.Array]:
+            return {
+                name: jnp.asarray(site["value"])
+                for name, site in reading.at(held, key, found).items()
+            }
 
-        def starts(reading: Reading, key: jax.Array, held: Mapping[str, Any]) -> dict[str, jax.Array]:
+        def starts(
+            reading: Reading, key: jax.Array, held: Mapping[str, Any]
+        ) -> dict[str, jax.Array]:
             one = partial(start, reading, held)
             return one(key) if is_prng_key(key) else jax.vmap(one)(key)
 
         drawn = reading.run(starts, keys[0], held)
-        z = {name: jnp.asarray((init_params or {}).get(name, drawn[name]), drawn[name].dtype) for name in found}
+        z = {
+            name: jnp.asarray(
+                (init_params or {}).get(name, drawn[name]), drawn[name].dtype
+            )
+            for name in found
+        }
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])
 
     def sample(
-        self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: PrecisionGibbsState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> PrecisionGibbsState:
-        transition = partial(self._transition, model_args=model_args, model_kwargs=model_kwargs)
-        return transition(state) if is_prng_key(state.rng_key) else jax.vmap(transition)(state)
+        transition = partial(
+            self._transition, model_args=model_args, model_kwargs=model_kwargs
+        )
+        return (
+            transition(state)
+            if is_prng_key(state.rng_key)
+            else jax.vmap(transition)(state)
+        )
 
     def _transition(
-        self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: PrecisionGibbsState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> PrecisionGibbsState:
         held, kwargs = held_values(model_kwargs)
         rng_key, key = random.split(state.rng_key)
         z, groups = dict(state.z), _independent(self._plan)
-        for group, group_key in zip(groups, random.split(key, len(groups)), strict=True):
+        for group, group_key in zip(
+            groups, random.split(key, len(groups)), strict=True
+        ):
             traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
             z |= _draw(group, traced, z, group_key)
-        return PrecisionGibbsState({name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key)
+        return PrecisionGibbsState(
+            {name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key
+        )
 
     def refresh(
-        self, state: PrecisionGibbsState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: PrecisionGibbsState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> PrecisionGibbsState:
         """Return the state: nothing is cached."""
         return state
 
-    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+    def get_constrain_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
         """Return the identity: values are constrained."""
         return identity
 
-    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
-        """Return a function that adds the deterministic sites to the values of a draw."""
+    def postprocess_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
+        """Return a function that adds the deterministic sites to the
+        values of a draw.
+        """
         held, kwargs = held_values(model_kwargs)
 
         def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
             traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
-            return {**z, **{name: site["value"] for name, site in traced.items() if site["type"] == "deterministic"}}
+            return {
+                **z,
+                **{
+                    name: site["value"]
+                    for name, site in traced.items()
+                    if site["type"] == "deterministic"
+                },
+            }
 
         return replay
 
@@ -181,7 +248,9 @@ class PrecisionGibbs(ArgumentKernel):
 
 
 class GIG(NamedTuple):
-    """The generalized inverse Gaussian: density of t > 0 proportional to t^(p - 1) exp(-(a t + b / t) / 2)."""
+    """The generalized inverse Gaussian: density of t > 0 proportional to t^(p - 1)
+    exp(-(a t + b / t) / 2).
+    """
 
     p: Any
     a: Any
@@ -191,16 +260,20 @@ class GIG(NamedTuple):
 def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
     r"""t = s^2 is GIG(-1/2, 0, 2 r) given r, which is redrawn given t each time.
 
-    The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t + 1/A^2)\}\,dr` of weight w.
+    The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t +
+    1/A^2)\}\,dr` of weight w.
     """
     if isinstance(weight, float):  # 1
-        gamma = random.exponential(rng_key, t.shape, t.dtype)  # compiles faster than a gamma
+        gamma = random.exponential(
+            rng_key, t.shape, t.dtype
+        )  # compiles faster than a gamma
     else:
         gamma = random.gamma(rng_key, weight, t.shape, t.dtype)
     return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2 + 1 / t) / weight)
 
 
-# (distribution, whether t is the square of the value) -> prior of t; a new hyperprior is a new row.
+# (distribution, whether t is the square of the value) -> prior of t; a new hyperprior
+# is a new row.
 PRIORS: Mapping[tuple[type, bool], Callable[..., GIG]] = {
     (dist.Gamma, False): lambda fn, *_: GIG(fn.concentration, 2 * fn.rate, 0.0),
     (dist.Chi2, False): lambda fn, *_: GIG(fn.concentration, 2 * fn.rate, 0.0),
@@ -212,10 +285,16 @@ PRIORS: Mapping[tuple[type, bool], Callable[..., GIG]] = {
 
 
 def _independent(found: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
-    """Group sites without common children: within a group they are independent given everything else."""
+    """Group sites without common children: within a group they are independent given
+    everything else.
+    """
     groups: list[list[ConjugateSite]] = []
     for one in found:
-        seen = {child.name for other in groups[-1] for child in other.children} if groups else set()
+        seen = (
+            {child.name for other in groups[-1] for child in other.children}
+            if groups
+            else set()
+        )
         if not groups or any(child.name in seen for child in one.children):
             groups.append([])
         groups[-1].append(one)
@@ -230,14 +309,19 @@ def _draw(
 ) -> dict[str, jax.Array]:
     r"""One exact draw of scale sites that are independent given everything else.
 
-    With t = value^k, k = 2 \|power\|, elements x_m of the children with sd :math:`c_m\,t^{\pm 1/2}` and weights
-    :math:`\omega_m` (scales and masks of the log density), :math:`n = \sum \omega_m` and
-    :math:`S = \sum \omega_m (x_m - \mu_m)^2 / c_m^2`, the prior (p, a, b) of t becomes (p - n/2, a, b + S) for a
-    scale or a variance and (p + n/2, a + S, b) for a precision. A prior of weight :math:`\omega` is first raised to
-    this power: :math:`(\omega (p - 1/k) + 1/k,\ \omega a,\ \omega b)`.
+    With t = value^k, k = 2 \|power\|, elements x_m of the children with sd
+    :math:`c_m\,t^{\pm 1/2}` and weights :math:`\omega_m` (scales and masks of the log
+    density), :math:`n = \sum \omega_m` and :math:`S = \sum \omega_m (x_m - \mu_m)^2 /
+    c_m^2`, the prior (p, a, b) of t becomes (p - n/2, a, b + S) for a scale or a
+    variance and (p + n/2, a + S, b) for a precision. A prior of weight :math:`\omega`
+    is first raised to this power: :math:`(\omega (p - 1/k) + 1/k,\ \omega a,\ \omega
+    b)`.
     """
     key, *keys = random.split(rng_key, 1 + len(group))
-    gigs = [_conditional(found, traced, values[found.name], k) for found, k in zip(group, keys, strict=True)]
+    gigs = [
+        _conditional(found, traced, values[found.name], k)
+        for found, k in zip(group, keys, strict=True)
+    ]
     # One call for all of them: the sampler's loop dominates compile time.
     log_t = log_gig(key, *(jnp.concatenate(part) for part in zip(*gigs, strict=True)))
     drawn, first = {}, 0
@@ -249,24 +333,46 @@ def _draw(
     return drawn
 
 
-def _conditional(found: ConjugateSite, traced: Mapping[str, dict[str, Any]], value: Any, rng_key: jax.Array) -> GIG:
+def _conditional(
+    found: ConjugateSite,
+    traced: Mapping[str, dict[str, Any]],
+    value: Any,
+    rng_key: jax.Array,
+) -> GIG:
     """Conditional of t, flat, given everything else."""
     flat = jnp.ravel(value)
     number, squares = jnp.zeros_like(flat), jnp.zeros_like(flat)
     for child in found.children:
         observed, mean, sd, weight = flat_normal(traced[child.name])
-        weight, square = jnp.where(child.follows, weight, 0.0), ((observed - mean) / sd) ** 2
-        powers = jnp.take(flat, child.owner) ** (2 * found.power)  # square is in units of the sd
+        weight, square = (
+            jnp.where(child.follows, weight, 0.0),
+            ((observed - mean) / sd) ** 2,
+        )
+        powers = jnp.take(flat, child.owner) ** (
+            2 * found.power
+        )  # square is in units of the sd
         number = number.at[child.owner].add(weight)
-        squares = squares.at[child.owner].add(jnp.where(weight > 0, weight * square * powers, 0.0))
+        squares = squares.at[child.owner].add(
+            jnp.where(weight > 0, weight * square * powers, 0.0)
+        )
     k = 2 * abs(found.power)
     base = unwrapped(traced[found.name]["fn"])
-    fn = jax.tree.map(lambda leaf: jnp.ravel(jnp.broadcast_to(leaf, jnp.shape(value))), base)
+    fn = jax.tree.map(
+        lambda leaf: jnp.ravel(jnp.broadcast_to(leaf, jnp.shape(value))), base
+    )
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
     # A scale of the log density is a power of the density of the value, not of t.
     scale = traced[found.name]["scale"]
-    own: Any = 1.0 if scale is None or is_identically_one(scale) else jnp.ravel(weights(traced[found.name]))
+    own: Any = (
+        1.0
+        if scale is None or is_identically_one(scale)
+        else jnp.ravel(weights(traced[found.name]))
+    )
     p, a, b = PRIORS[type(base), k == 2](fn, t, own, rng_key)
     p, a, b = own * (p - 1 / k) + 1 / k, own * a, own * b
-    gig = (p - number / 2, a, b + squares) if found.power > 0 else (p + number / 2, a + squares, b)
+    gig = (
+        (p - number / 2, a, b + squares)
+        if found.power > 0
+        else (p + number / 2, a + squares, b)
+    )
     return GIG(*(jnp.broadcast_to(part, flat.shape) for part in gig))

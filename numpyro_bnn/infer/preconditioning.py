@@ -1,4 +1,6 @@
-"""Turn the ``preconditioner=`` that a user passes into a part of the engine; the one learned from gradient noise."""
+"""Turn the ``preconditioner=`` that a user passes into a part of the engine; the one
+learned from gradient noise.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,19 +18,28 @@ from numpyro_bnn.sgmcmc.interfaces import Preconditioner
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start", "gradient_noise")
-# Diagonals that start at ones and are set later, by the warm start or by kernels that know these names.
+# Diagonals that start at ones and are set later, by the warm start or by kernels that
+# know these names.
 LEARNED = ("warm_start", "variance")
 
 
-DENSE_LIMIT = 1000  # largest number of parameters with a dense preconditioner of the gradient noise
-PER_DIRECTION = 10  # gradients collected for each direction, if no more than the steps of the warm-up
-PER_COORDINATE = 128  # gradients collected if only their variances by coordinate are needed
-RECENT = 2  # exponent with which past gradients are forgotten: weights (s / t)^(RECENT - 1) at transition t
+# largest number of parameters with a dense preconditioner of the gradient noise
+DENSE_LIMIT = 1000
+# gradients collected for each direction, if no more than the steps of the warm-up
+PER_DIRECTION = 10
+PER_COORDINATE = (
+    128  # gradients collected if only their variances by coordinate are needed
+)
+# exponent with which past gradients are forgotten: weights (s / t)^(RECENT - 1) at
+# transition t
+RECENT = 2
 LEAST, MOST = 1e-5, 0.5  # limits of the weight of the diagonal
 
 
 class SecondMoment(NamedTuple):
-    """Mean of g g' (P, P), or of g^2 (P,), over recent gradients, and the number of gradients it is worth."""
+    """Mean of g g' (P, P), or of g^2 (P,), over recent gradients, and the number of
+    gradients it is worth.
+    """
 
     mean: jax.Array
     worth: jax.Array
@@ -36,33 +47,41 @@ class SecondMoment(NamedTuple):
 
 @dataclass(frozen=True)
 class NoisePreconditioner:
-    r"""G = E[g g']^{-1} of minibatch gradients, which makes curvature plus noise equal to 1 in all directions.
+    r"""G = E[g g']^{-1} of minibatch gradients, which makes curvature plus noise equal
+    to 1 in all directions.
 
-    At a stationary point the noise of covariance V dominates; averaged over the posterior, E[g g'] = H + V with H the
-    mean Hessian. The excess of a variance, (eps / 4) G (H + V), is then the same in all directions, so one step size
-    fits all. As V is close to (N / B) H for a likelihood that fits, it also relaxes them in the same time.
+    At a stationary point the noise of covariance V dominates; averaged over the
+    posterior, E[g g'] = H + V with H the mean Hessian. The excess of a variance, (eps /
+    4) G (H + V), is then the same in all directions, so one step size fits all. As V is
+    close to (N / B) H for a likelihood that fits, it also relaxes them in the same
+    time.
 
-    Up to ``DENSE_LIMIT`` parameters G is dense. The sample of n gradients is shrunk to its diagonal with the weight
-    (P / n)^3 / 100, small as soon as n exceeds P: the relative error of the sample is then equal in all directions,
-    however different they are, and much of the posterior may lie in directions with very little noise.
+    Up to ``DENSE_LIMIT`` parameters G is dense. The sample of n gradients is shrunk to
+    its diagonal with the weight (P / n)^3 / 100, small as soon as n exceeds P: the
+    relative error of the sample is then equal in all directions, however different they
+    are, and much of the posterior may lie in directions with very little noise.
 
-    Some directions of a network have neither curvature nor noise where they are measured: along the orbits of a
-    rescaling the likelihood is constant, and units that are off have only their prior. The inverse would take long
-    steps there. But orbits are curved: a step of length d along one of radius r ends d^2 / (2 r) beside it, where the
-    potential is higher by H d^4 / (8 r^2). With steps d^2 = eps G this is at most 1 in the direction of the largest
-    curvature H if
+    Some directions of a network have neither curvature nor noise where they are
+    measured: along the orbits of a rescaling the likelihood is constant, and units that
+    are off have only their prior. The inverse would take long steps there. But orbits
+    are curved: a step of length d along one of radius r ends d^2 / (2 r) beside it,
+    where the potential is higher by H d^4 / (8 r^2). With steps d^2 = eps G this is at
+    most 1 in the direction of the largest curvature H if
 
     .. math:: G \le \frac{r}{\epsilon} \sqrt{\frac{8}{H}}
 
-    so where gradients are found to bend (``tuning.bending``), eps sqrt(H / 8) / r is added to E[g g']. H is taken
-    from the noise, which is N / B times as large, and r is the root mean square of the position.
+    so where gradients are found to bend (``tuning.bending``), eps sqrt(H / 8) / r is
+    added to E[g g']. H is taken from the noise, which is N / B times as large, and r is
+    the root mean square of the position.
 
     :param dense: whether G is dense or diagonal.
-    :param begin: first transition that collects gradients, ``end``: the first that does not.
+    :param begin: first transition that collects gradients, ``end``: the first that does
+        not.
     :param count: gradients collected after each of these, at new minibatches.
     :param ratio: N / B, the noise of a likelihood that fits, in units of its curvature.
 
-    Reference: Ahn, Korattikara & Welling (2012), for gradient noise as a preconditioner.
+    Reference: Ahn, Korattikara & Welling (2012), for gradient noise as a
+    preconditioner.
     """
 
     dense: bool
@@ -72,11 +91,17 @@ class NoisePreconditioner:
     ratio: float
 
     @classmethod
-    def plan(cls, size: int, begin: int, end: int, most: int, ratio: float) -> "NoisePreconditioner":
-        """What to collect in some transitions, each of at most ``most`` gradients, for ``size`` parameters."""
+    def plan(
+        cls, size: int, begin: int, end: int, most: int, ratio: float
+    ) -> "NoisePreconditioner":
+        """What to collect in some transitions, each of at most ``most`` gradients, for
+        ``size`` parameters.
+        """
         dense = size <= DENSE_LIMIT
         needed = PER_DIRECTION * size if dense else PER_COORDINATE
-        return cls(dense, begin, end, min(most, -(-needed // max(end - begin, 1))), ratio)
+        return cls(
+            dense, begin, end, min(most, -(-needed // max(end - begin, 1))), ratio
+        )
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -86,9 +111,13 @@ class NoisePreconditioner:
     def start(self, position: jax.Array) -> SecondMoment:
         """Nothing collected."""
         shape = position.shape * (2 if self.dense else 1)
-        return SecondMoment(jnp.zeros(shape, position.dtype), jnp.zeros((), position.dtype))
+        return SecondMoment(
+            jnp.zeros(shape, position.dtype), jnp.zeros((), position.dtype)
+        )
 
-    def collect(self, moment: SecondMoment, sampler: Sampler, engine: State, i: jax.Array) -> SecondMoment:
+    def collect(
+        self, moment: SecondMoment, sampler: Sampler, engine: State, i: jax.Array
+    ) -> SecondMoment:
         """Add gradients at the position of a chain after transition ``i``."""
 
         counters = -2 - i * self.count - jax.lax.iota(jnp.int32, self.count)
@@ -96,33 +125,51 @@ class NoisePreconditioner:
         fresh = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
         weight = jnp.minimum(1.0, RECENT / (i - self.begin + 1)).astype(fresh.dtype)
         weight = jnp.where(moment.worth > 0, weight, 1.0)
-        old = jnp.where(moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0)
-        mean = (1 - weight) * moment.mean + weight / self.count * fresh  # a difference would lose small directions
+        old = jnp.where(
+            moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0
+        )
+        mean = (
+            (1 - weight) * moment.mean + weight / self.count * fresh
+        )  # a difference would lose small directions
         new = SecondMoment(mean, 1 / (old + weight**2 / self.count))
         broken = ~jnp.all(jnp.isfinite(fresh))
         return jax.tree.map(lambda a, b: jnp.where(broken, a, b), moment, new)
 
     def averaged(self, moment: SecondMoment, here: Noise) -> Noise:
-        """The noise averaged over recent positions: a dense G makes it 1 in all directions, 1 / (1 - P / n) if new.
+        """The noise averaged over recent positions: a dense G makes it 1 in all
+        directions, 1 / (1 - P / n) if new.
 
-        At one position of a network one direction has tens of times as much, and another direction at the next one.
+        At one position of a network one direction has tens of times as much, and
+        another direction at the next one.
         """
         if not self.dense:
             return here
         rest = 1 - moment.mean.shape[0] / jnp.maximum(moment.worth, 1)
         largest = jnp.where(rest > 0.5, 1 / rest, jnp.inf).astype(here.largest.dtype)
-        return here._replace(largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0))
+        return here._replace(
+            largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0)
+        )
 
     def bound(self, moment: SecondMoment, position: jax.Array) -> jax.Array:
-        """What is added to E[g g'] where gradients bend, at a position (P,): an inverse bound of G."""
+        """What is added to E[g g'] where gradients bend, at a position (P,): an inverse
+        bound of G.
+        """
         squares = jnp.diagonal(moment.mean) if self.dense else moment.mean
-        curvature = jnp.linalg.norm(moment.mean) / (1 + self.ratio)  # that of the largest direction, or above
-        radius = jnp.maximum(jnp.sqrt(jnp.mean(position**2)), jnp.finfo(position.dtype).tiny)
+        curvature = jnp.linalg.norm(moment.mean) / (
+            1 + self.ratio
+        )  # that of the largest direction, or above
+        radius = jnp.maximum(
+            jnp.sqrt(jnp.mean(position**2)), jnp.finfo(position.dtype).tiny
+        )
         # At a position near 0 the inverse of the mean is enough.
-        return jnp.minimum(LONGEST_STEP * jnp.sqrt(curvature / 8) / radius, jnp.mean(squares))
+        return jnp.minimum(
+            LONGEST_STEP * jnp.sqrt(curvature / 8) / radius, jnp.mean(squares)
+        )
 
     def adapted(self, moment: SecondMoment, bound: Any = 0.0) -> jax.Array:
-        """The state of the preconditioner: L lower triangular with G = L L', or the root of a diagonal G."""
+        """The state of the preconditioner: L lower triangular with G = L L', or the
+        root of a diagonal G.
+        """
         mean, worth = moment
         squares = jnp.diagonal(mean) if self.dense else mean
         floor = jnp.maximum(1e-10 * jnp.mean(squares), jnp.finfo(mean.dtype).tiny)
@@ -132,24 +179,36 @@ class NoisePreconditioner:
         size, identity = scale.size, jnp.eye(scale.size, dtype=mean.dtype)
         weight = jnp.clip(0.01 * (size / jnp.maximum(worth, 1)) ** 3, LEAST, MOST)
         bounded = mean + bound * identity
-        correlation = (1 - weight) * bounded / jnp.outer(scale, scale) + weight * identity
+        correlation = (1 - weight) * bounded / jnp.outer(
+            scale, scale
+        ) + weight * identity
         correlation = jnp.where(worth > 0, correlation, identity)
-        # From the last coordinate to the first, so that the inverse of an upper triangle is, transposed, lower.
+        # From the last coordinate to the first, so that the inverse of an upper
+        # triangle is, transposed, lower.
         root = jnp.linalg.cholesky(correlation[::-1, ::-1])
         inverse = solve_triangular(root, identity, lower=True)
         return inverse[::-1, ::-1].T / scale[:, None]
 
 
-def learns_from_noise(call: str, given: Any, noisy: bool, step_size: Any, gradient: str) -> bool:
-    """Whether gradient noise makes the preconditioner: by default if it limits a step size to be chosen.
+def learns_from_noise(
+    call: str, given: Any, noisy: bool, step_size: Any, gradient: str
+) -> bool:
+    """Whether gradient noise makes the preconditioner: by default if it limits a step
+    size to be chosen.
 
-    That of control variates is 0 where it is measured first, at their center, and says nothing about other positions.
+    That of control variates is 0 where it is measured first, at their center, and says
+    nothing about other positions.
     """
     named = is_named(given, "gradient_noise")
     if named and not noisy:
-        instead = "Gradients of all the data have no noise: give the model a `subsample_size`, or leave it out."
+        instead = (
+            "Gradients of all the data have no noise: give the model a "
+            "`subsample_size`, or leave it out."
+        )
         raise argument_error(call, "preconditioner", "'gradient_noise'", instead)
-    return named or (given is None and step_size is None and noisy and gradient == "minibatch")
+    return named or (
+        given is None and step_size is None and noisy and gradient == "minibatch"
+    )
 
 
 def is_named(spec: Any, name: str) -> bool:
@@ -157,13 +216,17 @@ def is_named(spec: Any, name: str) -> bool:
     return isinstance(spec, str) and spec == name
 
 
-def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> Preconditioner:
+def resolve(
+    call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int
+) -> Preconditioner:
     """Make the preconditioner of a flat position.
 
-    :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of numbers and arrays by site
-        (unconstrained shape: scalar, diagonal of its size, or dense matrix; sites left out get 1), or a
+    :param spec: ``None``, a name, a number, an array (P,) or (P, P), a dictionary of
+        numbers and arrays by site (unconstrained shape: scalar, diagonal of its size,
+        or dense matrix; sites left out get 1), or a
         :class:`~numpyro_bnn.sgmcmc.interfaces.Preconditioner`.
-    :param z: unconstrained values by site; the flat position holds them in the order of their names.
+    :param z: unconstrained values by site; the flat position holds them in the order of
+        their names.
     :param num_data: N, for RMSProp.
     :raises ValueError: for an unknown name or site, or a shape that does not fit.
     """
@@ -182,7 +245,12 @@ def resolve(call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int) -> 
         for site in spec:
             if site not in z:
                 raise unknown_name(call, "preconditioner", site, z)
-        return Blocks(tuple((size, _fixed(call, spec.get(site, 1.0), size)) for site, size in sizes.items()))
+        return Blocks(
+            tuple(
+                (size, _fixed(call, spec.get(site, 1.0), size))
+                for site, size in sizes.items()
+            )
+        )
     return _fixed(call, spec, sum(sizes.values()))
 
 

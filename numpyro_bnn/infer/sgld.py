@@ -16,19 +16,24 @@ from numpyro_bnn.infer.target import Target
 
 
 class SGLD(SGMCMCKernel):
-    r"""Sample a posterior from minibatch gradients with injected noise: stochastic-gradient Langevin dynamics.
+    r"""Sample a posterior from minibatch gradients with injected noise:
+    stochastic-gradient Langevin dynamics.
 
-    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 \tilde g(\theta) + \sqrt{\epsilon_t T}\,\xi,
+    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 \tilde g(\theta) +
+              \sqrt{\epsilon_t T}\,\xi,
               \quad \xi \sim N(0, I)
 
-    where g~ is the gradient of the log posterior estimated on a minibatch of the model's own subsampled plate: the
-    prior unscaled, the likelihood times N / B. With a constant step size the posterior variance is too large by about
-    a fraction (eps / 4) (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a schedule
-    that decreases to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the bias vanishes too.
+    where g~ is the gradient of the log posterior estimated on a minibatch of the
+    model's own subsampled plate: the prior unscaled, the likelihood times N / B. With a
+    constant step size the posterior variance is too large by about a fraction (eps / 4)
+    (lam + V / T) in a direction of curvature lam and gradient-noise variance V; with a
+    schedule that decreases to 0 (:class:`~numpyro_bnn.sgmcmc.schedules.polynomial`) the
+    bias vanishes too.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
-    Reference: Welling & Teh (2011), equation 4; Vollmer, Zygalakis & Teh (2016) on the bias.
+    Reference: Welling & Teh (2011), equation 4; Vollmer, Zygalakis & Teh (2016) on the
+    bias.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC
@@ -38,7 +43,12 @@ class SGLD(SGMCMCKernel):
     ...     with numpyro.plate("data", y.shape[0], subsample_size=batch_size) as i:
     ...         numpyro.sample("y", dist.Normal(mu, 1.0), obs=y[i])
     >>> y = 2.0 + jax.random.normal(jax.random.key(0), (1000,))
-    >>> mcmc = MCMC(SGLD(model, step_size=1e-4), num_warmup=10, num_samples=100, progress_bar=False)
+    >>> mcmc = MCMC(
+    ...     SGLD(model, step_size=1e-4),
+    ...     num_warmup=10,
+    ...     num_samples=100,
+    ...     progress_bar=False,
+    ... )
     >>> mcmc.run(jax.random.key(1), y, batch_size=32)
     >>> bool(abs(mcmc.get_samples()["mu"].mean() - y.mean()) < 0.05)
     True
@@ -49,13 +59,17 @@ class SGLD(SGMCMCKernel):
 
 
 class PSGLD(SGLD):
-    r"""SGLD with a preconditioner G = L L' (RMSProp by default), for parameters on different scales.
+    r"""SGLD with a preconditioner G = L L' (RMSProp by default), for parameters on
+    different scales.
 
-    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 G \tilde g(\theta) + \sqrt{\epsilon_t T}\,L\,\xi
+    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 G \tilde g(\theta) +
+              \sqrt{\epsilon_t T}\,L\,\xi
 
-    A G that is fixed while draws are kept needs no correction term and adds no bias. RMSProp's,
-    G = 1 / (damping + sqrt(V)), is therefore adapted during warm-up and then frozen. The published form, which keeps
-    adapting (``preconditioner=sgmcmc.RMSProp(running=True, num_data=N)``), is biased at any step size.
+    A G that is fixed while draws are kept needs no correction term and adds no bias.
+    RMSProp's, G = 1 / (damping + sqrt(V)), is therefore adapted during warm-up and then
+    frozen. The published form, which keeps adapting
+    (``preconditioner=sgmcmc.RMSProp(running=True, num_data=N)``), is biased at any step
+    size.
 
     Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
@@ -69,26 +83,31 @@ class PSGLD(SGLD):
 
 
 class CyclicalSGLD(SGLD):
-    r"""Cyclical SGLD, for posteriors with several modes: explore with large steps, sample with small ones, repeat.
+    r"""Cyclical SGLD, for posteriors with several modes: explore with large steps,
+    sample with small ones, repeat.
 
-    .. math:: \epsilon_k = \tfrac{\epsilon_0}2 \left[\cos\left(\pi\,\frac{\mathrm{mod}(k - 1, C)}{C}\right) + 1\right]
+    .. math:: \epsilon_k = \tfrac{\epsilon_0}2 \left[\cos\left(\pi\,\frac{\mathrm{mod}(k
+              - 1, C)}{C}\right) + 1\right]
 
-    for step k with cycles of C steps. The first fraction ``explore`` of a cycle is discarded; from the rest,
-    ``draws_per_cycle`` evenly spaced draws are kept. Each transition of ``MCMC`` is one draw, so with
-    ``num_warmup=0`` there are num_samples / draws_per_cycle cycles.
+    for step k with cycles of C steps. The first fraction ``explore`` of a cycle is
+    discarded; from the rest, ``draws_per_cycle`` evenly spaced draws are kept. Each
+    transition of ``MCMC`` is one draw, so with ``num_warmup=0`` there are num_samples /
+    draws_per_cycle cycles.
 
     :param step_size: eps_0, a number.
     :param cycle_length: C, steps of a cycle.
     :param draws_per_cycle: draws kept per cycle.
     :param explore: beta, fraction of a cycle that explores, in [0, 1).
-    :raises ValueError: for numbers out of range, a sampling part shorter than its draws, or ``steps_per_draw`` and
-        ``warm_start``, which follow from the cycle.
+    :raises ValueError: for numbers out of range, a sampling part shorter than its
+        draws, or ``steps_per_draw`` and ``warm_start``, which follow from the cycle.
 
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
 
     Reference: Zhang et al. (2020), equation 1 and algorithm 1.
 
-    >>> kernel = CyclicalSGLD(lambda: None, 1e-3, cycle_length=1000, draws_per_cycle=5, explore=0.5)
+    >>> kernel = CyclicalSGLD(
+    ...     lambda: None, 1e-3, cycle_length=1000, draws_per_cycle=5, explore=0.5
+    ... )
     >>> kernel.explore_steps, kernel.steps_per_draw
     (500, 100)
     """
@@ -106,34 +125,61 @@ class CyclicalSGLD(SGLD):
     ) -> None:
         call = "infer.CyclicalSGLD"
         warm_start = options.get("warm_start", 0.0)
-        none = isinstance(warm_start, int | float) and not isinstance(warm_start, bool) and warm_start == 0
+        none = (
+            isinstance(warm_start, int | float)
+            and not isinstance(warm_start, bool)
+            and warm_start == 0
+        )
         if "steps_per_draw" in options or not none:
             instead = "Set `cycle_length`, `draws_per_cycle` and `explore`."
-            raise argument_error(call, "steps_per_draw or warm_start", "a value", instead)
+            raise argument_error(
+                call, "steps_per_draw or warm_start", "a value", instead
+            )
         self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle
         if self.steps_per_draw < 1:
             came = (cycle_length, draws_per_cycle, explore)
-            instead = "The sampling part of a cycle must contain at least one step per draw."
-            raise argument_error(call, "cycle_length, draws_per_cycle, explore", came, instead)
+            instead = (
+                "The sampling part of a cycle must contain at least one step per draw."
+            )
+            raise argument_error(
+                call, "cycle_length, draws_per_cycle, explore", came, instead
+            )
         self.cycle_length = cycle_length
         self.draws_per_cycle = draws_per_cycle
         self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
-        self._cycle = sgmcmc.schedules.cyclical(1.0, num_steps=cycle_length, num_cycles=1, explore=explore)
-        options["warm_start"] = 0.0  # the first half of a cycle already explores, better than an optimizer would
-        super().__init__(model, step_size, steps_per_draw=self.steps_per_draw, **options)
+        self._cycle = sgmcmc.schedules.cyclical(
+            1.0, num_steps=cycle_length, num_cycles=1, explore=explore
+        )
+        options["warm_start"] = (
+            # the first half of a cycle already explores, better than an optimizer would
+            0.0
+        )
+        super().__init__(
+            model, step_size, steps_per_draw=self.steps_per_draw, **options
+        )
 
     @property
     def schedule(self) -> Callable[[Any], Any]:
         return self._cycle
 
     def make_policy(self, target: Target, num_warmup: int) -> Policy:
-        draws, explore, steps = self.draws_per_cycle, self.explore_steps, self.steps_per_draw
+        draws, explore, steps = (
+            self.draws_per_cycle,
+            self.explore_steps,
+            self.steps_per_draw,
+        )
 
-        def run(sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array) -> sgmcmc.State:
+        def run(
+            sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
+        ) -> sgmcmc.State:
             def explored(begin: sgmcmc.State) -> sgmcmc.State:
                 end = sampler.run(begin, explore)
                 means = sgmcmc.engine.reset_statistics(end).statistics
-                return end._replace(statistics=means._replace(num_gradients=end.statistics.num_gradients))
+                return end._replace(
+                    statistics=means._replace(
+                        num_gradients=end.statistics.num_gradients
+                    )
+                )
 
             if explore:
                 engine = lax.cond(i % draws == 0, explored, lambda e: e, engine)
@@ -141,4 +187,6 @@ class CyclicalSGLD(SGLD):
 
         cycles, rest = divmod(num_warmup, draws)
         warmup = cycles * self.cycle_length + (explore if rest else 0) + rest * steps
-        return replace(super().make_policy(target, num_warmup), engine_warmup=warmup, run=run)
+        return replace(
+            super().make_policy(target, num_warmup), engine_warmup=warmup, run=run
+        )

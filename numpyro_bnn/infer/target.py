@@ -13,7 +13,12 @@ from jax import random
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
-from numpyro.infer.util import constrain_fn, potential_energy, transform_fn, unconstrain_fn
+from numpyro.infer.util import (
+    constrain_fn,
+    potential_energy,
+    transform_fn,
+    unconstrain_fn,
+)
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Kind
@@ -33,7 +38,14 @@ from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.plates import PARAMETERS, full_plates
 from numpyro_bnn.program.reading import Plate, Reading, initial_values
 from numpyro_bnn.program.row_lengths import check_row_lengths, check_state
-from numpyro_bnn.sgmcmc.streams import Epochs, FullData, Keys, ProductStream, Stream, WithReplacement
+from numpyro_bnn.sgmcmc.streams import (
+    Epochs,
+    FullData,
+    Keys,
+    ProductStream,
+    Stream,
+    WithReplacement,
+)
 
 # Sources of minibatch indices by name; a new source is a new row.
 MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
@@ -41,14 +53,21 @@ MINIBATCHES = {"with_replacement": WithReplacement, "epochs": Epochs}
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a kernel needs from a model; ``args`` and ``kwargs`` are always arguments of the model.
+    """What a kernel needs from a model; ``args`` and ``kwargs`` are always arguments of
+    the model.
 
-    :param model: the model, with fixed values of its parameters; ``plates``: subsampled plates by name.
-    :param stochastic: whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
-    :param num_data: number of data points: N of the largest subsampled plate, or of the largest plate.
-    :param rows: sizes of the plates of observations that are subsampled, or contain no latent site.
-    :param transforms: from the real line to the latent sites; ``None`` if the model computes their supports.
-    :param of_one_minibatch: names of deterministic sites inside subsampled plates, or that depend on their indices.
+    :param model: the model, with fixed values of its parameters; ``plates``: subsampled
+        plates by name.
+    :param stochastic: whether the model asks for random numbers of its own
+        (``numpyro.prng_key``: dropout).
+    :param num_data: number of data points: N of the largest subsampled plate, or of the
+        largest plate.
+    :param rows: sizes of the plates of observations that are subsampled, or contain no
+        latent site.
+    :param transforms: from the real line to the latent sites; ``None`` if the model
+        computes their supports.
+    :param of_one_minibatch: names of deterministic sites inside subsampled plates, or
+        that depend on their indices.
     :param computes_values: whether the model has deterministic sites.
     """
 
@@ -66,14 +85,26 @@ class Target:
         """Whether gradients are noisy."""
         return bool(self.plates or self.stochastic)
 
-    def potential(self, args: tuple, kwargs: Mapping[str, Any] | None, batch: Any) -> Callable:
-        """The function z -> U~ of a minibatch; with ``batch="full"`` U on all the data."""
-        return partial(potential_energy, self._on_batch, args, {**(kwargs or {}), "_batch": batch})
+    def potential(
+        self, args: tuple, kwargs: Mapping[str, Any] | None, batch: Any
+    ) -> Callable:
+        """The function z -> U~ of a minibatch; with ``batch="full"``
+        U on all the data.
+        """
+        return partial(
+            potential_energy, self._on_batch, args, {**(kwargs or {}), "_batch": batch}
+        )
 
     def evaluator(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        """:meth:`potential` as ``evaluate(z, batch)``, which reads the model on all the data only once."""
+        """:meth:`potential` as ``evaluate(z, batch)``, which reads the model on all the
+        data only once.
+        """
         full = jax.jit(self.potential(args, kwargs, "full"))
-        return lambda z, batch: full(z) if isinstance(batch, str) else self.potential(args, kwargs, batch)(z)
+        return lambda z, batch: (
+            full(z)
+            if isinstance(batch, str)
+            else self.potential(args, kwargs, batch)(z)
+        )
 
     @property
     def _on_batch(self) -> Callable:
@@ -83,30 +114,58 @@ class Target:
         """The function from z to constrained values and deterministic sites."""
         if self.transforms is not None and not self.computes_values:
             return partial(transform_fn, self.transforms)
-        # Any minibatch will do: constrained values do not depend on it, and sites that depend on it are left out.
-        batch = first_batch(self.plates) | ({KEY: random.key(0)} if self.stochastic else {})
+        # Any minibatch will do: constrained values do not depend on it, and sites that
+        # depend on it are left out.
+        batch = first_batch(self.plates) | (
+            {KEY: random.key(0)} if self.stochastic else {}
+        )
 
-        def values(z: dict[str, jax.Array], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+        def values(
+            z: dict[str, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+        ) -> dict[str, jax.Array]:
             call = args, {**kwargs, "_batch": batch}
             found = constrain_fn(self._on_batch, *call, z, return_deterministic=True)
-            return {name: value for name, value in found.items() if name not in self.of_one_minibatch}
+            return {
+                name: value
+                for name, value in found.items()
+                if name not in self.of_one_minibatch
+            }
 
         return lambda z: run(values, z, args, kwargs or {})
 
     def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        """The function from z to constrained values; it runs the model only if supports are computed in it."""
+        """The function from z to constrained values; it runs the model only if supports
+        are computed in it.
+        """
         if self.transforms is None:
             return self.postprocess(args, kwargs)
         return partial(transform_fn, self.transforms)
 
-    def log_likelihood(self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping) -> Callable:
-        """The function from z, and a key of the model's own randomness, to the log density of some rows by plate."""
+    def log_likelihood(
+        self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping
+    ) -> Callable:
+        """The function from z, and a key of the model's own randomness, to the log
+        density of some rows by plate.
+        """
 
         def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
-            placed = handlers.substitute(only_rows(self.model, rows), self.constrain(args, kwargs)(z))
-            sites = handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {})).values()
-            observed = [site for site in sites if site["type"] == "sample" and site["is_observed"]]
-            return sum((jnp.sum(site["fn"].log_prob(site["value"])) for site in observed), jnp.zeros(()))
+            placed = handlers.substitute(
+                only_rows(self.model, rows), self.constrain(args, kwargs)(z)
+            )
+            sites = (
+                handlers.trace(handlers.seed(placed, rng_key))
+                .get_trace(*args, **(kwargs or {}))
+                .values()
+            )
+            observed = [
+                site
+                for site in sites
+                if site["type"] == "sample" and site["is_observed"]
+            ]
+            return sum(
+                (jnp.sum(site["fn"].log_prob(site["value"])) for site in observed),
+                jnp.zeros(()),
+            )
 
         return total
 
@@ -121,14 +180,17 @@ def bind(
     temperature: float = 1.0,
     learn: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[Target, dict[str, jax.Array]]:
-    """Read a model, refuse what would be silently wrong, and find initial unconstrained values.
+    """Read a model, refuse what would be silently wrong, and find initial unconstrained
+    values.
 
     :param call: name of the kernel, for error messages.
     :param rng_key: one key, or a batch of them for vectorized chains.
     :param learn: gives the values of the parameters of ``priors.Learned``.
     """
     kwargs = dict(kwargs or {})
-    model = weight_jacobians(model, temperature)  # U(z) / T has the Jacobian once if U has it T times
+    model = weight_jacobians(
+        model, temperature
+    )  # U(z) / T has the Jacobian once if U has it T times
     with _explained(call, model, args, kwargs):
         reading = Reading(model, args, kwargs, full=False)
     check_state(call, "model", reading)
@@ -145,12 +207,20 @@ def bind(
     for name in reading.latent:
         if sites[name]["fn"].support.is_discrete:
             instead = "Sum over its values: a gradient cannot move it."
-            raise argument_error(call, "model", f"the discrete latent site {name!r}", instead)
+            raise argument_error(
+                call, "model", f"the discrete latent site {name!r}", instead
+            )
     with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)
     try:
-        z, _ = initial_values(rng_key, on_batch(within_support(model), plates), init_strategy, args, kwargs)
+        z, _ = initial_values(
+            rng_key,
+            on_batch(within_support(model), plates),
+            init_strategy,
+            args,
+            kwargs,
+        )
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -160,8 +230,13 @@ def bind(
         changed = sites.keys() ^ Reading(model, args, kwargs, full=False).sites.keys()
         if not changed:
             raise
-        got = f"a model whose sites change from call to call: {', '.join(map(repr, sorted(changed)))}"
-        raise argument_error(call, "model", got, "Give every site the same name in each call.") from error
+        got = (
+            f"a model whose sites change from call to call: "
+            f"{', '.join(map(repr, sorted(changed)))}"
+        )
+        raise argument_error(
+            call, "model", got, "Give every site the same name in each call."
+        ) from error
     supports = {name: sites[name]["fn"].support for name in z}
     known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
@@ -171,7 +246,9 @@ def bind(
         stochastic=reading.stochastic,
         num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
         rows=_rows(sites, plates),
-        transforms={name: biject_to(support) for name, support in supports.items()} if known else None,
+        transforms={name: biject_to(support) for name, support in supports.items()}
+        if known
+        else None,
         of_one_minibatch=of_one_minibatch,
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
     )
@@ -179,7 +256,9 @@ def bind(
 
 
 @contextmanager
-def _explained(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _explained(
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> Iterator[None]:
     """Explain errors of a model on a minibatch that it does not raise on all rows."""
     try:
         yield
@@ -193,7 +272,9 @@ def _explained(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any
 
 
 def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
-    """A model, and the one with its data if it hides them (``collapse``), with fixed values of its parameters."""
+    """A model, and the one with its data if it hides them (``collapse``), with fixed
+    values of its parameters.
+    """
     if not values:
         return model
     held = handlers.substitute(model, data=values)
@@ -203,15 +284,32 @@ def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
 
 
 def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
-    """The values at which parameters start, and which MCMC keeps; refuse those that start at random."""
-    kinds = {name: site["type"] for name, site in reading.sites.items() if site["type"] in PARAMETERS}
+    """The values at which parameters start, and which MCMC keeps; refuse those that
+    start at random.
+    """
+    kinds = {
+        name: site["type"]
+        for name, site in reading.sites.items()
+        if site["type"] in PARAMETERS
+    }
     start, other = reading.draw([0, 1], PARAMETERS) if kinds else ({}, {})
     for name, value in start.items():
         pairs = zip(*map(jax.tree.leaves, (value, other[name])), strict=True)
-        moved = any(not isinstance(a, jax.core.Tracer) and not np.array_equal(a, b) for a, b in pairs)
+        moved = any(
+            not isinstance(a, jax.core.Tracer) and not np.array_equal(a, b)
+            for a, b in pairs
+        )
         if moved and kinds[name] == "param":
-            instead = "MCMC would keep them: learn them (`priors.Learned`, SVI), or give values (`priors.Fixed`)."
-            raise argument_error(call, "model", f"the parameter {name!r}, which starts at random values", instead)
+            instead = (
+                "MCMC would keep them: learn them (`priors.Learned`, SVI), or give "
+                "values (`priors.Fixed`)."
+            )
+            raise argument_error(
+                call,
+                "model",
+                f"the parameter {name!r}, which starts at random values",
+                instead,
+            )
     return start
 
 
@@ -219,47 +317,84 @@ def _rows(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> dict[str, i
     inside: dict[bool, set[str]] = {True: set(), False: set()}
     for site in traced.values():
         if site["type"] == "sample":
-            inside[site["is_observed"]] |= {frame.name for frame in site["cond_indep_stack"]}
-    return {name: traced[name]["args"][0] for name in sorted(inside[True] - inside[False].difference(plates))}
+            inside[site["is_observed"]] |= {
+                frame.name for frame in site["cond_indep_stack"]
+            }
+    return {
+        name: traced[name]["args"][0]
+        for name in sorted(inside[True] - inside[False].difference(plates))
+    }
 
 
 def given_values(
-    call: str, target: Target, z: Any, given: Any, args: tuple, kwargs: Mapping[str, Any] | None
+    call: str,
+    target: Target,
+    z: Any,
+    given: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
 ) -> dict[str, jax.Array]:
-    """Take initial values that a user gives instead of ``z``; refuse other sites or shapes."""
+    """Take initial values that a user gives instead of ``z``; refuse other sites or
+    shapes.
+    """
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
         given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
-    Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(call, "init_params", given)
+    Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(
+        call, "init_params", given
+    )
     shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
     if shapes != wanted:
-        raise argument_error(call, "init_params", f"shapes {shapes}", f"Pass unconstrained values shaped {wanted}.")
+        raise argument_error(
+            call,
+            "init_params",
+            f"shapes {shapes}",
+            f"Pass unconstrained values shaped {wanted}.",
+        )
     for name, value in given.items():
         check_finite(call, f"init_params[{name!r}]", value)
     return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
 
 
 def check_start(
-    call: str, argument: str, target: Target, z: Any, single: bool, args: tuple, kwargs: Mapping[str, Any] | None
+    call: str,
+    argument: str,
+    target: Target,
+    z: Any,
+    single: bool,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
 ) -> None:
-    """Refuse to start where the density, of the first minibatch if there are any, is 0 or has no value."""
+    """Refuse to start where the density, of the first minibatch if there are any, is 0
+    or has no value.
+    """
     if is_traced(z):
         return
 
     def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        batch = first_batch(target.plates) | ({KEY: random.key(0)} if target.stochastic else {})
+        batch = first_batch(target.plates) | (
+            {KEY: random.key(0)} if target.stochastic else {}
+        )
         potential = target.potential(args, kwargs, batch or "full")
         return potential(z)[None] if single else jax.vmap(potential)(z)
 
     found = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
     for chain in np.flatnonzero(~np.isfinite(found)):
         came = f"a start of chain {chain} where the log density is {-found[chain]}"
-        raise argument_error(call, argument, came, "Start where it is finite, within the bounds of the likelihood.")
+        raise argument_error(
+            call,
+            argument,
+            came,
+            "Start where it is finite, within the bounds of the likelihood.",
+        )
 
 
 def stream_of(target: Target, minibatches: str) -> Stream:
-    """Source of the minibatches of a model: indices of every subsampled plate, and a key if the model needs one."""
+    """Source of the minibatches of a model: indices of every subsampled plate, and a
+    key if the model needs one.
+    """
     streams: dict[str, Any] = {
-        name: MINIBATCHES[minibatches](plate.size, plate.batch_size) for name, plate in target.plates.items()
+        name: MINIBATCHES[minibatches](plate.size, plate.batch_size)
+        for name, plate in target.plates.items()
     }
     if target.stochastic:
         streams[KEY] = Keys()

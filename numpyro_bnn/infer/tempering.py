@@ -1,4 +1,6 @@
-"""Parallel tempering: replicas of any kernel at several temperatures exchange their states."""
+"""Parallel tempering: replicas of any kernel at several temperatures exchange their
+states.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -26,15 +28,21 @@ TEMPERED = ("likelihood", "joint")
 
 
 class TemperingState(NamedTuple):
-    """State of :class:`ParallelTempering` with R replicas, the first of which is at the posterior's temperature.
+    """State of :class:`ParallelTempering` with R replicas, the first of which is at the
+    posterior's temperature.
 
     :param z: values of the first replica, as its kernel represents them.
-    :param base: states of the inner kernel, (R, ...); ``inverse_temperatures``: from 1 down, (R,).
-    :param swap_accept_prob: acceptance probability of an exchange between neighbors, (R - 1,).
+    :param base: states of the inner kernel, (R, ...); ``inverse_temperatures``: from 1
+        down, (R,).
+    :param swap_accept_prob: acceptance probability of an exchange between neighbors, (R
+        - 1,).
     :param diverging: whether the transition of the first replica diverged.
-    :param round_trips: round trips of any state from the posterior to the last temperature and back, since warm-up.
-    :param walk: whether the state at each temperature has visited the last one since leaving the first, (R,).
-    :param rejections: sum of rejection probabilities since the ladder was last spaced, (R - 1,).
+    :param round_trips: round trips of any state from the posterior to the last
+        temperature and back, since warm-up.
+    :param walk: whether the state at each temperature has visited the last one since
+        leaving the first, (R,).
+    :param rejections: sum of rejection probabilities since the ladder was last spaced,
+        (R - 1,).
     :param i: transitions so far; ``rng_key``: the key of the next exchange.
     """
 
@@ -51,30 +59,36 @@ class TemperingState(NamedTuple):
 
 
 class ParallelTempering(OuterKernel):
-    r"""Parallel tempering, for posteriors with several modes: replicas at several temperatures exchange states.
+    r"""Parallel tempering, for posteriors with several modes: replicas at several
+    temperatures exchange states.
 
-    Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 = \beta_1 > \dots > \beta_R`, or
-    :math:`p(\theta, D)^{\beta_r}` with ``temper="joint"``. After each transition neighbors exchange their states
-    with probability
+    Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 =
+    \beta_1 > \dots > \beta_R`, or :math:`p(\theta, D)^{\beta_r}` with
+    ``temper="joint"``. After each transition neighbors exchange their states with
+    probability
 
     .. math:: \min\big(1, \exp\{(\beta_r - \beta_{r+1})\,(\ell_{r+1} - \ell_r)\}\big),
 
-    where :math:`\ell` is the tempered log density; even and odd pairs take turns, so states travel along the ladder
-    instead of diffusing. All these are densities of constrained values: Jacobians of transformations are not
-    tempered. The draws are those of the first replica, which targets the posterior exactly. In warm-up the ladder is
-    adjusted for equal rejection rates after 2, 4, 8, ... transitions.
+    where :math:`\ell` is the tempered log density; even and odd pairs take turns, so
+    states travel along the ladder instead of diffusing. All these are densities of
+    constrained values: Jacobians of transformations are not tempered. The draws are
+    those of the first replica, which targets the posterior exactly. In warm-up the
+    ladder is adjusted for equal rejection rates after 2, 4, 8, ... transitions.
 
-    All replicas run in one vectorized program. ``swap_accept_prob`` is a sample statistic; aim for 0.3 to 0.8.
-    ``round_trips`` of the last state counts how often a state came back from the last temperature: if zero, the
-    weights of the modes are unreliable.
+    All replicas run in one vectorized program. ``swap_accept_prob`` is a sample
+    statistic; aim for 0.3 to 0.8. ``round_trips`` of the last state counts how often a
+    state came back from the last temperature: if zero, the weights of the modes are
+    unreliable.
 
-    :param kernel: any kernel with a model, ``refresh`` and ``wrap_model``: NUTS, HMC, a ``Gibbs`` of blocks,
-        ``OrbitMoves``, a kernel of :mod:`numpyro_bnn.infer` with exact gradients.
+    :param kernel: any kernel with a model, ``refresh`` and ``wrap_model``: NUTS, HMC, a
+        ``Gibbs`` of blocks, ``OrbitMoves``, a kernel of :mod:`numpyro_bnn.infer` with
+        exact gradients.
     :param num_replicas: R.
-    :param lowest: the last :math:`\beta_R`, in (0, 1). With a small :math:`\beta` and heavy tails a tempered joint
-        density may not be normalizable.
+    :param lowest: the last :math:`\beta_R`, in (0, 1). With a small :math:`\beta` and
+        heavy tails a tempered joint density may not be normalizable.
     :param temper: ``"likelihood"`` or ``"joint"``.
-    :raises ValueError: for fewer than two replicas, a ``lowest`` outside (0, 1), an unknown ``temper``.
+    :raises ValueError: for fewer than two replicas, a ``lowest`` outside (0, 1), an
+        unknown ``temper``.
     :raises TypeError: for a kernel without model, ``refresh`` or ``wrap_model``.
 
     Reference: Syed, Bouchard-Cote, Deligiannidis & Doucet (2022), algorithms 1 and 4.
@@ -109,7 +123,12 @@ class ParallelTempering(OuterKernel):
         while inner is not None:
             if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
                 came = f"{type(inner).__name__} with temperature {temperature}"
-                raise argument_error(call, "kernel", came, "Its replicas set the temperatures: leave it at 1.")
+                raise argument_error(
+                    call,
+                    "kernel",
+                    came,
+                    "Its replicas set the temperatures: leave it at 1.",
+                )
             inner = getattr(inner, "kernel", None)
         self._kernel = kernel
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
@@ -129,9 +148,14 @@ class ParallelTempering(OuterKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
-        if plates := Reading(self.model, model_args, held_values(model_kwargs)[1], full=False).plates:
+        if plates := Reading(
+            self.model, model_args, held_values(model_kwargs)[1], full=False
+        ).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
-            instead = "Exchanges need the density of all the data: run without `subsample_size` (`batch_size`)."
+            instead = (
+                "Exchanges need the density of all the data: run without "
+                "`subsample_size` (`batch_size`)."
+            )
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)
         size = self._num_replicas
         self._num_warmup = num_warmup
@@ -141,7 +165,9 @@ class ParallelTempering(OuterKernel):
             rng_key, *keys = random.split(key, 1 + size)
 
             def one(key: jax.Array) -> Any:
-                return self._inner.init(key, num_warmup, params, model_args, _at(1.0, model_kwargs))
+                return self._inner.init(
+                    key, num_warmup, params, model_args, _at(1.0, model_kwargs)
+                )
 
             # At a fixed temperature, so that the kernel stores no tracer.
             base = jax.vmap(one)(jnp.stack(keys))
@@ -163,16 +189,30 @@ class ParallelTempering(OuterKernel):
         self._sample_fn = self._transition
         if is_prng_key(rng_key):
             return start(rng_key, init_params)
-        return jax.vmap(start, in_axes=(0, None if init_params is None else 0))(rng_key, init_params)
+        return jax.vmap(start, in_axes=(0, None if init_params is None else 0))(
+            rng_key, init_params
+        )
 
     def sample(
-        self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: TemperingState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> TemperingState:
-        transition = partial(self._transition, model_args=model_args, model_kwargs=model_kwargs)
-        return transition(state) if is_prng_key(state.rng_key) else jax.vmap(transition)(state)
+        transition = partial(
+            self._transition, model_args=model_args, model_kwargs=model_kwargs
+        )
+        return (
+            transition(state)
+            if is_prng_key(state.rng_key)
+            else jax.vmap(transition)(state)
+        )
 
     def _transition(
-        self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: TemperingState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> TemperingState:
         rng_key, key = random.split(state.rng_key)
         betas = state.inverse_temperatures
@@ -184,17 +224,26 @@ class ParallelTempering(OuterKernel):
         diverging = getattr(base, "diverging", jnp.zeros(self._num_replicas, bool))[0]
         positions = getattr(base, self._inner.sample_field)
         tempered = partial(self._tempered_density, args=model_args, kwargs=model_kwargs)
-        source, accept_prob = exchange(key, betas, jax.vmap(tempered)(positions), state.i)
+        source, accept_prob = exchange(
+            key, betas, jax.vmap(tempered)(positions), state.i
+        )
         positions = jax.tree.map(lambda a: a[source], positions)
         base = jax.vmap(partial(with_values, self._inner))(base, positions)
-        been = state.walk[source]  # which states have been at the last temperature since they left the first
-        walk, returned = been.at[0].set(False).at[-1].set(True), been[0].astype(jnp.int32)
+        been = state.walk[
+            source
+        ]  # which states have been at the last temperature since they left the first
+        walk, returned = (
+            been.at[0].set(False).at[-1].set(True),
+            been[0].astype(jnp.int32),
+        )
         state = state._replace(
             z=jax.tree.map(lambda a: a[0], positions),
             base=base,
             swap_accept_prob=accept_prob,
             diverging=diverging,
-            round_trips=jnp.where(state.i < self._num_warmup, 0, state.round_trips + returned),
+            round_trips=jnp.where(
+                state.i < self._num_warmup, 0, state.round_trips + returned
+            ),
             walk=walk,
             rejections=state.rejections + (1 - accept_prob),
             i=state.i + 1,
@@ -203,67 +252,116 @@ class ParallelTempering(OuterKernel):
         return self.refresh(self._respace(state), model_args, model_kwargs)
 
     def _respace(self, state: TemperingState) -> TemperingState:
-        """In warm-up, adjust the ladder whenever the number of transitions is a power of two."""
-        now = (state.i & (state.i - 1) == 0) & (state.i > 1) & (state.i < self._num_warmup)
+        """In warm-up, adjust the ladder whenever the number of transitions is a power
+        of two.
+        """
+        now = (
+            (state.i & (state.i - 1) == 0)
+            & (state.i > 1)
+            & (state.i < self._num_warmup)
+        )
         betas = respaced(state.inverse_temperatures, state.rejections)
         return state._replace(
             inverse_temperatures=jnp.where(now, betas, state.inverse_temperatures),
             rejections=jnp.where(now, 0.0, state.rejections),
         )
 
-    def _tempered_density(self, z: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> jax.Array:
+    def _tempered_density(
+        self, z: Any, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> jax.Array:
         """The log density that the inverse temperature multiplies."""
         values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
         held = (kwargs or {}).get(CONDITIONED, {})
         sites = full_trace(self.model, values, args, kwargs).values()
-        tempered = (s for s in sites if s["type"] == "sample" and _is_tempered(s, self._temper, held))
+        tempered = (
+            s
+            for s in sites
+            if s["type"] == "sample" and _is_tempered(s, self._temper, held)
+        )
         return sum(map(log_density, tempered), jnp.zeros(()))
 
     def refresh(
-        self, state: TemperingState, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: TemperingState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> TemperingState:
-        """Recompute energies and gradients of all replicas at their values and temperatures.
+        """Recompute energies and gradients of all replicas at their values and
+        temperatures.
 
-        The first replica takes the values in ``z``, which a wrapper of this kernel may have moved.
+        The first replica takes the values in ``z``, which a wrapper of this kernel may
+        have moved.
         """
         if not is_prng_key(state.rng_key):
-            return jax.vmap(lambda one: self.refresh(one, model_args, model_kwargs))(state)
+            return jax.vmap(lambda one: self.refresh(one, model_args, model_kwargs))(
+                state
+            )
         positions = getattr(state.base, self._inner.sample_field)
-        positions = jax.tree.map(lambda each, first: each.at[0].set(first), positions, state.z)
+        positions = jax.tree.map(
+            lambda each, first: each.at[0].set(first), positions, state.z
+        )
 
         def one(base: Any, z: Any, beta: jax.Array) -> Any:
-            return refreshed(self._inner, with_values(self._inner, base, z), model_args, _at(beta, model_kwargs))
+            return refreshed(
+                self._inner,
+                with_values(self._inner, base, z),
+                model_args,
+                _at(beta, model_kwargs),
+            )
 
-        return state._replace(base=jax.vmap(one)(state.base, positions, state.inverse_temperatures))
+        return state._replace(
+            base=jax.vmap(one)(state.base, positions, state.inverse_temperatures)
+        )
 
-    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+    def postprocess_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
         return self._inner.postprocess_fn(model_args, _at(1.0, model_kwargs))
 
-    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+    def get_constrain_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
         return self._inner.get_constrain_fn(model_args, _at(1.0, model_kwargs))
 
     def get_diagnostics_str(self, state: TemperingState) -> str:
-        return f"swaps {float(state.swap_accept_prob.mean()):.2f}, round trips {int(state.round_trips)}"
+        return (
+            f"swaps {float(state.swap_accept_prob.mean()):.2f}, round trips "
+            f"{int(state.round_trips)}"
+        )
 
     def wrap_model(self, wrapper: Callable) -> "ParallelTempering":
         kernel = copy.copy(self)
         kernel._kernel = self._kernel.wrap_model(wrapper)
-        kernel._inner = kernel._kernel.wrap_model(partial(_Tempered, temper=self._temper))
+        kernel._inner = kernel._kernel.wrap_model(
+            partial(_Tempered, temper=self._temper)
+        )
         kernel._sample_fn = None
         return kernel
 
-    # -- read by `to_inference_data` ---------------------------------------------------------------------
+    # -- read by `to_inference_data` ---------------------------------------------------
 
     def describe(self, state: TemperingState) -> dict[str, Any]:
-        """Attributes of a run: those of the inner kernel, the number of replicas and what is tempered."""
-        inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(state.base)
-        own = {"inner_kernel": type(self._kernel).__name__, "num_replicas": self._num_replicas}
+        """Attributes of a run: those of the inner kernel, the number of replicas and
+        what is tempered.
+        """
+        inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(
+            state.base
+        )
+        own = {
+            "inner_kernel": type(self._kernel).__name__,
+            "num_replicas": self._num_replicas,
+        }
         return {**inner, **own, "temper": self._temper}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``swap_accept_prob``."""
-        return {"swap_accept_prob": ("neighbors", [f"{r}-{r + 1}" for r in range(1, self._num_replicas)])}
+        return {
+            "swap_accept_prob": (
+                "neighbors",
+                [f"{r}-{r + 1}" for r in range(1, self._num_replicas)],
+            )
+        }
 
 
 def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
@@ -273,13 +371,17 @@ def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) 
 class _scaled(Messenger):
     """Multiply log densities by an inverse temperature."""
 
-    def __init__(self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]) -> None:
+    def __init__(
+        self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]
+    ) -> None:
         super().__init__(fn)
         self.beta, self.temper, self.held = beta, temper, held
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.held):
-            msg["scale"] = self.beta if msg.get("scale") is None else msg["scale"] * self.beta
+            msg["scale"] = (
+                self.beta if msg.get("scale") is None else msg["scale"] * self.beta
+            )
 
 
 def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -288,27 +390,35 @@ def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class _Tempered:
-    """A model with its inverse temperature as a keyword argument; a class, so that kernels can be pickled."""
+    """A model with its inverse temperature as a keyword argument; a class, so that
+    kernels can be pickled.
+    """
 
     def __init__(self, model: Callable, temper: str) -> None:
         self.model, self.temper = model, temper
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        scaled = _scaled(self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {}))
+        scaled = _scaled(
+            self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {})
+        )
         return within_support(weight_jacobians(scaled, 1.0))(*args, **kwargs)
 
 
 def exchange(
     rng_key: jax.Array, betas: jax.Array, log_density: jax.Array, i: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Propose exchanges between neighbors: pairs (1, 2), (3, 4), ... in even transitions, the others in odd ones.
+    """Propose exchanges between neighbors: pairs (1, 2), (3, 4), ... in even
+    transitions, the others in odd ones.
 
     :param betas: inverse temperatures (R,).
     :param log_density: tempered log density of the state at each temperature, (R,).
-    :return: the temperature that each state comes from, (R,), and acceptance probabilities of all pairs, (R - 1,).
+    :return: the temperature that each state comes from, (R,), and acceptance
+        probabilities of all pairs, (R - 1,).
     """
     log_ratio = (betas[:-1] - betas[1:]) * (log_density[1:] - log_density[:-1])
-    accept_prob = jnp.where(jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0)))
+    accept_prob = jnp.where(
+        jnp.isnan(log_ratio), 0.0, jnp.exp(jnp.minimum(log_ratio, 0.0))
+    )
     pair = jnp.arange(betas.size - 1)
     swap = (pair % 2 == i % 2) & (random.uniform(rng_key, pair.shape) < accept_prob)
     none = jnp.zeros(1, bool)
@@ -317,12 +427,22 @@ def exchange(
 
 
 def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
-    """A ladder with equal rejection rates, by interpolation of their running sum along log beta.
+    """A ladder with equal rejection rates, by interpolation of their running sum along
+    log beta.
 
     :param betas: inverse temperatures, decreasing, (R,).
-    :param rejections: rejection probabilities between neighbors, up to a factor, (R - 1,).
+    :param rejections: rejection probabilities between neighbors, up to a factor, (R -
+        1,).
     """
-    floor = 0.05 * jnp.mean(rejections) + 1e-6  # keeps neighbors that always exchange apart
+    floor = (
+        0.05 * jnp.mean(rejections) + 1e-6
+    )  # keeps neighbors that always exchange apart
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
-    return jnp.exp(jnp.interp(levels, barrier, jnp.log(betas))).at[0].set(betas[0]).at[-1].set(betas[-1])
+    return (
+        jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
+        .at[0]
+        .set(betas[0])
+        .at[-1]
+        .set(betas[-1])
+    )

@@ -1,4 +1,6 @@
-"""Moves that redraw the parameters of hidden units from their prior, for posteriors with several modes."""
+"""Moves that redraw the parameters of hidden units from their prior, for posteriors
+with several modes.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +26,8 @@ class UnitState(NamedTuple):
     """State of :class:`UnitMoves`; it has the attributes of the inner state as well.
 
     :param base: state of the inner kernel, with the values after the moves.
-    :param unit_accept_prob: mean acceptance probability of the moves of the last transition.
+    :param unit_accept_prob: mean acceptance probability of the moves of the last
+        transition.
     :param i: transitions so far; ``rng_key``: the key of the next transition.
     """
 
@@ -38,43 +41,52 @@ class UnitState(NamedTuple):
 
 
 class UnitMoves(Wrapper):
-    r"""Wrap any kernel so that after each of its transitions some hidden units are redrawn from their prior.
+    r"""Wrap any kernel so that after each of its transitions some hidden units are
+    redrawn from their prior.
 
-    A move picks m units, m with probability proportional to 1 / m, and one or more of the sites that hold their
-    parameters, all choices equally likely. It draws these parameters from their prior given all others,
-    :math:`\theta_u' \sim p(\theta_u \mid \theta_{-u})`, and accepts with probability
+    A move picks m units, m with probability proportional to 1 / m, and one or more of
+    the sites that hold their parameters, all choices equally likely. It draws these
+    parameters from their prior given all others, :math:`\theta_u' \sim p(\theta_u \mid
+    \theta_{-u})`, and accepts with probability
 
     .. math:: \min\Big(1, \frac{p(y, \phi \mid \theta')}{p(y, \phi \mid \theta)}\Big),
 
-    where :math:`\phi` are all other sites. With more units than the data need, some are idle; a move takes
-    such a unit anywhere in one step, where a gradient sampler would have to climb. Moves of several units at once can
-    leave the common scale that a :class:`~numpyro_bnn.priors.GroupStudentT` gives them. While its output
-    weights are sampled too, a unit can hardly move: integrate them out first
+    where :math:`\phi` are all other sites. With more units than the data need, some are
+    idle; a move takes such a unit anywhere in one step, where a gradient sampler would
+    have to climb. Moves of several units at once can leave the common scale that a
+    :class:`~numpyro_bnn.priors.GroupStudentT` gives them. While its output weights are
+    sampled too, a unit can hardly move: integrate them out first
     (:func:`~numpyro_bnn.infer.collapse`), and most moves of single units are accepted.
 
-    A move costs one evaluation of the log density on all data, and no gradient. Moves begin after warm-up: redrawn
-    idle units would distort the learned mass matrix.
+    A move costs one evaluation of the log density on all data, and no gradient. Moves
+    begin after warm-up: redrawn idle units would distort the learned mass matrix.
 
     The extra field ``unit_accept_prob`` holds the acceptance probability.
 
-    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a :class:`~numpyro.infer.gibbs.Gibbs`; any
-        kernel with a model and ``refresh``.
-    :param units: axis of the units by site, e.g. ``{"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}``. The elements
-        of a site must be independent given the other sites, or have a :class:`~numpyro_bnn.priors.GroupStudentT`.
+    :param kernel: NUTS, HMC, a kernel of :mod:`numpyro_bnn.infer`, or a
+        :class:`~numpyro.infer.gibbs.Gibbs`; any kernel with a model and ``refresh``.
+    :param units: axis of the units by site, e.g. ``{"net/Dense_0.kernel": 1,
+        "net/Dense_0.bias": 0}``. The elements of a site must be independent given the
+        other sites, or have a :class:`~numpyro_bnn.priors.GroupStudentT`.
     :param num_moves: moves per transition.
-    :raises ValueError: for unknown sites or axes, different numbers of units, sites with dependent elements or with
-        priors that depend on each other.
+    :raises ValueError: for unknown sites or axes, different numbers of units, sites
+        with dependent elements or with priors that depend on each other.
     :raises TypeError: for a kernel without model or ``refresh``.
 
-    Reference: Neal (1996), section 3.5, for how such modes arise; Tierney (1994), section 2.3.3, independence chains.
+    Reference: Neal (1996), section 3.5, for how such modes arise; Tierney (1994),
+    section 2.3.3, independence chains.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro.infer import MCMC, NUTS
     >>> from numpyro_bnn import infer, models, nn
     >>> x = jnp.linspace(-1, 1, 8)[:, None]
     >>> model = models.regression(nn.MLP([3, 1], "tanh"))
-    >>> model = infer.collapse(model, ["net/Dense_1.kernel", "net/Dense_1.bias"], x, x[:, 0])
-    >>> kernel = UnitMoves(NUTS(model), {"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}, num_moves=10)
+    >>> model = infer.collapse(
+    ...     model, ["net/Dense_1.kernel", "net/Dense_1.bias"], x, x[:, 0]
+    ... )
+    >>> kernel = UnitMoves(
+    ...     NUTS(model), {"net/Dense_0.kernel": 1, "net/Dense_0.bias": 0}, num_moves=10
+    ... )
     >>> mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), x, x[:, 0])
     >>> mcmc.get_extra_fields()["unit_accept_prob"].shape
@@ -82,11 +94,24 @@ class UnitMoves(Wrapper):
     """
 
     @checked("infer.{}")
-    def __init__(self, kernel: MCMCKernel, units: Mapping[str, int], *, num_moves: PositiveInt = 100) -> None:
+    def __init__(
+        self,
+        kernel: MCMCKernel,
+        units: Mapping[str, int],
+        *,
+        num_moves: PositiveInt = 100,
+    ) -> None:
         super().__init__(kernel)
-        good = isinstance(units, Mapping) and units and all(isinstance(axis, int) for axis in units.values())
+        good = (
+            isinstance(units, Mapping)
+            and units
+            and all(isinstance(axis, int) for axis in units.values())
+        )
         if not good:
-            instead = "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, 'net/Dense_0.bias': 0}`."
+            instead = (
+                "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, "
+                "'net/Dense_0.bias': 0}`."
+            )
             raise argument_error(self._call, "units", units, instead, TypeError)
         self._units = dict(units)
         self._num_moves = num_moves
@@ -96,12 +121,24 @@ class UnitMoves(Wrapper):
     def default_fields(self) -> tuple[str, ...]:
         return (*self._kernel.default_fields, "unit_accept_prob")
 
-    def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        sizes = {name: self._size(reading, name, axis) for name, axis in self._units.items()}
+    def _prepare(
+        self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+    ) -> None:
+        sizes = {
+            name: self._size(reading, name, axis) for name, axis in self._units.items()
+        }
         if len(set(sizes.values())) > 1:
-            raise argument_error(self._call, "units", f"sites with {sizes} units", "Name axes of equal length.")
+            raise argument_error(
+                self._call,
+                "units",
+                f"sites with {sizes} units",
+                "Name axes of equal length.",
+            )
         self._num_units = next(iter(sizes.values()))
-        priors = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"]) for n in self._units}, self._units)
+        priors = reading.depends(
+            lambda sites: {n: arrays_in(sites[n]["fn"]) for n in self._units},
+            self._units,
+        )
         for name, others in priors.items():
             if others:
                 came = f"{name!r}, whose prior depends on {sorted(others)}"
@@ -114,9 +151,13 @@ class UnitMoves(Wrapper):
         fn, shape = reading.sites[name]["fn"], jnp.shape(reading.sites[name]["value"])
         if not -len(shape) <= axis < len(shape):
             instead = "Name the axis that runs over the units."
-            raise argument_error(self._call, "units", f"axis {axis} of {name!r}, shaped {shape}", instead)
+            raise argument_error(
+                self._call, "units", f"axis {axis} of {name!r}, shaped {shape}", instead
+            )
         base = unwrapped(fn)
-        if not isinstance(base, GroupStudentT) and (base.event_dim or isinstance(base, dist.MaskedDistribution)):
+        if not isinstance(base, GroupStudentT) and (
+            base.event_dim or isinstance(base, dist.MaskedDistribution)
+        ):
             came = f"{name!r}, a site with a {type(base).__name__} prior"
             instead = "Its elements must be independent, or a `priors.GroupStudentT`."
             raise argument_error(self._call, "units", came, instead)
@@ -126,7 +167,12 @@ class UnitMoves(Wrapper):
         return UnitState(base, jnp.zeros(many), jnp.zeros(many, jnp.int32), rng_key)
 
     def _move(
-        self, state: UnitState, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
+        self,
+        state: UnitState,
+        values: dict[str, jax.Array],
+        rng_key: jax.Array,
+        args: tuple,
+        kwargs: Any,
     ) -> tuple[UnitState, dict[str, jax.Array], Mapping[str, Any]]:
         held, kwargs = held_values(kwargs)
         latent = {**held, **values}
@@ -145,23 +191,36 @@ class UnitMoves(Wrapper):
             new_rest = rest(new)
             log_ratio = jnp.where(jnp.isnan(new_rest), -jnp.inf, new_rest - log_rest)
             accepted = jnp.log(random.uniform(key_accept)) < log_ratio
-            carry = jax.tree.map(partial(jnp.where, accepted), (new, new_rest), (at, log_rest))
+            carry = jax.tree.map(
+                partial(jnp.where, accepted), (new, new_rest), (at, log_rest)
+            )
             return carry, jnp.minimum(1.0, jnp.exp(log_ratio))
 
         keys = random.split(rng_key, self._num_moves)
         (after, _), probs = lax.scan(one, (moved, rest(moved)), keys)
         warm = state.i >= self._num_warmup
         moved = jax.tree.map(partial(jnp.where, warm), after, moved)
-        return state._replace(unit_accept_prob=jnp.mean(probs).astype(state.unit_accept_prob.dtype)), moved, prior
+        return (
+            state._replace(
+                unit_accept_prob=jnp.mean(probs).astype(state.unit_accept_prob.dtype)
+            ),
+            moved,
+            prior,
+        )
 
     def _redraw(
-        self, rng_key: jax.Array, at: Mapping[str, jax.Array], prior: Mapping[str, dist.Distribution]
+        self,
+        rng_key: jax.Array,
+        at: Mapping[str, jax.Array],
+        prior: Mapping[str, dist.Distribution],
     ) -> dict[str, jax.Array]:
         key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(at))
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
         units = random.permutation(key_units, self._num_units) < size
-        chosen = random.randint(key_sites, (), 1, 2 ** len(at))  # a nonempty set of sites, encoded as bits
+        chosen = random.randint(
+            key_sites, (), 1, 2 ** len(at)
+        )  # a nonempty set of sites, encoded as bits
         new = {}
         for i, ((name, value), key) in enumerate(zip(at.items(), keys, strict=True)):
             shape = [1] * value.ndim
@@ -171,7 +230,9 @@ class UnitMoves(Wrapper):
         return new
 
 
-def _given_rest(rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, chosen: jax.Array) -> jax.Array:
+def _given_rest(
+    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, chosen: jax.Array
+) -> jax.Array:
     """``value`` with the chosen elements drawn from their prior given the others."""
     base = unwrapped(fn)
     if isinstance(base, GroupStudentT):
@@ -188,7 +249,8 @@ def _log_rest(
 ) -> jax.Array:
     """Log density of all sites without the prior that the moves draw from.
 
-    If a handler scales the prior of a moved site, the scaled log density minus the plain one remains.
+    If a handler scales the prior of a moved site, the scaled log density minus the
+    plain one remains.
     """
     total = jnp.zeros(())
     for name, site in full_trace(model, latent, args, kwargs).items():

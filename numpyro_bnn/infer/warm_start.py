@@ -1,4 +1,6 @@
-"""The warm start: each chain optimizes before it samples; the end points form a deep ensemble."""
+"""The warm start: each chain optimizes before it samples; the end points form a deep
+ensemble.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +14,13 @@ from numpyro import handlers
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import FractionBelow1, Kind, Positive, PositiveInt, check_fields
+from numpyro_bnn._options import (
+    FractionBelow1,
+    Kind,
+    Positive,
+    PositiveInt,
+    check_fields,
+)
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.target import Target, bind, stream_of
 from numpyro_bnn.program.compiled import is_traced, run
@@ -25,7 +33,9 @@ NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
 
 
 class Member(NamedTuple):
-    """State of a warm start: the optimizer's state, the position (the best on held-out rows) and its score there."""
+    """State of a warm start: the optimizer's state, the position (the best on held-out
+    rows) and its score there.
+    """
 
     optimizer: Any
     position: jax.Array
@@ -38,18 +48,24 @@ def _is_optimizer(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Optimize each chain from its own start before it samples, with early stopping on held-out rows.
+    """Optimize each chain from its own start before it samples, with early stopping on
+    held-out rows.
 
-    The end points are a deep ensemble, from which ``to_inference_data(mcmc, members=True)`` predicts.
+    The end points are a deep ensemble, from which ``to_inference_data(mcmc,
+    members=True)`` predicts.
 
-    :param share: fraction of the warm-up transitions that optimize, in [0, 1); 0 for none.
-    :param num_steps: total number of optimizer steps; by default as many as sampling would take.
-    :param optimizer: optax transformation; by default Adam with learning rate 0.01 on gradients clipped to norm 1:
-        at a random start one gradient may be a billion times larger than the others, and Adam's second moment would
-        never recover.
-    :param held_out: fraction of the rows withheld from the optimizer, in [0, 1). If it is not 0, sampling starts at
-        the end of the transition that predicts these rows best: early stopping in retrospect. All chains hold out
-        the same rows; sampling then uses all rows. Models with dropout are scored at the same few masks each time.
+    :param share: fraction of the warm-up transitions that optimize, in [0, 1); 0 for
+        none.
+    :param num_steps: total number of optimizer steps; by default as many as sampling
+        would take.
+    :param optimizer: optax transformation; by default Adam with learning rate 0.01 on
+        gradients clipped to norm 1: at a random start one gradient may be a billion
+        times larger than the others, and Adam's second moment would never recover.
+    :param held_out: fraction of the rows withheld from the optimizer, in [0, 1). If it
+        is not 0, sampling starts at the end of the transition that predicts these rows
+        best: early stopping in retrospect. All chains hold out the same rows; sampling
+        then uses all rows. Models with dropout are scored at the same few masks each
+        time.
     :param spread: factor of the initial unconstrained values, for overdispersed starts.
     :raises ValueError: for numbers outside these ranges.
 
@@ -59,7 +75,12 @@ class WarmStart:
 
     share: FractionBelow1 = 0.25
     num_steps: PositiveInt | None = None
-    optimizer: Annotated[Any, Kind(_is_optimizer, "Pass one of optax, e.g. `optax.adam(0.01)`.")] | None = None
+    optimizer: (
+        Annotated[
+            Any, Kind(_is_optimizer, "Pass one of optax, e.g. `optax.adam(0.01)`.")
+        ]
+        | None
+    ) = None
     held_out: FractionBelow1 = 0.0
     spread: Positive = 1.0
 
@@ -75,7 +96,9 @@ class WarmStart:
         return usual if self.optimizer is None else self.optimizer
 
     def steps_of(self, transitions: int, usual: int) -> int:
-        """Optimizer steps in each of some transitions, in which sampling would take ``usual`` steps."""
+        """Optimizer steps in each of some transitions, in which sampling would take
+        ``usual`` steps.
+        """
         return usual if self.num_steps is None else -(-self.num_steps // transitions)
 
     def start(self, position: jax.Array) -> Member:
@@ -87,15 +110,21 @@ class WarmStart:
 def warm_start_of(warm_start: float | WarmStart, optimizer: Any) -> WarmStart:
     """Combine what a user passes for ``warm_start=`` and ``optimizer=``."""
     if isinstance(warm_start, WarmStart):
-        return warm_start if warm_start.optimizer is not None else replace(warm_start, optimizer=optimizer)
+        return (
+            warm_start
+            if warm_start.optimizer is not None
+            else replace(warm_start, optimizer=optimizer)
+        )
     return WarmStart(warm_start, optimizer=optimizer)
 
 
 class Descent(NamedTuple):
     """A descent at a position where potential and gradient are not known yet.
 
-    :param known: the last position where they were finite; ``memory``: the optimizer's state there.
-    :param shrinkage: factor of the steps: half for each that ended where they were not, and recovering.
+    :param known: the last position where they were finite; ``memory``: the optimizer's
+        state there.
+    :param shrinkage: factor of the steps: half for each that ended where they were not,
+        and recovering.
     """
 
     position: Any
@@ -108,42 +137,64 @@ class Descent(NamedTuple):
         """Nothing is known but the start."""
         return cls(position, memory, position, jnp.ones(()))
 
-    def step(self, optimizer: Any, potential: jax.Array, gradient: Any, rate: Any = 1.0) -> "Descent":
-        """One step from the position or, where the density has ended, a shorter one from the last before it."""
+    def step(
+        self, optimizer: Any, potential: jax.Array, gradient: Any, rate: Any = 1.0
+    ) -> "Descent":
+        """One step from the position or, where the density has ended, a shorter one
+        from the last before it.
+        """
         finite = jnp.isfinite(potential)
         for leaf in jax.tree.leaves(gradient):
             finite &= jnp.all(jnp.isfinite(leaf))
         gradient = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), gradient)
         known = select(finite, self.position, self.known)
         update, memory = optimizer.update(gradient, self.memory, known)
-        shrinkage = jnp.where(finite, jnp.minimum(1.0, 1.1 * self.shrinkage), 0.5 * self.shrinkage)
+        shrinkage = jnp.where(
+            finite, jnp.minimum(1.0, 1.1 * self.shrinkage), 0.5 * self.shrinkage
+        )
         size = rate * shrinkage
-        position = jax.tree.map(lambda value, step: value + (size * step).astype(value.dtype), known, update)
+        position = jax.tree.map(
+            lambda value, step: value + (size * step).astype(value.dtype), known, update
+        )
         return Descent(position, memory, known, shrinkage)
 
 
 def optimize(
-    sampler: sgmcmc.Sampler, state: sgmcmc.State, optimizer: Any, memory: Any, start: jax.Array, num_steps: int
+    sampler: sgmcmc.Sampler,
+    state: sgmcmc.State,
+    optimizer: Any,
+    memory: Any,
+    start: jax.Array,
+    num_steps: int,
 ) -> tuple[Descent, jax.Array]:
-    """Descend on the minibatch potential; ``start`` is the number of the first step and selects the minibatches.
+    """Descend on the minibatch potential; ``start`` is the number of the first step and
+    selects the minibatches.
 
-    :return: the end, which is its ``known`` position, after ``num_steps + 1`` gradients; their mean square (P,).
+    :return: the end, which is its ``known`` position, after ``num_steps + 1``
+        gradients; their mean square (P,).
     """
 
-    def descend(number: jax.Array, carry: tuple[Descent, jax.Array]) -> tuple[Descent, jax.Array]:
+    def descend(
+        number: jax.Array, carry: tuple[Descent, jax.Array]
+    ) -> tuple[Descent, jax.Array]:
         descent, squares = carry
         batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
         potential, gradient = sampler.gradient(state.estimator, descent.position, batch)
         new = descent.step(optimizer, potential, gradient)
-        more = number < num_steps  # the last gradient only shows whether the end is known
+        more = (
+            number < num_steps
+        )  # the last gradient only shows whether the end is known
         new = new._replace(memory=select(more, new.memory, descent.memory))
-        return new, squares + jnp.where(more & jnp.isfinite(gradient), gradient**2 / num_steps, 0.0)
+        return new, squares + jnp.where(
+            more & jnp.isfinite(gradient), gradient**2 / num_steps, 0.0
+        )
 
     begin = (Descent.start(state.position, memory), jnp.zeros_like(state.position))
     return lax.fori_loop(0, num_steps + 1, descend, begin)
 
 
-@jax.core.eval_context()  # parallel chains start inside a compiled program; a kernel must not keep its tracers
+# parallel chains start inside a compiled program; a kernel must not keep its tracers
+@jax.core.eval_context()
 def learned_parameters(
     call: str,
     model: Callable,
@@ -154,47 +205,74 @@ def learned_parameters(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
-    """Values of the parameters of ``priors.Learned`` after as many steps as a warm start takes.
+    """Values of the parameters of ``priors.Learned`` after as many steps as a warm
+    start takes.
 
-    The random sites are optimized along with them; the last steps get ever smaller. Nothing depends on the keys of
-    the chains: all have one model.
+    The random sites are optimized along with them; the last steps get ever smaller.
+    Nothing depends on the keys of the chains: all have one model.
 
-    :raises ValueError: inside a ``Gibbs`` or tempering, whose parts would learn different values, inside ``jit``,
-        and if a value is not finite.
+    :raises ValueError: inside a ``Gibbs`` or tempering, whose parts would learn
+        different values, inside ``jit``, and if a value is not finite.
     """
     length = round(warm_start.share * num_warmup)
     if not length or not (reading := Reading(model, args, kwargs, full=False)).learned:
         return {}
-    optimizer, num_steps = warm_start.transformation, length * warm_start.steps_of(length, usual)
-    instead = "Learn it first by SVI, and pass `handlers.substitute(model, result.params)`."
-    inside = any(name.startswith("_") for name in kwargs)  # the values of other blocks, a temperature
+    optimizer, num_steps = (
+        warm_start.transformation,
+        length * warm_start.steps_of(length, usual),
+    )
+    instead = (
+        "Learn it first by SVI, and pass `handlers.substitute(model, result.params)`."
+    )
+    inside = any(
+        name.startswith("_") for name in kwargs
+    )  # the values of other blocks, a temperature
     if inside or is_traced((args, kwargs)):
-        came = f"the learned parameter {reading.learned[0]!r} inside another kernel, or `jit`"
+        came = (
+            f"the learned parameter {reading.learned[0]!r} inside another kernel, or "
+            f"`jit`"
+        )
         raise argument_error(call, "model", came, instead)
     target, z = bind(call, model, random.key(0), init_strategy, args, kwargs)
-    stream, starts = stream_of(target, "with_replacement"), reading.draw([0], PARAMETERS)[0]
+    stream, starts = (
+        stream_of(target, "with_replacement"),
+        reading.draw([0], PARAMETERS)[0],
+    )
 
-    def optimized(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def optimized(
+        given: tuple, args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
         key = seeds(random.key(0), 1)[0]
 
         def potential(position: tuple, batch: Any) -> jax.Array:
-            at = replace(target, model=handlers.substitute(target.model, data=position[0]))
+            at = replace(
+                target, model=handlers.substitute(target.model, data=position[0])
+            )
             return at.potential(args, kwargs, batch or {})(position[1])
 
         def descend(i: jax.Array, descent: Descent) -> Descent:
             found = jax.value_and_grad(potential)(descent.position, stream.draw(key, i))
-            return descent.step(optimizer, *found, rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps))
+            return descent.step(
+                optimizer, *found, rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps)
+            )
 
-        return lax.fori_loop(0, num_steps + 1, descend, Descent.start(given, optimizer.init(given))).known[0]
+        return lax.fori_loop(
+            0, num_steps + 1, descend, Descent.start(given, optimizer.init(given))
+        ).known[0]
 
-    found = run(optimized, ({name: starts[name] for name in reading.learned}, z), args, kwargs)
+    found = run(
+        optimized, ({name: starts[name] for name in reading.learned}, z), args, kwargs
+    )
     if not all(bool(jnp.isfinite(value).all()) for value in found.values()):
-        raise argument_error(call, "model", "learned parameters that become infinite or NaN", instead)
+        raise argument_error(
+            call, "model", "learned parameters that become infinite or NaN", instead
+        )
     return found
 
 
 def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
-    """Split rows into training and held-out rows; the split depends only on ``size`` and ``share``.
+    """Split rows into training and held-out rows; the split depends only on ``size``
+    and ``share``.
 
     >>> learned, held = held_out_rows(10, 0.2)
     >>> len(learned), len(held)
@@ -206,12 +284,18 @@ def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
 
 
 def learning_gradient(
-    target: Target, share: float, unravel: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+    target: Target,
+    share: float,
+    unravel: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
 ) -> sgmcmc.interfaces.Gradient:
     """Gradients from the rows that are not held out."""
     rows = {name: held_out_rows(size, share)[0] for name, size in target.rows.items()}
     streams: dict[str, Any] = {
-        name: sgmcmc.WithReplacement(rows[name].size, min(plate.batch_size, rows[name].size))
+        name: sgmcmc.WithReplacement(
+            rows[name].size, min(plate.batch_size, rows[name].size)
+        )
         for name, plate in target.plates.items()
     }
     if target.stochastic:
@@ -219,33 +303,57 @@ def learning_gradient(
 
     def potential(position: jax.Array, batch: Any) -> jax.Array:
         shown = rows | {name: rows[name][batch[name]] for name in target.plates}
-        return target.potential(args, kwargs, RowSubset(shown, batch))(unravel(position))
+        return target.potential(args, kwargs, RowSubset(shown, batch))(
+            unravel(position)
+        )
 
     if not streams:
         return sgmcmc.Full(lambda position: potential(position, {}))
     return sgmcmc.Minibatch(potential, ProductStream(streams))
 
 
-def held_out_score(target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-    """The function from unconstrained values and a key to the mean log density of the held-out rows over keys."""
+def held_out_score(
+    target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None
+) -> Callable:
+    """The function from unconstrained values and a key to the mean log density of the
+    held-out rows over keys.
+    """
     held = {name: held_out_rows(size, share)[1] for name, size in target.rows.items()}
     score = target.log_likelihood(args, kwargs, held)
     number = NUM_KEYS if target.stochastic else 1
-    return lambda z, rng_key: jnp.mean(jax.vmap(lambda key: score(z, key))(random.split(rng_key, number)))
+    return lambda z, rng_key: jnp.mean(
+        jax.vmap(lambda key: score(z, key))(random.split(rng_key, number))
+    )
 
 
 def check_held_out(
-    call: str, target: Target, share: float, z: Any, args: tuple, kwargs: Mapping[str, Any] | None
+    call: str,
+    target: Target,
+    share: float,
+    z: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
 ) -> None:
-    """Refuse to hold out rows of a model that needs all of them; ``z`` are unconstrained values of one chain."""
+    """Refuse to hold out rows of a model that needs all of them; ``z`` are
+    unconstrained values of one chain.
+    """
     if not share:
         return
-    instead = "Observe inside a plate and index the data by it: `with plate(...) as i: ... obs=y[i]`."
+    instead = (
+        "Observe inside a plate and index the data by it: `with plate(...) as i: ... "
+        "obs=y[i]`."
+    )
     if not target.rows:
-        raise argument_error(call, "warm_start", "held_out of a model without a plate of data", instead)
+        raise argument_error(
+            call, "warm_start", "held_out of a model without a plate of data", instead
+        )
     if min(target.rows.values()) < 2:
-        raise argument_error(call, "warm_start", "held_out of a plate with one row", "Set `held_out=0`.")
+        raise argument_error(
+            call, "warm_start", "held_out of a plate with one row", "Set `held_out=0`."
+        )
     try:
         jax.eval_shape(held_out_score(target, share, args, kwargs), z, random.key(0))
     except (TypeError, ValueError) as error:
-        raise argument_error(call, "warm_start", "held_out of a model that needs all rows", instead) from error
+        raise argument_error(
+            call, "warm_start", "held_out of a model that needs all rows", instead
+        ) from error

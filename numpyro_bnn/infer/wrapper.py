@@ -1,4 +1,6 @@
-"""Base class of kernels that wrap another kernel and move some of its sites; access to the wrapped state."""
+"""Base class of kernels that wrap another kernel and move some of its sites; access to
+the wrapped state.
+"""
 
 import copy
 from abc import abstractmethod
@@ -8,7 +10,13 @@ from typing import Any
 
 import jax
 from numpyro.distributions import biject_to
-from numpyro.infer.gibbs import GIBBS_SITES_KWARG, CustomGibbs, DiscreteGibbs, Gibbs, with_conditioning
+from numpyro.infer.gibbs import (
+    GIBBS_SITES_KWARG,
+    CustomGibbs,
+    DiscreteGibbs,
+    Gibbs,
+    with_conditioning,
+)
 from numpyro.infer.hmc import HMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.util import unconstrain_fn
@@ -24,20 +32,32 @@ from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 
-CONSTRAINED = (CustomGibbs, DiscreteGibbs, PrecisionGibbs)  # kernels whose states hold constrained values
+CONSTRAINED = (
+    CustomGibbs,
+    DiscreteGibbs,
+    PrecisionGibbs,
+)  # kernels whose states hold constrained values
 
 
 def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
     """Refuse anything but a kernel made from a model that implements ``methods``."""
-    usable = isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
-    if not usable or any(getattr(type(kernel), name) is getattr(MCMCKernel, name) for name in methods):
+    usable = (
+        isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
+    )
+    if not usable or any(
+        getattr(type(kernel), name) is getattr(MCMCKernel, name) for name in methods
+    ):
         needed = " and ".join(f"`{name}`" for name in methods)
-        instead = f"Pass a kernel made from a model that has {needed}, e.g. `NUTS(model)`."
+        instead = (
+            f"Pass a kernel made from a model that has {needed}, e.g. `NUTS(model)`."
+        )
         raise argument_error(call, "kernel", kernel, instead, TypeError)
 
 
 def inner_attribute(state: Any, name: str) -> Any:
-    """``__getattr__`` of states: look up other attributes in the state of the inner kernel."""
+    """``__getattr__`` of states: look up other attributes in the state of the inner
+    kernel.
+    """
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(state.base, name)
@@ -59,10 +79,12 @@ class OuterKernel(ArgumentKernel):
 
 
 class Wrapper(OuterKernel):
-    """Any kernel, followed by moves of some sites; the inner kernel then refreshes its caches.
+    """Any kernel, followed by moves of some sites; the inner kernel then refreshes its
+    caches.
 
-    The state of a subclass has ``base``, the state of the inner kernel, ``i``, the number of transitions so far, and
-    ``rng_key``. A subclass implements ``_prepare``, ``_start`` and ``_move``.
+    The state of a subclass has ``base``, the state of the inner kernel, ``i``, the
+    number of transitions so far, and ``rng_key``. A subclass implements ``_prepare``,
+    ``_start`` and ``_move``.
 
     :raises TypeError: for anything but a kernel with a model and ``refresh``.
     """
@@ -71,22 +93,34 @@ class Wrapper(OuterKernel):
         check_kernel(self._call, kernel, ("refresh",))
         self._kernel = kernel
         self._num_warmup = 0
-        self._bounded: tuple[str, ...] = ()  # latent sites whose support depends on others
+        self._bounded: tuple[
+            str, ...
+        ] = ()  # latent sites whose support depends on others
         self._sample_fn: Callable | None = None
 
     @abstractmethod
-    def _prepare(self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _prepare(
+        self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+    ) -> None:
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
     def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
-        """The first state of one chain or, if ``many`` is ``(C,)``, of C vectorized chains."""
+        """The first state of one chain or, if ``many`` is ``(C,)``, of C vectorized
+        chains.
+        """
 
     @abstractmethod
     def _move(
-        self, state: Any, values: dict[str, jax.Array], rng_key: jax.Array, args: tuple, kwargs: Any
+        self,
+        state: Any,
+        values: dict[str, jax.Array],
+        rng_key: jax.Array,
+        args: tuple,
+        kwargs: Any,
     ) -> tuple[Any, dict[str, jax.Array], Mapping[str, Any]]:
-        """The state with its own fields updated, the moved sites (constrained), and the distributions of those sites.
+        """The state with its own fields updated, the moved sites (constrained), and the
+        distributions of those sites.
 
         :param values: constrained values of all latent sites.
         """
@@ -109,68 +143,139 @@ class Wrapper(OuterKernel):
     ) -> Any:
         model_kwargs = dict(model_kwargs or {})
         held = dict(model_kwargs.get(GIBBS_SITES_KWARG, {}))
-        own = {name: value for name, value in model_kwargs.items() if name != GIBBS_SITES_KWARG}
+        own = {
+            name: value
+            for name, value in model_kwargs.items()
+            if name != GIBBS_SITES_KWARG
+        }
         if is_traced((model_args, own)):
             came = "arrays that are traced by a transformation"
-            instead = "Call `init` once outside of `jit` or `vmap`, and refresh its state with the data inside."
+            instead = (
+                "Call `init` once outside of `jit` or `vmap`, and refresh its state "
+                "with the data inside."
+            )
             raise argument_error(self._call, "model_args", came, instead)
-        # Parallel chains start inside a compiled program; the plan must not keep its tracers.
+        # Parallel chains start inside a compiled program; the plan must not keep its
+        # tracers.
         with jax.core.eval_context():
-            self.learn(num_warmup, model_args, model_kwargs)  # the moves read the model that the kernel samples
+            self.learn(
+                num_warmup, model_args, model_kwargs
+            )  # the moves read the model that the kernel samples
             planned = model_kwargs
-            if is_traced(held):  # as a block of a vectorized `Gibbs`: the plan is the same for all values
+            if is_traced(
+                held
+                # as a block of a vectorized `Gibbs`: the plan is the same for all
+                # values
+            ):
                 drawn = Reading(self.model, model_args, own).draw([0])[0]
-                planned = {**own, GIBBS_SITES_KWARG: {name: drawn[name] for name in held}}
+                planned = {
+                    **own,
+                    GIBBS_SITES_KWARG: {name: drawn[name] for name in held},
+                }
             reading = Reading(self.model, model_args, planned)
             check_state(self._call, "kernel", reading)
             held_parameters(self._call, reading)
             self._prepare(reading, model_args, planned)
-            bounds = reading.depends(lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in reading.latent})
+            bounds = reading.depends(
+                lambda sites: {
+                    n: arrays_in(sites[n]["fn"].support) for n in reading.latent
+                }
+            )
             self._bounded = tuple(name for name in reading.latent if bounds[name])
         self._num_warmup = num_warmup
         keys = split(rng_key)
-        if init_params is not None and GIBBS_SITES_KWARG in model_kwargs and isinstance(self._kernel, HMC):
+        if (
+            init_params is not None
+            and GIBBS_SITES_KWARG in model_kwargs
+            and isinstance(self._kernel, HMC)
+        ):
             # Gibbs passes constrained values to kernels it does not recognize.
-            init_params = unconstrain_fn(full_plates(self.model), model_args, model_kwargs, init_params)
-        base = self._kernel.init(keys[0], num_warmup, init_params, model_args=model_args, model_kwargs=model_kwargs)
+            init_params = unconstrain_fn(
+                full_plates(self.model), model_args, model_kwargs, init_params
+            )
+        base = self._kernel.init(
+            keys[0],
+            num_warmup,
+            init_params,
+            model_args=model_args,
+            model_kwargs=model_kwargs,
+        )
         self._sample_fn = self._transition
-        return self._start(base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1])
+        return self._start(
+            base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1]
+        )
 
-    def learn(self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> None:
+    def learn(
+        self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> None:
         """Let the inner kernel learn the parameters of the model."""
-        getattr(self._kernel, "learn", lambda *_: None)(num_warmup, model_args, model_kwargs)
+        getattr(self._kernel, "learn", lambda *_: None)(
+            num_warmup, model_args, model_kwargs
+        )
 
-    def sample(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Any:
+    def sample(
+        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Any:
         single = is_prng_key(state.rng_key)
         keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
         base = self._kernel.sample(inner, model_args, model_kwargs)
         state = state._replace(base=base, rng_key=keys[1])
-        transition = partial(self._transition, model_args=model_args, model_kwargs=model_kwargs)
-        state = transition(state, keys[2]) if single else jax.vmap(transition)(state, keys[2])
+        transition = partial(
+            self._transition, model_args=model_args, model_kwargs=model_kwargs
+        )
+        state = (
+            transition(state, keys[2])
+            if single
+            else jax.vmap(transition)(state, keys[2])
+        )
         return self.refresh(state, model_args, model_kwargs)
 
     def _transition(
-        self, state: Any, rng_key: jax.Array, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self,
+        state: Any,
+        rng_key: jax.Array,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        """The moves of one chain; the caches of the inner kernel are stale afterwards."""
+        """The moves of one chain; the caches of the inner kernel are
+        stale afterwards.
+        """
         kernel = self._kernel
-        values = kernel.get_constrain_fn(model_args, model_kwargs)(getattr(state.base, self.sample_field))
-        state, moved, prior = self._move(state, values, rng_key, model_args, model_kwargs)
-        if self._bounded:  # the inner kernel must hold their values relative to the new bounds
+        values = kernel.get_constrain_fn(model_args, model_kwargs)(
+            getattr(state.base, self.sample_field)
+        )
+        state, moved, prior = self._move(
+            state, values, rng_key, model_args, model_kwargs
+        )
+        if (
+            self._bounded
+        ):  # the inner kernel must hold their values relative to the new bounds
             held, kwargs = held_values(model_kwargs)
             moved = {name: values[name] for name in self._bounded} | moved
-            traced = full_trace(self.model, {**held, **values, **moved}, model_args, kwargs)
+            traced = full_trace(
+                self.model, {**held, **values, **moved}, model_args, kwargs
+            )
             prior = {name: traced[name]["fn"] for name in moved}
-        return state._replace(base=with_constrained(kernel, state.base, moved, prior), i=state.i + 1)
+        return state._replace(
+            base=with_constrained(kernel, state.base, moved, prior), i=state.i + 1
+        )
 
-    def refresh(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Any:
-        return state._replace(base=refreshed(self._kernel, state.base, model_args, model_kwargs))
+    def refresh(
+        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        return state._replace(
+            base=refreshed(self._kernel, state.base, model_args, model_kwargs)
+        )
 
-    def postprocess_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+    def postprocess_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
         return self._kernel.postprocess_fn(model_args, model_kwargs)
 
-    def get_constrain_fn(self, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> Callable:
+    def get_constrain_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
         return self._kernel.get_constrain_fn(model_args, model_kwargs)
 
     def get_diagnostics_str(self, state: Any) -> str:
@@ -182,7 +287,7 @@ class Wrapper(OuterKernel):
         kernel._sample_fn = None
         return kernel
 
-    # -- read by `to_inference_data` ---------------------------------------------------------------------
+    # -- read by `to_inference_data` ---------------------------------------------------
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
@@ -191,62 +296,111 @@ class Wrapper(OuterKernel):
 
     def describe(self, state: Any) -> dict[str, Any]:
         """Attributes of a run: those of the inner kernel, and its name."""
-        inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(state.base)
+        inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(
+            state.base
+        )
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
-    def members(self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None) -> dict[str, jax.Array]:
+    def members(
+        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, jax.Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
-            came = f"moves around {type(self._kernel).__name__}, which has no warm start"
-            instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
+            came = (
+                f"moves around {type(self._kernel).__name__}, which has no warm start"
+            )
+            instead = (
+                "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
+            )
             raise argument_error("to_inference_data", "members", came, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
 
 
-def with_constrained(kernel: MCMCKernel, state: Any, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> Any:
-    """Return ``state`` with the constrained values ``moved`` of some sites; its caches become stale."""
+def with_constrained(
+    kernel: MCMCKernel,
+    state: Any,
+    moved: Mapping[str, jax.Array],
+    prior: Mapping[str, Any],
+) -> Any:
+    """Return ``state`` with the constrained values ``moved`` of some sites; its caches
+    become stale.
+    """
     return with_values(kernel, state, _as_held(kernel, moved, prior))
 
 
-def _as_held(kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Constrained values in the form in which the kernel, or each block of a ``Gibbs``, stores them."""
+def _as_held(
+    kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
+    stores them.
+    """
     if isinstance(kernel, Gibbs):
         found: dict[str, jax.Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
-            found |= _as_held(block, {name: moved[name] for name in names if name in moved}, prior)
+            found |= _as_held(
+                block, {name: moved[name] for name in names if name in moved}, prior
+            )
         return found
-    if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):  # a wrapper or replicas
+    if isinstance(
+        inner := getattr(kernel, "kernel", None), MCMCKernel
+    ):  # a wrapper or replicas
         return _as_held(inner, moved, prior)
     if isinstance(kernel, CONSTRAINED):
         return dict(moved)
-    return {name: biject_to(prior[name].support).inv(value) for name, value in moved.items()}
+    return {
+        name: biject_to(prior[name].support).inv(value) for name, value in moved.items()
+    }
 
 
 def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
-    """Return ``state`` with ``values`` of some of its sites, in the kernel's own form; its caches become stale."""
+    """Return ``state`` with ``values`` of some of its sites, in the kernel's own form;
+    its caches become stale.
+    """
     if isinstance(kernel, Gibbs):
         blocks = [
-            with_values(block, block_state, {name: values[name] for name in names if name in values})
-            for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True)
+            with_values(
+                block,
+                block_state,
+                {name: values[name] for name in names if name in values},
+            )
+            for (block, _), names, block_state in zip(
+                kernel.blocks, kernel._sites, state.block_states, strict=True
+            )
         ]
         return state._replace(z={**state.z, **values}, block_states=tuple(blocks))
     field = kernel.sample_field
     if field not in state._fields:
-        return state._replace(base=with_values(kernel.kernel, state.base, values))  # a wrapper in a wrapper
+        return state._replace(
+            base=with_values(kernel.kernel, state.base, values)
+        )  # a wrapper in a wrapper
     old = getattr(state, field)
-    new = {name: values[name].astype(value.dtype) if name in values else value for name, value in old.items()}
+    new = {
+        name: values[name].astype(value.dtype) if name in values else value
+        for name, value in old.items()
+    }
     return state._replace(**{field: new})
 
 
-def refreshed(kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
-    """Return ``state``, of one chain or of vectorized chains, with energies and gradients recomputed."""
+def refreshed(
+    kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None
+) -> Any:
+    """Return ``state``, of one chain or of vectorized chains, with energies and
+    gradients recomputed.
+    """
     if isinstance(kernel, Gibbs):
-        # In a sweep, a block is refreshed only if an earlier one has moved; here any of them may have moved.
+        # In a sweep, a block is refreshed only if an earlier one has moved; here any of
+        # them may have moved.
         values = kernel.get_constrain_fn(args, kwargs)(state.z)
         blocks = []
-        for (block, _), names, block_state in zip(kernel.blocks, kernel._sites, state.block_states, strict=True):
-            siblings = {name: value for name, value in values.items() if name not in names}
-            blocks.append(block.refresh(block_state, args, with_conditioning(kwargs, siblings)))
+        for (block, _), names, block_state in zip(
+            kernel.blocks, kernel._sites, state.block_states, strict=True
+        ):
+            siblings = {
+                name: value for name, value in values.items() if name not in names
+            }
+            blocks.append(
+                block.refresh(block_state, args, with_conditioning(kwargs, siblings))
+            )
         return state._replace(block_states=tuple(blocks))
     # NumPyro's own kernels refresh one chain at a time.
     if isinstance(kernel, HMC) and not is_prng_key(state.rng_key):

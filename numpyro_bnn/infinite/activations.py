@@ -1,4 +1,6 @@
-"""How an activation changes the covariance of normal pre-activations: closed forms, otherwise quadrature."""
+"""How an activation changes the covariance of normal pre-activations: closed forms,
+otherwise quadrature.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +13,8 @@ from jax import lax
 
 from numpyro_bnn.nn import ACTIVATIONS, Activation
 
-# On [-REACH, REACH] the trapezoidal rule converges faster than Gauss-Hermite for functions with poles, e.g. tanh.
+# On [-REACH, REACH] the trapezoidal rule converges faster than Gauss-Hermite for
+# functions with poles, e.g. tanh.
 NODES, REACH = 96, 7.5
 
 Function = Callable[[jax.Array], jax.Array]
@@ -19,17 +22,22 @@ Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Dual(NamedTuple):
-    """Expectations over (x, y), normal with mean 0, covariance k and variances q1, q2."""
+    """Expectations over (x, y), normal with mean 0, covariance k and
+    variances q1, q2.
+    """
 
     value: Kernel  # (k, q1, q2) -> E f(x) f(y)
-    slope: Kernel  # (k, q1, q2) -> E f'(x) f'(y), the derivative of ``value`` with respect to k
+    # (k, q1, q2) -> E f'(x) f'(y), the derivative of ``value`` with respect to k
+    slope: Kernel
     mean: Function  # q -> E f(x)
 
 
 def dual(layer: Activation, closed: bool = True) -> Dual:
-    """The expectations of an activation: in closed form if known (and ``closed``), otherwise by 2-d quadrature.
+    """The expectations of an activation: in closed form if known (and ``closed``),
+    otherwise by 2-d quadrature.
 
-    References: Williams (1997), equation (11), for erf; Cho & Saul (2009), equations (1)-(6), for relu; Price (1958).
+    References: Williams (1997), equation (11), for erf; Cho & Saul (2009), equations
+    (1)-(6), for relu; Price (1958).
     """
     if closed and layer.name in CLOSED_FORMS:
         return CLOSED_FORMS[layer.name](layer)
@@ -38,7 +46,9 @@ def dual(layer: Activation, closed: bool = True) -> Dual:
         fn = partial(fn, negative_slope=layer.negative_slope)
     return Dual(
         lambda k, q1, q2: product_expectation(fn, fn, k, q1, q2),
-        lambda k, q1, q2: product_expectation(derivative(fn), derivative(fn), k, q1, q2),
+        lambda k, q1, q2: product_expectation(
+            derivative(fn), derivative(fn), k, q1, q2
+        ),
         lambda q: expectation(fn, q),
     )
 
@@ -53,17 +63,25 @@ def nodes(number: int = NODES) -> tuple[np.ndarray, np.ndarray]:
 def expectation(fn: Function, variance: jax.Array) -> jax.Array:
     """E f(x), x ~ N(0, variance), elementwise."""
     x, w = (jnp.asarray(part, variance.dtype) for part in nodes())
-    return fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim)))) @ w
+    return (
+        fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim))))
+        @ w
+    )
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def product_expectation(f: Function, g: Function, k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
-    """E f(x) g(y), where x, y are normal with mean 0, variances q1, q2 and covariance k; elementwise.
+def product_expectation(
+    f: Function, g: Function, k: jax.Array, q1: jax.Array, q2: jax.Array
+) -> jax.Array:
+    """E f(x) g(y), where x, y are normal with mean 0, variances q1, q2 and covariance
+    k; elementwise.
 
-    Its derivatives are expectations of the same kind (Price's theorem): dE/dk = E f'(x) g'(y) and
-    dE/dq1 = E f''(x) g(y) / 2. They also hold at |correlation| = 1, where the quadrature rule has no derivative.
+    Its derivatives are expectations of the same kind (Price's theorem): dE/dk = E f'(x)
+    g'(y) and dE/dq1 = E f''(x) g(y) / 2. They also hold at |correlation| = 1, where the
+    quadrature rule has no derivative.
 
-    Reference: Price (1958), *A useful theorem for nonlinear devices having Gaussian inputs*.
+    Reference: Price (1958), *A useful theorem for nonlinear devices having Gaussian
+    inputs*.
     """
     a, b = root(q1), root(q2)
     c = jnp.clip(k / jnp.where(a * b > 0, a * b, 1), -1, 1)
@@ -71,16 +89,22 @@ def product_expectation(f: Function, g: Function, k: jax.Array, q1: jax.Array, q
     x, w = (jnp.asarray(part, k.dtype) for part in nodes())
     last = jnp.expand_dims(x, tuple(range(k.ndim)))
 
-    def row(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def row(
+        total: jax.Array, node: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
         value, weight = node
-        inner = jnp.sum(g((along * value)[..., None] + across[..., None] * last) * w, axis=-1)
+        inner = jnp.sum(
+            g((along * value)[..., None] + across[..., None] * last) * w, axis=-1
+        )
         return total + weight * f(a * value) * inner, None
 
     return lax.scan(row, jnp.zeros_like(k), (x, w))[0]
 
 
 @product_expectation.defjvp
-def _price(f: Function, g: Function, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+def _price(
+    f: Function, g: Function, primals: tuple, tangents: tuple
+) -> tuple[jax.Array, jax.Array]:
     k, q1, q2 = primals
     dk, dq1, dq2 = tangents
     f1, g1 = derivative(f), derivative(g)
@@ -110,7 +134,8 @@ def _arcsine(c: jax.Array) -> jax.Array:
 def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (c,), (dc,) = primals, tangents
     inside = jnp.abs(c) < 1
-    # The slope is infinite at the ends, where c itself is constant: the limit of the product along a scale is 0.
+    # The slope is infinite at the ends, where c itself is constant: the limit of the
+    # product along a scale is 0.
     slope = jnp.where(inside, 1 / jnp.sqrt(jnp.where(inside, 1 - c**2, 1)), 0)
     return _arcsine(c), slope * dc
 
@@ -128,21 +153,31 @@ def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
-    """k / scale within [-1, 1], set to an end within rounding error of it, as equal inputs require."""
+    """k / scale within [-1, 1], set to an end within rounding error of it, as equal
+    inputs require.
+    """
     c = k / jnp.where(scale > 0, scale, 1)
-    return c + lax.stop_gradient(jnp.where(jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps, jnp.sign(c) - c, 0))
+    return c + lax.stop_gradient(
+        jnp.where(jnp.abs(c) > 1 - 8 * jnp.finfo(c.dtype).eps, jnp.sign(c) - c, 0)
+    )
 
 
 def _piecewise_linear(slope: float) -> Dual:
-    """f(x) = x for x > 0, slope x otherwise: (1 + slope) / 2 x + (1 - slope) / 2 |x|."""
+    """f(x) = x for x > 0, slope x otherwise: (1 + slope) / 2 x + (1 -
+    slope) / 2 |x|.
+    """
     even, odd = ((1 - slope) / 2) ** 2, ((1 + slope) / 2) ** 2
 
     def value(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
         scale = root(q1) * root(q2)
-        return odd * k + even * (2 / jnp.pi) * scale * _rectified(_correlation(k, scale))
+        return odd * k + even * (2 / jnp.pi) * scale * _rectified(
+            _correlation(k, scale)
+        )
 
     def slopes(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
-        return odd + even * (2 / jnp.pi) * _arcsine(_correlation(k, root(q1) * root(q2)))
+        return odd + even * (2 / jnp.pi) * _arcsine(
+            _correlation(k, root(q1) * root(q2))
+        )
 
     return Dual(value, slopes, lambda q: (1 - slope) / 2 * root(2 / jnp.pi * q))
 
@@ -174,14 +209,18 @@ def _gelu() -> Dual:
 
 
 def _determinant(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
-    """q1 q2 - k^2, which rounding must not make negative; its derivatives are unchanged."""
+    """q1 q2 - k^2, which rounding must not make negative; its derivatives are
+    unchanged.
+    """
     det = q1 * q2 - k**2
     return det + lax.stop_gradient(jnp.maximum(det, 0) - det)
 
 
 # Activation -> its expectations in closed form; all others are integrated numerically.
 CLOSED_FORMS: dict[str, Callable[[Activation], Dual]] = {
-    "identity": lambda layer: Dual(lambda k, q1, q2: k, lambda k, q1, q2: jnp.ones_like(k), jnp.zeros_like),
+    "identity": lambda layer: Dual(
+        lambda k, q1, q2: k, lambda k, q1, q2: jnp.ones_like(k), jnp.zeros_like
+    ),
     "relu": lambda layer: _piecewise_linear(0.0),
     "leaky_relu": lambda layer: _piecewise_linear(layer.negative_slope),
     "erf": lambda layer: _erf(),

@@ -1,4 +1,6 @@
-"""Prior scales from the marginal likelihood of the infinitely wide network, for empirical Bayes."""
+"""Prior scales from the marginal likelihood of the infinitely wide network, for
+empirical Bayes.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,29 +12,49 @@ import numpy as np
 import numpyro.distributions as dist
 
 from numpyro_bnn._checks import argument_error, as_floats
-from numpyro_bnn._options import Positive, PositiveInt, PositiveOrInfinite, Switch, checked
+from numpyro_bnn._options import (
+    Positive,
+    PositiveInt,
+    PositiveOrInfinite,
+    Switch,
+    checked,
+)
 from numpyro_bnn.infinite.kernels import kernels
-from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments
-from numpyro_bnn.infinite.regression import check_data, with_noise, zero_mean_log_density
+from numpyro_bnn.infinite.prior_moments import (
+    PriorMoments,
+    Scales,
+    SiteMoments,
+    prior_moments,
+)
+from numpyro_bnn.infinite.regression import (
+    check_data,
+    with_noise,
+    zero_mean_log_density,
+)
 from numpyro_bnn.nn import Dense, Layer
 from numpyro_bnn.nn.base import Net, Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
 
-# Bounds of standard deviations: of weights (times the root of the fan-in) and biases; of the noise, per sd of y.
+# Bounds of standard deviations: of weights (times the root of the fan-in) and biases;
+# of the noise, per sd of y.
 SCALES = (1e-3, 1e3)
 NOISE = (1e-4, 10.0)
 
 
 class PriorFit(NamedTuple):
-    """Prior scales that maximize the marginal likelihood; returned by :func:`prior_fit`.
+    """Prior scales that maximize the marginal likelihood; returned by
+    :func:`prior_fit`.
 
-    :param prior: a prior for :func:`~numpyro_bnn.random_network` and :func:`nngp`, normal with these scales.
+    :param prior: a prior for :func:`~numpyro_bnn.random_network` and :func:`nngp`,
+        normal with these scales.
     :param noise_sd: sd of the noise.
     :param log_marginal_likelihood: log p(y | x) at these values.
     :param start: log p(y | x) at the start of the search.
-    :param scales: sds of weights times the root of their fan-in, and of biases, by parameter.
+    :param scales: sds of weights times the root of their fan-in, and of biases, by
+        parameter.
     :param jitter: amount added to the diagonal at these values; 0 if none was needed.
-    :param converged: whether the search ended at a maximum (or at a bound) before it ran out of steps.
+    :param converged: whether the search ended at a maximum (or at a bound) before it
+        ran out of steps.
     :param num_evaluations: number of gradient evaluations.
     """
 
@@ -59,27 +81,34 @@ def prior_fit(
     log_sd: PositiveOrInfinite = 3.0,
     max_steps: PositiveInt = 200,
 ) -> PriorFit:
-    r"""Empirical Bayes: prior scales and noise that maximize the marginal likelihood of the infinitely wide network.
+    r"""Empirical Bayes: prior scales and noise that maximize the marginal likelihood of
+    the infinitely wide network.
 
-    Maximizes log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for the kernel and one for the
-    biases of each layer, and over the noise, by L-BFGS in float64. A wide network with this prior is close to the
-    process, so these are good prior scales for it as well, at the cost of one Cholesky factor per step.
+    Maximizes log p(y | x, scales, noise_sd) of :func:`gp_regression` over one sd for
+    the kernel and one for the biases of each layer, and over the noise, by L-BFGS in
+    float64. A wide network with this prior is close to the process, so these are good
+    prior scales for it as well, at the cost of one Cholesky factor per step.
 
-    :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are refused.
+    :param net: as for :func:`nngp`; BatchNorm and other layers without a limit are
+        refused.
     :param x: inputs ``(N, *input_shape)``; a few thousand at most.
     :param y: targets (N,), or (N, K); center them.
-    :param prior: initial scales, ``priors.Normal()`` by default; gains of normalizations keep this prior.
+    :param prior: initial scales, ``priors.Normal()`` by default; gains of
+        normalizations keep this prior.
     :param scales: values of its hyper-sites.
     :param noise_sd: initial sd of the noise; by default a third of the sd of y.
-    :param ard: one scale for each input instead of one for the first kernel, for networks that begin with
-        :class:`~numpyro_bnn.nn.Dense`.
-    :param log_sd: sd of a weak normal prior on the log scales (not on the noise), centered at their initial values.
-        It determines what the data do not: the scales of ReLU layers can be traded. Infinity for none.
+    :param ard: one scale for each input instead of one for the first kernel, for
+        networks that begin with :class:`~numpyro_bnn.nn.Dense`.
+    :param log_sd: sd of a weak normal prior on the log scales (not on the noise),
+        centered at their initial values. It determines what the data do not: the scales
+        of ReLU layers can be traded. Infinity for none.
     :param max_steps: steps of L-BFGS.
-    :return: a :class:`PriorFit`; its ``prior`` fits :func:`~numpyro_bnn.random_network`.
+    :return: a :class:`PriorFit`; its ``prior`` fits
+        :func:`~numpyro_bnn.random_network`.
     :raises ValueError: as :func:`nngp` does; for ``ard`` with another first layer.
 
-    Reference: MacKay (1992), *Bayesian interpolation*, section 3; Rasmussen & Williams (2006), section 5.4.1.
+    Reference: MacKay (1992), *Bayesian interpolation*, section 3; Rasmussen & Williams
+    (2006), section 5.4.1.
 
     >>> import numpy as np
     >>> from numpyro_bnn import nn
@@ -95,24 +124,36 @@ def prior_fit(
         found = prior_moments(call, net, x.shape[1:], prior, scales)
         spread = float(np.std(y)) or 1.0
         begin = _beginning(call, net, found, x.shape[1:], ard)
-        begin["noise"] = np.asarray(np.log(spread / 3 if noise_sd is None else float(noise_sd)))
-        best, first, evaluations, converged = _search(net, found, begin, (x, y), spread, log_sd, max_steps)
+        begin["noise"] = np.asarray(
+            np.log(spread / 3 if noise_sd is None else float(noise_sd))
+        )
+        best, first, evaluations, converged = _search(
+            net, found, begin, (x, y), spread, log_sd, max_steps
+        )
         value, jitter = _evidence(net, found.normal, found.sites, best, x, y)
         fitted = {name: np.exp(v) for name, v in best.items() if name != "noise"}
     chosen = BySite(_patterns(found, fitted, net.param_shapes(x.shape[1:])))
-    plain = {name: float(v) if np.ndim(v) == 0 else v.ravel() for name, v in fitted.items()}
+    plain = {
+        name: float(v) if np.ndim(v) == 0 else v.ravel() for name, v in fitted.items()
+    }
     noise = float(np.exp(best["noise"]))
-    return PriorFit(chosen, noise, float(value), first, plain, float(jitter), converged, evaluations)
+    return PriorFit(
+        chosen, noise, float(value), first, plain, float(jitter), converged, evaluations
+    )
 
 
-def _beginning(call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool) -> dict[str, Any]:
+def _beginning(
+    call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool
+) -> dict[str, Any]:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
     for name, moments in found.sites.items():
         if role(name, shapes[name]) != "scale":
             variance = np.asarray(moments.variance, np.float64)
-            begin[name] = np.log(np.sqrt(np.clip(variance.mean(), SCALES[0] ** 2, SCALES[1] ** 2)))
+            begin[name] = np.log(
+                np.sqrt(np.clip(variance.mean(), SCALES[0] ** 2, SCALES[1] ** 2))
+            )
     if ard:
         first, start = next(iter(shapes)), net
         while parts := list(start.children()):
@@ -125,27 +166,46 @@ def _beginning(call: str, net: Layer, found: PriorMoments, input_shape: Shape, a
 
 
 def _search(
-    net: Layer, found: PriorMoments, begin: dict, data: tuple, spread: float, log_sd: float, max_steps: int
+    net: Layer,
+    found: PriorMoments,
+    begin: dict,
+    data: tuple,
+    spread: float,
+    log_sd: float,
+    max_steps: int,
 ) -> tuple[dict[str, np.ndarray], float, int, bool]:
     """L-BFGS on the logarithms, within bounds."""
     names = list(begin)
     sizes = np.cumsum([begin[name].size for name in names])[:-1]
-    limits = {name: np.log(NOISE) + np.log(spread) if name == "noise" else np.log(SCALES) for name in names}
+    limits = {
+        name: np.log(NOISE) + np.log(spread) if name == "noise" else np.log(SCALES)
+        for name in names
+    }
     bounds = [tuple(limits[name]) for name in names for _ in range(begin[name].size)]
 
     def unflatten(flat: np.ndarray) -> dict[str, np.ndarray]:
         parts = np.split(flat, sizes)
-        return {name: part.reshape(begin[name].shape) for name, part in zip(names, parts, strict=True)}
+        return {
+            name: part.reshape(begin[name].shape)
+            for name, part in zip(names, parts, strict=True)
+        }
 
     def evidence(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        (value, _), slope = _evidence_and_slope(net, found.normal, found.sites, unflatten(flat), *data)
+        (value, _), slope = _evidence_and_slope(
+            net, found.normal, found.sites, unflatten(flat), *data
+        )
         return float(value), np.concatenate([np.ravel(slope[name]) for name in names])
 
     start = np.concatenate([np.ravel(begin[name]) for name in names])
     start = np.clip(start, *np.array(bounds).T)
-    precision = np.repeat([float(n != "noise") for n in names], [begin[n].size for n in names]) / log_sd**2
+    precision = (
+        np.repeat([float(n != "noise") for n in names], [begin[n].size for n in names])
+        / log_sd**2
+    )
     first, slope = evidence(start)
-    unit = max(1.0, float(np.abs(slope).max()))  # the first step, down the gradient, is at most e-fold
+    unit = max(
+        1.0, float(np.abs(slope).max())
+    )  # the first step, down the gradient, is at most e-fold
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evidence(flat)
@@ -158,34 +218,58 @@ def _search(
     options = {"maxiter": max_steps}
     from scipy.optimize import minimize
 
-    done = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
+    done = minimize(
+        objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+    )
     return unflatten(done.x), first, int(done.nfev) + 1, bool(done.success)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _evidence(
-    net: Layer, normal: frozenset[str], sites: Mapping[str, SiteMoments], log_scales: Any, x: Any, y: Any
+    net: Layer,
+    normal: frozenset[str],
+    sites: Mapping[str, SiteMoments],
+    log_scales: Any,
+    x: Any,
+    y: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Log marginal likelihood, and the jitter of its Cholesky factor."""
-    moved = {n: sites[n]._replace(variance=jnp.exp(2 * log_scales[n])) for n in sites if n in log_scales}
+    moved = {
+        n: sites[n]._replace(variance=jnp.exp(2 * log_scales[n]))
+        for n in sites
+        if n in log_scales
+    }
     kernel = kernels(net, {**sites, **moved}, normal, x, None, want_ntk=False).nngp
     return zero_mean_log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
 
 
-_evidence_and_slope = jax.jit(jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1))
+_evidence_and_slope = jax.jit(
+    jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1)
+)
 
 
-def _patterns(found: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """One normal prior for each layer; plain distributions if its family has no such scale."""
+def _patterns(
+    found: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
+) -> dict[str, Any]:
+    """One normal prior for each layer; plain distributions if its family has no such
+    scale.
+    """
     layers: dict[str, dict[str, Any]] = {}
     special: dict[str, Any] = {}
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
         if role(name, shape) == "scale":
             moments = found.sites[name]
-            special[name] = dist.Normal(float(moments.mean), float(moments.variance) ** 0.5)
+            special[name] = dist.Normal(
+                float(moments.mean), float(moments.variance) ** 0.5
+            )
         elif fitted[name].ndim:
             special[name] = dist.Normal(0.0, fitted[name] / fan_in(name, shape) ** 0.5)
         else:
-            layers.setdefault(layer, {})["scale" if leaf == "kernel" else "bias_scale"] = float(fitted[name])
-    return special | {f"{layer}.*" if layer else "*": Normal(**options) for layer, options in layers.items()}
+            layers.setdefault(layer, {})[
+                "scale" if leaf == "kernel" else "bias_scale"
+            ] = float(fitted[name])
+    return special | {
+        f"{layer}.*" if layer else "*": Normal(**options)
+        for layer, options in layers.items()
+    }

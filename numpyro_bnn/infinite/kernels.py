@@ -1,4 +1,6 @@
-"""Kernels of infinitely wide networks, of their prior and their training, and of one network of finite width."""
+"""Kernels of infinitely wide networks, of their prior and their training, and of one
+network of finite width.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,12 +12,26 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import PositiveInt, Switch, checked
-from numpyro_bnn.infinite.prior_moments import PriorMoments, Scales, SiteMoments, prior_moments, weight_fan_in
-from numpyro_bnn.infinite.rules import Context, Covariance, Inputs, Units, contains, propagate
+from numpyro_bnn.infinite.prior_moments import (
+    PriorMoments,
+    Scales,
+    SiteMoments,
+    prior_moments,
+    weight_fan_in,
+)
+from numpyro_bnn.infinite.rules import (
+    Context,
+    Covariance,
+    Inputs,
+    Units,
+    contains,
+    propagate,
+)
 from numpyro_bnn.nn import BatchNorm, Layer
 from numpyro_bnn.nn.base import Net, Params
 
-# Number of pairs of data points beyond which a kernel is computed in blocks, and the rows of a block.
+# Number of pairs of data points beyond which a kernel is computed in blocks, and the
+# rows of a block.
 LARGEST = 2**24
 BLOCK_SIZE = 512
 # Numbers in the Jacobian of one block of data points: 128 MiB in float32.
@@ -32,31 +48,45 @@ class Kernels(NamedTuple):
 
 @checked("infinite.nngp")
 def nngp(
-    net: Net, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: BlockSize = None
+    net: Net,
+    x1: Any,
+    x2: Any = None,
+    *,
+    prior: Any = None,
+    scales: Scales = None,
+    block_size: BlockSize = None,
 ) -> Any:
-    r"""Prior covariance of the outputs of a network as its hidden layers get infinitely wide (the NNGP kernel).
+    r"""Prior covariance of the outputs of a network as its hidden layers get infinitely
+    wide (the NNGP kernel).
 
-    Each output is a Gaussian process, independent of the others, with E f(x) = 0 and E f(x) f(x') = K(x, x').
-    After a dense layer with w ~ N(0, s^2 / fan_in), b ~ N(0, sigma^2)
+    Each output is a Gaussian process, independent of the others, with E f(x) = 0 and E
+    f(x) f(x') = K(x, x'). After a dense layer with w ~ N(0, s^2 / fan_in), b ~ N(0,
+    sigma^2)
 
-    .. math:: K'(x, x') = s^2 E[f f'] + \sigma^2, \qquad s^2 E[f f'] = s^2 x \cdot x' / D \text{ for the first layer,}
+    .. math:: K'(x, x') = s^2 E[f f'] + \sigma^2, \qquad s^2 E[f f'] = s^2 x \cdot x' /
+              D \text{ for the first layer,}
 
-    and after an activation phi :math:`E[f f'] = E[\phi(u) \phi(u')]`, (u, u') normal with the covariances K: in
-    closed form for identity, relu, leaky_relu, erf and gelu, by quadrature in two dimensions for the others.
-    The widths of the specification do not matter if the prior scales by fan-in.
+    and after an activation phi :math:`E[f f'] = E[\phi(u) \phi(u')]`, (u, u') normal
+    with the covariances K: in closed form for identity, relu, leaky_relu, erf and gelu,
+    by quadrature in two dimensions for the others. The widths of the specification do
+    not matter if the prior scales by fan-in.
 
-    :param net: a specification of ``Dense``, activations, ``LayerNorm``, ``Residual`` and ``Sequential`` whose output
-        has one axis and comes from weights; before the first weights any layers without parameters.
+    :param net: a specification of ``Dense``, activations, ``LayerNorm``, ``Residual``
+        and ``Sequential`` whose output has one axis and comes from weights; before the
+        first weights any layers without parameters.
     :param x1: inputs ``(N1, *input_shape)``.
     :param x2: inputs ``(N2, *input_shape)``; by default ``x1``, at half the work.
-    :param prior: as in :func:`~numpyro_bnn.random_network`; ``priors.Normal()`` by default. Weights of the
-        inputs, biases and gains must be normal; other weights need only a variance.
-    :param scales: values of the prior's hyper-sites, e.g. ``{"Dense_0.kernel_scale": 0.7}``: a hierarchical prior
-        is a mixture of Gaussian processes.
-    :param block_size: rows and columns computed at once. By default everything, up to 2^24 pairs of data points, as
-        one differentiable JAX array; with a size, or beyond, a NumPy array filled block by block.
+    :param prior: as in :func:`~numpyro_bnn.random_network`; ``priors.Normal()`` by
+        default. Weights of the inputs, biases and gains must be normal; other weights
+        need only a variance.
+    :param scales: values of the prior's hyper-sites, e.g. ``{"Dense_0.kernel_scale":
+        0.7}``: a hierarchical prior is a mixture of Gaussian processes.
+    :param block_size: rows and columns computed at once. By default everything, up to
+        2^24 pairs of data points, as one differentiable JAX array; with a size, or
+        beyond, a NumPy array filled block by block.
     :return: (N1, N2).
-    :raises ValueError: for a layer or prior without a Gaussian limit, NaN, or shapes that do not fit.
+    :raises ValueError: for a layer or prior without a Gaussian limit, NaN, or shapes
+        that do not fit.
     :raises TypeError: for any other kind of net or prior.
 
     References: Neal (1996), chapter 2; Lee et al. (2018), equations (4)-(5).
@@ -64,27 +94,40 @@ def nngp(
     >>> import jax.numpy as jnp
     >>> from numpyro_bnn import nn, priors
     >>> net = nn.MLP([512, 1], "relu")
-    >>> nngp(net, jnp.eye(2), prior=priors.Normal(2.0, bias_scale=0.5)).round(3).tolist()
+    >>> nngp(net, jnp.eye(2), prior=priors.Normal(2.0, bias_scale=0.5)).round(
+    ...     3
+    ... ).tolist()
     [[4.75, 1.941...], [1.941..., 4.75]]
     """
-    return both_kernels("infinite.nngp", net, x1, x2, prior, scales, block_size, want_ntk=False).nngp
+    return both_kernels(
+        "infinite.nngp", net, x1, x2, prior, scales, block_size, want_ntk=False
+    ).nngp
 
 
 @checked("infinite.ntk")
 def ntk(
-    net: Net, x1: Any, x2: Any = None, *, prior: Any = None, scales: Scales = None, block_size: BlockSize = None
+    net: Net,
+    x1: Any,
+    x2: Any = None,
+    *,
+    prior: Any = None,
+    scales: Scales = None,
+    block_size: BlockSize = None,
 ) -> Any:
-    r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely wide network.
+    r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely
+    wide network.
 
-    The parameters are v with w = mean + sd v, sd that of the prior: v ~ N(0, 1) (the NTK parametrization; in w itself
-    the kernel would grow with the width). With T the sum over all v of df/dv df'/dv, a dense
-    layer turns the kernel T of its inputs into
+    The parameters are v with w = mean + sd v, sd that of the prior: v ~ N(0, 1) (the
+    NTK parametrization; in w itself the kernel would grow with the width). With T the
+    sum over all v of df/dv df'/dv, a dense layer turns the kernel T of its inputs into
 
     .. math:: T'(x, x') = K'(x, x') + s^2 T(x, x'),
 
-    an activation phi, with derivative :math:`\dot\phi`, turns it into :math:`T(x, x')\, E[\dot\phi(u) \dot\phi(u')]`,
+    an activation phi, with derivative :math:`\dot\phi`, turns it into :math:`T(x, x')\,
+    E[\dot\phi(u) \dot\phi(u')]`,
 
-    and gradient descent on v is gradient descent on w with every step multiplied by the prior variance.
+    and gradient descent on v is gradient descent on w with every step multiplied by the
+    prior variance.
 
     Arguments, errors and blocks are those of :func:`nngp`.
 
@@ -94,14 +137,18 @@ def ntk(
 
     >>> import jax.numpy as jnp
     >>> from numpyro_bnn import nn
-    >>> ntk(nn.MLP([512, 1], "identity"), jnp.eye(2)).tolist()       # K' = x.x'/2 + 2, T_in = x.x'/2 + 1
+    >>> ntk(
+    ...     nn.MLP([512, 1], "identity"), jnp.eye(2)
+    ... ).tolist()  # K' = x.x'/2 + 2, T_in = x.x'/2 + 1
     [[4.0, 3.0], [3.0, 4.0]]
     """
     return both_kernels("infinite.ntk", net, x1, x2, prior, scales, block_size).ntk
 
 
 def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> jax.Array:
-    """The diagonal of :func:`nngp`: the prior variance of the outputs at every input, (N,)."""
+    """The diagonal of :func:`nngp`: the prior variance of the outputs at every input,
+    (N,).
+    """
     x = _inputs(call, "x", x)
     found = _prior_moments(call, net, x, prior, scales)
     dtype = jnp.result_type(x, float)
@@ -110,49 +157,83 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
 
 
 def both_kernels(
-    call: str, net: Layer, x1: Any, x2: Any, prior: Any, scales: Scales, block_size: Any = None, want_ntk: bool = True
+    call: str,
+    net: Layer,
+    x1: Any,
+    x2: Any,
+    prior: Any,
+    scales: Scales,
+    block_size: Any = None,
+    want_ntk: bool = True,
 ) -> Kernels:
     """Check a call, and compute the kernels."""
     x1 = _inputs(call, "x1", x1)
     x2 = None if x2 is None else _inputs(call, "x2", x2)
     if x2 is not None and x1.shape[1:] != x2.shape[1:]:
-        raise argument_error(call, "x2", f"shape {x2.shape}", f"Pass (N2, *{x1.shape[1:]}), like x1.")
+        raise argument_error(
+            call, "x2", f"shape {x2.shape}", f"Pass (N2, *{x1.shape[1:]}), like x1."
+        )
     found = _prior_moments(call, net, x1, prior, scales)
-    if block_size is None and not isinstance(x1, jax.core.Tracer) and not isinstance(x2, jax.core.Tracer):
-        block_size = BLOCK_SIZE if len(x1) * len(x1 if x2 is None else x2) > LARGEST else None
+    if (
+        block_size is None
+        and not isinstance(x1, jax.core.Tracer)
+        and not isinstance(x2, jax.core.Tracer)
+    ):
+        block_size = (
+            BLOCK_SIZE if len(x1) * len(x1 if x2 is None else x2) > LARGEST else None
+        )
     return kernels(net, found.sites, found.normal, x1, x2, want_ntk, block_size)
 
 
 def kernels(
-    net: Layer, sites: Mapping, normal: frozenset[str], x1: Any, x2: Any, want_ntk: bool, block_size: Any = None
+    net: Layer,
+    sites: Mapping,
+    normal: frozenset[str],
+    x1: Any,
+    x2: Any,
+    want_ntk: bool,
+    block_size: Any = None,
 ) -> Kernels:
     """Kernels for given moments of the parameters."""
     dtype = jnp.result_type(x1, float) if x2 is None else jnp.result_type(x1, x2, float)
     sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), dict(sites))
     if block_size is not None:
-        return _in_blocks((net, normal, want_ntk), sites, np.asarray(x1, dtype), x2, block_size)
+        return _in_blocks(
+            (net, normal, want_ntk), sites, np.asarray(x1, dtype), x2, block_size
+        )
     x1 = jnp.asarray(x1, dtype)
-    found = _block(net, normal, want_ntk, sites, x1, x1 if x2 is None else jnp.asarray(x2, dtype))
+    found = _block(
+        net, normal, want_ntk, sites, x1, x1 if x2 is None else jnp.asarray(x2, dtype)
+    )
     return Kernels(*map(_mirrored, found)) if x2 is None else found
 
 
-def _prior_moments(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> PriorMoments:
+def _prior_moments(
+    call: str, net: Layer, x: Any, prior: Any, scales: Any
+) -> PriorMoments:
     """Moments of a prior, for a network whose outputs have one axis."""
     found = prior_moments(call, net, x.shape[1:], prior, scales)
     if len(out := net.output_shape(x.shape[1:])) != 1:
-        instead = "Put `nn.Flatten()` and a dense layer after it: kernels are those of outputs with one axis."
+        instead = (
+            "Put `nn.Flatten()` and a dense layer after it: kernels are those of "
+            "outputs with one axis."
+        )
         raise argument_error(call, "net", f"outputs of shape {out}", instead)
     return found
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _block(net: Layer, normal: frozenset[str], want_ntk: bool, sites: Any, x1: Any, x2: Any) -> Kernels:
+def _block(
+    net: Layer, normal: frozenset[str], want_ntk: bool, sites: Any, x1: Any, x2: Any
+) -> Kernels:
     out = _propagated(net, Context(sites, normal, want_ntk), Inputs(x1, x2))
     return Kernels(out.nngp, out.ntk)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _own(net: Layer, normal: frozenset[str], sites: Mapping[str, SiteMoments], x: jax.Array) -> jax.Array:
+def _own(
+    net: Layer, normal: frozenset[str], sites: Mapping[str, SiteMoments], x: jax.Array
+) -> jax.Array:
     return _propagated(net, Context(sites, normal, ntk=False), Inputs(x, x[:1])).own1
 
 
@@ -161,24 +242,38 @@ def _propagated(net: Layer, context: Context, inputs: Inputs) -> Covariance:
     out = propagate(net, context, inputs)
     if not isinstance(out, Units) or not out.gaussian:
         came = f"outputs of {type(net).__name__} that are not normal"
-        instead = "End it with `nn.Dense`: only sums over many weights become a Gaussian process."
+        instead = (
+            "End it with `nn.Dense`: only sums over many weights become a Gaussian "
+            "process."
+        )
         raise argument_error("infinite", "net", came, instead)
     return out.k
 
 
 def _mirrored(k: Any) -> Any:
-    """Make exactly symmetric; not inside ``_block``, where the compiler would compute the kernel twice."""
+    """Make exactly symmetric; not inside ``_block``, where the compiler would compute
+    the kernel twice.
+    """
     return None if k is None else (k + k.T) / 2
 
 
-def _in_blocks(settings: tuple, sites: Any, x1: np.ndarray, x2: Any, size: int) -> Kernels:
-    """Fill NumPy arrays with blocks of one shape, compiled once; mirrored where x2 is x1."""
+def _in_blocks(
+    settings: tuple, sites: Any, x1: np.ndarray, x2: Any, size: int
+) -> Kernels:
+    """Fill NumPy arrays with blocks of one shape, compiled once; mirrored where x2 is
+    x1.
+    """
     symmetric = x2 is None
     x2 = x1 if x2 is None else np.asarray(x2, x1.dtype)
-    filled = [np.empty((len(x1), len(x2)), x1.dtype) if want else None for want in (True, settings[2])]
+    filled = [
+        np.empty((len(x1), len(x2)), x1.dtype) if want else None
+        for want in (True, settings[2])
+    ]
 
     def part(x: np.ndarray, start: int) -> np.ndarray:
-        return x[np.minimum(np.arange(start, start + size), len(x) - 1)]  # the last block is padded
+        return x[
+            np.minimum(np.arange(start, start + size), len(x) - 1)
+        ]  # the last block is padded
 
     for i in range(0, len(x1), size):
         rows = part(x1, i)
@@ -216,12 +311,14 @@ def empirical_ntk(
 ) -> Any:
     r"""Neural tangent kernel of one network with given parameters.
 
-    .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial w}
+    .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial
+              w}
               \frac{\partial f_l(x')}{\partial w},
 
-    with the variances of the prior, that is the sum over standardized parameters v = (w - mean) / sd. For parameters
-    drawn from the prior it tends to :func:`ntk` as the width grows. Jacobians are computed for one block of data
-    points at a time and contracted; two of them, (B, K, P) with P parameters, are in memory.
+    with the variances of the prior, that is the sum over standardized parameters v = (w
+    - mean) / sd. For parameters drawn from the prior it tends to :func:`ntk` as the
+    width grows. Jacobians are computed for one block of data points at a time and
+    contracted; two of them, (B, K, P) with P parameters, are in memory.
 
     :param net: a specification without :class:`~numpyro_bnn.nn.BatchNorm`.
     :param params: its parameters, as ``net.init`` or a draw of the prior gives them.
@@ -229,15 +326,20 @@ def empirical_ntk(
     :param x2: inputs ``(N2, *input_shape)``; by default ``x1``.
     :param prior: as in :func:`nngp`; any prior with a finite variance.
     :param scales: values of its hyper-sites.
-    :param full: all pairs of outputs, (N1, N2, K, K), rather than the mean over the outputs of T_kk.
-    :param block_size: data points in a block; by default as many as keep a Jacobian near 2^25 numbers.
+    :param full: all pairs of outputs, (N1, N2, K, K), rather than the mean over the
+        outputs of T_kk.
+    :param block_size: data points in a block; by default as many as keep a Jacobian
+        near 2^25 numbers.
     :return: NumPy array (N1, N2), or (N1, N2, K, K).
-    :raises ValueError: for parameters that do not fit, NaN, or a network with batch statistics.
+    :raises ValueError: for parameters that do not fit, NaN, or a network with batch
+        statistics.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn import nn
     >>> net = nn.Dense(1)
-    >>> empirical_ntk(net, net.init(jax.random.key(0), (2,)), jnp.eye(2)).tolist()     # x.x'/2 + 1
+    >>> empirical_ntk(
+    ...     net, net.init(jax.random.key(0), (2,)), jnp.eye(2)
+    ... ).tolist()  # x.x'/2 + 1
     [[1.5, 1.0], [1.0, 1.5]]
     """
     call = "infinite.empirical_ntk"
@@ -249,41 +351,64 @@ def empirical_ntk(
     if contains(net, BatchNorm):
         instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
         raise argument_error(call, "net", "a network with `BatchNorm`", instead)
-    expected, got = net.param_shapes(shape), {name: np.shape(value) for name, value in params.items()}
+    expected, got = (
+        net.param_shapes(shape),
+        {name: np.shape(value) for name, value in params.items()},
+    )
     if got != expected:
-        raise argument_error(call, "params", got, f"Pass one array for each parameter: {expected}.")
+        raise argument_error(
+            call, "params", got, f"Pass one array for each parameter: {expected}."
+        )
     variances = {name: jnp.asarray(found.sites[name].variance) for name in params}
-    weights = {name: variances[name] / weight_fan_in(name, np.shape(params[name])) for name in params}
+    weights = {
+        name: variances[name] / weight_fan_in(name, np.shape(params[name]))
+        for name in params
+    }
     outputs = int(np.prod(net.output_shape(shape)))
     fits = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
     size = fits if block_size is None else block_size
     first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
     pairs = (outputs, outputs) if full else ()
-    result = np.empty((len(first), len(second), *pairs), jnp.result_type(*params.values(), float))
+    result = np.empty(
+        (len(first), len(second), *pairs), jnp.result_type(*params.values(), float)
+    )
     for i in range(0, len(first), size):
         rows = _jacobian(net, params, first[i : i + size])
         scaled = {name: rows[name] * weights[name] for name in rows}
         for j in range(i if x2 is None else 0, len(second), size):
-            block = np.asarray(_contracted(scaled, _jacobian(net, params, second[j : j + size]), full))
+            block = np.asarray(
+                _contracted(scaled, _jacobian(net, params, second[j : j + size]), full)
+            )
             result[i : i + size, j : j + size] = block
             if x2 is None and i != j:
-                result[j : j + size, i : i + size] = block.swapaxes(0, 1).swapaxes(-1, -2) if full else block.T
+                result[j : j + size, i : i + size] = (
+                    block.swapaxes(0, 1).swapaxes(-1, -2) if full else block.T
+                )
     return result
 
 
 @partial(jax.jit, static_argnums=0)
 def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
     """Derivatives of every output, (B, K, *shape) for each parameter."""
-    return jax.vmap(lambda row: jax.jacrev(lambda at: net.apply(at, row).reshape(-1))(dict(params)))(x)
+    return jax.vmap(
+        lambda row: jax.jacrev(lambda at: net.apply(at, row).reshape(-1))(dict(params))
+    )(x)
 
 
 @partial(jax.jit, static_argnums=2)
-def _contracted(one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool) -> jax.Array:
-    """Sum over parameters, and average over outputs unless all pairs of them are requested."""
+def _contracted(
+    one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool
+) -> jax.Array:
+    """Sum over parameters, and average over outputs unless all pairs of them are
+    requested.
+    """
     total: Any = 0.0
     formula = "akp,blp->abkl" if full else "akp,bkp->ab"
     for name, left in one.items():
         shape = (*left.shape[:2], -1)
-        parts = left.reshape(shape), other[name].reshape((other[name].shape[0], *shape[1:]))
+        parts = (
+            left.reshape(shape),
+            other[name].reshape((other[name].shape[0], *shape[1:])),
+        )
         total += jnp.einsum(formula, *parts, precision="highest")
     return total if full else total / next(iter(one.values())).shape[1]

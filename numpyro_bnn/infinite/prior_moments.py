@@ -1,4 +1,6 @@
-"""Mean and variance that a prior gives to every parameter of a network, scaled as the wide limit requires."""
+"""Mean and variance that a prior gives to every parameter of a network, scaled as the
+wide limit requires.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -20,14 +22,18 @@ Scales: TypeAlias = Mapping[str, Any] | None  # values of the hyper-sites of a p
 
 
 class SiteMoments(NamedTuple):
-    """Mean of a parameter, and its variance times the fan-in: scalars, (..., 1) by input, or one for each element."""
+    """Mean of a parameter, and its variance times the fan-in: scalars, (..., 1) by
+    input, or one for each element.
+    """
 
     mean: Any
     variance: Any
 
 
 class PriorMoments(NamedTuple):
-    """Moments by parameter, and the parameters whose weights are independent and normal."""
+    """Moments by parameter, and the parameters whose weights are independent and
+    normal.
+    """
 
     sites: dict[str, SiteMoments]
     normal: frozenset[str]
@@ -36,7 +42,9 @@ class PriorMoments(NamedTuple):
 def prior_moments(
     call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Scales = None
 ) -> PriorMoments:
-    """Evaluate a prior, its hyper-sites at ``scales``, at every parameter of a network."""
+    """Evaluate a prior, its hyper-sites at ``scales``, at every parameter
+    of a network.
+    """
     shapes = net.param_shapes(input_shape)
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):
@@ -50,7 +58,9 @@ def prior_moments(
         if is_normal:
             normal.add(name)
     for name in given.keys() - used:
-        raise unknown_name(call, "scales", name, used or ["(this prior has no hyper-sites)"])
+        raise unknown_name(
+            call, "scales", name, used or ["(this prior has no hyper-sites)"]
+        )
     return PriorMoments(sites, frozenset(normal))
 
 
@@ -59,16 +69,26 @@ def weight_fan_in(name: str, shape: Shape) -> int:
     return fan_in(name, shape) if role(name, shape) == "kernel" else 1
 
 
-def _distribution(call: str, prior: Any, name: str, shape: Shape, given: dict) -> tuple[Any, list[str]]:
-    """The distribution of one parameter at the given values of its hyper-sites, and their names."""
+def _distribution(
+    call: str, prior: Any, name: str, shape: Shape, given: dict
+) -> tuple[Any, list[str]]:
+    """The distribution of one parameter at the given values of its hyper-sites, and
+    their names.
+    """
     seeded = handlers.seed(handlers.substitute(prior, data=given), rng_seed=0)
     with handlers.block(), handlers.trace() as trace:
         fn = seeded(name, shape)
     hyper = [site for site, message in trace.items() if message["type"] == "sample"]
     if missing := [site for site in hyper if site not in given]:
         came = f"a prior of {name!r} with the unknown scale {missing[0]!r}"
-        choose = f"choose one, `scales={{{missing[0]!r}: 1.0}}`, or a prior without hyper-sites, `priors.Normal()`."
-        instead = f"Such a prior is a mixture of Gaussian processes, one for each value: {choose}"
+        choose = (
+            f"choose one, `scales={{{missing[0]!r}: 1.0}}`, or a prior without "
+            f"hyper-sites, `priors.Normal()`."
+        )
+        instead = (
+            f"Such a prior is a mixture of Gaussian processes, one for each value: "
+            f"{choose}"
+        )
         raise argument_error(call, "prior", came, instead)
     return fn, hyper
 
@@ -76,25 +96,46 @@ def _distribution(call: str, prior: Any, name: str, shape: Shape, given: dict) -
 def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, bool]:
     """Moments of one parameter, and whether it is normal."""
     if not isinstance(fn, dist.Distribution):
-        instead = "A prior is a callable `(name, shape) -> numpyro.distributions.Distribution`."
+        instead = (
+            "A prior is a callable `(name, shape) -> "
+            "numpyro.distributions.Distribution`."
+        )
         raise argument_error(call, "prior", f"{fn!r} for {name!r}", instead, TypeError)
     if isinstance(fn, Constant):
         if call == "infinite.empirical_ntk":
             return SiteMoments(fn.v, jnp.zeros(())), False  # not trained
         came = f"weights of {name!r} that are not random"
-        instead = "The kernel is that of the random rest of the network: pass it, and the features of the body as x."
+        instead = (
+            "The kernel is that of the random rest of the network: pass it, and the "
+            "features of the body as x."
+        )
         raise argument_error(call, "prior", came, instead)
     found = affine_normal(fn)
-    mean, variance = (found[0], found[1] ** 2) if found is not None else _other_moments(call, fn, name)
-    centered = call == "infinite.empirical_ntk" or role(name, shape) == "scale"  # any mean will do
+    mean, variance = (
+        (found[0], found[1] ** 2)
+        if found is not None
+        else _other_moments(call, fn, name)
+    )
+    centered = (
+        call == "infinite.empirical_ntk" or role(name, shape) == "scale"
+    )  # any mean will do
     if not centered and _known_not(mean, lambda m: m == 0):
         instead = "The wide limit needs weights and biases of mean 0."
-        raise argument_error(call, "prior", f"a mean other than 0 for {name!r}", instead)
+        raise argument_error(
+            call, "prior", f"a mean other than 0 for {name!r}", instead
+        )
     if _known_not(variance, np.isfinite):
-        instead = "Sums of many weights have no Gaussian limit then: use e.g. `priors.Normal()`."
-        raise argument_error(call, "prior", f"an infinite variance for {name!r}", instead)
+        instead = (
+            "Sums of many weights have no Gaussian limit then: use e.g. "
+            "`priors.Normal()`."
+        )
+        raise argument_error(
+            call, "prior", f"an infinite variance for {name!r}", instead
+        )
     scaled = variance * weight_fan_in(name, shape)
-    return SiteMoments(_reduced(mean, shape), _reduced(scaled, shape)), found is not None
+    return SiteMoments(
+        _reduced(mean, shape), _reduced(scaled, shape)
+    ), found is not None
 
 
 def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, Any]:
@@ -105,23 +146,38 @@ def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, An
     except NotImplementedError:
         pass
     came = f"a {type(unwrapped(fn)).__name__} for {name!r}"
-    instead = "The wide limit is known for independent weights with a variance, e.g. `priors.Normal()`."
+    instead = (
+        "The wide limit is known for independent weights with a variance, e.g. "
+        "`priors.Normal()`."
+    )
     raise argument_error(call, "prior", came, instead)
 
 
 def _known_not(value: Any, holds: Callable[[np.ndarray], Any]) -> bool:
-    """Whether a condition is violated, as far as the value is known (not traced by JAX)."""
-    return not isinstance(value, jax.core.Tracer) and not np.all(holds(np.asarray(value)))
+    """Whether a condition is violated, as far as the value is known (not traced by
+    JAX).
+    """
+    return not isinstance(value, jax.core.Tracer) and not np.all(
+        holds(np.asarray(value))
+    )
 
 
 def _reduced(value: Any, shape: Shape) -> Any:
-    """A scalar where all elements are equal, (..., 1) where a kernel's differ by input only, else all of them."""
+    """A scalar where all elements are equal, (..., 1) where a kernel's differ by input
+    only, else all of them.
+    """
     if np.ndim(value) == 0:
         return jnp.asarray(value)
-    if isinstance(value, jax.core.Tracer):  # assumed not to differ by unit, as in every family of ours
+    if isinstance(
+        value, jax.core.Tracer
+    ):  # assumed not to differ by unit, as in every family of ours
         full = jnp.broadcast_to(value, shape)
-        return jnp.mean(full, axis=-1, keepdims=True) if len(shape) > 1 else jnp.mean(full)
+        return (
+            jnp.mean(full, axis=-1, keepdims=True) if len(shape) > 1 else jnp.mean(full)
+        )
     array = np.broadcast_to(np.asarray(value), shape)
     if np.all(array == array.flat[0]):
         return jnp.asarray(array.flat[0])
-    return jnp.asarray(array[..., :1] if len(shape) > 1 and np.all(array == array[..., :1]) else array)
+    return jnp.asarray(
+        array[..., :1] if len(shape) > 1 and np.all(array == array[..., :1]) else array
+    )

@@ -1,4 +1,6 @@
-"""Predictions of infinitely wide networks: exact Bayesian regression, and ensembles trained by gradient descent."""
+"""Predictions of infinitely wide networks: exact Bayesian regression, and ensembles
+trained by gradient descent.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,19 +11,26 @@ import numpy as np
 from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 
-from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_same_length
+from numpyro_bnn._checks import (
+    argument_error,
+    as_floats,
+    check_finite,
+    check_same_length,
+)
 from numpyro_bnn._options import Positive, RandomKey, Switch, checked
 from numpyro_bnn.infinite.kernels import nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Net
 
-# Jitter added to the diagonal, relative to its mean: none, then from a few rounding errors upwards by factors of ten.
+# Jitter added to the diagonal, relative to its mean: none, then from a few rounding
+# errors upwards by factors of ten.
 STEPS = 8
 
 
 class Prediction(NamedTuple):
-    """Normal distribution of the function at M inputs; add noise_sd^2 to the variance for an observation.
+    """Normal distribution of the function at M inputs; add noise_sd^2 to the variance
+    for an observation.
 
     :param mean: (M,), or (M, K) for K outputs.
     :param covariance: (M, M), shared by the outputs; or its diagonal, (M,).
@@ -33,7 +42,8 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GPRegression:
-    """Posterior of the Gaussian process given data; returned by :func:`gp_regression`, in float64.
+    """Posterior of the Gaussian process given data; returned by :func:`gp_regression`,
+    in float64.
 
     :ivar net: the network.
     :ivar prior: its prior.
@@ -42,13 +52,17 @@ class GPRegression:
     :ivar y: targets, (N,) or (N, K).
     :ivar noise_sd: sd of the observations around the function.
     :ivar log_marginal_likelihood: log p(y | x), summed over the outputs.
-    :ivar jitter: amount added to the diagonal of K + noise_sd^2 I; 0 if none was needed.
+    :ivar jitter: amount added to the diagonal of K + noise_sd^2 I; 0 if none was
+        needed.
 
     >>> import numpy as np
     >>> from numpyro_bnn import nn
     >>> x = np.linspace(-1, 1, 9)[:, None]
     >>> gp = gp_regression(nn.MLP([64, 1], "erf"), x, np.sin(3 * x[:, 0]), noise_sd=0.1)
-    >>> gp.predict(x[:2]).covariance.shape, gp.predict(x[:2], diagonal=True).covariance.shape
+    >>> (
+    ...     gp.predict(x[:2]).covariance.shape,
+    ...     gp.predict(x[:2], diagonal=True).covariance.shape,
+    ... )
     ((2, 2), (2,))
     """
 
@@ -102,14 +116,23 @@ class GPRegression:
 
         mean, variance = self.predict(x, diagonal=True)
         if np.shape(y) != mean.shape:
-            instead = f"Pass {mean.shape}: one row per row of `x`, with the outputs of the data."
-            raise argument_error("GPRegression.log_density", "y", f"shape {np.shape(y)}", instead)
-        sd = np.sqrt(variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2)
+            instead = (
+                f"Pass {mean.shape}: one row per row of `x`, with the outputs of the "
+                f"data."
+            )
+            raise argument_error(
+                "GPRegression.log_density", "y", f"shape {np.shape(y)}", instead
+            )
+        sd = np.sqrt(
+            variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2
+        )
         check_finite("GPRegression.log_density", "y", y)
         return norm.logpdf(np.asarray(y), mean, sd).reshape(len(mean), -1).sum(axis=1)
 
     @checked("GPRegression.sample")
-    def sample(self, rng_key: RandomKey, x: Any = None, sample_shape: tuple[int, ...] = ()) -> np.ndarray:
+    def sample(
+        self, rng_key: RandomKey, x: Any = None, sample_shape: tuple[int, ...] = ()
+    ) -> np.ndarray:
         """Posterior draws of the function, without noise.
 
         :param rng_key: key of the draws.
@@ -120,7 +143,11 @@ class GPRegression:
         with jax.enable_x64(True):
             lower = np.asarray(factorize(jnp.asarray(covariance)).lower)
             noise = np.asarray(jax.random.normal(rng_key, (*sample_shape, *mean.shape)))
-        return mean + np.einsum("mn,...nk->...mk", lower, noise) if mean.ndim > 1 else mean + noise @ lower.T
+        return (
+            mean + np.einsum("mn,...nk->...mk", lower, noise)
+            if mean.ndim > 1
+            else mean + noise @ lower.T
+        )
 
     def _kernel(self, x1: Any, x2: Any) -> Any:
         return nngp(self.net, x1, x2, prior=self.prior, scales=self.scales)
@@ -128,25 +155,37 @@ class GPRegression:
 
 @checked("infinite.gp_regression")
 def gp_regression(
-    net: Net, x: Any, y: Any, *, noise_sd: Positive, prior: Any = None, scales: Scales = None
+    net: Net,
+    x: Any,
+    y: Any,
+    *,
+    noise_sd: Positive,
+    prior: Any = None,
+    scales: Scales = None,
 ) -> GPRegression:
-    r"""Exact posterior of an infinitely wide Bayesian network with normal noise: Gaussian process regression.
+    r"""Exact posterior of an infinitely wide Bayesian network with normal noise:
+    Gaussian process regression.
 
     .. math::
         y &= f(x) + \sigma N(0, 1), \quad f \sim GP(0, K), \quad A = K + \sigma^2 I, \\
-        E[f_* \mid y] &= K_* A^{-1} y, \quad \mathrm{Cov}[f_* \mid y] = K_{**} - K_* A^{-1} K_*', \\
+        E[f_* \mid y] &= K_* A^{-1} y, \quad
+        \mathrm{Cov}[f_* \mid y] = K_{**} - K_* A^{-1} K_*', \\
         \log p(y) &= -\tfrac12 y' A^{-1} y - \tfrac12 \log |A| - \tfrac N2 \log 2\pi
 
-    with K from :func:`nngp` and sigma the ``noise_sd``. Computed in float64; time grows as N^3, memory as N^2.
+    with K from :func:`nngp` and sigma the ``noise_sd``. Computed in float64; time grows
+    as N^3, memory as N^2.
 
     :param net: as for :func:`nngp`.
     :param x: inputs ``(N, *input_shape)``.
-    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Center them: their prior mean is 0.
+    :param y: targets (N,), or (N, K): K outputs, independent given the kernel. Center
+        them: their prior mean is 0.
     :param noise_sd: sd of the noise, in units of y.
     :param prior: as for :func:`nngp`; :func:`prior_fit` finds one.
     :param scales: values of the prior's hyper-sites.
-    :return: a :class:`GPRegression`, which :func:`~numpyro_bnn.to_inference_data` accepts.
-    :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a noise that is not positive.
+    :return: a :class:`GPRegression`, which :func:`~numpyro_bnn.to_inference_data`
+        accepts.
+    :raises ValueError: as :func:`nngp` does; for targets that do not fit, or a noise
+        that is not positive.
 
     Reference: Rasmussen & Williams (2006), algorithm 2.1.
 
@@ -161,12 +200,20 @@ def gp_regression(
     x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
     with jax.enable_x64(True):
-        factor = factorize(with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd))
+        factor = factorize(
+            with_noise(jnp.asarray(nngp(net, x, prior=prior, scales=scales)), noise_sd)
+        )
         if bool(jnp.isnan(factor.lower).any()):
             came = f"a kernel that no jitter makes positive definite, with {noise_sd}"
-            raise argument_error(call, "noise_sd", came, "Pass a larger one, or remove repeated inputs.")
+            raise argument_error(
+                call, "noise_sd", came, "Pass a larger one, or remove repeated inputs."
+            )
         whitened = solve_triangular(factor.lower, y, lower=True)
-        numbers = float(noise_sd), float(_whitened_log_density(factor.lower, whitened)), float(factor.jitter)
+        numbers = (
+            float(noise_sd),
+            float(_whitened_log_density(factor.lower, whitened)),
+            float(factor.jitter),
+        )
         lower, half = np.asarray(factor.lower), np.asarray(whitened)
     return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
 
@@ -176,7 +223,9 @@ def check_data(call: str, x: Any, y: Any) -> None:
     for argument, value in (("x", x), ("y", y)):
         check_finite(call, argument, value)
     if np.ndim(y) not in (1, 2):
-        raise argument_error(call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K).")
+        raise argument_error(
+            call, "y", f"shape {np.shape(y)}", "Pass targets of shape (N,) or (N, K)."
+        )
     check_same_length(call, x=x, y=y)
 
 
@@ -188,18 +237,33 @@ class Factor(NamedTuple):
 
 
 def factorize(matrix: jax.Array) -> Factor:
-    """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that works (e: N rounding errors)."""
-    unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
+    """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that
+    works (e: N rounding errors).
+    """
+    unit = (
+        len(matrix)
+        * jnp.finfo(matrix.dtype).eps
+        * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
+    )
 
     def attempt(step: jax.Array) -> tuple[jax.Array, Factor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
-        return step, Factor(jnp.linalg.cholesky(matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)), jitter)
+        return step, Factor(
+            jnp.linalg.cholesky(
+                matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)
+            ),
+            jitter,
+        )
 
     def failed(state: tuple[jax.Array, Factor]) -> jax.Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 
-    return lax.while_loop(failed, lambda state: attempt(state[0] + 1), attempt(jnp.zeros((), matrix.dtype)))[1]
+    return lax.while_loop(
+        failed,
+        lambda state: attempt(state[0] + 1),
+        attempt(jnp.zeros((), matrix.dtype)),
+    )[1]
 
 
 def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
@@ -208,14 +272,19 @@ def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
 
 
 @jax.custom_jvp
-def zero_mean_log_density(matrix: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log density of y ~ N(0, A), summed over the outputs, and the jitter that A needed.
+def zero_mean_log_density(
+    matrix: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log density of y ~ N(0, A), summed over the outputs, and the jitter that A
+    needed.
 
-    Its derivative, dA -> a' dA a / 2 - tr(A^-1 dA) / 2 with a = A^-1 y, takes one factor and one inverse; the
-    derivative of the factor would take several.
+    Its derivative, dA -> a' dA a / 2 - tr(A^-1 dA) / 2 with a = A^-1 y, takes one
+    factor and one inverse; the derivative of the factor would take several.
     """
     factor = factorize(matrix)
-    return _whitened_log_density(factor.lower, solve_triangular(factor.lower, y, lower=True)), factor.jitter
+    return _whitened_log_density(
+        factor.lower, solve_triangular(factor.lower, y, lower=True)
+    ), factor.jitter
 
 
 @zero_mean_log_density.defjvp
@@ -228,10 +297,15 @@ def _zero_mean_log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, An
     inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
     slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
     change = jnp.sum(slope * d_matrix) - jnp.sum(solved * d_y)
-    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (change, jnp.zeros_like(factor.jitter))
+    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (
+        change,
+        jnp.zeros_like(factor.jitter),
+    )
 
 
 def _whitened_log_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:
     """Log density of y ~ N(0, L L') from L^-1 y, summed over the outputs."""
-    log_norm = jnp.sum(jnp.log(jnp.diagonal(lower))) + 0.5 * len(lower) * jnp.log(2 * jnp.pi)
+    log_norm = jnp.sum(jnp.log(jnp.diagonal(lower))) + 0.5 * len(lower) * jnp.log(
+        2 * jnp.pi
+    )
     return -0.5 * jnp.sum(whitened**2) - whitened[0].size * log_norm

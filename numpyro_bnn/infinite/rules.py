@@ -1,4 +1,6 @@
-"""How each kind of layer changes the covariances of its units: one rule per class of specification."""
+"""How each kind of layer changes the covariances of its units: one rule per class of
+specification.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -23,10 +25,14 @@ class Inputs(NamedTuple):
 
 
 class Covariance(NamedTuple):
-    """Second moments of one of infinitely many independent units, at all pairs of data points."""
+    """Second moments of one of infinitely many independent units, at all pairs of data
+    points.
+    """
 
     nngp: jax.Array  # E f(x1) f(x2), (N1, N2)
-    ntk: jax.Array | None  # sum over standardized parameters of the products of their derivatives, (N1, N2)
+    ntk: (
+        jax.Array | None
+    )  # sum over standardized parameters of the products of their derivatives, (N1, N2)
     own1: jax.Array  # ``nngp`` of every first data point with itself, (N1,)
     own2: jax.Array
     mean1: jax.Array  # E f(x1), (N1,)
@@ -34,7 +40,9 @@ class Covariance(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Second moments given each of G values of a random number that all data points share: the gain of a unit."""
+    """Second moments given each of G values of a random number that all data points
+    share: the gain of a unit.
+    """
 
     weights: jax.Array  # probabilities of the values, (G,)
     k: Covariance  # with a leading axis of G
@@ -44,15 +52,21 @@ class Units(NamedTuple):
     """Infinitely many units of a layer."""
 
     k: Covariance
-    gaussian: bool = True  # whether they are normal, as after weights; activations need it
-    given: Given | None = None  # if they are normal given a random number, moments for each of its values
+    gaussian: bool = (
+        True  # whether they are normal, as after weights; activations need it
+    )
+    given: Given | None = (
+        None  # if they are normal given a random number, moments for each of its values
+    )
 
 
 State = Inputs | Units
 
 
 class Context(NamedTuple):
-    """Where a layer is in the network, and the prior moments of the parameters by dotted path."""
+    """Where a layer is in the network, and the prior moments of the parameters by
+    dotted path.
+    """
 
     sites: Mapping[str, SiteMoments]
     normal: frozenset[str]  # paths of parameters that are independent and normal
@@ -70,25 +84,37 @@ class Context(NamedTuple):
         return self.sites[self.full(name)].variance
 
     def bias(self, used: bool) -> Any:
-        """Variance of the biases; they must be normal, because nothing averages over them."""
+        """Variance of the biases; they must be normal, because nothing averages over
+        them.
+        """
         if not used:
             return 0.0
         self.need_normal("bias", "Biases enter each unit as they are")
         return self.common("bias")
 
     def common(self, name: str) -> Any:
-        """A variance shared by all units; if it differs by hidden input, its mean (by the law of large numbers)."""
+        """A variance shared by all units; if it differs by hidden input, its mean (by
+        the law of large numbers).
+        """
         value = self.weight(name)
         if jnp.ndim(value) and (jnp.ndim(value) == 1 or value.shape[-1] != 1):
             came = f"different variances within {self.full(name)!r}"
-            instead = "In the limit all units of a layer are alike: variances may differ by input only."
+            instead = (
+                "In the limit all units of a layer are alike: variances may differ by "
+                "input only."
+            )
             raise argument_error("infinite", "prior", came, instead)
         return jnp.mean(value)
 
     def need_normal(self, name: str, why: str) -> None:
         if self.full(name) not in self.normal:
             came = f"weights of {self.full(name)!r} that are not normal"
-            raise argument_error("infinite", "prior", came, f"{why}: only normal ones give a Gaussian process.")
+            raise argument_error(
+                "infinite",
+                "prior",
+                came,
+                f"{why}: only normal ones give a Gaussian process.",
+            )
 
 
 Rule = Callable[[Any, Context, State], State]
@@ -101,27 +127,41 @@ def rule(kind: type[Layer]) -> Callable[[Rule], Rule]:
 
 
 def propagate(layer: Layer, context: Context, state: State) -> State:
-    """Apply the rule of a layer, or refuse it; layers without parameters act on inputs as usual."""
+    """Apply the rule of a layer, or refuse it; layers without parameters act on inputs
+    as usual.
+    """
     kind = next((kind for kind in type(layer).__mro__ if kind in RULES), None)
     if kind is not None:
         return RULES[kind](layer, context, state)
     if isinstance(state, Inputs) and not layer.param_shapes(state.x1.shape[1:]):
         return _on_inputs(layer, context, state)
-    raise _unsupported(layer, context, "Layers with a limit: " + ", ".join(k.__name__ for k in RULES) + ".")
+    raise _unsupported(
+        layer,
+        context,
+        "Layers with a limit: " + ", ".join(k.__name__ for k in RULES) + ".",
+    )
 
 
 def contains(layer: Layer, kind: type[Layer]) -> bool:
     """Whether a layer, or one inside it, is of a kind."""
-    return isinstance(layer, kind) or any(contains(part, kind) for _, part in layer.children())
+    return isinstance(layer, kind) or any(
+        contains(part, kind) for _, part in layer.children()
+    )
 
 
 def _on_inputs(layer: Layer, context: Context, state: Inputs) -> Inputs:
-    return Inputs(*(layer.forward(nn.ForwardContext({}, context.path), x) for x in state))
+    return Inputs(
+        *(layer.forward(nn.ForwardContext({}, context.path), x) for x in state)
+    )
 
 
 def _unsupported(layer: Layer, context: Context, why: str) -> Exception:
     """The error for a layer that has no Gaussian limit."""
-    place = f"{type(layer).__name__} at {context.path!r}" if context.path else type(layer).__name__
+    place = (
+        f"{type(layer).__name__} at {context.path!r}"
+        if context.path
+        else type(layer).__name__
+    )
     return argument_error("infinite", "net", place, why)
 
 
@@ -146,13 +186,20 @@ def _first_dense(layer: nn.Dense, context: Context, state: Inputs) -> Units:
         weight = weight[:, 0][None]
     scaled1, scaled2 = x1 * weight / x1.shape[1], x2 * weight / x1.shape[1]
     nngp = jnp.matmul(scaled1, x2.T, precision="highest") + bias
-    own1, own2 = jnp.sum(scaled1 * x1, axis=1) + bias, jnp.sum(scaled2 * x2, axis=1) + bias
+    own1, own2 = (
+        jnp.sum(scaled1 * x1, axis=1) + bias,
+        jnp.sum(scaled2 * x2, axis=1) + bias,
+    )
     return _centered(nngp, nngp if context.ntk else None, own1, own2)
 
 
-def _centered(nngp: jax.Array, ntk: jax.Array | None, own1: jax.Array, own2: jax.Array) -> Units:
+def _centered(
+    nngp: jax.Array, ntk: jax.Array | None, own1: jax.Array, own2: jax.Array
+) -> Units:
     """Sums over many weights of mean 0: normal, whatever is summed."""
-    return Units(Covariance(nngp, ntk, own1, own2, jnp.zeros_like(own1), jnp.zeros_like(own2)))
+    return Units(
+        Covariance(nngp, ntk, own1, own2, jnp.zeros_like(own1), jnp.zeros_like(own2))
+    )
 
 
 @rule(nn.Activation)
@@ -167,8 +214,10 @@ def activation(layer: nn.Activation, context: Context, state: State) -> State:
         return Units(_activated(forms, state.k), gaussian=False)
     if state.given is None:
         why = (
-            "An activation needs normal inputs: put it after Dense. In a residual network"
-            " write blocks `Residual(Sequential(['relu', Dense(n), ...]))`, without activation between them."
+            "An activation needs normal inputs: put it after Dense. In a residual "
+            "network"
+            " write blocks `Residual(Sequential(['relu', Dense(n), ...]))`, without "
+            "activation between them."
         )
         raise _unsupported(layer, context, why)
     parts = jax.vmap(lambda k: _activated(forms, k))(state.given.k)
@@ -178,10 +227,15 @@ def activation(layer: nn.Activation, context: Context, state: State) -> State:
 def _activated(forms: Dual, k: Covariance) -> Covariance:
     """Moments of f of normal units."""
     q1, q2 = k.own1, k.own2
-    cross = jnp.broadcast_to(q1[:, None], k.nngp.shape), jnp.broadcast_to(q2[None, :], k.nngp.shape)
+    cross = (
+        jnp.broadcast_to(q1[:, None], k.nngp.shape),
+        jnp.broadcast_to(q2[None, :], k.nngp.shape),
+    )
     ntk = None if k.ntk is None else k.ntk * forms.slope(k.nngp, *cross)
     own = forms.value(q1, q1, q1), forms.value(q2, q2, q2)
-    return Covariance(forms.value(k.nngp, *cross), ntk, *own, forms.mean(q1), forms.mean(q2))
+    return Covariance(
+        forms.value(k.nngp, *cross), ntk, *own, forms.mean(q1), forms.mean(q2)
+    )
 
 
 def _average(given: Given) -> Covariance:
@@ -191,10 +245,15 @@ def _average(given: Given) -> Covariance:
 
 @rule(nn.LayerNorm)
 def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
-    """Covariance over the sds of both data points; then gains 1 + g v and biases b u, independent for each unit."""
+    """Covariance over the sds of both data points; then gains 1 + g v and biases b u,
+    independent for each unit.
+    """
     if isinstance(state, Inputs):
         if layer.use_scale or layer.use_bias:
-            why = "On inputs write `LayerNorm(use_scale=False, use_bias=False)`: few random gains have no limit."
+            why = (
+                "On inputs write `LayerNorm(use_scale=False, use_bias=False)`: few "
+                "random gains have no limit."
+            )
             raise _unsupported(layer, context, why)
         return _on_inputs(layer, context, state)
     unit, bias = _standardized(state.k), context.bias(layer.use_bias)
@@ -203,8 +262,15 @@ def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
     context.need_normal("scale", "Gains enter each unit as they are")
     mean, spread = context.sites[context.full("scale")].mean, context.common("scale")
     x, w = (jnp.asarray(part, unit.own1.dtype) for part in nodes(GAIN_NODES))
-    given = Given(w, jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(mean + jnp.sqrt(spread) * x))
-    return Units(_average(given), gaussian=False, given=given if state.gaussian else None)
+    given = Given(
+        w,
+        jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(
+            mean + jnp.sqrt(spread) * x
+        ),
+    )
+    return Units(
+        _average(given), gaussian=False, given=given if state.gaussian else None
+    )
 
 
 def _standardized(k: Covariance) -> Covariance:
@@ -221,7 +287,9 @@ def _standardized(k: Covariance) -> Covariance:
 
 
 def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
-    """Units times a given gain, plus random biases; the tangent kernel counts both parameters."""
+    """Units times a given gain, plus random biases; the tangent kernel counts both
+    parameters.
+    """
     ntk = None if k.ntk is None else gain**2 * k.ntk + spread * k.nngp + bias
     nngp, own1, own2 = (gain**2 * part + bias for part in (k.nngp, k.own1, k.own2))
     return k._replace(nngp=nngp, ntk=ntk, own1=own1, own2=own2)
@@ -230,7 +298,11 @@ def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
 @rule(nn.BatchNorm)
 def batch_norm(layer: nn.BatchNorm, context: Context, state: State) -> State:
     """Statistics of a batch couple all its data points."""
-    raise _unsupported(layer, context, "Batch statistics have no kernel of two data points: use `LayerNorm`.")
+    raise _unsupported(
+        layer,
+        context,
+        "Batch statistics have no kernel of two data points: use `LayerNorm`.",
+    )
 
 
 @rule(nn.Flatten)
@@ -249,16 +321,33 @@ def sequential(layer: nn.Sequential, context: Context, state: State) -> State:
 
 @rule(nn.Residual)
 def residual(layer: nn.Residual, context: Context, state: State) -> State:
-    """Branches with separate weights are independent: covariances add, and so do products of their means."""
-    a = state if layer.shortcut is None else propagate(layer.shortcut, context.child("shortcut"), state)
+    """Branches with separate weights are independent: covariances add, and so do
+    products of their means.
+    """
+    a = (
+        state
+        if layer.shortcut is None
+        else propagate(layer.shortcut, context.child("shortcut"), state)
+    )
     b = propagate(layer.body, context.child("body"), state)
     if isinstance(a, Inputs) and isinstance(b, Inputs):
         return Inputs(a.x1 + b.x1, a.x2 + b.x2)
     if isinstance(a, Inputs) or isinstance(b, Inputs):
-        why = "Inputs plus random units have no limit in the width: put a Dense layer before the block."
+        why = (
+            "Inputs plus random units have no limit in the width: put a Dense layer "
+            "before the block."
+        )
         raise _unsupported(layer, context, why)
-    if not any(contains(branch, nn.Dense) for branch in (layer.body, layer.shortcut) if branch is not None):
-        raise _unsupported(layer, context, "A branch needs weights: otherwise it depends on the other branch.")
+    if not any(
+        contains(branch, nn.Dense)
+        for branch in (layer.body, layer.shortcut)
+        if branch is not None
+    ):
+        raise _unsupported(
+            layer,
+            context,
+            "A branch needs weights: otherwise it depends on the other branch.",
+        )
     return Units(_sum(a.k, b.k), gaussian=a.gaussian and b.gaussian)
 
 

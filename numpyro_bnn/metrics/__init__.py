@@ -1,7 +1,7 @@
 """Scores and diagnostics of predictions: NumPy arrays in, named tuples out.
 
-Draws are shaped (S, N) or by chain (C, S, N); every score is computed in float64 and comes with its value at
-every data point and a standard error over data points.
+Draws are shaped (S, N) or by chain (C, S, N); every score is computed in float64 and
+comes with its value at every data point and a standard error over data points.
 """
 
 from numpyro_bnn.metrics._inputs import HealthWarning, Score
@@ -14,7 +14,14 @@ from numpyro_bnn.metrics.classification import (
     relative_logit_variance,
     uncertainty,
 )
-from numpyro_bnn.metrics.draws import crps, function_space, interval_coverage, lppd, pit, rmse
+from numpyro_bnn.metrics.draws import (
+    crps,
+    function_space,
+    interval_coverage,
+    lppd,
+    pit,
+    rmse,
+)
 from numpyro_bnn.metrics.health import health
 
 __all__ = [

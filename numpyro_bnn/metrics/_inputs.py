@@ -7,17 +7,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_labels, check_rank, check_same_length
+from numpyro_bnn._checks import (
+    argument_error,
+    as_floats,
+    check_finite,
+    check_labels,
+    check_rank,
+    check_same_length,
+)
 
 Floats = NDArray[np.float64]
 
-# Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a forgotten softmax is larger.
+# Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a
+# forgotten softmax is larger.
 _SUM_TOLERANCE = 1e-2
 INPUT_ROWS = 10_000  # of inputs that are read for their standard deviations
 
 
 class HealthWarning(UserWarning):
-    """What :func:`health` finds wrong in a result that is exported, and chains that scores and figures leave out.
+    """What :func:`health` finds wrong in a result that is exported, and chains that
+    scores and figures leave out.
 
     >>> import warnings
     >>> warnings.simplefilter("ignore", HealthWarning)
@@ -28,7 +37,8 @@ class Score(NamedTuple):
     """A score of predictions, averaged over N data points.
 
     :param value: the score.
-    :param standard_error: standard error of ``value`` over data points (NaN for one point).
+    :param standard_error: standard error of ``value`` over data points (NaN for one
+        point).
     :param pointwise: (N,) the score of every data point.
     """
 
@@ -37,7 +47,10 @@ class Score(NamedTuple):
     pointwise: NDArray[np.float64]
 
     def __repr__(self) -> str:
-        return f"Score(value={self.value:.5g}, standard_error={self.standard_error:.2g}, N={len(self.pointwise)})"
+        return (
+            f"Score(value={self.value:.5g}, standard_error={self.standard_error:.2g}, "
+            f"N={len(self.pointwise)})"
+        )
 
 
 def mean_score(pointwise: NDArray[np.float64]) -> Score:
@@ -46,7 +59,9 @@ def mean_score(pointwise: NDArray[np.float64]) -> Score:
 
 
 def standard_error(values: NDArray[np.float64]) -> float:
-    """Standard error of the mean of independent values; NaN for one value or infinite ones."""
+    """Standard error of the mean of independent values; NaN for one value or infinite
+    ones.
+    """
     if values.size < 2 or not np.isfinite(values).all():
         return float("nan")
     return float(values.std(ddof=1) / np.sqrt(values.size))
@@ -61,23 +76,40 @@ def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def sound_chains(call: str, argument: str, *draws: Any) -> np.ndarray:
-    """Which chains of draws (C, S, ...) to use: those not at fault; a warning names the others.
+    """Which chains of draws (C, S, ...) to use: those not at fault; a warning names the
+    others.
 
-    At fault are chains that the export has marked, by the coordinate ``marked``, and those with values that are NaN
-    or infinite where other chains have none.
+    At fault are chains that the export has marked, by the coordinate ``marked``, and
+    those with values that are NaN or infinite where other chains have none.
     """
     coords = getattr(draws[0], "coords", {})
     labels = np.asarray(coords["chain"] if "chain" in coords else range(len(draws[0])))
-    marked = np.array(coords["marked"] if "marked" in coords else np.zeros(len(labels)), bool)
-    finite = np.all([(np.asarray(each) < np.inf).reshape(len(labels), -1).all(axis=1) for each in draws], axis=0)
+    marked = np.array(
+        coords["marked"] if "marked" in coords else np.zeros(len(labels)), bool
+    )
+    finite = np.all(
+        [
+            (np.asarray(each) < np.inf).reshape(len(labels), -1).all(axis=1)
+            for each in draws
+        ],
+        axis=0,
+    )
     sound = finite & ~marked
     if sound.all() or not (sound.any() or marked.any()):
         return np.ones(len(labels), bool)  # without marks the error is about the values
     named = ", ".join(map(str, labels[~sound]))
     if not sound.any():
-        instead = "They diverged or froze: see `metrics.health(idata)`, and run again with smaller steps."
-        raise argument_error(call, argument, f"no chain to use (at fault: {named})", instead)
-    message = f"{call}: left out chains {named}, which diverged, froze or hold NaN: see `metrics.health`."
+        instead = (
+            "They diverged or froze: see `metrics.health(idata)`, and run again with "
+            "smaller steps."
+        )
+        raise argument_error(
+            call, argument, f"no chain to use (at fault: {named})", instead
+        )
+    message = (
+        f"{call}: left out chains {named}, which diverged, froze or hold NaN: see "
+        f"`metrics.health`."
+    )
     warnings.warn(message, HealthWarning, stacklevel=4)
     return sound
 
@@ -89,12 +121,19 @@ def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
         instead = "Pass draws shaped (S, N), or (C, S, N) by chain."
         raise argument_error(call, argument, f"shape {array.shape}", instead)
     if 0 in array.shape:
-        raise argument_error(call, argument, f"empty data of shape {array.shape}", "Pass at least one draw and row.")
+        raise argument_error(
+            call,
+            argument,
+            f"empty data of shape {array.shape}",
+            "Pass at least one draw and row.",
+        )
     array = array[sound_chains(call, argument, value)] if array.ndim == 3 else array
     return array.reshape(-1, array.shape[-1])
 
 
-def draws_and_targets(call: str, draws: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
+def draws_and_targets(
+    call: str, draws: ArrayLike, y: ArrayLike
+) -> tuple[Floats, Floats]:
     """Finite draws, as (S, N), and the targets (N,) they predict."""
     array, target = stacked(call, "draws", draws), vector(call, "y", y)
     check_finite(call, "draws", array)
@@ -102,8 +141,12 @@ def draws_and_targets(call: str, draws: ArrayLike, y: ArrayLike) -> tuple[Floats
     return array, target
 
 
-def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray[np.float64]:
-    """Class probabilities (..., N, K) that sum to one; ``ranks`` names the shapes that are allowed."""
+def probabilities(
+    call: str, probs: ArrayLike, ranks: dict[int, str]
+) -> NDArray[np.float64]:
+    """Class probabilities (..., N, K) that sum to one; ``ranks`` names the shapes that
+    are allowed.
+    """
     array = as_floats(call, "probs", probs)
     if array.ndim not in ranks:
         instead = f"Pass probabilities shaped {' or '.join(ranks.values())}."
@@ -112,7 +155,9 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
     check_finite(call, "probs", array)
     if array.min() < 0:
         got = f"a negative value ({array.min():.3g})"
-        raise argument_error(call, "probs", got, "Pass probabilities, e.g. softmax(logits).")
+        raise argument_error(
+            call, "probs", got, "Pass probabilities, e.g. softmax(logits)."
+        )
     totals = array.sum(axis=-1)
     worst = float(totals.flat[np.abs(totals - 1).argmax()])
     if abs(worst - 1) > _SUM_TOLERANCE:
@@ -121,8 +166,12 @@ def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> NDArray
     return array
 
 
-def probs_and_labels(call: str, probs: ArrayLike, labels: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:
-    """Predictive probabilities (N, K), averaged over draws, and the labels (N,) in 0..K-1."""
+def probs_and_labels(
+    call: str, probs: ArrayLike, labels: ArrayLike
+) -> tuple[Floats, NDArray[np.int64]]:
+    """Predictive probabilities (N, K), averaged over draws, and the labels (N,) in
+    0..K-1.
+    """
     array = probabilities(call, probs, {2: "(N, K)", 3: "(S, N, K)", 4: "(C, S, N, K)"})
     array, known = array.reshape(-1, *array.shape[-2:]).mean(axis=0), np.asarray(labels)
     check_rank(call, "labels", known, 1, "(N,)")
@@ -140,23 +189,40 @@ def spread(size: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
 
 
-def extrapolated(x: np.ndarray, new: np.ndarray, rows: str = " rows") -> tuple[float, float, str]:
-    """The share of new rows (M, D) that lie far outside the rows x (N, D), its limit, and words."""
+def extrapolated(
+    x: np.ndarray, new: np.ndarray, rows: str = " rows"
+) -> tuple[float, float, str]:
+    """The share of new rows (M, D) that lie far outside the rows x (N, D), its limit,
+    and words.
+    """
     sd = x[spread(len(x), INPUT_ROWS)].std(axis=0, dtype=np.float64)
     width = 3 * np.maximum(sd, np.median(sd))
-    beyond = ~((new >= x.min(axis=0) - width) & (new <= x.max(axis=0) + width)).all(axis=1)  # or NaN
-    words = f"{beyond.sum()} of {len(new)}{rows} lie more than 3 standard deviations outside the training rows"
+    beyond = ~((new >= x.min(axis=0) - width) & (new <= x.max(axis=0) + width)).all(
+        axis=1
+    )  # or NaN
+    words = (
+        f"{beyond.sum()} of {len(new)}{rows} lie more than 3 standard deviations "
+        f"outside the training rows"
+    )
     return beyond.mean(), 0.01, words
 
 
 def columns(values: Iterable[np.ndarray], most: int) -> np.ndarray:
-    """About ``most`` columns (C, S, K) of arrays (C, S, ...), spread over the arrays and within each."""
+    """About ``most`` columns (C, S, K) of arrays (C, S, ...), spread over the arrays
+    and within each.
+    """
     flat = [value.reshape(*value.shape[:2], -1) for value in values]
-    kept = [value[..., spread(value.shape[2], max(most // len(flat), 1))] for value in flat]
+    kept = [
+        value[..., spread(value.shape[2], max(most // len(flat), 1))] for value in flat
+    ]
     return np.concatenate(kept, axis=2) if kept else np.zeros((0, 0, 0))
 
 
 def high(values: np.ndarray) -> float:
-    """The 90 % quantile of the values that are defined (infinite ones too); NaN if none is."""
+    """The 90 % quantile of the values that are defined (infinite ones too); NaN if none
+    is.
+    """
     known = values[~np.isnan(values)]
-    return float(np.quantile(known, 0.9, method="higher")) if known.size else float("nan")
+    return (
+        float(np.quantile(known, 0.9, method="higher")) if known.size else float("nan")
+    )

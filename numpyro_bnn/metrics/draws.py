@@ -1,4 +1,6 @@
-"""Scores of predictive draws for real-valued targets (``lppd`` for any likelihood), and convergence of draws."""
+"""Scores of predictive draws for real-valued targets (``lppd`` for any likelihood), and
+convergence of draws.
+"""
 
 from typing import NamedTuple
 
@@ -6,10 +8,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, as_floats, check_finite, check_same_length
+from numpyro_bnn._checks import (
+    argument_error,
+    as_floats,
+    check_finite,
+    check_same_length,
+)
 from numpyro_bnn._options import Count, Level, checked
 from numpyro_bnn.metrics import _inputs
-from numpyro_bnn.metrics._inputs import Score, draws_and_targets, mean_score, stacked, standard_error, vector
+from numpyro_bnn.metrics._inputs import (
+    Score,
+    draws_and_targets,
+    mean_score,
+    stacked,
+    standard_error,
+    vector,
+)
 
 
 class Coverage(NamedTuple):
@@ -44,22 +58,31 @@ class FunctionSpace(NamedTuple):
 
     @property
     def max_rhat(self) -> float:
-        """Largest R-hat over inputs, ignoring undefined ones (NaN if all are undefined)."""
-        return max(self.rhat[np.isfinite(self.rhat) | np.isposinf(self.rhat)].flat, default=float("nan"))
+        """Largest R-hat over inputs, ignoring undefined ones (NaN if all are
+        undefined).
+        """
+        return max(
+            self.rhat[np.isfinite(self.rhat) | np.isposinf(self.rhat)].flat,
+            default=float("nan"),
+        )
 
     @property
     def min_ess(self) -> float:
-        """Smallest effective sample size over inputs, bulk or tail (NaN if all are undefined)."""
+        """Smallest effective sample size over inputs, bulk or tail (NaN if all are
+        undefined).
+        """
         both = np.concatenate([self.ess_bulk.ravel(), self.ess_tail.ravel()])
         return min(both[~np.isnan(both)].flat, default=float("nan"))
 
 
 def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
-    r"""Root mean squared error of point predictions, :math:`\sqrt{\frac1N \sum_n (\hat y_n - y_n)^2}`.
+    r"""Root mean squared error of point predictions, :math:`\sqrt{\frac1N \sum_n (\hat
+    y_n - y_n)^2}`.
 
     :param predictions: (N,) e.g. the predictive mean.
     :param y: (N,) targets.
-    :return: the error in units of y, its standard error (delta method), and the absolute errors (N,).
+    :return: the error in units of y, its standard error (delta method), and the
+        absolute errors (N,).
     :raises ValueError: for other ranks, unequal lengths, NaN or infinity.
 
     >>> rmse([0.0, 0.0], [3.0, -3.0]).value
@@ -69,7 +92,9 @@ def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
     check_same_length("rmse", predictions=mean, y=target)
     errors = np.abs(mean - target)
     value = float(np.sqrt(np.mean(errors**2)))
-    return Score(value, standard_error(errors**2) / (2 * value) if value > 0 else 0.0, errors)
+    return Score(
+        value, standard_error(errors**2) / (2 * value) if value > 0 else 0.0, errors
+    )
 
 
 def lppd(log_likelihood: ArrayLike) -> Score:
@@ -77,14 +102,16 @@ def lppd(log_likelihood: ArrayLike) -> Score:
 
     .. math:: \frac1N \sum_n \log \frac1S \sum_s p(y_n \mid \theta_s)
 
-    The mean over points; multiply by N for the sum that model comparison uses. On training data it
-    is too optimistic: score test data, or use ``arviz.loo``.
+    The mean over points; multiply by N for the sum that model comparison uses. On
+    training data it is too optimistic: score test data, or use ``arviz.loo``.
 
     :param log_likelihood: (S, N) or (C, S, N) log densities; minus infinity is allowed.
-    :return: the mean over points, its standard error, and the value at every point (N,).
+    :return: the mean over points, its standard error, and the value at every point
+        (N,).
     :raises ValueError: for other ranks, empty data, NaN or plus infinity.
 
-    Reference: Gelman, Hwang and Vehtari (2014), *Understanding predictive information criteria*, equation (5).
+    Reference: Gelman, Hwang and Vehtari (2014), *Understanding predictive information
+    criteria*, equation (5).
 
     >>> import numpy as np
     >>> round(float(np.exp(lppd(np.log([[0.2], [0.4]])).value)), 6)
@@ -94,7 +121,10 @@ def lppd(log_likelihood: ArrayLike) -> Score:
     bad = np.isnan(array) | np.isposinf(array)
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
-        got = f"{int(bad.sum())} NaN or plus infinite values (the first at draw and point {first})"
+        got = (
+            f"{int(bad.sum())} NaN or plus infinite values (the first at draw and "
+            f"point {first})"
+        )
         instead = "A diverged chain gives such values: look at its draws first."
         raise argument_error("lppd", "log_likelihood", got, instead)
     top = array.max(axis=0)
@@ -104,17 +134,19 @@ def lppd(log_likelihood: ArrayLike) -> Score:
 
 
 def crps(draws: ArrayLike, y: ArrayLike) -> Score:
-    r"""Continuous ranked probability score of predictive draws, unbiased for any number of draws.
+    r"""Continuous ranked probability score of predictive draws, unbiased for any number
+    of draws.
 
     .. math:: \frac1S \sum_s |x_s - y| - \frac{1}{2 S (S - 1)} \sum_{s, t} |x_s - x_t|
 
-    The double sum is computed from sorted draws in :math:`O(S \log S)`. Smaller is better. Unbiased for independent
-    draws; with autocorrelated ones the second term is too small.
+    The double sum is computed from sorted draws in :math:`O(S \log S)`. Smaller is
+    better. Unbiased for independent draws; with autocorrelated ones the second term is
+    too small.
 
     :param draws: (S, N) or (C, S, N) draws of y, at least two.
     :param y: (N,) targets.
-    :return: the mean over points in units of y, its standard error, and the score of every point (N,),
-        which may be negative.
+    :return: the mean over points in units of y, its standard error, and the score of
+        every point (N,), which may be negative.
     :raises ValueError: for other ranks, unequal lengths, one draw, NaN or infinity.
 
     Reference: Ferro (2014), *Fair scores for ensemble forecasts*;
@@ -126,28 +158,39 @@ def crps(draws: ArrayLike, y: ArrayLike) -> Score:
     array, target = draws_and_targets("crps", draws, y)
     size = array.shape[0]
     if size < 2:
-        raise argument_error("crps", "draws", "one draw", "Pass at least two; for one, use the absolute error.")
+        raise argument_error(
+            "crps",
+            "draws",
+            "one draw",
+            "Pass at least two; for one, use the absolute error.",
+        )
     # Centered at the target, so that a large offset costs no digits.
     errors = np.sort(array - target, axis=0)
-    half_spread = (2.0 * np.arange(1, size + 1) - size - 1) @ errors / (size * (size - 1))
+    half_spread = (
+        (2.0 * np.arange(1, size + 1) - size - 1) @ errors / (size * (size - 1))
+    )
     return mean_score(np.abs(errors).mean(axis=0) - half_spread)
 
 
 @checked("interval_coverage")
 def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Coverage:
-    """Coverage of central predictive intervals: how often they contain the target, and how wide they are.
+    """Coverage of central predictive intervals: how often they contain the target, and
+    how wide they are.
 
-    The bounds are order statistics at rank (S + 1) p, interpolated. If the S draws are exchangeable with y they
-    contain y with probability ``level``, at most (S - 1) / (S + 1); the more common rank (S - 1) p + 1 gives
-    intervals that are too narrow. An ensemble of few members needs several draws of y from each.
+    The bounds are order statistics at rank (S + 1) p, interpolated. If the S draws are
+    exchangeable with y they contain y with probability ``level``, at most (S - 1) / (S
+    + 1); the more common rank (S - 1) p + 1 gives intervals that are too narrow. An
+    ensemble of few members needs several draws of y from each.
 
     :param draws: (S, N) or (C, S, N) draws of y (of the observation, not of its mean).
     :param y: (N,) targets.
     :param level: probability inside, between 0 and 1.
     :return: a :class:`~numpyro_bnn.metrics.draws.Coverage`.
-    :raises ValueError: for a level that so few draws do not reach, other ranks, unequal lengths, NaN, infinity.
+    :raises ValueError: for a level that so few draws do not reach, other ranks, unequal
+        lengths, NaN, infinity.
 
-    Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*, definition 6.
+    Reference: Hyndman and Fan (1996), *Sample quantiles in statistical packages*,
+    definition 6.
 
     >>> import numpy as np
     >>> draws = np.random.default_rng(0).normal(size=(999, 3))
@@ -156,17 +199,30 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Cov
     """
     array, target = draws_and_targets("interval_coverage", draws, y)
     if (reach := (len(array) - 1) / (len(array) + 1)) < level - 1e-9:
-        got = f"{len(array)} draws of y, which hold a new one with probability {reach:.2f} at most"
-        raise argument_error("interval_coverage", "draws", got, "Pass more: if networks are few, several of each.")
+        got = (
+            f"{len(array)} draws of y, which hold a new one with probability "
+            f"{reach:.2f} at most"
+        )
+        raise argument_error(
+            "interval_coverage",
+            "draws",
+            got,
+            "Pass more: if networks are few, several of each.",
+        )
     tail = (1 - level) / 2
     low, high = np.quantile(array, [tail, 1 - tail], axis=0, method="weibull")
     inside = (low <= target) & (target <= high)
     error = float(np.sqrt(level * (1 - level) / target.size))
-    return Coverage(float(inside.mean()), error, float(np.mean(high - low)), float(level), inside)
+    return Coverage(
+        float(inside.mean()), error, float(np.mean(high - low)), float(level), inside
+    )
 
 
-def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArray[np.float64]:
-    r"""Randomized probability integral transform (PIT) of every target: uniform if predictions are calibrated.
+def pit(
+    draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int
+) -> NDArray[np.float64]:
+    r"""Randomized probability integral transform (PIT) of every target: uniform if
+    predictions are calibrated.
 
     .. math:: (\#\{x_s < y\} + (1 + \#\{x_s = y\})\, u) / (S + 1), \quad u \sim U(0, 1)
 
@@ -178,7 +234,8 @@ def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArr
     :return: (N,) values in (0, 1).
     :raises ValueError: for other ranks, unequal lengths, NaN or infinity.
 
-    Reference: Czado, Gneiting and Held (2009), *Predictive model assessment for count data*.
+    Reference: Czado, Gneiting and Held (2009), *Predictive model assessment for count
+    data*.
 
     >>> import numpy as np
     >>> value = pit([[1.0], [2.0], [4.0]], [3.0], rng=0)
@@ -194,18 +251,22 @@ def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> NDArr
 
 
 def function_space(draws: ArrayLike) -> FunctionSpace:
-    """R-hat and effective sample sizes of predictions: convergence of the function, whatever the weights do.
+    """R-hat and effective sample sizes of predictions: convergence of the function,
+    whatever the weights do.
 
-    Weights that differ by a symmetry of the network, such as two exchanged hidden units, give the same function.
-    Chains in different copies of a mode therefore look unmixed in weight space, and mixed here.
+    Weights that differ by a symmetry of the network, such as two exchanged hidden
+    units, give the same function. Chains in different copies of a mode therefore look
+    unmixed in weight space, and mixed here.
 
-    :param draws: (C, S, N, ...) draws of predictions, chains first, e.g. ``idata.predictions["y_mean"].values``.
-    :return: a :class:`~numpyro_bnn.metrics.draws.FunctionSpace`; NaN if a prediction never changes. With one
-        chain, R-hat compares its halves.
+    :param draws: (C, S, N, ...) draws of predictions, chains first, e.g.
+        ``idata.predictions["y_mean"].values``.
+    :return: a :class:`~numpyro_bnn.metrics.draws.FunctionSpace`; NaN if a prediction
+        never changes. With one chain, R-hat compares its halves.
     :raises ValueError: for fewer than three axes, NaN or infinity (a diverged chain).
 
-    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*; for functions
-    Izmailov et al. (2021), *What are Bayesian neural network posteriors really like?*
+    Reference: Vehtari et al. (2021), *Rank-normalization, folding, and localization*;
+    for functions Izmailov et al. (2021), *What are Bayesian neural network posteriors
+    really like?*
 
     >>> import numpy as np
     >>> draws = np.random.default_rng(0).normal(size=(4, 250, 3))
@@ -220,4 +281,6 @@ def function_space(draws: ArrayLike) -> FunctionSpace:
         raise argument_error("function_space", "draws", f"shape {array.shape}", instead)
     array = array[_inputs.sound_chains("function_space", "draws", draws)]
     check_finite("function_space", "draws", array)
-    return FunctionSpace(_arviz.rhat(array), _arviz.ess(array, "bulk"), _arviz.ess(array, "tail"))
+    return FunctionSpace(
+        _arviz.rhat(array), _arviz.ess(array, "bulk"), _arviz.ess(array, "tail")
+    )

@@ -6,4 +6,11 @@ from numpyro_bnn.moments.interpret import Equation, Interpreter
 from numpyro_bnn.moments.registry import propagate, register
 from numpyro_bnn.moments.terms import Gaussian
 
-__all__ = ["Gaussian", "propagate", "register", "register_elementwise", "Equation", "Interpreter"]
+__all__ = [
+    "Gaussian",
+    "propagate",
+    "register",
+    "register_elementwise",
+    "Equation",
+    "Interpreter",
+]

@@ -1,7 +1,9 @@
-r"""Exact moments of functions of Gaussians: rectifiers, maxima, powers, exponential, sine and cosine.
+r"""Exact moments of functions of Gaussians: rectifiers, maxima, powers, exponential,
+sine and cosine.
 
-The rectifier r = max(x, 0), x ~ N(m, v), is accurate in both tails in float32 and float64. With alpha = m / sqrt(v),
-Phi and phi the cdf and pdf of the standard normal at alpha, Q = 1 - Phi:
+The rectifier r = max(x, 0), x ~ N(m, v), is accurate in both tails in float32 and
+float64. With alpha = m / sqrt(v), Phi and phi the cdf and pdf of the standard normal at
+alpha, Q = 1 - Phi:
 
 .. math::
    E = m \Phi + \sqrt v \phi, \qquad
@@ -9,14 +11,17 @@ Phi and phi the cdf and pdf of the standard normal at alpha, Q = 1 - Phi:
 
 In this form they lose digits in the tails. With t = |alpha| the integrals
 
-.. math:: e(t) = \int_0^\infty u\, e^{-u^2/2 - t u} du, \qquad h(t) = \int_0^\infty u^2 e^{-u^2/2 - t u} du
+.. math:: e(t) = \int_0^\infty u\, e^{-u^2/2 - t u} du, \qquad h(t) = \int_0^\infty u^2
+          e^{-u^2/2 - t u} du
 
-are positive, and so are all terms of Phi(-t) = phi (h + t e), E = sqrt(v) phi e and E[max(x, 0)^2] = v phi h for
-m <= 0; m > 0 is the mirror image, max(x, 0) = x + max(-x, 0). Polynomials in the variable y = (t - 4) / (t + 4) give
-e (t + 4)^2 and h (t + 4)^3 for all t to 1e-14. This costs one exponential, one division and no branch, less than
+are positive, and so are all terms of Phi(-t) = phi (h + t e), E = sqrt(v) phi e and
+E[max(x, 0)^2] = v phi h for m <= 0; m > 0 is the mirror image, max(x, 0) = x + max(-x,
+0). Polynomials in the variable y = (t - 4) / (t + 4) give e (t + 4)^2 and h (t + 4)^3
+for all t to 1e-14. This costs one exponential, one division and no branch, less than
 any normal cdf of the library.
 
-Derivatives have closed forms too: dE/dm = Phi, dE/dv = phi / (2 sqrt v), dV/dm = 2 E Q, dV/dv = Phi - E phi / sqrt v.
+Derivatives have closed forms too: dE/dm = Phi, dE/dv = phi / (2 sqrt v), dV/dm = 2 E Q,
+dV/dv = Phi - E phi / sqrt v.
 """
 
 import math
@@ -31,28 +36,63 @@ from jax import lax
 from numpyro_bnn.moments.expectation import CLOSED_FORMS, is_zero, moments_of
 from numpyro_bnn.moments.terms import Gaussian, Term
 
-# Coefficients in y, highest power first: Chebyshev interpolation of the integrals, summed in long double.
+# Coefficients in y, highest power first: Chebyshev interpolation of the integrals,
+# summed in long double.
 _CENTER = 4.0
-# fmt: off
 _FIRST = (
-    1.3141516319592483e-08, -2.3600478016305715e-08, -1.611034008419665e-07, 1.5083901416801382e-07,
-    1.0407067634332634e-06, -1.2592201414918236e-07, -4.816955257780364e-06, -3.3623864652554403e-06,
-    1.8263964253861786e-05, 3.0234584469823744e-05, -6.21199638652925e-05, -0.00018573736483595837,
-    0.0002162787176401837, 0.0010356043597887221, -0.0010216592479884573, -0.005744863257313895,
-    0.008221623683230313, 0.030028888920872583, -0.089671056532252, -0.061068933555892435,
-    0.8514610658629777, -2.475730901241991, 4.313851553597915, -4.988360931375155,
+    1.3141516319592483e-08,
+    -2.3600478016305715e-08,
+    -1.611034008419665e-07,
+    1.5083901416801382e-07,
+    1.0407067634332634e-06,
+    -1.2592201414918236e-07,
+    -4.816955257780364e-06,
+    -3.3623864652554403e-06,
+    1.8263964253861786e-05,
+    3.0234584469823744e-05,
+    -6.21199638652925e-05,
+    -0.00018573736483595837,
+    0.0002162787176401837,
+    0.0010356043597887221,
+    -0.0010216592479884573,
+    -0.005744863257313895,
+    0.008221623683230313,
+    0.030028888920872583,
+    -0.089671056532252,
+    -0.061068933555892435,
+    0.8514610658629777,
+    -2.475730901241991,
+    4.313851553597915,
+    -4.988360931375155,
     3.416989974128468,
 )
 _SECOND = (
-    1.1651172826532274e-07, -7.926992111606523e-07, -2.0289573967602337e-06, 6.393545390892541e-06,
-    1.6477147596560826e-05, -2.197857418195781e-05, -8.926767374362043e-05, 2.0810949280303248e-05,
-    0.00038165115484645185, 0.00022347244254916632, -0.0014448820776884475, -0.0019173250309023615,
-    0.0054414677898160235, 0.01086785303602067, -0.0236512918639033, -0.05297698215772911,
-    0.13391996198012188, 0.20448702190523102, -0.927570670412123, 0.11054380344022735,
-    5.4141110627428715, -15.784498769631078, 24.6825989181218, -23.592785901321616,
+    1.1651172826532274e-07,
+    -7.926992111606523e-07,
+    -2.0289573967602337e-06,
+    6.393545390892541e-06,
+    1.6477147596560826e-05,
+    -2.197857418195781e-05,
+    -8.926767374362043e-05,
+    2.0810949280303248e-05,
+    0.00038165115484645185,
+    0.00022347244254916632,
+    -0.0014448820776884475,
+    -0.0019173250309023615,
+    0.0054414677898160235,
+    0.01086785303602067,
+    -0.0236512918639033,
+    -0.05297698215772911,
+    0.13391996198012188,
+    0.20448702190523102,
+    -0.927570670412123,
+    0.11054380344022735,
+    5.4141110627428715,
+    -15.784498769631078,
+    24.6825989181218,
+    -23.592785901321616,
     11.822340879632078,
 )
-# fmt: on
 
 
 def _polynomial(coefficients: tuple[float, ...], y: jax.Array) -> jax.Array:
@@ -77,7 +117,9 @@ def normal_cdf_pdf(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def standardize(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(alpha, sd): m / sqrt(v), cut where both tails are empty in any precision, and sqrt(v); safe at v = 0."""
+    """(alpha, sd): m / sqrt(v), cut where both tails are empty in any precision, and
+    sqrt(v); safe at v = 0.
+    """
     positive = var > 0
     sd = jnp.where(positive, jnp.sqrt(jnp.where(positive, var, 1)), 0)
     alpha = jnp.where(positive, mean / jnp.where(positive, sd, 1), jnp.sign(mean) * 64)
@@ -99,7 +141,13 @@ def _rectified(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, ...]:
     tail = second + t * first
     above = alpha > 0
     spread = jnp.where(above, 1 - second - 2 * t * first, second) - first * first
-    return jnp.where(above, mean, 0) + sd * first, var * spread, jnp.where(above, 1 - tail, tail), pdf, sd
+    return (
+        jnp.where(above, mean, 0) + sd * first,
+        var * spread,
+        jnp.where(above, 1 - tail, tail),
+        pdf,
+        sd,
+    )
 
 
 @rectified.defjvp
@@ -127,13 +175,16 @@ def leaky_relu(x: Gaussian, below: Any, above: Any) -> Gaussian:
 def maximum(x: Gaussian, y: Gaussian) -> Gaussian:
     r"""Moments of max(x, y) of two independent Gaussians, elementwise.
 
-    With d = m_1 - m_2, theta^2 = v_1 + v_2, alpha = d / theta, Phi and phi at alpha, Q = 1 - Phi:
+    With d = m_1 - m_2, theta^2 = v_1 + v_2, alpha = d / theta, Phi and phi at alpha, Q
+    = 1 - Phi:
 
     .. math::
        E = m_1 \Phi + m_2 Q + \theta \phi, \qquad
-       V = v_1 \Phi + v_2 Q + \theta^2 \{\alpha^2 \Phi Q - \alpha \phi (\Phi - Q) - \phi^2\}.
+       V = v_1 \Phi + v_2 Q
+       + \theta^2 \{\alpha^2 \Phi Q - \alpha \phi (\Phi - Q) - \phi^2\}.
 
-    Reference: Clark (1961), The greatest of a finite set of random variables, equations 2 and 3.
+    Reference: Clark (1961), The greatest of a finite set of random variables, equations
+    2 and 3.
     """
     total = x.var + y.var
     alpha, theta = standardize(x.mean - y.mean, total)
@@ -144,19 +195,27 @@ def maximum(x: Gaussian, y: Gaussian) -> Gaussian:
     return Gaussian(mean, x.var * cdf + y.var * upper + total * cross)
 
 
-def maximum_of(mean: jax.Array, var: jax.Array, present: Any = True, num_nodes: int = 32) -> Gaussian:
+def maximum_of(
+    mean: jax.Array, var: jax.Array, present: Any = True, num_nodes: int = 32
+) -> Gaussian:
     r"""Moments of the largest of n independent Gaussians along the leading axis.
 
-    The largest, y, has the cdf F(t), the product of n normal cdfs. With an upper bound b,
-    E(b - y) = int F dt and E(b - y)^2 = 2 int (b - t) F dt: Gauss-Legendre on both sides of the largest mean.
-    Pairwise maxima would lose the skewness: the variance would be 5 % too small with 4 equal Gaussians, 43 % with 64.
+    The largest, y, has the cdf F(t), the product of n normal cdfs. With an upper bound
+    b, E(b - y) = int F dt and E(b - y)^2 = 2 int (b - t) F dt: Gauss-Legendre on both
+    sides of the largest mean. Pairwise maxima would lose the skewness: the variance
+    would be 5 % too small with 4 equal Gaussians, 43 % with 64.
 
-    ``mean`` and ``var`` are (n, ...); ``present`` is False for elements to leave out; ``num_nodes`` are per side.
+    ``mean`` and ``var`` are (n, ...); ``present`` is False for elements to leave out;
+    ``num_nodes`` are per side.
     """
     mean, var = jnp.where(present, mean, -jnp.inf), jnp.where(present, var, 0)
     fixed_mean, reach = lax.stop_gradient((mean, 8 * jnp.sqrt(var)))
-    low, middle, high = (m.max(0) for m in (fixed_mean - reach, fixed_mean, fixed_mean + reach))
-    nodes, weights = (a.astype(mean.dtype) for a in np.polynomial.legendre.leggauss(num_nodes))
+    low, middle, high = (
+        m.max(0) for m in (fixed_mean - reach, fixed_mean, fixed_mean + reach)
+    )
+    nodes, weights = (
+        a.astype(mean.dtype) for a in np.polynomial.legendre.leggauss(num_nodes)
+    )
 
     def integrals(node: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
         total = below = jnp.zeros_like(high)
@@ -195,11 +254,16 @@ def _clipped(term: Term) -> Gaussian | None:
     open_end = bound == -sign * np.inf
     finite = jnp.where(open_end, 0, bound).astype(x.mean.dtype)
     mean, var = rectified(sign * (x.mean - finite), x.var)
-    return Gaussian(jnp.where(open_end, x.mean, finite + sign * mean), jnp.where(open_end, x.var, var))
+    return Gaussian(
+        jnp.where(open_end, x.mean, finite + sign * mean),
+        jnp.where(open_end, x.var, var),
+    )
 
 
 def _select(term: Term) -> Gaussian | None:
-    """``select_n(u > 0, a * u, b * u)``, the usual form of leaky rectifiers; any order, any of the comparisons."""
+    """``select_n(u > 0, a * u, b * u)``, the usual form of leaky rectifiers; any order,
+    any of the comparisons.
+    """
     which, *cases = term.operands
     compared = _compared_with_zero(which)
     if compared is None or len(cases) != 2:
@@ -217,7 +281,9 @@ _FLIPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}
 
 
 def _compared_with_zero(which: Any) -> tuple[Term, bool] | None:
-    """(u, whether the predicate holds for positive u) of a comparison of a term with the constant 0."""
+    """(u, whether the predicate holds for positive u) of a comparison of a term with
+    the constant 0.
+    """
     if not isinstance(which, Term) or _name(which) not in _FLIPPED:
         return None
     name, (left, right) = _name(which), which.operands
@@ -259,11 +325,15 @@ def _exp(x: Gaussian) -> Gaussian:
 
 
 def _square(x: Gaussian) -> Gaussian:
-    return Gaussian(x.mean * x.mean + x.var, 2 * x.var * x.var + 4 * x.mean * x.mean * x.var)
+    return Gaussian(
+        x.mean * x.mean + x.var, 2 * x.var * x.var + 4 * x.mean * x.mean * x.var
+    )
 
 
 def _wave(x: Gaussian, wave: Any, sign: int) -> Gaussian:
-    """E sin x = exp(-v/2) sin m; Var sin x = (1 - exp(-v)) (1 + exp(-v) cos 2m) / 2; with a minus for the cosine."""
+    """E sin x = exp(-v/2) sin m; Var sin x = (1 - exp(-v)) (1 + exp(-v) cos 2m) / 2;
+    with a minus for the cosine.
+    """
     var = -0.5 * jnp.expm1(-x.var) * (1 + sign * jnp.exp(-x.var) * jnp.cos(2 * x.mean))
     return Gaussian(jnp.exp(-0.5 * x.var) * wave(x.mean), var)
 
@@ -277,4 +347,6 @@ _SMOOTH: dict[str, Callable[[Gaussian], Gaussian]] = {
     "cos": lambda x: _wave(x, lax.cos, -1),
     "stop_gradient": lambda x: Gaussian(*map(lax.stop_gradient, x)),
 }
-CLOSED_FORMS.update(max=_clipped, min=_clipped, select_n=_select, **dict.fromkeys(_SMOOTH, _smooth))
+CLOSED_FORMS.update(
+    max=_clipped, min=_clipped, select_n=_select, **dict.fromkeys(_SMOOTH, _smooth)
+)

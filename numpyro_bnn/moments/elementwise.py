@@ -1,4 +1,6 @@
-"""Elementwise primitives: functions of one variable become terms, two variables are combined as independent."""
+"""Elementwise primitives: functions of one variable become terms, two variables are
+combined as independent.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,8 @@ from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import RULES, wrap
 from numpyro_bnn.moments.terms import Gaussian, Term
 
-# Undefined or with a pole somewhere on the real line: no moments for a Gaussian argument.
+# Undefined or with a pole somewhere on the real line: no moments for a Gaussian
+# argument.
 _PARTIAL = {
     *("acos", "acosh", "asin", "atanh", "tan", "digamma", "lgamma", "erf_inv"),
     *("log", "log1p", "sqrt", "rsqrt"),
@@ -21,19 +24,24 @@ _PARTIAL = {
 
 
 def register_elementwise(*names: str) -> None:
-    """Declare primitives elementwise: functions of one variable composed of them are integrated by quadrature.
+    """Declare primitives elementwise: functions of one variable composed of them are
+    integrated by quadrature.
 
     :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
 
     >>> register_elementwise("tanh")
     """
     for name in names:
-        Kind(str, 'Pass names of primitives, e.g. `"tanh"`.').check("moments.register_elementwise", "names", name)
+        Kind(str, 'Pass names of primitives, e.g. `"tanh"`.').check(
+            "moments.register_elementwise", "names", name
+        )
     RULES.update(dict.fromkeys(names, elementwise))
 
 
 def elementwise(equation: Equation, *operands: Any) -> Term:
-    """Extend the term if all random operands share their variable; otherwise treat operands as independent."""
+    """Extend the term if all random operands share their variable; otherwise treat
+    operands as independent.
+    """
     variables = {operand.variable for operand in operands if isinstance(operand, Term)}
     if len(variables) == 1:
         _check_domain(equation, operands)
@@ -45,14 +53,24 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
             "joins two different random quantities",
             "Sums, differences, products, maxima and minima of them have a rule.",
         )
-    return wrap(pair(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands)))
+    return wrap(
+        pair(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands))
+    )
 
 
-def _affine(equation: Equation, operands: tuple[Any, ...]) -> tuple[Term, Any, Any] | None:
-    """(base, slope, shift) of the result if the primitive keeps an affine function affine."""
+def _affine(
+    equation: Equation, operands: tuple[Any, ...]
+) -> tuple[Term, Any, Any] | None:
+    """(base, slope, shift) of the result if the primitive keeps an affine function
+    affine.
+    """
     bases = {operand.base for operand in operands if isinstance(operand, Term)}
     rule = _AFFINE.get(equation.name)
-    if len(bases) > 1 or rule is None or not jnp.issubdtype(equation.outputs[0].dtype, jnp.floating):
+    if (
+        len(bases) > 1
+        or rule is None
+        or not jnp.issubdtype(equation.outputs[0].dtype, jnp.floating)
+    ):
         return None
     parts = [(o.slope, o.shift) if isinstance(o, Term) else (None, o) for o in operands]
     result = rule(*parts)
@@ -85,7 +103,9 @@ def _div(x: Part, y: Part) -> Part | None:
 def _select(which: Part, *cases: Part) -> Part | None:
     if which[0] is not None or which[1].dtype != bool or len(cases) != 2:
         return None
-    (no, no_shift), (yes, yes_shift) = ((0.0 if slope is None else slope, shift) for slope, shift in cases)
+    (no, no_shift), (yes, yes_shift) = (
+        (0.0 if slope is None else slope, shift) for slope, shift in cases
+    )
     return jnp.where(which[1], yes, no), jnp.where(which[1], yes_shift, no_shift)
 
 
@@ -102,16 +122,28 @@ _AFFINE: dict[str, Callable] = {
 
 
 def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
-    """log(x) and 1/x have no moments if x is Gaussian; log(1 + exp(x)) and 1 / (1 + exp(x)) do."""
+    """log(x) and 1/x have no moments if x is Gaussian; log(1 + exp(x)) and 1 / (1 +
+    exp(x)) do.
+    """
     argument = operands[0]
     if equation.name == "div":
         argument = operands[1]
-    elif equation.name not in _PARTIAL | {"pow", "integer_pow"} or equation.params.get("y", -1) >= 0:
+    elif (
+        equation.name not in _PARTIAL | {"pow", "integer_pow"}
+        or equation.params.get("y", -1) >= 0
+    ):
         return
     if isinstance(argument, Term) and argument.is_normal:
         raise equation.refuse(
-            "has no moments for a Gaussian argument, since it is undefined on a part of the real line",
-            "Apply it to known numbers; normalization layers have no closed-form moments.",
+            (
+                "has no moments for a Gaussian argument, since it is undefined on a "
+                "part "
+                "of the real line"
+            ),
+            (
+                "Apply it to known numbers; normalization layers have no closed-form "
+                "moments."
+            ),
         )
 
 
@@ -120,12 +152,22 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
         for other in variables - {one}:
             if one.parts & other.reduced:
                 raise equation.refuse(
-                    "combines a random array with a reduction of itself (a sum or maximum of its elements)",
-                    "Moments track no covariance between the two; normalize with known numbers instead.",
+                    (
+                        "combines a random array with a reduction of itself (a sum or "
+                        "maximum of its elements)"
+                    ),
+                    (
+                        "Moments track no covariance between the two; normalize with "
+                        "known numbers instead."
+                    ),
                 )
             if one.path == other.path:
                 raise equation.refuse(
-                    "combines two functions of the same random elements, reshaped or sliced alike",
+                    (
+                        "combines two functions of the same random elements, reshaped "
+                        "or "
+                        "sliced alike"
+                    ),
                     "Combine them before reshaping or slicing.",
                 )
 
@@ -135,7 +177,10 @@ def _add_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
 
 
 def _mul_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
-    return Gaussian(x.mean * y.mean, x.var * (jnp.square(y.mean) + y.var) + jnp.square(x.mean) * y.var)
+    return Gaussian(
+        x.mean * y.mean,
+        x.var * (jnp.square(y.mean) + y.var) + jnp.square(x.mean) * y.var,
+    )
 
 
 def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
@@ -146,7 +191,10 @@ def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
 def _select_independent(equation: Equation, which: Any, *cases: Any) -> Gaussian:
     """Select between independent values; plain cases have variance 0."""
     means = [case.mean if isinstance(case, Gaussian) else case for case in cases]
-    variances = [case.var if isinstance(case, Gaussian) else jnp.zeros_like(case) for case in cases]
+    variances = [
+        case.var if isinstance(case, Gaussian) else jnp.zeros_like(case)
+        for case in cases
+    ]
     return Gaussian(equation.bind(which, *means), equation.bind(which, *variances))
 
 
@@ -160,16 +208,27 @@ _INDEPENDENT: dict[str, Callable[..., Gaussian]] = {
 
 
 def custom_derivative(equation: Equation, *operands: Any) -> list[Any]:
-    """Descend, but let quadrature evaluate the function itself, with the derivative that its author defined."""
+    """Descend, but let quadrature evaluate the function itself, with the derivative
+    that its author defined.
+    """
     outputs = equation.descend(*operands)
     variables = {operand.variable for operand in operands if isinstance(operand, Term)}
     if len(outputs) != 1 or len(variables) != 1 or not isinstance(outputs[0], Term):
         return outputs
     (output,) = outputs
-    if output.base is not output or output.variable not in variables or output.equation is None:
+    if (
+        output.base is not output
+        or output.variable not in variables
+        or output.equation is None
+    ):
         return outputs
-    if any(operand.shape != output.shape for operand in operands if isinstance(operand, Term)):
-        return outputs  # it broadcasts inside, and cannot be evaluated at a value for each element
+    if any(
+        operand.shape != output.shape
+        for operand in operands
+        if isinstance(operand, Term)
+    ):
+        # it broadcasts inside, and cannot be evaluated at a value for each element
+        return outputs
     return [output.evaluated(equation, *operands)]
 
 

@@ -1,10 +1,12 @@
-r"""Mean and variance of a term: in closed form if there is one, otherwise by Gauss-Legendre quadrature on panels.
+r"""Mean and variance of a term: in closed form if there is one, otherwise by
+Gauss-Legendre quadrature on panels.
 
-The interval m + sqrt(v) z, -8 <= z <= 8, is cut where the function has kinks and steps (where an argument that is
-affine in x meets the number it is compared with, or 0 for functions such as tanh), and on both sides of these, where
-the argument has changed by 5. It is wider where a break lies further out: the variance of a saturated unit is due to
-the break alone. Each panel gets n / 2 nodes with the weight phi(z). Gauss-Hermite nodes cannot be cut, and are too
-far apart once sqrt(v) exceeds the width of the step.
+The interval m + sqrt(v) z, -8 <= z <= 8, is cut where the function has kinks and steps
+(where an argument that is affine in x meets the number it is compared with, or 0 for
+functions such as tanh), and on both sides of these, where the argument has changed by
+5. It is wider where a break lies further out: the variance of a saturated unit is due
+to the break alone. Each panel gets n / 2 nodes with the weight phi(z). Gauss-Hermite
+nodes cannot be cut, and are too far apart once sqrt(v) exceeds the width of the step.
 """
 
 import math
@@ -19,21 +21,27 @@ import numpy as np
 
 from numpyro_bnn.moments.terms import Gaussian, Term
 
-# Name of an elementwise primitive -> function of the term; ``None`` if the term has another form.
+# Name of an elementwise primitive -> function of the term; ``None`` if the term has
+# another form.
 CLOSED_FORMS: dict[str, Callable[[Term], Gaussian | None]] = {}
 NODES: ContextVar[int] = ContextVar("num_nodes", default=32)
 
 _REACH = 8.0
-# Breaks are followed this far, where phi(z) is 1e-37; from further ones four more sd are integrated.
+# Breaks are followed this far, where phi(z) is 1e-37; from further ones four more sd
+# are integrated.
 _FARTHEST = 13.0
 _MOST_BREAKS = 16
-# Functions such as tanh change within this distance of a break, measured in their argument.
+# Functions such as tanh change within this distance of a break, measured in their
+# argument.
 _LAYER = 5.0
-# Largest estimated error of a mean, in sd of the function, and of a variance, relative to it.
+# Largest estimated error of a mean, in sd of the function, and of a variance, relative
+# to it.
 _TOLERANCE = 0.01
-# Half the nodes of a panel have about four times the error at a kink, and more for smooth functions.
+# Half the nodes of a panel have about four times the error at a kink, and more for
+# smooth functions.
 _GAIN = 4.0
-# Number of evaluations held in memory at once; beyond that the nodes are summed one after another.
+# Number of evaluations held in memory at once; beyond that the nodes are summed one
+# after another.
 _AT_ONCE = 2**24
 _COMPARED = frozenset({"max", "min", "gt", "ge", "lt", "le", "eq", "ne", "clamp"})
 
@@ -44,7 +52,8 @@ def moments_of(term: Term) -> Gaussian:
         if not jnp.issubdtype(term.dtype, jnp.floating):
             raise term.equation.refuse(  # type: ignore[union-attr]
                 f"turns random numbers into {term.dtype}",
-                "Such numbers have moments only inside an elementwise function of one variable, "
+                "Such numbers have moments only inside an elementwise function of one "
+                "variable, "
                 "e.g. `jnp.where(x > 0, x, 0.1 * x)`.",
             )
         if term.base is term:
@@ -53,21 +62,29 @@ def moments_of(term: Term) -> Gaussian:
             found = _quadrature(term, NODES.get()) if known is None else known
         else:
             base = moments_of(term.base)
-            found = Gaussian(term.slope * base.mean + term.shift, term.slope * term.slope * base.var)
-        term.moments = Gaussian(*(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in found))
+            found = Gaussian(
+                term.slope * base.mean + term.shift, term.slope * term.slope * base.var
+            )
+        term.moments = Gaussian(
+            *(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in found)
+        )
     return term.moments
 
 
 def is_zero(value: Any) -> bool:
     """Whether a plain value is known to be 0."""
-    return not isinstance(value, jax.core.Tracer) and bool(np.all(np.asarray(value) == 0))
+    return not isinstance(value, jax.core.Tracer) and bool(
+        np.all(np.asarray(value) == 0)
+    )
 
 
 def _quadrature(term: Term, num_nodes: int) -> Gaussian:
-    """Mean and variance of a term, refused (under ``jit``: NaN) if the estimated error is above ``_TOLERANCE``.
+    """Mean and variance of a term, refused (under ``jit``: NaN) if the estimated error
+    is above ``_TOLERANCE``.
 
-    Where v is below eps^(2/3), differences along the line suffer from rounding: if the function is straight there,
-    E f = f(m) + f''(m) v / 2 and Var f = f'(m)^2 v are used.
+    Where v is below eps^(2/3), differences along the line suffer from rounding: if the
+    function is straight there, E f = f(m) + f''(m) v / 2 and Var f = f'(m)^2 v are
+    used.
     """
     x = Gaussian(*(jnp.broadcast_to(m, term.shape) for m in term.variable.gaussian))
     precision = jnp.finfo(x.mean.dtype)
@@ -85,7 +102,9 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
     width, spread = jnp.sqrt(found.var), jnp.abs(slope) * sd
     rounding = 32 * precision.eps * (jnp.abs(value) + jnp.abs(slope * x.mean))
     allowed = rounding + float(precision.eps) ** 0.5 * spread
-    straight = (jnp.abs(found.mean - line.mean) <= allowed) & (jnp.abs(width - spread) <= allowed)
+    straight = (jnp.abs(found.mean - line.mean) <= allowed) & (
+        jnp.abs(width - spread) <= allowed
+    )
     straight = known | ((x.var <= float(precision.eps) ** (2 / 3)) & straight)
     limit = _TOLERANCE * width + rounding
     good = (error.mean <= limit) & (error.var <= limit * (width + rounding))
@@ -94,13 +113,18 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
         raise term.equation.refuse(  # type: ignore[union-attr]
             f"{num_nodes} nodes beside each break do not integrate to {_TOLERANCE:.0%}"
             f" ({bad.sum()} of {bad.size} elements)",
-            "Use a function that has moments, or more nodes: `propagate(fn, num_nodes=...)`.",
+            (
+                "Use a function that has moments, or more nodes: `propagate(fn, "
+                "num_nodes=...)`."
+            ),
         )
     chosen = (jnp.where(straight, *pair) for pair in zip(line, found, strict=True))
     return Gaussian(*(jnp.where(bad, jnp.nan, moment) for moment in chosen))
 
 
-def _panels(breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _panels(
+    breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
     low, zero, high = (jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH))
     cuts = [zero]
@@ -108,8 +132,15 @@ def _panels(breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array) -> tu
         at = (place - mean) / sd
         far = jnp.abs(at) > _FARTHEST
         at = jnp.where(far, _REACH * jnp.sign(at), at)
-        layer = jnp.where(far, _REACH / 2, _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH))
-        low, high = jnp.minimum(low, at - jnp.maximum(layer, 1)), jnp.maximum(high, at + jnp.maximum(layer, 1))
+        layer = jnp.where(
+            far,
+            _REACH / 2,
+            _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH),
+        )
+        low, high = (
+            jnp.minimum(low, at - jnp.maximum(layer, 1)),
+            jnp.maximum(high, at + jnp.maximum(layer, 1)),
+        )
         for cut in (at, at - layer, at + layer):
             cuts = _insert(cuts, cut)
     edges = jnp.stack([low, *cuts, high])
@@ -117,7 +148,9 @@ def _panels(breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array) -> tu
 
 
 def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
-    """Put numbers in their places, elementwise: its gradient is several times as fast as that of a sort."""
+    """Put numbers in their places, elementwise: its gradient is several times as fast
+    as that of a sort.
+    """
     result = []
     for one in ordered:
         result.append(jnp.minimum(one, new))
@@ -126,7 +159,9 @@ def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
 
 
 def _rules(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
-    """Nodes of a panel; and (2, nodes): the weights of Gauss-Legendre quadrature, and of every other node alone."""
+    """Nodes of a panel; and (2, nodes): the weights of Gauss-Legendre quadrature, and
+    of every other node alone.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
     few = nodes[::2]
     powers = np.polynomial.legendre.legvander(few, len(few) - 1).T
@@ -135,8 +170,12 @@ def _rules(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
     return nodes.astype(dtype), np.stack([weights, rough]).astype(dtype)
 
 
-def _sums(evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int) -> tuple[Gaussian, Gaussian]:
-    """Mean and variance of a function of z, standard normal, and the estimated error of both."""
+def _sums(
+    evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
+) -> tuple[Gaussian, Gaussian]:
+    """Mean and variance of a function of z, standard normal, and the estimated error of
+    both.
+    """
     nodes, rules = _rules(num_nodes, middle.dtype)
 
     def at(middle: Any, half: Any, node: Any) -> tuple[jax.Array, jax.Array]:
@@ -149,11 +188,19 @@ def _sums(evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
     panel = len(middle) // 2
     center = jax.lax.stop_gradient(at(middle[panel], half[panel], 0.0)[0])
     if middle.size * num_nodes <= _AT_ONCE:
-        values, density = jax.vmap(jax.vmap(at, (0, 0, None)), (None, None, 0))(middle, half, nodes)
+        values, density = jax.vmap(jax.vmap(at, (0, 0, None)), (None, None, 0))(
+            middle, half, nodes
+        )
         total = jnp.sum(column(rules[0]) * density, (0, 1))
-        center = jax.lax.stop_gradient(jnp.sum(column(rules[0]) * density * values, (0, 1)) / total)
+        center = jax.lax.stop_gradient(
+            jnp.sum(column(rules[0]) * density * values, (0, 1)) / total
+        )
         fine, rough = (
-            [jnp.sum(column(rule) * part, 0) for part in _powers(density, values - center)] for rule in rules
+            [
+                jnp.sum(column(rule) * part, 0)
+                for part in _powers(density, values - center)
+            ]
+            for rule in rules
         )
     else:
 
@@ -168,17 +215,27 @@ def _sums(evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
             return jax.lax.scan(add, start, (nodes, rules.T))[0]
 
         # First the mean: squares about any other center would lose digits.
-        sums = jax.lax.stop_gradient(jax.lax.map(partial(of_panel, center), (middle, half))[:, 0].sum(0))
+        sums = jax.lax.stop_gradient(
+            jax.lax.map(partial(of_panel, center), (middle, half))[:, 0].sum(0)
+        )
         center = center + sums[1] / sums[0]
-        fine, rough = jnp.moveaxis(jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2)
+        fine, rough = jnp.moveaxis(
+            jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2
+        )
     total, first, second = (jnp.sum(part, 0) for part in fine)
     mean = first / total
     # A function that grows too fast has not faded at the ends.
     ends = jax.lax.stop_gradient((middle[0] - half[0], middle[-1] + half[-1]))
     away = [jnp.abs(jax.lax.stop_gradient(evaluate(z) - center)) for z in ends]
-    powers = [_powers(jnp.exp(-0.5 * z * z), value) for z, value in zip(ends, away, strict=True)]
+    powers = [
+        _powers(jnp.exp(-0.5 * z * z), value)
+        for z, value in zip(ends, away, strict=True)
+    ]
     beyond = [powers[0][q] + powers[1][q] for q in (1, 2)]
-    between = [jnp.sum(jnp.abs(jax.lax.stop_gradient(fine[q] - rough[q])), 0) / _GAIN for q in (1, 2)]
+    between = [
+        jnp.sum(jnp.abs(jax.lax.stop_gradient(fine[q] - rough[q])), 0) / _GAIN
+        for q in (1, 2)
+    ]
     errors = [(e + b) / total for e, b in zip(between, beyond, strict=True)]
     moments = Gaussian(center + mean, jnp.maximum(second / total - mean * mean, 0))
     return moments, Gaussian(errors[0], errors[1] + 2 * jnp.abs(mean) * errors[0])
@@ -188,7 +245,9 @@ def _powers(density: Any, away: Any) -> tuple[Any, Any, Any]:
     return density, density * away, density * away * away
 
 
-def _derivatives(fn: Callable[[Any], Any], x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _derivatives(
+    fn: Callable[[Any], Any], x: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """f, f', f'' of an elementwise function."""
     one = jnp.ones_like(x)
 
@@ -200,7 +259,9 @@ def _derivatives(fn: Callable[[Any], Any], x: jax.Array) -> tuple[jax.Array, jax
 
 
 def _breaks(term: Term) -> list[tuple[Any, Any]]:
-    """Where x makes an argument equal to the number it is compared with, or to 0, and the slope of that argument."""
+    """Where x makes an argument equal to the number it is compared with, or to 0, and
+    the slope of that argument.
+    """
     found: dict[Any, tuple[Any, Any]] = {}
     seen: set[int] = set()
 
@@ -215,7 +276,11 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
             visit(operand)
 
     visit(term)
-    finite = [pair for key, pair in found.items() if not isinstance(key[0], float) or math.isfinite(key[0])]
+    finite = [
+        pair
+        for key, pair in found.items()
+        if not isinstance(key[0], float) or math.isfinite(key[0])
+    ]
     return finite[:_MOST_BREAKS] or [(0.0, 1.0)]
 
 
@@ -232,18 +297,28 @@ def _places(node: Term) -> list[tuple[Any, Any]]:
         return []
     plain = [operand for operand in node.operands if not isinstance(operand, Term)]
     against = plain if node.equation.name in _COMPARED else [0.0]
-    if isinstance(line[1], float) and line[1] == 0 and all(is_zero(at) for at in against):
+    if (
+        isinstance(line[1], float)
+        and line[1] == 0
+        and all(is_zero(at) for at in against)
+    ):
         return [(0.0, line[0])]
     return [(_solve(*line, at), line[0]) for at in against]
 
 
 def _line(term: Term) -> tuple[Any, Any] | None:
-    """(slope, shift) of an affine function of x, also of a clipped one, which is affine between its bounds."""
+    """(slope, shift) of an affine function of x, also of a clipped one, which is affine
+    between its bounds.
+    """
     if term.is_normal:
         return term.slope, term.shift
     base = term.base
     inner = [operand for operand in base.operands if isinstance(operand, Term)]
-    if base.equation is None or base.equation.name not in ("max", "min", "clamp") or len(inner) != 1:
+    if (
+        base.equation is None
+        or base.equation.name not in ("max", "min", "clamp")
+        or len(inner) != 1
+    ):
         return None
     line = _line(inner[0])
     return line and (term.slope * line[0], term.slope * line[1] + term.shift)

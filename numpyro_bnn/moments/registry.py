@@ -1,4 +1,6 @@
-"""The table of rules, how to add a rule, and the transformation that applies the rules."""
+"""The table of rules, how to add a rule, and the transformation that applies
+the rules.
+"""
 
 from collections.abc import Callable
 from functools import wraps
@@ -24,32 +26,46 @@ def propagate(
     """Propagate means and variances through a JAX program.
 
     :param fn: any function of arrays made of supported operations.
-    :param num_nodes: quadrature nodes on each side of a kink, for elementwise functions without a closed form.
-    :return: a function of the same arguments, in which any array may be a :class:`Gaussian`. Outputs that depend on
-        one are ``Gaussian``, the others plain arrays. It can be jitted, mapped and differentiated.
+    :param num_nodes: quadrature nodes on each side of a kink, for elementwise functions
+        without a closed form.
+    :return: a function of the same arguments, in which any array may be a
+        :class:`Gaussian`. Outputs that depend on one are ``Gaussian``, the others plain
+        arrays. It can be jitted, mapped and differentiated.
 
-    Exact for one layer: an affine map with independent Gaussian weights or inputs, then an elementwise function (up
-    to quadrature error if it has no closed form). Approximate beyond that: the elements of all arrays are treated as
-    independent, whatever they were computed from, and the input of a nonlinearity as Gaussian.
+    Exact for one layer: an affine map with independent Gaussian weights or inputs, then
+    an elementwise function (up to quadrature error if it has no closed form).
+    Approximate beyond that: the elements of all arrays are treated as independent,
+    whatever they were computed from, and the input of a nonlinearity as Gaussian.
 
-    :raises ValueError: for an operation without a rule, and for an estimated error of the quadrature above 1 % (under
-        ``jit`` NaN instead); the message names the primitive and the line of ``fn``.
+    :raises ValueError: for an operation without a rule, and for an estimated error of
+        the quadrature above 1 % (under ``jit`` NaN instead); the message names the
+        primitive and the line of ``fn``.
 
     Reference: Frey and Hinton (1999); Hernandez-Lobato and Adams (2015), section 3.1.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn import moments
     >>> w = moments.Gaussian(jnp.zeros((2, 3)), jnp.ones((2, 3)))
-    >>> h = moments.propagate(lambda x, w: jax.nn.relu(x @ w))(jnp.array([[3.0, 4.0]]), w)
+    >>> h = moments.propagate(lambda x, w: jax.nn.relu(x @ w))(
+    ...     jnp.array([[3.0, 4.0]]), w
+    ... )
     >>> h.mean.shape, round(float(h.mean[0, 0]), 3), round(float(h.var[0, 0]), 3)
     ((1, 3), 1.995, 8.521)
     """
-    interpreter = Interpreter(RULES, lambda value: isinstance(value, Term), "moments.propagate")
+    interpreter = Interpreter(
+        RULES, lambda value: isinstance(value, Term), "moments.propagate"
+    )
 
     @wraps(fn)
     def propagated(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Gaussian))
-        random = {i: as_gaussian(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Gaussian)}
+        leaves, tree = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Gaussian)
+        )
+        random = {
+            i: as_gaussian(leaf)
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Gaussian)
+        }
 
         def of_random(*values: Any) -> Any:
             given = dict(zip(random, values, strict=True))
@@ -57,11 +73,18 @@ def propagate(
             filled_args, filled_kwargs = jax.tree.unflatten(tree, filled)
             return fn(*filled_args, **filled_kwargs)
 
-        closed, shapes = jax.make_jaxpr(of_random, return_shape=True)(*(g.mean for g in random.values()))
+        closed, shapes = jax.make_jaxpr(of_random, return_shape=True)(
+            *(g.mean for g in random.values())
+        )
         token = NODES.set(num_nodes)
         try:
-            outputs = interpreter.run(closed.jaxpr, closed.consts, [wrap(g) for g in random.values()])
-            outputs = [moments_of(out) if isinstance(out, Term) else jnp.asarray(out) for out in outputs]
+            outputs = interpreter.run(
+                closed.jaxpr, closed.consts, [wrap(g) for g in random.values()]
+            )
+            outputs = [
+                moments_of(out) if isinstance(out, Term) else jnp.asarray(out)
+                for out in outputs
+            ]
         finally:
             NODES.reset(token)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -71,20 +94,26 @@ def propagate(
 
 @checked("moments.register")
 def register(
-    *names: str, view: Switch = False, reduces: Switch = False, multiplies: Switch = False
+    *names: str,
+    view: Switch = False,
+    reduces: Switch = False,
+    multiplies: Switch = False,
 ) -> Callable[[Rule], Rule]:
-    """Add a rule for primitives: ``rule(equation, *operands)`` computes the output from Gaussians and plain arrays.
+    """Add a rule for primitives: ``rule(equation, *operands)`` computes the output from
+    Gaussians and plain arrays.
 
-    At least one operand is a :class:`Gaussian`. The rule returns a ``Gaussian`` (or a plain array), or a list of them
-    if the primitive has several outputs. ``equation.params`` holds the parameters of the primitive,
-    ``equation.bind(*arrays)`` applies it, ``raise equation.refuse(why, instead)`` refuses a case.
+    At least one operand is a :class:`Gaussian`. The rule returns a ``Gaussian`` (or a
+    plain array), or a list of them if the primitive has several outputs.
+    ``equation.params`` holds the parameters of the primitive,
+    ``equation.bind(*arrays)`` applies it, ``raise equation.refuse(why, instead)``
+    refuses a case.
 
     :param names: names of primitives, as ``jax.make_jaxpr`` prints them.
     :param view: whether each element of the output is an element of one operand.
-    :param reduces: whether the output mixes elements of the operand, and so depends on it: combining the two again is
-        refused.
-    :param multiplies: whether the operands are multiplied as independent; a product of an array with itself is
-        refused.
+    :param reduces: whether the output mixes elements of the operand, and so depends on
+        it: combining the two again is refused.
+    :param multiplies: whether the operands are multiplied as independent; a product of
+        an array with itself is refused.
 
     >>> import jax, jax.numpy as jnp
     >>> @register("cumsum", reduces=True)
@@ -96,10 +125,14 @@ def register(
     """
 
     for name in names:
-        Kind(str, 'Pass names of primitives, e.g. `"cumsum"`.').check("moments.register", "names", name)
+        Kind(str, 'Pass names of primitives, e.g. `"cumsum"`.').check(
+            "moments.register", "names", name
+        )
 
     def decorate(rule: Rule) -> Rule:
-        Kind(callable, "Put it above a function, `@register(...)`.").check("moments.register", "rule", rule)
+        Kind(callable, "Put it above a function, `@register(...)`.").check(
+            "moments.register", "rule", rule
+        )
         for name in names:
             RULES[name] = _from_moments(rule, view, reduces, multiplies)
         return rule
@@ -108,21 +141,33 @@ def register(
 
 
 def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Rule:
-    """The rule as the interpreter calls it, which tracks which variables share elements."""
+    """The rule as the interpreter calls it, which tracks which variables share
+    elements.
+    """
 
     def apply(equation: Equation, *operands: Any) -> Any:
         terms = [operand for operand in operands if isinstance(operand, Term)]
         variables = [term.variable for term in terms]
-        key = (equation.name, str(equation.params)) if view and len(operands) == 1 else None
+        key = (
+            (equation.name, str(equation.params))
+            if view and len(operands) == 1
+            else None
+        )
         seen = variables[0].views if key and terms[0].equation is None else {}
         if key in seen:
             return seen[key]
-        if multiplies and len(variables) == 2 and variables[0].parts & variables[1].parts:
+        if (
+            multiplies
+            and len(variables) == 2
+            and variables[0].parts & variables[1].parts
+        ):
             raise equation.refuse(
                 "multiplies a random array with itself",
                 "Moments treat the factors of a matrix product as independent.",
             )
-        result = rule(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands))
+        result = rule(
+            equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands)
+        )
         parts = frozenset().union(*(variable.parts for variable in variables))
         reduced = frozenset().union(*(variable.reduced for variable in variables))
         path = (*variables[0].path, key) if key else ()
@@ -131,9 +176,15 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
             relations = {"parts": parts, "reduced": reduced, "path": path}
         elif reduces:
             relations = {"reduced": reduced | parts}
-        if isinstance(result, list):  # each output holds other elements, so each has its own path
-            paths: list[dict[str, Any]] = [{"path": (*path, i)} if path else {} for i in range(len(result))]
-            wrapped: Any = [wrap(r, **relations | own) for r, own in zip(result, paths, strict=True)]
+        if isinstance(
+            result, list
+        ):  # each output holds other elements, so each has its own path
+            paths: list[dict[str, Any]] = [
+                {"path": (*path, i)} if path else {} for i in range(len(result))
+            ]
+            wrapped: Any = [
+                wrap(r, **relations | own) for r, own in zip(result, paths, strict=True)
+            ]
         else:
             wrapped = wrap(result, **relations)
         if key:
@@ -145,4 +196,8 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
 
 def wrap(value: Any, **relations: Any) -> Any:
     """A Gaussian as the term of a new variable; other values unchanged."""
-    return Term(Variable(value, **relations), None, ()) if isinstance(value, Gaussian) else value
+    return (
+        Term(Variable(value, **relations), None, ())
+        if isinstance(value, Gaussian)
+        else value
+    )

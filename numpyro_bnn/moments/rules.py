@@ -1,4 +1,6 @@
-"""Rules of operations that are not elementwise: products, sums, maxima, and those that only move elements."""
+"""Rules of operations that are not elementwise: products, sums, maxima, and those that
+only move elements.
+"""
 
 import itertools
 from typing import Any
@@ -16,12 +18,16 @@ from numpyro_bnn.moments.terms import Gaussian
 
 @register("dot_general", "conv_general_dilated", multiplies=True)
 def _product(equation: Equation, x: Any, y: Any) -> Gaussian:
-    """Bilinear: mean = m_x m_y; var = v_x (m_y^2 + v_y) + m_x^2 v_y, each product summed as the primitive does."""
+    """Bilinear: mean = m_x m_y; var = v_x (m_y^2 + v_y) + m_x^2 v_y, each product
+    summed as the primitive does.
+    """
     if not isinstance(y, Gaussian):
         return Gaussian(equation.bind(x.mean, y), equation.bind(x.var, jnp.square(y)))
     if not isinstance(x, Gaussian):
         return Gaussian(equation.bind(x, y.mean), equation.bind(jnp.square(x), y.var))
-    var = equation.bind(x.var, jnp.square(y.mean) + y.var) + equation.bind(jnp.square(x.mean), y.var)
+    var = equation.bind(x.var, jnp.square(y.mean) + y.var) + equation.bind(
+        jnp.square(x.mean), y.var
+    )
     return Gaussian(equation.bind(x.mean, y.mean), var)
 
 
@@ -34,7 +40,9 @@ def _sum(equation: Equation, x: Gaussian) -> Gaussian:
 def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
     axes = equation.params["axes"]
     moved = (jnp.moveaxis(a, axes, range(len(axes))) for a in x)
-    mean, var = (a.reshape(-1, *a.shape[len(axes) :]) for a in moved)  # the reduced axes as one, in front
+    mean, var = (
+        a.reshape(-1, *a.shape[len(axes) :]) for a in moved
+    )  # the reduced axes as one, in front
     if len(mean) == 2:
         return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
     return maximum_of(mean, var, num_nodes=NODES.get())
@@ -51,11 +59,16 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     """The maximum over each window; a position in the padding never wins."""
     p = equation.params
     if any(d != 1 for d in p["base_dilation"]):
-        raise equation.refuse("dilates its input", "Pool without dilation of the input.")
+        raise equation.refuse(
+            "dilates its input", "Pool without dilation of the input."
+        )
     windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
     offsets = itertools.product(*(range(0, n * d, d) for n, d in windows))
     shape = equation.outputs[0].shape
-    taken = [_strided(x, offset, p["padding"], p["window_strides"], shape) for offset in offsets]
+    taken = [
+        _strided(x, offset, p["padding"], p["window_strides"], shape)
+        for offset in offsets
+    ]
     present = np.stack([mask for _, mask in taken])
     if len(taken) == 2 and present.all():
         return maximum(taken[0][0], taken[1][0])
@@ -64,27 +77,44 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
 
 
 def _strided(
-    x: Gaussian, offset: tuple[int, ...], padding: Any, strides: tuple[int, ...], shape: tuple[int, ...]
+    x: Gaussian,
+    offset: tuple[int, ...],
+    padding: Any,
+    strides: tuple[int, ...],
+    shape: tuple[int, ...],
 ) -> tuple[Gaussian, np.ndarray]:
-    """The element at one offset of every window, and whether it lies inside the array rather than in the padding."""
+    """The element at one offset of every window, and whether it lies inside the array
+    rather than in the padding.
+    """
     places = [
         np.arange(n) * stride + start - low
-        for n, stride, start, (low, _) in zip(shape, strides, offset, padding, strict=True)
+        for n, stride, start, (low, _) in zip(
+            shape, strides, offset, padding, strict=True
+        )
     ]
     sizes = jnp.shape(x.mean)
-    inside = [(place >= 0) & (place < size) for place, size in zip(places, sizes, strict=True)]
+    inside = [
+        (place >= 0) & (place < size) for place, size in zip(places, sizes, strict=True)
+    ]
     mask = np.logical_and.reduce(np.meshgrid(*inside, indexing="ij"))
     config = [
         (low - start, stride * (n - 1) + 1 + start - low - size, 0)
-        for start, n, stride, size, (low, _) in zip(offset, shape, strides, sizes, padding, strict=True)
+        for start, n, stride, size, (low, _) in zip(
+            offset, shape, strides, sizes, padding, strict=True
+        )
     ]
     steps = tuple(slice(None, None, stride) for stride in strides)
-    return Gaussian(*(lax.pad(a, jnp.zeros((), a.dtype), config)[steps] for a in x)), mask
+    return Gaussian(
+        *(lax.pad(a, jnp.zeros((), a.dtype), config)[steps] for a in x)
+    ), mask
 
 
-# Name -> number of leading operands that are data (None: all); the others are indices, which must be plain.
+# Name -> number of leading operands that are data (None: all); the others are indices,
+# which must be plain.
 _MOVES: dict[str, int | None] = {
-    **dict.fromkeys(("broadcast_in_dim", "dynamic_slice", "gather", "reshape", "rev"), 1),
+    **dict.fromkeys(
+        ("broadcast_in_dim", "dynamic_slice", "gather", "reshape", "rev"), 1
+    ),
     **dict.fromkeys(("slice", "split", "squeeze", "tile", "transpose"), 1),
     **dict.fromkeys(("concatenate", "optimization_barrier", "pad", "stack"), None),
     "dynamic_update_slice": 2,
@@ -96,18 +126,28 @@ def _move(equation: Equation, *operands: Any) -> Any:
     """Means and variances move alike; plain data have variance 0."""
     count = _MOVES[equation.name]
     data, indices = operands[:count], operands[len(operands[:count]) :]
-    return _alike(equation, data, lambda parts: equation.bind(*parts, *_plain_indices(equation, indices)))
+    return _alike(
+        equation,
+        data,
+        lambda parts: equation.bind(*parts, *_plain_indices(equation, indices)),
+    )
 
 
 @register("scatter", "scatter-add", view=True)
 def _scatter(equation: Equation, operand: Any, indices: Any, updates: Any) -> Any:
     (indices,) = _plain_indices(equation, (indices,))
-    return _alike(equation, (operand, updates), lambda parts: equation.bind(parts[0], indices, parts[1]))
+    return _alike(
+        equation,
+        (operand, updates),
+        lambda parts: equation.bind(parts[0], indices, parts[1]),
+    )
 
 
 def _alike(equation: Equation, data: tuple[Any, ...], move: Any) -> Any:
     means = move([d.mean if isinstance(d, Gaussian) else d for d in data])
-    variances = move([d.var if isinstance(d, Gaussian) else jnp.zeros_like(d) for d in data])
+    variances = move(
+        [d.var if isinstance(d, Gaussian) else jnp.zeros_like(d) for d in data]
+    )
     if isinstance(means, list | tuple):
         return [Gaussian(*pair) for pair in zip(means, variances, strict=True)]
     return Gaussian(means, variances)
@@ -116,5 +156,7 @@ def _alike(equation: Equation, data: tuple[Any, ...], move: Any) -> Any:
 def _plain_indices(equation: Equation, indices: tuple[Any, ...]) -> tuple[Any, ...]:
     """Refuse random indices."""
     if any(isinstance(index, Gaussian) for index in indices):
-        raise equation.refuse("looks up with random indices", "Index with plain integers.")
+        raise equation.refuse(
+            "looks up with random indices", "Index with plain integers."
+        )
     return indices

@@ -1,9 +1,10 @@
-"""Random arrays, and the elementwise functions of one random array that are not evaluated yet.
+"""Random arrays, and the elementwise functions of one random array that are not
+evaluated yet.
 
-``x * sigmoid(x)`` is a function of one variable, not a product of two independent ones. Therefore an elementwise
-equation whose random operands are all functions of the same :class:`Variable` gives a :class:`Term`, a node of an
-expression graph. Its moments are computed when an operation needs them that is not elementwise or joins two
-variables.
+``x * sigmoid(x)`` is a function of one variable, not a product of two independent ones.
+Therefore an elementwise equation whose random operands are all functions of the same
+:class:`Variable` gives a :class:`Term`, a node of an expression graph. Its moments are
+computed when an operation needs them that is not elementwise or joins two variables.
 """
 
 from copy import copy
@@ -19,7 +20,8 @@ from numpyro_bnn.moments.interpret import CALLS, Equation
 
 
 class Gaussian(NamedTuple):
-    """Mean and variance of every element of an array; the elements are treated as independent.
+    """Mean and variance of every element of an array; the elements are treated as
+    independent.
 
     :param mean: any shape, floating point.
     :param var: the same shape, at least 0; 0 means a known number.
@@ -30,7 +32,9 @@ class Gaussian(NamedTuple):
 
 
 def as_gaussian(value: Gaussian) -> Gaussian:
-    """The same moments as JAX arrays of one dtype; refuses a mean and a variance that do not match."""
+    """The same moments as JAX arrays of one dtype; refuses a mean and a variance that
+    do not match.
+    """
     mean, var = jnp.asarray(value.mean), jnp.asarray(value.var)
     if mean.shape != var.shape:
         instead = f"Pass one variance per element of the mean, {mean.shape}."
@@ -38,9 +42,16 @@ def as_gaussian(value: Gaussian) -> Gaussian:
     for name, array in (("mean", mean), ("var", var)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             instead = "Pass floating-point numbers."
-            raise argument_error("moments.Gaussian", name, f"dtype {array.dtype}", instead, TypeError)
+            raise argument_error(
+                "moments.Gaussian", name, f"dtype {array.dtype}", instead, TypeError
+            )
     if not isinstance(var, jax.core.Tracer) and np.any(np.asarray(var) < 0):
-        raise argument_error("moments.Gaussian", "var", f"smallest {var.min()}", "Pass variances of at least 0.")
+        raise argument_error(
+            "moments.Gaussian",
+            "var",
+            f"smallest {var.min()}",
+            "Pass variances of at least 0.",
+        )
     dtype = jnp.result_type(mean, var)
     return Gaussian(mean.astype(dtype), var.astype(dtype))
 
@@ -49,9 +60,10 @@ def as_gaussian(value: Gaussian) -> Gaussian:
 class Variable:
     """A random array with known moments.
 
-    ``parts`` are the variables whose elements it holds unmixed (itself, and those it is a slice or a function of),
-    ``reduced`` the variables it is a reduction of, ``path`` the variable it was made from and the moves in between,
-    ``views`` the results of such moves. Only these relations are tracked; all other dependence is neglected.
+    ``parts`` are the variables whose elements it holds unmixed (itself, and those it is
+    a slice or a function of), ``reduced`` the variables it is a reduction of, ``path``
+    the variable it was made from and the moves in between, ``views`` the results of
+    such moves. Only these relations are tracked; all other dependence is neglected.
     """
 
     gaussian: Gaussian
@@ -66,10 +78,11 @@ class Variable:
 
 
 class Term:
-    """A node: ``equation`` applied to ``operands`` (terms of the same variable, and plain arrays).
+    """A node: ``equation`` applied to ``operands`` (terms of the same variable, and
+    plain arrays).
 
-    If an affine form is known, the node is slope * base + shift with another node as ``base``: moments of affine
-    functions are exact, whatever the base is.
+    If an affine form is known, the node is slope * base + shift with another node as
+    ``base``: moments of affine functions are exact, whatever the base is.
     """
 
     def __init__(
@@ -93,10 +106,15 @@ class Term:
             self.shape, self.dtype = jnp.shape(mean), mean.dtype
             self.moments = variable.gaussian
         else:
-            self.shape, self.dtype = equation.outputs[0].shape, equation.outputs[0].dtype
+            self.shape, self.dtype = (
+                equation.outputs[0].shape,
+                equation.outputs[0].dtype,
+            )
 
     def evaluated(self, equation: Equation, *operands: Any) -> "Term":
-        """The same term, evaluated by the call that produced it, which keeps custom derivatives."""
+        """The same term, evaluated by the call that produced it, which keeps custom
+        derivatives.
+        """
         same = copy(self)
         same.evaluated_as = (equation, operands)
         same.base = same if self.base is self else self.base
@@ -104,11 +122,15 @@ class Term:
 
     @property
     def is_normal(self) -> bool:
-        """Whether the term is an affine function of its variable, and so Gaussian if the variable is."""
+        """Whether the term is an affine function of its variable, and so Gaussian if
+        the variable is.
+        """
         return self.base.equation is None
 
     def evaluate(self, x: Any) -> Any:
-        """Value of the expression if its variable has the value ``x``, of the variable's shape or the term's."""
+        """Value of the expression if its variable has the value ``x``, of the
+        variable's shape or the term's.
+        """
         known: dict[int, Any] = {}
 
         def value(node: Any) -> Any:
@@ -118,15 +140,21 @@ class Term:
             if equation is None:
                 return x
             if id(node) not in known:
-                result = _bind_larger(equation, [value(operand) for operand in operands])
-                known[id(node)] = result[0] if isinstance(result, list | tuple) else result
+                result = _bind_larger(
+                    equation, [value(operand) for operand in operands]
+                )
+                known[id(node)] = (
+                    result[0] if isinstance(result, list | tuple) else result
+                )
             return known[id(node)]
 
         return value(self)
 
 
 def _bind_larger(equation: Equation, values: list[Any]) -> Any:
-    """Apply an elementwise equation to values of the shapes it was traced for, or of what these broadcast to."""
+    """Apply an elementwise equation to values of the shapes it was traced for, or of
+    what these broadcast to.
+    """
     traced = [var.aval.shape for var in equation.jaxpr_equation.invars]
     larger = [np.shape(v) != shape for v, shape in zip(values, traced, strict=True)]
     if not any(larger):
@@ -143,6 +171,11 @@ def _bind_larger(equation: Equation, values: list[Any]) -> Any:
     def batch(value: Any) -> jax.Array:
         return jnp.broadcast_to(value, shape).transpose(axes).reshape(-1, *small)
 
-    operands = [batch(v) if is_larger else v for v, is_larger in zip(values, larger, strict=True)]
-    (result,) = jax.vmap(equation.bind, [0 if is_larger else None for is_larger in larger])(*operands)
+    operands = [
+        batch(v) if is_larger else v
+        for v, is_larger in zip(values, larger, strict=True)
+    ]
+    (result,) = jax.vmap(
+        equation.bind, [0 if is_larger else None for is_larger in larger]
+    )(*operands)
     return result.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))

@@ -11,7 +11,12 @@ from numpyro_bnn.nn.layers import Dense, Flatten, Residual, Sequential
 
 def _widths(call: str, argument: str, value: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise argument_error(call, argument, value, "Pass a list of positive integers, e.g. `[50, 50, 1]`.")
+        raise argument_error(
+            call,
+            argument,
+            value,
+            "Pass a list of positive integers, e.g. `[50, 50, 1]`.",
+        )
     return tuple(Count().check(call, argument, n) for n in value)
 
 
@@ -19,12 +24,16 @@ def _norms(norm: Layer | None) -> list[Layer | str]:
     return [] if norm is None else [norm]
 
 
-def MLP(widths: Sequence[int], activation: Layer | str = "relu", norm: Layer | None = None) -> Sequential:
+def MLP(
+    widths: Sequence[int], activation: Layer | str = "relu", norm: Layer | None = None
+) -> Sequential:
     """Multi-layer perceptron: Dense, [norm], activation, ..., Dense.
 
-    :param widths: units of every layer, the last one being the output, e.g. ``[50, 50, 1]``.
+    :param widths: units of every layer, the last one being the output, e.g. ``[50, 50,
+        1]``.
     :param activation: name or layer, after every dense layer except the last.
-    :param norm: a normalization between dense layer and activation, e.g. ``BatchNorm()``.
+    :param norm: a normalization between dense layer and activation, e.g.
+        ``BatchNorm()``.
 
     >>> MLP([50, 50, 1], activation="tanh").output_shape((13,))
     (1,)
@@ -45,7 +54,8 @@ def CNN(
     activation: Layer | str = "relu",
     norm: Layer | None = None,
 ) -> Sequential:
-    """Convolutional classifier: (Conv2d, [norm], activation, pool) per entry of ``channels``, Flatten, MLP.
+    """Convolutional classifier: (Conv2d, [norm], activation, pool) per entry of
+    ``channels``, Flatten, MLP.
 
     :param channels: output channels of each convolution.
     :param widths: dense units, the last one being the output.
@@ -61,8 +71,19 @@ def CNN(
     layers: list[Layer | str] = []
     pool = MaxPool(2) if pool is None else pool
     for out in _widths("nn.CNN", "channels", channels):
-        layers += [Conv2d(out, window, padding=padding), *_norms(norm), activation, pool]
-    return Sequential([*layers, Flatten(), *MLP(_widths("nn.CNN", "widths", widths), activation, norm).layers])
+        layers += [
+            Conv2d(out, window, padding=padding),
+            *_norms(norm),
+            activation,
+            pool,
+        ]
+    return Sequential(
+        [
+            *layers,
+            Flatten(),
+            *MLP(_widths("nn.CNN", "widths", widths), activation, norm).layers,
+        ]
+    )
 
 
 @checked("nn.ResNet")
@@ -73,10 +94,12 @@ def ResNet(
     activation: Layer | str = "relu",
     norm: Layer | None = None,
 ) -> Sequential:
-    """Residual convolutional network in stages; each stage after the first halves the image size.
+    """Residual convolutional network in stages; each stage after the first halves the
+    image size.
 
-    A block is activation(x + Conv, [norm], activation, Conv, [norm]); if the shape changes, the shortcut is a 1 x 1
-    convolution. A global average pool and a dense layer follow.
+    A block is activation(x + Conv, [norm], activation, Conv, [norm]); if the shape
+    changes, the shortcut is a 1 x 1 convolution. A global average pool and a dense
+    layer follow.
 
     :param channels: channels of each stage, e.g. ``[16, 32, 64]``.
     :param outputs: number of outputs K.
@@ -95,8 +118,16 @@ def ResNet(
     for stage, out in enumerate(stages):
         for block in range(blocks):
             strides = 2 if stage > 0 and block == 0 else 1
-            body = [Conv2d(out, 3, strides), *_norms(norm), activation, Conv2d(out, 3), *_norms(norm)]
-            shortcut = None if out == previous and strides == 1 else Conv2d(out, 1, strides)
+            body = [
+                Conv2d(out, 3, strides),
+                *_norms(norm),
+                activation,
+                Conv2d(out, 3),
+                *_norms(norm),
+            ]
+            shortcut = (
+                None if out == previous and strides == 1 else Conv2d(out, 1, strides)
+            )
             layers += [Residual(Sequential(body), shortcut), activation]
             previous = out
     return Sequential([*layers, AvgPool(None), Flatten(), Dense(outputs)])

@@ -1,4 +1,6 @@
-"""Two-dimensional convolution and pooling on images shaped (height, width, channels)."""
+"""Two-dimensional convolution and pooling on images shaped (height, width,
+channels).
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,14 @@ from jax import lax
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._options import Choice, Count, PositiveInt, Switch
-from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
+from numpyro_bnn.nn.base import (
+    ForwardContext,
+    Layer,
+    Shape,
+    join,
+    per_feature,
+    shape_error,
+)
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 Pair = tuple[int, int]
@@ -21,9 +30,18 @@ IMAGE = "an image (height, width, channels)"
 
 
 def _pair(call: str, argument: str, value: int | Pair) -> Pair:
-    pair = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value, value)
+    pair = (
+        tuple(value)
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else (value, value)
+    )
     if len(pair) != 2:
-        raise argument_error(call, argument, value, "Pass a positive integer or a pair of them, e.g. `(3, 3)`.")
+        raise argument_error(
+            call,
+            argument,
+            value,
+            "Pass a positive integer or a pair of them, e.g. `(3, 3)`.",
+        )
     height, width = (Count().check(call, argument, n) for n in pair)
     return height, width
 
@@ -37,20 +55,33 @@ def _padding(call: str, value: str | int) -> Padding:
     return value
 
 
-def _window_shape(layer: Layer, path: str, spatial: Shape, window: Pair, strides: Pair, padding: Padding) -> Pair:
+def _window_shape(
+    layer: Layer,
+    path: str,
+    spatial: Shape,
+    window: Pair,
+    strides: Pair,
+    padding: Padding,
+) -> Pair:
     """Spatial size after a window slides over an image."""
     if padding == "SAME":
         return tuple(-(-n // s) for n, s in zip(spatial, strides, strict=True))  # type: ignore[return-value]
     pads = padding if isinstance(padding, tuple) else ((0, 0), (0, 0))
     sizes = [n + sum(p) for n, p in zip(spatial, pads, strict=True)]
     if any(n < k for n, k in zip(sizes, window, strict=True)):
-        raise shape_error(layer, path, f"images of at least {window[0]} x {window[1]}", spatial)
-    return tuple((n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True))  # type: ignore
+        raise shape_error(
+            layer, path, f"images of at least {window[0]} x {window[1]}", spatial
+        )
+    return tuple(
+        (n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True)
+    )  # type: ignore
 
 
 def _as_images(layer: Layer, context: ForwardContext, x: jax.Array) -> jax.Array:
     if x.ndim < 3:
-        raise shape_error(layer, context.path, IMAGE + " behind any batch axes", x.shape)
+        raise shape_error(
+            layer, context.path, IMAGE + " behind any batch axes", x.shape
+        )
     layer.shapes(x.shape[-3:], context.path)  # refuses images smaller than the window
     return x.reshape((-1, *x.shape[-3:]))
 
@@ -83,25 +114,42 @@ class Conv2d(Layer):
         object.__setattr__(self, "strides", _pair("nn.Conv2d", "strides", self.strides))
         _padding("nn.Conv2d", self.padding)
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 3:
             raise shape_error(self, path, IMAGE, input_shape)
         padding = _padding("nn.Conv2d", self.padding)
-        spatial = _window_shape(self, path, input_shape[:2], self.window, self.strides, padding)  # type: ignore
-        params: dict[str, Shape] = {"kernel": (*self.window, input_shape[2], self.channels)}  # type: ignore
+        spatial = _window_shape(
+            self,
+            path,
+            input_shape[:2],
+            self.window,  # type: ignore[arg-type]
+            self.strides,  # type: ignore[arg-type]
+            padding,
+        )
+        params: dict[str, Shape] = {
+            "kernel": (*self.window, input_shape[2], self.channels)  # type: ignore[misc]
+        }
         if self.use_bias:
             params["bias"] = (self.channels,)
         return params, (*spatial, self.channels)
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
         wiring.read(x, join(path, "kernel"), 2)
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
-        return wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases), self.output_shape(shape)
+        return wiring.begin(
+            self.channels, Wire(join(path, "kernel"), 3), *biases
+        ), self.output_shape(shape)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         kernel, images = context["kernel"], _as_images(self, context, x)
         if images.shape[-1] != kernel.shape[2]:
-            raise shape_error(self, context.path, f"(..., height, width, {kernel.shape[2]})", x.shape)
+            raise shape_error(
+                self, context.path, f"(..., height, width, {kernel.shape[2]})", x.shape
+            )
         # Unlike `@`, a convolution does not accept float32 images with float64 kernels.
         dtype = jnp.result_type(images, kernel)
         padding = _padding("nn.Conv2d", self.padding)
@@ -130,21 +178,30 @@ class _Pool(Layer):
         window: Pair = spatial if self.window is None else self.window  # type: ignore[assignment]
         return window, self.strides or window  # type: ignore[return-value]
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 3:
             raise shape_error(self, path, IMAGE, input_shape)
-        spatial = _window_shape(self, path, input_shape[:2], *self._geometry(input_shape[:2]), self.padding)
+        spatial = _window_shape(
+            self, path, input_shape[:2], *self._geometry(input_shape[:2]), self.padding
+        )
         return {}, (*spatial, input_shape[2])
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
-        # A maximum commutes with a positive factor or a common shift, not with a sign; a mean with all three.
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
+        # A maximum commutes with a positive factor or a common shift, not with a sign;
+        # a mean with all three.
         wiring[x].odd &= self.linear
         wiring[x].pointwise &= self.linear
         return x, self.output_shape(shape)
 
     def _reduce(self, x: jax.Array, start: float, operation: Callable) -> jax.Array:
         window, strides = self._geometry(x.shape[1:3])
-        return lax.reduce_window(x, start, operation, (1, *window, 1), (1, *strides, 1), self.padding)
+        return lax.reduce_window(
+            x, start, operation, (1, *window, 1), (1, *strides, 1), self.padding
+        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +231,9 @@ class MaxPool(_Pool):
 
 
 def _tiles(x: jax.Array, window: Pair) -> jax.Array:
-    """Windows as axes, (N, H, h, W, w, C): the gradient of their maximum is elementwise, which halves a step."""
+    """Windows as axes, (N, H, h, W, w, C): the gradient of their maximum is
+    elementwise, which halves a step.
+    """
     batch, height, width, channels = x.shape
     rows, columns = height // window[0], width // window[1]
     whole = x[:, : rows * window[0], : columns * window[1]]
@@ -183,24 +242,32 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
 
 @jax.custom_jvp
 def _largest(tiles: jax.Array) -> jax.Array:
-    """Maximum over windows; JAX's own gradient is NaN if XLA rounds the maximum differently in another loop."""
+    """Maximum over windows; JAX's own gradient is NaN if XLA rounds the maximum
+    differently in another loop.
+    """
     return tiles.max(axis=(2, 4))
 
 
 @_largest.defjvp
 def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Dual:
     def larger(one: Dual, other: Dual) -> Dual:
-        return lax.max(one[0], other[0]), jnp.where(one[0] >= other[0], one[1], other[1])
+        return lax.max(one[0], other[0]), jnp.where(
+            one[0] >= other[0], one[1], other[1]
+        )
 
     (x,), (dx,) = primals, tangents
     for axis in (4, 2):
-        x, dx = reduce(larger, zip(jnp.unstack(x, axis=axis), jnp.unstack(dx, axis=axis), strict=True))
+        x, dx = reduce(
+            larger,
+            zip(jnp.unstack(x, axis=axis), jnp.unstack(dx, axis=axis), strict=True),
+        )
     return x, dx
 
 
 @dataclass(frozen=True)
 class AvgPool(_Pool):
-    """Mean over windows of an image (padding is not counted); ``window=None`` takes the whole image.
+    """Mean over windows of an image (padding is not counted); ``window=None`` takes the
+    whole image.
 
     :param window: an integer, a pair, or ``None``.
     :param strides: step of the window; by default the window itself.
@@ -216,21 +283,30 @@ class AvgPool(_Pool):
         images = _as_images(self, context, x)
         total = self._reduce(images, 0.0, lax.add)
         # One count per window, the same for every image and channel.
-        count = self._reduce(jnp.ones((1, *images.shape[1:3], 1), images.dtype), 0.0, lax.add)
+        count = self._reduce(
+            jnp.ones((1, *images.shape[1:3], 1), images.dtype), 0.0, lax.add
+        )
         return (total / count).reshape(x.shape[:-3] + total.shape[1:])
 
 
-def convolve(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
+def convolve(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any
+) -> jax.Array:
     """Cross-correlate images (B, H, W, C) with a kernel (h, w, C, K): (B, H', W', K).
 
-    On CPUs as a matrix product: XLA runs a convolution inside a compiled loop many times slower than outside.
+    On CPUs as a matrix product: XLA runs a convolution inside a compiled loop many
+    times slower than outside.
     """
     if jax.default_backend() == "cpu":
         return convolve_by_product(x, kernel, strides, padding)
-    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
-def convolve_by_product(x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any) -> jax.Array:
+def convolve_by_product(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any
+) -> jax.Array:
     """The same as one matrix product of the windows of the images with the kernel."""
     height, width, _, outputs = kernel.shape
     if isinstance(padding, str):
@@ -238,10 +314,15 @@ def convolve_by_product(x: jax.Array, kernel: jax.Array, strides: tuple[int, int
     if any(side for pair in padding for side in pair):
         x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     columns = jnp.concatenate(_shifted(x, 2, width, strides[1]), axis=-1)
-    return jnp.concatenate(_shifted(columns, 1, height, strides[0]), axis=-1) @ kernel.reshape(-1, outputs)
+    return jnp.concatenate(
+        _shifted(columns, 1, height, strides[0]), axis=-1
+    ) @ kernel.reshape(-1, outputs)
 
 
 def _shifted(x: jax.Array, axis: int, window: int, step: int) -> list[jax.Array]:
     """The values at each place of a window as the window slides along an axis."""
     count = (x.shape[axis] - window) // step + 1
-    return [lax.slice_in_dim(x, i, i + step * (count - 1) + 1, step, axis) for i in range(window)]
+    return [
+        lax.slice_in_dim(x, i, i + step * (count - 1) + 1, step, axis)
+        for i in range(window)
+    ]

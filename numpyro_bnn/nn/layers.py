@@ -12,10 +12,18 @@ import jax.scipy.special
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Kind, Number, PositiveInt, Switch
-from numpyro_bnn.nn.base import ForwardContext, Layer, Shape, join, per_feature, shape_error
+from numpyro_bnn.nn.base import (
+    ForwardContext,
+    Layer,
+    Shape,
+    join,
+    per_feature,
+    shape_error,
+)
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
-# The only table of activations: a new one is a new row. GELU is the exact one, x Phi(x).
+# The only table of activations: a new one is a new row. GELU is the exact one, x
+# Phi(x).
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "identity": lambda x: x,
     "relu": jax.nn.relu,
@@ -47,19 +55,27 @@ class Dense(Layer):
     units: PositiveInt
     use_bias: Switch = True
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != 1:
-            expected = "one axis of features, (D,); put `Flatten()` before it for images"
+            expected = (
+                "one axis of features, (D,); put `Flatten()` before it for images"
+            )
             raise shape_error(self, path, expected, input_shape)
         params: dict[str, Shape] = {"kernel": (input_shape[0], self.units)}
         if self.use_bias:
             params["bias"] = (self.units,)
         return params, (self.units,)
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
         wiring.read(x, join(path, "kernel"), 0)
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
-        return wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases), (self.units,)
+        return wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases), (
+            self.units,
+        )
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         kernel = context["kernel"]
@@ -84,21 +100,30 @@ class Activation(Layer):
     name: Annotated[str, Choice(ACTIVATIONS)]
     negative_slope: Annotated[float, Number(-inf)] = 0.01
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         return {}, input_shape
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
         if self.name != "identity":
-            wiring.activate(x, homogeneous=self.name in HOMOGENEOUS, odd=self.name in ODD)
+            wiring.activate(
+                x, homogeneous=self.name in HOMOGENEOUS, odd=self.name in ODD
+            )
         return x, shape
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS[self.name](x, *([self.negative_slope] if self.name == "leaky_relu" else []))
+        return ACTIVATIONS[self.name](
+            x, *([self.negative_slope] if self.name == "leaky_relu" else [])
+        )
 
 
 @dataclass(frozen=True)
 class Flatten(Layer):
-    """Join the axes of an image, or of any data point of known rank, into one axis of features.
+    """Join the axes of an image, or of any data point of known rank, into one axis of
+    features.
 
     :param rank: number of axes of one data point that are joined.
 
@@ -108,24 +133,37 @@ class Flatten(Layer):
 
     rank: PositiveInt = 3
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) != self.rank:
-            raise shape_error(self, path, f"inputs of {self.rank} axes (argument `rank`)", input_shape)
+            raise shape_error(
+                self, path, f"inputs of {self.rank} axes (argument `rank`)", input_shape
+            )
         return {}, (prod(input_shape),)
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
         return x._replace(repeats=x.repeats * prod(shape[:-1])), (prod(shape),)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         if x.ndim < self.rank:
-            raise shape_error(self, context.path, f"at least {self.rank} axes (argument `rank`)", x.shape)
+            raise shape_error(
+                self,
+                context.path,
+                f"at least {self.rank} axes (argument `rank`)",
+                x.shape,
+            )
         return x.reshape((*x.shape[: x.ndim - self.rank], -1))
 
 
 def _as_layer(call: str, argument: str, value: Layer | str) -> Layer:
     if isinstance(value, str):
         return Activation(value)
-    instead = "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
+    instead = (
+        "Pass layers such as `nn.Dense(8)`, or activations by name, e.g. `'tanh'`."
+    )
     return Kind(Layer, instead).check(call, argument, value)
 
 
@@ -135,7 +173,8 @@ class Sequential(Layer):
 
     :param layers: layers, or names of activations.
 
-    Sub-layers are named by type and count, e.g. ``Dense_0``, ``Dense_1``, ``BatchNorm_0``.
+    Sub-layers are named by type and count, e.g. ``Dense_0``, ``Dense_1``,
+    ``BatchNorm_0``.
 
     >>> from numpyro_bnn.nn import Dense
     >>> net = Sequential([Dense(8), "tanh", Dense(1)])
@@ -146,10 +185,16 @@ class Sequential(Layer):
     layers: Sequence[Layer | str]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, Sequence) or isinstance(self.layers, str) or not self.layers:
+        if (
+            not isinstance(self.layers, Sequence)
+            or isinstance(self.layers, str)
+            or not self.layers
+        ):
             instead = "Pass a list, e.g. `Sequential([Dense(8), 'tanh'])`."
             raise argument_error("nn.Sequential", "layers", self.layers, instead)
-        layers = tuple(_as_layer("nn.Sequential", "layers", layer) for layer in self.layers)
+        layers = tuple(
+            _as_layer("nn.Sequential", "layers", layer) for layer in self.layers
+        )
         object.__setattr__(self, "layers", layers)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
@@ -160,14 +205,18 @@ class Sequential(Layer):
             yield f"{kind}_{seen[kind]}", layer
             seen[kind] += 1
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         params: dict[str, Shape] = {}
         for name, layer in self.children():
             own, input_shape = layer.shapes(input_shape, join(path, name))
             params |= {join(name, key): shape for key, shape in own.items()}
         return params, input_shape
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
         for name, layer in self.children():
             x, shape = layer.connect(wiring, join(path, name), x, shape)
         return x, shape
@@ -183,9 +232,11 @@ class Residual(Layer):
     """Residual block: y = x + body(x), or shortcut(x) + body(x).
 
     :param body: the layer whose output is added.
-    :param shortcut: a projection, if the body changes the shape, e.g. ``Conv2d(32, 1, strides=2)``.
+    :param shortcut: a projection, if the body changes the shape, e.g. ``Conv2d(32, 1,
+        strides=2)``.
 
-    Sub-layers are named ``body`` and ``shortcut``. Reference: He et al. (2016), equations 1-2.
+    Sub-layers are named ``body`` and ``shortcut``. Reference: He et al. (2016),
+    equations 1-2.
 
     >>> from numpyro_bnn.nn import Dense
     >>> list(Residual(Dense(3)).param_shapes((3,)))
@@ -198,14 +249,18 @@ class Residual(Layer):
     def __post_init__(self) -> None:
         object.__setattr__(self, "body", _as_layer("nn.Residual", "body", self.body))
         if self.shortcut is not None:
-            object.__setattr__(self, "shortcut", _as_layer("nn.Residual", "shortcut", self.shortcut))
+            object.__setattr__(
+                self, "shortcut", _as_layer("nn.Residual", "shortcut", self.shortcut)
+            )
 
     def children(self) -> Iterator[tuple[str, Layer]]:
         yield "body", self.body
         if self.shortcut is not None:
             yield "shortcut", self.shortcut
 
-    def shapes(self, input_shape: Shape, path: str = "") -> tuple[dict[str, Shape], Shape]:
+    def shapes(
+        self, input_shape: Shape, path: str = ""
+    ) -> tuple[dict[str, Shape], Shape]:
         params: dict[str, Shape] = {}
         outputs = {"shortcut": input_shape}
         for name, layer in self.children():
@@ -214,19 +269,32 @@ class Residual(Layer):
         self._check_sum(path, input_shape, outputs["body"], outputs["shortcut"])
         return params, outputs["body"]
 
-    def connect(self, wiring: Wiring, path: str, x: Feature, shape: Shape) -> tuple[Feature, Shape]:
+    def connect(
+        self, wiring: Wiring, path: str, x: Feature, shape: Shape
+    ) -> tuple[Feature, Shape]:
         y, out = self.body.connect(wiring, join(path, "body"), x, shape)
         if self.shortcut is not None:
             x, _ = self.shortcut.connect(wiring, join(path, "shortcut"), x, shape)
         return wiring.add(x, y), out
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        skip = x if self.shortcut is None else self.shortcut.forward(context.child("shortcut"), x)
+        skip = (
+            x
+            if self.shortcut is None
+            else self.shortcut.forward(context.child("shortcut"), x)
+        )
         y = self.body.forward(context.child("body"), x)
         self._check_sum(context.path, x.shape, y.shape, skip.shape)
         return skip + y
 
-    def _check_sum(self, path: str, input_shape: Shape, body: Shape, shortcut: Shape) -> None:
+    def _check_sum(
+        self, path: str, input_shape: Shape, body: Shape, shortcut: Shape
+    ) -> None:
         if body != shortcut:
-            got = f"here body gives {body} and shortcut {shortcut} (argument `shortcut` takes a projection)"
-            raise shape_error(self, path, f"a body and a shortcut of one shape; {got}", input_shape)
+            got = (
+                f"here body gives {body} and shortcut {shortcut} (argument `shortcut` "
+                f"takes a projection)"
+            )
+            raise shape_error(
+                self, path, f"a body and a shortcut of one shape; {got}", input_shape
+            )

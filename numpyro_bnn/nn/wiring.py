@@ -1,4 +1,6 @@
-"""Record of which parameters write to the units of a network and which read them, to derive its symmetries."""
+"""Record of which parameters write to the units of a network and which read them, to
+derive its symmetries.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -7,7 +9,9 @@ Reach = Literal["unit", "layer", "image"]
 
 
 class Wire(NamedTuple):
-    """A parameter, its axis that runs over the units, and how often they repeat along it (units run fastest)."""
+    """A parameter, its axis that runs over the units, and how often they repeat along
+    it (units run fastest).
+    """
 
     param: str
     axis: int
@@ -16,26 +20,32 @@ class Wire(NamedTuple):
 
 @dataclass
 class Segment:
-    """A stretch of a network along which every unit keeps its value up to a factor of its own.
+    """A stretch of a network along which every unit keeps its value up to a factor of
+    its own.
 
-    It begins where parameters write to the units and ends where others read them. A normalization ends it and begins
-    the next.
+    It begins where parameters write to the units and ends where others read them. A
+    normalization ends it and begins the next.
 
     :ivar units: number of units or channels.
-    :ivar writers: affine parameters whose values are added into the units: kernels (output axis), biases, gains.
+    :ivar writers: affine parameters whose values are added into the units: kernels
+        (output axis), biases, gains.
     :ivar readers: kernels that take the units as inputs.
-    :ivar norms: how far each normalization that reads the units reaches: ``"unit"`` (batch), ``"layer"``,
-        or ``"image"``, a layer with its pixels (after ``Flatten``).
+    :ivar norms: how far each normalization that reads the units reaches: ``"unit"``
+        (batch), ``"layer"``, or ``"image"``, a layer with its pixels (after
+        ``Flatten``).
     :ivar gains: gains of these normalizations.
     :ivar homogeneous: whether every activation satisfies f(c x) = c f(x) for c > 0.
     :ivar odd: whether every activation satisfies f(-x) = -f(x).
     :ivar linear: whether there is no activation.
-    :ivar pointwise: whether no maximum is taken over pixels, each of which may be shifted by another number.
-    :ivar bound: whether anything without a scaling parameter writes to the units: inputs, a normalization without
-        gain.
-    :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer of unknown kind.
+    :ivar pointwise: whether no maximum is taken over pixels, each of which may be
+        shifted by another number.
+    :ivar bound: whether anything without a scaling parameter writes to the units:
+        inputs, a normalization without gain.
+    :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer
+        of unknown kind.
     :ivar before: segments whose normalization begins this one.
-    :ivar flipped_with: those of them that change sign with it, because their normalization has no gain.
+    :ivar flipped_with: those of them that change sign with it, because their
+        normalization has no gain.
     """
 
     units: int
@@ -53,7 +63,9 @@ class Segment:
     flipped_with: list[int] = field(default_factory=list)
 
     def absorb(self, other: "Segment") -> None:
-        """Merge with another segment whose units are added to these: a property must hold for both."""
+        """Merge with another segment whose units are added to these: a property must
+        hold for both.
+        """
         for name in ("writers", "readers", "norms", "gains", "before", "flipped_with"):
             getattr(self, name).extend(getattr(other, name))
         for name in ("homogeneous", "odd", "linear", "pointwise"):
@@ -63,24 +75,32 @@ class Segment:
 
 
 class Feature(NamedTuple):
-    """The features of a value inside the network: units of a segment, repeated after ``Flatten``."""
+    """The features of a value inside the network: units of a segment, repeated after
+    ``Flatten``.
+    """
 
     segment: int
     repeats: int = 1
 
 
 class Wiring:
-    """Record of a symbolic pass through a network: every layer adds how its parameters meet the features.
+    """Record of a symbolic pass through a network: every layer adds how its parameters
+    meet the features.
 
     Made by :meth:`numpyro_bnn.nn.Layer.wiring`.
 
-    :ivar segments: by number; those merged by a residual sum share one entry, see :meth:`find`.
+    :ivar segments: by number; those merged by a residual sum share one entry, see
+        :meth:`find`.
     :ivar output: features of the output.
 
     >>> from numpyro_bnn import nn
     >>> wiring = nn.MLP([8, 1], "tanh").wiring((3,))
     >>> hidden = wiring.segments[1]
-    >>> [wire.param for wire in hidden.writers], [wire.param for wire in hidden.readers], hidden.odd
+    >>> (
+    ...     [wire.param for wire in hidden.writers],
+    ...     [wire.param for wire in hidden.readers],
+    ...     hidden.odd,
+    ... )
     (['Dense_0.kernel', 'Dense_0.bias'], ['Dense_1.kernel'], True)
     """
 
@@ -119,7 +139,9 @@ class Wiring:
         segment.odd &= odd
         segment.linear = False
 
-    def normalize(self, x: Feature, reach: Reach, gain: str | None, shift: str | None) -> Feature:
+    def normalize(
+        self, x: Feature, reach: Reach, gain: str | None, shift: str | None
+    ) -> Feature:
         """Record that a normalization reads the features; it begins a new segment."""
         gains = [Wire(gain, 0, x.repeats)] if gain else []
         shifts = [Wire(shift, 0, x.repeats)] if shift else []
@@ -133,7 +155,9 @@ class Wiring:
         return x._replace(segment=y.segment)
 
     def add(self, a: Feature, b: Feature) -> Feature:
-        """Record that two values are summed: here and everywhere before, their units share every factor."""
+        """Record that two values are summed: here and everywhere before, their units
+        share every factor.
+        """
         i, j = self.find(a.segment), self.find(b.segment)
         if i != j:
             self.segments[i].absorb(self.segments[j])

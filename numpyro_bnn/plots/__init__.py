@@ -1,9 +1,16 @@
-"""Figures of results: functions that take what ``to_inference_data`` returns and draw on Matplotlib axes.
+"""Figures of results: functions that take what ``to_inference_data`` returns and draw
+on Matplotlib axes.
 
-Needs Matplotlib: ``pip install "numpyro_bnn[plots]"``. No global setting of Matplotlib is changed.
+Needs Matplotlib: ``pip install "numpyro_bnn[plots]"``. No global setting of Matplotlib
+is changed.
 """
 
 from numpyro_bnn.plots.calibration import calibration, reliability_diagram
 from numpyro_bnn.plots.predictive import predicted_vs_observed, predictive_band
 
-__all__ = ["predictive_band", "predicted_vs_observed", "calibration", "reliability_diagram"]
+__all__ = [
+    "predictive_band",
+    "predicted_vs_observed",
+    "calibration",
+    "reliability_diagram",
+]

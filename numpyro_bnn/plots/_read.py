@@ -12,11 +12,15 @@ from numpyro_bnn._options import Choice
 from numpyro_bnn.metrics._inputs import sound_chains
 
 # Groups of draws, each with the group that holds its inputs.
-INPUTS = {"predictions": "predictions_constant_data", "posterior_predictive": "constant_data"}
+INPUTS = {
+    "predictions": "predictions_constant_data",
+    "posterior_predictive": "constant_data",
+}
 
 
 class Drawn(NamedTuple):
-    """Draws of one site in one group; ``function`` is its mean, or class probabilities (``classes``).
+    """Draws of one site in one group; ``function`` is its mean, or class probabilities
+    (``classes``).
 
     ``observed`` are the values against which to score it, if there are any.
     """
@@ -33,57 +37,104 @@ class Drawn(NamedTuple):
         return np.asarray(self.observed, dtype=np.float64).ravel()
 
     def class_probabilities(self, call: str) -> NDArray[np.float64]:
-        """Draws (C, S, N, K) of class probabilities; the mean of a label 0 or 1 is the probability of 1."""
+        """Draws (C, S, N, K) of class probabilities; the mean of a label 0 or 1 is the
+        probability of 1.
+        """
         mean = self.function
         if self.classes and mean is not None:
             return mean
         binary = self.y is None or bool(np.isin(self.y, (0.0, 1.0)).all())
-        if mean is None or mean.ndim != 3 or not binary or mean.min() < 0 or mean.max() > 1:
+        if (
+            mean is None
+            or mean.ndim != 3
+            or not binary
+            or mean.min() < 0
+            or mean.max() > 1
+        ):
             got = f"{self.site!r}, which is not a class label"
-            raise argument_error(call, "site", got, "Class probabilities are needed: pass a classifier.")
+            raise argument_error(
+                call, "site", got, "Class probabilities are needed: pass a classifier."
+            )
         return np.stack([1 - mean, mean], axis=-1)
 
 
 def predicted(
-    call: str, idata: Any, site: str | None, group: str | None, scored: bool = False, target: str | None = None
+    call: str,
+    idata: Any,
+    site: str | None,
+    group: str | None,
+    scored: bool = False,
+    target: str | None = None,
 ) -> Drawn:
-    """Draws of the site, from ``predictions`` if present (and, if ``scored``, with targets), else of the data."""
+    """Draws of the site, from ``predictions`` if present (and, if ``scored``, with
+    targets), else of the data.
+    """
     name = _site_name(call, idata, site)
     groups = [key for key in INPUTS if key in _arviz.group_names(idata)]
     held = {key: _observed(call, idata, key, name, target) for key in groups}
-    usable = [key for key, observed in held.items() if observed is not None or not scored]
+    usable = [
+        key for key, observed in held.items() if observed is not None or not scored
+    ]
     if group is not None and group not in usable:
         raise unknown_name(call, "group", group, usable)
     if not usable:
         without = f"predictions{' and their targets' if scored else ''}"
         got = f"the groups {_arviz.group_names(idata)}, without {without}"
-        instead = f"Pass them to `to_inference_data`, e.g. `predictions={{'x': x_test, {name!r}: y_test}}`."
+        instead = (
+            f"Pass them to `to_inference_data`, e.g. `predictions={{'x': x_test, "
+            f"{name!r}: y_test}}`."
+        )
         raise argument_error(call, "idata", got, instead)
     chosen = group or usable[0]
     data = _arviz.group(idata, chosen)
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
-    kept = {key: data[key].transpose("chain", "draw", ...) for key in (name, function) if key in data}
+    kept = {
+        key: data[key].transpose("chain", "draw", ...)
+        for key in (name, function)
+        if key in data
+    }
     sound = sound_chains(call, "idata", *kept.values()) if kept else None
-    y, mean = (np.asarray(kept[key], dtype=np.float64)[sound] if key in kept else None for key in (name, function))
+    y, mean = (
+        np.asarray(kept[key], dtype=np.float64)[sound] if key in kept else None
+        for key in (name, function)
+    )
     return Drawn(name, chosen, y, mean, classes, held[chosen])
 
 
-def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | None, NDArray]:
-    """Name (None for values given by the user) and values (N,) of the one-dimensional input."""
+def input_values(
+    call: str, idata: Any, drawn: Drawn, x: Any
+) -> tuple[str | None, NDArray]:
+    """Name (None for values given by the user) and values (N,) of the one-dimensional
+    input.
+    """
     draws = drawn.function if drawn.y is None else drawn.y
     size = 0 if draws is None else draws.shape[2]
     if x is not None and not isinstance(x, str):
         values = np.asarray(x, dtype=np.float64)
         if values.shape != (size,):
-            raise argument_error(call, "x", f"shape {values.shape}", f"Pass one value for each of {size} points.")
+            raise argument_error(
+                call,
+                "x",
+                f"shape {values.shape}",
+                f"Pass one value for each of {size} points.",
+            )
         return None, values
     data = _held(idata, INPUTS[drawn.group])
-    known = [name for name in _names(data) if name != drawn.site and data[name].shape[:1] == (size,)]
+    known = [
+        name
+        for name in _names(data)
+        if name != drawn.site and data[name].shape[:1] == (size,)
+    ]
     if x is not None:
         Choice(known).check(call, "x", x)
     elif len(known) != 1:
-        raise argument_error(call, "x", f"nothing, and there are {len(known)} inputs", f"Name one of {known}.")
+        raise argument_error(
+            call,
+            "x",
+            f"nothing, and there are {len(known)} inputs",
+            f"Name one of {known}.",
+        )
     name = known[0] if x is None else x
     values = np.asarray(data[name], dtype=np.float64)
     if values.size != size:
@@ -92,16 +143,24 @@ def input_values(call: str, idata: Any, drawn: Drawn, x: Any) -> tuple[str | Non
     return name, values.ravel()
 
 
-def training_points(idata: Any, site: str, name: str | None) -> tuple[NDArray, NDArray] | None:
+def training_points(
+    idata: Any, site: str, name: str | None
+) -> tuple[NDArray, NDArray] | None:
     """Training inputs and targets, if both are present and one-dimensional."""
     inputs, observed = _held(idata, "constant_data"), _held(idata, "observed_data")
-    if name not in inputs or site not in observed or inputs[name].size != observed[site].size:
+    if (
+        name not in inputs
+        or site not in observed
+        or inputs[name].size != observed[site].size
+    ):
         return None
     return np.asarray(inputs[name]).ravel(), np.asarray(observed[site]).ravel()
 
 
 def label(idata: Any, group: str, name: str) -> str:
-    """Axis label: the variable's ``long_name`` and ``units`` attributes if it has them."""
+    """Axis label: the variable's ``long_name`` and ``units`` attributes
+    if it has them.
+    """
     for held in (group, INPUTS[group], "observed_data"):
         data = _held(idata, held)
         about = data[name].attrs if name in data else {}
@@ -116,11 +175,20 @@ def _site_name(call: str, idata: Any, site: str | None) -> str:
     known = _names(_held(idata, "observed_data"))
     if not known:
         drawn = [name for group in INPUTS for name in _names(_held(idata, group))]
-        known = list(dict.fromkeys(name for name in drawn if not name.endswith(("_mean", "_probs"))))
+        known = list(
+            dict.fromkeys(
+                name for name in drawn if not name.endswith(("_mean", "_probs"))
+            )
+        )
     if site is not None:
         return Choice(known).check(call, "site", site)
     if len(known) != 1:
-        raise argument_error(call, "site", f"nothing, and there are {len(known)} sites", f"Name one of {known}.")
+        raise argument_error(
+            call,
+            "site",
+            f"nothing, and there are {len(known)} sites",
+            f"Name one of {known}.",
+        )
     return known[0]
 
 

@@ -14,7 +14,8 @@ T = TypeVar("T")
 # Width of one column of a two-column paper, in inches.
 COLUMN = 3.4
 
-# Colors that can be distinguished with any color vision (Okabe and Ito, 2008), also when printed in gray.
+# Colors that can be distinguished with any color vision (Okabe and Ito, 2008), also
+# when printed in gray.
 FUNCTION, MISSED = "#0072B2", "#D55E00"
 OBSERVATION, DATA = "#808080", "#000000"
 # For background elements.
@@ -44,12 +45,16 @@ SETTINGS = {
 
 
 def pyplot() -> Any:
-    """Matplotlib's ``pyplot``, imported when a figure is drawn; the error says what to install."""
+    """Matplotlib's ``pyplot``, imported when a figure is drawn; the error says what to
+    install.
+    """
     try:
         import matplotlib.pyplot as plt
     except ImportError as cause:
         install = 'pip install "numpyro_bnn[plots]"'
-        raise ImportError(f"numpyro_bnn.plots needs Matplotlib, which is not installed: {install}") from cause
+        raise ImportError(
+            f"numpyro_bnn.plots needs Matplotlib, which is not installed: {install}"
+        ) from cause
     return plt
 
 
@@ -64,17 +69,40 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def axes(call: str, given: Any, shape: tuple[int, int] = (1, 1), size: Sequence[float] = (COLUMN, 2.4)) -> np.ndarray:
-    """The axes to draw on, (rows x columns) as a flat array: the user's, or those of a new figure."""
+def axes(
+    call: str,
+    given: Any,
+    shape: tuple[int, int] = (1, 1),
+    size: Sequence[float] = (COLUMN, 2.4),
+) -> np.ndarray:
+    """The axes to draw on, (rows x columns) as a flat array: the user's, or those of a
+    new figure.
+    """
     count = shape[0] * shape[1]
     if given is None:
-        return pyplot().subplots(*shape, figsize=tuple(size), layout="constrained", squeeze=False)[1].ravel()
+        return (
+            pyplot()
+            .subplots(*shape, figsize=tuple(size), layout="constrained", squeeze=False)[
+                1
+            ]
+            .ravel()
+        )
     array = np.atleast_1d(np.asarray(given, dtype=object)).ravel()
     if array.size != count:
-        raise argument_error(call, "ax", f"{array.size} axes", f"Pass {count}, e.g. of `plt.subplots{shape}`.")
+        raise argument_error(
+            call,
+            "ax",
+            f"{array.size} axes",
+            f"Pass {count}, e.g. of `plt.subplots{shape}`.",
+        )
     return array
 
 
 def above(**options: Any) -> dict[str, Any]:
     """Options of a legend above the axes."""
-    return {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, **options}
+    return {
+        "loc": "lower left",
+        "bbox_to_anchor": (0.0, 1.0),
+        "borderaxespad": 0.2,
+        **options,
+    }

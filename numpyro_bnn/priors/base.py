@@ -1,4 +1,6 @@
-"""Base class of priors: callables (name, shape) -> Distribution, as for NumPyro's ``random_flax_module``."""
+"""Base class of priors: callables (name, shape) -> Distribution, as for NumPyro's
+``random_flax_module``.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +19,16 @@ from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._options import Kind, Model, Number, Option, Positive, Switch, check_fields, checked
+from numpyro_bnn._options import (
+    Kind,
+    Model,
+    Number,
+    Option,
+    Positive,
+    Switch,
+    check_fields,
+    checked,
+)
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.layouts import layout
 
@@ -26,16 +37,19 @@ PriorLike: TypeAlias = Callable[[str, Shape], dist.Distribution] | dist.Distribu
 
 @dataclass(frozen=True, kw_only=True)
 class Prior(ABC):
-    """Base class of the prior families: a callable ``(name, shape) -> Distribution`` that may sample hyper-sites.
+    """Base class of the prior families: a callable ``(name, shape) -> Distribution``
+    that may sample hyper-sites.
 
-    Role and fan-in of a parameter are those of its layer; where that cannot be seen they are read from the name and
-    the shape. A family defines the prior of *kernels*; biases are N(0, bias_scale^2) and the gains of normalization
-    layers N(1, gain_scale^2).
+    Role and fan-in of a parameter are those of its layer; where that cannot be seen
+    they are read from the name and the shape. A family defines the prior of *kernels*;
+    biases are N(0, bias_scale^2) and the gains of normalization layers N(1,
+    gain_scale^2).
 
-    :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the prior over functions has a limit
-        as layers get wide.
+    :param fan_in_scaling: divide the scale of kernels by sqrt(fan_in), so that the
+        prior over functions has a limit as layers get wide.
     :param bias_scale: prior standard deviation of biases.
-    :param gain_scale: prior standard deviation of the gains of normalization layers around 1.
+    :param gain_scale: prior standard deviation of the gains of normalization layers
+        around 1.
 
     >>> import jax
     >>> from numpyro_bnn import priors
@@ -81,9 +95,13 @@ class PositiveScalar(Option):
     def check(self, call: str, argument: str, value: Any) -> Any:
         if self.fixed and not isinstance(value, dist.Distribution):
             return Number(strict=True).check(call, argument, value)
-        Kind(dist.Distribution, "Pass a distribution, e.g. `dist.HalfNormal(1.0)`.").check(call, argument, value)
+        Kind(
+            dist.Distribution, "Pass a distribution, e.g. `dist.HalfNormal(1.0)`."
+        ).check(call, argument, value)
         if not is_positive(value.support) or value.shape() != ():
-            instead = "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
+            instead = (
+                "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
+            )
             raise argument_error(call, argument, value, instead)
         return value
 
@@ -97,14 +115,18 @@ def is_positive(support: Any) -> bool:
     support = getattr(support, "base_constraint", support)
     if support is dist.constraints.positive or support is dist.constraints.nonnegative:
         return True
-    lower = getattr(support, "lower_bound", None)  # intervals, greater_than: Uniform, Pareto, TruncatedNormal
+    lower = getattr(
+        support, "lower_bound", None
+    )  # intervals, greater_than: Uniform, Pareto, TruncatedNormal
     if lower is None or support.is_discrete:
         return False
     return isinstance(lower, jax.core.Tracer) or bool(np.all(np.asarray(lower) >= 0))
 
 
 def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
-    """Shape of one value per ``unit`` ("weight", "input", "output", "layer"), ready to broadcast."""
+    """Shape of one value per ``unit`` ("weight", "input", "output", "layer"), ready to
+    broadcast.
+    """
     if unit == "weight":
         return shape
     found = layout(name, shape)
@@ -112,7 +134,9 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     return tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
 
 
-def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Distribution:
+def gaussian(
+    shape: Shape, scale: jax.Array | float, centered: bool
+) -> dist.Distribution:
     """Independent N(0, scale^2) of ``shape``; non-centered by default."""
     if centered:
         return dist.Normal(0.0, scale)
@@ -121,24 +145,42 @@ def gaussian(shape: Shape, scale: jax.Array | float, centered: bool) -> dist.Dis
 
 
 class NonCentered(dist.TransformedDistribution):
-    """A transformed unit normal that :func:`noncenter` samples in the space of its base; by itself it is centered."""
+    """A transformed unit normal that :func:`noncenter` samples in the space of its
+    base; by itself it is centered.
+    """
 
 
 class Constant(dist.Delta):
-    """A value that :func:`noncenter` puts in the place of the site: a weight that is not random."""
+    """A value that :func:`noncenter` puts in the place of the site: a weight that is
+    not random.
+    """
 
     @property
     def support(self) -> Any:
-        instead = "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such weights out of the sites."
-        raise argument_error("priors.Fixed", "params", "a sample site of NumPyro's module functions", instead)
+        instead = (
+            "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such "
+            "weights out of the sites."
+        )
+        raise argument_error(
+            "priors.Fixed",
+            "params",
+            "a sample site of NumPyro's module functions",
+            instead,
+        )
 
 
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
-    return TransformReparam() if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"] else None
+    return (
+        TransformReparam()
+        if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
+        else None
+    )
 
 
 class _NonCenter(handlers.reparam):
-    """Reparameterization inside open scopes, which would prefix the name of the ``<name>_base`` site twice."""
+    """Reparameterization inside open scopes, which would prefix the name of the
+    ``<name>_base`` site twice.
+    """
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] != "sample":
@@ -147,24 +189,33 @@ class _NonCenter(handlers.reparam):
             msg["value"], msg["stop"] = msg["fn"].v, True
             return
         inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
-        scopes = [f for f in inside if isinstance(f, handlers.scope) and "sample" not in f.hide_types]
+        scopes = [
+            f
+            for f in inside
+            if isinstance(f, handlers.scope) and "sample" not in f.hide_types
+        ]
         full = msg["name"]
-        msg["name"] = full.removeprefix("".join(f"{scope.prefix}{scope.divider}" for scope in scopes))
+        msg["name"] = full.removeprefix(
+            "".join(f"{scope.prefix}{scope.divider}" for scope in scopes)
+        )
         super().process_message(msg)
         msg["name"] = full
 
 
 @checked("priors.noncenter")
 def noncenter(model: Model | None = None) -> handlers.reparam:
-    """Sample the weights of a hierarchical prior in non-centered form, as scale times a unit normal.
+    """Sample the weights of a hierarchical prior in non-centered form, as scale times a
+    unit normal.
 
-    Models with :func:`~numpyro_bnn.random_network` need no call: it does this itself. Wrap a model with NumPyro's own
-    ``random_flax_module``, ``random_nnx_module`` or ``random_eqx_module`` once. The posterior is the same either way,
-    but a gradient sampler sees a different geometry. Weights of :class:`Fixed` and :class:`Learned` leave the sites.
+    Models with :func:`~numpyro_bnn.random_network` need no call: it does this itself.
+    Wrap a model with NumPyro's own ``random_flax_module``, ``random_nnx_module`` or
+    ``random_eqx_module`` once. The posterior is the same either way, but a gradient
+    sampler sees a different geometry. Weights of :class:`Fixed` and :class:`Learned`
+    leave the sites.
 
     :param model: a NumPyro model; without it the result is a context manager.
-    :return: the model with each site ``w`` of a non-centered prior replaced by a sample site ``w_base`` ~ N(0, 1)
-        and a deterministic site ``w``.
+    :return: the model with each site ``w`` of a non-centered prior replaced by a sample
+        site ``w_base`` ~ N(0, 1) and a deterministic site ``w``.
 
     >>> import numpyro
     >>> from numpyro import handlers
@@ -180,18 +231,24 @@ def noncenter(model: Model | None = None) -> handlers.reparam:
 
 @dataclass(frozen=True)
 class BySite:
-    """Different priors for different parameters: the first pattern that matches a name determines its prior.
+    """Different priors for different parameters: the first pattern that matches a name
+    determines its prior.
 
-    :param patterns: shell-style patterns (``*``, ``?``, ``[...]``) on names such as ``Dense_0.kernel``, in order of
-        preference, each with a prior (a callable of (name, shape), or a distribution).
-    :param default: prior of parameters that no pattern matches; without it such a parameter is an error.
+    :param patterns: shell-style patterns (``*``, ``?``, ``[...]``) on names such as
+        ``Dense_0.kernel``, in order of preference, each with a prior (a callable of
+        (name, shape), or a distribution).
+    :param default: prior of parameters that no pattern matches; without it such a
+        parameter is an error.
 
-    :raises ValueError: for a parameter without a prior, and, inside :func:`~numpyro_bnn.random_network`, for a
-        pattern that matches nothing.
+    :raises ValueError: for a parameter without a prior, and, inside
+        :func:`~numpyro_bnn.random_network`, for a pattern that matches nothing.
 
     >>> from numpyro_bnn import priors
     >>> prior = priors.BySite({"Dense_0.*": priors.Laplace()}, default=priors.Normal())
-    >>> type(prior("Dense_0.kernel", (4, 2))).__name__, type(prior("Dense_1.kernel", (4, 2))).__name__
+    >>> (
+    ...     type(prior("Dense_0.kernel", (4, 2))).__name__,
+    ...     type(prior("Dense_1.kernel", (4, 2))).__name__,
+    ... )
     ('Laplace', 'Normal')
     """
 
@@ -200,36 +257,64 @@ class BySite:
 
     def __post_init__(self) -> None:
         if not isinstance(self.patterns, Mapping):
-            instead = 'Pass a dictionary, e.g. `{"Dense_0.*": priors.ARD(), "*": priors.Normal()}`.'
-            raise argument_error("priors.BySite", "patterns", self.patterns, instead, TypeError)
-        given = {f"patterns[{pattern!r}]": prior for pattern, prior in self.patterns.items()}
+            instead = (
+                'Pass a dictionary, e.g. `{"Dense_0.*": priors.ARD(), "*": '
+                "priors.Normal()}`."
+            )
+            raise argument_error(
+                "priors.BySite", "patterns", self.patterns, instead, TypeError
+            )
+        given = {
+            f"patterns[{pattern!r}]": prior for pattern, prior in self.patterns.items()
+        }
         if self.default is not None:
             given["default"] = self.default
         for argument, prior in given.items():
             if isinstance(prior, type) or not callable(prior):
                 instead = "Pass an object such as `priors.Normal()`."
-                raise argument_error("priors.BySite", argument, prior, instead, TypeError)
+                raise argument_error(
+                    "priors.BySite", argument, prior, instead, TypeError
+                )
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
-        prior = next((prior for pattern, prior in self.patterns.items() if fnmatchcase(name, pattern)), self.default)
+        prior = next(
+            (
+                prior
+                for pattern, prior in self.patterns.items()
+                if fnmatchcase(name, pattern)
+            ),
+            self.default,
+        )
         if prior is None:
-            came = f"no pattern for parameter {name!r} (patterns: {', '.join(self.patterns) or 'none'})"
-            instead = 'Add one, or a `default=`; a dictionary may end with `"*": priors.Normal()`.'
+            came = (
+                f"no pattern for parameter {name!r} (patterns: "
+                f"{', '.join(self.patterns) or 'none'})"
+            )
+            instead = (
+                'Add one, or a `default=`; a dictionary may end with `"*": '
+                "priors.Normal()`."
+            )
             raise argument_error("priors.BySite", "patterns", came, instead)
         return prior if isinstance(prior, dist.Distribution) else prior(name, shape)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse patterns that match none of ``names``: most likely a misspelled site."""
+        """Refuse patterns that match none of ``names``: most likely a
+        misspelled site.
+        """
         known = list(names)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise unknown_name("priors.BySite", "patterns", pattern, known)
 
 
-def as_prior(prior: Any, call: str = "random_network") -> Callable[[str, Shape], dist.Distribution]:
-    """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a distribution, or a dict of these.
+def as_prior(
+    prior: Any, call: str = "random_network"
+) -> Callable[[str, Shape], dist.Distribution]:
+    """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a
+    distribution, or a dict of these.
 
-    :raises TypeError: for anything else; for a string the error names the closest family.
+    :raises TypeError: for anything else; for a string the error names the closest
+        family.
     """
     if isinstance(prior, dist.Distribution):
         return lambda name, shape: prior
@@ -238,8 +323,18 @@ def as_prior(prior: Any, call: str = "random_network") -> Callable[[str, Shape],
     if isinstance(prior, type) or not callable(prior):
         families = [*_families(Prior), "BySite", "Fixed", "Learned"]
         if isinstance(prior, type):
-            made = f"`priors.{prior.__name__}()`" if prior.__name__ in families else "e.g. `priors.Normal()`"
-            raise argument_error(call, "prior", f"the class {prior.__name__}", f"Pass an object, {made}.", TypeError)
+            made = (
+                f"`priors.{prior.__name__}()`"
+                if prior.__name__ in families
+                else "e.g. `priors.Normal()`"
+            )
+            raise argument_error(
+                call,
+                "prior",
+                f"the class {prior.__name__}",
+                f"Pass an object, {made}.",
+                TypeError,
+            )
         error = unknown_name(call, "prior", str(prior), families)
         raise TypeError(f"{error} Pass an object, e.g. `priors.Normal()`.")
     return prior

@@ -1,4 +1,6 @@
-"""Independent priors of fixed scale: normal, Laplace, Student t, and a mixture of two normals."""
+"""Independent priors of fixed scale: normal, Laplace, Student t, and a mixture of two
+normals.
+"""
 
 from dataclasses import dataclass, field
 
@@ -16,8 +18,8 @@ class Normal(Prior):
 
     As layers get wide the prior over functions becomes a Gaussian process.
 
-    :param scale: standard deviation of a weight times sqrt(fan_in); ``2 ** 0.5`` preserves the variance through
-        ReLU layers.
+    :param scale: standard deviation of a weight times sqrt(fan_in); ``2 ** 0.5``
+        preserves the variance through ReLU layers.
 
     Reference: Neal (1996), *Bayesian Learning for Neural Networks*, section 2.1.
 
@@ -35,11 +37,14 @@ class Normal(Prior):
 class Laplace(Prior):
     r"""Independent Laplace weights with standard deviation ``scale / sqrt(fan_in)``.
 
-    .. math:: p(w) = \tfrac{1}{2b}\, e^{-|w| / b}, \qquad b = \mathrm{scale} / \sqrt{2\, \mathrm{fan\_in}}
+    .. math:: p(w) = \tfrac{1}{2b}\, e^{-|w| / b}, \qquad b = \mathrm{scale} / \sqrt{2\,
+              \mathrm{fan\_in}}
 
-    :param scale: standard deviation of a weight times sqrt(fan_in), as in :class:`Normal`.
+    :param scale: standard deviation of a weight times sqrt(fan_in), as in
+        :class:`Normal`.
 
-    Reference: Williams (1995), *Bayesian regularization and pruning using a Laplace prior*.
+    Reference: Williams (1995), *Bayesian regularization and pruning using a Laplace
+    prior*.
 
     >>> bool(abs(Laplace(1.0)("Dense_0.kernel", (4, 1)).variance - 0.25) < 1e-6)
     True
@@ -53,15 +58,17 @@ class Laplace(Prior):
 
 @dataclass(frozen=True)
 class StudentT(Prior):
-    """Independent, heavy-tailed Student-t weights with ``df`` degrees of freedom and scale ``scale / sqrt(fan_in)``.
+    """Independent, heavy-tailed Student-t weights with ``df`` degrees of freedom and
+    scale ``scale / sqrt(fan_in)``.
 
-    ``scale`` is the scale of the t distribution. Its standard deviation is scale sqrt(df / (df - 2)) for df > 2
-    and infinite otherwise.
+    ``scale`` is the scale of the t distribution. Its standard deviation is scale
+    sqrt(df / (df - 2)) for df > 2 and infinite otherwise.
 
     :param df: degrees of freedom; the smaller, the heavier the tails.
     :param scale: scale of a weight times sqrt(fan_in).
 
-    Reference: Fortuin et al. (2022), *Bayesian neural network priors revisited*, section 3.
+    Reference: Fortuin et al. (2022), *Bayesian neural network priors revisited*,
+    section 3.
 
     >>> StudentT(3.0)("Dense_0.kernel", (4, 1)).scale
     0.5
@@ -76,10 +83,11 @@ class StudentT(Prior):
 
 @dataclass(frozen=True)
 class ScaleMixture(Prior):
-    """Mixture of a wide and a narrow normal: w ~ weight N(0, wide_scale^2) + (1 - weight) N(0, narrow_scale^2).
+    """Mixture of a wide and a narrow normal: w ~ weight N(0, wide_scale^2) + (1 -
+    weight) N(0, narrow_scale^2).
 
-    The prior of Bayes by Backprop. It applies to kernels and biases alike, and by default without fan-in scaling, as
-    published; ``bias_scale`` is ignored.
+    The prior of Bayes by Backprop. It applies to kernels and biases alike, and by
+    default without fan-in scaling, as published; ``bias_scale`` is ignored.
 
     :param weight: probability of the wide component.
     :param wide_scale: standard deviation of the wide component.
@@ -87,7 +95,9 @@ class ScaleMixture(Prior):
 
     Reference: Blundell et al. (2015), equation 7.
 
-    >>> prior = ScaleMixture(weight=0.25, wide_scale=1.0, narrow_scale=0.1)("Dense_0.kernel", (4, 1))
+    >>> prior = ScaleMixture(weight=0.25, wide_scale=1.0, narrow_scale=0.1)(
+    ...     "Dense_0.kernel", (4, 1)
+    ... )
     >>> round(float(prior.variance), 4)
     0.2575
     """

@@ -1,8 +1,10 @@
-"""How the layers of Flax and Equinox use a weight: the axes of its inputs and outputs, and its fan-in.
+"""How the layers of Flax and Equinox use a weight: the axes of its inputs and outputs,
+and its fan-in.
 
-NumPyro's ``random_flax_module``, ``random_nnx_module`` and ``random_eqx_module`` pass a prior the name and the shape
-of a weight. These do not tell an embedding of Equinox from a dense layer, nor several axes of outputs from the window
-of a convolution. The module itself is an argument of the call that is running, and is read there.
+NumPyro's ``random_flax_module``, ``random_nnx_module`` and ``random_eqx_module`` pass a
+prior the name and the shape of a weight. These do not tell an embedding of Equinox from
+a dense layer, nor several axes of outputs from the window of a convolution. The module
+itself is an argument of the call that is running, and is read there.
 """
 
 import inspect
@@ -16,7 +18,15 @@ import numpy as np
 from numpyro.contrib import module as numpyro_modules
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.nn.base import Role, Shape, fan_in, input_axis, leaf_name, output_axis, role
+from numpyro_bnn.nn.base import (
+    Role,
+    Shape,
+    fan_in,
+    input_axis,
+    leaf_name,
+    output_axis,
+    role,
+)
 
 
 class Layout(NamedTuple):
@@ -25,7 +35,8 @@ class Layout(NamedTuple):
     :param role: kernel, bias, or scale for a gain.
     :param inputs: axes of a kernel that run over inputs (units or channels).
     :param outputs: axes of a kernel that run over outputs.
-    :param fan_in: number of inputs that a unit sums over; on average where units differ.
+    :param fan_in: number of inputs that a unit sums over; on average where units
+        differ.
     """
 
     role: Role
@@ -35,7 +46,8 @@ class Layout(NamedTuple):
 
 
 def layout(name: str, shape: Shape) -> Layout:
-    """The layout of a parameter, by the layer that owns it if that can be seen, else by its name and shape.
+    """The layout of a parameter, by the layer that owns it if that can be seen, else by
+    its name and shape.
 
     >>> layout("Dense_0.kernel", (3, 8))
     Layout(role='kernel', inputs=(0,), outputs=(1,), fan_in=3)
@@ -52,11 +64,13 @@ def layout(name: str, shape: Shape) -> Layout:
     return Layout("kernel", *axes, fan_in(name, shape))
 
 
-# -- the layer that owns a parameter -------------------------------------------------------------------
+# -- the layer that owns a parameter ---------------------------------------------------
 
 
 def _owner(name: str) -> Any:
-    """The layer of the parameter for which NumPyro asks a prior; ``None`` if somebody else asks."""
+    """The layer of the parameter for which NumPyro asks a prior; ``None`` if somebody
+    else asks.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         layers = CALLS.get(frame.f_code)
@@ -88,12 +102,16 @@ def _equinox_layers(given: Mapping[str, Any]) -> dict[str, Any]:
         layers[jax.tree_util.keystr(path)[1:]] = node
         return False
 
-    jax.tree_util.tree_map_with_path(lambda *_: None, given["nn_module"], is_leaf=note, is_leaf_takes_path=True)
+    jax.tree_util.tree_map_with_path(
+        lambda *_: None, given["nn_module"], is_leaf=note, is_leaf_takes_path=True
+    )
     return layers
 
 
 def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers of Linen exist only while the module runs: it is run abstractly, once for equal modules."""
+    """Layers of Linen exist only while the module runs: it is run abstractly, once for
+    equal modules.
+    """
     from flax import linen
 
     module, args, input_shape = given["nn_module"], given["args"], given["input_shape"]
@@ -108,7 +126,9 @@ def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
 
     def run() -> Any:
         inputs = args if input_shape is None else (jnp.ones(input_shape),)
-        keys = {kind: jax.random.key(0) for kind in ("params", *(given["apply_rng"] or ()))}
+        keys = {
+            kind: jax.random.key(0) for kind in ("params", *(given["apply_rng"] or ()))
+        }
         return module.init(keys, *inputs, **given["kwargs"])
 
     with linen.intercept_methods(note):
@@ -129,14 +149,26 @@ CALLS = {
 }
 
 
-# -- layers ----------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------
 
 
-def _kernel(shape: Shape, inputs: Sequence[int], outputs: Sequence[int], window: Sequence[int] = ()) -> Layout:
-    """A kernel of which units sum over inputs and over the window of a convolution; axes as for indexing."""
+def _kernel(
+    shape: Shape,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    window: Sequence[int] = (),
+) -> Layout:
+    """A kernel of which units sum over inputs and over the window of a convolution;
+    axes as for indexing.
+    """
     summed = prod(shape[axis] for axis in (*inputs, *window))
     rank = len(shape)
-    return Layout("kernel", tuple(axis % rank for axis in inputs), tuple(axis % rank for axis in outputs), summed)
+    return Layout(
+        "kernel",
+        tuple(axis % rank for axis in inputs),
+        tuple(axis % rank for axis in outputs),
+        summed,
+    )
 
 
 def _dense(layer: Any, name: str, shape: Shape) -> Layout:
@@ -166,8 +198,16 @@ def _einsum(layer: Any, name: str, shape: Shape) -> Layout:
     operands, _, result = (equation or "").replace(" ", "").partition("->")
     letters = operands.partition(",")[2]
     if len(letters) != len(shape):
-        instead = 'Pass the equation to the layer itself, or name a prior of it, e.g. `{"*.kernel": dist.Normal()}`.'
-        raise argument_error("priors", "name", f"{name!r}, an `Einsum` of the equation {equation!r}", instead)
+        instead = (
+            "Pass the equation to the layer itself, or name a prior of it, e.g. "
+            '`{"*.kernel": dist.Normal()}`.'
+        )
+        raise argument_error(
+            "priors",
+            "name",
+            f"{name!r}, an `Einsum` of the equation {equation!r}",
+            instead,
+        )
     axes = range(len(letters))
     inputs = [axis for axis in axes if letters[axis] not in result]
     return _kernel(shape, inputs, [axis for axis in axes if axis not in inputs])
@@ -207,7 +247,10 @@ def _gain(layer: Any, name: str, shape: Shape) -> Layout:
 
 
 def _state(layer: Any, name: str, shape: Shape) -> Layout:
-    instead = "Pass the module that `eqx.nn.make_with_state(Net)(...)` returns, whose state is apart."
+    instead = (
+        "Pass the module that `eqx.nn.make_with_state(Net)(...)` returns, whose state "
+        "is apart."
+    )
     raise argument_error("priors", "name", f"{name!r}, a state and no weight", instead)
 
 

@@ -1,4 +1,6 @@
-"""Priors with learned scales: per layer, per input, per weight (horseshoe), or a Gamma precision per group."""
+"""Priors with learned scales: per layer, per input, per weight (horseshoe), or a Gamma
+precision per group.
+"""
 
 from dataclasses import dataclass, field
 from math import prod
@@ -27,20 +29,28 @@ class _LearnedScale(Prior):
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
         units = unit_shape(name, shape, self.unit)
         site_shape = () if self.unit == "layer" else (prod(units),)
-        scale = numpyro.sample(f"{name}_scale", self.scale_prior.expand(site_shape).to_event())
+        scale = numpyro.sample(
+            f"{name}_scale", self.scale_prior.expand(site_shape).to_event()
+        )
         factor = self.fan_in_factor(name, shape)
-        return gaussian(shape, jnp.reshape(scale, units if site_shape else ()) * factor, self.centered)
+        return gaussian(
+            shape,
+            jnp.reshape(scale, units if site_shape else ()) * factor,
+            self.centered,
+        )
 
 
 @dataclass(frozen=True)
 class Hierarchical(_LearnedScale):
-    """Normal weights with one learned scale per kernel: w ~ N(0, s^2 / fan_in), s ~ scale_prior.
+    """Normal weights with one learned scale per kernel: w ~ N(0, s^2 / fan_in), s ~
+    scale_prior.
 
     Adds the site ``<kernel>_scale``, a scalar.
 
     :param scale_prior: distribution of s on (0, inf); HalfNormal(1) by default.
-    :param centered: sample w itself. By default z ~ N(0, 1) is sampled with w = s z, which gradient samplers mix
-        far better if the data say little about single weights.
+    :param centered: sample w itself. By default z ~ N(0, 1) is sampled with w = s z,
+        which gradient samplers mix far better if the data say little about single
+        weights.
 
     Reference: Neal (1996), section 1.2.3; Betancourt & Girolami (2015) on centering.
 
@@ -57,12 +67,15 @@ class Hierarchical(_LearnedScale):
 
 @dataclass(frozen=True)
 class ARD(_LearnedScale):
-    """Automatic relevance determination, one learned scale per input: w_ij ~ N(0, s_i^2 / fan_in), s_i ~ scale_prior.
+    """Automatic relevance determination, one learned scale per input: w_ij ~ N(0, s_i^2
+    / fan_in), s_i ~ scale_prior.
 
-    Irrelevant inputs (or channels) get a small s_i. Adds the site ``<kernel>_scale`` of shape (D,). Usually for the
-    first layer only: ``BySite({"Dense_0.kernel": ARD()}, default=Hierarchical())``.
+    Irrelevant inputs (or channels) get a small s_i. Adds the site ``<kernel>_scale`` of
+    shape (D,). Usually for the first layer only: ``BySite({"Dense_0.kernel": ARD()},
+    default=Hierarchical())``.
 
-    :param scale_prior: distribution of s_i on (0, inf); HalfCauchy(1) by default, with mass near 0.
+    :param scale_prior: distribution of s_i on (0, inf); HalfCauchy(1) by default, with
+        mass near 0.
     :param centered: sample w itself instead of z = w sqrt(fan_in) / s.
 
     Reference: MacKay (1994); Neal (1996), section 4.3.
@@ -80,23 +93,28 @@ class ARD(_LearnedScale):
 
 @dataclass(frozen=True)
 class GammaPrecision(Prior):
-    """Neal's prior: normal weights with one Gamma precision per group, in his notation ``width:alpha``.
+    """Neal's prior: normal weights with one Gamma precision per group, in his notation
+    ``width:alpha``.
 
-    tau ~ Gamma(shape = alpha / 2, mean = 1 / scale^2), that is rate = (alpha / 2) scale^2, and w ~ N(0, 1 / tau).
-    Each kernel and each bias is a group. With ``fan_in_scaling`` the scale of a kernel is divided by sqrt(fan_in),
-    Neal's prefix ``x``: ``x0.05:0.5`` is ``GammaPrecision(0.05, 0.5)``, and ``0.05:0.5`` is
-    ``GammaPrecision(0.05, 0.5, fan_in_scaling=False)``. Integrated over tau, a weight is Student t with alpha degrees
-    of freedom and scale ``scale``. ``bias_scale`` is ignored.
+    tau ~ Gamma(shape = alpha / 2, mean = 1 / scale^2), that is rate = (alpha / 2)
+    scale^2, and w ~ N(0, 1 / tau). Each kernel and each bias is a group. With
+    ``fan_in_scaling`` the scale of a kernel is divided by sqrt(fan_in), Neal's prefix
+    ``x``: ``x0.05:0.5`` is ``GammaPrecision(0.05, 0.5)``, and ``0.05:0.5`` is
+    ``GammaPrecision(0.05, 0.5, fan_in_scaling=False)``. Integrated over tau, a weight
+    is Student t with alpha degrees of freedom and scale ``scale``. ``bias_scale`` is
+    ignored.
 
     Adds the site ``<parameter>_precision``, a scalar; ``marginal`` adds none.
 
     :param scale: typical size of a weight, Neal's width: tau has mean 1 / scale^2.
     :param alpha: shape of the hyperprior; small values are vague.
-    :param centered: sample w itself, which the conjugate Gibbs update of tau needs. By default z = w sqrt(tau) is
-        sampled.
-    :param marginal: integrate tau out, for gradient samplers: the weights of a group are then a multivariate
-        Student t (:class:`~numpyro_bnn.priors.GroupStudentT`), without a funnel between tau and w.
-    :raises ValueError: for numbers that are not positive, and for ``centered`` together with ``marginal``.
+    :param centered: sample w itself, which the conjugate Gibbs update of tau needs. By
+        default z = w sqrt(tau) is sampled.
+    :param marginal: integrate tau out, for gradient samplers: the weights of a group
+        are then a multivariate Student t (:class:`~numpyro_bnn.priors.GroupStudentT`),
+        without a funnel between tau and w.
+    :raises ValueError: for numbers that are not positive, and for ``centered`` together
+        with ``marginal``.
 
     Reference: Neal (1996), section 3.2.1 (hyperpriors) and appendix A.
 
@@ -117,7 +135,10 @@ class GammaPrecision(Prior):
         super().__post_init__()
         if self.centered and self.marginal:
             got = "True with `centered=True`"
-            instead = "With the precision integrated out there is nothing to center: pass only one of them."
+            instead = (
+                "With the precision integrated out there is nothing to center: pass "
+                "only one of them."
+            )
             raise argument_error("priors.GammaPrecision", "marginal", got, instead)
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
@@ -130,22 +151,29 @@ class GammaPrecision(Prior):
         if self.marginal:
             return GroupStudentT(self.alpha, scale, shape)
         half = self.alpha / 2
-        precision = numpyro.sample(f"{name}_precision", dist.Gamma(half, half * scale**2))
+        precision = numpyro.sample(
+            f"{name}_precision", dist.Gamma(half, half * scale**2)
+        )
         return gaussian(shape, precision**-0.5, self.centered)
 
 
 @dataclass(frozen=True)
 class Horseshoe(Prior):
-    """Sparse weights, most near zero and a few large: w_j ~ N(0, tau^2 lambda_j^2 / fan_in).
+    """Sparse weights, most near zero and a few large: w_j ~ N(0, tau^2 lambda_j^2 /
+    fan_in).
 
-    Global-local shrinkage with lambda_j ~ C+(0, 1) and tau ~ C+(0, global_scale). Given tau the marginal of a weight
-    has a logarithmic spike at 0 and tails w^-2. Adds the sites ``<kernel>_local`` and ``<kernel>_global``.
+    Global-local shrinkage with lambda_j ~ C+(0, 1) and tau ~ C+(0, global_scale). Given
+    tau the marginal of a weight has a logarithmic spike at 0 and tails w^-2. Adds the
+    sites ``<kernel>_local`` and ``<kernel>_global``.
 
-    :param global_scale: scale of the half-Cauchy of tau; small values make layers sparse.
-    :param unit: which weights share a local scale: ``"weight"``, ``"input"`` or ``"output"`` (all of one unit).
+    :param global_scale: scale of the half-Cauchy of tau; small values make layers
+        sparse.
+    :param unit: which weights share a local scale: ``"weight"``, ``"input"`` or
+        ``"output"`` (all of one unit).
     :param centered: sample w itself instead of z = w sqrt(fan_in) / (tau lambda).
 
-    Reference: Carvalho, Polson & Scott (2010), theorem 1; Ghosh, Yao & Doshi-Velez (2019) for networks.
+    Reference: Carvalho, Polson & Scott (2010), theorem 1; Ghosh, Yao & Doshi-Velez
+    (2019) for networks.
 
     >>> from numpyro import handlers
     >>> with handlers.seed(rng_seed=0), handlers.trace() as trace:
@@ -162,7 +190,9 @@ class Horseshoe(Prior):
         units = unit_shape(name, shape, self.unit)
         site_shape = shape if self.unit == "weight" else (prod(units),)
         tau = numpyro.sample(f"{name}_global", dist.HalfCauchy(self.global_scale))
-        local = numpyro.sample(f"{name}_local", dist.HalfCauchy(1.0).expand(site_shape).to_event())
+        local = numpyro.sample(
+            f"{name}_local", dist.HalfCauchy(1.0).expand(site_shape).to_event()
+        )
         scale = self._shrink(name, tau, local) * self.fan_in_factor(name, shape)
         return gaussian(shape, jnp.reshape(scale, units), self.centered)
 
@@ -175,10 +205,11 @@ class Horseshoe(Prior):
 class RegularizedHorseshoe(Horseshoe):
     """Horseshoe that also shrinks its large weights, by a slab of finite width.
 
-    w_j ~ N(0, tau^2 l_j^2 / fan_in) with l_j^2 = c^2 lambda_j^2 / (c^2 + tau^2 lambda_j^2) and
-    c^2 ~ InverseGamma(slab_df / 2, slab_df slab_scale^2 / 2): small weights as under :class:`Horseshoe`, large
-    ones Student t with ``slab_df`` degrees of freedom and scale ``slab_scale / sqrt(fan_in)``. Adds the site
-    ``<kernel>_slab`` (c^2, one per kernel).
+    w_j ~ N(0, tau^2 l_j^2 / fan_in) with l_j^2 = c^2 lambda_j^2 / (c^2 + tau^2
+    lambda_j^2) and c^2 ~ InverseGamma(slab_df / 2, slab_df slab_scale^2 / 2): small
+    weights as under :class:`Horseshoe`, large ones Student t with ``slab_df`` degrees
+    of freedom and scale ``slab_scale / sqrt(fan_in)``. Adds the site ``<kernel>_slab``
+    (c^2, one per kernel).
 
     :param slab_scale: scale of the slab.
     :param slab_df: degrees of freedom of the slab.
@@ -197,8 +228,11 @@ class RegularizedHorseshoe(Horseshoe):
 
     def _shrink(self, name: str, tau: jax.Array, local: jax.Array) -> jax.Array:
         half = self.slab_df / 2
-        slab = numpyro.sample(f"{name}_slab", dist.InverseGamma(half, half * self.slab_scale**2))
-        # 1/sd^2 = 1/(tau lambda)^2 + 1/c^2, written so that value and gradient exist for any tau * lambda.
+        slab = numpyro.sample(
+            f"{name}_slab", dist.InverseGamma(half, half * self.slab_scale**2)
+        )
+        # 1/sd^2 = 1/(tau lambda)^2 + 1/c^2, written so that value and gradient exist
+        # for any tau * lambda.
         sd, root = tau * local, jnp.sqrt(slab)
         small = jnp.minimum(sd, root)
         return small / jnp.sqrt(1 + (small / jnp.maximum(sd, root)) ** 2)

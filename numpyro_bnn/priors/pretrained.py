@@ -1,4 +1,6 @@
-"""Priors from the parameters of a network that exists already: held fixed, as the prior mean, or learned further."""
+"""Priors from the parameters of a network that exists already: held fixed, as the prior
+mean, or learned further.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -16,40 +18,61 @@ from numpyro_bnn._options import Positive
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
 
-ACCEPTED = "Pass parameters: a dictionary as of `net.init`, variables of Linen, or an NNX or Equinox module."
+ACCEPTED = (
+    "Pass parameters: a dictionary as of `net.init`, variables of Linen, or an NNX or "
+    "Equinox module."
+)
 
 
 def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
     """Parameters by name, as our layers and NumPyro's ``random_*_module`` name them.
 
-    >>> flat_params("priors.Fixed", "params", {"params": {"Dense_0": {"bias": np.zeros(2)}}})
+    >>> flat_params(
+    ...     "priors.Fixed", "params", {"params": {"Dense_0": {"bias": np.zeros(2)}}}
+    ... )
     {'Dense_0.bias': array([0., 0.])}
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(params, nnx.Module | nnx.State):
         params = nnx.to_pure_dict(
-            nnx.state(params, nnx.Param) if isinstance(params, nnx.Module) else nnx.filter_state(params, nnx.Param)
+            nnx.state(params, nnx.Param)
+            if isinstance(params, nnx.Module)
+            else nnx.filter_state(params, nnx.Param)
         )
     if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
         params = params["params"]  # Linen's variables
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if isinstance(params, Mapping):
-        found = {".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
+        found = {
+            ".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves
+        }
     else:  # Equinox: places in the tree, e.g. "layers[0].weight"
-        found = {jax.tree_util.keystr(path)[1:]: leaf for path, leaf in leaves if path and _is_floating(leaf)}
+        found = {
+            jax.tree_util.keystr(path)[1:]: leaf
+            for path, leaf in leaves
+            if path and _is_floating(leaf)
+        }
     if not found:
         raise argument_error(call, argument, params, ACCEPTED, TypeError)
     for name, value in found.items():
         if not _is_floating(value):
-            raise argument_error(call, f"{argument}[{name!r}]", value, ACCEPTED, TypeError)
+            raise argument_error(
+                call, f"{argument}[{name!r}]", value, ACCEPTED, TypeError
+            )
         if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(value)):
             instead = "Pass finite values, of a training run that did not diverge."
-            raise argument_error(call, f"{argument}[{name!r}]", "NaN or infinite values", instead)
+            raise argument_error(
+                call, f"{argument}[{name!r}]", "NaN or infinite values", instead
+            )
     return found
 
 
 def _is_floating(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+    return (
+        hasattr(value, "shape")
+        and hasattr(value, "dtype")
+        and jnp.issubdtype(value.dtype, jnp.floating)
+    )
 
 
 class _Given:
@@ -59,7 +82,9 @@ class _Given:
     flat: ClassVar[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        flat = flat_params(f"priors.{type(self).__name__}", self.argument, getattr(self, self.argument))
+        flat = flat_params(
+            f"priors.{type(self).__name__}", self.argument, getattr(self, self.argument)
+        )
         object.__setattr__(self, "flat", flat)
 
     def value(self, name: str, shape: Shape) -> jax.Array:
@@ -70,27 +95,36 @@ class _Given:
         found = self.flat[name]
         if np.shape(found) != tuple(shape):
             came = f"shape {np.shape(found)} for {name!r}"
-            instead = f"The network has shape {tuple(shape)} there: pass the parameters of a network of this size."
+            instead = (
+                f"The network has shape {tuple(shape)} there: pass the parameters of a "
+                f"network of this size."
+            )
             raise argument_error(call, self.argument, came, instead)
         return jnp.asarray(found, jnp.result_type(float))
 
 
 @dataclass(frozen=True, eq=False)
 class Fixed(_Given):
-    """Weights held at given values, such as a pretrained body: constants of the model, and no sites.
+    """Weights held at given values, such as a pretrained body: constants of the model,
+    and no sites.
 
-    They are in no posterior, no guide and no symmetry, and keep their values in predictions. With NumPyro's
-    ``random_flax_module`` and its like, wrap the model by :func:`noncenter`.
+    They are in no posterior, no guide and no symmetry, and keep their values in
+    predictions. With NumPyro's ``random_flax_module`` and its like, wrap the model by
+    :func:`noncenter`.
 
-    :param params: parameters by name: of ``nn`` (``net.init``), Linen's variables, an NNX or Equinox module. Only
-        those are used whose names the pattern matches.
-    :raises ValueError: for values that are not finite, and for a name or shape of the network that ``params`` lacks.
+    :param params: parameters by name: of ``nn`` (``net.init``), Linen's variables, an
+        NNX or Equinox module. Only those are used whose names the pattern matches.
+    :raises ValueError: for values that are not finite, and for a name or shape of the
+        network that ``params`` lacks.
     :raises TypeError: for anything else than parameters.
 
     >>> from numpyro import handlers
     >>> from numpyro_bnn import nn, priors, random_network
     >>> net = nn.MLP([4, 1], "tanh")
-    >>> prior = {"Dense_0.*": priors.Fixed(net.init(jax.random.key(0), (2,))), "*": priors.Normal()}
+    >>> prior = {
+    ...     "Dense_0.*": priors.Fixed(net.init(jax.random.key(0), (2,))),
+    ...     "*": priors.Normal(),
+    ... }
     >>> with handlers.seed(rng_seed=0), handlers.trace() as trace:
     ...     f = random_network("net", net, (2,), prior)
     >>> list(trace)
@@ -105,12 +139,14 @@ class Fixed(_Given):
 
 @dataclass(frozen=True, eq=False)
 class Centered(_Given, Prior):
-    """Normal weights around given values, such as pretrained ones: w ~ N(w0, scale^2 / fan_in).
+    """Normal weights around given values, such as pretrained ones: w ~ N(w0, scale^2 /
+    fan_in).
 
     Biases are N(b0, bias_scale^2), gains of normalizations N(g0, gain_scale^2).
 
     :param params: the means w0, b0, g0 by name, as for :class:`Fixed`.
-    :param scale: standard deviation of a weight times sqrt(fan_in), as in :class:`Normal`.
+    :param scale: standard deviation of a weight times sqrt(fan_in), as in
+        :class:`Normal`.
     :raises ValueError: as :class:`Fixed` does, and for a scale that is not positive.
     :raises TypeError: for anything else than parameters.
 
@@ -127,7 +163,9 @@ class Centered(_Given, Prior):
         super().__post_init__()
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        return dist.Normal(self.value(name, shape), self.scale * self.fan_in_factor(name, shape))
+        return dist.Normal(
+            self.value(name, shape), self.scale * self.fan_in_factor(name, shape)
+        )
 
     def bias(self, name: str, shape: Shape) -> dist.Distribution:
         return dist.Normal(self.value(name, shape), self.bias_scale)
@@ -138,13 +176,16 @@ class Centered(_Given, Prior):
 
 @dataclass(frozen=True, eq=False)
 class Learned(_Given):
-    """Weights that are optimized and not random: a ``numpyro.param`` of the parameter's name.
+    """Weights that are optimized and not random: a ``numpyro.param`` of the parameter's
+    name.
 
-    SVI optimizes them with the guide. The kernels of :mod:`numpyro_bnn.infer` optimize them together with the random
-    sites before the chains start, with as many steps as the warm start of a chain, and hold them there: all chains
-    sample one model, ``kernel.model``. NumPyro's kernels, and a kernel without warm start, hold them at ``init``:
-    learn them first by SVI, and pass ``handlers.substitute(model, result.params)``. They have no prior, so a large
-    body may overfit; :class:`Centered` keeps it near its start.
+    SVI optimizes them with the guide. The kernels of :mod:`numpyro_bnn.infer` optimize
+    them together with the random sites before the chains start, with as many steps as
+    the warm start of a chain, and hold them there: all chains sample one model,
+    ``kernel.model``. NumPyro's kernels, and a kernel without warm start, hold them at
+    ``init``: learn them first by SVI, and pass ``handlers.substitute(model,
+    result.params)``. They have no prior, so a large body may overfit; :class:`Centered`
+    keeps it near its start.
 
     :param init: values to start from, by name, as for :class:`Fixed`.
     :raises ValueError: as :class:`Fixed` does.

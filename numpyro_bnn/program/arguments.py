@@ -1,4 +1,6 @@
-"""Arguments of a model at the border: data as JAX arrays, plain values as they are, and whether data have changed."""
+"""Arguments of a model at the border: data as JAX arrays, plain values as they are, and
+whether data have changed.
+"""
 
 import hashlib
 import inspect
@@ -24,27 +26,39 @@ _ANY = inspect.signature(lambda *_, **__: None)
 
 
 class Arguments:
-    """The arguments of one call, whose leaves can be exchanged; a key of programs, equal if all leaves are.
+    """The arguments of one call, whose leaves can be exchanged; a key of programs,
+    equal if all leaves are.
 
     :param values: arguments by name, those of ``**kwargs`` by their own names.
     :param signature: that of the model, by default one that takes anything.
 
     >>> given = Arguments.of(({"a": jnp.ones(2)}, 3), {}, lambda x, n: None)
     >>> fixed, arrays = given.split()
-    >>> list(arrays), fixed == Arguments.of(({"a": jnp.zeros(2)}, 3), {}, lambda x, n: None).split()[0]
+    >>> (
+    ...     list(arrays),
+    ...     fixed
+    ...     == Arguments.of(({"a": jnp.zeros(2)}, 3), {}, lambda x, n: None).split()[0],
+    ... )
     (["x['a']"], True)
     >>> fixed.call({"x['a']": "exchanged"})
     (({'a': 'exchanged'}, 3), {})
     """
 
-    def __init__(self, values: Mapping[str, Any], signature: inspect.Signature = _ANY) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], signature: inspect.Signature = _ANY
+    ) -> None:
         self.values, self.signature = dict(values), signature
         flat, self._tree = jax.tree_util.tree_flatten_with_path(self.values)
         #: Leaves by place, such as ``x`` or ``inputs['x']``.
-        self.leaves = {str(path[0].key) + jax.tree_util.keystr(path[1:]): leaf for path, leaf in flat}
+        self.leaves = {
+            str(path[0].key) + jax.tree_util.keystr(path[1:]): leaf
+            for path, leaf in flat
+        }
 
     @classmethod
-    def of(cls, args: tuple, kwargs: Mapping[str, Any], model: Callable | None = None) -> "Arguments":
+    def of(
+        cls, args: tuple, kwargs: Mapping[str, Any], model: Callable | None = None
+    ) -> "Arguments":
         """Those of a call; if its model is known, by the names of its parameters."""
         signature = _ANY if model is None else _own_signature(model, kwargs)
         values = signature.bind(*args, **kwargs).arguments
@@ -59,13 +73,21 @@ class Arguments:
 
     def split(self) -> tuple["Arguments", dict[str, Any]]:
         """The same with a placeholder for each array, and the arrays by place."""
-        arrays = {place: leaf for place, leaf in self.leaves.items() if isinstance(leaf, jax.Array | np.ndarray)}
+        arrays = {
+            place: leaf
+            for place, leaf in self.leaves.items()
+            if isinstance(leaf, jax.Array | np.ndarray)
+        }
         for place, array in arrays.items():
             check_numeric("model", place, array)
-        return Arguments(self._exchanged(dict.fromkeys(arrays, _Array)), self.signature), arrays
+        return Arguments(
+            self._exchanged(dict.fromkeys(arrays, _Array)), self.signature
+        ), arrays
 
     def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
-        """Positional and keyword arguments as a model takes them, with other ``leaves`` at some places."""
+        """Positional and keyword arguments as a model takes them, with other ``leaves``
+        at some places.
+        """
         values = self._exchanged({**self._on_device, **(leaves or {})})
         bound = self.signature.bind_partial()
         for name in self.signature.parameters.keys() & values.keys():
@@ -76,19 +98,29 @@ class Arguments:
     def optional(self) -> dict[str, Any]:
         """The arguments that may be left out, and their defaults."""
         parameters = self.signature.parameters.items()
-        return {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty}
+        return {
+            name: parameter.default
+            for name, parameter in parameters
+            if parameter.default is not parameter.empty
+        }
 
     @property
     def arrays(self) -> dict[str, Any]:
         """The arguments that are arrays with at least one axis."""
-        return {name: value for name, value in self.values.items() if hasattr(value, "dtype") and np.ndim(value)}
+        return {
+            name: value
+            for name, value in self.values.items()
+            if hasattr(value, "dtype") and np.ndim(value)
+        }
 
     @cached_property
     def _on_device(self) -> dict[str, Any]:
         return as_arrays((), self.leaves, "model")[1]
 
     def _exchanged(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        return jax.tree.unflatten(self._tree, [leaves.get(place, leaf) for place, leaf in self.leaves.items()])
+        return jax.tree.unflatten(
+            self._tree, [leaves.get(place, leaf) for place, leaf in self.leaves.items()]
+        )
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -98,15 +130,23 @@ class Arguments:
 
     @cached_property
     def _key(self) -> Any:
-        # 1, 1.0 and True are equal but different arguments; a leaf without a hash is identified by its id.
-        return self._tree, tuple((type(leaf), leaf if _hashable(leaf) else id(leaf)) for leaf in self.leaves.values())
+        # 1, 1.0 and True are equal but different arguments; a leaf without a hash is
+        # identified by its id.
+        return self._tree, tuple(
+            (type(leaf), leaf if _hashable(leaf) else id(leaf))
+            for leaf in self.leaves.values()
+        )
 
 
 def _own_signature(model: Callable, given: Mapping[str, Any]) -> inspect.Signature:
     """The signature of a model without what a ``functools.partial`` has set already."""
     signature, inner = inspect.signature(model), inspect.unwrap(model)
     settled = inner.keywords.keys() - given.keys() if isinstance(inner, partial) else ()
-    return signature.replace(parameters=[p for name, p in signature.parameters.items() if name not in settled])
+    return signature.replace(
+        parameters=[
+            p for name, p in signature.parameters.items() if name not in settled
+        ]
+    )
 
 
 def _hashable(value: Any) -> bool:
@@ -118,18 +158,25 @@ def _hashable(value: Any) -> bool:
 
 
 def check_numeric(call: str, argument: str, array: Any) -> None:
-    """Refuse arrays of text, dates and Python objects, which no model can compute with."""
+    """Refuse arrays of text, dates and Python objects, which no model can
+    compute with.
+    """
     if isinstance(array, np.ndarray) and array.dtype.kind in "OSUmM":
         got = f"an array of dtype {array.dtype}"
-        instead = "Pass an array of numbers, e.g. `x.astype(float)`, or codes of categories."
+        instead = (
+            "Pass an array of numbers, e.g. `x.astype(float)`, or codes of categories."
+        )
         raise argument_error(call, argument, got, instead, TypeError)
 
 
-def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.run") -> Call:
-    """Arguments with NumPy arrays, pandas tables and lists of numbers as JAX arrays; others stay as they are.
+def as_arrays(
+    args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.run"
+) -> Call:
+    """Arguments with NumPy arrays, pandas tables and lists of numbers as JAX arrays;
+    others stay as they are.
 
-    A NumPy array cannot be indexed by the traced indices of a minibatch, nor a table by positions. Tuples are
-    settings of a model, such as widths, and stay tuples.
+    A NumPy array cannot be indexed by the traced indices of a minibatch, nor a table by
+    positions. Tuples are settings of a model, such as widths, and stay tuples.
 
     >>> (x, batch_size), _ = as_arrays(([0.5, 1.5], 2), None)
     >>> isinstance(x, jax.Array), batch_size
@@ -142,10 +189,18 @@ def as_arrays(args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.r
     def converted(path: Any, leaf: Any) -> Any:
         array = _values(leaf)
         check_numeric(call, _place(path), array)
-        return leaf if array is None or array.dtype.kind not in "biufc" else jnp.asarray(array)
+        return (
+            leaf
+            if array is None or array.dtype.kind not in "biufc"
+            else jnp.asarray(array)
+        )
 
-    with jax.ensure_compile_time_eval():  # a value that is known stays known, also where a program is traced
-        return jax.tree_util.tree_map_with_path(converted, (args, dict(kwargs or {})), is_leaf=is_table)
+    with (
+        jax.ensure_compile_time_eval()
+    ):  # a value that is known stays known, also where a program is traced
+        return jax.tree_util.tree_map_with_path(
+            converted, (args, dict(kwargs or {})), is_leaf=is_table
+        )
 
 
 def _place(path: Any) -> str:
@@ -156,24 +211,36 @@ def _place(path: Any) -> str:
 
 
 def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
-    """:func:`as_arrays` for the export: tables and lists become NumPy arrays, and arrays keep their precision."""
+    """:func:`as_arrays` for the export: tables and lists become NumPy arrays, and
+    arrays keep their precision.
+    """
     given = args, dict(kwargs or {})
-    return jax.tree.map(lambda leaf: leaf if _values(leaf) is None else _values(leaf), given, is_leaf=is_table)
+    return jax.tree.map(
+        lambda leaf: leaf if _values(leaf) is None else _values(leaf),
+        given,
+        is_leaf=is_table,
+    )
 
 
-def plain_values(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, int | bool]:
-    """The integers and truth values of a call by their place: sizes and switches, on which programs depend.
+def plain_values(
+    args: tuple, kwargs: Mapping[str, Any] | None
+) -> dict[str, int | bool]:
+    """The integers and truth values of a call by their place: sizes and switches, on
+    which programs depend.
 
     >>> plain_values(([1.0],), {"batch_size": 5})
     {"[1]['batch_size']": 5}
     """
-    return {place: leaf for place, leaf in _leaves(args, kwargs) if isinstance(leaf, int)}
+    return {
+        place: leaf for place, leaf in _leaves(args, kwargs) if isinstance(leaf, int)
+    }
 
 
 def with_plain_values(
     args: tuple, kwargs: Mapping[str, Any] | None, known: Mapping[str, int | bool]
 ) -> tuple[tuple, dict[str, Any], bool]:
-    """The same call with the integers that ``MCMC(jit_model_args=True)`` has traced as they were at the start.
+    """The same call with the integers that ``MCMC(jit_model_args=True)`` has traced as
+    they were at the start.
 
     :return: positional and keyword arguments, and whether any was traced.
     """
@@ -205,25 +272,35 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
             found[place] = leaf.digest()
         array = _values(leaf)
         if array is not None and array.dtype != object:
-            found[place] = hashlib.blake2b(np.ascontiguousarray(array).data if array.size else b"").digest()
+            found[place] = hashlib.blake2b(
+                np.ascontiguousarray(array).data if array.size else b""
+            ).digest()
     return found
 
 
 def _leaves(args: tuple, kwargs: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path((args, dict(kwargs or {})), is_leaf=is_table)
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        (args, dict(kwargs or {})), is_leaf=is_table
+    )
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in flat)
 
 
 def _values(leaf: Any) -> np.ndarray | None:
-    """The values of a NumPy array or a table; ``None`` for everything else, also for rows of several lengths."""
+    """The values of a NumPy array or a table; ``None`` for everything else, also for
+    rows of several lengths.
+    """
     try:
-        return np.asarray(leaf) if isinstance(leaf, np.ndarray) or is_table(leaf) else None
+        return (
+            np.asarray(leaf) if isinstance(leaf, np.ndarray) or is_table(leaf) else None
+        )
     except ValueError:
         return None
 
 
 def is_table(value: Any) -> bool:
-    """Whether a value is a pandas (or polars, xarray) object, or a nested list of numbers."""
+    """Whether a value is a pandas (or polars, xarray) object, or a nested list of
+    numbers.
+    """
     if not isinstance(value, list):
         return hasattr(value, "to_numpy")
     first: Any = value

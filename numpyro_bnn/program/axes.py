@@ -1,4 +1,6 @@
-"""Which axis of which array of a model comes from which plate or argument: by its program, never by a length."""
+"""Which axis of which array of a model comes from which plate or argument: by its
+program, never by a length.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -7,11 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from numpyro_bnn._axes import RESHAPES, SUMMED, Axis, Place, Rows, follow_axes, reshaped, rule_of
+from numpyro_bnn._axes import (
+    RESHAPES,
+    SUMMED,
+    Axis,
+    Place,
+    Rows,
+    follow_axes,
+    reshaped,
+    rule_of,
+)
 from numpyro_bnn._jaxprs import ADDRESSING, called
 from numpyro_bnn.program.reading import Reading, Sites
 
-# Operations that sum over whole axes, and those along an axis whose elements stay as many.
+# Operations that sum over whole axes, and those along an axis whose elements stay as
+# many.
 SUMS = {f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or", "xor")}
 SUMS |= {"argmax", "argmin", "dot_general"}
 ALIGNED = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"}
@@ -20,24 +32,34 @@ ALIGNED = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev
 def axes_of_data(
     reading: Reading, parts: Callable[[Sites], Mapping[Any, jax.Array]]
 ) -> dict[Any, dict[Axis, int | None]]:
-    """Where the axes of arguments, and the indices of plates, lie in parts of the trace.
+    """Where the axes of arguments, and the indices of plates, lie in parts of the
+    trace.
 
-    :return: for each part, axis of an argument or plate -> axis of the part. ``None``: its elements are mixed, one of
-        the part depends on several of them.
+    :return: for each part, axis of an argument or plate -> axis of the part. ``None``:
+        its elements are mixed, one of the part depends on several of them.
 
     >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> def model(x):
     ...     with numpyro.plate("data", 3) as i:
     ...         numpyro.sample("y", dist.Normal(x.T[i] @ jnp.ones(2), 1.0))
-    >>> found = axes_of_data(Reading(model, (jnp.ones((2, 3)),)), lambda sites: {"loc": sites["y"]["fn"].loc})
+    >>> found = axes_of_data(
+    ...     Reading(model, (jnp.ones((2, 3)),)),
+    ...     lambda sites: {"loc": sites["y"]["fn"].loc},
+    ... )
     >>> {(axis.source, axis.axis): at for axis, at in found["loc"].items()}
     {('_[0]', 0): None, ('_[0]', 1): None, ('data', 0): 0}
     """
     plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
-    given = {"data": reading._arrays, "plates": reading.shapes(plates), "latent": reading.shapes()}
+    given = {
+        "data": reading._arrays,
+        "plates": reading.shapes(plates),
+        "latent": reading.shapes(),
+    }
 
     def program(given: Mapping[str, Any]) -> Mapping[Any, jax.Array]:
-        return parts(reading._on(given["data"]).at({**given["latent"], **given["plates"]}))
+        return parts(
+            reading._on(given["data"]).at({**given["latent"], **given["plates"]})
+        )
 
     closed, outputs = jax.make_jaxpr(program, return_shape=True)(given)
     inputs = []
@@ -51,17 +73,22 @@ def axes_of_data(
     found: dict[Any, dict[Axis, int | None]] = {key: {} for key in outputs}
     for key, rows in zip(keys, follow_axes(closed.jaxpr, inputs), strict=True):
         for label, place in rows.items():
-            whole = place is not None and place.inner == 1 and outputs[key].shape[place.axis] == label.size
+            whole = (
+                place is not None
+                and place.inner == 1
+                and outputs[key].shape[place.axis] == label.size
+            )
             found[key][label] = place.axis if whole else None
     return found
 
 
 class Counted(NamedTuple):
-    """Which axes of arguments, named by place and axis, and which plates count the same things.
+    """Which axes of arguments, named by place and axis, and which plates count the same
+    things.
 
     :param kinds: axis or plate -> the same label for all that count the same.
-    :param unclear: axes that pass an operation whose axes are not followed, that no site is computed from, or that
-        are summed by themselves, as in a mean of data.
+    :param unclear: axes that pass an operation whose axes are not followed, that no
+        site is computed from, or that are summed by themselves, as in a mean of data.
     """
 
     kinds: Mapping[Any, Any] = {}
@@ -77,22 +104,37 @@ class Counted(NamedTuple):
 
 
 def counted(reading: Reading) -> Counted:
-    """Which axes of the arguments of a model count the rows of which plate, or each other's elements.
+    """Which axes of the arguments of a model count the rows of which plate, or each
+    other's elements.
 
-    Two axes count the same where their elements meet one by one: in arithmetic, in a sum over both, where a plate's
-    index looks up elements, or in a site within the plate. A table that other data look up counts its own levels.
+    Two axes count the same where their elements meet one by one: in arithmetic, in a
+    sum over both, where a plate's index looks up elements, or in a site within the
+    plate. A table that other data look up counts its own levels.
 
     >>> import jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> def model(x, table, group):
     ...     with numpyro.plate("data", 3) as i:
     ...         mean = x.T[i] @ jnp.ones(2) + table[group[i]]
     ...         numpyro.sample("y", dist.Normal(mean, 1.0), obs=jnp.ones(3))
-    >>> found = counted(Reading(model, (), dict(x=jnp.ones((2, 3)), table=jnp.ones(3), group=jnp.arange(3))))
-    >>> [found.alike(axis, "data") for axis in [("x", 0), ("x", 1), ("table", 0), ("group", 0)]]
+    >>> found = counted(
+    ...     Reading(
+    ...         model,
+    ...         (),
+    ...         dict(x=jnp.ones((2, 3)), table=jnp.ones(3), group=jnp.arange(3)),
+    ...     )
+    ... )
+    >>> [
+    ...     found.alike(axis, "data")
+    ...     for axis in [("x", 0), ("x", 1), ("table", 0), ("group", 0)]
+    ... ]
     [False, True, False, True]
     """
     plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
-    given = {"data": reading._arrays, "plates": reading.shapes(plates), "latent": reading.shapes()}
+    given = {
+        "data": reading._arrays,
+        "plates": reading.shapes(plates),
+        "latent": reading.shapes(),
+    }
 
     def program(given: Mapping[str, Any]) -> list[jax.Array]:
         sites = reading._on(given["data"]).at({**given["latent"], **given["plates"]})
@@ -110,10 +152,15 @@ def counted(reading: Reading) -> Counted:
                 places.add((_Label(key, size), Place(axis, 1)))
         inputs.append(_Value(frozenset(places), kind == "plates"))
     arrived, rows = set(), set()
-    for name, shape, value in zip(samples, densities, followed.walk(closed.jaxpr, inputs), strict=True):
+    for name, shape, value in zip(
+        samples, densities, followed.walk(closed.jaxpr, inputs), strict=True
+    ):
         reached: set[tuple[_Label, Place | None]] = set(value.places)
         for frame in reading.sites[name]["cond_indep_stack"]:
-            if len(shape.shape) >= -frame.dim and shape.shape[frame.dim] == frame.size > 1:
+            if (
+                len(shape.shape) >= -frame.dim
+                and shape.shape[frame.dim] == frame.size > 1
+            ):
                 label = _Label(frame.name, frame.size)
                 reached.add((label, Place(len(shape.shape) + frame.dim, 1)))
                 if name in reading.observed:
@@ -127,7 +174,10 @@ def counted(reading: Reading) -> Counted:
     for label, others in followed.beside.items():
         if kinds_of_rows.isdisjoint(kinds[other] for other in others):
             unclear.add(label)
-    return Counted({label.key: kinds[label] for label in labels}, frozenset(label.key for label in unclear))
+    return Counted(
+        {label.key: kinds[label] for label in labels},
+        frozenset(label.key for label in unclear),
+    )
 
 
 class _Label(NamedTuple):
@@ -153,13 +203,16 @@ class _Value(NamedTuple):
 
 
 class _Meetings:
-    """Follows labels through a program by all paths, and joins those whose elements meet."""
+    """Follows labels through a program by all paths, and joins those whose elements
+    meet.
+    """
 
     def __init__(self) -> None:
         self._before: dict[_Label, _Label] = {}
         #: Labels that pass an operation whose axes are not followed.
         self.lost: set[_Label] = set()
-        #: Labels that are summed or looked up, and the labels of the axes that are left.
+        #: Labels that are summed or looked up, and the labels of the axes that are
+        # left.
         self.beside: dict[_Label, set[_Label]] = {}
 
     def first(self, label: _Label) -> _Label:
@@ -183,10 +236,17 @@ class _Meetings:
         known: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(variables: Sequence[Any]) -> list[_Value]:
-            return [_Value() if isinstance(var, Literal) else known.get(var, _Value()) for var in variables]
+            return [
+                _Value() if isinstance(var, Literal) else known.get(var, _Value())
+                for var in variables
+            ]
 
         for equation in jaxpr.eqns:
-            operands, name, inner = read(equation.invars), equation.primitive.name, called(equation)
+            operands, name, inner = (
+                read(equation.invars),
+                equation.primitive.name,
+                called(equation),
+            )
             if not any(operand.places for operand in operands):
                 continue
             if inner is not None:
@@ -206,21 +266,36 @@ class _Meetings:
         found, contracted, summed = set(), set(), set()
         for number, operand in enumerate(operands):
             for label, place in operand.places:
-                after = place if place is SUMMED else self._move(equation, operands, number, label, place)
+                after = (
+                    place
+                    if place is SUMMED
+                    else self._move(equation, operands, number, label, place)
+                )
                 found.add((label, after))
                 if place is not SUMMED and after is SUMMED:
                     summed.add(label)
                     if equation.primitive.name == "dot_general":
                         axes = equation.params["dimension_numbers"][0][number]
-                        contracted.add((label, Place(tuple(axes).index(place.axis), place.inner)))
+                        contracted.add(
+                            (label, Place(tuple(axes).index(place.axis), place.inner))
+                        )
         self.meet(contracted)
         self._sum(summed, found)
-        is_index = equation.primitive.name in ADDRESSING and any(operand.is_index for operand in operands)
+        is_index = equation.primitive.name in ADDRESSING and any(
+            operand.is_index for operand in operands
+        )
         if equation.primitive.name != "concatenate":
             return _Value(frozenset(found), is_index)
         return _Value(frozenset(found), is_index, _columns(equation, operands))
 
-    def _move(self, equation: Any, operands: Sequence[_Value], number: int, label: _Label, place: Place) -> Any:
+    def _move(
+        self,
+        equation: Any,
+        operands: Sequence[_Value],
+        number: int,
+        label: _Label,
+        place: Place,
+    ) -> Any:
         """The place of a label after an operation; what no rule says is lost."""
         name, (move, _) = equation.primitive.name, rule_of(equation, {})
         if name in ALIGNED:
@@ -237,8 +312,12 @@ class _Meetings:
         self.lost.add(label)
         return SUMMED
 
-    def _looked_up(self, equation: Any, label: _Label, place: Place, index: _Value) -> Place | None:
-        """The place of elements that are looked up: that of the plate whose index does it."""
+    def _looked_up(
+        self, equation: Any, label: _Label, place: Place, index: _Value
+    ) -> Place | None:
+        """The place of elements that are looked up: that of the plate whose index does
+        it.
+        """
         axes = list(equation.params["dimension_numbers"].start_index_map)
         column = _Value()
         if place.axis in axes and len(axes) == 1:
@@ -248,12 +327,16 @@ class _Meetings:
         for other, at in column.places:
             if column.is_index and at is not SUMMED and isinstance(other.key, str):
                 return rule_of(equation, {})[0](equation, 1, at)  # type: ignore[misc]
-        by_data = {other for other, _ in column.places if not isinstance(other.key, str)}
+        by_data = {
+            other for other, _ in column.places if not isinstance(other.key, str)
+        }
         if not by_data or by_data & self.lost:
             self.lost.add(label)
         return SUMMED
 
-    def _sum(self, labels: Iterable[_Label], places: Iterable[tuple[_Label, Place | None]]) -> None:
+    def _sum(
+        self, labels: Iterable[_Label], places: Iterable[tuple[_Label, Place | None]]
+    ) -> None:
         left = {label for label, place in places if place is not SUMMED}
         for label in labels:
             self.beside.setdefault(label, set()).update(left)
@@ -263,14 +346,21 @@ class _Meetings:
         results = [chosen for _ in equation.outvars]
         for branch in equation.params["branches"]:
             outputs = self.walk(branch.jaxpr, operands[1:])
-            results = [places | output.places for places, output in zip(results, outputs, strict=True)]
+            results = [
+                places | output.places
+                for places, output in zip(results, outputs, strict=True)
+            ]
         return [_Value(places) for places in results]
 
     def _scan(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
         first = equation.params["num_consts"]
         last = first + equation.params["num_carry"]
-        scanned = [(label, at) for operand in operands[last:] for label, at in operand.places]
-        steps = frozenset((label, at) for label, at in scanned if at is not SUMMED and at.axis == 0)
+        scanned = [
+            (label, at) for operand in operands[last:] for label, at in operand.places
+        ]
+        steps = frozenset(
+            (label, at) for label, at in scanned if at is not SUMMED and at.axis == 0
+        )
         self.meet(steps)
         slices = [_Value(_shifted(operand.places, -1)) for operand in operands[last:]]
         for sliced in slices:
@@ -278,12 +368,20 @@ class _Meetings:
         carried = [operand.places for operand in operands[first:last]]
         while True:
             inputs = [*operands[:first], *map(_Value, carried), *slices]
-            outputs = [output.places for output in self.walk(equation.params["jaxpr"].jaxpr, inputs)]
+            outputs = [
+                output.places
+                for output in self.walk(equation.params["jaxpr"].jaxpr, inputs)
+            ]
             before = carried
-            carried = [a | b for a, b in zip(before, outputs[: last - first], strict=True)]
+            carried = [
+                a | b for a, b in zip(before, outputs[: last - first], strict=True)
+            ]
             if carried == before:
                 stacked = [_shifted(places, 1) for places in outputs[last - first :]]
-                return [*map(_Value, carried), *(_Value(places | steps) for places in stacked)]
+                return [
+                    *map(_Value, carried),
+                    *(_Value(places | steps) for places in stacked),
+                ]
 
 
 def _shifted(places: Iterable[tuple[_Label, Place | None]], by: int) -> Places:

@@ -1,4 +1,6 @@
-"""Codes among the data that look up levels which do not exist: JAX would answer with another level, or with NaN."""
+"""Codes among the data that look up levels which do not exist: JAX would answer with
+another level, or with NaN.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -17,7 +19,15 @@ from numpyro_bnn.program.rows import Rows
 
 # Operations whose results are elements of their operands.
 MOVES = {
-    *("reshape", "squeeze", "broadcast_in_dim", "expand_dims", "transpose", "copy", "rev"),
+    *(
+        "reshape",
+        "squeeze",
+        "broadcast_in_dim",
+        "expand_dims",
+        "transpose",
+        "copy",
+        "rev",
+    ),
     *("slice", "dynamic_slice", "gather", "select_n", "split", "concatenate", "stack"),
     *("convert_element_type", "stop_gradient", "name"),
 }
@@ -27,8 +37,8 @@ DRAWN = ""  # in place of an argument: the key of the model
 class _Value(NamedTuple):
     """A value, the arguments that it comes from, and whether its elements are theirs.
 
-    :param origin: what it compares with zero, or adds a length to, as JAX does with each
-        index.
+    :param origin: what it compares with zero, or adds a length to, as JAX does with
+        each index.
     """
 
     array: Any
@@ -75,7 +85,9 @@ class _Lookups:
         primitive, params = equation.primitive, equation.params
         name, places = primitive.name, _places(operands)
         if name in CALLS:
-            return self.evaluate(params.get("jaxpr", params.get("call_jaxpr")), operands)
+            return self.evaluate(
+                params.get("jaxpr", params.get("call_jaxpr")), operands
+            )
         if name == "scan":
             return self._scan(params, operands)
         callback = getattr(params.get("callback"), "callback_func", None)
@@ -83,7 +95,9 @@ class _Lookups:
         if isinstance(source, Rows):
             return [self._on_disk(source, equation.outvars[0].aval)]
         if name == "select_n" and _wraps(operands):
-            return [operands[1]]  # a negative code among the data does not count from the end
+            return [
+                operands[1]
+            ]  # a negative code among the data does not count from the end
         bound = primitive.get_bind_params(params)
         arrays = primitive.bind(*(operand.array for operand in operands), **bound)
         if not primitive.multiple_results:
@@ -104,11 +118,17 @@ class _Lookups:
 
     def _look_up(self, equation: Any, indices: list[_Value], found: jax.Array) -> Any:
         """Note an operation; what it found, maybe with other answers."""
-        params, shape, places = equation.params, equation.invars[0].aval.shape, _places(indices)
+        params, shape, places = (
+            equation.params,
+            equation.invars[0].aval.shape,
+            _places(indices),
+        )
         numbers = params.get("dimension_numbers")
         # The extremes of columns on disk say nothing about what is computed from them.
         computed = not all(index.unchanged for index in indices)
-        unclear = DRAWN in places or (computed and places.intersection(self.rows.values()))
+        unclear = DRAWN in places or (
+            computed and places.intersection(self.rows.values())
+        )
         if not places or unclear or _answers_all(params, numbers, found):
             return found
         if numbers is None:
@@ -120,7 +140,9 @@ class _Lookups:
         flat = index.reshape(-1, len(axes))
         if self.answer is None or not flat.size:
             if flat.size:
-                self.found.append(_Lookup(places, flat.min(axis=0), flat.max(axis=0), last))
+                self.found.append(
+                    _Lookup(places, flat.min(axis=0), flat.max(axis=0), last)
+                )
             return found
         unknown = ((index < 0) | (index > last)).any(axis=-1)
         if numbers is not None:
@@ -142,16 +164,23 @@ class _Lookups:
                 for operand, array in zip(operands[last:], slices, strict=True)
             ]
             self.found = []
-            outputs = self.evaluate(params["jaxpr"], [*operands[:first], *carried, *scanned])
+            outputs = self.evaluate(
+                params["jaxpr"], [*operands[:first], *carried, *scanned]
+            )
             arrays = [output.array for output in outputs]
             extremes = [(lookup.least, lookup.largest) for lookup in self.found]
             return arrays[: last - first], (arrays[last - first :], extremes)
 
-        start, slices = ([operand.array for operand in part] for part in (operands[first:last], operands[last:]))
+        start, slices = (
+            [operand.array for operand in part]
+            for part in (operands[first:last], operands[last:])
+        )
         options = {name: params[name] for name in ("length", "reverse")}
         carry, (stacked, extremes) = lax.scan(step, start, slices, **options)
         for lookup, (least, largest) in zip(self.found, extremes, strict=True):
-            before.append(lookup._replace(least=least.min(axis=0), largest=largest.max(axis=0)))
+            before.append(
+                lookup._replace(least=least.min(axis=0), largest=largest.max(axis=0))
+            )
         self.found = before
         return [_Value(array, places, False) for array in (*carry, *stacked)]
 
@@ -163,18 +192,32 @@ def _places(operands: Sequence[_Value]) -> frozenset[str]:
 def _wraps(operands: Sequence[_Value]) -> bool:
     """Whether these are codes that JAX counts from the end where they are negative."""
     negative, codes, *moved = operands
-    return bool(codes.places) and codes.unchanged and all(part.origin is codes for part in (negative, *moved))
+    return (
+        bool(codes.places)
+        and codes.unchanged
+        and all(part.origin is codes for part in (negative, *moved))
+    )
 
 
 def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
-    """Whether something is looked up by marked inputs or by data on disk, or may be: nothing is evaluated."""
-    data = {variable for variable, of_data in zip(jaxpr.invars, marked, strict=True) if of_data}
+    """Whether something is looked up by marked inputs or by data on disk, or may be:
+    nothing is evaluated.
+    """
+    data = {
+        variable
+        for variable, of_data in zip(jaxpr.invars, marked, strict=True)
+        if of_data
+    }
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, subprogram(equation)
-        operands = [not isinstance(atom, Literal) and atom in data for atom in equation.invars]
+        operands = [
+            not isinstance(atom, Literal) and atom in data for atom in equation.invars
+        ]
         if name in ("gather", "dynamic_slice") and any(operands[1:]):
             return True
-        if inner is not None and _looks_up(inner, operands if name in CALLS else [any(operands)] * len(operands)):
+        if inner is not None and _looks_up(
+            inner, operands if name in CALLS else [any(operands)] * len(operands)
+        ):
             return True
         if any(operands) or "callback" in equation.params:
             data.update(equation.outvars)
@@ -182,16 +225,26 @@ def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
 
 
 def _answers_all(params: Mapping[str, Any], numbers: Any, found: jax.Array) -> bool:
-    """Whether the model says what unknown codes look up: ``mode="clip"``, or a number."""
+    """Whether the model says what unknown codes look up: ``mode="clip"``,
+    or a number.
+    """
     mode, fill = params.get("mode"), params.get("fill_value")
-    if mode == lax.GatherScatterMode.CLIP:  # also a dynamic slice under `vmap`, which drops no axis
+    if (
+        mode == lax.GatherScatterMode.CLIP
+    ):  # also a dynamic slice under `vmap`, which drops no axis
         return bool(numbers.collapsed_slice_dims)
-    return fill is not None and bool(np.isfinite(fill)) and jnp.issubdtype(found.dtype, jnp.inexact)
+    return (
+        fill is not None
+        and bool(np.isfinite(fill))
+        and jnp.issubdtype(found.dtype, jnp.inexact)
+    )
 
 
 def looks_up_data(reading: Any) -> bool:
     """Whether the model looks up anything by its arguments, or may."""
-    return _looks_up(reading._closed.jaxpr, [False, *[True] * len(reading._arrays)])  # the first input is a key
+    return _looks_up(
+        reading._closed.jaxpr, [False, *[True] * len(reading._arrays)]
+    )  # the first input is a key
 
 
 def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
@@ -208,13 +261,17 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     if is_traced(arrays):
         return
     rows = {id(leaf): name for name, leaf in leaves.items() if isinstance(leaf, Rows)}
-    places = [frozenset({names.get(id(arrays[place]), place)}) for place in sorted(arrays)]
+    places = [
+        frozenset({names.get(id(arrays[place]), place)}) for place in sorted(arrays)
+    ]
     key, found = random.key(0), list[_Lookup]()
 
     def evaluate(key: jax.Array, arrays: Any, answer: float | None = None) -> list[Any]:
         lookups = _Lookups(rows, answer)
         data = map(_Value, jax.tree.leaves(arrays), places)
-        outputs = lookups.evaluate(reading._closed, [_Value(key, frozenset({DRAWN})), *data])
+        outputs = lookups.evaluate(
+            reading._closed, [_Value(key, frozenset({DRAWN})), *data]
+        )
         found[:] = lookups.found
         return [output.array for output in outputs]
 
@@ -227,20 +284,36 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
         for answer in (0.0, np.nan):
             changed = copy(on_arrays)
             changed._programs = {}
-            changed._closed = jax.make_jaxpr(evaluate, static_argnums=2)(key, arrays, answer)
+            changed._closed = jax.make_jaxpr(evaluate, static_argnums=2)(
+                key, arrays, answer
+            )
             sites = [site for site in changed.at().values() if site["type"] == "sample"]
             densities.append([site["fn"].log_prob(site["value"]) for site in sites])
-        same = [jnp.array_equal(a, b, equal_nan=True) for a, b in zip(*densities, strict=True)]
+        same = [
+            jnp.array_equal(a, b, equal_nan=True)
+            for a, b in zip(*densities, strict=True)
+        ]
         return ~jnp.array(same).all()
 
     jax.eval_shape(lambda: look_up(reading))
     lookups = list(found)
-    for lookup, (least, largest) in zip(lookups, reading.run(look_up) if lookups else (), strict=True):
+    for lookup, (least, largest) in zip(
+        lookups, reading.run(look_up) if lookups else (), strict=True
+    ):
         wrong = np.flatnonzero((least < 0) | (largest > lookup.last))
         if wrong.size and reading.run(matters):
             axis, name = wrong[0], " and ".join(sorted(lookup.places))
             levels = lookup.last[axis] + 1
-            got = f"codes from {least[axis]} to {largest[axis]}, which look up {levels} levels"
-            instead = f"Pass codes from 0 to {levels - 1}: JAX would answer others with another level, or NaN. "
-            instead += "Give missing and unknown categories a level of their own, mask them, or `jnp.clip` them in"
+            got = (
+                f"codes from {least[axis]} to {largest[axis]}, which look up {levels} "
+                f"levels"
+            )
+            instead = (
+                f"Pass codes from 0 to {levels - 1}: JAX would answer others with "
+                f"another level, or NaN. "
+            )
+            instead += (
+                "Give missing and unknown categories a level of their own, mask them, "
+                "or `jnp.clip` them in"
+            )
             raise argument_error("model", name, got, f"{instead} the model.")

@@ -1,4 +1,6 @@
-"""Programs compiled once: kept by what they compute, or by the call of a model, whose arrays are inputs."""
+"""Programs compiled once: kept by what they compute, or by the call of a model, whose
+arrays are inputs.
+"""
 
 import hashlib
 import os
@@ -19,15 +21,18 @@ from numpyro_bnn._jaxprs import needed_part
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 
-# Number of programs kept for later calls: few, since each keeps its guide and the guide's data alive.
+# Number of programs kept for later calls: few, since each keeps its guide and the
+# guide's data alive.
 CACHE_SIZE = 8
 
-# Working memory of one chunk of draws; large enough to amortize its launch, small compared with any result.
+# Working memory of one chunk of draws; large enough to amortize its launch, small
+# compared with any result.
 CHUNK_BYTES = 128 * 2**20
 
 # Number of programs kept by what they compute.
 KEPT = 256
-# What the data are wanted for while a model is traced, if it computes shapes or branches from them.
+# What the data are wanted for while a model is traced, if it computes shapes or
+# branches from them.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -35,27 +40,37 @@ NEEDS_VALUES = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 
-# NumPyro keeps its handlers in one list for all threads: whoever runs or traces a model holds this lock. Compiled
-# programs run without it, so that predictions in one thread do not wait for the fit of another.
+# NumPyro keeps its handlers in one list for all threads: whoever runs or traces a model
+# holds this lock. Compiled programs run without it, so that predictions in one thread
+# do not wait for the fit of another.
 TRACING = RLock()
 
 _KEPT: dict[Any, Callable] = {}
-# The process that ran the first program; one that is forked from it inherits the entry, and not the threads of JAX.
+# The process that ran the first program; one that is forked from it inherits the entry,
+# and not the threads of JAX.
 _STARTED: list[int] = []
 
 
-def run(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
-    """``fn(given, args, kwargs)`` by one compiled program, which any equal computation uses again.
+def run(
+    fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False
+) -> Any:
+    """``fn(given, args, kwargs)`` by one compiled program, which any equal computation
+    uses again.
 
-    Programs are compared by their equations, so two functions that compute the same share one, and a function whose
-    surroundings have changed gets another. The arrays in ``args`` and ``kwargs`` are inputs of the program, unless
-    ``fn`` needs their values while it is traced.
+    Programs are compared by their equations, so two functions that compute the same
+    share one, and a function whose surroundings have changed gets another. The arrays
+    in ``args`` and ``kwargs`` are inputs of the program, unless ``fn`` needs their
+    values while it is traced.
     """
     return prepare(fn, args, kwargs, once)(given)
 
 
-def evaluate(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Any:
-    """:func:`run` for a result with leaves that are not computed, which are those of ``fn`` as it is traced."""
+def evaluate(
+    fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False
+) -> Any:
+    """:func:`run` for a result with leaves that are not computed, which are those of
+    ``fn`` as it is traced.
+    """
     leaves: list = []
     tree: Any = None
 
@@ -65,11 +80,17 @@ def evaluate(fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], o
         return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
     values = iter(run(computed, given, args, kwargs, once))
-    return jax.tree.unflatten(tree, [next(values) if isinstance(x, jax.core.Tracer) else x for x in leaves])
+    return jax.tree.unflatten(
+        tree, [next(values) if isinstance(x, jax.core.Tracer) else x for x in leaves]
+    )
 
 
-def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False) -> Callable[[Any], Any]:
-    """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of one shape."""
+def prepare(
+    fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False
+) -> Callable[[Any], Any]:
+    """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of
+    one shape.
+    """
     fixed, arrays = Arguments.of(args, kwargs).split()
     of_arrays = shared(lambda given, arrays: fn(given, *fixed.call(arrays)), once)
     of_values = shared(lambda given: fn(given, args, kwargs), once)
@@ -84,17 +105,23 @@ def prepare(fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = F
 
 
 def shared(fn: Callable, once: bool = False) -> Callable:
-    """Like ``jax.jit``, but equal functions share their compiled programs, and what ``fn`` reads is read once.
+    """Like ``jax.jit``, but equal functions share their compiled programs, and what
+    ``fn`` reads is read once.
 
-    :param once: whether the program runs so rarely that compiling it quickly matters more than its speed.
+    :param once: whether the program runs so rarely that compiling it quickly matters
+        more than its speed.
     """
     known: dict[Any, tuple[Callable, Any, bool]] = {}
 
     def read(leaves: list, tree: Any, inside: bool) -> tuple[Callable, Any, bool]:
-        flat = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True)
+        flat = jax.make_jaxpr(
+            lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True
+        )
         closed, shapes = flat(*leaves)
         closed = closed if closed.effects else needed_part(closed)
-        traced = inside or any(isinstance(part, jax.core.Tracer) for part in closed.consts)
+        traced = inside or any(
+            isinstance(part, jax.core.Tracer) for part in closed.consts
+        )
         return _kept(closed, traced, once), jax.tree.structure(shapes), traced
 
     def call(*given: Any) -> Any:
@@ -103,7 +130,11 @@ def shared(fn: Callable, once: bool = False) -> Callable:
             _STARTED.append(os.getpid())
         leaves, tree = jax.tree.flatten(given)
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        settings = inside, jnp.result_type(float), getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
+        settings = (
+            inside,
+            jnp.result_type(float),
+            jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        )
         key = tree, settings, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves)
         found = known.get(key)
         if found is None:
@@ -112,7 +143,8 @@ def shared(fn: Callable, once: bool = False) -> Callable:
             if found[2] == inside:
                 known[key] = found
         program, out, traced = found
-        # Parallel chains start inside a compiled program, whose tracers no caller may keep.
+        # Parallel chains start inside a compiled program, whose tracers no caller may
+        # keep.
         with nullcontext() if traced else jax.core.eval_context():
             return jax.tree.unflatten(out, program(*leaves))
 
@@ -120,12 +152,15 @@ def shared(fn: Callable, once: bool = False) -> Callable:
 
 
 def _kept(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
-    # Inside another program XLA has only that one's options. Elsewhere than on a CPU this one is unproven.
+    # Inside another program XLA has only that one's options. Elsewhere than on a CPU
+    # this one is unproven.
     quick = once and not traced and jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if quick else None
     found = _fingerprint(closed, traced)
     key = found and (*found, bool(options))
-    program = _KEPT.pop(key, None) or jax.jit(jaxpr_as_fun(closed), compiler_options=options)
+    program = _KEPT.pop(key, None) or jax.jit(
+        jaxpr_as_fun(closed), compiler_options=options
+    )
     if key is not None:
         _KEPT[key] = program  # the last used comes last
         if len(_KEPT) > KEPT:
@@ -136,21 +171,33 @@ def _kept(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
     """Equal for programs that compute the same; ``None`` where that cannot be told."""
     text = str(closed.jaxpr)
-    if "callback" in text or (traced and "custom_" in text):  # the text does not show an author's derivative
+    if "callback" in text or (
+        traced and "custom_" in text
+    ):  # the text does not show an author's derivative
         return None
     digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", text).encode())
     for part in _parts(closed):
         if isinstance(part, jax.core.Tracer):
             return None
-        with jax.core.eval_context():  # also inside the program in which parallel chains start
+        with (
+            jax.core.eval_context()
+        ):  # also inside the program in which parallel chains start
             array = np.asarray(key_numbers(part))
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
-    inputs = tuple((v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars)
-    return digest.digest(), inputs, jax.sharding.get_abstract_mesh()  # chains in parallel are traced in a mesh
+    inputs = tuple(
+        (v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars
+    )
+    return (
+        digest.digest(),
+        inputs,
+        jax.sharding.get_abstract_mesh(),
+    )  # chains in parallel are traced in a mesh
 
 
 def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
-    """The numbers of a program that its text does not show in full: its constants, and arrays among its literals."""
+    """The numbers of a program that its text does not show in full: its constants, and
+    arrays among its literals.
+    """
     if isinstance(program, ClosedJaxpr):
         yield from program.consts
         program = program.jaxpr
@@ -165,10 +212,15 @@ def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
 
 
 def refuse_forks(call: str) -> None:
-    """Refuse to work in a process that was forked from one with programs: it would wait for JAX's threads forever."""
+    """Refuse to work in a process that was forked from one with programs: it would wait
+    for JAX's threads forever.
+    """
     if _STARTED and _STARTED[0] != os.getpid():
         got = "a process that was forked after JAX had started"
-        instead = 'Use threads, the backend "loky" of joblib, or `multiprocessing.get_context("spawn")`.'
+        instead = (
+            'Use threads, the backend "loky" of joblib, or '
+            '`multiprocessing.get_context("spawn")`.'
+        )
         raise argument_error(call, "process", got, instead, RuntimeError)
 
 
@@ -180,19 +232,28 @@ def is_traced(values: Any) -> bool:
 def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
     """Refuse values that JAX is tracing: the call runs on the host."""
     if is_traced(trees):
-        raise argument_error(call, "args", "values traced by `jit`, `vmap` or `grad`", instead, TypeError)
+        raise argument_error(
+            call, "args", "values traced by `jit`, `vmap` or `grad`", instead, TypeError
+        )
 
 
 def draws_per_chunk(fn: Callable, *example: Any) -> int:
-    """Number of draws whose intermediate values fit into the memory of a chunk, even if none are freed."""
+    """Number of draws whose intermediate values fit into the memory of a chunk, even if
+    none are freed.
+    """
     with TRACING:
         equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
-    needed = sum(var.aval.size * var.aval.dtype.itemsize for equation in equations for var in equation.outvars)
+    needed = sum(
+        var.aval.size * var.aval.dtype.itemsize
+        for equation in equations
+        for var in equation.outvars
+    )
     return max(1, CHUNK_BYTES // max(1, needed))
 
 
 def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
-    """Apply a function to every key, (S,) typed or (S, 2) legacy, on the device, ``chunk`` draws at a time.
+    """Apply a function to every key, (S,) typed or (S, 2) legacy, on the device,
+    ``chunk`` draws at a time.
 
     By default a chunk has as many draws as fit into 128 MiB.
     """

@@ -1,4 +1,6 @@
-"""Importance weights of a guide: draws on all the data, with the log densities of model and guide."""
+"""Importance weights of a guide: draws on all the data, with the log densities of model
+and guide.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +17,12 @@ from numpyro.infer.util import log_density
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import is_factor, is_latent, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import (
+    is_factor,
+    is_latent,
+    unmasked_elements,
+    unwrapped,
+)
 from numpyro_bnn._options import Kind
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates
@@ -32,35 +39,58 @@ class WeightedDraw(NamedTuple):
 
 
 def weighted_draw(
-    model: Callable, guide: Callable, params: Mapping, args: tuple, kwargs: Mapping, rng_key: jax.Array
+    model: Callable,
+    guide: Callable,
+    params: Mapping,
+    args: tuple,
+    kwargs: Mapping,
+    rng_key: jax.Array,
 ) -> WeightedDraw:
-    """Draw z from the guide and evaluate both densities on the full data; ``params`` are those of guide and model."""
+    """Draw z from the guide and evaluate both densities on the full data; ``params``
+    are those of guide and model.
+    """
     guide_key, model_key = jax.random.split(rng_key)
-    with numpyro.validation_enabled(False):  # it would compute what is known while this is traced, one by one
+    with numpyro.validation_enabled(
+        False
+    ):  # it would compute what is known while this is traced, one by one
         seeded = handlers.seed(full_plates(guide), guide_key)
         log_guide, guide_trace = log_density(seeded, args, kwargs, params)
-        values = {**params, **{name: site["value"] for name, site in guide_trace.items() if is_latent(site)}}
+        values = {
+            **params,
+            **{
+                name: site["value"]
+                for name, site in guide_trace.items()
+                if is_latent(site)
+            },
+        }
         seeded = handlers.seed(full_plates(model), model_key)
         log_joint, model_trace = log_density(seeded, args, kwargs, values)
     return WeightedDraw(model_trace, log_joint, log_guide)
 
 
 def log_jacobian(trace: Trace) -> jax.Array:
-    """log |dz / du| of the latent sites of a trace, with u their unconstrained values."""
+    """log |dz / du| of the latent sites of a trace, with u their
+    unconstrained values.
+    """
     total = jnp.zeros(())
     for site in trace.values():
         if is_latent(site):
             transform, value = biject_to(site["fn"].support), site["value"]
-            total += jnp.sum(transform.log_abs_det_jacobian(transform.inv(value), value))
+            total += jnp.sum(
+                transform.log_abs_det_jacobian(transform.inv(value), value)
+            )
     return total
 
 
 def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
-    """ELBO, importance-weighted bound, their standard errors, k-hat and effective draws.
+    """ELBO, importance-weighted bound, their standard errors, k-hat and effective
+    draws.
 
     :param log_weights: (S,) of independent draws; ``-inf`` is a weight of 0.
 
-    >>> round(weight_statistics(np.log([1.0, 3.0]))["iw_bound"], 4)        # log of the mean weight, 2
+    >>> round(
+    ...     weight_statistics(np.log([1.0, 3.0]))["iw_bound"], 4
+    ... )  # log of the mean weight, 2
     0.6931
     """
     size, largest = len(log_weights), log_weights.max()
@@ -69,7 +99,13 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
     elbo_se = np.nan if impossible else float(log_weights.std(ddof=1) / np.sqrt(size))
     if np.isneginf(largest):
         undefined = dict.fromkeys(("iw_se", "iw_bias", "pareto_k"), np.nan)
-        return {"elbo": elbo, "elbo_se": elbo_se, "iw_bound": -np.inf, **undefined, "ess": 0.0}
+        return {
+            "elbo": elbo,
+            "elbo_se": elbo_se,
+            "iw_bound": -np.inf,
+            **undefined,
+            "ess": 0.0,
+        }
     scaled = np.exp(log_weights - largest)
     error = float(scaled.std(ddof=1) / scaled.mean() / np.sqrt(size))
     return {
@@ -84,60 +120,115 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
 
 
 class Sites(NamedTuple):
-    """Number of observed values, over all sites, and whether the guide has a site that is not a point mass."""
+    """Number of observed values, over all sites, and whether the guide has a site that
+    is not a point mass.
+    """
 
     num_observations: int
     has_density: bool
 
 
 def set_up(guide: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Let a NumPyro autoguide that has never been called read its model, before anything is traced."""
+    """Let a NumPyro autoguide that has never been called read its model, before
+    anything is traced.
+    """
     if getattr(guide, "prototype_trace", True) is None:
         with handlers.block(), handlers.seed(rng_seed=0):
             guide(*args, **kwargs)
 
 
 def check(
-    call: str, model: Callable, guide: Callable, params: Mapping, args: tuple, kwargs: Mapping[str, Any]
+    call: str,
+    model: Callable,
+    guide: Callable,
+    params: Mapping,
+    args: tuple,
+    kwargs: Mapping[str, Any],
 ) -> Sites:
-    """Refuse guides, models or parameters of the wrong type, missing parameters, and latent sites without a guide.
+    """Refuse guides, models or parameters of the wrong type, missing parameters, and
+    latent sites without a guide.
 
     Only shapes and masks are computed.
     """
     for name, value in (("guide", guide), ("model", model)):
         instead = "Pass a NumPyro guide and, unless it is an autoguide, its `model=`."
         Kind(callable, instead).check(call, name, value)
-    Kind(Mapping, "Pass the parameters of the fit, e.g. `svi.run(...).params`.").check(call, "params", params)
+    Kind(Mapping, "Pass the parameters of the fit, e.g. `svi.run(...).params`.").check(
+        call, "params", params
+    )
     set_up(guide, args, kwargs)
     traces: dict[str, Trace] = {}
 
     def count(key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(*args, **kwargs)
-        values = {name: site["value"] for name, site in guide_trace.items() if is_latent(site)}
-        placed = handlers.substitute(handlers.seed(full_plates(model), key), data=values)
-        traces["guide"], traces["model"] = guide_trace, handlers.trace(placed).get_trace(*args, **kwargs)
+        guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(
+            *args, **kwargs
+        )
+        values = {
+            name: site["value"] for name, site in guide_trace.items() if is_latent(site)
+        }
+        placed = handlers.substitute(
+            handlers.seed(full_plates(model), key), data=values
+        )
+        traces["guide"], traces["model"] = (
+            guide_trace,
+            handlers.trace(placed).get_trace(*args, **kwargs),
+        )
         check_observations(traces["model"])
-        observed = [s for s in traces["model"].values() if s["type"] == "sample" and s["is_observed"]]
-        sizes = [jnp.sum(unmasked_elements(s["fn"])) for s in observed if not is_factor(s["fn"])]
+        observed = [
+            s
+            for s in traces["model"].values()
+            if s["type"] == "sample" and s["is_observed"]
+        ]
+        sizes = [
+            jnp.sum(unmasked_elements(s["fn"]))
+            for s in observed
+            if not is_factor(s["fn"])
+        ]
         return jnp.sum(jnp.array(sizes, int))
 
     with numpyro.validation_enabled(False):  # as above
         num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
     _check_params(call, traces, params)
-    guided = {name for name, site in traces["guide"].items() if site["type"] == "sample"}
-    left_out = [name for name, site in traces["model"].items() if is_latent(site) and name not in guided]
+    guided = {
+        name for name, site in traces["guide"].items() if site["type"] == "sample"
+    }
+    left_out = [
+        name
+        for name, site in traces["model"].items()
+        if is_latent(site) and name not in guided
+    ]
     if left_out:
         instead = "Give the guide a sample statement for each latent site of the model."
-        raise argument_error(call, "guide", f"a guide without the latent sites {left_out}", instead)
-    drawn = [unwrapped(site["fn"], masked=True) for site in traces["guide"].values() if is_latent(site)]
-    return Sites(int(num_observations), not all(isinstance(fn, dist.Delta) for fn in drawn))
+        raise argument_error(
+            call, "guide", f"a guide without the latent sites {left_out}", instead
+        )
+    drawn = [
+        unwrapped(site["fn"], masked=True)
+        for site in traces["guide"].values()
+        if is_latent(site)
+    ]
+    return Sites(
+        int(num_observations), not all(isinstance(fn, dist.Delta) for fn in drawn)
+    )
 
 
-def _check_params(call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]) -> None:
+def _check_params(
+    call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]
+) -> None:
     """Refuse missing parameters: they would silently take their initial values."""
-    wanted = [name for trace in traces.values() for name, site in trace.items() if site["type"] == "param"]
+    wanted = [
+        name
+        for trace in traces.values()
+        for name, site in trace.items()
+        if site["type"] == "param"
+    ]
     missing = sorted({name for name in wanted if name not in params})
     if missing:
-        listed = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-        instead = "Pass the parameters of a fit of this guide and model, e.g. `svi.run(...).params`."
+        listed = ", ".join(map(str, missing[:5])) + (
+            ", ..." if len(missing) > 5 else ""
+        )
+        instead = (
+            "Pass the parameters of a fit of this guide and model, e.g. "
+            "`svi.run(...).params`."
+        )
         raise argument_error(call, "params", f"no value for {listed}", instead)

@@ -1,4 +1,6 @@
-"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; data that fit their plates."""
+"""Plates of a model: all rows, or minibatches at O(B) cost; traces on all data; data
+that fit their plates.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
-from numpyro.distributions import Distribution, ExpandedDistribution, Independent, MaskedDistribution
+from numpyro.distributions import (
+    Distribution,
+    ExpandedDistribution,
+    Independent,
+    MaskedDistribution,
+)
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
@@ -33,7 +40,8 @@ PARAMETERS = ("param", "mutable")
 class full_plates(Messenger):
     """Run every subsampled plate on all its indices, in order, with scale 1.
 
-    Predictions, log likelihoods and exported data belong to the whole data set, not to one random minibatch.
+    Predictions, log likelihoods and exported data belong to the whole data set, not to
+    one random minibatch.
     """
 
     def process_message(self, msg: dict[str, Any]) -> None:
@@ -46,14 +54,16 @@ class full_plates(Messenger):
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
     """B distinct random indices below N, each with probability B/N, at a cost of O(B).
 
-    Stratified: a randomly rotated circle of indices is cut into B arcs, and each arc gives one index. Sums over them
-    are unbiased, and never vary more than with replacement. ``size`` is N, ``subsample_size`` B.
+    Stratified: a randomly rotated circle of indices is cut into B arcs, and each arc
+    gives one index. Sums over them are unbiased, and never vary more than with
+    replacement. ``size`` is N, ``subsample_size`` B.
 
     >>> indices = draw_indices(10, 4, random.key(0))
     >>> len(set(indices.tolist()))
     4
     """
-    # Integers throughout: in float32 a product of N and a fraction misses indices above 2^24.
+    # Integers throughout: in float32 a product of N and a fraction misses indices above
+    # 2^24.
     short, longer = divmod(size, subsample_size)
     run = np.arange(subsample_size)
     first = short * run + np.minimum(run, longer)
@@ -64,15 +74,26 @@ def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Arr
 
 
 class random_indices(Messenger):
-    """Draw the indices of subsampled plates with :func:`draw_indices`; NumPyro's own draw costs O(N)."""
+    """Draw the indices of subsampled plates with :func:`draw_indices`; NumPyro's own
+    draw costs O(N).
+    """
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
             size, subsample_size = msg["args"]
-            counted = isinstance(subsample_size, int | np.integer) and not isinstance(subsample_size, bool)
-            if subsample_size is not None and not (counted and 1 <= subsample_size <= size):
+            counted = isinstance(subsample_size, int | np.integer) and not isinstance(
+                subsample_size, bool
+            )
+            if subsample_size is not None and not (
+                counted and 1 <= subsample_size <= size
+            ):
                 came = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
-                raise argument_error("numpyro.plate", "subsample_size", came, f"Pass a number from 1 to {size}.")
+                raise argument_error(
+                    "numpyro.plate",
+                    "subsample_size",
+                    came,
+                    f"Pass a number from 1 to {size}.",
+                )
             msg["fn"] = draw_indices
 
 
@@ -85,17 +106,22 @@ def full_trace(
 ) -> dict[str, dict[str, Any]]:
     """Trace of a model on all its data.
 
-    :param values: values of sites by name, or a function from a site to its value or ``None``; other sites are drawn.
+    :param values: values of sites by name, or a function from a site to its value or
+        ``None``; other sites are drawn.
     :param rng_key: a key or seed for the sites that are drawn.
     """
     at = values if callable(values) else lambda site: values.get(site["name"])
     placed = handlers.substitute(full_plates(model), substitute_fn=at)
-    return handlers.trace(handlers.seed(placed, rng_key)).get_trace(*args, **(kwargs or {}))
+    return handlers.trace(handlers.seed(placed, rng_key)).get_trace(
+        *args, **(kwargs or {})
+    )
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run models hidden from outer handlers, so that networks record no statistics either."""
+    """Run models hidden from outer handlers, so that networks record no statistics
+    either.
+    """
     outside = _PYRO_STACK[:]
     del _PYRO_STACK[:]
     try:
@@ -121,7 +147,8 @@ class _Shapes(NamedTuple):
     """Shapes of an observed site, (R,) each, aligned from the right.
 
     :param own: of the distribution as the user wrote it, before plates and masks.
-    :param data: of the data. A factor has none, and a number is the same everywhere: then ``own``.
+    :param data: of the data. A factor has none, and a number is the same everywhere:
+        then ``own``.
     :param scale: of the scales of ``handlers.scale``.
     :param total: of the log densities, with an axis for each axis of an event.
     :param plates: whether an axis belongs to a plate.
@@ -137,12 +164,18 @@ class _Shapes(NamedTuple):
 
 
 def _as_written(fn: Distribution, in_plates: bool) -> Distribution:
-    """The distribution without masks and, where plates or masks may have expanded it, without ``expand``."""
+    """The distribution without masks and, where plates or masks may have expanded it,
+    without ``expand``.
+    """
     while not in_plates and isinstance(fn, Independent | MaskedDistribution):
         if isinstance(fn, MaskedDistribution) and np.ndim(fn._mask):
             break
         fn = fn.base_dist
-    return fn if isinstance(fn, ExpandedDistribution) and not in_plates else unwrapped(fn, masked=True)
+    return (
+        fn
+        if isinstance(fn, ExpandedDistribution) and not in_plates
+        else unwrapped(fn, masked=True)
+    )
 
 
 def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
@@ -176,22 +209,27 @@ def _counts_often(shapes: _Shapes) -> bool:
         return True
     if shapes.plates.any():
         outside = ~shapes.plates & ~shapes.event
-        # In a plate of N rows, (N, 1) becomes (N, N): repeated along the plate, and the rows beside it.
+        # In a plate of N rows, (N, 1) becomes (N, N): repeated along the plate, and the
+        # rows beside it.
         rows_beside = varied & (outside | (shapes.event & (shapes.own == 1)))
         along_plate = repeated & shapes.plates
-        return bool((repeated & outside).any() or (along_plate.any() and rows_beside.any()))
+        return bool(
+            (repeated & outside).any() or (along_plate.any() and rows_beside.any())
+        )
     if (repeated & (shapes.own == 1)).any():  # by a mask or a scale of another shape
         return True
     return bool(repeated.any() and (varied & (shapes.own == 1)).any())
 
 
 def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse observed sites of which each value would count many times, because shapes were broadcast.
+    """Refuse observed sites of which each value would count many times, because shapes
+    were broadcast.
 
-    The common one: outputs (N, 1) of a network, in a plate of N rows, are N distributions for each row. Values may
-    be repeated along plates, which declare it, and a single number anywhere. Axes to the left of the plates, or
-    between them, are free as long as the data have them too. Without a plate nothing is declared; then (N, 1) beside
-    (N,) is refused.
+    The common one: outputs (N, 1) of a network, in a plate of N rows, are N
+    distributions for each row. Values may be repeated along plates, which declare it,
+    and a single number anywhere. Axes to the left of the plates, or between them, are
+    free as long as the data have them too. Without a plate nothing is declared; then
+    (N, 1) beside (N,) is refused.
     """
     for name, site in sites.items():
         if site["type"] != "sample" or not site["is_observed"]:
@@ -217,5 +255,7 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
         got = f"the site {name!r} with a distribution of shape {own.shape()}"
         got += f" and data of shape {data}{where}"
         instead = f"{each} both the shape of the plates, e.g. by `net(x)[..., 0]` and"
-        instead += " `y[..., 0]`; or make other axes an event by `.to_event(1)`, or plates"
+        instead += (
+            " `y[..., 0]`; or make other axes an event by `.to_event(1)`, or plates"
+        )
         raise argument_error("numpyro.sample", "obs", got, f"{instead} of their own.")

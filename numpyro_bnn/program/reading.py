@@ -1,16 +1,21 @@
-"""What a model is for some arguments, read from one abstract run of it, of which nothing is computed.
+"""What a model is for some arguments, read from one abstract run of it, of which
+nothing is computed.
 
 A reader asks a :class:`Reading` instead of running the model itself:
 
-- ``sites``, ``latent``, ``observed``, ``learned``, ``plates``: kinds, families, supports, shapes, plates;
-- ``stochastic``, ``redrawn``: whether the model asks for random numbers, which plates redraw their indices;
+- ``sites``, ``latent``, ``observed``, ``learned``, ``plates``: kinds, families,
+  supports, shapes, plates;
+- ``stochastic``, ``redrawn``: whether the model asks for random numbers, which plates
+  redraw their indices;
 - ``idle_states``: which of its state nothing uses;
-- ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn, without running the model: it
-  evaluates the equations that were read, of which those of some sites need few. It can stand in for the model in
-  any function that JAX transforms;
-- ``depends(parts)``, ``sources(parts)``: from which latent sites, or indices of plates, and from which data, parts
-  of that trace are computed;
-- ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs are the data of the model.
+- ``at(values, rng_key, only)``: the trace at values of some sites, the others drawn,
+  without running the model: it evaluates the equations that were read, of which those
+  of some sites need few. It can stand in for the model in any function that JAX
+  transforms;
+- ``depends(parts)``, ``sources(parts)``: from which latent sites, or indices of plates,
+  and from which data, parts of that trace are computed;
+- ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
+  are the data of the model.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -59,20 +64,30 @@ class Plate(NamedTuple):
 
 
 class _marked(Messenger):
-    """Name the values of all sites in the program of a model, so that others can take their places."""
+    """Name the values of all sites in the program of a model, so that others can take
+    their places.
+    """
 
     asks_keys = loops = starts = False
 
     def __init__(self) -> None:
-        self.learned: dict[str, bool] = {}  # parameters, and whether they are to be learned and no handler gives them
-        self.states: dict[str, jax.ShapeDtypeStruct] = {}  # leaves of `numpyro.mutable` sites
+        self.learned: dict[
+            str, bool
+            # parameters, and whether they are to be learned and no handler gives them
+        ] = {}
+        self.states: dict[
+            str, jax.ShapeDtypeStruct
+        ] = {}  # leaves of `numpyro.mutable` sites
         super().__init__(None)
 
     def process_message(self, msg: Site) -> None:
         if msg["type"] == "param":
-            self.learned[msg["name"]] = msg["kwargs"].get("learned", False) and msg["value"] is None
+            self.learned[msg["name"]] = (
+                msg["kwargs"].get("learned", False) and msg["value"] is None
+            )
             self.starts = True
-        # The start of a parameter may be random: it is given a value before anything depends on it.
+        # The start of a parameter may be random: it is given a value before anything
+        # depends on it.
         self.asks_keys |= msg["type"] == "prng_key" and not self.starts
         self.loops |= msg["type"] == "control_flow"
 
@@ -88,10 +103,16 @@ class _marked(Messenger):
                 return checkpoint_name(leaf, MARK + name)
 
             msg["value"] = jax.tree_util.tree_map_with_path(named, msg["value"])
-            msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)  # before the model changes it
+            msg["args"] = (
+                jax.tree.map(lambda leaf: leaf, msg["value"]),
+            )  # before the model changes it
         array = isinstance(msg["value"], jax.Array | np.ndarray)
-        if msg["type"] == "sample" or (msg["type"] in ("deterministic", "plate") and array):
-            msg["value"] = checkpoint_name(jnp.asarray(msg["value"]), MARK + msg["name"])
+        if msg["type"] == "sample" or (
+            msg["type"] in ("deterministic", "plate") and array
+        ):
+            msg["value"] = checkpoint_name(
+                jnp.asarray(msg["value"]), MARK + msg["name"]
+            )
 
 
 class Reading:
@@ -100,8 +121,8 @@ class Reading:
     :param model: the NumPyro model.
     :param args: its positional arguments.
     :param kwargs: its keyword arguments.
-    :param full: whether subsampled plates are read on all their indices; otherwise on random ones, whose places
-        others can take in ``at``.
+    :param full: whether subsampled plates are read on all their indices; otherwise on
+        random ones, whose places others can take in ``at``.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> def model(y):
@@ -111,17 +132,25 @@ class Reading:
     >>> reading = Reading(model, (3.0,))
     >>> reading.latent, reading.observed
     (('s', 'w'), ('y',))
-    >>> reading.depends(lambda sites: {name: site["fn"] for name, site in sites.items()})
+    >>> reading.depends(
+    ...     lambda sites: {name: site["fn"] for name, site in sites.items()}
+    ... )
     {'s': set(), 'w': {'s'}, 'y': {'w'}}
     >>> float(reading.at({"w": 0.5})["y"]["fn"].loc)
     1.0
     """
 
     def __init__(
-        self, model: Callable, args: tuple = (), kwargs: Mapping[str, Any] | None = None, *, full: bool = True
+        self,
+        model: Callable,
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        full: bool = True,
     ) -> None:
         self._model = (full_plates if full else random_indices)(model)
-        #: Values that other blocks of a ``Gibbs`` hold; for the model they are observed.
+        #: Values that other blocks of a ``Gibbs`` hold; for the model they are
+        # observed.
         self.held = dict((kwargs or {}).get(CONDITIONED, {}))
         self._programs: dict[Any, Callable] = {}
         arguments = Arguments.of(args, kwargs or {})
@@ -136,13 +165,18 @@ class Reading:
             try:
                 with TRACING:
                     whole._trace_on(arguments, fixed, arrays)
-            except Exception:  # a model that runs on minibatches only is refused where they are checked
+            # a model that runs on minibatches only is refused where they are checked
+            except Exception:
                 return
-        with suppress(TypeError):  # names are known by the signature, unless others have changed the call
+        with suppress(
+            TypeError
+        ):  # names are known by the signature, unless others have changed the call
             arguments = Arguments.of(args, kwargs or {}, model)
         check_codes(whole, arguments.leaves)
 
-    def _trace_on(self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]) -> None:
+    def _trace_on(
+        self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]
+    ) -> None:
         try:
             self._trace(fixed, arrays)
         except NEEDS_VALUES:  # data that shape the model are a part of it
@@ -155,7 +189,9 @@ class Reading:
 
     def _trace(self, arguments: Arguments, arrays: dict[str, Any]) -> None:
         def read(key: jax.Array, given: dict[str, Any]) -> list:
-            token = TRACED.set({id(given[place]): array for place, array in arrays.items()})
+            token = TRACED.set(
+                {id(given[place]): array for place, array in arrays.items()}
+            )
             try:
                 return self._read(key, *arguments.call(given))
             finally:
@@ -185,22 +221,31 @@ class Reading:
             drawn = handlers.substitute(seeded, substitute_fn=value)
             found = handlers.trace(drawn).get_trace(*args, **kwargs)
             if seen.loops:  # values must reach the inside of loops
-                latent = {name: found[name]["value"] for name in _names(found, observed=False)}
+                latent = {
+                    name: found[name]["value"] for name in _names(found, observed=False)
+                }
                 seeded = handlers.seed(self._model, rng_key)
-                found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(*args, **kwargs)
+                found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(
+                    *args, **kwargs
+                )
         for site in found.values():
             _check_name(site)
         check_observations(found)
-        #: The trace: arrays that the model computes have a shape and a dtype, and no values.
+        #: The trace: arrays that the model computes have a shape and a dtype, and no
+        # values.
         self.sites: Sites = found
-        #: Whether the model asks for random numbers of its own (``numpyro.prng_key``: dropout).
+        #: Whether the model asks for random numbers of its own (``numpyro.prng_key``:
+        # dropout).
         self.stochastic = seen.asks_keys
         #: Parameters of ``priors.Learned`` that no handler gives a value.
         self.learned = tuple(name for name, waits in seen.learned.items() if waits)
         self._states = seen.states
-        return [arrays_in([site.get(part) for part in _numbers(site)]) for site in found.values()]
+        return [
+            arrays_in([site.get(part) for part in _numbers(site)])
+            for site in found.values()
+        ]
 
-    # -- what there is -----------------------------------------------------------------------------------
+    # -- what there is -----------------------------------------------------------------
 
     @property
     def latent(self) -> tuple[str, ...]:
@@ -215,35 +260,61 @@ class Reading:
     @property
     def plates(self) -> dict[str, Plate]:
         """The plates that see a subset of their indices."""
-        sizes = {name: site["args"] for name, site in self.sites.items() if site["type"] == "plate"}
-        return {name: Plate(*args) for name, args in sizes.items() if args[1] not in (None, args[0])}
+        sizes = {
+            name: site["args"]
+            for name, site in self.sites.items()
+            if site["type"] == "plate"
+        }
+        return {
+            name: Plate(*args)
+            for name, args in sizes.items()
+            if args[1] not in (None, args[0])
+        }
 
     @property
     def redrawn(self) -> frozenset[str]:
-        """Plates whose random indices follow the seed from outside; none if the model is already seeded."""
+        """Plates whose random indices follow the seed from outside; none if the model
+        is already seeded.
+        """
 
         def indices(at: Mapping[str, jax.Array]) -> dict[str, Any]:
             sites = self.at({}, at["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
         return frozenset(
-            name for name, used in dependence(indices, {"key": jax.eval_shape(random.key, 0)}).items() if used
+            name
+            for name, used in dependence(
+                indices, {"key": jax.eval_shape(random.key, 0)}
+            ).items()
+            if used
         )
 
-    def shapes(self, names: Collection[str] | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(
+        self, names: Collection[str] | None = None
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the values of sites, by default of the latent ones."""
-        values = {name: self.sites[name]["value"] for name in (self.latent if names is None else names)}
-        return {name: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v)) for name, v in values.items()}
+        values = {
+            name: self.sites[name]["value"]
+            for name in (self.latent if names is None else names)
+        }
+        return {
+            name: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v))
+            for name, v in values.items()
+        }
 
-    # -- the program -------------------------------------------------------------------------------------
+    # -- the program -------------------------------------------------------------------
 
     def at(
-        self, values: Mapping[str, Any] | None = None, rng_key: Any = 0, only: Iterable[str] | None = None
+        self,
+        values: Mapping[str, Any] | None = None,
+        rng_key: Any = 0,
+        only: Iterable[str] | None = None,
     ) -> Sites:
-        """The trace of the model at values of some sites; all others are drawn, or computed from these.
+        """The trace of the model at values of some sites; all others are drawn, or
+        computed from these.
 
-        :param values: constrained values of sample or deterministic sites, and indices of plates; names of other
-            sites are ignored.
+        :param values: constrained values of sample or deterministic sites, and indices
+            of plates; names of other sites are ignored.
         :param rng_key: a key or seed for the sites that are drawn.
         :param only: names of the sites that are wanted, by default all.
         """
@@ -257,43 +328,70 @@ class Reading:
             rng_key = random.key(rng_key)
         if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
             rng_key = random.wrap_key_data(rng_key)
-        numbers = iter(self._programs[key](given, rng_key, *jax.tree.leaves(self._arrays)))
+        numbers = iter(
+            self._programs[key](given, rng_key, *jax.tree.leaves(self._arrays))
+        )
         sites = {}
         for name in wanted:
             site = self.sites[name]
-            parts = {part: _exchange(site.get(part), lambda _: next(numbers)) for part in _numbers(site)}
+            parts = {
+                part: _exchange(site.get(part), lambda _: next(numbers))
+                for part in _numbers(site)
+            }
             sites[name] = {**site, **parts}
         return sites
 
     def _program(self, given: Collection[str], wanted: Collection[str]) -> Callable:
         """The program from values of some sites to the arrays of others."""
         variables = iter(self._closed.jaxpr.outvars)
-        outputs = dict(zip(self.sites, ([next(variables) for _ in leaves] for leaves in self._outputs), strict=True))
-        jaxpr = self._closed.jaxpr.replace(outvars=[var for name in wanted for var in outputs[name]])
-        return named_inputs(self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in given})
+        outputs = dict(
+            zip(
+                self.sites,
+                ([next(variables) for _ in leaves] for leaves in self._outputs),
+                strict=True,
+            )
+        )
+        jaxpr = self._closed.jaxpr.replace(
+            outvars=[var for name in wanted for var in outputs[name]]
+        )
+        return named_inputs(
+            self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in given}
+        )
 
     def depends(
-        self, parts: Callable[[Sites], Mapping[Any, Any]], on: Iterable[str] | None = None
+        self,
+        parts: Callable[[Sites], Mapping[Any, Any]],
+        on: Iterable[str] | None = None,
     ) -> dict[Any, set[str]]:
-        """For each part of a trace, the sites from whose values it is computed; nothing is evaluated.
+        """For each part of a trace, the sites from whose values it is computed; nothing
+        is evaluated.
 
         :param on: names of sites and plates, by default of all latent sites.
         """
         on = set(self.latent if on is None else on)
-        found = dependence(lambda values: parts(self.at(values)), self.shapes(on.union(self.latent)))
+        found = dependence(
+            lambda values: parts(self.at(values)), self.shapes(on.union(self.latent))
+        )
         return {part: used & on for part, used in found.items()}
 
-    def sources(self, parts: Callable[[Sites], Mapping[Any, Any]]) -> dict[Any, set[str]]:
-        """For each part of a trace at given latent sites, the places of the arguments from which it is computed."""
+    def sources(
+        self, parts: Callable[[Sites], Mapping[Any, Any]]
+    ) -> dict[Any, set[str]]:
+        """For each part of a trace at given latent sites, the places of the arguments
+        from which it is computed.
+        """
 
         def program(given: Mapping[str, Any]) -> Mapping[Any, Any]:
-            return parts(self._on({place: given[place] for place in self._arrays}).at(given[""]))
+            return parts(
+                self._on({place: given[place] for place in self._arrays}).at(given[""])
+            )
 
         found = dependence(program, {**self._arrays, "": self.shapes()})
         return {part: used - {""} for part, used in found.items()}
 
     def idle_states(self) -> set[str]:
-        """The places in ``numpyro.mutable`` state that no site is computed from, and that follow from state alone.
+        """The places in ``numpyro.mutable`` state that no site is computed from, and
+        that follow from state alone.
 
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
@@ -304,25 +402,39 @@ class Reading:
             found: dict[str, Any] = {"used": []}
             for name, site in sites.items():
                 if site["type"] == "mutable":
-                    for path, leaf in jax.tree_util.tree_leaves_with_path(site["value"]):
+                    for path, leaf in jax.tree_util.tree_leaves_with_path(
+                        site["value"]
+                    ):
                         found[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
                 else:
-                    found["used"] += arrays_in([site.get(part) for part in _numbers(site)])
+                    found["used"] += arrays_in(
+                        [site.get(part) for part in _numbers(site)]
+                    )
             return found
 
-        sources = dependence(parts, {"data": self._arrays, "values": self.shapes(), **self._states})
+        sources = dependence(
+            parts, {"data": self._arrays, "values": self.shapes(), **self._states}
+        )
         outside = sources.pop("used") | {"data", "values"}
-        return {place for place, used in sources.items() if place not in outside and not used & outside}
+        return {
+            place
+            for place, used in sources.items()
+            if place not in outside and not used & outside
+        }
 
     def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
-        """``fn(reading, *given)`` by a compiled program, which equal ones share, also with other data.
+        """``fn(reading, *given)`` by a compiled program, which equal ones share, also
+        with other data.
 
-        :param once: whether it runs so rarely that compiling it quickly matters more than its speed.
+        :param once: whether it runs so rarely that compiling it quickly matters more
+            than its speed.
         """
         return self.prepare(fn, once)(*given)
 
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
-        """:meth:`run` as a function of ``given``, traced once for all values of one shape."""
+        """:meth:`run` as a function of ``given``, traced once for all values of one
+        shape.
+        """
 
         def on_arrays(arrays: dict, *given: Any) -> Any:
             return fn(self._on(arrays), *given)
@@ -330,13 +442,23 @@ class Reading:
         program = shared(on_arrays, once)
         return lambda *given: program(self._arrays, *given)
 
-    def draw(self, seeds: Iterable[int], kinds: Collection[str] = ("sample",)) -> list[dict[str, Any]]:
-        """For each seed, values of the sites of some kinds that are not observed, drawn from the prior."""
-        names = [n for n, s in self.sites.items() if s["type"] in kinds and not s.get("is_observed", False)]
+    def draw(
+        self, seeds: Iterable[int], kinds: Collection[str] = ("sample",)
+    ) -> list[dict[str, Any]]:
+        """For each seed, values of the sites of some kinds that are not observed, drawn
+        from the prior.
+        """
+        names = [
+            n
+            for n, s in self.sites.items()
+            if s["type"] in kinds and not s.get("is_observed", False)
+        ]
 
         def values(reading: "Reading", seed: jax.Array) -> dict[str, Any]:
             sites = reading.at({}, random.key(seed))
-            return {name: jax.tree.map(jnp.asarray, sites[name]["value"]) for name in names}
+            return {
+                name: jax.tree.map(jnp.asarray, sites[name]["value"]) for name in names
+            }
 
         program = self.prepare(values)
         return [program(jnp.uint32(seed)) for seed in seeds]
@@ -352,42 +474,63 @@ def initial_values(
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Search for values at which density and gradient are finite.
 
-    :return: unconstrained values, and if asked for, the trace of the model that the search began with.
+    :return: unconstrained values, and if asked for, the trace of the model that the
+        search began with.
     """
 
-    def search(rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict, Any, dict]:
-        options = {"init_strategy": init_strategy, "model_args": args, "model_kwargs": kwargs}
+    def search(
+        rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[dict, Any, dict]:
+        options = {
+            "init_strategy": init_strategy,
+            "model_args": args,
+            "model_kwargs": kwargs,
+        }
         found, _, _, trace = initialize_model(rng_key, model, **options)
         check_observations(trace)
-        valid = jnp.all(jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0]))
+        valid = jnp.all(
+            jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0])
+        )
         return found.z, valid, trace if with_trace else {}
 
     with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
         z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
         if not isinstance(valid, jax.core.Tracer) and not valid:
-            z, _, trace = search(rng_key, args, kwargs)  # raises, and warns of values outside of supports
+            z, _, trace = search(
+                rng_key, args, kwargs
+            )  # raises, and warns of values outside of supports
     return z, trace
 
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
-    return tuple(n for n, site in sites.items() if site["type"] == "sample" and site["is_observed"] == observed)
+    return tuple(
+        n
+        for n, site in sites.items()
+        if site["type"] == "sample" and site["is_observed"] == observed
+    )
 
 
 def _check_name(site: Site) -> None:
     """Refuse names of which no file, and no variable of an export, can be named."""
     name, kind = site["name"], site["type"]
     named = kind in ("sample", "deterministic", "param", "plate")
-    if named and not (isinstance(name, str) and name.strip("./ ") and name.isprintable()):
+    if named and not (
+        isinstance(name, str) and name.strip("./ ") and name.isprintable()
+    ):
         instead = 'Give it a name with a letter or a number, e.g. `"w"`.'
         raise argument_error(f"numpyro.{kind}", "name", repr(name), instead)
 
 
 def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
-    """A copy of a value, also of a distribution, with other arrays in the place of those that are computed."""
+    """A copy of a value, also of a distribution, with other arrays in the place of
+    those that are computed.
+    """
     objects = Distribution | Transform | Constraint
     if isinstance(value, objects):
         found = copy(value)
-        found.__dict__.update({name: _exchange(part, new) for name, part in vars(value).items()})
+        found.__dict__.update(
+            {name: _exchange(part, new) for name, part in vars(value).items()}
+        )
         return found
 
     def leaf(part: Any) -> Any:
@@ -412,4 +555,6 @@ def arrays_in(value: Any) -> list[jax.Array]:
 
 def _numbers(site: Site) -> tuple[str, ...]:
     """What a site holds besides its description."""
-    return {"sample": ("fn", "value", "scale"), "mutable": ("args", "value")}.get(site["type"], ("value",))
+    return {"sample": ("fn", "value", "scale"), "mutable": ("args", "value")}.get(
+        site["type"], ("value",)
+    )

@@ -1,4 +1,6 @@
-"""Refuse what no run would report: rows that a plate does not fit, state that changes."""
+"""Refuse what no run would report: rows that a plate does not fit, state that
+changes.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,10 +15,14 @@ from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.reading import Reading
 
 
-def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
-    """Refuse an argument that a plate indexes and that has more or fewer rows than the plate.
+def check_row_lengths(
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+) -> None:
+    """Refuse an argument that a plate indexes and that has more or fewer rows than the
+    plate.
 
-    JAX would repeat the last row, or never read the surplus. A model is read if lengths of its arguments differ.
+    JAX would repeat the last row, or never read the surplus. A model is read if lengths
+    of its arguments differ.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> def model(x, y):
@@ -24,9 +30,13 @@ def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[s
     ...         numpyro.sample("y", dist.Normal(x[i], 1.0), obs=y[i])
     >>> check_row_lengths("guides.fit", model, (jnp.ones(3), jnp.ones(4)), None)
     Traceback (most recent call last):
-    ValueError: guides.fit: argument `args` got an array of 4 rows that plate 'data' of size 3 indexes. ...
+    ValueError: guides.fit: argument `args` got an array of 4 rows that plate 'data' ...
     """
-    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "dtype") and np.ndim(leaf)]
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves((args, kwargs))
+        if hasattr(leaf, "dtype") and np.ndim(leaf)
+    ]
     lengths = {np.shape(leaf)[0] for leaf in arrays}
     if len(lengths) < 2:
         return
@@ -34,38 +44,68 @@ def check_row_lengths(call: str, model: Callable, args: tuple, kwargs: Mapping[s
 
     def densities(indices: Mapping[str, jax.Array]) -> list[jax.Array]:
         sites = reading.at(indices).values()
-        return [site["fn"].log_prob(site["value"]) for site in sites if site["type"] == "sample"]
+        return [
+            site["fn"].log_prob(site["value"])
+            for site in sites
+            if site["type"] == "sample"
+        ]
 
     for name, site in reading.sites.items():
         if site["type"] == "plate":
             size = site["args"][0]
-            reached = indexed_lengths(lambda i, at=name: densities({at: i}), jnp.arange(size))  # type: ignore[misc]
+            reached = indexed_lengths(
+                lambda i, at=name: densities({at: i}),  # type: ignore[misc]
+                jnp.arange(size),
+            )
             unlike = sorted(reached & lengths - {size})
             if unlike:
-                got = f"an array of {unlike[0]} rows that plate {name!r} of size {size} indexes"
-                raise argument_error(call, "args", got, "Pass one row per data point in each array.")
+                got = (
+                    f"an array of {unlike[0]} rows that plate {name!r} of size {size} "
+                    f"indexes"
+                )
+                raise argument_error(
+                    call, "args", got, "Pass one row per data point in each array."
+                )
 
 
 def check_state(call: str, argument: str, reading: Reading) -> None:
-    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization does: it would be held.
+    """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization
+    does: it would be held.
 
-    A state that nothing uses may change, such as the counter of keys for the start of a recurrent module.
+    A state that nothing uses may change, such as the counter of keys for the start of a
+    recurrent module.
     """
     names = [name for name, site in reading.sites.items() if site["type"] == "mutable"]
 
     def states(reading: Reading) -> dict[str, tuple]:
-        return {name: (site["args"], (site["value"],)) for name, site in reading.at(only=names).items()}
+        return {
+            name: (site["args"], (site["value"],))
+            for name, site in reading.at(only=names).items()
+        }
 
     changed = []
     for name, (before, after) in (reading.run(states) if names else {}).items():
-        pairs = zip(jax.tree.leaves(before), jax.tree_util.tree_leaves_with_path(after), strict=True)
+        pairs = zip(
+            jax.tree.leaves(before),
+            jax.tree_util.tree_leaves_with_path(after),
+            strict=True,
+        )
         for old, (path, new) in pairs:
-            if not (isinstance(new, jax.core.Tracer) or np.array_equal(key_numbers(old), key_numbers(new))):
+            if not (
+                isinstance(new, jax.core.Tracer)
+                or np.array_equal(key_numbers(old), key_numbers(new))
+            ):
                 changed.append(name + jax.tree_util.keystr(path[1:]))
     idle = reading.idle_states() if changed else set()
     for place in changed:
         if place not in idle:
-            instead = "It would be held: leave out batch normalization and dropout, or make their state constant"
-            instead += " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has none."
+            instead = (
+                "It would be held: leave out batch normalization and dropout, or make "
+                "their state constant"
+            )
+            instead += (
+                " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has "
+                "none."
+            )
             got = f"the state {place!r}, which the model changes"
             raise argument_error(call, argument, got, instead)

@@ -1,4 +1,6 @@
-"""Rows of data that stay on disk: a model indexes them like an array, and only the rows of a minibatch are read."""
+"""Rows of data that stay on disk: a model indexes them like an array, and only the rows
+of a minibatch are read.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -17,25 +19,34 @@ CALL = "runs.Rows"
 MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
 MOST_BYTES = 1 << 28  # that are read at once
 # Why kernels that do not work by minibatches alone refuse rows on disk.
-BY_BATCHES = "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or `held_out` all are needed"
+BY_BATCHES = (
+    "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or "
+    "`held_out` all are needed"
+)
 HEAD = 1000  # rows that stand for all of them where their values do not matter
 
 
 def _has_rows(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__")) and len(value.shape) > 0
+    return (
+        all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
+        and len(value.shape) > 0
+    )
 
 
 class Rows:
-    """Data that stay on disk, for a model that indexes them by a plate with ``subsample_size``.
+    """Data that stay on disk, for a model that indexes them by a plate with
+    ``subsample_size``.
 
-    Pass it in the place of an array: ``x[i]`` reads the rows of a minibatch, from a memory map or a Zarr array, and
-    nothing else is ever in memory. It works with the kernels on minibatches (``gradient="minibatch"``), with
-    :func:`~numpyro_bnn.guides.fit`, :func:`~numpyro_bnn.runs.start` and :func:`~numpyro_bnn.runs.fit`. The draws are
-    those of the same data in memory.
+    Pass it in the place of an array: ``x[i]`` reads the rows of a minibatch, from a
+    memory map or a Zarr array, and nothing else is ever in memory. It works with the
+    kernels on minibatches (``gradient="minibatch"``), with
+    :func:`~numpyro_bnn.guides.fit`, :func:`~numpyro_bnn.runs.start` and
+    :func:`~numpyro_bnn.runs.fit`. The draws are those of the same data in memory.
 
-    :param source: a NumPy array or memory map, a Zarr array, or anything with ``shape``, ``dtype`` and
-        ``source[index]`` for an array of integers.
-    :raises TypeError: for anything else; in a model, for any use but ``len(x)``, ``x.shape`` and ``x[i]``.
+    :param source: a NumPy array or memory map, a Zarr array, or anything with
+        ``shape``, ``dtype`` and ``source[index]`` for an array of integers.
+    :raises TypeError: for anything else; in a model, for any use but ``len(x)``,
+        ``x.shape`` and ``x[i]``.
 
     >>> x = Rows(np.arange(6.0).reshape(3, 2))
     >>> len(x), x.shape, x[jnp.array([2, 0])].tolist()
@@ -46,8 +57,15 @@ class Rows:
     def __init__(self, source: Annotated[Any, Kind(_has_rows, MEMORY_MAP)]) -> None:
         kind = np.dtype(source.dtype).kind
         if kind not in "biuf":
-            raise argument_error(CALL, "source", f"dtype {source.dtype}", "Pass an array of numbers.", TypeError)
-        # Zarr reads rows one by one through `oindex`, and takes a list of rows for coordinates elsewhere.
+            raise argument_error(
+                CALL,
+                "source",
+                f"dtype {source.dtype}",
+                "Pass an array of numbers.",
+                TypeError,
+            )
+        # Zarr reads rows one by one through `oindex`, and takes a list of rows for
+        # coordinates elsewhere.
         self._read = source.oindex if hasattr(source, "oindex") else source
         self._source = source
         self.shape, self.ndim = tuple(source.shape), len(source.shape)
@@ -62,37 +80,67 @@ class Rows:
     def __getitem__(self, index: Any) -> jax.Array:
         known = isinstance(index, jax.Array | np.ndarray | int | np.integer)
         if not (known and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
-            instead = "Index it by the plate's indices alone: `x[i]`, and then their columns: `x[i][:, 0]`."
+            instead = (
+                "Index it by the plate's indices alone: `x[i]`, and then their "
+                "columns: `x[i][:, 0]`."
+            )
             raise argument_error(
-                CALL, "index", index if isinstance(index, slice) else type(index).__name__, instead, TypeError
+                CALL,
+                "index",
+                index if isinstance(index, slice) else type(index).__name__,
+                instead,
+                TypeError,
             )
         index = jnp.asarray(index)
         shape = jax.ShapeDtypeStruct((*index.shape, *self.shape[1:]), self.dtype)
         return jax.pure_callback(self.fetch, shape, index, vmap_method="broadcast_all")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        raise argument_error(CALL, "source", f"{self!r} used as an array", "Index it by a plate: `x[i]`.", TypeError)
+        raise argument_error(
+            CALL,
+            "source",
+            f"{self!r} used as an array",
+            "Index it by a plate: `x[i]`.",
+            TypeError,
+        )
 
     def fetch(self, index: Any) -> np.ndarray:
         """Read rows, for an array of indices of any shape.
 
-        :raises ValueError: for more of them than fit into memory, which only computations on all data ask for.
+        :raises ValueError: for more of them than fit into memory, which only
+            computations on all data ask for.
         """
         index = np.asarray(index)
         size = index.size * int(np.prod(self.shape[1:])) * self.dtype.itemsize
         if size > MOST_BYTES:
-            instead = "Something evaluates the model on all rows: use minibatches, or pass an array."
-            raise argument_error(CALL, "index", f"{index.size} rows ({size >> 20} MiB) at once", instead)
+            instead = (
+                "Something evaluates the model on all rows: use minibatches, or pass "
+                "an array."
+            )
+            raise argument_error(
+                CALL, "index", f"{index.size} rows ({size >> 20} MiB) at once", instead
+            )
         flat = index.reshape(-1)
         if flat.size and not -len(self) <= flat.min() <= flat.max() < len(self):
             instead = "Pass as many rows as the plate has indices."
-            raise argument_error(CALL, "index", f"row {flat.max()} of {len(self)}", instead)
-        return np.asarray(self._read[flat], self.dtype).reshape(*index.shape, *self.shape[1:])
+            raise argument_error(
+                CALL, "index", f"row {flat.max()} of {len(self)}", instead
+            )
+        return np.asarray(self._read[flat], self.dtype).reshape(
+            *index.shape, *self.shape[1:]
+        )
 
     @cached_property
     def extremes(self) -> np.ndarray:
-        """The smallest and the largest value, NaN if one is NaN; all rows are read once, some MiB at a time."""
-        rows = max(1, MOST_BYTES // 8 // max(1, int(np.prod(self.shape[1:])) * self.dtype.itemsize))
+        """The smallest and the largest value, NaN if one is NaN; all rows are read
+        once, some MiB at a time.
+        """
+        rows = max(
+            1,
+            MOST_BYTES
+            // 8
+            // max(1, int(np.prod(self.shape[1:])) * self.dtype.itemsize),
+        )
         found = []
         for start in range(0, len(self), rows):
             part = self.fetch(np.arange(start, min(start + rows, len(self))))
@@ -104,9 +152,13 @@ class Rows:
         return self.fetch(np.arange(min(HEAD, len(self))))
 
     def digest(self) -> bytes:
-        """A hash of shape, dtype and a thousand rows: two sources of the same data have the same."""
+        """A hash of shape, dtype and a thousand rows: two sources of the same data have
+        the same.
+        """
         rows = self.fetch(np.linspace(0, len(self) - 1, HEAD).astype(int))
-        return hashlib.blake2b(f"{self.shape} {self.dtype}".encode() + rows.tobytes()).digest()
+        return hashlib.blake2b(
+            f"{self.shape} {self.dtype}".encode() + rows.tobytes()
+        ).digest()
 
 
 class Ahead(NamedTuple):
@@ -122,14 +174,22 @@ class Ahead(NamedTuple):
     finish: Callable[[Any, Any, list[jax.Array]], Any]
 
 
-def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: jax.Array) -> Ahead | None:
-    """Split ``step(state, key)``, whose first result is the next key; ``None`` if its key alone reads nothing."""
+def read_ahead(
+    step: Callable[[Any, Any], Any], state: Any, key: jax.Array
+) -> Ahead | None:
+    """Split ``step(state, key)``, whose first result is the next key; ``None`` if its
+    key alone reads nothing.
+    """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, key)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     moving = reached(needed, jaxpr.invars[:-1])
-    reads = [e for e in needed if e.primitive.name == "pure_callback" and not moving.intersection(e.outvars)]
+    reads = [
+        e
+        for e in needed
+        if e.primitive.name == "pure_callback" and not moving.intersection(e.outvars)
+    ]
     if not reads or jaxpr.outvars[0] in moving:
         return None
     handed = [var for equation in reads for var in equation.outvars]
@@ -137,7 +197,9 @@ def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: jax.Array) -> A
 
     def by_key(outputs: list[Any]) -> Callable[[Any], list[jax.Array]]:
         equations = [equation for equation, _ in needed_equations(jaxpr, outputs)]
-        return lambda key: evaluate_equations(equations, {**constants, jaxpr.invars[-1]: key}, outputs)
+        return lambda key: evaluate_equations(
+            equations, {**constants, jaxpr.invars[-1]: key}, outputs
+        )
 
     def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
         given = zip(jaxpr.invars, [*jax.tree.leaves(state), key], strict=True)
@@ -160,4 +222,6 @@ def refuse_rows(call: str, why: str, *trees: Any) -> None:
 
 def with_head(values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with their first rows in the place of those on disk."""
-    return jax.tree.map(lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values))
+    return jax.tree.map(
+        lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values)
+    )

@@ -16,7 +16,15 @@ from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
-from numpyro_bnn._options import Args, Kind, Kwargs, PositiveInt, RandomKey, Switch, checked
+from numpyro_bnn._options import (
+    Args,
+    Kind,
+    Kwargs,
+    PositiveInt,
+    RandomKey,
+    Switch,
+    checked,
+)
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
@@ -26,7 +34,14 @@ from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.rows import rows_in, with_head
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
-from numpyro_bnn.results.fit import Fit, check_complete, from_guide, from_mcmc, key_text, members_of
+from numpyro_bnn.results.fit import (
+    Fit,
+    check_complete,
+    from_guide,
+    from_mcmc,
+    key_text,
+    members_of,
+)
 from numpyro_bnn.results.folder import from_folder
 from numpyro_bnn.results.processes import process_attrs, process_groups
 from numpyro_bnn.results.replay import CALL
@@ -39,10 +54,14 @@ def _has_text_keys(value: Any) -> bool:
 
 def _has_lists(value: Any) -> bool:
     """Whether it is a dictionary of sequences; a text would be one label per letter."""
-    return _has_text_keys(value) and all(np.ndim(np.asarray(labels, object)) == 1 for labels in value.values())
+    return _has_text_keys(value) and all(
+        np.ndim(np.asarray(labels, object)) == 1 for labels in value.values()
+    )
 
 
-Labels: TypeAlias = Annotated[Mapping[str, Any], Kind(_has_lists, "Pass a dictionary of lists, by name.")]
+Labels: TypeAlias = Annotated[
+    Mapping[str, Any], Kind(_has_lists, "Pass a dictionary of lists, by name.")
+]
 
 
 @checked(CALL)
@@ -62,51 +81,70 @@ def to_inference_data(
     coords: Labels | None = None,
     prediction_coords: Labels | None = None,
     dims: Labels | None = None,
-    attrs: Annotated[Mapping[str, Any], Kind(_has_text_keys, "Pass a dictionary with names as keys.")] | None = None,
+    attrs: Annotated[
+        Mapping[str, Any], Kind(_has_text_keys, "Pass a dictionary with names as keys.")
+    ]
+    | None = None,
     progress_bar: Switch = True,
 ) -> Any:
-    """Convert an inference result to ArviZ: posterior, predictions, log likelihood, data, settings.
+    """Convert an inference result to ArviZ: posterior, predictions, log likelihood,
+    data, settings.
 
-    Subsampled plates are made full first: every group covers the full data, in order. Variable names have ``.`` for
-    the ``/`` of a site, because netCDF and DataTree reject it: ``net/Dense_0.kernel`` is ``net.Dense_0.kernel``.
+    Subsampled plates are made full first: every group covers the full data, in order.
+    Variable names have ``.`` for the ``/`` of a site, because netCDF and DataTree
+    reject it: ``net/Dense_0.kernel`` is ``net.Dense_0.kernel``.
 
     Groups (``y`` stands for the name of each observed site):
 
-    - ``posterior``, ``sample_stats``: draws and the fields collected with ``extra_fields``, under ArviZ's names. For
-      draws of a guide: ``lp`` and ``log_weight``, log p(D, z) / q(z), and computed from them the attributes ``elbo``,
-      ``iw_bound``, their standard errors and ``pareto_k``.
-    - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the mean of the observation;
-      for a categorical one ``y_probs``, class probabilities) at the training inputs, and the deterministic sites
-      that are functions of the inputs (they are not in ``posterior``, which is about parameters).
-    - ``log_likelihood``: pointwise, at the training data. If a mask leaves out elements of ``y``, the others have
-      one axis, ``y_observed``, with their coordinates or positions.
-    - ``predictions``: the same as ``posterior_predictive`` at new inputs, and ``y_log_likelihood`` if new
-      targets are given. Batch normalizations use the statistics of the training data under each draw.
-    - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and other array arguments.
+    - ``posterior``, ``sample_stats``: draws and the fields collected with
+      ``extra_fields``, under ArviZ's names. For draws of a guide: ``lp`` and
+      ``log_weight``, log p(D, z) / q(z), and computed from them the attributes
+      ``elbo``, ``iw_bound``, their standard errors and ``pareto_k``.
+    - ``posterior_predictive``: ``y`` (draws) and ``y_mean`` (draws of the function: the
+      mean of the observation; for a categorical one ``y_probs``, class probabilities)
+      at the training inputs, and the deterministic sites that are functions of the
+      inputs (they are not in ``posterior``, which is about parameters).
+    - ``log_likelihood``: pointwise, at the training data. If a mask leaves out elements
+      of ``y``, the others have one axis, ``y_observed``, with their coordinates or
+      positions.
+    - ``predictions``: the same as ``posterior_predictive`` at new inputs, and
+      ``y_log_likelihood`` if new targets are given. Batch normalizations use the
+      statistics of the training data under each draw.
+    - ``observed_data``, ``constant_data``, ``predictions_constant_data``: targets and
+      other array arguments.
 
-    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, a :class:`~numpyro_bnn.runs.Run` or the folder of one
-        (posterior and sample_stats only, read from disk when they are used), the result of ``SVI.run`` or
-        ``AutoADF.run``, or a :class:`~numpyro_bnn.infinite.GPRegression`, whose arguments are called ``x`` and ``y``.
-    :param predictions: new values of arguments of the model by name, e.g. ``{"x": x_test, "y": y_test}``. Optional
-        arguments that only weight or mask the likelihood have their default; others keep their values.
-    :param members: for an MCMC whose kernel has a ``warm_start``: instead of the draws, export the point where the
-        warm start of each chain ended, a deep ensemble with one draw per chain.
+    :param result: a run :class:`~numpyro.infer.mcmc.MCMC`, a
+        :class:`~numpyro_bnn.runs.Run` or the folder of one (posterior and sample_stats
+        only, read from disk when they are used), the result of ``SVI.run`` or
+        ``AutoADF.run``, or a :class:`~numpyro_bnn.infinite.GPRegression`, whose
+        arguments are called ``x`` and ``y``.
+    :param predictions: new values of arguments of the model by name, e.g. ``{"x":
+        x_test, "y": y_test}``. Optional arguments that only weight or mask the
+        likelihood have their default; others keep their values.
+    :param members: for an MCMC whose kernel has a ``warm_start``: instead of the draws,
+        export the point where the warm start of each chain ended, a deep ensemble with
+        one draw per chain.
     :param guide: the guide of an SVI or ADF result.
     :param args: arguments of the model in an SVI or ADF run; an MCMC knows its own.
     :param kwargs: its keyword arguments.
     :param num_samples: draws from a guide or a Gaussian process.
     :param rng_key: key of the predictive draws; ``jax.random.key(0)`` by default.
-    :param log_likelihood: whether to compute that group, and the ``sample_stats`` of a guide.
-    :param posterior_predictive: whether to compute that group; by default for at most 10,000 training rows.
-    :param draws_per_chunk: draws evaluated at once; by default as many as keep working memory near 128 MiB.
-    :param coords: coordinate values by dimension, e.g. ``{"data": dates}``; those of rows are for the training data.
+    :param log_likelihood: whether to compute that group, and the ``sample_stats`` of a
+        guide.
+    :param posterior_predictive: whether to compute that group; by default for at most
+        10,000 training rows.
+    :param draws_per_chunk: draws evaluated at once; by default as many as keep working
+        memory near 128 MiB.
+    :param coords: coordinate values by dimension, e.g. ``{"data": dates}``; those of
+        rows are for the training data.
     :param prediction_coords: those of the rows of ``predictions``.
     :param dims: dimension names by variable, for axes that are not plates.
     :param attrs: additional text or numbers to store.
-    :param progress_bar: show a bar over draws if the predictions take more than a few seconds.
+    :param progress_bar: show a bar over draws if the predictions take more than a few
+        seconds.
     :return: ``arviz.InferenceData`` (ArviZ 0.x) or ``xarray.DataTree`` (ArviZ 1.x).
-    :raises ValueError: for a result that has not run or has no model, unknown arguments in ``predictions``, NaN, or
-        wrong shapes.
+    :raises ValueError: for a result that has not run or has no model, unknown arguments
+        in ``predictions``, NaN, or wrong shapes.
     :raises TypeError: for any other kind of result.
 
     >>> import jax, numpyro, numpyro.distributions as dist
@@ -126,25 +164,48 @@ def to_inference_data(
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     if predictions is not None and not isinstance(predictions, Mapping):
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
-        raise argument_error(CALL, "predictions", type(predictions).__name__, instead, TypeError)
+        raise argument_error(
+            CALL, "predictions", type(predictions).__name__, instead, TypeError
+        )
     _check_result(result, {"guide": guide, "args": args, "kwargs": kwargs})
     if isinstance(result, str | PathLike):
-        groups, settings = from_folder(result, predictions is not None or members or bool(posterior_predictive))
+        groups, settings = from_folder(
+            result, predictions is not None or members or bool(posterior_predictive)
+        )
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
     result = result.mcmc if isinstance(result, Run) else result
     chosen = (log_likelihood, posterior_predictive is not False)
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
-        groups = process_groups(result, predictions, rng_key, num_samples, *chosen, *both_coords)
-        return reported(groups, about(process_attrs(result, num_samples), rng_key, attrs))
-    on_disk = bool(rows_in(args, kwargs, *(getattr(result, name, None) for name in ("_args", "_kwargs"))))
+        groups = process_groups(
+            result, predictions, rng_key, num_samples, *chosen, *both_coords
+        )
+        return reported(
+            groups, about(process_attrs(result, num_samples), rng_key, attrs)
+        )
+    on_disk = bool(
+        rows_in(
+            args,
+            kwargs,
+            *(getattr(result, name, None) for name in ("_args", "_kwargs")),
+        )
+    )
     log_likelihood &= not on_disk
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
-        if log_likelihood or posterior_predictive is not False or predictions is not None:
+        if (
+            log_likelihood
+            or posterior_predictive is not False
+            or predictions is not None
+        ):
             check_complete(result, fit.posterior)
     else:
-        options = (jax.random.fold_in(rng_key, 1), num_samples, log_likelihood, draws_per_chunk)
+        options = (
+            jax.random.fold_in(rng_key, 1),
+            num_samples,
+            log_likelihood,
+            draws_per_chunk,
+        )
         fit = from_guide(result, guide, args, kwargs or {}, *options)
     if on_disk:
         fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
@@ -156,46 +217,78 @@ def to_inference_data(
         new = replay.for_prediction(fit.arguments, predictions, *parts)
     chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
     given = set(predictions or {})
-    _check_outline(exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {})
+    _check_outline(
+        exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {}
+    )
     judged = isinstance(result, MCMC) and chosen[1] and not members
-    groups, more = _training(exporter, _starts(result, exporter) if judged else {}, train_key, chosen)
+    groups, more = _training(
+        exporter, _starts(result, exporter) if judged else {}, train_key, chosen
+    )
     for group in ("observed_data", "constant_data") if on_disk else ():
         del groups[group]
     if new is not None:
-        groups |= exporter.prediction_groups(new_key, new, given, prediction_coords or {})
+        groups |= exporter.prediction_groups(
+            new_key, new, given, prediction_coords or {}
+        )
     exporter.warn_of_missing(groups)
     return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
 
 
 def _check_result(result: Any, given: Mapping[str, Any]) -> None:
-    """Refuse a guide and arguments beside a result that has its own, which would be ignored."""
+    """Refuse a guide and arguments beside a result that has its own, which would be
+    ignored.
+    """
     knows = isinstance(result, MCMC | Run | GPRegression | str | PathLike)
     for name in [name for name, value in given.items() if knows and value]:
-        instead = "Leave it out: it belongs to the result of a guide, and this result has its own."
-        raise argument_error(CALL, name, f"a value for {type(result).__name__}", instead)
+        instead = (
+            "Leave it out: it belongs to the result of a guide, and this result has "
+            "its own."
+        )
+        raise argument_error(
+            CALL, name, f"a value for {type(result).__name__}", instead
+        )
 
 
 def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
-    """A fit of which only parameters and predictions are exported: its rows are on disk."""
+    """A fit of which only parameters and predictions are exported: its rows are on
+    disk.
+    """
     if posterior_predictive:
-        got, instead = "True for rows that stay on disk", "Pass some of the rows as `predictions`."
+        got, instead = (
+            "True for rows that stay on disk",
+            "Pass some of the rows as `predictions`.",
+        )
         raise argument_error(CALL, "posterior_predictive", got, instead)
     with record_statistics() as recorded:
         Reading(fit.model, *fit.arguments.call(), full=False)
     if any(recorded.calls):
         instead = "Its statistics are those of all training inputs: use `nn.LayerNorm`."
-        raise argument_error(CALL, "result", "a network with batch normalization and rows on disk", instead)
-    return replace(fit, arguments=fit.arguments.with_values(with_head(fit.arguments.values)))
+        raise argument_error(
+            CALL,
+            "result",
+            "a network with batch normalization and rows on disk",
+            instead,
+        )
+    return replace(
+        fit, arguments=fit.arguments.with_values(with_head(fit.arguments.values))
+    )
 
 
 def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
-    """The result with its health report, chains at fault marked by a coordinate, and a warning of what is off."""
+    """The result with its health report, chains at fault marked by a coordinate, and a
+    warning of what is off.
+    """
     report = health(_arviz.inference_data(groups, about))
     for name, data in groups.items() if report.marked else ():
         if "chain" in data.dims:
-            groups = {**groups, name: data.assign_coords(marked=data["chain"].isin(report.marked))}
+            groups = {
+                **groups,
+                name: data.assign_coords(marked=data["chain"].isin(report.marked)),
+            }
     idata = _arviz.inference_data(groups, about)
-    idata.attrs["health"] = json.dumps([finding._asdict() for finding in report.findings])
+    idata.attrs["health"] = json.dumps(
+        [finding._asdict() for finding in report.findings]
+    )
     if off := report.warnings:
         listed = "".join(f"\n- {finding}" for finding in off)
         text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{listed}"
@@ -204,7 +297,9 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
 
 
 def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
-    """Values (C, 1, ...) by site of the members of a run's warm start, if there are any and draws to be compared."""
+    """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
+    and draws to be compared.
+    """
     few = next(iter(exporter.fit.posterior.values())).shape[1] < LEAST_DRAWS
     try:
         found = {} if few else members_of(mcmc)
@@ -214,27 +309,53 @@ def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
 
 
 def _training(
-    exporter: Exporter, starts: Mapping[str, np.ndarray], key: jax.Array, chosen: tuple[bool, bool]
+    exporter: Exporter,
+    starts: Mapping[str, np.ndarray],
+    key: jax.Array,
+    chosen: tuple[bool, bool],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Training groups, and the attribute of how much the members explain, evaluated by the same program."""
+    """Training groups, and the attribute of how much the members explain, evaluated by
+    the same program.
+    """
     of_members: dict[str, np.ndarray] = {}
     map_draws = exporter.map_draws
 
-    def with_members(fn: Callable, draws: replay.Draws, *options: Any) -> dict[str, np.ndarray]:
+    def with_members(
+        fn: Callable, draws: replay.Draws, *options: Any
+    ) -> dict[str, np.ndarray]:
         shape = next(iter(draws.values())).shape[:2]
-        flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in draws.items()}
-        joined = {name: np.concatenate([value, starts[name][:, 0]])[None] for name, value in flat.items()}
+        flat = {
+            name: value.reshape(-1, *value.shape[2:]) for name, value in draws.items()
+        }
+        joined = {
+            name: np.concatenate([value, starts[name][:, 0]])[None]
+            for name, value in flat.items()
+        }
         found, total = map_draws(fn, joined, *options), shape[0] * shape[1]
-        of_members.update({n: v[0, total:, None] for n, v in found.items() if n.endswith(("_mean", "_probs"))})
-        return {name: value[0, :total].reshape(*shape, *value.shape[2:]) for name, value in found.items()}
+        of_members.update(
+            {
+                n: v[0, total:, None]
+                for n, v in found.items()
+                if n.endswith(("_mean", "_probs"))
+            }
+        )
+        return {
+            name: value[0, :total].reshape(*shape, *value.shape[2:])
+            for name, value in found.items()
+        }
 
     exporter.map_draws = with_members if starts else map_draws
     groups = exporter.training_groups(key, *chosen)
     exporter.map_draws = map_draws
     if not of_members:
         return groups, {}
-    observed = {str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()}
-    found = {site: values.tolist() for site, values in explained(of_members, observed).items()}
+    observed = {
+        str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()
+    }
+    found = {
+        site: values.tolist()
+        for site, values in explained(of_members, observed).items()
+    }
     return groups, {"explained_by_members": json.dumps(found)}
 
 
@@ -247,7 +368,9 @@ def _check_outline(
     prediction_coords: Mapping[str, Sequence],
     dims: Mapping[str, Sequence[str]],
 ) -> None:
-    """Build all groups without computing them, so that every error comes before the work."""
+    """Build all groups without computing them, so that every error comes before the
+    work.
+    """
     outline, key = exporter.outline(), jax.random.key(0)
     training = outline.training_groups(key, *chosen)
     predicted: dict[str, Any] = {}
@@ -260,35 +383,54 @@ def _check_outline(
             if ": argument `" in str(error):
                 raise
             got = f"arguments with which the model fails ({error})"
-            instead = "Pass values shaped as in the run, with one row per new point in each."
+            instead = (
+                "Pass values shaped as in the run, with one row per new point in each."
+            )
             raise argument_error(CALL, "predictions", got, instead) from error
     draws = {dim: {training["posterior"].sizes[dim]} for dim in SAMPLE_DIMS}
     _check_coords("coords", coords, [*training.values(), *predicted.values()], draws)
     _check_coords("prediction_coords", prediction_coords, list(predicted.values()), {})
     groups = {**training, **predicted}
     named = ("posterior", "sample_stats", "constant_data", "predictions_constant_data")
-    known = [variable for name in named if name in groups for variable in groups[name].data_vars]
+    known = [
+        variable
+        for name in named
+        if name in groups
+        for variable in groups[name].data_vars
+    ]
     for variable in dims:
         if variable not in known:
             raise unknown_name(CALL, "dims", variable, known)
 
 
 def _check_coords(
-    argument: str, coords: Mapping[str, Sequence], groups: Sequence[Any], sizes: dict[Any, set[int]]
+    argument: str,
+    coords: Mapping[str, Sequence],
+    groups: Sequence[Any],
+    sizes: dict[Any, set[int]],
 ) -> None:
-    """Every label must belong to an axis: one of ``sizes`` or of ``groups``, which have one chain and draw."""
+    """Every label must belong to an axis: one of ``sizes`` or of ``groups``, which have
+    one chain and draw.
+    """
     for data in groups:
-        for dim, size in ((d, n) for d, n in data.sizes.items() if d not in SAMPLE_DIMS):
+        for dim, size in (
+            (d, n) for d, n in data.sizes.items() if d not in SAMPLE_DIMS
+        ):
             sizes.setdefault(dim, set()).add(size)
     for dim, labels in coords.items():
         if dim not in sizes:
             raise unknown_name(CALL, argument, dim, sizes)
         if len(labels) not in sizes[dim]:
-            got = f"{len(labels)} labels of {dim!r}, which has {' or '.join(map(str, sorted(sizes[dim])))}"
+            got = (
+                f"{len(labels)} labels of {dim!r}, which has "
+                f"{' or '.join(map(str, sorted(sizes[dim])))}"
+            )
             raise argument_error(CALL, argument, got, "Pass one label for each.")
 
 
-def about(settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None) -> dict[str, Any]:
+def about(
+    settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {

@@ -1,4 +1,6 @@
-"""Turn the parts of a fit into ArviZ groups: the model at every draw, names, dimensions."""
+"""Turn the parts of a fit into ArviZ groups: the model at every draw, names,
+dimensions.
+"""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +24,13 @@ from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.fit import Fit
-from numpyro_bnn.results.replay import CALL, map_draws, site_values, sites_at, zero_draws
+from numpyro_bnn.results.replay import (
+    CALL,
+    map_draws,
+    site_values,
+    sites_at,
+    zero_draws,
+)
 
 SAMPLE_DIMS = ("chain", "draw")
 MOST_ROWS = 10_000  # training rows that are predicted without being asked for
@@ -38,65 +46,122 @@ PARAMETER_AXES = {
 class Exporter:
     """Turns the parts of a fit into ArviZ groups."""
 
-    def __init__(self, fit: Fit, coords: Mapping, dims: Mapping, draws_per_chunk: int | None, shown: bool) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        coords: Mapping,
+        dims: Mapping,
+        draws_per_chunk: int | None,
+        shown: bool,
+    ) -> None:
         self.fit = fit
         self.coords = {**dict(fit.stat_coords.values()), **coords}
-        self.dims = {**{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()}, **dims}
+        self.dims = {
+            **{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()},
+            **dims,
+        }
         self.draws_per_chunk = draws_per_chunk
         self._counted: Counted | None = None
-        self.without_rows: list[str] = []  # factors of the data that are no log likelihood of single rows
-        self.first = fit.params | {name: value[0, 0] for name, value in fit.posterior.items()}
+        self.without_rows: list[
+            str
+        ] = []  # factors of the data that are no log likelihood of single rows
+        self.first = fit.params | {
+            name: value[0, 0] for name, value in fit.posterior.items()
+        }
         reading = self.read(fit.arguments)
-        self.sites = site_values(fit.model, self.first, jax.random.key(0), fit.arguments.call())
+        self.sites = site_values(
+            fit.model, self.first, jax.random.key(0), fit.arguments.call()
+        )
         self.map_draws: Callable = partial(map_draws, progress_bar=shown)
         self._check_parameters(reading)
         self._check_names()
-        sampled = {name for name, site in self.sites.items() if site["type"] == "sample"}
-        self.latent = {name: value for name, value in fit.posterior.items() if name in sampled}
+        sampled = {
+            name for name, site in self.sites.items() if site["type"] == "sample"
+        }
+        self.latent = {
+            name: value for name, value in fit.posterior.items() if name in sampled
+        }
         self.reading, sources = reading, reading.sources(_values)
         self._find_observations(reading, sources)
-        self.dependent = [n for n, s in self.sites.items() if s["type"] == "deterministic" and sources[n]]
-        #: Factors of single rows, such as those of censored ones, which are likelihood as well.
+        self.dependent = [
+            n
+            for n, s in self.sites.items()
+            if s["type"] == "deterministic" and sources[n]
+        ]
+        #: Factors of single rows, such as those of censored ones, which are likelihood
+        # as well.
         self.factors = self._factors_of_data(reading)
 
-    # -- the model at the first draw -------------------------------------------------------------------
+    # -- the model at the first draw ---------------------------------------------------
 
     def read(self, arguments: Arguments) -> Reading:
         """What the model is as a function of its array arguments."""
 
         def model(**arrays: Any) -> Any:
             args, kwargs = arguments.call(arrays)
-            return handlers.substitute(self.fit.model, data=self.fit.params)(*args, **kwargs)
+            return handlers.substitute(self.fit.model, data=self.fit.params)(
+                *args, **kwargs
+            )
 
         return Reading(model, (), arguments.arrays)
 
     def _find_observations(self, reading: Reading, sources: Mapping[str, set]) -> None:
-        """Tell observations from fixed values, such as weights given to ``handlers.condition``.
+        """Tell observations from fixed values, such as weights given to
+        ``handlers.condition``.
 
-        A value is fixed if other sites depend on it and no argument of the model gives it. An observation is redrawn
-        in predictions, unless it is an input of the others: a site of x, of which y is a function.
+        A value is fixed if other sites depend on it and no argument of the model gives
+        it. An observation is redrawn in predictions, unless it is an input of the
+        others: a site of x, of which y is a function.
         """
         given = [name for name, site in self.sites.items() if replay.is_data(site)]
-        samples = [name for name, site in self.sites.items() if site["type"] == "sample"]
-        below = reading.depends(lambda sites: {n: sites[n]["fn"].log_prob(sites[n]["value"]) for n in samples}, given)
-        inner = {name for name in given if any(name in below[n] for n in below if n != name)}
-        self.observed_sites = [name for name in given if sources[name] or name not in inner]
-        self.observed = set().union(*(sources[name] for name in given if name not in inner))
-        self.redrawn = [n for n in self.observed_sites if n not in inner or sources[n] & self.observed]
+        samples = [
+            name for name, site in self.sites.items() if site["type"] == "sample"
+        ]
+        below = reading.depends(
+            lambda sites: {
+                n: sites[n]["fn"].log_prob(sites[n]["value"]) for n in samples
+            },
+            given,
+        )
+        inner = {
+            name for name in given if any(name in below[n] for n in below if n != name)
+        }
+        self.observed_sites = [
+            name for name in given if sources[name] or name not in inner
+        ]
+        self.observed = set().union(
+            *(sources[name] for name in given if name not in inner)
+        )
+        self.redrawn = [
+            n
+            for n in self.observed_sites
+            if n not in inner or sources[n] & self.observed
+        ]
 
     def _factors_of_data(self, reading: Reading) -> list[str]:
-        """Names of the factors that are computed from data, in a plate whose rows they have."""
-        factors = [name for name, site in self.sites.items() if site["type"] == "sample" and is_factor(site["fn"])]
+        """Names of the factors that are computed from data, in a plate whose rows they
+        have.
+        """
+        factors = [
+            name
+            for name, site in self.sites.items()
+            if site["type"] == "sample" and is_factor(site["fn"])
+        ]
 
         def parts(sites: Sites) -> dict[str, Any]:
-            return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in factors}
+            return {
+                name: sites[name]["fn"].log_prob(sites[name]["value"])
+                for name in factors
+            }
 
         sources, found = reading.sources(parts) if factors else {}, []
         for name in factors:
             site = self.sites[name]
             shape = site["fn"].batch_shape
             frames = site["cond_indep_stack"]
-            by_row = frames and all(len(shape) >= -f.dim and shape[f.dim] == f.size for f in frames)
+            by_row = frames and all(
+                len(shape) >= -f.dim and shape[f.dim] == f.size for f in frames
+            )
             if sources[name] and by_row:
                 found.append(name)
             elif sources[name]:
@@ -104,41 +169,69 @@ class Exporter:
         return found
 
     def _check_parameters(self, reading: Reading) -> None:
-        """Parameter sites must not depend on the key, because their values in the run are not stored."""
-        unknown = [n for n, s in self.sites.items() if s["type"] in PARAMETERS and n not in self.fit.params]
+        """Parameter sites must not depend on the key, because their values in the run
+        are not stored.
+        """
+        unknown = [
+            n
+            for n, s in self.sites.items()
+            if s["type"] in PARAMETERS and n not in self.fit.params
+        ]
         if not unknown:
             return
         check_state(CALL, "result", reading)
-        again = site_values(self.fit.model, self.first, jax.random.key(1), self.fit.arguments.call())
+        again = site_values(
+            self.fit.model, self.first, jax.random.key(1), self.fit.arguments.call()
+        )
         for name in unknown:
             pairs = zip(self.sites[name]["value"], again[name]["value"], strict=True)
-            if any(not np.array_equal(key_numbers(a), key_numbers(b)) for a, b in pairs):
+            if any(
+                not np.array_equal(key_numbers(a), key_numbers(b)) for a, b in pairs
+            ):
                 got = f"a model whose parameter site {name!r} starts at random values"
-                instead = "MCMC froze and did not store it: fix it by `handlers.substitute` before the run."
+                instead = (
+                    "MCMC froze and did not store it: fix it by `handlers.substitute` "
+                    "before the run."
+                )
                 raise argument_error(CALL, "result", got, instead)
 
     def _check_names(self) -> None:
         """Variables and plates must keep apart once they are renamed for netCDF."""
         for types in (("sample", "deterministic"), ("plate",)):
-            known: dict[str, str] = {dim: f"{dim!r} (an axis of the draws)" for dim in SAMPLE_DIMS}
-            for name in (name for name, site in self.sites.items() if site["type"] in types):
+            known: dict[str, str] = {
+                dim: f"{dim!r} (an axis of the draws)" for dim in SAMPLE_DIMS
+            }
+            for name in (
+                name for name, site in self.sites.items() if site["type"] in types
+            ):
                 other = known.setdefault(safe(name), repr(name))
                 if other != repr(name):
                     got = f"a model with the names {other} and {name!r}"
-                    instead = f"Both are exported as {safe(name)!r}: rename one in the model."
+                    instead = (
+                        f"Both are exported as {safe(name)!r}: rename one in the model."
+                    )
                     raise argument_error(CALL, "result", got, instead)
 
     def _derived(self, name: str, suffix: str) -> str:
-        """Name of a variable that is computed from a site, which no other site may have."""
+        """Name of a variable that is computed from a site, which no other site may
+        have.
+        """
         found = f"{safe(name)}_{suffix}"
         for other in (*self.redrawn, *self.dependent):
             if safe(other) == found:
-                instead = f"The export has a variable of this name, computed from {name!r}: rename the site."
-                raise argument_error(CALL, "result", f"a model with a site {other!r}", instead)
+                instead = (
+                    f"The export has a variable of this name, computed from {name!r}: "
+                    f"rename the site."
+                )
+                raise argument_error(
+                    CALL, "result", f"a model with a site {other!r}", instead
+                )
         return found
 
     def affecting(self) -> set[str]:
-        """Names of the arguments that change what is predicted, and not only a mask or a scale of the likelihood."""
+        """Names of the arguments that change what is predicted, and not only a mask or
+        a scale of the likelihood.
+        """
 
         def parts(sites: Sites) -> dict[str, Any]:
             found: dict[str, Any] = {}
@@ -162,110 +255,190 @@ class Exporter:
         if "log_likelihood" in groups and self.without_rows:
             listed = ", ".join(map(repr, self.without_rows))
             instead = "Give it a log density for each row, inside the plate of the data"
-            warnings.warn(f"{CALL}: `log_likelihood` lacks the factor {listed}. {instead}.", stacklevel=outside())
-        for data in (groups[name] for name in ("predictions", "posterior_predictive") if name in groups):
+            warnings.warn(
+                f"{CALL}: `log_likelihood` lacks the factor {listed}. {instead}.",
+                stacklevel=outside(),
+            )
+        for data in (
+            groups[name]
+            for name in ("predictions", "posterior_predictive")
+            if name in groups
+        ):
             for name in self.redrawn:
-                known = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(map(str, data.data_vars))
+                known = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(
+                    map(str, data.data_vars)
+                )
                 if safe(name) in data and not known:
                     kind = type(unwrapped(self.sites[name]["fn"], masked=True)).__name__
                     instead = f"Average the draws of {safe(name)!r}"
-                    text = f"no `{safe(name)}_mean`, as NumPyro has no mean of a {kind}. {instead}"
+                    text = (
+                        f"no `{safe(name)}_mean`, as NumPyro has no mean of a {kind}. "
+                        f"{instead}"
+                    )
                     warnings.warn(f"{CALL}: {text}.", stacklevel=outside())
                     return
 
     def predicts_training_rows(self, asked: bool | None) -> bool:
-        """Whether to predict the training rows: as asked, else with a warning only if there are few."""
+        """Whether to predict the training rows: as asked, else with a warning only if
+        there are few.
+        """
         shapes = [np.shape(self.sites[name]["value"]) for name in self.redrawn]
         rows = max((shape[0] for shape in shapes if shape), default=0)
         if asked is None and rows > MOST_ROWS:
-            message = f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for it by"
-            warnings.warn(f"{message} `posterior_predictive=True`, or leave it out by `False`.", stacklevel=outside())
+            message = (
+                f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for "
+                f"it by"
+            )
+            warnings.warn(
+                f"{message} `posterior_predictive=True`, or leave it out by `False`.",
+                stacklevel=outside(),
+            )
             return False
         return asked is not False
 
     def outline(self) -> "Exporter":
-        """An exporter of the same groups that computes nothing: one draw of zeros in the place of values."""
+        """An exporter of the same groups that computes nothing: one draw of zeros in
+        the place of values.
+        """
         found = copy(self)
         found.coords, found.map_draws = {}, zero_draws
         return found
 
-    # -- groups ----------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------
 
-    def training_groups(self, rng_key: jax.Array, log_likelihood: bool, predictive: bool) -> dict[str, Any]:
+    def training_groups(
+        self, rng_key: jax.Array, log_likelihood: bool, predictive: bool
+    ) -> dict[str, Any]:
         fit = self.fit
-        posterior = {safe(name): value for name, value in fit.posterior.items() if name not in self.dependent}
+        posterior = {
+            safe(name): value
+            for name, value in fit.posterior.items()
+            if name not in self.dependent
+        }
         groups = {"posterior": self._sampled_parameters(posterior)}
         if fit.sample_stats:
             groups["sample_stats"] = self._sampled_parameters(fit.sample_stats)
 
-        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple) -> dict[str, jax.Array]:
+        def at_draw(
+            draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple
+        ) -> dict[str, jax.Array]:
             values: dict[str, jax.Array] = {}
             at: Callable = partial(sites_at, fit.model, {**params, **draw}, key, call)
             given = at()
             if predictive:
-                values |= self._predicted(at(predict=self.redrawn)) | self._functions(given)
+                values |= self._predicted(at(predict=self.redrawn)) | self._functions(
+                    given
+                )
             if log_likelihood:
-                values |= {f"log_likelihood/{safe(name)}": v for name, v in self._log_likelihood(given).items()}
+                values |= {
+                    f"log_likelihood/{safe(name)}": v
+                    for name, v in self._log_likelihood(given).items()
+                }
             return values
 
         wanted = [*self.observed_sites, *self.factors] if log_likelihood else []
         if wanted or (predictive and (self.redrawn or self.dependent)):
             shared = fit.params, fit.arguments.call()
-            values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
-            density = {k.removeprefix("log_likelihood/"): v for k, v in values.items() if "/" in k}
+            values = self.map_draws(
+                at_draw, self.latent, rng_key, self.draws_per_chunk, shared
+            )
+            density = {
+                k.removeprefix("log_likelihood/"): v
+                for k, v in values.items()
+                if "/" in k
+            }
             groups["log_likelihood"] = self._sampled(density, self.sites, density)
             if "diverging" in fit.sample_stats:
-                groups["sample_stats"] = self._sampled_parameters(_with_impossible(fit.sample_stats, density))
+                groups["sample_stats"] = self._sampled_parameters(
+                    _with_impossible(fit.sample_stats, density)
+                )
             predicted = {k: v for k, v in values.items() if "/" not in k}
             groups["posterior_predictive"] = self._sampled(predicted, self.sites)
         observed = {}
         for name in self.observed_sites:
             value = self._as_given(np.asarray(self.sites[name]["value"]))
-            observed[safe(name)] = (site_dims(self.sites[name], safe(name), value.shape), value)
+            observed[safe(name)] = (
+                site_dims(self.sites[name], safe(name), value.shape),
+                value,
+            )
         groups["observed_data"] = self._dataset(observed)
-        groups["constant_data"] = self._constants(fit.arguments.arrays, self.observed, self.sites)
+        groups["constant_data"] = self._constants(
+            fit.arguments.arrays, self.observed, self.sites
+        )
         return groups
 
     def prediction_groups(
-        self, rng_key: jax.Array, new: Arguments, given: set[str], new_coords: Mapping[str, Sequence]
+        self,
+        rng_key: jax.Array,
+        new: Arguments,
+        given: set[str],
+        new_coords: Mapping[str, Sequence],
     ) -> dict[str, Any]:
-        model, shared = self.fit.model, (self.fit.params, new.call(), self.fit.arguments.call())
+        model, shared = (
+            self.fit.model,
+            (self.fit.params, new.call(), self.fit.arguments.call()),
+        )
         scored = bool(self.observed) and self.observed <= given
 
-        def at_draw(draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: Any) -> dict[str, jax.Array]:
+        def at_draw(
+            draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: Any
+        ) -> dict[str, jax.Array]:
             at: Callable = partial(sites_at, model, {**params, **draw}, key, *calls)
             sites = at(predict=self.redrawn)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
                 scores = self._log_likelihood(at())
-                values |= {self._derived(name, "log_likelihood"): value for name, value in scores.items()}
+                values |= {
+                    self._derived(name, "log_likelihood"): value
+                    for name, value in scores.items()
+                }
             return values
 
-        sites = site_values(model, self.first, jax.random.key(0), *shared[1:], self.redrawn)
-        values = self.map_draws(at_draw, self.latent, rng_key, self.draws_per_chunk, shared)
+        sites = site_values(
+            model, self.first, jax.random.key(0), *shared[1:], self.redrawn
+        )
+        values = self.map_draws(
+            at_draw, self.latent, rng_key, self.draws_per_chunk, shared
+        )
         arrays = {name: value for name, value in new.arrays.items() if name in given}
-        plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+        plates = {
+            name: site["args"][0]
+            for name, site in sites.items()
+            if site["type"] == "plate"
+        }
         rows = set()
         for name, value in arrays.items():
-            rows |= {self._plate(name, axis, size, plates) for axis, size in enumerate(np.shape(value))}
-        others = {dim: v for dim, v in self.coords.items() if dim not in rows and not dim.endswith("_dim_0")}
+            rows |= {
+                self._plate(name, axis, size, plates)
+                for axis, size in enumerate(np.shape(value))
+            }
+        others = {
+            dim: v
+            for dim, v in self.coords.items()
+            if dim not in rows and not dim.endswith("_dim_0")
+        }
         exporter = copy(self)
         exporter.coords = {**others, **new_coords}
-        densities = [f"{safe(name)}_log_likelihood" for name in (*self.observed_sites, *self.factors)]
+        densities = [
+            f"{safe(name)}_log_likelihood"
+            for name in (*self.observed_sites, *self.factors)
+        ]
         return {
             "predictions": exporter._sampled(values, sites, densities),
             "predictions_constant_data": exporter._constants(arrays, set(), sites),
         }
 
     def _as_given(self, value: np.ndarray) -> np.ndarray:
-        """An observation in the precision in which it was passed: the model may see it in float32."""
+        """An observation in the precision in which it was passed: the model may see it
+        in float32.
+        """
         for name in self.observed:
             given = np.asarray(self.fit.arguments.arrays[name])
             if np.array_equal(given.astype(value.dtype), value, equal_nan=True):
                 return given
         return value
 
-    # -- values at one draw ----------------------------------------------------------------------------
+    # -- values at one draw ------------------------------------------------------------
 
     def _predicted(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
         values = {}
@@ -277,50 +450,85 @@ class Exporter:
         return values
 
     def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        return {safe(name): sites[name]["value"] for name in self.dependent if name in sites}
+        return {
+            safe(name): sites[name]["value"] for name in self.dependent if name in sites
+        }
 
     def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        found = {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in self.factors}
+        found = {
+            name: sites[name]["fn"].log_prob(sites[name]["value"])
+            for name in self.factors
+        }
         for name in self.observed_sites:
             fn, value = sites[name]["fn"], sites[name]["value"]
             found[name] = jnp.where(in_support(fn, value), fn.log_prob(value), -jnp.inf)
         return found
 
-    # -- datasets --------------------------------------------------------------------------------------
+    # -- datasets ----------------------------------------------------------------------
 
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
-        return self._dataset({n: (SAMPLE_DIMS + self._dims(n, v.shape[2:]), v) for n, v in values.items()})
+        return self._dataset(
+            {
+                n: (SAMPLE_DIMS + self._dims(n, v.shape[2:]), v)
+                for n, v in values.items()
+            }
+        )
 
     def _sampled(
-        self, values: Mapping[str, np.ndarray], sites: Mapping[str, dict], densities: Collection[str] = ()
+        self,
+        values: Mapping[str, np.ndarray],
+        sites: Mapping[str, dict],
+        densities: Collection[str] = (),
     ) -> Any:
         """Dataset of draws of observed or deterministic sites, dimensions by plate.
 
-        :param densities: names of log likelihoods, of which only elements that no mask leaves out are data.
+        :param densities: names of log likelihoods, of which only elements that no mask
+            leaves out are data.
         """
         names = (*self.observed_sites, *self.factors, *self.redrawn, *self.dependent)
         by_name = {safe(name): sites[name] for name in names}
         variables = {}
         for name, value in values.items():
-            # A derived variable such as `y_mean` belongs to the site with the longest name that is a prefix of it.
-            stems = [name] if name in by_name else [site for site in by_name if name.startswith(f"{site}_")]
+            # A derived variable such as `y_mean` belongs to the site with the longest
+            # name that is a prefix of it.
+            stems = (
+                [name]
+                if name in by_name
+                else [site for site in by_name if name.startswith(f"{site}_")]
+            )
             site = by_name[max(stems, key=len)]
             dims = site_dims(site, name, value.shape[2:])
-            kept = replay.observed_elements(site, value) if name in densities else np.array(True)
+            kept = (
+                replay.observed_elements(site, value)
+                if name in densities
+                else np.array(True)
+            )
             if not kept.all():
                 dim = f"{safe(site['name'])}_observed"
-                labels = np.asarray(self.coords.get(dims[0], ()) if len(dims) == 1 else ())
+                labels = np.asarray(
+                    self.coords.get(dims[0], ()) if len(dims) == 1 else ()
+                )
                 places = np.flatnonzero(kept)
-                self.coords[dim] = labels[places] if labels.size == kept.size else places
+                self.coords[dim] = (
+                    labels[places] if labels.size == kept.size else places
+                )
                 dims, value = (dim,), value[..., kept]
             if kept.any():
                 variables[name] = (SAMPLE_DIMS + dims, value)
         return self._dataset(variables)
 
-    def _constants(self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]) -> Any:
-        """Dataset of array arguments; an axis that counts the rows of a plate is named after it."""
-        plates = {name: site["args"][0] for name, site in sites.items() if site["type"] == "plate"}
+    def _constants(
+        self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]
+    ) -> Any:
+        """Dataset of array arguments; an axis that counts the rows of a plate is named
+        after it.
+        """
+        plates = {
+            name: site["args"][0]
+            for name, site in sites.items()
+            if site["type"] == "plate"
+        }
         variables = {}
         for name, value in arrays.items():
             if name not in left_out:
@@ -332,50 +540,93 @@ class Exporter:
                 variables[name] = (dims, np.asarray(value))
         return self._dataset(variables)
 
-    def _plate(self, name: str, axis: int, size: int, plates: Mapping[str, int]) -> str | None:
-        """The plate whose rows an axis counts; by its length if the program cannot say and the axis is the first."""
+    def _plate(
+        self, name: str, axis: int, size: int, plates: Mapping[str, int]
+    ) -> str | None:
+        """The plate whose rows an axis counts; by its length if the program cannot say
+        and the axis is the first.
+        """
         fitting = [plate for plate, rows in plates.items() if rows == size]
         told = {plate: self.counts().alike((name, axis), plate) for plate in fitting}
         sure = [plate for plate, answer in told.items() if answer]
-        guessed = [plate for plate, answer in told.items() if answer is None and axis == 0]
+        guessed = [
+            plate for plate, answer in told.items() if answer is None and axis == 0
+        ]
         return next(map(safe, [*sure, *guessed[::-1]]), None)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         named = tuple(self.dims.get(name, self._default_dims(name, shape)))
         if len(named) != len(shape) or {*SAMPLE_DIMS} & {*named}:
             instead = "Name every axis but `chain` and `draw` once."
-            raise argument_error(CALL, "dims", f"{named} for {name!r} of shape {tuple(shape)}", instead)
+            raise argument_error(
+                CALL, "dims", f"{named} for {name!r} of shape {tuple(shape)}", instead
+            )
         return named
 
     def _default_dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
-        """The names of the plates of a latent site, and the names of a parameter for its other axes."""
+        """The names of the plates of a latent site, and the names of a parameter for
+        its other axes.
+        """
         dims = parameter_dims(name, shape)
-        site = next((site for at, site in self.sites.items() if safe(at) == name and at in self.latent), None)
+        site = next(
+            (
+                site
+                for at, site in self.sites.items()
+                if safe(at) == name and at in self.latent
+            ),
+            None,
+        )
         if site is None:
             return dims
         pairs = zip(site_dims(site, name, shape), dims, strict=True)
-        return tuple(dim if plate.startswith(f"{name}_dim_") else plate for plate, dim in pairs)
+        return tuple(
+            dim if plate.startswith(f"{name}_dim_") else plate for plate, dim in pairs
+        )
 
-    def _dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]) -> Any:
-        # A plate and an argument may share a name, but for ArviZ dimensions and variables must differ.
+    def _dataset(
+        self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]
+    ) -> Any:
+        # A plate and an argument may share a name, but for ArviZ dimensions and
+        # variables must differ.
         apart = {
-            name: (tuple(f"{dim}_dim" if dim in variables else dim for dim in axes), value)
+            name: (
+                tuple(f"{dim}_dim" if dim in variables else dim for dim in axes),
+                value,
+            )
             for name, (axes, value) in variables.items()
         }
-        sizes = {dim: n for axes, value in apart.values() for dim, n in zip(axes, value.shape, strict=True)}
-        fitting = {dim: values for dim, values in self.coords.items() if sizes.get(dim) == len(values)}
+        sizes = {
+            dim: n
+            for axes, value in apart.values()
+            for dim, n in zip(axes, value.shape, strict=True)
+        }
+        fitting = {
+            dim: values
+            for dim, values in self.coords.items()
+            if sizes.get(dim) == len(values)
+        }
         return _arviz.dataset(apart, fitting)
 
 
 def _values(sites: Sites) -> dict[str, Any]:
-    return {name: site["value"] for name, site in sites.items() if site["type"] in ("sample", "deterministic")}
+    return {
+        name: site["value"]
+        for name, site in sites.items()
+        if site["type"] in ("sample", "deterministic")
+    }
 
 
-def _with_impossible(stats: Mapping[str, np.ndarray], densities: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Statistics in which draws at which an observation has no density count as diverging."""
+def _with_impossible(
+    stats: Mapping[str, np.ndarray], densities: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Statistics in which draws at which an observation has no density count as
+    diverging.
+    """
     diverging = np.asarray(stats["diverging"])
     for value in densities.values():
-        diverging = diverging | ~np.isfinite(value).reshape(*value.shape[:2], -1).all(axis=2)
+        diverging = diverging | ~np.isfinite(value).reshape(*value.shape[:2], -1).all(
+            axis=2
+        )
     return {**stats, "diverging": diverging}
 
 
@@ -391,8 +642,8 @@ def safe(name: str) -> str:
 def parameter_dims(name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """Dimensions of a posterior variable without chain and draw.
 
-    Kernels and biases get ``_in``, ``_out`` (and ``_h``, ``_w``) after their name, everything else ArviZ's
-    ``<name>_dim_<i>``.
+    Kernels and biases get ``_in``, ``_out`` (and ``_h``, ``_w``) after their name,
+    everything else ArviZ's ``<name>_dim_<i>``.
 
     >>> parameter_dims("net.Dense_0.kernel", (3, 8))
     ('net.Dense_0.kernel_in', 'net.Dense_0.kernel_out')
@@ -401,14 +652,21 @@ def parameter_dims(name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """
     leaf = name.rsplit(".", 1)[-1].removesuffix("_base")
     axes = PARAMETER_AXES.get((leaf, len(shape))) if "." in name else None
-    return tuple(f"{name}_{axis}" for axis in axes or [f"dim_{i}" for i in range(len(shape))])
+    return tuple(
+        f"{name}_{axis}" for axis in axes or [f"dim_{i}" for i in range(len(shape))]
+    )
 
 
-def site_dims(site: Mapping[str, Any], name: str, shape: Sequence[int]) -> tuple[str, ...]:
-    """Dimensions of a value of a site, without chain and draw: plates by their names, the other axes numbered.
+def site_dims(
+    site: Mapping[str, Any], name: str, shape: Sequence[int]
+) -> tuple[str, ...]:
+    """Dimensions of a value of a site, without chain and draw: plates by their names,
+    the other axes numbered.
 
     >>> from numpyro.primitives import CondIndepStackFrame
-    >>> site_dims({"cond_indep_stack": [CondIndepStackFrame("data", -1, 5)]}, "y", (5, 2))
+    >>> site_dims(
+    ...     {"cond_indep_stack": [CondIndepStackFrame("data", -1, 5)]}, "y", (5, 2)
+    ... )
     ('data', 'y_dim_1')
     """
     # Batch axes come before event axes, the outermost plate (most negative dim) first.

@@ -1,4 +1,6 @@
-"""What is exported from an inference result: draws, statistics, the model and its arguments."""
+"""What is exported from an inference result: draws, statistics, the model and its
+arguments.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,13 @@ from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments, fingerprints
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.importance import check, log_jacobian, set_up, weight_statistics, weighted_draw
+from numpyro_bnn.program.importance import (
+    check,
+    log_jacobian,
+    set_up,
+    weight_statistics,
+    weighted_draw,
+)
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.results.replay import CALL, bind, map_draws
@@ -64,7 +72,10 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     :raises ValueError: if it has not run, or has no model (only a potential function).
     """
     if mcmc.last_state is None:
-        instead = "Call `mcmc.run(...)` first; kernels of NumPyro take rows as JAX arrays only, `jnp.asarray(x)`."
+        instead = (
+            "Call `mcmc.run(...)` first; kernels of NumPyro take rows as JAX arrays "
+            "only, `jnp.asarray(x)`."
+        )
         raise argument_error(CALL, "result", "an MCMC that has not run", instead)
     if mcmc.sampler.model is None:
         instead = "Pass a kernel made from a model, or use `arviz.from_dict`."
@@ -87,15 +98,28 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     }
     # A model that hides its data from the sampler refers to one that contains them.
     model = getattr(mcmc.sampler.model, "predictive_model", mcmc.sampler.model)
-    settings |= {"members_of_warm_start": True, "num_samples": 1} if members else _described(mcmc)
+    settings |= (
+        {"members_of_warm_start": True, "num_samples": 1}
+        if members
+        else _described(mcmc)
+    )
     arguments = bind(model, mcmc._args, mcmc._kwargs)
     check_row_lengths(CALL, model, *arguments.call())
     stat_coords = getattr(mcmc.sampler, "stat_coords", {})
-    return Fit(model, arguments, samples, sample_stats(fields), settings, stat_coords=stat_coords)
+    return Fit(
+        model,
+        arguments,
+        samples,
+        sample_stats(fields),
+        settings,
+        stat_coords=stat_coords,
+    )
 
 
 def _initialize(mcmc: MCMC) -> None:
-    """Build again what a kernel that was pickled after its run has lost: programs cannot be pickled."""
+    """Build again what a kernel that was pickled after its run has lost: programs
+    cannot be pickled.
+    """
     kernel: Any = mcmc.sampler
     while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
         kernel = inner
@@ -107,44 +131,90 @@ def _initialize(mcmc: MCMC) -> None:
 
 
 def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
-    """Refuse to evaluate a model at draws that lack latent sites, whose values would come from the prior."""
-    if lacking := sorted(getattr(mcmc.last_state, mcmc.sampler.sample_field).keys() - posterior.keys()):
-        instead = "Keep all sites, or leave out predictions, `log_likelihood` and `posterior_predictive` (False)."
-        raise argument_error(CALL, "result", f"draws without those of {', '.join(lacking)}", instead)
+    """Refuse to evaluate a model at draws that lack latent sites, whose values would
+    come from the prior.
+    """
+    if lacking := sorted(
+        getattr(mcmc.last_state, mcmc.sampler.sample_field).keys() - posterior.keys()
+    ):
+        instead = (
+            "Keep all sites, or leave out predictions, `log_likelihood` and "
+            "`posterior_predictive` (False)."
+        )
+        raise argument_error(
+            CALL, "result", f"draws without those of {', '.join(lacking)}", instead
+        )
 
 
 def _check_unchanged(mcmc: MCMC) -> None:
-    """Refuse data that were changed in place after the run: the draws do not belong to them."""
+    """Refuse data that were changed in place after the run: the draws do not belong to
+    them.
+    """
     kernel, state = mcmc.sampler, mcmc.last_state
-    changed = bool(getattr(kernel, "changed_data", lambda *_: ())(mcmc._args, mcmc._kwargs))
+    changed = bool(
+        getattr(kernel, "changed_data", lambda *_: ())(mcmc._args, mcmc._kwargs)
+    )
     known = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
     if known and fingerprints(mcmc._args, mcmc._kwargs):
-        last = state if is_prng_key(state.rng_key) else jax.tree.map(lambda leaf: leaf[0], state)
+        last = (
+            state
+            if is_prng_key(state.rng_key)
+            else jax.tree.map(lambda leaf: leaf[0], state)
+        )
         then = float(last.potential_energy)
-        now = run(lambda z, a, k: kernel._potential_fn_gen(*a, **k)(z), last.z, mcmc._args, mcmc._kwargs, once=True)
+        now = run(
+            lambda z, a, k: kernel._potential_fn_gen(*a, **k)(z),
+            last.z,
+            mcmc._args,
+            mcmc._kwargs,
+            once=True,
+        )
         changed = abs(float(now) - then) > 1e-3 * (1 + abs(then))
     if changed:
-        instead = "Pass copies to `run`, e.g. `x.copy()`, or leave the arrays as they are until the export."
-        raise argument_error(CALL, "result", "a run whose data have been changed in place since", instead)
+        instead = (
+            "Pass copies to `run`, e.g. `x.copy()`, or leave the arrays as they are "
+            "until the export."
+        )
+        raise argument_error(
+            CALL, "result", "a run whose data have been changed in place since", instead
+        )
 
 
 def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
-    """Values (C, 1, ...) by site at the end of each chain's warm start; a ValueError if there was none."""
+    """Values (C, 1, ...) by site at the end of each chain's warm start; a ValueError if
+    there was none.
+    """
     if not hasattr(mcmc.sampler, "members"):
         got = f"{type(mcmc.sampler).__name__}, a kernel without warm start"
         instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
         raise argument_error(CALL, "members", got, instead)
-    found = run(lambda state, a, k: mcmc.sampler.members(state, a, k), mcmc.last_state, mcmc._args, mcmc._kwargs)
-    return {name: np.asarray(value)[:, None] for name, value in jax.device_get(found).items()}
+    found = run(
+        lambda state, a, k: mcmc.sampler.members(state, a, k),
+        mcmc.last_state,
+        mcmc._args,
+        mcmc._kwargs,
+    )
+    return {
+        name: np.asarray(value)[:, None]
+        for name, value in jax.device_get(found).items()
+    }
 
 
 def _described(mcmc: MCMC) -> dict[str, Any]:
-    """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth of the trees of NUTS."""
+    """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth
+    of the trees of NUTS.
+    """
     kernel = mcmc.sampler
-    described: dict[str, Any] = getattr(kernel, "describe", lambda _: {})(mcmc.last_state)
+    described: dict[str, Any] = getattr(kernel, "describe", lambda _: {})(
+        mcmc.last_state
+    )
     while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
         kernel = inner
-    depth = {"max_tree_depth": int(np.ravel(kernel._max_tree_depth)[-1])} if isinstance(kernel, NUTS) else {}
+    depth = (
+        {"max_tree_depth": int(np.ravel(kernel._max_tree_depth)[-1])}
+        if isinstance(kernel, NUTS)
+        else {}
+    )
     return {**described, **depth}
 
 
@@ -173,9 +243,12 @@ def from_guide(
 ) -> Fit:
     """Draw from a fitted guide, in one chain.
 
-    :param result: returned by ``SVI.run`` or ``AutoADF.run``, or anything else with ``params``.
-    :param weigh: also compute log densities and importance weights of the draws, and from these ELBO and k-hat.
-    :raises TypeError: for a result without parameters, or a guide that cannot be sampled.
+    :param result: returned by ``SVI.run`` or ``AutoADF.run``, or anything else with
+        ``params``.
+    :param weigh: also compute log densities and importance weights of the draws, and
+        from these ELBO and k-hat.
+    :raises TypeError: for a result without parameters, or a guide that cannot be
+        sampled.
     """
     _check_guide(result, guide)
     arguments = bind(guide.model, args, kwargs)
@@ -183,7 +256,11 @@ def from_guide(
     check_row_lengths(CALL, guide.model, args, kwargs)
     state = getattr(result, "state", None)
     params = {**result.params, **(getattr(state, "mutable_state", None) or {})}
-    settings = {"algorithm": type(guide).__name__, "num_samples": num_samples, "independent_draws": True}
+    settings = {
+        "algorithm": type(guide).__name__,
+        "num_samples": num_samples,
+        "independent_draws": True,
+    }
     losses = np.asarray(getattr(result, "losses", []))
     if losses.ndim == 1 and losses.size:
         settings |= {"num_steps": losses.size, "final_loss": float(losses[-1])}
@@ -194,50 +271,96 @@ def from_guide(
     stats: dict[str, np.ndarray] = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
 
-        def at_draw(_: Any, key: jax.Array, params: Any, args: tuple, kwargs: Mapping) -> dict[str, jax.Array]:
+        def at_draw(
+            _: Any, key: jax.Array, params: Any, args: tuple, kwargs: Mapping
+        ) -> dict[str, jax.Array]:
             return _weighted(guide, params, args, kwargs, key)
 
         shared = params, args, kwargs
-        draws = map_draws(at_draw, {"draw": np.arange(num_samples)[None]}, rng_key, draws_per_chunk, shared)
+        draws = map_draws(
+            at_draw,
+            {"draw": np.arange(num_samples)[None]},
+            rng_key,
+            draws_per_chunk,
+            shared,
+        )
         stats = {name: draws.pop(f"stats:{name}") for name in ("lp", "log_weight")}
         log_weights = stats["log_weight"][0].astype(np.float64)
         if log_weights.size > 1 and not np.isnan(log_weights).any():
             judged = weight_statistics(log_weights)
-            settings |= {name: value for name, value in judged.items() if np.isfinite(value)}
+            settings |= {
+                name: value for name, value in judged.items() if np.isfinite(value)
+            }
     else:
         set_up(guide, args, kwargs)
 
-        def sample(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, jax.Array]:
-            return full_plates(guide.sample_posterior)(*given, *args, sample_shape=(num_samples,), **kwargs)
+        def sample(
+            given: tuple, args: tuple, kwargs: Mapping[str, Any]
+        ) -> dict[str, jax.Array]:
+            return full_plates(guide.sample_posterior)(
+                *given, *args, sample_shape=(num_samples,), **kwargs
+            )
 
         drawn = run(sample, (rng_key, result.params), args, kwargs)
-        draws = {name: np.asarray(value)[None] for name, value in jax.device_get(drawn).items()}
-    return Fit(guide.model, arguments, draws, stats, {**settings, "draws_rng_key": key_text(rng_key)}, params)
+        draws = {
+            name: np.asarray(value)[None]
+            for name, value in jax.device_get(drawn).items()
+        }
+    return Fit(
+        guide.model,
+        arguments,
+        draws,
+        stats,
+        {**settings, "draws_rng_key": key_text(rng_key)},
+        params,
+    )
 
 
 def _check_guide(result: Any, guide: Any) -> None:
     if not hasattr(result, "params"):
-        instead = "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or `AutoADF.run` and `guide=`."
+        instead = (
+            "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or "
+            "`AutoADF.run` and `guide=`."
+        )
         raise argument_error(CALL, "result", type(result).__name__, instead, TypeError)
     if guide is None:
-        instead = "An SVI or ADF result needs `guide=` and `args=`: its guide and the model's arguments."
+        instead = (
+            "An SVI or ADF result needs `guide=` and `args=`: its guide and the "
+            "model's arguments."
+        )
         raise argument_error(CALL, "guide", None, instead)
     if not (hasattr(guide, "sample_posterior") and hasattr(guide, "model")):
-        instead = "Pass the guide of the result, a NumPyro `AutoGuide` such as `AutoNormal` or `AutoADF`."
+        instead = (
+            "Pass the guide of the result, a NumPyro `AutoGuide` such as `AutoNormal` "
+            "or `AutoADF`."
+        )
         raise argument_error(CALL, "guide", type(guide).__name__, instead, TypeError)
 
 
 def _elbo_rise(losses: np.ndarray) -> float:
-    """Nats by which the ELBO rises from the ninth to the last tenth of a fit, four standard errors taken off."""
+    """Nats by which the ELBO rises from the ninth to the last tenth of a fit, four
+    standard errors taken off.
+    """
     size = len(losses) // 100
     batches = losses[-20 * size :].reshape(20, size).mean(axis=1, dtype=np.float64)
-    rise, error = batches[:10].mean() - batches[10:].mean(), np.sqrt(np.square(np.diff(batches)).mean() / 10)
+    rise, error = (
+        batches[:10].mean() - batches[10:].mean(),
+        np.sqrt(np.square(np.diff(batches)).mean() / 10),
+    )
     return float(np.sign(rise) * max(abs(rise) - 4 * error, 0.0))
 
 
-def _weighted(guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array) -> dict[str, Any]:
-    """One draw of the guide, its log density (of unconstrained values, as in MCMC) and its log weight."""
+def _weighted(
+    guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array
+) -> dict[str, Any]:
+    """One draw of the guide, its log density (of unconstrained values, as in MCMC) and
+    its log weight.
+    """
     found = weighted_draw(guide.model, guide, params, args, kwargs, key)
-    values = {n: s["value"] for n, s in found.model.items() if s["type"] == "deterministic" or is_latent(s)}
+    values = {
+        n: s["value"]
+        for n, s in found.model.items()
+        if s["type"] == "deterministic" or is_latent(s)
+    }
     values["stats:lp"] = found.log_joint + log_jacobian(found.model)
     return values | {"stats:log_weight": found.log_joint - found.log_guide}

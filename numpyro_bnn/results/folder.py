@@ -1,4 +1,6 @@
-"""Draws in the folder of a run as ArviZ groups: checked once, and read from disk when they are used."""
+"""Draws in the folder of a run as ArviZ groups: checked once, and read from disk when
+they are used.
+"""
 
 import json
 from os import PathLike
@@ -15,8 +17,11 @@ from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, blocks_in
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, Place, digest
 
 
-def from_folder(folder: str | PathLike, more: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Groups and attributes of the draws that are in a folder by now, also while another process adds some.
+def from_folder(
+    folder: str | PathLike, more: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Groups and attributes of the draws that are in a folder by now, also while
+    another process adds some.
 
     :param more: whether the model is needed as well.
     :raises ValueError: for a folder that is not one of a run, or has no draws yet.
@@ -24,49 +29,78 @@ def from_folder(folder: str | PathLike, more: bool) -> tuple[dict[str, Any], dic
     place = Place.of(CALL, "result", folder)
     path = place.path
     if more:
-        instead = "A folder has no model: pass what `runs.start` returns, the same call with the same folder."
+        instead = (
+            "A folder has no model: pass what `runs.start` returns, the same call with "
+            "the same folder."
+        )
         raise place.error("of which something is to be computed", instead)
     if not path.is_dir() or not (path / "run.json").exists():
         instead = "Pass the folder of `runs.start`, or what that call returned."
         raise place.error("which is not the folder of a run", instead)
     record = place.record()
     if "variables" not in record:
-        raise place.error("the folder of a fit, which has no draws", "Pass what `runs.fit` returned, and `guide=`.")
+        raise place.error(
+            "the folder of a fit, which has no draws",
+            "Pass what `runs.fit` returned, and `guide=`.",
+        )
     saved = place.latest(digest(json.dumps(record)))
     num_draws = saved.notes["draws"] if saved else 0
     if not saved or not num_draws:
-        raise place.error("a run without draws so far", "Wait until its warm-up has ended.")
+        raise place.error(
+            "a run without draws so far", "Wait until its warm-up has ended."
+        )
     described = record["description"]
     draws = Draws(place, int(described["num_chains"]), _likes(record["variables"]))
     draws.blocks = blocks_in(saved.arrays)
     draws.check()
     try:
-        posterior = _named(_arviz.zarr_group(path / "draws.zarr", SITES, num_draws), record["variables"][SITES])
+        posterior = _named(
+            _arviz.zarr_group(path / "draws.zarr", SITES, num_draws),
+            record["variables"][SITES],
+        )
     except DAMAGE as cause:
         raise place.error("whose draws.zarr is damaged", RESTORE) from cause
     # As the export of a run has it, functions of the data are no parameters.
     posterior = posterior.drop_vars(record["functions"], errors="ignore")
     stats = sample_stats(draws.read(STATISTICS))
-    found = {name: (SAMPLE_DIMS + parameter_dims(name, v.shape[2:]), v) for name, v in stats.items()}
-    attrs = {"algorithm": described["kernel"], "num_samples": num_draws, "folder": str(path)}
-    numbers = {name: int(described[name]) for name in ("num_chains", "num_warmup", "thinning")}
+    found = {
+        name: (SAMPLE_DIMS + parameter_dims(name, v.shape[2:]), v)
+        for name, v in stats.items()
+    }
+    attrs = {
+        "algorithm": described["kernel"],
+        "num_samples": num_draws,
+        "folder": str(path),
+    }
+    numbers = {
+        name: int(described[name]) for name in ("num_chains", "num_warmup", "thinning")
+    }
     return {SITES: posterior, STATISTICS: _arviz.dataset(found)}, attrs | numbers
 
 
 def _named(posterior: Any, variables: dict[str, Any]) -> Any:
-    """The draws with the names of axes that exports have; a ``ValueError`` if they do not have those of a run."""
+    """The draws with the names of axes that exports have; a ``ValueError`` if they do
+    not have those of a run.
+    """
     for name in variables:
         dims = posterior[name].dims
         if dims != (*SAMPLE_DIMS, *(f"{name}_dim_{i}" for i in range(len(dims) - 2))):
             raise ValueError("other axes")
         named = (*SAMPLE_DIMS, *parameter_dims(name, posterior[name].shape[2:]))
-        posterior = posterior.rename({a: b for a, b in zip(dims, named, strict=True) if a != b})
+        posterior = posterior.rename(
+            {a: b for a, b in zip(dims, named, strict=True) if a != b}
+        )
     return posterior[list(variables)]
 
 
-def _likes(variables: dict[str, dict[str, Any]]) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+def _likes(
+    variables: dict[str, dict[str, Any]],
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """Shapes and dtypes of one draw, as the record of a run has them."""
     return {
-        group: {name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype)) for name, (dtype, shape) in values.items()}
+        group: {
+            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+            for name, (dtype, shape) in values.items()
+        }
         for group, values in variables.items()
     }

@@ -20,30 +20,44 @@ from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
-# By how much a log likelihood or a mean may differ from that of the run, of one plus itself: rounding, other devices.
+# By how much a log likelihood or a mean may differ from that of the run, of one plus
+# itself: rounding, other devices.
 TOLERANCE = 0.01
 
 
 @checked("predict")
 def predict(
-    model: Model, idata: Any, *args: Any, rng_key: RandomKey | None = None, progress_bar: Switch = True, **kwargs: Any
+    model: Model,
+    idata: Any,
+    *args: Any,
+    rng_key: RandomKey | None = None,
+    progress_bar: Switch = True,
+    **kwargs: Any,
 ) -> Any:
-    """Predictions for new inputs from exported or saved draws: the group ``predictions`` of ``to_inference_data``.
+    """Predictions for new inputs from exported or saved draws: the group
+    ``predictions`` of ``to_inference_data``.
 
-    ``numpyro.infer.Predictive(model, idata.posterior)`` would draw a site ``net/Dense_0.kernel`` from its prior,
-    because its variable is called ``net.Dense_0.kernel``. Here every latent site must have draws.
+    ``numpyro.infer.Predictive(model, idata.posterior)`` would draw a site
+    ``net/Dense_0.kernel`` from its prior, because its variable is called
+    ``net.Dense_0.kernel``. Here every latent site must have draws.
 
-    :param model: the model of the run. Learned parameters are not in an export: fix them by ``handlers.substitute``.
-    :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a netCDF file with one. Batch
-        normalizations use its ``constant_data``, the training inputs.
-    :param args: new arguments of the model; with targets, their log likelihood is computed as well.
+    :param model: the model of the run. Learned parameters are not in an export: fix
+        them by ``handlers.substitute``.
+    :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a
+        netCDF file with one. Batch normalizations use its ``constant_data``, the
+        training inputs.
+    :param args: new arguments of the model; with targets, their log likelihood is
+        computed as well.
     :param rng_key: key of the draws of observations; ``jax.random.key(0)`` by default.
-    :param progress_bar: show a bar over draws if the predictions take more than a few seconds.
+    :param progress_bar: show a bar over draws if the predictions take more than a few
+        seconds.
     :param kwargs: new keyword arguments of the model.
-    :return: ``xarray.Dataset``, whose attribute ``model_compared`` says by which group the model was compared with
-        that of the run, at its training rows: ``log_likelihood``, ``posterior_predictive``, or ``no``.
-    :raises ValueError: if the sites of ``model`` and the variables of the posterior do not match, or if stored draws
-        have another log likelihood or another mean under ``model`` than in the run.
+    :return: ``xarray.Dataset``, whose attribute ``model_compared`` says by which group
+        the model was compared with that of the run, at its training rows:
+        ``log_likelihood``, ``posterior_predictive``, or ``no``.
+    :raises ValueError: if the sites of ``model`` and the variables of the posterior do
+        not match, or if stored draws have another log likelihood or another mean under
+        ``model`` than in the run.
 
     >>> import jax, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
@@ -58,27 +72,49 @@ def predict(
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
-    held, arguments = _arviz.opened("predict", idata), bind(model, args, kwargs, "predict")
+    held, arguments = (
+        _arviz.opened("predict", idata),
+        bind(model, args, kwargs, "predict"),
+    )
     observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
     for name, value in arguments.arrays.items():
         if value.dtype.kind == "f":
             check_finite("predict", name, value)
     model = unobserved(model, ())  # so that models know that these are predictions
-    with placeholder_statistics() as recorded:  # one row has no statistics, and none are needed to read the model
+    with (
+        placeholder_statistics() as recorded
+    ):  # one row has no statistics, and none are needed to read the model
         reading = _read(model, arguments)
         _check_redrawn(reading, observed)
         draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
-        exporter = Exporter(Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar)
-    compared = "no" if reading.stochastic else _compared(exporter, held, observed, constants)
+        exporter = Exporter(
+            Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
+        )
+    compared = (
+        "no" if reading.stochastic else _compared(exporter, held, observed, constants)
+    )
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     if lacking and any(recorded.calls):
-        instead = "Batch normalization needs the training inputs: pass the whole result of `to_inference_data`."
-        raise argument_error("predict", "idata", f"no `constant_data` of {lacking}", instead)
-    training = {name: value for name, value in constants.items() if name in arguments.values}
-    training |= {name: default for name, default in arguments.optional.items() if name in exporter.observed}
+        instead = (
+            "Batch normalization needs the training inputs: pass the whole result of "
+            "`to_inference_data`."
+        )
+        raise argument_error(
+            "predict", "idata", f"no `constant_data` of {lacking}", instead
+        )
+    training = {
+        name: value for name, value in constants.items() if name in arguments.values
+    }
+    training |= {
+        name: default
+        for name, default in arguments.optional.items()
+        if name in exporter.observed
+    }
     exporter.fit = replace(exporter.fit, arguments=arguments.with_values(training))
     fixed = set(exporter.observed_sites) - set(exporter.redrawn)
-    exporter.redrawn = [name for name in exporter.sites if safe(name) in observed and name not in fixed]
+    exporter.redrawn = [
+        name for name in exporter.sites if safe(name) in observed and name not in fixed
+    ]
     key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)[1]
     groups = exporter.prediction_groups(key, arguments, set(arguments.values), {})
     exporter.warn_of_missing(groups)
@@ -86,18 +122,28 @@ def predict(
 
 
 def _compared(
-    exporter: Exporter, idata: Any, observed: Mapping[str, np.ndarray], constants: Mapping[str, Any]
+    exporter: Exporter,
+    idata: Any,
+    observed: Mapping[str, np.ndarray],
+    constants: Mapping[str, Any],
 ) -> str:
-    """Refuse a model under which stored draws have another log likelihood, or mean, at the training rows.
+    """Refuse a model under which stored draws have another log likelihood, or mean, at
+    the training rows.
 
-    :return: the group that was compared, or ``no`` if the result holds too little to call the model as in the run.
+    :return: the group that was compared, or ``no`` if the result holds too little to
+        call the model as in the run.
     """
     fit, call = exporter.fit, _training_call(exporter, observed, constants)
-    stored = {name: _values(idata, name) for name in ("log_likelihood", "posterior_predictive")}
+    stored = {
+        name: _values(idata, name)
+        for name in ("log_likelihood", "posterior_predictive")
+    }
     if call is None or not any(stored.values()):
         return "no"
 
-    def at_draw(draw: Mapping[str, Any], call: tuple, observed: Mapping[str, Any]) -> dict[str, dict[str, jax.Array]]:
+    def at_draw(
+        draw: Mapping[str, Any], call: tuple, observed: Mapping[str, Any]
+    ) -> dict[str, dict[str, jax.Array]]:
         sites = replay.sites_at(fit.model, draw, jax.random.key(0), call)
         found: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
         for name, site in sites.items():
@@ -112,11 +158,15 @@ def _compared(
                 found["posterior_predictive"][f"{safe(name)}_{mean[0]}"] = mean[1]
         return found
 
-    program = compiled.prepare(lambda draw, shared, _: at_draw(draw, *shared), (call, observed), {}, once=True)
+    program = compiled.prepare(
+        lambda draw, shared, _: at_draw(draw, *shared), (call, observed), {}, once=True
+    )
     shape = next(iter(fit.posterior.values())).shape[:2]
     compared = "no"
     for place in {(0, 0), (shape[0] - 1, shape[1] - 1)}:
-        found = jax.device_get(program({name: value[place] for name, value in fit.posterior.items()}))
+        found = jax.device_get(
+            program({name: value[place] for name, value in fit.posterior.items()})
+        )
         for group, held in stored.items():
             for name, value in found[group].items():
                 then = held[name][place] if name in held else np.full((), np.nan)
@@ -125,16 +175,24 @@ def _compared(
                 compared = group if compared == "no" else compared
                 apart = np.abs(value - then)
                 if not (apart <= TOLERANCE * (1 + np.abs(then))).all():
-                    got = f"a model with another `{group}` of {name!r} than in the run, by up to {apart.max():.2g}"
+                    got = (
+                        f"a model with another `{group}` of {name!r} than in the run, "
+                        f"by up to {apart.max():.2g}"
+                    )
                     instead = (
-                        "Pass the model of the run: its networks, activations and constants belong to the draws."
+                        "Pass the model of the run: its networks, activations and "
+                        "constants belong to the draws."
                     )
                     raise argument_error("predict", "model", got, instead)
     return compared
 
 
-def _training_call(exporter: Exporter, observed: Mapping[str, Any], constants: Mapping[str, Any]) -> Any:
-    """The call of the run, as far as a result holds it; ``None`` if an argument is not in it."""
+def _training_call(
+    exporter: Exporter, observed: Mapping[str, Any], constants: Mapping[str, Any]
+) -> Any:
+    """The call of the run, as far as a result holds it; ``None`` if an argument is not
+    in it.
+    """
     arguments = exporter.fit.arguments
     defaults, new = arguments.optional, {}
     for name, value in arguments.values.items():
@@ -150,12 +208,16 @@ def _training_call(exporter: Exporter, observed: Mapping[str, Any], constants: M
 
 
 def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
-    """Variables of a group by exported name, chains and draws first; none if there is no such group."""
+    """Variables of a group by exported name, chains and draws first; none if there is
+    no such group.
+    """
     if group != "posterior" and group not in _arviz.group_names(idata):
         return {}
     held = _arviz.group(idata, group)
     ordered = held.transpose(*SAMPLE_DIMS, ..., missing_dims="ignore")
-    return {safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()}
+    return {
+        safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()
+    }
 
 
 def _read(model: Any, arguments: Arguments) -> Reading:
@@ -166,12 +228,16 @@ def _read(model: Any, arguments: Arguments) -> Reading:
         if ": argument `" in str(error):
             raise
         got = f"arguments with which the model fails ({error})"
-        instead = "Pass values shaped as in the run, with one row per new point in each."
+        instead = (
+            "Pass values shaped as in the run, with one row per new point in each."
+        )
         raise argument_error("predict", "args", got, instead) from error
 
 
 def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None:
-    """Refuse observations, drawn here, that the run's data would not fit: (M, M) for data (N, 1)."""
+    """Refuse observations, drawn here, that the run's data would not fit: (M, M) for
+    data (N, 1).
+    """
     sites = {}
     for name, site in reading.sites.items():
         data = np.shape(observed.get(safe(name), 0.0))
@@ -181,29 +247,54 @@ def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None
         # The first axis has the rows, of which the run may have had one.
         others = zip(data[1:], drawn[1:], strict=False)
         shape = drawn[:1] + tuple(1 if old == 1 else new for old, new in others)
-        sites[name] = {**site, "is_observed": True, "value": np.broadcast_to(0.0, shape)}
+        sites[name] = {
+            **site,
+            "is_observed": True,
+            "value": np.broadcast_to(0.0, shape),
+        }
     check_observations(sites)
 
 
 def _draws_of_sites(
     reading: Reading, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Draws by site: every latent site must have some, and every variable must be a site."""
-    drawn = [name for name in reading.latent if name not in reading.fixed and safe(name) not in observed]
+    """Draws by site: every latent site must have some, and every variable must be a
+    site.
+    """
+    drawn = [
+        name
+        for name in reading.latent
+        if name not in reading.fixed and safe(name) not in observed
+    ]
     shapes = {name: found.shape for name, found in reading.shapes(drawn).items()}
-    params = {n: s["value"] for n, s in reading.sites.items() if s["type"] in PARAMETERS and n not in reading.fixed}
+    params = {
+        n: s["value"]
+        for n, s in reading.sites.items()
+        if s["type"] in PARAMETERS and n not in reading.fixed
+    }
     # A network of another library has placeholders for the weights that are sampled.
     learned = [name for name, value in params.items() if jax.tree.leaves(value)]
     found = {name: posterior[safe(name)] for name in shapes if safe(name) in posterior}
-    unlike = [f"{n!r} is {found[n].shape[2:]}, not {shapes[n]}" for n in found if found[n].shape[2:] != shapes[n]]
+    unlike = [
+        f"{n!r} is {found[n].shape[2:]}, not {shapes[n]}"
+        for n in found
+        if found[n].shape[2:] != shapes[n]
+    ]
     faults = {
         "no draws of the sites": sorted(shapes.keys() - found.keys()),
         "no values of the parameters": learned,
-        "variables that are no sites": sorted(posterior.keys() - set(map(safe, reading.sites))),
+        "variables that are no sites": sorted(
+            posterior.keys() - set(map(safe, reading.sites))
+        ),
         "draws of another shape": unlike,
     }
     if any(faults.values()):
-        got = "; ".join(f"{what} {', '.join(which)}" for what, which in faults.items() if which)
-        instead = "Pass the model of the run; fix parameters by `handlers.substitute(model, data=...)`."
+        got = "; ".join(
+            f"{what} {', '.join(which)}" for what, which in faults.items() if which
+        )
+        instead = (
+            "Pass the model of the run; fix parameters by `handlers.substitute(model, "
+            "data=...)`."
+        )
         raise argument_error("predict", "idata", got, instead)
     return found

@@ -26,9 +26,11 @@ def process_groups(
     coords: Mapping[str, Any],
     prediction_coords: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Groups of a :class:`~numpyro_bnn.infinite.GPRegression`: independent draws of the function, one chain.
+    """Groups of a :class:`~numpyro_bnn.infinite.GPRegression`: independent draws of the
+    function, one chain.
 
-    ``posterior`` has the function ``f`` at the training inputs; the arguments are called ``x`` and ``y``.
+    ``posterior`` has the function ``f`` at the training inputs; the arguments are
+    called ``x`` and ``y``.
 
     >>> import numpy as np
     >>> from numpyro_bnn import infinite, nn
@@ -38,11 +40,21 @@ def process_groups(
     ['posterior', 'log_likelihood', 'observed_data', 'constant_data']
     """
 
-    def group(values: Mapping[str, np.ndarray], *sample: str, coords: Mapping[str, Any] = coords) -> Any:
+    def group(
+        values: Mapping[str, np.ndarray],
+        *sample: str,
+        coords: Mapping[str, Any] = coords,
+    ) -> Any:
         def dims(name: str, rank: int) -> tuple[str, ...]:
-            return (*sample, "data", *(f"{name}_dim_{i}" for i in range(1, rank - len(sample))))
+            return (
+                *sample,
+                "data",
+                *(f"{name}_dim_{i}" for i in range(1, rank - len(sample))),
+            )
 
-        return _arviz.dataset({name: (dims(name, v.ndim), v) for name, v in values.items()}, coords)
+        return _arviz.dataset(
+            {name: (dims(name, v.ndim), v) for name, v in values.items()}, coords
+        )
 
     from scipy.stats import norm
 
@@ -60,7 +72,9 @@ def process_groups(
     if new is not None:
         values = _draws(gp, new["x"], new_key, num_samples)
         if "y" in new:
-            values["y_log_likelihood"] = norm.logpdf(new["y"], values["y_mean"], gp.noise_sd)
+            values["y_log_likelihood"] = norm.logpdf(
+                new["y"], values["y_mean"], gp.noise_sd
+            )
         groups["predictions"] = group(values, "chain", "draw", coords=prediction_coords)
         groups["predictions_constant_data"] = group(new, coords=prediction_coords)
     return groups
@@ -80,15 +94,24 @@ def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _new_inputs(gp: GPRegression, predictions: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _new_inputs(
+    gp: GPRegression, predictions: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
     new = {name: np.asarray(value) for name, value in predictions.items()}
     for_prediction(Arguments({"x": gp.x, "y": gp.y}, SIGNATURE), new, {"y"})
     if "x" not in new:
-        raise argument_error(CALL, "predictions", "no value for 'x'", 'Write `predictions={"x": x_test}`.')
+        raise argument_error(
+            CALL,
+            "predictions",
+            "no value for 'x'",
+            'Write `predictions={"x": x_test}`.',
+        )
     return new
 
 
-def _draws(gp: GPRegression, x: Any, rng_key: jax.Array, num_samples: int) -> dict[str, np.ndarray]:
+def _draws(
+    gp: GPRegression, x: Any, rng_key: jax.Array, num_samples: int
+) -> dict[str, np.ndarray]:
     """The function, and observations of it, (1, S, M, ...)."""
     function_key, noise_key = jax.random.split(rng_key)
     f = gp.sample(function_key, x, (1, num_samples))

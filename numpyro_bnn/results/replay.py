@@ -1,4 +1,6 @@
-"""Call a model again: its arguments by name, and its sites at every posterior draw, in chunks."""
+"""Call a model again: its arguments by name, and its sites at every posterior draw, in
+chunks.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -10,7 +12,12 @@ import numpyro
 import numpyro.distributions as dist
 import tqdm
 
-from numpyro_bnn._checks import argument_error, check_finite, check_same_length, unknown_name
+from numpyro_bnn._checks import (
+    argument_error,
+    check_finite,
+    check_same_length,
+    unknown_name,
+)
 from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program import compiled
@@ -26,18 +33,26 @@ QUICK = 4
 QUIET = 3
 
 # Observations that are censored: values are those of the distribution inside.
-CENSORED = (dist.LeftCensoredDistribution, dist.RightCensoredDistribution, dist.IntervalCensoredDistribution)
+CENSORED = (
+    dist.LeftCensoredDistribution,
+    dist.RightCensoredDistribution,
+    dist.IntervalCensoredDistribution,
+)
 
 Draws = Mapping[str, Any]
 
 
-def bind(model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL) -> Arguments:
+def bind(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL
+) -> Arguments:
     """The arguments of a call by name, in the precision in which they were passed."""
     try:
         return Arguments.of(*as_numpy(args, kwargs), model)
     except TypeError as error:
         instead = "Pass the arguments of the model, as in the run."
-        raise argument_error(call, "args", f"other arguments than the model takes ({error})", instead) from error
+        raise argument_error(
+            call, "args", f"other arguments than the model takes ({error})", instead
+        ) from error
 
 
 def for_prediction(
@@ -47,17 +62,21 @@ def for_prediction(
     affecting: Callable[[], Collection[str]] = tuple,
     counts: Callable[[], Counted] = Counted,
 ) -> Arguments:
-    """Arguments of a prediction: new values replace the old, and observations without a new value are dropped.
+    """Arguments of a prediction: new values replace the old, and observations without a
+    new value are dropped.
 
-    So are optional arguments with one row per training point that only weight or mask the likelihood.
+    So are optional arguments with one row per training point that only weight or mask
+    the likelihood.
 
     :param arguments: those of the run.
     :param new: values by argument name, e.g. ``{"x": x_test, "y": y_test}``.
     :param observed: names of the arguments that carry observations.
     :param affecting: finds the arguments that change what is predicted.
-    :param counts: finds which axes of the arguments have the same rows; where it cannot tell, those of one length.
-    :raises ValueError: for an unknown name, NaN, an array of another shape than in the run, mismatched lengths, or an
-        argument with one row per training point and no new value that changes what is predicted.
+    :param counts: finds which axes of the arguments have the same rows; where it cannot
+        tell, those of one length.
+    :raises ValueError: for an unknown name, NaN, an array of another shape than in the
+        run, mismatched lengths, or an argument with one row per training point and no
+        new value that changes what is predicted.
     """
     new = as_numpy((), new)[1]
     arrays, before = Arguments(new).arrays, arguments.arrays
@@ -72,15 +91,31 @@ def for_prediction(
         if name in before:
             old, axis = list(map(str, np.shape(before[name]))), rows.axes[name]
             shape = list(map(str, np.shape(value)))
-            if shape[:axis] + shape[axis + 1 :] != old[:axis] + old[axis + 1 :] or len(shape) != len(old):
-                wanted = ", ".join([*old[:axis], "M", *old[axis + 1 :]]) + "," * (len(old) == 1)
-                instead = f"Pass ({wanted}), one row per new point, as in the run's {np.shape(before[name])}."
-                raise argument_error(CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead)
+            if shape[:axis] + shape[axis + 1 :] != old[:axis] + old[axis + 1 :] or len(
+                shape
+            ) != len(old):
+                wanted = ", ".join([*old[:axis], "M", *old[axis + 1 :]]) + "," * (
+                    len(old) == 1
+                )
+                instead = (
+                    f"Pass ({wanted}), one row per new point, as in the run's "
+                    f"{np.shape(before[name])}."
+                )
+                raise argument_error(
+                    CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead
+                )
     known = [name for name in arrays if name in before]
     for name in known:
-        # Arguments with the same rows in the run are columns of one table, so their new lengths must agree.
+        # Arguments with the same rows in the run are columns of one table, so their new
+        # lengths must agree.
         alike = [other for other in known if rows.same(name, rows.axes[name], other)]
-        check_same_length(CALL, **{other: np.moveaxis(arrays[other], rows.axes[other], 0) for other in alike})
+        check_same_length(
+            CALL,
+            **{
+                other: np.moveaxis(arrays[other], rows.axes[other], 0)
+                for other in alike
+            },
+        )
     lacking = []
     for name in before.keys() - new.keys() - observed:
         axes = range(np.ndim(before[name]))
@@ -95,20 +130,31 @@ def for_prediction(
                 instead += f", or its default, `{name!r}: {arguments.optional[name]!r}`"
             instead += "."
             raise argument_error(CALL, "predictions", got, instead)
-    left_out = {name for name, default in arguments.optional.items() if name in observed and default is None}
+    left_out = {
+        name
+        for name, default in arguments.optional.items()
+        if name in observed and default is None
+    }
     defaults = {name: arguments.optional[name] for name in (*lacking, *left_out)}
     return arguments.with_values({**defaults, **new})
 
 
 class _RowAxes:
-    """The axis of each array of a run that has its rows: the first, unless the program has them along another."""
+    """The axis of each array of a run that has its rows: the first, unless the program
+    has them along another.
+    """
 
-    def __init__(self, arrays: Mapping[str, Any], observed: set[str], counts: Counted) -> None:
+    def __init__(
+        self, arrays: Mapping[str, Any], observed: set[str], counts: Counted
+    ) -> None:
         self.arrays, self.counts = arrays, counts
         of_rows = [(name, 0) for name in observed & arrays.keys()]
         self.axes: dict[str, int] = {}
         for name, array in arrays.items():
-            told = [{counts.alike((name, axis), row) for row in of_rows} for axis in range(np.ndim(array))]
+            told = [
+                {counts.alike((name, axis), row) for row in of_rows}
+                for axis in range(np.ndim(array))
+            ]
             along = [axis for axis, answers in enumerate(told) if True in answers]
             self.axes[name] = along[0] if along and told[0] == {False} else 0
 
@@ -122,7 +168,13 @@ class _RowAxes:
 
 
 def sites_at(
-    model: Callable, draw: Draws, rng_key: Any, call: Call, training: Call | None = None, *, predict: Any = ()
+    model: Callable,
+    draw: Draws,
+    rng_key: Any,
+    call: Call,
+    training: Call | None = None,
+    *,
+    predict: Any = (),
 ) -> Sites:
     """Trace of ``model`` with its latent sites at ``draw`` and its plates full.
 
@@ -132,13 +184,17 @@ def sites_at(
     """
 
     def latent(site: dict[str, Any]) -> Any:
-        # Deterministic sites are recomputed: the draw holds their values for the training data.
-        return draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
+        # Deterministic sites are recomputed: the draw holds their values for the
+        # training data.
+        return (
+            draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
+        )
 
     def run(call: Call, predict: Collection[str] = ()) -> Sites:
         return full_trace(unobserved(model, predict), latent, *call, rng_key)
 
-    # Draws of a diverged chain are NaN; validation would raise an error and lose the other chains.
+    # Draws of a diverged chain are NaN; validation would raise an error and lose the
+    # other chains.
     with numpyro.validation_enabled(False):
         if training is None:
             return run(call, predict)
@@ -149,15 +205,22 @@ def sites_at(
 
 
 def site_values(
-    model: Callable, draw: Draws, rng_key: jax.Array, call: Call, training: Call | None = None, observed: Any = None
+    model: Callable,
+    draw: Draws,
+    rng_key: jax.Array,
+    call: Call,
+    training: Call | None = None,
+    observed: Any = None,
 ) -> Sites:
-    """:func:`sites_at` with the values of parameters and observed sites, computed by one program.
+    """:func:`sites_at` with the values of parameters and observed sites, computed by
+    one program.
 
-    Each observed site also says which of its elements no mask leaves out, as ``"unmasked"``. Of other sites only what
-    is known without computing can be read.
+    Each observed site also says which of its elements no mask leaves out, as
+    ``"unmasked"``. Of other sites only what is known without computing can be read.
 
     :param training: use the statistics of batch normalizations of this call.
-    :param observed: names of observed sites, to be drawn; by default those that the model observes, with their data.
+    :param observed: names of observed sites, to be drawn; by default those that the
+        model observes, with their data.
     """
     sites: Sites = {}
 
@@ -171,19 +234,33 @@ def site_values(
 
 def is_data(site: Mapping[str, Any]) -> bool:
     """Whether a site is an observation."""
-    return site["type"] == "sample" and site["is_observed"] and not site.get("infer", {}).get("is_auxiliary", False)
+    return (
+        site["type"] == "sample"
+        and site["is_observed"]
+        and not site.get("infer", {}).get("is_auxiliary", False)
+    )
 
 
-def _computed(site: Mapping[str, Any], observed: Collection[str] | None) -> dict[str, Any]:
+def _computed(
+    site: Mapping[str, Any], observed: Collection[str] | None
+) -> dict[str, Any]:
     if site["type"] in PARAMETERS:
-        return {"value": [leaf for leaf in jax.tree.leaves(site["value"]) if isinstance(leaf, jax.Array)]}
+        return {
+            "value": [
+                leaf
+                for leaf in jax.tree.leaves(site["value"])
+                if isinstance(leaf, jax.Array)
+            ]
+        }
     if is_data(site) if observed is None else site["name"] in observed:
         return {"unmasked": unmasked_elements(site["fn"]), "value": site["value"]}
     return {}
 
 
 def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
-    """``"mean"`` and the mean of an observation, or ``"probs"`` and class probabilities (..., K), if it has one."""
+    """``"mean"`` and the mean of an observation, or ``"probs"`` and class probabilities
+    (..., K), if it has one.
+    """
     base = unwrapped(fn, masked=True)
     shape = fn.batch_shape + fn.event_shape
     if isinstance(base, CENSORED):  # draws of these are not censored either
@@ -198,19 +275,30 @@ def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
     return "mean", jnp.broadcast_to(mean, shape)
 
 
-def observed_elements(site: Mapping[str, Any], log_likelihood: np.ndarray) -> np.ndarray:
-    """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out by a mask in every draw."""
+def observed_elements(
+    site: Mapping[str, Any], log_likelihood: np.ndarray
+) -> np.ndarray:
+    """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out
+    by a mask in every draw.
+    """
     if is_factor(site["fn"]):
         return (log_likelihood != 0).any(axis=(0, 1))
     events = tuple(range(-site["fn"].event_dim, 0))
     return site["unmasked"].any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
 
 
-def zero_draws(fn: Callable, draws: Draws, rng_key: jax.Array, _: Any, shared: tuple = ()) -> dict[str, np.ndarray]:
-    """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing is computed."""
+def zero_draws(
+    fn: Callable, draws: Draws, rng_key: jax.Array, _: Any, shared: tuple = ()
+) -> dict[str, np.ndarray]:
+    """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing
+    is computed.
+    """
     first = {name: value[0, 0] for name, value in draws.items()}
     shapes = jax.eval_shape(lambda *given: fn(*given, *shared), first, rng_key)
-    return {name: np.zeros((1, 1, *shape.shape), shape.dtype) for name, shape in shapes.items()}
+    return {
+        name: np.zeros((1, 1, *shape.shape), shape.dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def map_draws(
@@ -221,17 +309,22 @@ def map_draws(
     shared: tuple = (),
     progress_bar: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host memory.
+    """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host
+    memory.
 
-    The function is compiled once for a chunk of draws; memory holds the results and one chunk. Each draw has its own
-    key, so results do not depend on the chunk size, by default as many as keep working memory near 128 MiB.
+    The function is compiled once for a chunk of draws; memory holds the results and one
+    chunk. Each draw has its own key, so results do not depend on the chunk size, by
+    default as many as keep working memory near 128 MiB.
 
     :param draws: arrays (C, S, ...); so are the results.
     :param shared: arguments of models and parameters, the same for every draw.
     """
     chains, length = next(iter(draws.values())).shape[:2]
     total = chains * length
-    flat = {name: np.asarray(value).reshape((total, *value.shape[2:])) for name, value in draws.items()}
+    flat = {
+        name: np.asarray(value).reshape((total, *value.shape[2:]))
+        for name, value in draws.items()
+    }
     first = {name: value[0] for name, value in flat.items()}, rng_key
     fitting = compiled.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first)
     size = min(total, draws_per_chunk or fitting)
@@ -244,7 +337,9 @@ def map_draws(
     # Few draws take less time than a program that is optimized for many.
     program = compiled.prepare(at_draws, shared, {}, once=QUICK * total <= fitting)
     results: dict[str, np.ndarray] = {}
-    for start in tqdm.trange(0, total, size, desc="predictions", delay=QUIET, disable=not progress_bar):
+    for start in tqdm.trange(
+        0, total, size, desc="predictions", delay=QUIET, disable=not progress_bar
+    ):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
         given = {name: value[index] for name, value in flat.items()}, index, rng_key
@@ -254,4 +349,7 @@ def map_draws(
             if name not in results:
                 results[name] = np.empty((total, *value.shape[1:]), value.dtype)
             results[name][start : start + kept] = value[:kept]
-    return {name: value.reshape((chains, length, *value.shape[1:])) for name, value in results.items()}
+    return {
+        name: value.reshape((chains, length, *value.shape[1:]))
+        for name, value in results.items()
+    }

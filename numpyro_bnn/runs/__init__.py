@@ -1,4 +1,6 @@
-"""Runs that survive, in folders, resumed by the call that started them; rows of data that stay on disk."""
+"""Runs that survive, in folders, resumed by the call that started them; rows of data
+that stay on disk.
+"""
 
 from numpyro_bnn.program.rows import Rows
 from numpyro_bnn.runs.fitting import fit

@@ -1,4 +1,6 @@
-"""Chains of any NumPyro kernel, advanced by one compiled program some transitions at a time."""
+"""Chains of any NumPyro kernel, advanced by one compiled program some transitions at a
+time.
+"""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +27,9 @@ BLOCK_BYTES = 1 << 26  # of the draws of all chains that are held until they are
 
 
 class Wanted(NamedTuple):
-    """What is kept of a draw: sites by patterns, ``None`` for all, the dtype of their numbers, and statistics."""
+    """What is kept of a draw: sites by patterns, ``None`` for all, the dtype of their
+    numbers, and statistics.
+    """
 
     sites: Collection[str] | None
     dtype: Any
@@ -33,7 +37,8 @@ class Wanted(NamedTuple):
 
 
 class Chains:
-    """The chains of an ``MCMC``, advanced in blocks; the draws are those of ``mcmc.run``.
+    """The chains of an ``MCMC``, advanced in blocks; the draws are those of
+    ``mcmc.run``.
 
     :param mcmc: settings; neither it nor its kernel is changed.
     :param args: positional and keyword arguments of the model, data as arrays.
@@ -41,23 +46,49 @@ class Chains:
     """
 
     def __init__(
-        self, mcmc: MCMC, args: tuple, kwargs: Mapping, wanted: Wanted, spread: Spread, row_counts: Collection[int]
+        self,
+        mcmc: MCMC,
+        args: tuple,
+        kwargs: Mapping,
+        wanted: Wanted,
+        spread: Spread,
+        row_counts: Collection[int],
     ) -> None:
-        self.call, self.mcmc, self.wanted, self.spread = spread.call, mcmc, wanted, spread
+        self.call, self.mcmc, self.wanted, self.spread = (
+            spread.call,
+            mcmc,
+            wanted,
+            spread,
+        )
         self.kernel = fresh(mcmc.sampler)
         self.args, self.kwargs = args, kwargs
         self.in_turn = mcmc.num_chains > 1 and mcmc.chain_method == "sequential"
         self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
         #: Numbers of rows of the data that are split, by place.
-        self._rows = {place: len(a) for place, a in self._arrays.items() if np.ndim(a) and len(a) in row_counts}
+        self._rows = {
+            place: len(a)
+            for place, a in self._arrays.items()
+            if np.ndim(a) and len(a) in row_counts
+        }
         if spread.by_rows and not self._rows:
-            got = f'devices along "data", but no array with as many rows as a plate ({sorted(row_counts)})'
-            raise argument_error(self.call, "mesh", got, "Give the model a `numpyro.plate` of its rows.")
+            got = (
+                f'devices along "data", but no array with as many rows as a plate '
+                f"({sorted(row_counts)})"
+            )
+            raise argument_error(
+                self.call, "mesh", got, "Give the model a `numpyro.plate` of its rows."
+            )
 
     def start(self, rng_key: jax.Array, init_params: Any) -> Any:
-        """The states of all chains before the first transition, as ``mcmc.run`` starts them."""
+        """The states of all chains before the first transition, as ``mcmc.run`` starts
+        them.
+        """
         count = self.mcmc.num_chains
-        keys = jax.random.split(rng_key, count) if count > 1 and is_prng_key(rng_key) else rng_key
+        keys = (
+            jax.random.split(rng_key, count)
+            if count > 1 and is_prng_key(rng_key)
+            else rng_key
+        )
 
         def init(key: jax.Array, params: Any) -> Any:
             given = {"model_args": self.args, "model_kwargs": self.kwargs}
@@ -68,8 +99,11 @@ class Chains:
             state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
         else:
             state = init(keys, init_params)
-        # Weak types would be lost in the first transition and force a second compilation.
-        state = jax.tree.map(lambda leaf: lax.convert_element_type(leaf, jnp.result_type(leaf)), state)
+        # Weak types would be lost in the first transition and force a second
+        # compilation.
+        state = jax.tree.map(
+            lambda leaf: lax.convert_element_type(leaf, jnp.result_type(leaf)), state
+        )
         self._outline(state)
         return state
 
@@ -77,18 +111,29 @@ class Chains:
         """Shapes of a draw, how many draws a block may hold, and the program."""
         one = _one(state, 0) if self.in_turn else state
         try:
-            shapes = jax.eval_shape(lambda s, a: self._kept(s, *self._fixed.call(a)), one, self._arrays)
+            shapes = jax.eval_shape(
+                lambda s, a: self._kept(s, *self._fixed.call(a)), one, self._arrays
+            )
             self._inputs = self.spread.rows(self._arrays, self._rows)
         except NEEDS_VALUES as cause:
             self._fix_inputs(cause)
-            shapes = jax.eval_shape(lambda s: self._kept(s, self.args, self.kwargs), one)
+            shapes = jax.eval_shape(
+                lambda s: self._kept(s, self.args, self.kwargs), one
+            )
         lead = 1 if self.batched else 0
         #: Shape and dtype of one draw of one chain, by group and name.
         self.shapes = {
-            group: {name: jax.ShapeDtypeStruct(v.shape[lead:], v.dtype) for name, v in values.items()}
+            group: {
+                name: jax.ShapeDtypeStruct(v.shape[lead:], v.dtype)
+                for name, v in values.items()
+            }
             for group, values in shapes.items()
         }
-        size = sum(v.size * v.dtype.itemsize for values in shapes.values() for v in values.values())
+        size = sum(
+            v.size * v.dtype.itemsize
+            for values in shapes.values()
+            for v in values.values()
+        )
         self.capacity = int(np.clip(BLOCK_BYTES // max(1, size), 1, MOST_DRAWS))
         self._buffer = shapes
         self._program = self._compiled(state)
@@ -96,8 +141,13 @@ class Chains:
     def _fix_inputs(self, cause: Exception) -> None:
         """Make data that shape the model a part of it."""
         if self.spread.by_rows:
-            got = 'devices along "data" for a model that is shaped by the values of its data'
-            raise argument_error(self.call, "mesh", got, 'Leave out its axis "data".') from cause
+            got = (
+                'devices along "data" for a model that is shaped by the values of its '
+                "data"
+            )
+            raise argument_error(
+                self.call, "mesh", got, 'Leave out its axis "data".'
+            ) from cause
         self._inputs = {}
 
     @property
@@ -105,47 +155,75 @@ class Chains:
         """Whether the states of a program have an axis of chains."""
         return self.mcmc.num_chains > 1 and not self.in_turn
 
-    def _kept(self, state: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _kept(
+        self, state: Any, args: tuple, kwargs: Mapping[str, Any]
+    ) -> dict[str, dict[str, Any]]:
         """What is kept of a state, by group and name."""
         transform = self.mcmc.postprocess_fn or self.kernel.postprocess_fn(args, kwargs)
         values = attrgetter(self.kernel.sample_field)(state)
         values = jax.vmap(transform)(values) if self.batched else transform(values)
         if not isinstance(values, Mapping):
             instead = "Make the kernel from a model, so that its draws have names."
-            raise argument_error(self.call, "mcmc", "a kernel of a potential function", instead)
-        return {SITES: self._chosen(values), STATISTICS: {n: self._field(state, n) for n in self.wanted.fields}}
+            raise argument_error(
+                self.call, "mcmc", "a kernel of a potential function", instead
+            )
+        return {
+            SITES: self._chosen(values),
+            STATISTICS: {n: self._field(state, n) for n in self.wanted.fields},
+        }
 
     def _chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
         patterns = self.wanted.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):
                 raise unknown_name(self.call, "sites", pattern, values)
-        chosen = {n: v for n, v in values.items() if patterns is None or any(fnmatch(n, p) for p in patterns)}
+        chosen = {
+            n: v
+            for n, v in values.items()
+            if patterns is None or any(fnmatch(n, p) for p in patterns)
+        }
         return {name: self._in_dtype(value) for name, value in chosen.items()}
 
     def _in_dtype(self, value: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return value.astype(self.wanted.dtype) if self.wanted.dtype is not None and floating else value
+        return (
+            value.astype(self.wanted.dtype)
+            if self.wanted.dtype is not None and floating
+            else value
+        )
 
     def _field(self, state: Any, name: str) -> jax.Array:
         try:
             value = attrgetter(name)(state)
         except AttributeError as cause:
-            raise unknown_name(self.call, "extra_fields", name, getattr(state, "_fields", ())) from cause
+            raise unknown_name(
+                self.call, "extra_fields", name, getattr(state, "_fields", ())
+            ) from cause
         if not hasattr(value, "dtype"):
             got = f"{name!r}, which is not one array"
-            raise argument_error(self.call, "extra_fields", got, "Name one of its parts, such as `z.site`.")
+            raise argument_error(
+                self.call,
+                "extra_fields",
+                got,
+                "Name one of its parts, such as `z.site`.",
+            )
         return key_numbers(value)
 
-    # -- programs ----------------------------------------------------------------------------------------
+    # -- programs ----------------------------------------------------------------------
 
     def _compiled(self, state: Any) -> Callable:
-        """Some transitions, of which every ``thinning``-th state after the first ones is kept."""
+        """Some transitions, of which every ``thinning``-th state after the first ones
+        is kept.
+        """
         thinning = self.mcmc.thinning
 
-        def advance(state: Any, first: jax.Array, count: jax.Array, inputs: dict) -> tuple:
+        def advance(
+            state: Any, first: jax.Array, count: jax.Array, inputs: dict
+        ) -> tuple:
             given = self.spread.cut(inputs, self._rows)
-            args, kwargs = self._fixed.call(given) if given else (self.args, self.kwargs)
+            args, kwargs = (
+                self._fixed.call(given) if given else (self.args, self.kwargs)
+            )
 
             def transition(i: jax.Array, carry: tuple) -> tuple:
                 state, kept = carry
@@ -154,14 +232,18 @@ class Chains:
 
                 def write(kept: Any) -> Any:
                     new = self._kept(state, args, kwargs)
-                    return jax.tree.map(lambda all_, one: all_.at[place // thinning].set(one), kept, new)
+                    return jax.tree.map(
+                        lambda all_, one: all_.at[place // thinning].set(one), kept, new
+                    )
 
                 due = (place >= 0) & ((place + 1) % thinning == 0)
                 return state, lax.cond(due, write, lambda kept: kept, kept)
 
             size = self.capacity
             local = self.spread.local(self._buffer)
-            kept = jax.tree.map(lambda like: jnp.zeros((size, *like.shape), like.dtype), local)
+            kept = jax.tree.map(
+                lambda like: jnp.zeros((size, *like.shape), like.dtype), local
+            )
             return lax.fori_loop(0, count, transition, (state, kept))
 
         if self.spread.mesh is None:
@@ -175,7 +257,8 @@ class Chains:
             return self.spread.compiled(advance, *given, self._inputs)
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
-        """Make ``skipped`` transitions, then those of some draws, without waiting for them.
+        """Make ``skipped`` transitions, then those of some draws, without waiting for
+        them.
 
         :param draws: at most ``capacity``.
         :return: the states after them, and what :meth:`fetch` takes.
@@ -184,15 +267,24 @@ class Chains:
         numbers = [self.spread.same(np.int32(number)) for number in (skipped, count)]
         if not self.in_turn:
             return self._program(self.spread.chains(state), *numbers, self._inputs)
-        each = [self._program(_one(state, c), *numbers, self._inputs) for c in range(self.mcmc.num_chains)]
-        state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[found for found, _ in each])
+        each = [
+            self._program(_one(state, c), *numbers, self._inputs)
+            for c in range(self.mcmc.num_chains)
+        ]
+        state = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *[found for found, _ in each]
+        )
         return state, [kept for _, kept in each]
 
     def fetch(self, kept: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
-        """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group and name."""
+        """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group
+        and name.
+        """
         found = jax.device_get(self.spread.whole(kept))
         if self.in_turn:
-            return jax.tree.map(lambda *parts: np.stack([part[:draws] for part in parts]), *found)
+            return jax.tree.map(
+                lambda *parts: np.stack([part[:draws] for part in parts]), *found
+            )
         if self.batched:
             return jax.tree.map(lambda value: np.moveaxis(value[:draws], 1, 0), found)
         return jax.tree.map(lambda value: value[:draws][None], found)

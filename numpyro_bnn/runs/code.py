@@ -1,9 +1,11 @@
-"""What a value is, as labeled texts: numbers, arrays, objects by their values, functions by their code.
+"""What a value is, as labeled texts: numbers, arrays, objects by their values,
+functions by their code.
 
-The texts are the same in every process and differ for different settings. Of a function, they have a hash of the
-instructions that Python runs, and what these read: globals, closures, defaults, and so on through all functions that
-are reached. Line numbers, comments, formatting and names of variables do not enter. Libraries enter by name and
-version.
+The texts are the same in every process and differ for different settings. Of a
+function, they have a hash of the instructions that Python runs, and what these read:
+globals, closures, defaults, and so on through all functions that are reached. Line
+numbers, comments, formatting and names of variables do not enter. Libraries enter by
+name and version.
 """
 
 import dataclasses
@@ -32,17 +34,42 @@ from numpyro_bnn.runs.folder import digest
 # A label, by which a difference is named but not found, and a text.
 Part = tuple[str, str]
 
-PACKAGES = ("numpyro_bnn", "numpyro", "jax", "jaxlib")  # whose versions every run describes
+PACKAGES = (
+    "numpyro_bnn",
+    "numpyro",
+    "jax",
+    "jaxlib",
+)  # whose versions every run describes
 LONGEST = 60  # characters of a text
 MOST_PARTS = 40  # of a value inside of another one; more become one
 DEEPEST = 50  # levels of values in values
-PLAIN = str | bytes | bool | int | float | complex | np.generic | np.dtype | range | None | type(...)
+PLAIN = (
+    str
+    | bytes
+    | bool
+    | int
+    | float
+    | complex
+    | np.generic
+    | np.dtype
+    | range
+    | None
+    | type(...)
+)
 STANDARD = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
 INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 READS = ("LOAD_GLOBAL", "LOAD_NAME")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 # Depend on where lines break, and where closures are made in the order of names.
-LEFT_OUT = ("NOP", "CACHE", "RESUME", "MAKE_CELL", "COPY_FREE_VARS", "EXTENDED_ARG", "NOT_TAKEN")
+LEFT_OUT = (
+    "NOP",
+    "CACHE",
+    "RESUME",
+    "MAKE_CELL",
+    "COPY_FREE_VARS",
+    "EXTENDED_ARG",
+    "NOT_TAKEN",
+)
 
 
 def described_value(value: Any) -> Any:
@@ -52,14 +79,27 @@ def described_value(value: Any) -> Any:
 
 
 def options_of(method: MCMCKernel | AutoGuide) -> dict[str, Any]:
-    """What a kernel or a guide was made with, by argument, its model too; the same once it was used."""
+    """What a kernel or a guide was made with, by argument, its model too; the same once
+    it was used.
+    """
     kinds = [kind for kind in type(method).__mro__ if kind is not object]
     names = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    if isinstance(method, AutoGuide):  # whose `_name` may be what it has made of an argument
-        values = {name: getattr(method, name, getattr(method, f"_{name}", None)) for name in names - {"blocks"}}
-        values |= {name: getattr(method, f"_{name}", None) for name in ("asked", "patterns", "guides")}
+    if isinstance(
+        method, AutoGuide
+    ):  # whose `_name` may be what it has made of an argument
+        values = {
+            name: getattr(method, name, getattr(method, f"_{name}", None))
+            for name in names - {"blocks"}
+        }
+        values |= {
+            name: getattr(method, f"_{name}", None)
+            for name in ("asked", "patterns", "guides")
+        }
     else:
-        values = {name: getattr(method, f"_{name}", getattr(method, name, None)) for name in names}
+        values = {
+            name: getattr(method, f"_{name}", getattr(method, name, None))
+            for name in names
+        }
     return {name: value for name, value in sorted(values.items()) if value is not None}
 
 
@@ -67,7 +107,9 @@ class _Reader:
     """Reads values into parts, each object once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, list[Part] | None]] = {}  # with the object, so that its id stays its own
+        self._known: dict[
+            int, tuple[Any, list[Part] | None]
+        ] = {}  # with the object, so that its id stays its own
         self._depth = 0
 
     def parts(self, value: Any) -> list[Part]:
@@ -75,7 +117,9 @@ class _Reader:
             return [("", _short(repr(value)))]
         if is_table(value) and hasattr(value, "to_numpy"):
             value = value.to_numpy()
-        if isinstance(value, np.ndarray) and value.dtype.kind in "OMm":  # whose bytes are places in memory, or dates
+        if (
+            isinstance(value, np.ndarray) and value.dtype.kind in "OMm"
+        ):  # whose bytes are places in memory, or dates
             value = value.tolist()
         if isinstance(value, jax.Array | np.ndarray | Rows):
             return [("", f"{value.dtype}{list(value.shape)} {digest(value)[:16]}")]
@@ -89,7 +133,15 @@ class _Reader:
         parts = self._read(value)
         self._depth -= 1
         if len(parts) > MOST_PARTS and self._depth:
-            parts = [("", f"{parts[0][1]} and {len(parts) - 1} parts {_hash([text for _, text in parts])}")]
+            parts = [
+                (
+                    "",
+                    (
+                        f"{parts[0][1]} and {len(parts) - 1} parts "
+                        f"{_hash([text for _, text in parts])}"
+                    ),
+                )
+            ]
         self._known[id(value)] = value, parts
         return parts
 
@@ -109,17 +161,28 @@ class _Reader:
         if isinstance(value, enum.Enum):
             return [("", _short(f"{type(value).__qualname__}.{value.name}"))]
         if isinstance(value, Mapping):
-            keys = ", ".join(" ".join(text for _, text in self.parts(key)) for key in value)
-            return self._joined(f"{_name(type(value))}({keys})", {f"[{key!r}]": part for key, part in value.items()})
+            keys = ", ".join(
+                " ".join(text for _, text in self.parts(key)) for key in value
+            )
+            return self._joined(
+                f"{_name(type(value))}({keys})",
+                {f"[{key!r}]": part for key, part in value.items()},
+            )
         if isinstance(value, list | tuple):
-            return self._joined(_name(type(value)), {f"[{i}]": part for i, part in enumerate(value)})
+            return self._joined(
+                _name(type(value)), {f"[{i}]": part for i, part in enumerate(value)}
+            )
         if isinstance(value, set | frozenset):
-            members = sorted(" ".join(text for _, text in self.parts(part)) for part in value)
+            members = sorted(
+                " ".join(text for _, text in self.parts(part)) for part in value
+            )
             return [("", _short(f"set of {members}"))]
         return self._object(value)
 
     def _joined(self, head: str, values: Mapping[str, Any]) -> list[Part]:
-        """The parts of several values by label; ``head`` says what a label would, as labels are not compared."""
+        """The parts of several values by label; ``head`` says what a label would, as
+        labels are not compared.
+        """
         parts = [("", _short(head))]
         for label, value in values.items():
             parts += [(label + inner, text) for inner, text in self.parts(value)]
@@ -130,31 +193,55 @@ class _Reader:
         head, values = _name(kind), _state(value)
         if not _of_library(kind.__module__):
             values = {"class": kind, **values}
-        elif not values and hasattr(value, "__qualname__"):  # a function of a library that is not written in Python
+        elif not values and hasattr(
+            value, "__qualname__"
+        ):  # a function of a library that is not written in Python
             head = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
         elif not values and "0x" not in repr(value):  # a date, a fraction
             head = repr(value)
         return self._joined(
-            f"{head}({', '.join(values)})", {f".{name}".rstrip("."): part for name, part in values.items()}
+            f"{head}({', '.join(values)})",
+            {f".{name}".rstrip("."): part for name, part in values.items()},
         )
 
     def _class(self, kind: type) -> list[Part]:
         if _of_library(kind.__module__):
             return [("", _name(kind))]
-        members = {f".{n}": v for n, v in vars(kind).items() if not n.startswith("__") or isinstance(v, FunctionType)}
-        members = {n: getattr(v, "__func__", getattr(v, "fget", v)) for n, v in members.items() if n != "._abc_impl"}
+        members = {
+            f".{n}": v
+            for n, v in vars(kind).items()
+            if not n.startswith("__") or isinstance(v, FunctionType)
+        }
+        members = {
+            n: getattr(v, "__func__", getattr(v, "fget", v))
+            for n, v in members.items()
+            if n != "._abc_impl"
+        }
         bases = {f" base {i}": base for i, base in enumerate(kind.__bases__)}
         return self._joined(f"class({', '.join(members)})", members | bases)
 
     def _module(self, module: ModuleType) -> list[Part]:
         if _of_library(module.__name__):
             return [("", f"{module.__name__} {_version(module.__name__)}".strip())]
-        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
-        return self._joined(f"module({', '.join(own)})", {f".{name}": value for name, value in own.items()})
+        own = {
+            n: v
+            for n, v in vars(module).items()
+            if getattr(v, "__module__", None) == module.__name__
+        }
+        return self._joined(
+            f"module({', '.join(own)})",
+            {f".{name}": value for name, value in own.items()},
+        )
 
     def _function(self, function: FunctionType) -> list[Part]:
-        defaults = {f" default {i}": value for i, value in enumerate(function.__defaults__ or ())}
-        defaults |= {f" default {name}": value for name, value in (function.__kwdefaults__ or {}).items()}
+        defaults = {
+            f" default {i}": value
+            for i, value in enumerate(function.__defaults__ or ())
+        }
+        defaults |= {
+            f" default {name}": value
+            for name, value in (function.__kwdefaults__ or {}).items()
+        }
         if _in_library(function.__code__.co_filename):
             cells = {f", {name}": value for name, value in _cells(function).items()}
             module = str(function.__globals__.get("__name__", ""))
@@ -166,7 +253,8 @@ class _Reader:
 
 
 class _Code:
-    """The instructions of a function as words, and what they read from outside, by its name.
+    """The instructions of a function as words, and what they read from outside, by its
+    name.
 
     In the words, variables are numbers, in the order in which they occur.
     """
@@ -184,19 +272,33 @@ class _Code:
             if step.opname not in LEFT_OUT:
                 steps.append(step)
         names = _Names(code, outer)
-        words = [f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount} {code.co_flags & 0x2AC}"]
+        words = [
+            (
+                f"{code.co_argcount} {code.co_posonlyargcount} "
+                f"{code.co_kwonlyargcount} "
+                f"{code.co_flags & 0x2AC}"
+            )
+        ]
         at = 0
         while at < len(steps):
             step = steps[at]
             at += 1
             kind = re.sub("_BORROW|_CHECK", "", step.opname)
-            of_cell = step.opcode in dis.hasfree and step.argval in code.co_freevars and step.argval not in outer
+            of_cell = (
+                step.opcode in dis.hasfree
+                and step.argval in code.co_freevars
+                and step.argval not in outer
+            )
             if kind == "LOAD_CLOSURE":
                 words.append(kind)
             elif of_cell or kind in READS:
                 value, found = self._outside(step.argval, of_cell)
                 chain = [step.argval]
-                while found and steps[at].opname in ATTRIBUTES and _holds(value, steps[at].argval):
+                while (
+                    found
+                    and steps[at].opname in ATTRIBUTES
+                    and _holds(value, steps[at].argval)
+                ):
                     chain.append(steps[at].argval)
                     value = getattr(value, chain[-1])
                     at += 1
@@ -205,22 +307,35 @@ class _Code:
             elif step.opcode in dis.hasconst:
                 if isinstance(step.argval, CodeType):
                     made = len(step.argval.co_freevars)
-                    if made and words[-1] == f"BUILD_TUPLE {made}":  # of its closure, in the order of names
+                    if (
+                        made and words[-1] == f"BUILD_TUPLE {made}"
+                    ):  # of its closure, in the order of names
                         del words[-made - 1 :]
                     words += self._walk(step.argval, names.known)
                 else:
                     words.append(f"{kind} {_constant(step.argval)}")
             elif step.opcode in dis.haslocal or step.opcode in dis.hasfree:
-                variables = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-                kinds = re.findall("(?:LOAD|STORE)_FAST", kind) if len(variables) > 1 else [kind]
+                variables = (
+                    step.argval if isinstance(step.argval, tuple) else (step.argval,)
+                )
+                kinds = (
+                    re.findall("(?:LOAD|STORE)_FAST", kind)
+                    if len(variables) > 1
+                    else [kind]
+                )
                 for one, name in zip(kinds, variables, strict=True):
-                    closure = one == "LOAD_FAST" and name in code.co_freevars + code.co_cellvars
+                    closure = (
+                        one == "LOAD_FAST"
+                        and name in code.co_freevars + code.co_cellvars
+                    )
                     words.append("LOAD_CLOSURE" if closure else f"{one} {names[name]}")
             elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
                 words.append(f"{kind} {places[step.argval]}")
             elif step.opcode in dis.hasname:
                 words.append(f"{kind} {step.argval}")
-                if kind == "IMPORT_NAME" and isinstance(module := sys.modules.get(step.argval), ModuleType):
+                if kind == "IMPORT_NAME" and isinstance(
+                    module := sys.modules.get(step.argval), ModuleType
+                ):
                     self.reads.setdefault((step.argval,), module)
             else:
                 words.append(f"{kind} {step.arg}")
@@ -232,20 +347,27 @@ class _Code:
         known = self._cells if of_cell else self._globals
         if name in known:
             return known[name], True
-        return f"built in: {name in (builtins if isinstance(builtins, dict) else vars(builtins))} {name}", False
+        names = builtins if isinstance(builtins, dict) else vars(builtins)
+        return f"built in: {name in names} {name}", False
 
 
 class _Names:
-    """Variables of a piece of code as numbers, in the order in which they occur; those of the code around it too."""
+    """Variables of a piece of code as numbers, in the order in which they occur; those
+    of the code around it too.
+    """
 
     def __init__(self, code: CodeType, outer: Mapping[str, str]) -> None:
         self._level, self._count = len(outer), 0
         self.known = dict(outer)
-        flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(
+            code.co_flags & inspect.CO_VARKEYWORDS
+        )
         own = set(code.co_varnames + code.co_cellvars)
         for name in own:
             self.known.pop(name, None)
-        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + flags]:
+        for name in code.co_varnames[
+            : code.co_argcount + code.co_kwonlyargcount + flags
+        ]:
             self[name]
 
     def __getitem__(self, name: str) -> str:
@@ -266,7 +388,9 @@ def _constant(value: Any) -> str:
 def _cells(function: FunctionType) -> dict[str, Any]:
     """What a function has from the functions around it, by name."""
     found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
         try:
             found[name] = cell.cell_contents
         except ValueError:  # a cell that is not filled yet
@@ -275,40 +399,64 @@ def _cells(function: FunctionType) -> dict[str, Any]:
 
 
 def _holds(value: Any, name: str) -> bool:
-    """Whether an attribute is read without running code: of a module, a class, or what holds settings."""
+    """Whether an attribute is read without running code: of a module, a class, or what
+    holds settings.
+    """
     if isinstance(value, ModuleType):
         return hasattr(value, name)
-    return name in getattr(value, "__dict__", {}) and not isinstance(value, FunctionType)
+    return name in getattr(value, "__dict__", {}) and not isinstance(
+        value, FunctionType
+    )
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """The values that make an object what it is, by name; not what it has computed from them."""
+    """The values that make an object what it is, by name; not what it has computed from
+    them.
+    """
     if isinstance(value, MCMCKernel | AutoGuide):
         return options_of(value)
     if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {
+            field.name: getattr(value, field.name, None)
+            for field in dataclasses.fields(value)
+        }
     kind = type(value)
-    if _of_library(kind.__module__) and hasattr(value, "__wrapped__"):  # `jax.jit`, `jax.custom_jvp`
-        rules = {name: getattr(value, name) for name in ("jvp", "fwd", "bwd") if hasattr(value, name)}
+    if _of_library(kind.__module__) and hasattr(
+        value, "__wrapped__"
+    ):  # `jax.jit`, `jax.custom_jvp`
+        rules = {
+            name: getattr(value, name)
+            for name in ("jvp", "fwd", "bwd")
+            if hasattr(value, name)
+        }
         return {"": value.__wrapped__, **rules}
     if any(base.__module__.startswith("flax.nnx") for base in kind.__mro__):
         leaves, _ = jax.tree_util.tree_flatten_with_path(value)
         return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-    slots = [name for base in kind.__mro__ for name in np.atleast_1d(getattr(base, "__slots__", ()))]
+    slots = [
+        name
+        for base in kind.__mro__
+        for name in np.atleast_1d(getattr(base, "__slots__", ()))
+    ]
     values = {str(name): getattr(value, name) for name in slots if hasattr(value, name)}
     values |= getattr(value, "__dict__", {})
     computed = ("cached_property", "lazy_property")
     return {
         name: part
         for name, part in values.items()
-        if not name.startswith("__") and type(inspect.getattr_static(kind, name, None)).__name__ not in computed
+        if not name.startswith("__")
+        and type(inspect.getattr_static(kind, name, None)).__name__ not in computed
     }
 
 
 def _name(kind: type) -> str:
     """A class of a library by its name, one of the user only by its code."""
     known = _of_library(kind.__module__)
-    return f"{kind.__qualname__} {_version(kind.__module__)}".strip() if known else "object"
+    return (
+        f"{kind.__qualname__} {_version(kind.__module__)}".strip()
+        if known
+        else "object"
+    )
 
 
 def _of_library(module: str | None) -> bool:
@@ -319,14 +467,23 @@ def _of_library(module: str | None) -> bool:
 
 
 def _in_library(file: str) -> bool:
-    """Whether code belongs to Python, to an installed package or to this one, and not to the user."""
-    return file.startswith((PACKAGE, "<frozen", *STANDARD)) or INSTALLED.search(file) is not None
+    """Whether code belongs to Python, to an installed package or to this one, and not
+    to the user.
+    """
+    return (
+        file.startswith((PACKAGE, "<frozen", *STANDARD))
+        or INSTALLED.search(file) is not None
+    )
 
 
 def _version(module: str | None) -> str:
     """The version of the package of a module, unless a description has it anyway."""
     package = (module or "").partition(".")[0]
-    return "" if package in PACKAGES else str(getattr(sys.modules.get(package), "__version__", ""))
+    return (
+        ""
+        if package in PACKAGES
+        else str(getattr(sys.modules.get(package), "__version__", ""))
+    )
 
 
 def _hash(texts: list[str]) -> str:

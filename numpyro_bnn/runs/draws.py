@@ -1,6 +1,8 @@
-"""Draws on disk: one Zarr group for the values of sites, one for statistics, in chunks by chain and block.
+"""Draws on disk: one Zarr group for the values of sites, one for statistics, in chunks
+by chain and block.
 
-Blocks are read as they were written, or not at all: each has a digest, which the states keep.
+Blocks are read as they were written, or not at all: each has a digest, which the states
+keep.
 """
 
 import os
@@ -22,7 +24,9 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 
 class Layout(NamedTuple):
-    """How draws are laid out: C chains, S draws in each, and how many of them are a block."""
+    """How draws are laid out: C chains, S draws in each, and how many of them are a
+    block.
+    """
 
     num_chains: int
     num_draws: int
@@ -30,7 +34,9 @@ class Layout(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Draws that were written at once, from where the block before ends, and their digest."""
+    """Draws that were written at once, from where the block before ends, and their
+    digest.
+    """
 
     stop: int
     digest: bytes
@@ -39,19 +45,26 @@ class Block(NamedTuple):
 def table(blocks: tuple[Block, ...]) -> dict[str, np.ndarray]:
     """Blocks as arrays, which a state holds."""
     digests = np.frombuffer(b"".join(block.digest for block in blocks), np.uint8)
-    return {"stops": np.array([block.stop for block in blocks], np.int64), "digests": digests}
+    return {
+        "stops": np.array([block.stop for block in blocks], np.int64),
+        "digests": digests,
+    }
 
 
 def blocks_in(arrays: Mapping[str, np.ndarray]) -> tuple[Block, ...]:
     """The blocks of a :func:`table`."""
     digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
-    return tuple(Block(int(stop), bytes(digest)) for stop, digest in zip(arrays["stops"], digests, strict=True))
+    return tuple(
+        Block(int(stop), bytes(digest))
+        for stop, digest in zip(arrays["stops"], digests, strict=True)
+    )
 
 
 class Draws:
     """The draws of a run, as arrays (C, S, ...) of which the first ones are written.
 
-    Variables are called as in ArviZ: ``net.Dense_0.kernel`` for the site ``net/Dense_0.kernel``.
+    Variables are called as in ArviZ: ``net.Dense_0.kernel`` for the site
+    ``net/Dense_0.kernel``.
 
     :param place: the folder.
     :param num_chains: C.
@@ -68,9 +81,11 @@ class Draws:
     def _bounds(self) -> list[tuple[int, int, bytes]]:
         """Where blocks start and stop, and their digests."""
         starts = [0, *(block.stop for block in self.blocks)]
-        return [(start, *block) for start, block in zip(starts, self.blocks, strict=False)]
+        return [
+            (start, *block) for start, block in zip(starts, self.blocks, strict=False)
+        ]
 
-    # -- writing ---------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------
 
     def draws_per_block(self, wanted: int) -> int:
         """How many draws are a block, since the first one was written."""
@@ -79,27 +94,41 @@ class Draws:
         known = [array.chunks[1] for _, _, array in _flat(self._arrays("r"))]
         return int(known[0]) if known else wanted
 
-    def write(self, start: int, stop: int, block: Groups, layout: Layout) -> tuple[Block, ...]:
-        """Write the draws of all chains from ``start`` to ``stop``, and make them durable.
+    def write(
+        self, start: int, stop: int, block: Groups, layout: Layout
+    ) -> tuple[Block, ...]:
+        """Write the draws of all chains from ``start`` to ``stop``, and make them
+        durable.
 
         :param block: values by group and name on disk.
-        :return: the blocks that are finished with this one, which take effect once they are set and in a state.
+        :return: the blocks that are finished with this one, which take effect once they
+            are set and in a state.
         """
-        written = {group: {name: np.asarray(v) for name, v in values.items()} for group, values in block.items()}
+        written = {
+            group: {name: np.asarray(v) for name, v in values.items()}
+            for group, values in block.items()
+        }
         try:
             arrays = self._prepared(layout)
             for group, name, values in _flat(written):
                 array = arrays[group][name]
                 index, begins = divmod(start, array.chunks[1])
-                files = [self._path / group / name / _chunk(c, index, values.ndim) for c in range(len(values))]
+                files = [
+                    self._path / group / name / _chunk(c, index, values.ndim)
+                    for c in range(len(values))
+                ]
                 for file in files if not begins else ():
-                    file.unlink(missing_ok=True)  # left by a process that was killed; Zarr would read a part of it
+                    file.unlink(
+                        missing_ok=True
+                    )  # left by a process that was killed; Zarr would read a part of it
                 array[:, start:stop] = values
                 for file in files:
                     _sync(file)
         except OSError as cause:
             raise self._place.unwritable(cause) from cause
-        return *(known for known in self.blocks if known.stop <= start), Block(stop, _digest(written))
+        return *(known for known in self.blocks if known.stop <= start), Block(
+            stop, _digest(written)
+        )
 
     def _prepared(self, layout: Layout) -> dict[str, dict[str, Any]]:
         """The arrays, made if no block is finished, or lengthened."""
@@ -118,7 +147,7 @@ class Draws:
                 array.resize((array.shape[0], layout.num_draws, *array.shape[2:]))
         return arrays
 
-    # -- reading ---------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------
 
     def check(self, blocks: slice = slice(None)) -> None:
         """Read some blocks one by one, and refuse one that is not as it was written."""
@@ -126,15 +155,22 @@ class Draws:
             self._block(start, stop, expected)
 
     def read(self, group: str) -> dict[str, np.ndarray]:
-        """The draws of a group (C, S, ...) by name; an error if a block is not as it was written."""
+        """The draws of a group (C, S, ...) by name; an error if a block is not as it
+        was written.
+        """
         size = self._num_chains, self.blocks[-1].stop if self.blocks else 0
-        found = {n: np.empty((*size, *like.shape), like.dtype) for n, like in self._likes[group].items()}
+        found = {
+            n: np.empty((*size, *like.shape), like.dtype)
+            for n, like in self._likes[group].items()
+        }
         for start, stop, expected in self._bounds:
             for name, values in self._block(start, stop, expected)[group].items():
                 found[name][:, start:stop] = values
         return found
 
-    def _block(self, start: int, stop: int, expected: bytes) -> dict[str, dict[str, np.ndarray]]:
+    def _block(
+        self, start: int, stop: int, expected: bytes
+    ) -> dict[str, dict[str, np.ndarray]]:
         cause = None
         try:
             arrays = self._arrays("r")
@@ -145,19 +181,36 @@ class Draws:
                 return found
         except DAMAGE as error:
             cause = error
-        last = "`runs.start` makes the last block again. " if stop == self.blocks[-1].stop else ""
-        raise self._place.error(f"whose draws {start} to {stop - 1} are damaged or lost", last + RESTORE) from cause
+        last = (
+            "`runs.start` makes the last block again. "
+            if stop == self.blocks[-1].stop
+            else ""
+        )
+        raise self._place.error(
+            f"whose draws {start} to {stop - 1} are damaged or lost", last + RESTORE
+        ) from cause
 
     def _arrays(self, mode: str) -> dict[str, dict[str, Any]]:
-        """The arrays by group and name; a ``ValueError`` if reading them could take more memory than the draws do."""
+        """The arrays by group and name; a ``ValueError`` if reading them could take
+        more memory than the draws do.
+        """
         root = import_extra(self._place.call, "zarr").open_group(self._path, mode=mode)
         groups = {group: root[group] for group in self._likes}
         arrays: dict[str, dict[str, Any]] = {group: {} for group in groups}
         for group, name, like in _flat(self._likes):
             array = arrays[group][name] = groups[group][name]
-            chunk, draws_per_block = _chunk_shape(like, array.chunks[1]), array.chunks[1]
-            known = array.shape[0] == self._num_chains and array.shape[2:] == tuple(like.shape)
-            known &= array.dtype == like.dtype and array.chunks == chunk and draws_per_block <= MOST_DRAWS
+            chunk, draws_per_block = (
+                _chunk_shape(like, array.chunks[1]),
+                array.chunks[1],
+            )
+            known = array.shape[0] == self._num_chains and array.shape[2:] == tuple(
+                like.shape
+            )
+            known &= (
+                array.dtype == like.dtype
+                and array.chunks == chunk
+                and draws_per_block <= MOST_DRAWS
+            )
             if not known or len(array.metadata.codecs) != 1:
                 raise ValueError("an array of another layout")
         return arrays
@@ -171,7 +224,11 @@ def _new_array(group: Any, name: str, like: Any, layout: Layout) -> Any:
         dtype=like.dtype,
         fill_value=np.nan if np.dtype(like.dtype).kind == "f" else 0,
         compressors=None,  # the digits of draws are random
-        dimension_names=("chain", "draw", *(f"{name}_dim_{i}" for i in range(len(like.shape)))),
+        dimension_names=(
+            "chain",
+            "draw",
+            *(f"{name}_dim_{i}" for i in range(len(like.shape))),
+        ),
     )
 
 
@@ -182,9 +239,17 @@ def check_names(call: str, groups: Groups) -> None:
         for name in values:
             if stored(name) == "zarr.json" or stored(name).startswith("__"):
                 got = f"a model with a site {name!r}, which names no file"
-                raise argument_error(call, "mcmc", got, "Rename the site in the model, or leave it out by `sites=`.")
+                raise argument_error(
+                    call,
+                    "mcmc",
+                    got,
+                    "Rename the site in the model, or leave it out by `sites=`.",
+                )
             if (other := known.setdefault(stored(name), name)) != name:
-                got = f"a model with {name!r}, which is stored as {stored(name)!r} like {other!r}"
+                got = (
+                    f"a model with {name!r}, which is stored as {stored(name)!r} like "
+                    f"{other!r}"
+                )
                 instead = "Rename the site in the model, or leave it out by `sites=`."
                 raise argument_error(call, "mcmc", got, instead)
 
@@ -199,7 +264,11 @@ def _digest(block: Groups) -> bytes:
 
 
 def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
-    return ((group, name, value) for group, values in groups.items() for name, value in values.items())
+    return (
+        (group, name, value)
+        for group, values in groups.items()
+        for name, value in values.items()
+    )
 
 
 def _chunk_shape(like: Any, draws_per_block: int) -> tuple[int, ...]:
@@ -211,5 +280,8 @@ def _chunk(chain: int, block: int, rank: int) -> str:
 
 
 def _sync(path: Any) -> None:
-    with suppress(FileNotFoundError), open(path, "rb") as file:  # a chunk of nothing but fill values is not written
+    with (
+        suppress(FileNotFoundError),
+        open(path, "rb") as file,
+    ):  # a chunk of nothing but fill values is not written
         os.fsync(file.fileno())

@@ -1,4 +1,6 @@
-"""``fit``: fit a guide and keep the run in a folder, or go on with the run that is there."""
+"""``fit``: fit a guide and keep the run in a folder, or go on with the run that is
+there.
+"""
 
 import os
 import time
@@ -18,7 +20,12 @@ from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.code import described_value
 from numpyro_bnn.runs.folder import Folder, Place, digest
-from numpyro_bnn.runs.identity import described_model, described_options, described_versions, read_model
+from numpyro_bnn.runs.identity import (
+    described_model,
+    described_options,
+    described_versions,
+    read_model,
+)
 
 CALL = "runs.fit"
 
@@ -36,15 +43,18 @@ def fit(
     progress_bar: Switch = True,
     **kwargs: Any,
 ) -> SVIRunResult | ADFResult:
-    """Fit a guide and keep the run in a folder; the same call goes on where an earlier one ended.
+    """Fit a guide and keep the run in a folder; the same call goes on where an earlier
+    one ended.
 
-    The steps are those of :func:`~numpyro_bnn.guides.fit` or ``AutoADF.run``. A run survives whatever ends its
-    process: the work of ``block_seconds`` is done again, or one epoch, and the result is that of a run that was not
-    interrupted, bit for bit on the same device. A call with a larger ``num_steps`` adds steps. Ctrl-C returns the
+    The steps are those of :func:`~numpyro_bnn.guides.fit` or ``AutoADF.run``. A run
+    survives whatever ends its process: the work of ``block_seconds`` is done again, or
+    one epoch, and the result is that of a run that was not interrupted, bit for bit on
+    the same device. A call with a larger ``num_steps`` adds steps. Ctrl-C returns the
     result so far.
 
     :param folder: name of the folder, which is made.
-    :param method: an ``SVI`` (guide, optimizer, loss), or an :class:`~numpyro_bnn.guides.AutoADF`.
+    :param method: an ``SVI`` (guide, optimizer, loss), or an
+        :class:`~numpyro_bnn.guides.AutoADF`.
     :param rng_key: key of the run.
     :param num_steps: number of steps, or of epochs for ``AutoADF``, over all calls.
     :param args: arguments of the model.
@@ -54,8 +64,9 @@ def fit(
     :param progress_bar: show a bar over steps.
     :param kwargs: keyword arguments of the model.
     :return: as :func:`~numpyro_bnn.guides.fit` or ``AutoADF.run``.
-    :raises ValueError: for a folder of another run (the error names what differs), or one that another process
-        writes; OSError: for a folder that cannot be written; ImportError: without the extra ``numpyro_bnn[runs]``.
+    :raises ValueError: for a folder of another run (the error names what differs), or
+        one that another process writes; OSError: for a folder that cannot be written;
+        ImportError: without the extra ``numpyro_bnn[runs]``.
 
     >>> import tempfile, jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import SVI, Trace_ELBO
@@ -65,17 +76,30 @@ def fit(
     ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
     >>> svi = SVI(model, AutoNormal(model), numpyro.optim.Adam(0.05), Trace_ELBO())
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     result = fit(folder, svi, jax.random.key(0), 100, jnp.ones(3), progress_bar=False)
+    ...     result = fit(
+    ...         folder, svi, jax.random.key(0), 100, jnp.ones(3), progress_bar=False
+    ...     )
     >>> result.losses.shape
     (100,)
     """
     if not isinstance(method, SVI | AutoADF):
-        instead = "Pass a `numpyro.infer.SVI` or a `guides.AutoADF`; for an `MCMC` call `runs.start`."
+        instead = (
+            "Pass a `numpyro.infer.SVI` or a `guides.AutoADF`; for an `MCMC` call "
+            "`runs.start`."
+        )
         raise argument_error(CALL, "method", type(method).__name__, instead, TypeError)
     if isinstance(method, AutoADF) and (init_params is not None or stable_update):
         instead = "They are options of an `SVI`."
-        raise argument_error(CALL, "method", "an AutoADF with `init_params` or `stable_update`", instead)
-    refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", rng_key, args, kwargs)
+        raise argument_error(
+            CALL, "method", "an AutoADF with `init_params` or `stable_update`", instead
+        )
+    refuse_tracers(
+        CALL,
+        "It runs on the host: call it outside of `jit` and `vmap`.",
+        rng_key,
+        args,
+        kwargs,
+    )
     given = as_arrays(args, kwargs, CALL)
     description = {
         "rng_key": digest(rng_key)[:16],
@@ -87,7 +111,11 @@ def fit(
     }
     with Folder(Place.of(CALL, "folder", folder), description) as held:
         keeper = _Keeper(held, block_seconds)
-        options: dict[str, Any] = {"progress_bar": progress_bar, "keeper": keeper, **kwargs}
+        options: dict[str, Any] = {
+            "progress_bar": progress_bar,
+            "keeper": keeper,
+            **kwargs,
+        }
         if isinstance(method, AutoADF):
             return method.run(rng_key, *args, num_epochs=num_steps, **options)
         options |= {"init_params": init_params, "stable_update": stable_update}
@@ -97,7 +125,12 @@ def fit(
 def _described_method(method: SVI | AutoADF) -> dict[str, Any]:
     if isinstance(method, AutoADF):
         return described_options("guide", method)
-    parts = {"optimizer": method.optim, "loss": method.loss, "options": method.static_kwargs, "model": method.model}
+    parts = {
+        "optimizer": method.optim,
+        "loss": method.loss,
+        "options": method.static_kwargs,
+        "model": method.model,
+    }
     described = {name: described_value(part) for name, part in parts.items()}
     return described_options("guide", method.guide) | described
 

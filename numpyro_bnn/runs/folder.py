@@ -1,7 +1,9 @@
-"""The folder of a run: one writer, a description of what was started, and states of which the last two are kept.
+"""The folder of a run: one writer, a description of what was started, and states of
+which the last two are kept.
 
-A state file is the commit of everything that was written before it: it is complete or absent, and it has the digests
-of all blocks of draws. Nothing is written before there is a state to write, so a refused call changes nothing.
+A state file is the commit of everything that was written before it: it is complete or
+absent, and it has the digests of all blocks of draws. Nothing is written before there
+is a state to write, so a refused call changes nothing.
 """
 
 import hashlib
@@ -29,15 +31,21 @@ from numpyro_bnn.program.rows import Rows
 
 FORMAT = 2  # 1, of version 0.2.0, had no digests
 KEPT = 2  # states
-DENSITY = "log density of "  # entries of a description whose numbers may differ by rounding
+DENSITY = (
+    "log density of "  # entries of a description whose numbers may differ by rounding
+)
 DAMAGE = Exception  # a damaged file may fail anywhere in the library that reads it
 RESTORE = "Restore the folder from a copy, or delete it and start again."
 STATE = re.compile(r"state-(\d{8,})\.npz")
-PART = re.compile(r"(run\.json|state-\d{8,}\.npz)\.[0-9a-f]{32}\.part")  # written by a process that was killed
+PART = re.compile(
+    r"(run\.json|state-\d{8,}\.npz)\.[0-9a-f]{32}\.part"
+)  # written by a process that was killed
 
 
 class Saved(NamedTuple):
-    """A state: its number, a tree of arrays, notes (numbers and texts by name), and arrays of any shape by name."""
+    """A state: its number, a tree of arrays, notes (numbers and texts by name), and
+    arrays of any shape by name.
+    """
 
     number: int
     tree: Any
@@ -51,7 +59,8 @@ class Place:
 
     :param call: the function.
     :param argument: the argument.
-    :param path: absolute, so that it stays the same folder if the process goes to another one.
+    :param path: absolute, so that it stays the same folder if the process goes to
+        another one.
     """
 
     call: str
@@ -61,29 +70,45 @@ class Place:
     @classmethod
     def of(cls, call: str, argument: str, path: Any) -> "Place":
         """The folder that a user names, in which ``~`` is the home folder."""
-        Kind(str | os.PathLike, "Pass the name of a folder.").check(call, argument, path)
+        Kind(str | os.PathLike, "Pass the name of a folder.").check(
+            call, argument, path
+        )
         name = os.fspath(path)
         if not isinstance(name, str) or not name or "\0" in name:
-            raise argument_error(call, argument, repr(name), "Pass the name of a folder.")
+            raise argument_error(
+                call, argument, repr(name), "Pass the name of a folder."
+            )
         try:
             return cls(call, argument, Path(name).expanduser().absolute())
         except RuntimeError as cause:
             got = f"{name!r}, of a user without a home folder"
-            raise argument_error(call, argument, got, "Pass the whole name of the folder.") from cause
+            raise argument_error(
+                call, argument, got, "Pass the whole name of the folder."
+            ) from cause
 
-    def error(self, got: str, instead: str, kind: type[Exception] = ValueError) -> Exception:
+    def error(
+        self, got: str, instead: str, kind: type[Exception] = ValueError
+    ) -> Exception:
         """The error about this folder."""
-        return argument_error(self.call, self.argument, f"{str(self.path)!r}, {got}", instead, kind)
+        return argument_error(
+            self.call, self.argument, f"{str(self.path)!r}, {got}", instead, kind
+        )
 
     def unwritable(self, cause: OSError) -> Exception:
         """The error for a folder that cannot be written, or whose disk is full."""
-        instead = "Free space or change the folder's rights; the same call then goes on from the last finished block."
-        return self.error(f"which cannot be written ({cause.strerror or cause})", instead, OSError)
+        instead = (
+            "Free space or change the folder's rights; the same call then goes on from "
+            "the last finished block."
+        )
+        return self.error(
+            f"which cannot be written ({cause.strerror or cause})", instead, OSError
+        )
 
     def record(self) -> dict[str, Any]:
         """What ``run.json`` says, which is checked.
 
-        :raises ValueError: if it is damaged, or of another version; ``FileNotFoundError`` if there is none.
+        :raises ValueError: if it is damaged, or of another version;
+            ``FileNotFoundError`` if there is none.
         """
         try:
             record = json.loads((self.path / "run.json").read_bytes())
@@ -91,17 +116,29 @@ class Place:
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):
                 raise
-            raise self.error(f"whose run.json cannot be read ({cause.strerror})", "Change its rights.") from cause
+            raise self.error(
+                f"whose run.json cannot be read ({cause.strerror})",
+                "Change its rights.",
+            ) from cause
         except DAMAGE as cause:
             raise self.error("whose run.json is damaged", RESTORE) from cause
         if version == 1:
-            got = "the run of an older version, which wrote no digests by which damage is seen"
-            instead = "Pass the name of a new folder. `xarray.open_zarr(folder + '/draws.zarr', group='posterior')`"
+            got = (
+                "the run of an older version, which wrote no digests by which damage "
+                "is seen"
+            )
+            instead = (
+                "Pass the name of a new folder. `xarray.open_zarr(folder + "
+                "'/draws.zarr', group='posterior')`"
+            )
             raise self.error(got, f"{instead} reads the old draws, unchecked.")
         if expected != digest(json.dumps(record)):
             raise self.error("whose run.json is damaged", RESTORE)
         if version != FORMAT:
-            raise self.error(f"of format {version} where {FORMAT} is read", "Pass the name of a new folder.")
+            raise self.error(
+                f"of format {version} where {FORMAT} is read",
+                "Pass the name of a new folder.",
+            )
         return dict(record)
 
     def numbers(self) -> list[int]:
@@ -113,8 +150,14 @@ class Place:
         """The file of a state."""
         return self.path / f"state-{number:08d}.npz"
 
-    def latest(self, run: str, like: Any = None, valid: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
-        """The last state that is whole; ``None`` before the first. It warns of those that it leaves out.
+    def latest(
+        self,
+        run: str,
+        like: Any = None,
+        valid: Callable[[Saved], bool] = lambda saved: True,
+    ) -> Saved | None:
+        """The last state that is whole; ``None`` before the first. It warns of those
+        that it leaves out.
 
         :param run: digest of the record to which a state must belong.
         :param like: a tree of the same structure, or ``None`` to read no tree.
@@ -127,11 +170,16 @@ class Place:
                 saved = self._read(number, run, like)
                 if saved is not None and valid(saved):
                     for other in damaged:
-                        text = f"block {other} in {str(self.path)!r} is damaged: the run goes on from the one before."
+                        text = (
+                            f"block {other} in {str(self.path)!r} is damaged: the run "
+                            f"goes on from the one before."
+                        )
                         warnings.warn(f"{self.call}: {text}", stacklevel=outside())
                     return saved
                 damaged.append(number)
-            if numbers == self.numbers():  # else another process has written states and removed these
+            if (
+                numbers == self.numbers()
+            ):  # else another process has written states and removed these
                 raise self.error("whose last blocks are all damaged or lost", RESTORE)
         if (self.path / "draws.zarr").exists():
             raise self.error("which has draws, but no state file", RESTORE)
@@ -141,26 +189,40 @@ class Place:
         try:
             arrays = _arrays_in(self.state_file(number))
             described = json.loads(bytes(arrays.pop("described")))
-            if described["values"] != digest(arrays) or described["run"] != run or described["number"] != number:
+            if (
+                described["values"] != digest(arrays)
+                or described["run"] != run
+                or described["number"] != number
+            ):
                 return None
             template, structure = jax.tree.flatten(like)
-            leaves = [restored(arrays[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)]
+            leaves = [
+                restored(arrays[f"leaf_{i}"], leaf) for i, leaf in enumerate(template)
+            ]
         except DAMAGE:
             return None
-        more = {name.removeprefix("array_"): v for name, v in arrays.items() if name.startswith("array_")}
-        return Saved(number, jax.tree.unflatten(structure, leaves), described["notes"], more)
+        more = {
+            name.removeprefix("array_"): v
+            for name, v in arrays.items()
+            if name.startswith("array_")
+        }
+        return Saved(
+            number, jax.tree.unflatten(structure, leaves), described["notes"], more
+        )
 
 
 class Folder:
     """The folder of a run, held by one process at a time.
 
-    It is made, and what was started is described, with the first state; before that it is a lock, or nothing.
+    It is made, and what was started is described, with the first state; before that it
+    is a lock, or nothing.
 
     :param place: where it is.
-    :param description: what is started, by name: texts, or lists of parts, each with a label and a text.
+    :param description: what is started, by name: texts, or lists of parts, each with a
+        label and a text.
     :param more: what the record of a new run says besides, as JSON.
-    :raises OSError: if it cannot be written; ``ValueError`` if another process holds it, or if it holds other files
-        or another run (the error names what differs).
+    :raises OSError: if it cannot be written; ``ValueError`` if another process holds
+        it, or if it holds other files or another run (the error names what differs).
     """
 
     def __init__(self, place: Place, description: Mapping[str, Any]) -> None:
@@ -169,7 +231,9 @@ class Folder:
         #: What a new run's record says besides the description, as JSON.
         self.more: dict[str, Any] = {}
         filelock = import_extra(place.call, "filelock")
-        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self._made = [
+            folder for folder in (self.path, *self.path.parents) if not folder.exists()
+        ]
         try:
             self._refuse_others()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -177,7 +241,10 @@ class Folder:
             self._lock = filelock.FileLock(self.path / "lock", timeout=0)
             self._lock.acquire()
         except filelock.Timeout as cause:
-            raise place.error("which another process is writing", "Wait for it, or pass another folder.") from cause
+            raise place.error(
+                "which another process is writing",
+                "Wait for it, or pass another folder.",
+            ) from cause
         except OSError as cause:
             raise place.unwritable(cause) from cause
         try:
@@ -190,7 +257,9 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not (self.path / "run.json").exists():  # nothing was written: leave nothing behind
+        if not (
+            self.path / "run.json"
+        ).exists():  # nothing was written: leave nothing behind
             with suppress(OSError):
                 (self.path / "lock").unlink(missing_ok=True)
         self._lock.release()
@@ -199,13 +268,21 @@ class Folder:
                 folder.rmdir()
 
     def _refuse_others(self) -> None:
-        """Refuse a folder that was not made by a run, before anything in it is touched."""
-        names = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        """Refuse a folder that was not made by a run, before anything
+        in it is touched.
+        """
+        names = (
+            {entry.name for entry in self.path.iterdir()}
+            if self.path.exists()
+            else set()
+        )
         if "run.json" in names:
             return
         if "draws.zarr" in names or any(STATE.fullmatch(name) for name in names):
             raise self.place.error("which has lost its run.json", RESTORE)
-        others = sorted(name for name in names if name != "lock" and not PART.fullmatch(name))
+        others = sorted(
+            name for name in names if name != "lock" and not PART.fullmatch(name)
+        )
         if others:
             got = f"which holds other files, such as {others[0]!r}"
             raise self.place.error(got, "Pass the name of a new folder.")
@@ -218,19 +295,23 @@ class Folder:
             return
         if differences := _differences(record["description"], self.description):
             instead = "Pass a new folder, or all that this run was started with."
-            raise self.place.error(f"the run of something else: {'; '.join(differences)}", instead)
+            raise self.place.error(
+                f"the run of something else: {'; '.join(differences)}", instead
+            )
         for entry in self.path.iterdir():
             if PART.fullmatch(entry.name):
                 entry.unlink(missing_ok=True)
 
-    # -- states ------------------------------------------------------------------------------------------
+    # -- states ------------------------------------------------------------------------
 
     @property
     def run(self) -> str:
         """The digest of what was started, by which states know their run."""
         return digest(json.dumps(self.place.record()))
 
-    def latest(self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True) -> Saved | None:
+    def latest(
+        self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True
+    ) -> Saved | None:
         """The last state that is whole: :meth:`Place.latest`."""
         try:
             return self.place.latest(self.run, like, valid)
@@ -238,23 +319,47 @@ class Folder:
             return None
 
     def commit(
-        self, number: int, tree: Any, notes: Mapping[str, Any], more: Mapping[str, np.ndarray] | None = None
+        self,
+        number: int,
+        tree: Any,
+        notes: Mapping[str, Any],
+        more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write a state and more arrays, then remove the states that are no longer needed."""
+        """Write a state and more arrays, then remove the states that are no longer
+        needed.
+        """
         if not (self.path / "run.json").exists():
             record = {"format": FORMAT, "description": self.description, **self.more}
-            content = json.dumps({**record, "digest": digest(json.dumps(record))}, indent=1)
-            self._replace(self.path / "run.json", lambda file: file.write(content.encode()))
-        arrays = {f"leaf_{i}": raw(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-        arrays |= {f"array_{name}": np.asarray(value) for name, value in (more or {}).items()}
-        described = {"notes": dict(notes), "values": digest(arrays), "run": self.run, "number": number}
+            content = json.dumps(
+                {**record, "digest": digest(json.dumps(record))}, indent=1
+            )
+            self._replace(
+                self.path / "run.json", lambda file: file.write(content.encode())
+            )
+        arrays = {
+            f"leaf_{i}": raw(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))
+        }
+        arrays |= {
+            f"array_{name}": np.asarray(value) for name, value in (more or {}).items()
+        }
+        described = {
+            "notes": dict(notes),
+            "values": digest(arrays),
+            "run": self.run,
+            "number": number,
+        }
         arrays["described"] = np.frombuffer(json.dumps(described).encode(), np.uint8)
-        self._replace(self.place.state_file(number), lambda file: np.savez(file, allow_pickle=False, **arrays))
+        self._replace(
+            self.place.state_file(number),
+            lambda file: np.savez(file, allow_pickle=False, **arrays),
+        )
         for old in self.place.numbers()[:-KEPT]:
             self.place.state_file(old).unlink(missing_ok=True)
 
     def _replace(self, path: Path, write: Callable[[Any], Any]) -> None:
-        """Write a file that is replaced at once: under its name there is the old one or the whole new one."""
+        """Write a file that is replaced at once: under its name there is the old one or
+        the whole new one.
+        """
         part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
         try:
             with open(part, "wb") as file:
@@ -287,7 +392,9 @@ def import_extra(call: str, name: str) -> Any:
         return import_module(name)
     except ImportError as cause:
         instead = "Install it with `pip install numpyro_bnn[runs]`."
-        raise argument_error(call, "folder", f"no package {name} to write it with", instead, ImportError) from cause
+        raise argument_error(
+            call, "folder", f"no package {name} to write it with", instead, ImportError
+        ) from cause
 
 
 def sync(folder: Path) -> None:
@@ -304,28 +411,45 @@ def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[
     """The entries that differ, in words; at most three."""
     differing = []
     for name in {**expected, **found}:
-        if difference := _difference(name, found.get(name, "absent"), expected.get(name, "absent")):
+        if difference := _difference(
+            name, found.get(name, "absent"), expected.get(name, "absent")
+        ):
             differing.append(difference)
-    return differing[:3] + ([f"and {len(differing) - 3} more"] if len(differing) > 3 else [])
+    return differing[:3] + (
+        [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
+    )
 
 
 def _difference(name: str, was: Any, now: Any) -> str:
-    """How an entry differs, or ``""``; of parts, only the texts count, so that variables may be renamed."""
+    """How an entry differs, or ``""``; of parts, only the texts count, so that
+    variables may be renamed.
+    """
     if isinstance(was, list) and isinstance(now, list):
         for (_, one), (label, other) in zip(was, now, strict=False):
             if one != other:
                 return f"{name}{label} was {one}, is {other}"
-        return "" if len(was) == len(now) else f"{name} had {len(was)} parts, has {len(now)}"
+        return (
+            ""
+            if len(was) == len(now)
+            else f"{name} had {len(was)} parts, has {len(now)}"
+        )
     if was == now or (name.startswith(DENSITY) and _close(was, now)):
         return ""
-    shown = (f"{value[0][1]}, ..." if isinstance(value, list) else value for value in (was, now))
+    shown = (
+        f"{value[0][1]}, ..." if isinstance(value, list) else value
+        for value in (was, now)
+    )
     return "{} was {}, is {}".format(name, *shown)
 
 
 def _close(one: str, other: str) -> bool:
-    """Whether log densities, each with the sum of the sizes of its terms, are the same but for rounding."""
+    """Whether log densities, each with the sum of the sizes of its terms, are the same
+    but for rounding.
+    """
     try:
-        first, second = (np.array(text.split(), float).reshape(-1, 2) for text in (one, other))
+        first, second = (
+            np.array(text.split(), float).reshape(-1, 2) for text in (one, other)
+        )
     except ValueError:  # absent
         return False
     if first.shape != second.shape:
@@ -334,30 +458,44 @@ def _close(one: str, other: str) -> bool:
     return bool(np.all(near | (first == second) | (np.isnan(first) & np.isnan(second))))
 
 
-# -- trees of arrays ----------------------------------------------------------------------------------------------
+# -- trees of arrays -------------------------------------------------------------------
 
 
 def digest(tree: Any) -> str:
-    """A hash of all arrays, numbers and texts of a tree; of other objects only their types enter."""
+    """A hash of all arrays, numbers and texts of a tree; of other objects only their
+    types enter.
+    """
     found = hashlib.sha256()
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         plain = isinstance(leaf, str | bytes | int | float | complex)
-        leaf = np.frombuffer(leaf.digest(), np.uint8) if isinstance(leaf, Rows) else leaf
-        array = raw(leaf) if hasattr(leaf, "dtype") else np.asarray(str(leaf if plain else type(leaf)))
-        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode())
+        leaf = (
+            np.frombuffer(leaf.digest(), np.uint8) if isinstance(leaf, Rows) else leaf
+        )
+        array = (
+            raw(leaf)
+            if hasattr(leaf, "dtype")
+            else np.asarray(str(leaf if plain else type(leaf)))
+        )
+        found.update(
+            f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode()
+        )
         found.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     return found.hexdigest()
 
 
 def raw(leaf: Any) -> np.ndarray:
-    """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16 and the like."""
+    """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16
+    and the like.
+    """
     array = np.asarray(key_numbers(leaf))
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
 def restored(array: np.ndarray, leaf: Any) -> jax.Array:
-    """The leaf that :func:`raw` was given, of the kind, shape and dtype of ``leaf``; else a ``ValueError``."""
+    """The leaf that :func:`raw` was given, of the kind, shape and dtype of ``leaf``;
+    else a ``ValueError``.
+    """
     if array.shape != raw(leaf).shape or array.dtype != raw(leaf).dtype:
         raise ValueError("a leaf of another shape or dtype")
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -369,4 +507,8 @@ def restored(array: np.ndarray, leaf: Any) -> jax.Array:
 def with_keys(numbers: Any, leaf: jax.Array) -> Any:
     """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
     typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf)) if typed else numbers
+    return (
+        jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
+        if typed
+        else numbers
+    )

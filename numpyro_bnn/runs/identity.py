@@ -1,6 +1,8 @@
-"""What a run is of: a description in words and hashes, compared before a run is resumed.
+"""What a run is of: a description in words and hashes, compared before a run is
+resumed.
 
-Code is compared as Python runs it (:mod:`numpyro_bnn.runs.code`), models by the log densities of their sites as well.
+Code is compared as Python runs it (:mod:`numpyro_bnn.runs.code`), models by the log
+densities of their sites as well.
 """
 
 import sys
@@ -24,37 +26,51 @@ from numpyro_bnn.runs.folder import DENSITY, digest
 SEEDS = range(3)  # of prior draws at which the densities of a model are compared
 
 
-def read_model(call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
+def read_model(
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> Reading:
     """The model on its data; an error about arguments that it does not take."""
     try:
         return Reading(model, args, kwargs, full=False)
     except (TypeError, NotImplementedError, AttributeError) as cause:
         got = f"arguments with which the model fails ({cause})"
-        raise argument_error(call, "args", got, "Pass those that the model takes.") from cause
+        raise argument_error(
+            call, "args", got, "Pass those that the model takes."
+        ) from cause
 
 
-def described_model(reading: Reading, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Sites by name with shape and support, data by place, and log densities at three draws from the prior."""
+def described_model(
+    reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Sites by name with shape and support, data by place, and log densities at three
+    draws from the prior.
+    """
     found: dict[str, Any] = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
             kind = "observed" if site["is_observed"] else "latent"
             value = jax.eval_shape(lambda v: v, site["value"])
-            found[f"site {name}"] = f"{kind}, {value.dtype}{list(value.shape)}, {type(site['fn'].support).__name__}"
+            found[f"site {name}"] = (
+                f"{kind}, {value.dtype}{list(value.shape)}, "
+                f"{type(site['fn'].support).__name__}"
+            )
         elif site["type"] == "plate":
             found[f"plate {name}"] = f"{site['args']}"
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)))
     for path, leaf in leaves:
         place = jax.tree_util.keystr(path)
         if hasattr(leaf, "dtype"):
-            found[f"argument {place}"] = f"{leaf.dtype}{list(leaf.shape)} {digest(leaf)[:16]}"
+            found[f"argument {place}"] = (
+                f"{leaf.dtype}{list(leaf.shape)} {digest(leaf)[:16]}"
+            )
         else:
             found[f"argument {place}"] = described_value(leaf)
     return found | _densities(reading)
 
 
 def _densities(reading: Reading) -> dict[str, str]:
-    """For each site, its log density at some draws from the prior, and the sum of the sizes of its terms.
+    """For each site, its log density at some draws from the prior, and the sum of the
+    sizes of its terms.
 
     Site by site: a sum over all rows would hide what changes in a prior.
     """
@@ -68,7 +84,9 @@ def _densities(reading: Reading) -> dict[str, str]:
                 found[name] = jnp.stack([jnp.sum(terms), jnp.sum(jnp.abs(terms))])
         return found
 
-    numbers = [jax.device_get(reading.run(sums, values)) for values in reading.draw(SEEDS)]
+    numbers = [
+        jax.device_get(reading.run(sums, values)) for values in reading.draw(SEEDS)
+    ]
     texts: dict[str, str] = {}
     for name in numbers[0]:
         pairs = [number for at_draw in numbers for number in at_draw[name]]
@@ -76,12 +94,17 @@ def _densities(reading: Reading) -> dict[str, str]:
     return texts
 
 
-def functions_of_data(reading: Reading, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
-    """Names on disk of the deterministic sites that are functions of the data: the export of a run leaves them out.
+def functions_of_data(
+    reading: Reading, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Names on disk of the deterministic sites that are functions of the data: the
+    export of a run leaves them out.
 
     :param reading: the model on these arguments.
     """
-    names = [name for name, site in reading.sites.items() if site["type"] == "deterministic"]
+    names = [
+        name for name, site in reading.sites.items() if site["type"] == "deterministic"
+    ]
     if not names:
         return []
 
@@ -112,14 +135,20 @@ def described_options(what: str, method: Any) -> dict[str, Any]:
     found: dict[str, Any] = {what: type(method).__name__}
     for name, value in options_of(method).items():
         if isinstance(value, MCMCKernel):
-            found |= {f"inner {key}": text for key, text in described_options(what, value).items()}
+            found |= {
+                f"inner {key}": text
+                for key, text in described_options(what, value).items()
+            }
         else:
-            found["model" if name == "model" else f"option {name}"] = described_value(value)
+            found["model" if name == "model" else f"option {name}"] = described_value(
+                value
+            )
     return found
 
 
 def described_versions() -> dict[str, str]:
-    """Versions of Python and of packages, and the precision: draws are the same bit for bit only in the same ones.
+    """Versions of Python and of packages, and the precision: draws are the same bit for
+    bit only in the same ones.
 
     Code is compared as Python runs it, which is another in each of its versions.
     """

@@ -1,4 +1,6 @@
-"""``start``: run an ``MCMC`` in blocks that are kept in a folder, or go on with the run that is there."""
+"""``start``: run an ``MCMC`` in blocks that are kept in a folder, or go on with the run
+that is there.
+"""
 
 import os
 import time
@@ -19,7 +21,17 @@ from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Wanted
-from numpyro_bnn.runs.draws import SITES, STATISTICS, Block, Draws, Layout, blocks_in, check_names, stored, table
+from numpyro_bnn.runs.draws import (
+    SITES,
+    STATISTICS,
+    Block,
+    Draws,
+    Layout,
+    blocks_in,
+    check_names,
+    stored,
+    table,
+)
 from numpyro_bnn.runs.folder import Folder, Place, Saved, digest, import_extra
 from numpyro_bnn.runs.identity import (
     described_model,
@@ -35,46 +47,80 @@ DTYPES = ("float16", "float32", "float64")
 
 
 class Run:
-    """A run in a folder: what :func:`start` returns, and what :func:`~numpyro_bnn.to_inference_data` takes.
+    """A run in a folder: what :func:`start` returns, and what
+    :func:`~numpyro_bnn.to_inference_data` takes.
 
-    ``num_draws`` is the number of draws of each chain on disk, ``complete`` whether all that were asked for are
-    there, ``last_state`` the state of the kernel after them. It can be pickled: the draws stay in the folder.
+    ``num_draws`` is the number of draws of each chain on disk, ``complete`` whether all
+    that were asked for are there, ``last_state`` the state of the kernel after them. It
+    can be pickled: the draws stay in the folder.
 
     >>> Run.__name__
     'Run'
     """
 
     def __init__(
-        self, chains: Chains, draws: Draws | None, state: Any, num_draws: int, complete: bool, given: tuple
+        self,
+        chains: Chains,
+        draws: Draws | None,
+        state: Any,
+        num_draws: int,
+        complete: bool,
+        given: tuple,
     ) -> None:
-        self._mcmc, self._kernel, self._draws, self._given = chains.mcmc, chains.kernel, draws, given
+        self._mcmc, self._kernel, self._draws, self._given = (
+            chains.mcmc,
+            chains.kernel,
+            draws,
+            given,
+        )
         self._names = [name for values in chains.shapes.values() for name in values]
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
 
     @checked("Run.get_samples")
     def get_samples(self, group_by_chain: Switch = False) -> dict[str, np.ndarray]:
-        """Draws by site as ``MCMC.get_samples`` returns them, read from disk: (C * S, ...), or (C, S, ...)."""
+        """Draws by site as ``MCMC.get_samples`` returns them, read from disk: (C * S,
+        ...), or (C, S, ...).
+        """
         return self._read(SITES, group_by_chain)
 
     @checked("Run.get_extra_fields")
     def get_extra_fields(self, group_by_chain: Switch = False) -> dict[str, np.ndarray]:
-        """Statistics of the draws, by field, as ``MCMC.get_extra_fields`` returns them."""
+        """Statistics of the draws, by field, as
+        ``MCMC.get_extra_fields`` returns them.
+        """
         return self._read(STATISTICS, group_by_chain)
 
     def _read(self, group: str, group_by_chain: bool) -> dict[str, np.ndarray]:
         if self._draws is None:
-            raise RuntimeError("runs.Run: the first process has the draws: `if jax.process_index() == 0: ...`.")
+            raise RuntimeError(
+                "runs.Run: the first process has the draws: `if jax.process_index() == "
+                "0: ...`."
+            )
         found = self._draws.read(group)
-        values = {name: found[stored(name)] for name in self._names if stored(name) in found}
-        return {n: v if group_by_chain else v.reshape(-1, *v.shape[2:]) for n, v in values.items()}
+        values = {
+            name: found[stored(name)] for name in self._names if stored(name) in found
+        }
+        return {
+            n: v if group_by_chain else v.reshape(-1, *v.shape[2:])
+            for n, v in values.items()
+        }
 
     @property
     def mcmc(self) -> MCMC:
-        """A ``MCMC`` with the draws of this run in memory, for its other methods, such as ``print_summary``."""
+        """A ``MCMC`` with the draws of this run in memory, for its other methods, such
+        as ``print_summary``.
+        """
         found = copy(self._mcmc)
         found.sampler, found._args, found._kwargs = self._kernel, *self._given
-        fields = {found._sample_field: self.get_samples(True), **self.get_extra_fields(True)}
-        found._states, found._states_flat, found._last_state = fields, None, self.last_state
+        fields = {
+            found._sample_field: self.get_samples(True),
+            **self.get_extra_fields(True),
+        }
+        found._states, found._states_flat, found._last_state = (
+            fields,
+            None,
+            self.last_state,
+        )
         found.num_samples = self.num_draws * found.thinning
         return found
 
@@ -94,35 +140,44 @@ def start(
     progress_bar: Switch = True,
     **kwargs: Any,
 ) -> Run:
-    """Run an ``MCMC`` and keep it in a folder; the same call goes on where an earlier one ended.
+    """Run an ``MCMC`` and keep it in a folder; the same call goes on where an earlier
+    one ended.
 
-    A run survives whatever ends its process, in warm-up too: at most one block is computed again, and the draws are
-    those of a run that was not interrupted, bit for bit on the same devices. They are those of ``mcmc.run``. A call
-    with a larger ``num_samples`` adds draws. Draws go to disk block by block, so memory does not grow with their
-    number. Ctrl-C returns the draws so far.
+    A run survives whatever ends its process, in warm-up too: at most one block is
+    computed again, and the draws are those of a run that was not interrupted, bit for
+    bit on the same devices. They are those of ``mcmc.run``. A call with a larger
+    ``num_samples`` adds draws. Draws go to disk block by block, so memory does not grow
+    with their number. Ctrl-C returns the draws so far.
 
-    The folder holds ``draws.zarr`` (groups ``posterior`` and ``sample_stats``, which ``xarray.open_zarr`` reads, also
-    while the run goes on), the last two states, and ``run.json``, which says what was started. Blocks of draws have
-    digests, which are checked whenever they are read. It needs the extra ``numpyro_bnn[runs]``.
+    The folder holds ``draws.zarr`` (groups ``posterior`` and ``sample_stats``, which
+    ``xarray.open_zarr`` reads, also while the run goes on), the last two states, and
+    ``run.json``, which says what was started. Blocks of draws have digests, which are
+    checked whenever they are read. It needs the extra ``numpyro_bnn[runs]``.
 
     :param folder: name of the folder, which is made with the first state.
-    :param mcmc: kernel, numbers of chains and draws, ``thinning`` and ``chain_method``: ``"sequential"``,
-        ``"vectorized"``, :func:`~numpyro_bnn.infer.parallel_vectorized`, or ``"parallel"``, which is the same.
+    :param mcmc: kernel, numbers of chains and draws, ``thinning`` and ``chain_method``:
+        ``"sequential"``, ``"vectorized"``,
+        :func:`~numpyro_bnn.infer.parallel_vectorized`, or ``"parallel"``, which is the
+        same.
     :param rng_key: key of the run.
     :param args: arguments of the model.
     :param extra_fields: more fields of the kernel's state to keep, as for ``mcmc.run``.
     :param init_params: initial values, as for ``mcmc.run``.
-    :param sites: patterns of the sites to keep, such as ``("sigma", "net/*")``; by default all.
-    :param dtype: of the kept values of sites, ``"float16"`` to halve the space; by default as they are.
-    :param mesh: devices, such as ``jax.make_mesh((2, 4), ("chain", "data"))``: chains are split along the axis
-        ``"chain"``, rows of plates along ``"data"``. Also over several processes, each of which makes the same call
-        after ``jax.distributed.initialize``; the first one writes.
+    :param sites: patterns of the sites to keep, such as ``("sigma", "net/*")``; by
+        default all.
+    :param dtype: of the kept values of sites, ``"float16"`` to halve the space; by
+        default as they are.
+    :param mesh: devices, such as ``jax.make_mesh((2, 4), ("chain", "data"))``: chains
+        are split along the axis ``"chain"``, rows of plates along ``"data"``. Also over
+        several processes, each of which makes the same call after
+        ``jax.distributed.initialize``; the first one writes.
     :param block_seconds: seconds between two writes, about.
     :param progress_bar: show a bar over the transitions of all chains.
     :param kwargs: keyword arguments of the model.
     :return: the run, which :func:`~numpyro_bnn.to_inference_data` takes.
-    :raises ValueError: for a folder of another run (the error names what differs), one that another process writes,
-        or one whose files are damaged or lost; OSError: for a folder that cannot be written; ImportError: no zarr.
+    :raises ValueError: for a folder of another run (the error names what differs), one
+        that another process writes, or one whose files are damaged or lost; OSError:
+        for a folder that cannot be written; ImportError: no zarr.
 
     >>> import tempfile, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> from numpyro.infer import MCMC, BarkerMH
@@ -131,22 +186,31 @@ def start(
     ...     numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
     >>> mcmc = MCMC(BarkerMH(model), num_warmup=5, num_samples=20)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     run = start(folder, mcmc, jax.random.key(0), jnp.ones(3), progress_bar=False)
+    ...     run = start(
+    ...         folder, mcmc, jax.random.key(0), jnp.ones(3), progress_bar=False
+    ...     )
     ...     run.get_samples()["mean"].shape
     (20,)
     """
     _check(mcmc, extra_fields, sites, (rng_key, args, kwargs, init_params))
     import_extra(CALL, "zarr")
     names = (*mcmc.sampler.default_fields, *extra_fields)
-    fields = tuple(dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field))
+    fields = tuple(
+        dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field)
+    )
     wanted = Wanted(sites, dtype, fields)
     spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
     given = as_arrays(args, kwargs, CALL)
     reading = read_model(CALL, mcmc.sampler.model, *given)
-    sizes = {site["args"][0] for site in reading.sites.values() if site["type"] == "plate"}
+    sizes = {
+        site["args"][0] for site in reading.sites.values() if site["type"] == "plate"
+    }
     chains = Chains(mcmc, *given, wanted, spread, sizes if spread.by_rows else ())
     description = {
-        **{name: str(getattr(mcmc, name)) for name in ("num_chains", "num_warmup", "thinning")},
+        **{
+            name: str(getattr(mcmc, name))
+            for name in ("num_chains", "num_warmup", "thinning")
+        },
         "rng_key": digest(rng_key)[:16],
         "init_params": digest(init_params)[:16],
         "sites": str(sites and sorted(sites)),
@@ -159,8 +223,12 @@ def start(
     with ExitStack() as stack:
 
         def opened() -> Folder:
-            held = stack.enter_context(Folder(Place.of(CALL, "folder", folder), description))
-            held.more["functions"] = functions_of_data(reading, mcmc.sampler.model, *given)
+            held = stack.enter_context(
+                Folder(Place.of(CALL, "folder", folder), description)
+            )
+            held.more["functions"] = functions_of_data(
+                reading, mcmc.sampler.model, *given
+            )
             return held
 
         held = spread.from_first(opened)
@@ -174,45 +242,69 @@ def start(
 
 
 class _Loop:
-    """Blocks of a run: transitions of the warm-up, then draws; after each of them everything is on disk.
+    """Blocks of a run: transitions of the warm-up, then draws; after each of them
+    everything is on disk.
 
     :param folder: ``None`` in all processes but the first one.
     """
 
     def __init__(self, chains: Chains, folder: Any, block_seconds: float) -> None:
-        self.chains, self.spread, self.folder, self.seconds = chains, chains.spread, folder, block_seconds
+        self.chains, self.spread, self.folder, self.seconds = (
+            chains,
+            chains.spread,
+            folder,
+            block_seconds,
+        )
         mcmc = chains.mcmc
-        self.warmup, self.draws_wanted = mcmc.num_warmup, mcmc.num_samples // mcmc.thinning
+        self.warmup, self.draws_wanted = (
+            mcmc.num_warmup,
+            mcmc.num_samples // mcmc.thinning,
+        )
         self.warmed = self.draws_done = self.number = self.diverging = 0
-        self.pace = self.ended = 0.0  # seconds per transition, and when the last block ended; 0 if not known
+        self.pace = self.ended = (
+            0.0  # seconds per transition, and when the last block ended; 0 if not known
+        )
 
     def begin(self, rng_key: jax.Array, init_params: Any) -> None:
         """The first state, or the last one on disk."""
         self.state = self.chains.start(rng_key, init_params)
         self.draws = self.spread.from_first(self._described)
-        numbers, self.state = self.spread.from_first(self._saved, (np.zeros(4, np.int64), self.state))
-        self.number, self.warmed, self.draws_done, self.diverging = (int(number) for number in numbers)
+        numbers, self.state = self.spread.from_first(
+            self._saved, (np.zeros(4, np.int64), self.state)
+        )
+        self.number, self.warmed, self.draws_done, self.diverging = (
+            int(number) for number in numbers
+        )
         self.last = self.state  # on the host of every process
 
     def _described(self) -> Draws:
         check_names(CALL, self.chains.shapes)
         likes = _on_disk(self.chains.shapes)
         self.folder.more["variables"] = {
-            group: {name: [str(like.dtype), list(like.shape)] for name, like in values.items()}
+            group: {
+                name: [str(like.dtype), list(like.shape)]
+                for name, like in values.items()
+            }
             for group, values in likes.items()
         }
         return Draws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
     def _saved(self) -> tuple[np.ndarray, Any]:
-        """Of the last state on disk: its number, steps of the warm-up, draws, and divergences; and that state."""
+        """Of the last state on disk: its number, steps of the warm-up, draws, and
+        divergences; and that state.
+        """
         saved = self.folder.latest(self.state, self._is_whole)
         if saved is None:
             return np.zeros(4, np.int64), self.state
         self.draws.check(slice(-1))
-        return np.array([saved.number, *(saved.notes[n] for n in ("warmed", "draws", "diverging"))]), saved.tree
+        return np.array(
+            [saved.number, *(saved.notes[n] for n in ("warmed", "draws", "diverging"))]
+        ), saved.tree
 
     def _is_whole(self, saved: Saved) -> bool:
-        """Whether the last block of draws before a state is on disk; the earlier ones cannot be made again."""
+        """Whether the last block of draws before a state is on disk; the earlier ones
+        cannot be made again.
+        """
         self.draws.blocks = blocks_in(saved.arrays)
         try:
             self.draws.check(slice(-1, None))
@@ -237,17 +329,27 @@ class _Loop:
             except KeyboardInterrupt:
                 if not self.draws_done or self.spread.several:
                     raise
-                return f"interrupted: {self.draws_done} of {self.draws_wanted} draws; the same call goes on."
+                return (
+                    f"interrupted: {self.draws_done} of {self.draws_wanted} draws; the "
+                    f"same call goes on."
+                )
             except jax.errors.JaxRuntimeError as cause:
                 if not self.spread.several:
                     raise
-                text = "Start all processes again: the same call goes on from the last block."
-                raise RuntimeError(f"{CALL}: another process of this run may have ended. {text}") from cause
+                text = (
+                    "Start all processes again: the same call goes on from the last "
+                    "block."
+                )
+                raise RuntimeError(
+                    f"{CALL}: another process of this run may have ended. {text}"
+                ) from cause
         return ""
 
     def _warm_up(self, bar: tqdm.tqdm) -> None:
         while self.warmed < self.warmup:
-            count = min(self._agreed(self._steps_in, self.seconds), self.warmup - self.warmed)
+            count = min(
+                self._agreed(self._steps_in, self.seconds), self.warmup - self.warmed
+            )
             state, _ = jax.block_until_ready(self.chains.advance(self.state, count, 0))
             self._note_pace(count)
             self._commit(state, warmed=self.warmed + count)
@@ -261,8 +363,12 @@ class _Loop:
             jax.block_until_ready(self.chains.advance(self.state, 1, 0))
             self._note_pace(1)
         longest = min(self.chains.capacity, total)
-        wanted = int(np.clip(self._agreed(self._steps_in, self.seconds) // thinning, 1, longest))
-        block = self._agreed(lambda number: self.draws.draws_per_block(int(number)), wanted)
+        wanted = int(
+            np.clip(self._agreed(self._steps_in, self.seconds) // thinning, 1, longest)
+        )
+        block = self._agreed(
+            lambda number: self.draws.draws_per_block(int(number)), wanted
+        )
         layout = Layout(self.chains.mcmc.num_chains, total, block)
         start: int = self.draws_done
         launched: Any = None
@@ -272,20 +378,29 @@ class _Loop:
             state, kept = launched or self.chains.advance(self.state, 0, stop - start)
             after = min(stop + block, total)
             # The device goes on while this block is written.
-            launched = self.chains.advance(state, 0, after - stop) if after > stop else None
+            launched = (
+                self.chains.advance(state, 0, after - stop) if after > stop else None
+            )
             found = self.chains.fetch(kept, stop - start)
             self._note_pace((stop - start) * thinning)
             self._check_range(found[SITES])
-            if not self.number:  # draws without a state would be taken for a run that has lost its states
+            # draws without a state would be taken for a run that has lost its states
+            if not self.number:
                 self._commit(self.state)
-            blocks = self.draws.write(start, stop, _on_disk(found), layout) if self.draws else ()
+            blocks = (
+                self.draws.write(start, stop, _on_disk(found), layout)
+                if self.draws
+                else ()
+            )
             self.diverging += int(np.sum(found[STATISTICS].get("diverging", 0)))
             self._commit(state, draws=stop, blocks=blocks)
             self._show(bar, "sampling", (stop - start) * thinning)
             start = stop
 
     def _note_pace(self, steps: int) -> None:
-        """Seconds per transition since the last block ended; unknown after the first one, which compiles."""
+        """Seconds per transition since the last block ended; unknown after the first
+        one, which compiles.
+        """
         now = time.perf_counter()
         self.pace = (now - self.ended) / steps if self.ended else 0.0
         self.ended = now
@@ -298,9 +413,20 @@ class _Loop:
         for name, value in values.items():
             if self.chains.wanted.dtype == "float16" and np.isinf(value).any():
                 got = f"'float16', in which a draw of {name!r} would be infinite"
-                raise argument_error(CALL, "dtype", got, "Keep this run in another folder with `dtype='float32'`.")
+                raise argument_error(
+                    CALL,
+                    "dtype",
+                    got,
+                    "Keep this run in another folder with `dtype='float32'`.",
+                )
 
-    def _commit(self, state: Any, warmed: int | None = None, draws: int = 0, blocks: tuple[Block, ...] = ()) -> None:
+    def _commit(
+        self,
+        state: Any,
+        warmed: int | None = None,
+        draws: int = 0,
+        blocks: tuple[Block, ...] = (),
+    ) -> None:
         warmed = self.warmed if warmed is None else warmed
         notes = {"warmed": warmed, "draws": draws, "diverging": self.diverging}
         whole = self.spread.whole(state)
@@ -312,7 +438,14 @@ class _Loop:
         self.number, self.warmed, self.draws_done, self.state, self.last = reached
 
     def _show(self, bar: tqdm.tqdm, phase: str, steps: int) -> None:
-        size = next((found for name in STEP_SIZES if (found := _value(self.last, name)) is not None), None)
+        size = next(
+            (
+                found
+                for name in STEP_SIZES
+                if (found := _value(self.last, name)) is not None
+            ),
+            None,
+        )
         text = "" if size is None else f"step size {float(np.median(size)):.2e}"
         text += f", {self.diverging} diverging" if self.diverging else ""
         bar.set_description(phase, refresh=False)
@@ -322,7 +455,10 @@ class _Loop:
 
 def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Values by the names that they have on disk."""
-    return {group: {stored(name): value for name, value in values.items()} for group, values in groups.items()}
+    return {
+        group: {stored(name): value for name, value in values.items()}
+        for group, values in groups.items()
+    }
 
 
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
@@ -336,21 +472,42 @@ def _value(state: Any, name: str) -> Any:
 
 def _check(mcmc: MCMC, extra_fields: Any, sites: Any, given: Any) -> None:
     """Refuse what cannot be run in blocks, before any work."""
-    refuse_tracers(CALL, "It runs on the host: call it outside of `jit` and `vmap`.", given)
+    refuse_tracers(
+        CALL, "It runs on the host: call it outside of `jit` and `vmap`.", given
+    )
     for name, value in (("extra_fields", extra_fields), ("sites", sites)):
         listed = isinstance(value, Collection) and not isinstance(value, str)
-        if value is not None and not (listed and all(isinstance(part, str) for part in value)):
+        if value is not None and not (
+            listed and all(isinstance(part, str) for part in value)
+        ):
             raise argument_error(CALL, name, value, "Pass a tuple of names.", TypeError)
     if mcmc.sampler.model is None:
         got = "an MCMC of a potential function"
-        raise argument_error(CALL, "mcmc", got, "Make the kernel from a model, so that its draws have names.")
+        raise argument_error(
+            CALL,
+            "mcmc",
+            got,
+            "Make the kernel from a model, so that its draws have names.",
+        )
     if mcmc.post_warmup_state is not None:
         got = "an MCMC with a `post_warmup_state`"
-        raise argument_error(CALL, "mcmc", got, "Pass a new `MCMC`: the folder keeps the state to go on from.")
+        raise argument_error(
+            CALL,
+            "mcmc",
+            got,
+            "Pass a new `MCMC`: the folder keeps the state to go on from.",
+        )
     if mcmc.num_samples % mcmc.thinning:
         got = f"num_samples={mcmc.num_samples} with thinning={mcmc.thinning}"
-        raise argument_error(CALL, "mcmc", got, "Take a multiple of `thinning`, so that draws can be added later.")
+        raise argument_error(
+            CALL,
+            "mcmc",
+            got,
+            "Take a multiple of `thinning`, so that draws can be added later.",
+        )
     methods = ("sequential", "vectorized", "parallel", parallel_vectorized, jax.vmap)
     if mcmc.num_chains > 1 and mcmc.chain_method not in methods:
         instead = "Use 'vectorized' or `infer.parallel_vectorized`."
-        raise argument_error(CALL, "mcmc", f"chain_method={mcmc.chain_method!r}", instead)
+        raise argument_error(
+            CALL, "mcmc", f"chain_method={mcmc.chain_method!r}", instead
+        )

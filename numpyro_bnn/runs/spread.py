@@ -1,4 +1,6 @@
-"""How the chains and the rows of a run are spread over devices, of one process or of several."""
+"""How the chains and the rows of a run are spread over devices, of one process or of
+several.
+"""
 
 import re
 import warnings
@@ -19,16 +21,24 @@ from numpyro_bnn.program.rows import refuse_rows
 from numpyro_bnn.runs.folder import raw, restored, with_keys
 
 AXES = CHAIN, DATA = "chain", "data"
-BY_CHAIN, BY_DRAW, SAME = PartitionSpec(CHAIN), PartitionSpec(None, CHAIN), PartitionSpec()
-_MOVED = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(")
+BY_CHAIN, BY_DRAW, SAME = (
+    PartitionSpec(CHAIN),
+    PartitionSpec(None, CHAIN),
+    PartitionSpec(),
+)
+_MOVED = re.compile(
+    r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+)
 _SHAPE = re.compile(r"\[([\d,]+)\]")
 
 
 class Spread:
-    """Chains along the axis ``"chain"`` of a mesh, rows along its axis ``"data"``; all processes run one program.
+    """Chains along the axis ``"chain"`` of a mesh, rows along its axis ``"data"``; all
+    processes run one program.
 
-    What the program needs beyond the chains and rows of its own device it gets by the collective operations of XLA.
-    Only the first process writes to the disk; the others learn from it what was there.
+    What the program needs beyond the chains and rows of its own device it gets by the
+    collective operations of XLA. Only the first process writes to the disk; the others
+    learn from it what was there.
 
     :param mesh: ``None`` for one device.
     """
@@ -42,7 +52,7 @@ class Spread:
         self.by_chain = mesh is not None and mesh.shape[CHAIN] > 1
         self.by_rows = mesh is not None and mesh.shape.get(DATA, 1) > 1
 
-    # -- arrays --------------------------------------------------------------------------------------
+    # -- arrays ------------------------------------------------------------------------
 
     def chains(self, state: Any) -> Any:
         """States of all chains, each on its devices."""
@@ -56,29 +66,49 @@ class Spread:
         if not self.by_chain:
             return shapes
         part = NamedSharding(self.mesh, BY_CHAIN).shard_shape
-        return jax.tree.map(lambda like: jax.ShapeDtypeStruct(part(like.shape), like.dtype), shapes)
+        return jax.tree.map(
+            lambda like: jax.ShapeDtypeStruct(part(like.shape), like.dtype), shapes
+        )
 
     def same(self, value: Any) -> Any:
         """An array on all devices."""
         return value if self.mesh is None else self._placed(value, SAME)
 
-    def rows(self, arrays: Mapping[str, Any], split: Collection[str]) -> dict[str, jax.Array]:
-        """Data by place, some of them in parts, of which the last one is filled up with copies of rows."""
+    def rows(
+        self, arrays: Mapping[str, Any], split: Collection[str]
+    ) -> dict[str, jax.Array]:
+        """Data by place, some of them in parts, of which the last one is filled up with
+        copies of rows.
+        """
         parts = set(split if self.by_rows else ())
-        return {place: self._parts(a) if place in parts else self.same(a) for place, a in arrays.items()}
+        return {
+            place: self._parts(a) if place in parts else self.same(a)
+            for place, a in arrays.items()
+        }
 
     def _parts(self, array: Any) -> jax.Array:
         missing = -len(array) % self.mesh.shape[DATA]
-        filled = np.resize(array, (len(array) + missing, *np.shape(array)[1:])) if missing else array
+        filled = (
+            np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
+            if missing
+            else array
+        )
         return self._placed(filled, PartitionSpec(DATA))
 
-    def cut(self, arrays: Mapping[str, jax.Array], lengths: Mapping[str, int]) -> dict[str, jax.Array]:
+    def cut(
+        self, arrays: Mapping[str, jax.Array], lengths: Mapping[str, int]
+    ) -> dict[str, jax.Array]:
         """Inside of the program: rows without the copies."""
-        return {place: array[: lengths[place]] if place in lengths else array for place, array in arrays.items()}
+        return {
+            place: array[: lengths[place]] if place in lengths else array
+            for place, array in arrays.items()
+        }
 
     def _placed(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
         sharding = NamedSharding(self.mesh, spec)
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
+            sharding, leaf.ndim
+        ):
             return leaf
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return with_keys(self._placed(jax.random.key_data(leaf), spec), leaf)
@@ -89,19 +119,27 @@ class Spread:
         """Arrays on the devices of all processes as arrays of every process."""
         if not self.several:
             return tree
-        numbers = multihost_utils.process_allgather(jax.tree.map(key_numbers, tree), tiled=True)
+        numbers = multihost_utils.process_allgather(
+            jax.tree.map(key_numbers, tree), tiled=True
+        )
         return jax.tree.map(with_keys, numbers, tree)
 
-    # -- programs ------------------------------------------------------------------------------------
+    # -- programs ----------------------------------------------------------------------
 
     def compiled(self, advance: Callable, *given: Any) -> Callable:
-        """``advance(state, first, count, inputs)`` for the shapes ``given``, every device with its own chains.
+        """``advance(state, first, count, inputs)`` for the shapes ``given``, every
+        device with its own chains.
 
         Along the axis of the rows, XLA splits the work where the data are split.
         """
         if self.by_chain:
-            specs: dict[str, Any] = {"in_specs": (BY_CHAIN, SAME, SAME, SAME), "out_specs": (BY_CHAIN, BY_DRAW)}
-            advance = jax.shard_map(advance, mesh=self.mesh, axis_names={CHAIN}, check_vma=False, **specs)
+            specs: dict[str, Any] = {
+                "in_specs": (BY_CHAIN, SAME, SAME, SAME),
+                "out_specs": (BY_CHAIN, BY_DRAW),
+            }
+            advance = jax.shard_map(
+                advance, mesh=self.mesh, axis_names={CHAIN}, check_vma=False, **specs
+            )
         program = jax.jit(advance).lower(*given).compile()
         if self.by_rows:
             self._warn_of_moved_rows(program.as_text() or "", given[-1])
@@ -110,20 +148,37 @@ class Spread:
     def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, jax.Array]) -> None:
         """Warn of a program that collects all rows on every device, in each step."""
         parts = NamedSharding(self.mesh, PartitionSpec(DATA))
-        largest = max((a for a in inputs.values() if a.sharding.is_equivalent_to(parts, a.ndim)), key=np.size)
-        moved = {tuple(map(int, sizes.split(","))) for sent in _MOVED.findall(text) for sizes in _SHAPE.findall(sent)}
+        largest = max(
+            (a for a in inputs.values() if a.sharding.is_equivalent_to(parts, a.ndim)),
+            key=np.size,
+        )
+        moved = {
+            tuple(map(int, sizes.split(",")))
+            for sent in _MOVED.findall(text)
+            for sizes in _SHAPE.findall(sent)
+        }
         rows, *others = largest.shape
         # Without the copies at the end it may be shorter.
-        if any((length, *others) in moved for length in range(rows - self.mesh.shape[DATA] + 1, rows + 1)):
-            text = "Take rows in the model by `numpyro.subsample(x, event_dim)`, as XLA cannot split `x[index]`."
-            warnings.warn(f"{self.call}: every step sends all rows to all devices. {text}", stacklevel=outside())
+        if any(
+            (length, *others) in moved
+            for length in range(rows - self.mesh.shape[DATA] + 1, rows + 1)
+        ):
+            text = (
+                "Take rows in the model by `numpyro.subsample(x, event_dim)`, as XLA "
+                "cannot split `x[index]`."
+            )
+            warnings.warn(
+                f"{self.call}: every step sends all rows to all devices. {text}",
+                stacklevel=outside(),
+            )
 
-    # -- agreement -----------------------------------------------------------------------------------
+    # -- agreement ---------------------------------------------------------------------
 
     def from_first(self, find: Callable[[], Any], like: Any = None) -> Any:
         """What the first process finds, in all of them.
 
-        :param like: a tree of arrays with the shapes and dtypes of what is found; by default nothing is sent.
+        :param like: a tree of arrays with the shapes and dtypes of what is found; by
+            default nothing is sent.
         :raises RuntimeError: in the others, if the first one fails.
         """
         if not self.several:
@@ -135,13 +190,17 @@ class Spread:
             except Exception as cause:
                 error = cause
         if multihost_utils.broadcast_one_to_all(np.int32(error is not None)):
-            raise error or RuntimeError(f"{self.call}: the first process has stopped, and says why.")
+            raise error or RuntimeError(
+                f"{self.call}: the first process has stopped, and says why."
+            )
         if like is None:
             return found
         # As bytes: JAX would round numbers of 64 bits.
         numbers = jax.tree.map(raw, found)
         sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_bytes, numbers))
-        received = jax.tree.map(lambda s, n: np.asarray(s).view(n.dtype).reshape(n.shape), sent, numbers)
+        received = jax.tree.map(
+            lambda s, n: np.asarray(s).view(n.dtype).reshape(n.shape), sent, numbers
+        )
         return jax.tree.map(restored, received, like)
 
 
@@ -150,7 +209,8 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
-    """The mesh of a run, as given or for the chain method; refuse one that cannot be used.
+    """The mesh of a run, as given or for the chain method; refuse one that cannot be
+    used.
 
     :param given: arguments of the model.
     """
@@ -159,14 +219,20 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
         mesh = chain_mesh(mcmc.num_chains, jax.devices()) if split else None
         spread = Spread(call, mesh)
     else:
-        Kind(Mesh, 'Pass e.g. `jax.make_mesh((2, 4), ("chain", "data"))`.').check(call, "mesh", mesh)
+        Kind(Mesh, 'Pass e.g. `jax.make_mesh((2, 4), ("chain", "data"))`.').check(
+            call, "mesh", mesh
+        )
         if not set(AXES) >= set(mesh.axis_names) >= {CHAIN}:
             instead = 'Name its axes "chain", and "data" for rows.'
             raise argument_error(call, "mesh", f"axes {mesh.axis_names}", instead)
-        spread = Spread(call, Mesh(mesh.devices, mesh.axis_names))  # XLA finds how values in between are split
+        spread = Spread(
+            call, Mesh(mesh.devices, mesh.axis_names)
+        )  # XLA finds how values in between are split
         if mcmc.num_chains > 1 and mcmc.chain_method == "sequential":
             got = "chain_method='sequential' with a mesh"
-            raise argument_error(call, "mcmc", got, "Use 'vectorized': every device has its own chains.")
+            raise argument_error(
+                call, "mcmc", got, "Use 'vectorized': every device has its own chains."
+            )
     _check(spread, mcmc.num_chains, given)
     return spread
 
@@ -177,12 +243,30 @@ def _check(spread: Spread, num_chains: int, given: Any) -> None:
         refuse_rows(call, "Rows on disk are not split over devices", given)
     if mesh is not None and num_chains % mesh.shape[CHAIN]:
         got = f'{mesh.shape[CHAIN]} devices along "chain" for {num_chains} chains'
-        raise argument_error(call, "mesh", got, "Take a number of chains that they divide.")
-    if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)):
+        raise argument_error(
+            call, "mesh", got, "Take a number of chains that they divide."
+        )
+    if not all(
+        leaf.is_fully_addressable
+        for leaf in jax.tree.leaves(given)
+        if isinstance(leaf, jax.Array)
+    ):
         instead = "Pass all rows in every process, e.g. as a memory map."
-        raise argument_error(call, "args", "arrays of which this process has a part", instead)
-    used = {device.process_index for device in mesh.devices.flat} if mesh is not None else {0}
+        raise argument_error(
+            call, "args", "arrays of which this process has a part", instead
+        )
+    used = (
+        {device.process_index for device in mesh.devices.flat}
+        if mesh is not None
+        else {0}
+    )
     if len(used) < jax.process_count():
-        got = f"{num_chains} chains for {jax.process_count()} processes, of which {len(used)} would have work"
-        instead = "Use `chain_method='parallel'` with a multiple of the number of devices, or pass `mesh`."
+        got = (
+            f"{num_chains} chains for {jax.process_count()} processes, of which "
+            f"{len(used)} would have work"
+        )
+        instead = (
+            "Use `chain_method='parallel'` with a multiple of the number of devices, "
+            "or pass `mesh`."
+        )
         raise argument_error(call, "mcmc", got, instead)

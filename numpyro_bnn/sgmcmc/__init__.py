@@ -1,4 +1,6 @@
-"""Stochastic-gradient MCMC on flat vectors: pure ``init``, ``step`` and ``run``, built from interchangeable parts."""
+"""Stochastic-gradient MCMC on flat vectors: pure ``init``, ``step`` and ``run``, built
+from interchangeable parts.
+"""
 
 from numpyro_bnn.sgmcmc import schedules
 from numpyro_bnn.sgmcmc.dynamics import BAOAB, Microcanonical, NoseHoover, Overdamped

@@ -1,4 +1,6 @@
-"""Dynamics without a Metropolis test: Langevin (overdamped, underdamped, thermostat) and microcanonical."""
+"""Dynamics without a Metropolis test: Langevin (overdamped, underdamped, thermostat)
+and microcanonical.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -7,7 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Choice, NonNegative, NonNegativeOrInfinite, Positive, PositiveOrInfinite, Switch
+from numpyro_bnn._options import (
+    Choice,
+    NonNegative,
+    NonNegativeOrInfinite,
+    Positive,
+    PositiveOrInfinite,
+    Switch,
+)
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
     Dynamics,
@@ -30,17 +39,20 @@ class LastGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class Overdamped(Dynamics):
-    r"""Overdamped Langevin dynamics by Euler-Maruyama steps, as in SGLD and its preconditioned form.
+    r"""Overdamped Langevin dynamics by Euler-Maruyama steps, as in SGLD and its
+    preconditioned form.
 
-    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon}{2} G \tilde g + \sqrt{\epsilon T}\, L z, \quad G = L L',
+    .. math:: \theta \leftarrow \theta + \tfrac{\epsilon}{2} G \tilde g + \sqrt{\epsilon
+              T}\, L z, \quad G = L L',
               \quad \tilde g = -\nabla \tilde U, \quad z \sim N(0, I)
 
-    The stationary density tends to exp(-U / T) as eps -> 0; T = 0 is gradient descent with learning rate eps / 2.
-    On N(0, 1 / lam) with gradient noise of variance V the stationary variance at constant step size is
-    (2 eta T + eta^2 V) / (1 - (1 - eta lam)^2), eta = eps / 2.
+    The stationary density tends to exp(-U / T) as eps -> 0; T = 0 is gradient descent
+    with learning rate eps / 2. On N(0, 1 / lam) with gradient noise of variance V the
+    stationary variance at constant step size is (2 eta T + eta^2 V) / (1 - (1 - eta
+    lam)^2), eta = eps / 2.
 
-    A step evaluates the gradient at its end, on a new minibatch, and the next step begins with it: where a step ends
-    is known before it is taken.
+    A step evaluates the gradient at its end, on a new minibatch, and the next step
+    begins with it: where a step ends is known before it is taken.
 
     Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
 
@@ -50,25 +62,37 @@ class Overdamped(Dynamics):
 
     cached = 1
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> LastGradient:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> LastGradient:
         return LastGradient(context.evaluate(position, draw.batch).gradient)
 
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
-        drift = (-0.5 * context.step_size) * context.transpose(context.adaptation, memory.gradient)
+    def step(
+        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+    ) -> StepResult:
+        drift = (-0.5 * context.step_size) * context.transpose(
+            context.adaptation, memory.gradient
+        )
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
-        seen = context.evaluate(position + context.root(context.adaptation, drift + noise), draw.batch)
+        seen = context.evaluate(
+            position + context.root(context.adaptation, drift + noise), draw.batch
+        )
         return StepResult(seen.position, LastGradient(seen.gradient), seen)
 
 
 class Momentum(NamedTuple):
-    """Whitened momentum r = L' m, (P,), with stationary distribution N(0, T I), and the last gradient (P,)."""
+    """Whitened momentum r = L' m, (P,), with stationary distribution N(0, T I), and the
+    last gradient (P,).
+    """
 
     momentum: Array
     gradient: Array
 
 
 def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) -> Array:
-    """Solve dr = -r dt + sqrt(2 T) dW over the time ``rate`` exactly; rate 0 leaves r, rate inf replaces it."""
+    """Solve dr = -r dt + sqrt(2 T) dW over the time ``rate`` exactly; rate 0 leaves r,
+    rate inf replaces it.
+    """
     spread = jnp.sqrt(-jnp.expm1(-2.0 * rate) * temperature)
     return jnp.exp(-rate) * momentum + spread * noise
 
@@ -96,22 +120,27 @@ class _Underdamped(Dynamics):
 
 @dataclass(frozen=True)
 class BAOAB(_Underdamped):
-    r"""Underdamped Langevin dynamics (SGHMC): kick, half drift, refresh, half drift, kick.
+    r"""Underdamped Langevin dynamics (SGHMC): kick, half drift, refresh, half drift,
+    kick.
 
     With time step :math:`h = \sqrt\epsilon`, mass M = G^-1, G = L L' and r = L' m:
 
     .. math::
-        B:\ r \leftarrow r + \tfrac h2 L' \tilde g, \quad A:\ \theta \leftarrow \theta + \tfrac h2 L r, \quad
+        B:\ r \leftarrow r + \tfrac h2 L' \tilde g, \quad
+        A:\ \theta \leftarrow \theta + \tfrac h2 L r, \quad
         O:\ r \leftarrow a r + \sqrt{(1 - a^2) T}\, z,\quad a = e^{-\gamma h}
 
-    One gradient per step: the last kick of a step and the first of the next share it; each step has a new minibatch.
-    The step size means the same as in every other dynamics: at infinite friction
-    :math:`\theta \leftarrow \theta + \tfrac\epsilon2 \tilde g + \sqrt{\epsilon T} (z_n + z_{n+1}) / 2`, which is SGLD
-    with neighboring noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum decay 1 - a. On
-    N(0, 1 / lam) with exact gradients the positions have the exact variance T / lam, the momenta after a step
-    T (1 - eps lam / 4). Friction 0 is leapfrog; T = 0 is damped gradient descent.
+    One gradient per step: the last kick of a step and the first of the next share it;
+    each step has a new minibatch. The step size means the same as in every other
+    dynamics: at infinite friction :math:`\theta \leftarrow \theta + \tfrac\epsilon2
+    \tilde g + \sqrt{\epsilon T} (z_n + z_{n+1}) / 2`, which is SGLD with neighboring
+    noises averaged. In the terms of Chen et al. (2014): learning rate eps, momentum
+    decay 1 - a. On N(0, 1 / lam) with exact gradients the positions have the exact
+    variance T / lam, the momenta after a step T (1 - eps lam / 4). Friction 0 is
+    leapfrog; T = 0 is damped gradient descent.
 
-    :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each step.
+    :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each
+        step.
     :raises ValueError: for a negative friction.
 
     Reference: Leimkuhler and Matthews (2013), section 2; Chen, Fox and Guestrin (2014).
@@ -120,10 +149,14 @@ class BAOAB(_Underdamped):
     1
     """
 
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
+    def step(
+        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+    ) -> StepResult:
         half = 0.5 * jnp.sqrt(context.step_size)
         kicked = self._kick(context, memory.momentum, memory.gradient)
-        fresh = refreshed(kicked, draw.noise[0], self._rate(context), context.temperature)
+        fresh = refreshed(
+            kicked, draw.noise[0], self._rate(context), context.temperature
+        )
         # Both half drifts in one product: nothing in between depends on the position.
         position = position + half * context.root(context.adaptation, kicked + fresh)
         seen = context.evaluate(position, draw.batch)
@@ -132,7 +165,9 @@ class BAOAB(_Underdamped):
 
 
 class Thermostat(NamedTuple):
-    """Whitened momentum r, (P,), the last gradient (P,), and the thermostat's friction xi, scalar."""
+    """Whitened momentum r, (P,), the last gradient (P,), and the thermostat's friction
+    xi, scalar.
+    """
 
     momentum: Array
     gradient: Array
@@ -141,24 +176,31 @@ class Thermostat(NamedTuple):
 
 @dataclass(frozen=True)
 class NoseHoover(_Underdamped):
-    r"""Stochastic-gradient Nosé-Hoover thermostat (SGNHT): its friction adapts to the unknown gradient noise.
+    r"""Stochastic-gradient Nosé-Hoover thermostat (SGNHT): its friction adapts to the
+    unknown gradient noise.
 
     The equations of Ding et al. (2014), with r'r the squared norm,
 
-    .. math:: dr = -\xi r\,dt + L'\tilde g\,dt + \sqrt{2 A T}\,dW, \quad d\theta = L r\,dt, \quad
+    .. math:: dr = -\xi r\,dt + L'\tilde g\,dt + \sqrt{2 A T}\,dW, \quad d\theta = L
+              r\,dt, \quad
               Q\,d\xi = (r'r / P - T)\,dt
 
-    by the symmetric splitting kick, half drift, half thermostat, refresh with friction xi (exact), and back (B A D O
-    D A B), h = sqrt(step_size): the same first-order terms as the Euler steps of that paper, with a smaller error. If
-    gradient noise has variance V per coordinate, xi settles near A + h V / (2 T), and positions and momenta keep the
-    temperature T; the noise must have the same size in all (whitened) coordinates. With A = 0 and exact gradients the
-    motion is deterministic and need not be ergodic.
+    by the symmetric splitting kick, half drift, half thermostat, refresh with friction
+    xi (exact), and back (B A D O D A B), h = sqrt(step_size): the same first-order
+    terms as the Euler steps of that paper, with a smaller error. If gradient noise has
+    variance V per coordinate, xi settles near A + h V / (2 T), and positions and
+    momenta keep the temperature T; the noise must have the same size in all (whitened)
+    coordinates. With A = 0 and exact gradients the motion is deterministic and need not
+    be ergodic.
 
     :param friction: A >= 0, also the initial value of xi.
-    :param mass: Q > 0, 1 in that paper; its unit is a squared time, so it should be a multiple of h^2.
-    :raises ValueError: for a negative or infinite friction, or a mass that is not positive.
+    :param mass: Q > 0, 1 in that paper; its unit is a squared time, so it should be a
+        multiple of h^2.
+    :raises ValueError: for a negative or infinite friction, or a mass that is not
+        positive.
 
-    Reference: Ding et al. (2014), algorithm 2; Leimkuhler and Shang (2016), section 2 (splitting).
+    Reference: Ding et al. (2014), algorithm 2; Leimkuhler and Shang (2016), section 2
+    (splitting).
 
     >>> NoseHoover(friction=1.0).rows
     1
@@ -169,15 +211,24 @@ class NoseHoover(_Underdamped):
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = super().init(context, position, draw)
-        return Thermostat(start.momentum, start.gradient, jnp.asarray(self.friction, position.dtype))
+        return Thermostat(
+            start.momentum, start.gradient, jnp.asarray(self.friction, position.dtype)
+        )
 
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
+    def step(
+        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+    ) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature
         half, size = 0.5 * h, position.shape[0]
         kicked = self._kick(context, memory.momentum, memory.gradient)
-        xi = memory.friction + half / self.mass * (squared_norm(kicked) / size - temperature)
+        xi = memory.friction + half / self.mass * (
+            squared_norm(kicked) / size - temperature
+        )
         decay = jnp.exp(-xi * h)
-        fresh = decay * kicked + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
+        fresh = (
+            decay * kicked
+            + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
+        )
         xi = xi + half / self.mass * (squared_norm(fresh) / size - temperature)
         position = position + half * context.root(context.adaptation, kicked + fresh)
         seen = context.evaluate(position, draw.batch)
@@ -185,22 +236,30 @@ class NoseHoover(_Underdamped):
         return StepResult(position, Thermostat(last, seen.gradient, xi), seen)
 
     def _variance(self, xi: Array, h: Array) -> Array:
-        """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi = 0."""
+        """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi
+        = 0.
+        """
         small = jnp.abs(xi) < 1e-4
         safe = jnp.where(small, 1.0, xi)
         exact = -jnp.expm1(-2.0 * safe * h) / safe
         return self.friction * jnp.where(small, 2.0 * h * (1.0 - xi * h), exact)
 
 
-# --------------------------------------------------------------------------------------------- microcanonical
+# --------------------------------------------------------------------------------------
+# microcanonical
 
 _OUTER = 0.1931833275037836
 # Fractions of a step: turns of the direction, and the drifts between them.
-INTEGRATORS = {"leapfrog": ((0.5, 0.5), (1.0,)), "mclachlan": ((_OUTER, 1 - 2 * _OUTER, _OUTER), (0.5, 0.5))}
+INTEGRATORS = {
+    "leapfrog": ((0.5, 0.5), (1.0,)),
+    "mclachlan": ((_OUTER, 1 - 2 * _OUTER, _OUTER), (0.5, 0.5)),
+}
 
 
 class Direction(NamedTuple):
-    """Unit direction (P,), potential and gradient (P,) at the last position, and decoherence length L."""
+    """Unit direction (P,), potential and gradient (P,) at the last position, and
+    decoherence length L.
+    """
 
     direction: Array
     potential: Array
@@ -209,11 +268,12 @@ class Direction(NamedTuple):
 
 
 def turn(direction: Array, slope: Array, time: Array) -> tuple[Array, Array]:
-    """Turn a unit vector (P,) towards ``slope`` for some time; return it, and the change of the kinetic energy.
+    """Turn a unit vector (P,) towards ``slope`` for some time; return it, and the
+    change of the kinetic energy.
 
-    With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta = exp(-delta), the new direction
-    is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta u, normalized; the energy is minus the log Jacobian of this
-    map of the sphere.
+    With e the unit vector along the slope, delta = time |slope| / (P - 1) and zeta =
+    exp(-delta), the new direction is (1 - zeta)(1 + zeta + (u.e)(1 - zeta)) e + 2 zeta
+    u, normalized; the energy is minus the log Jacobian of this map of the sphere.
     """
     freedom = slope.shape[0] - 1
     tiny, epsilon = jnp.finfo(slope.dtype).tiny, jnp.finfo(slope.dtype).eps
@@ -237,35 +297,50 @@ def normalized(v: Array) -> Array:
 
 @dataclass(frozen=True)
 class Microcanonical(Dynamics):
-    r"""Microcanonical Langevin dynamics (MCLMC): constant speed, in a direction that the gradient turns.
+    r"""Microcanonical Langevin dynamics (MCLMC): constant speed, in a direction that
+    the gradient turns.
 
-    The direction u is a unit vector in the whitened space, G = L_G L_G'; with g = -grad U / T and P parameters,
+    The direction u is a unit vector in the whitened space, G = L_G L_G'; with g = -grad
+    U / T and P parameters,
 
     .. math:: d\theta = L_G u\,dt, \qquad du = (I - u u') L_G' g\,dt / (P - 1)
 
-    leaves exp(-U / T) with u uniform on the sphere invariant. Turns and drifts are solved exactly and composed
-    symmetrically, with a refresh :math:`u \leftarrow (u + \nu z) / |u + \nu z|`,
-    :math:`\nu^2 = (e^{2 \epsilon / \ell} - 1) / P`, between steps: the half after one and the half before the next
-    in one. ``step_size`` is the *length* eps of a step, and the decoherence length :math:`\ell` the distance after
+    leaves exp(-U / T) with u uniform on the sphere invariant. Turns and drifts are
+    solved exactly and composed symmetrically, with a refresh :math:`u \leftarrow (u +
+    \nu z) / |u + \nu z|`, :math:`\nu^2 = (e^{2 \epsilon / \ell} - 1) / P`, between
+    steps: the half after one and the half before the next in one. ``step_size`` is the
+    *length* eps of a step, and the decoherence length :math:`\ell` the distance after
     which the direction is forgotten.
 
-    A large gradient changes the direction, never the speed. There is a bias of order eps^2, which the energy error of
-    the steps measures. With ``max_energy_error`` a step whose error is larger, or not finite, is refused: the chain
-    stays and turns back, u <- -u. Steps and their reversals have errors of the same size, so whether one is refused
-    does not change the stationary density: what bias there is comes from the steps that are taken. One step in ten,
-    chosen at random, has a quarter, 1/16 or 1/64 of the length: where only short steps are taken, a chain walks on
-    instead of turning to and fro. In warm-up, steps that lower the potential are taken whatever their error.
+    A large gradient changes the direction, never the speed. There is a bias of order
+    eps^2, which the energy error of the steps measures. With ``max_energy_error`` a
+    step whose error is larger, or not finite, is refused: the chain stays and turns
+    back, u <- -u. Steps and their reversals have errors of the same size, so whether
+    one is refused does not change the stationary density: what bias there is comes from
+    the steps that are taken. One step in ten, chosen at random, has a quarter, 1/16 or
+    1/64 of the length: where only short steps are taken, a chain walks on instead of
+    turning to and fro. In warm-up, steps that lower the potential are taken whatever
+    their error.
 
-    :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default, right for N(0, I).
-    :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or ``"leapfrog"`` (one).
-    :param fresh: evaluate the start of each step on the minibatch of the step, at the cost of one more gradient, so
-        that the energy error is that of the step alone. Needed with minibatches.
-    :param max_energy_error: in nats; ``None`` refuses only steps whose error is not finite.
-    :raises ValueError: for a length that is not positive, an unknown integrator, or fewer than two parameters.
+    :param length: decoherence length, ``inf`` for no refreshes; sqrt(P) by default,
+        right for N(0, I).
+    :param integrator: ``"mclachlan"`` (minimal norm, two gradients per step) or
+        ``"leapfrog"`` (one).
+    :param fresh: evaluate the start of each step on the minibatch of the step, at the
+        cost of one more gradient, so that the energy error is that of the step alone.
+        Needed with minibatches.
+    :param max_energy_error: in nats; ``None`` refuses only steps whose error is not
+        finite.
+    :raises ValueError: for a length that is not positive, an unknown integrator, or
+        fewer than two parameters.
 
-    Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak (2024), equations 4 to 6.
+    Reference: Robnik, De Luca, Silverstein & Seljak (2023), section 3; Robnik & Seljak
+    (2024), equations 4 to 6.
 
-    >>> Microcanonical(length=2.0).evaluations, Microcanonical(integrator="leapfrog").evaluations
+    >>> (
+    ...     Microcanonical(length=2.0).evaluations,
+    ...     Microcanonical(integrator="leapfrog").evaluations,
+    ... )
     (2, 1)
     """
 
@@ -285,24 +360,41 @@ class Microcanonical(Dynamics):
     def persistent_fields(self) -> tuple[str, ...]:
         return ("direction", "length")
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Direction:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> Direction:
         if position.shape[0] < 2:
-            instead = "On a line there are only two directions: it needs at least two parameters."
-            raise argument_error("sgmcmc.Microcanonical", "position", f"shape {position.shape}", instead)
+            instead = (
+                "On a line there are only two directions: it needs at least two "
+                "parameters."
+            )
+            raise argument_error(
+                "sgmcmc.Microcanonical", "position", f"shape {position.shape}", instead
+            )
         seen = context.evaluate(position, draw.batch)
-        length = jnp.asarray(position.size**0.5 if self.length is None else self.length, position.dtype)
-        return Direction(normalized(draw.noise[0]), seen.potential, seen.gradient, length)
+        length = jnp.asarray(
+            position.size**0.5 if self.length is None else self.length, position.dtype
+        )
+        return Direction(
+            normalized(draw.noise[0]), seen.potential, seen.gradient, length
+        )
 
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
+    def step(
+        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+    ) -> StepResult:
         if self.max_energy_error is not None:
             shorter = 4.0 ** -jnp.ceil(3 * draw.uniform / SHORT)
-            share = jnp.where(draw.uniform <= SHORT, shorter, 1.0).astype(position.dtype)
+            share = jnp.where(draw.uniform <= SHORT, shorter, 1.0).astype(
+                position.dtype
+            )
             context = context._replace(step_size=share * context.step_size)
         # Bounded, because an infinite weight of the noise would give NaN.
         blur = jnp.minimum(2.0 * context.step_size / memory.length, 50.0)
         spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
         direction = normalized(memory.direction + spread * draw.noise[0])
-        here = Evaluation(position, memory.potential, memory.gradient, context.adaptation)
+        here = Evaluation(
+            position, memory.potential, memory.gradient, context.adaptation
+        )
         if self.fresh:
             here = context.evaluate(position, draw.batch)
         seen, end, error = self._integrate(context, here, direction, draw.batch)
@@ -311,12 +403,22 @@ class Microcanonical(Dynamics):
             descends = context.warming & (seen.potential < here.potential)
             taken &= descends | (jnp.abs(error) <= self.max_energy_error)
         seen, end = select(taken, (seen, end), (here, -direction))
-        after = memory._replace(direction=end, potential=seen.potential, gradient=seen.gradient)
-        shown = here if self.fresh else seen  # the end of a step depends on the noise of its minibatch
-        return StepResult(seen.position, after, shown, energy_error=error, refused=~taken)
+        after = memory._replace(
+            direction=end, potential=seen.potential, gradient=seen.gradient
+        )
+        shown = (
+            here if self.fresh else seen
+        )  # the end of a step depends on the noise of its minibatch
+        return StepResult(
+            seen.position, after, shown, energy_error=error, refused=~taken
+        )
 
-    def _integrate(self, context: StepContext, here: Evaluation, direction: Array, batch: Any) -> tuple:
-        """The deterministic part of a step: the evaluation at its end, direction, and energy error."""
+    def _integrate(
+        self, context: StepContext, here: Evaluation, direction: Array, batch: Any
+    ) -> tuple:
+        """The deterministic part of a step: the evaluation at its end, direction, and
+        energy error.
+        """
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature
         adaptation, seen = context.adaptation, here
@@ -326,7 +428,9 @@ class Microcanonical(Dynamics):
 
         direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
         for share, drift in zip(turns[1:], drifts, strict=True):
-            position = seen.position + (drift * eps) * context.root(adaptation, direction)
+            position = seen.position + (drift * eps) * context.root(
+                adaptation, direction
+            )
             seen = context.evaluate(position, batch)
             direction, change = turn(direction, slope(seen.gradient), share * eps)
             kinetic = kinetic + change

@@ -1,4 +1,6 @@
-"""The step loop of every sampler: gradient x dynamics x preconditioner x schedule x temperature."""
+"""The step loop of every sampler: gradient x dynamics x preconditioner x schedule x
+temperature.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Count, Kind, NonNegative, Number, Positive, PositiveInt, checked
+from numpyro_bnn._options import (
+    Count,
+    Kind,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveInt,
+    checked,
+)
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -27,7 +37,8 @@ from numpyro_bnn.sgmcmc.interfaces import (
 from numpyro_bnn.sgmcmc.preconditioners import Identity
 from numpyro_bnn.sgmcmc.schedules import Schedule, as_schedule
 
-# Number of values drawn ahead in one block: enough to amortize the cost of a draw, few enough to stay in cache.
+# Number of values drawn ahead in one block: enough to amortize the cost of a draw, few
+# enough to stay in cache.
 _BLOCK_NORMALS, _BLOCK_STEPS = 2**15, 64
 # Maximum memory for the data rows of a block.
 _BLOCK_BYTES = 2**21
@@ -35,7 +46,9 @@ LOST = 200  # steps refused in a row after which a chain is marked as diverged
 
 
 class Seeds(NamedTuple):
-    """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the start, gradient noise probes."""
+    """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the
+    start, gradient noise probes.
+    """
 
     noise: Array
     batch: Array
@@ -49,14 +62,18 @@ class Statistics(NamedTuple):
     """Means over the steps since the last reset.
 
     :param num_steps: number of steps.
-    :param kinetic_temperature: mean of r'r / P, r the whitened momentum after a step; None without momentum.
-    :param configurational_temperature: mean of theta' grad U / P; its expectation is T at stationarity.
+    :param kinetic_temperature: mean of r'r / P, r the whitened momentum after a step;
+        None without momentum.
+    :param configurational_temperature: mean of theta' grad U / P; its expectation is T
+        at stationarity.
     :param accept_prob: mean acceptance probability; None without a Metropolis test.
     :param num_gradients: gradients of the minibatch potential evaluated so far.
-    :param energy_variance: mean of the squared energy error of a step that was taken, divided by P; None if not
-        reported.
-    :param num_refused: number of steps that were not taken. They do not enter the means.
-    :param position: mean position (P,), and ``gradient``: mean gradient (P,), where the temperature is taken.
+    :param energy_variance: mean of the squared energy error of a step that was taken,
+        divided by P; None if not reported.
+    :param num_refused: number of steps that were not taken. They do not enter the
+        means.
+    :param position: mean position (P,), and ``gradient``: mean gradient (P,), where the
+        temperature is taken.
     """
 
     num_steps: Array
@@ -72,20 +89,28 @@ class Statistics(NamedTuple):
     @property
     def refused_share(self) -> Array:
         """Fraction of the steps that were not taken."""
-        return (self.num_refused / jnp.maximum(self.num_steps, 1)).astype(self.position.dtype)
+        return (self.num_refused / jnp.maximum(self.num_steps, 1)).astype(
+            self.position.dtype
+        )
 
 
 class State(NamedTuple):
     """State of one chain of a :class:`Sampler`.
 
-    :param position: (P,); ``step``: steps made so far, also the argument of the schedules.
-    :param num_warmup: steps with a number below this one are warm-up: the preconditioner adapts.
-    :param seeds: seeds of the random streams; step t has its own counters, so a chain can resume at any step.
-    :param memory: state of the dynamics; ``estimator``: state of the gradient estimator.
+    :param position: (P,); ``step``: steps made so far, also the argument of the
+        schedules.
+    :param num_warmup: steps with a number below this one are warm-up: the
+        preconditioner adapts.
+    :param seeds: seeds of the random streams; step t has its own counters, so a chain
+        can resume at any step.
+    :param memory: state of the dynamics; ``estimator``: state of the gradient
+        estimator.
     :param adaptation: state of the preconditioner.
-    :param statistics: means over the steps: temperatures, acceptance, number of gradients, energy variance.
+    :param statistics: means over the steps: temperatures, acceptance, number of
+        gradients, energy variance.
     :param refused_in_a_row: number of steps, up to the last one, that were not taken.
-    :param first_divergence: first of 200 steps in a row that were not taken, the last of them after warm-up; or -1.
+    :param first_divergence: first of 200 steps in a row that were not taken, the last
+        of them after warm-up; or -1.
     """
 
     position: Array
@@ -101,7 +126,9 @@ class State(NamedTuple):
 
 
 def fresh_seeds(rng_key: Array) -> Seeds:
-    """Derive the seeds of a chain from one key; ``state._replace(seeds=...)`` gives new randomness."""
+    """Derive the seeds of a chain from one key; ``state._replace(seeds=...)`` gives new
+    randomness.
+    """
     return Seeds(*streams.seeds(rng_key, len(Seeds._fields)))
 
 
@@ -112,12 +139,15 @@ def reset_statistics(state: State) -> State:
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """A sampler assembled by :func:`build`; its methods are pure and can be jitted, vmapped and scanned.
+    """A sampler assembled by :func:`build`; its methods are pure and can be jitted,
+    vmapped and scanned.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn.sgmcmc import BAOAB, Full
     >>> sampler = build(Full(lambda q: 0.5 * q @ q), BAOAB(friction=1.0), schedule=0.1)
-    >>> chains = jax.vmap(sampler.init, (None, 0))(jnp.zeros(3), jax.random.split(jax.random.key(0), 4))
+    >>> chains = jax.vmap(sampler.init, (None, 0))(
+    ...     jnp.zeros(3), jax.random.split(jax.random.key(0), 4)
+    ... )
     >>> jax.vmap(sampler.step)(chains).position.shape
     (4, 3)
     """
@@ -134,17 +164,23 @@ class Sampler:
         :param position: floating vector (P,).
         :param rng_key: one PRNG key, typed or legacy.
         :param num_warmup: number of steps in which the preconditioner adapts.
-        :raises ValueError: for a position of another rank, or an adapting preconditioner without warm-up.
+        :raises ValueError: for a position of another rank, or an adapting
+            preconditioner without warm-up.
         :raises TypeError: for a position that is not floating, or a wrong key.
         """
         position = self._check_start(position, num_warmup)
         seeds = fresh_seeds(rng_key)
-        estimator, adaptation = self.gradient.init(position), self.preconditioner.init(position)
+        estimator, adaptation = (
+            self.gradient.init(position),
+            self.preconditioner.init(position),
+        )
         zero, step = jnp.zeros((), position.dtype), jnp.int32(0)
         memory = self._start_memory(position, step, seeds, estimator, adaptation)
         statistics = Statistics(
             num_steps=jnp.int32(0),
-            kinetic_temperature=None if self.dynamics.momentum(memory) is None else zero,
+            kinetic_temperature=None
+            if self.dynamics.momentum(memory) is None
+            else zero,
             configurational_temperature=zero,
             accept_prob=zero if self.dynamics.exact else None,
             num_gradients=jnp.int32(0),
@@ -153,34 +189,66 @@ class Sampler:
             position=jnp.zeros_like(position),
             gradient=jnp.zeros_like(position),
         )
-        warmup, marks = jnp.asarray(num_warmup, jnp.int32), (jnp.int32(0), jnp.int32(-1))
-        return State(position, step, warmup, seeds, memory, estimator, adaptation, statistics, *marks)
+        warmup, marks = (
+            jnp.asarray(num_warmup, jnp.int32),
+            (jnp.int32(0), jnp.int32(-1)),
+        )
+        return State(
+            position,
+            step,
+            warmup,
+            seeds,
+            memory,
+            estimator,
+            adaptation,
+            statistics,
+            *marks,
+        )
 
     def refresh(self, state: State, recenter: bool | Array = False) -> State:
-        """Recompute what the state caches of the target, after its position or the target has changed.
+        """Recompute what the state caches of the target, after its position or the
+        target has changed.
 
-        :param recenter: move the center of control variates to the position instead of keeping it.
-        :return: the state with fresh gradients and potentials; momenta and thermostat are unchanged.
+        :param recenter: move the center of control variates to the position instead of
+            keeping it.
+        :return: the state with fresh gradients and potentials; momenta and thermostat
+            are unchanged.
         """
-        old_center = state.position if state.estimator == () else state.estimator.position
+        old_center = (
+            state.position if state.estimator == () else state.estimator.position
+        )
         estimator = self.gradient.init(jnp.where(recenter, state.position, old_center))
-        fresh = self._start_memory(state.position, state.step, state.seeds, estimator, state.adaptation)
+        fresh = self._start_memory(
+            state.position, state.step, state.seeds, estimator, state.adaptation
+        )
         memory, fields = state.memory, self.dynamics.persistent_fields
         kept = {name: getattr(memory, name) for name in fields if hasattr(memory, name)}
-        return state._replace(estimator=estimator, memory=fresh._replace(**kept) if kept else fresh)
+        return state._replace(
+            estimator=estimator, memory=fresh._replace(**kept) if kept else fresh
+        )
 
     @property
     def refresh_cost(self) -> int:
-        """Gradients that :meth:`refresh` evaluates: those that the dynamics caches, and one at a center."""
-        return self.dynamics.cached * self.gradient.evaluations + hasattr(self.gradient, "center")
+        """Gradients that :meth:`refresh` evaluates: those that the dynamics caches, and
+        one at a center.
+        """
+        return self.dynamics.cached * self.gradient.evaluations + hasattr(
+            self.gradient, "center"
+        )
 
     def restart(self, state: State, position: Array) -> State:
-        """Start a chain again at a position, with new momenta and an unlearned preconditioner that adapts."""
+        """Start a chain again at a position, with new momenta and an unlearned
+        preconditioner that adapts.
+        """
         learns = self.preconditioner.adapts
         adaptation = self.preconditioner.init(position) if learns else state.adaptation
-        memory = self._start_memory(position, state.step, state.seeds, state.estimator, adaptation)
+        memory = self._start_memory(
+            position, state.step, state.seeds, state.estimator, adaptation
+        )
         marks = {"refused_in_a_row": jnp.int32(0), "first_divergence": jnp.int32(-1)}
-        return state._replace(position=position, adaptation=adaptation, memory=memory, **marks)
+        return state._replace(
+            position=position, adaptation=adaptation, memory=memory, **marks
+        )
 
     def step(self, state: State) -> State:
         """Make one step; ``run(state, n)`` equals n of them."""
@@ -188,25 +256,39 @@ class Sampler:
 
     @checked("sgmcmc.Sampler.run")
     def run(self, state: State, num_steps: PositiveInt) -> State:
-        """Make ``num_steps`` steps in one compiled loop, with random numbers drawn ahead in blocks.
+        """Make ``num_steps`` steps in one compiled loop, with random numbers drawn
+        ahead in blocks.
 
         :param num_steps: a Python integer, at least 1.
         """
         prepare, sampler, row_bytes = self._separated(state)
         normals = self.dynamics.rows * state.position.shape[0]
-        most = min(_BLOCK_STEPS, _BLOCK_NORMALS // normals, _BLOCK_BYTES // max(1, row_bytes))
+        most = min(
+            _BLOCK_STEPS, _BLOCK_NORMALS // normals, _BLOCK_BYTES // max(1, row_bytes)
+        )
         num_blocks = -(-num_steps // max(1, most))
         size = -(-num_steps // num_blocks)
 
         def run_block(block, state):
             steps = state.step + lax.iota(jnp.int32, size)
-            draw = partial(jax.vmap(self._draw, (None, 0, None)), state.seeds, steps, state.position)
-            # The condition is always true; without it the compiler would hash each index again for every use.
+            draw = partial(
+                jax.vmap(self._draw, (None, 0, None)),
+                state.seeds,
+                steps,
+                state.position,
+            )
+            # The condition is always true; without it the compiler would hash each
+            # index again for every use.
             blank = partial(jax.tree.map, jnp.zeros_like, jax.eval_shape(draw))
             draws = lax.cond(state.step >= 0, draw, blank)
             draws = draws._replace(batch=prepare(draws.batch))
-            # The last block may be shorter; if it is not, a constant bound compiles to a cheaper loop.
-            bound = size if num_blocks * size == num_steps else jnp.minimum(size, num_steps - block * size)
+            # The last block may be shorter; if it is not, a constant bound compiles to
+            # a cheaper loop.
+            bound = (
+                size
+                if num_blocks * size == num_steps
+                else jnp.minimum(size, num_steps - block * size)
+            )
 
             def advance(i, state):
                 return sampler._advance(state, jax.tree.map(lambda x: x[i], draws))
@@ -216,7 +298,9 @@ class Sampler:
         return lax.fori_loop(0, num_blocks, run_block, state)
 
     def _separated(self, state: State) -> tuple[Callable[[Any], Any], "Sampler", int]:
-        """Return a function that prepares the minibatches of a block, the sampler for these, and bytes per step."""
+        """Return a function that prepares the minibatches of a block, the sampler for
+        these, and bytes per step.
+        """
         batch = jax.eval_shape(self.gradient.stream.draw, state.seeds.batch, state.step)
         if not jax.tree.leaves(batch):
             return (lambda batches: batches), self, 0
@@ -231,24 +315,42 @@ class Sampler:
             instead = "Pass one flat vector (P,): see `ravel_pytree`."
             raise argument_error(call, "position", f"shape {position.shape}", instead)
         if not jnp.issubdtype(position.dtype, jnp.floating):
-            raise argument_error(call, "position", f"dtype {position.dtype}", "Pass floating numbers.", TypeError)
+            raise argument_error(
+                call,
+                "position",
+                f"dtype {position.dtype}",
+                "Pass floating numbers.",
+                TypeError,
+            )
         if isinstance(num_warmup, int):
             Count(0).check(call, "num_warmup", num_warmup)
             if num_warmup == 0 and self.preconditioner.adapts:
-                instead = "The preconditioner learns during warm-up: pass `num_warmup` of at least 1."
+                instead = (
+                    "The preconditioner learns during warm-up: pass `num_warmup` of at "
+                    "least 1."
+                )
                 raise argument_error(call, "num_warmup", num_warmup, instead)
         return position
 
-    def _start_memory(self, position: Array, step: Array, seeds: Seeds, estimator: Any, learned: Any) -> Any:
-        """Return the initial memory of the dynamics at a position: momenta drawn, gradients evaluated."""
-        noise = streams.normal(seeds.start, step, position.shape[0], position.dtype)[None]
+    def _start_memory(
+        self, position: Array, step: Array, seeds: Seeds, estimator: Any, learned: Any
+    ) -> Any:
+        """Return the initial memory of the dynamics at a position: momenta drawn,
+        gradients evaluated.
+        """
+        noise = streams.normal(seeds.start, step, position.shape[0], position.dtype)[
+            None
+        ]
         batch = self.gradient.stream.draw(seeds.start_batch, step)
         draw = StepRandomness(noise, batch, jnp.ones((), position.dtype))
-        context = self._context(estimator, learned, step, jnp.asarray(False), position.dtype)
+        context = self._context(
+            estimator, learned, step, jnp.asarray(False), position.dtype
+        )
         memory = self.dynamics.init(context, position, draw)
         if not hasattr(memory, "gradient"):
             return memory
-        # A minibatch can show a border that the ones before did not: without a gradient, the chain can still leave.
+        # A minibatch can show a border that the ones before did not: without a
+        # gradient, the chain can still leave.
         known = jnp.all(jnp.isfinite(memory.gradient))
         return memory._replace(gradient=jnp.where(known, memory.gradient, 0.0))
 
@@ -260,63 +362,115 @@ class Sampler:
         uniform = streams.uniform(seeds.uniform, step, position.dtype)
         return StepRandomness(flat.reshape(rows, size), batch, uniform)
 
-    def _context(self, estimator: Any, adaptation: Any, step: Array, warming: Any, dtype: Any) -> StepContext:
+    def _context(
+        self, estimator: Any, adaptation: Any, step: Array, warming: Any, dtype: Any
+    ) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)
             learned = self.preconditioner.update(adaptation, gradient, warming)
             return Evaluation(position, potential, gradient, learned)
 
-        eps, temperature = (jnp.asarray(schedule(step), dtype) for schedule in (self.schedule, self.temperature))
+        eps, temperature = (
+            jnp.asarray(schedule(step), dtype)
+            for schedule in (self.schedule, self.temperature)
+        )
         root, transpose = self.preconditioner.root, self.preconditioner.transpose
-        return StepContext(evaluate, root, transpose, adaptation, eps, temperature, warming)
+        return StepContext(
+            evaluate, root, transpose, adaptation, eps, temperature, warming
+        )
 
     def _advance(self, state: State, draw: StepRandomness) -> State:
-        """Make one step with given random numbers; it is taken if all of its end is finite."""
+        """Make one step with given random numbers; it is taken if all of its end is
+        finite.
+        """
         step, dtype = state.step, state.position.dtype
-        context = self._context(state.estimator, state.adaptation, step, step < state.num_warmup, dtype)
+        context = self._context(
+            state.estimator, state.adaptation, step, step < state.num_warmup, dtype
+        )
         move = self.dynamics.step(context, state.position, state.memory, draw)
         virial = jnp.vdot(move.evaluation.position, move.evaluation.gradient)
         momentum = self.dynamics.momentum(move.memory)
-        # The sum is finite only if all terms are: cheaper than testing each. Where a density ends, its potential is
-        # often NaN and the gradient finite.
+        # The sum is finite only if all terms are: cheaper than testing each. Where a
+        # density ends, its potential is often NaN and the gradient finite.
         total = squared_norm(move.position) + virial + move.evaluation.potential
         total += 0.0 if momentum is None else squared_norm(momentum)
-        finite = jnp.isfinite(total) & (state.first_divergence < 0)  # a chain that is marked stays where it is
+        finite = jnp.isfinite(total) & (
+            state.first_divergence < 0
+        )  # a chain that is marked stays where it is
         refused = ~finite if move.refused is None else ~finite | move.refused
-        new = {"position": move.position, "memory": move.memory, "adaptation": move.evaluation.adaptation}
+        new = {
+            "position": move.position,
+            "memory": move.memory,
+            "adaptation": move.evaluation.adaptation,
+        }
         back = self.dynamics.turned_back(state.memory, context.temperature)
-        old = {"position": state.position, "memory": back, "adaptation": state.adaptation}
-        statistics = self._count(state.statistics, move._replace(refused=refused), virial)
+        old = {
+            "position": state.position,
+            "memory": back,
+            "adaptation": state.adaptation,
+        }
+        statistics = self._count(
+            state.statistics, move._replace(refused=refused), virial
+        )
         in_a_row = jnp.where(refused, state.refused_in_a_row + 1, 0)
-        lost = (in_a_row >= LOST) & (step >= state.num_warmup) & (state.first_divergence < 0)
+        lost = (
+            (in_a_row >= LOST)
+            & (step >= state.num_warmup)
+            & (state.first_divergence < 0)
+        )
         first_divergence = jnp.where(lost, step + 1 - in_a_row, state.first_divergence)
-        state = state._replace(step=step + 1, refused_in_a_row=in_a_row, first_divergence=first_divergence)
+        state = state._replace(
+            step=step + 1, refused_in_a_row=in_a_row, first_divergence=first_divergence
+        )
         return state._replace(statistics=statistics, **select(finite, new, old))
 
-    def _count(self, statistics: Statistics, move: StepResult, virial: Array) -> Statistics:
+    def _count(
+        self, statistics: Statistics, move: StepResult, virial: Array
+    ) -> Statistics:
         steps, size = statistics.num_steps + 1, move.position.shape[0]
-        num_refused = statistics.num_refused + jnp.where(jnp.asarray(move.refused), 1, 0)
+        num_refused = statistics.num_refused + jnp.where(
+            jnp.asarray(move.refused), 1, 0
+        )
         weight = 1.0 / jnp.maximum(steps - num_refused, 1).astype(virial.dtype)
 
         def mean(old: Array, value: Array) -> Array:
-            return jnp.where(jnp.asarray(move.refused), old, old + weight * (value - old))
+            return jnp.where(
+                jnp.asarray(move.refused), old, old + weight * (value - old)
+            )
 
-        momentum, energy = self.dynamics.momentum(move.memory), statistics.energy_variance
+        momentum, energy = (
+            self.dynamics.momentum(move.memory),
+            statistics.energy_variance,
+        )
         kinetic = None if momentum is None else squared_norm(momentum) / size
-        seen = (kinetic, virial / size, move.accept_prob, move.evaluation.position, move.evaluation.gradient)
+        seen = (
+            kinetic,
+            virial / size,
+            move.accept_prob,
+            move.evaluation.position,
+            move.evaluation.gradient,
+        )
         old = (*statistics[1:4], statistics.position, statistics.gradient)
         kinetic, virial, accept, *means = jax.tree.map(mean, old, seen)
         if move.energy_error is not None and energy is not None:
             energy = mean(energy, jnp.square(move.energy_error) / size)
-        spent = statistics.num_gradients + self.dynamics.evaluations * self.gradient.evaluations
-        return Statistics(steps, kinetic, virial, accept, spent, energy, num_refused, *means)
+        spent = (
+            statistics.num_gradients
+            + self.dynamics.evaluations * self.gradient.evaluations
+        )
+        return Statistics(
+            steps, kinetic, virial, accept, spent, energy, num_refused, *means
+        )
 
 
 @checked("sgmcmc.build")
 def build(
     gradient: Annotated[Gradient, Kind(Gradient, "Pass an instance of `Gradient`.")],
     dynamics: Annotated[Dynamics, Kind(Dynamics, "Pass an instance of `Dynamics`.")],
-    preconditioner: Annotated[Preconditioner, Kind(Preconditioner, "Pass an instance, e.g. `sgmcmc.RMSProp()`.")]
+    preconditioner: Annotated[
+        Preconditioner,
+        Kind(Preconditioner, "Pass an instance, e.g. `sgmcmc.RMSProp()`."),
+    ]
     | None = None,
     *,
     schedule: Positive | Schedule,
@@ -324,18 +478,23 @@ def build(
 ) -> Sampler:
     """Assemble an MCMC sampler from its parts.
 
-    :param gradient: a gradient estimator of the potential U, the full negative log density.
+    :param gradient: a gradient estimator of the potential U, the full negative log
+        density.
     :param dynamics: how the position moves, e.g. :class:`Overdamped` for SGLD.
     :param preconditioner: G; default the identity.
-    :param schedule: step size eps > 0, or a callable step -> eps. eps means theta += (eps / 2) g~ + N(0, eps T) in
-        every dynamics; those with momentum take time steps h = sqrt(eps).
+    :param schedule: step size eps > 0, or a callable step -> eps. eps means theta +=
+        (eps / 2) g~ + N(0, eps T) in every dynamics; those with momentum take time
+        steps h = sqrt(eps).
     :param temperature: T >= 0, or a callable step -> T; the target is exp(-U / T).
-    :raises ValueError: for a step size or temperature out of range, or parts that do not fit together.
+    :raises ValueError: for a step size or temperature out of range, or parts that do
+        not fit together.
 
     >>> import jax, jax.numpy as jnp
     >>> from numpyro_bnn.sgmcmc import Full, Overdamped
     >>> sampler = build(Full(lambda q: 0.5 * q @ q), Overdamped(), schedule=0.1)
-    >>> state = jax.jit(sampler.run, static_argnums=1)(sampler.init(jnp.zeros(3), jax.random.key(0)), 100)
+    >>> state = jax.jit(sampler.run, static_argnums=1)(
+    ...     sampler.init(jnp.zeros(3), jax.random.key(0)), 100
+    ... )
     >>> state.position.shape, int(state.step), int(state.first_divergence)
     ((3,), 100, -1)
     """
@@ -347,4 +506,10 @@ def build(
     if dynamics.exact and preconditioner.biased:
         instead = f"{type(dynamics).__name__} is exact only with a frozen one."
         raise argument_error(call, "preconditioner", preconditioner, instead)
-    return Sampler(gradient, dynamics, preconditioner, as_schedule(schedule), as_schedule(temperature))
+    return Sampler(
+        gradient,
+        dynamics,
+        preconditioner,
+        as_schedule(schedule),
+        as_schedule(temperature),
+    )

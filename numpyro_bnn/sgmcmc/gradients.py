@@ -1,7 +1,8 @@
 """Gradient estimators: full data, minibatch, control variates around a mode.
 
-Potentials are functions of the flat position (P,). The minibatch potential is scaled to the full data: the prior is
-unscaled, the likelihood times N / B, so that its mean over minibatches is the full potential U.
+Potentials are functions of the flat position (P,). The minibatch potential is scaled to
+the full data: the prior is unscaled, the likelihood times N / B, so that its mean over
+minibatches is the full potential U.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,9 @@ def _draws(stream: Any) -> bool:
     return callable(getattr(stream, "draw", None))
 
 
-Minibatches: TypeAlias = Annotated[Stream, Kind(_draws, "Pass a stream, e.g. `sgmcmc.WithReplacement(N, B)`.")]
+Minibatches: TypeAlias = Annotated[
+    Stream, Kind(_draws, "Pass a stream, e.g. `sgmcmc.WithReplacement(N, B)`.")
+]
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,11 @@ class Full(Gradient):
 
 @dataclass(frozen=True)
 class Minibatch(Gradient):
-    """The plain minibatch gradient: grad prior + (N / B) sum over the batch of grad l_i.
+    """The plain minibatch gradient: grad prior + (N / B) sum over the batch of grad
+    l_i.
 
-    :param potential_fn: ``potential_fn(position, batch) -> U~``, scaled to the full data.
+    :param potential_fn: ``potential_fn(position, batch) -> U~``, scaled to the full
+        data.
     :param stream: source of minibatches.
 
     Reference: Welling and Teh (2011), equation 4.
@@ -61,7 +66,9 @@ class Minibatch(Gradient):
     >>> import jax.numpy as jnp
     >>> from numpyro_bnn.sgmcmc import WithReplacement
     >>> data = jnp.arange(10.0)
-    >>> estimate = Minibatch(lambda q, i: 5.0 * jnp.sum((q - data[i]) ** 2), WithReplacement(10, 2))
+    >>> estimate = Minibatch(
+    ...     lambda q, i: 5.0 * jnp.sum((q - data[i]) ** 2), WithReplacement(10, 2)
+    ... )
     >>> estimate((), jnp.zeros(1), jnp.array([1, 2]))[1].tolist()
     [-30.0]
     """
@@ -72,7 +79,9 @@ class Minibatch(Gradient):
     def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
         return _value_and_grad(self.potential_fn, position, batch)
 
-    def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], Gradient]:
+    def separate(
+        self, position: Array, batch: Any
+    ) -> tuple[Callable[[Any], Any], Gradient]:
         prepare, finish = separate(self.potential_fn, position, batch)
         return prepare, replace(self, potential_fn=finish)
 
@@ -87,14 +96,17 @@ class Center(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ControlVariates(Gradient):
-    r"""Minibatch gradients with a control variate at a fixed center, ideally a posterior mode.
+    r"""Minibatch gradients with a control variate at a fixed center, ideally a
+    posterior mode.
 
-    .. math:: \tilde g(q) = \nabla U(\hat q) + \nabla \tilde U_b(q) - \nabla \tilde U_b(\hat q)
+    .. math:: \tilde g(q) = \nabla U(\hat q) + \nabla \tilde U_b(q) - \nabla \tilde
+              U_b(\hat q)
 
-    with the same minibatch b at both points. Unbiased for every center; its variance decreases with the squared
-    distance from the center. Start the chain there.
+    with the same minibatch b at both points. Unbiased for every center; its variance
+    decreases with the squared distance from the center. Start the chain there.
 
-    :param potential_fn: ``potential_fn(position, batch) -> U~``, scaled to the full data.
+    :param potential_fn: ``potential_fn(position, batch) -> U~``, scaled to the full
+        data.
     :param full_potential_fn: ``full_potential_fn(position) -> U``; evaluated once.
     :param stream: source of minibatches.
     :param center: (P,); default the initial position of the chain.
@@ -104,10 +116,15 @@ class ControlVariates(Gradient):
     >>> import jax.numpy as jnp
     >>> from numpyro_bnn.sgmcmc import WithReplacement
     >>> data = jnp.arange(10.0)
-    >>> estimate = ControlVariates(lambda q, i: 5.0 * jnp.sum((q - data[i]) ** 2),
-    ...                            lambda q: jnp.sum((q - data) ** 2), WithReplacement(10, 2))
+    >>> estimate = ControlVariates(
+    ...     lambda q, i: 5.0 * jnp.sum((q - data[i]) ** 2),
+    ...     lambda q: jnp.sum((q - data) ** 2),
+    ...     WithReplacement(10, 2),
+    ... )
     >>> state = estimate.init(jnp.zeros(1))
-    >>> estimate(state, jnp.ones(1), jnp.array([1, 2]))[1].tolist()  # exact: the potential is quadratic
+    >>> estimate(state, jnp.ones(1), jnp.array([1, 2]))[
+    ...     1
+    ... ].tolist()  # exact: the potential is quadratic
     [-70.0]
     """
 
@@ -119,55 +136,97 @@ class ControlVariates(Gradient):
     evaluations = 2
 
     def init(self, position: Array) -> Center:
-        center = position if self.center is None else jnp.asarray(self.center, position.dtype)
+        center = (
+            position
+            if self.center is None
+            else jnp.asarray(self.center, position.dtype)
+        )
         if center.shape != position.shape:
             instead = f"Pass a flat vector like the position, {position.shape}."
-            raise argument_error("sgmcmc.ControlVariates", "center", f"shape {center.shape}", instead)
+            raise argument_error(
+                "sgmcmc.ControlVariates", "center", f"shape {center.shape}", instead
+            )
         return Center(center, *jax.value_and_grad(self.full_potential_fn)(center))
 
-    def __call__(self, state: Center, position: Array, batch: Any) -> tuple[Array, Array]:
+    def __call__(
+        self, state: Center, position: Array, batch: Any
+    ) -> tuple[Array, Array]:
         here = _value_and_grad(self.potential_fn, position, batch)
         there = _value_and_grad(self.potential_fn, state.position, batch)
-        return state.potential + (here[0] - there[0]), state.gradient + (here[1] - there[1])
+        return state.potential + (here[0] - there[0]), state.gradient + (
+            here[1] - there[1]
+        )
 
     separate = Minibatch.separate
 
 
-def _value_and_grad(potential_fn: Potential, position: Array, batch: Any) -> tuple[Array, Array]:
-    # A minibatch (and its key, if it holds one) is deliberately evaluated at several positions.
+def _value_and_grad(
+    potential_fn: Potential, position: Array, batch: Any
+) -> tuple[Array, Array]:
+    # A minibatch (and its key, if it holds one) is deliberately evaluated at several
+    # positions.
     def shared(leaf: Any) -> Any:
-        return jax.random.clone(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        return (
+            jax.random.clone(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
 
     return jax.value_and_grad(potential_fn)(position, jax.tree.map(shared, batch))
 
 
-def separate(potential_fn: Potential, position: Array, batch: Any) -> tuple[Callable, Callable]:
-    """Split ``potential_fn(position, batch)`` into ``finish(position, prepare(batch))``, from an example of both.
+def separate(
+    potential_fn: Potential, position: Array, batch: Any
+) -> tuple[Callable, Callable]:
+    """Split ``potential_fn(position, batch)`` into ``finish(position,
+    prepare(batch))``, from an example of both.
 
-    ``prepare`` holds everything that depends only on the minibatch, above all the selection of its rows, and can run
-    for many steps at once. Inside the step, that cost would grow with the data, because XLA on CPUs takes the size of
-    the whole array for the work of a fused gather and hands it to several threads.
+    ``prepare`` holds everything that depends only on the minibatch, above all the
+    selection of its rows, and can run for many steps at once. Inside the step, that
+    cost would grow with the data, because XLA on CPUs takes the size of the whole array
+    for the work of a fused gather and hands it to several threads.
     """
     leaves, tree = jax.tree.flatten(batch)
-    closed = jax.make_jaxpr(lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts)))(position, *leaves)
-    jaxpr, constants = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    closed = jax.make_jaxpr(
+        lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts))
+    )(position, *leaves)
+    jaxpr, constants = (
+        closed.jaxpr,
+        dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+    )
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     # Python callbacks stay in the step unless they take batches of steps at once.
-    alone = [e for e in needed if "callback" in e.primitive.name and e.params.get("vmap_method") != "broadcast_all"]
+    alone = [
+        e
+        for e in needed
+        if "callback" in e.primitive.name
+        and e.params.get("vmap_method") != "broadcast_all"
+    ]
     calls = [v for equation in alone for v in equation.outvars]
     moving = reached(needed, [jaxpr.invars[0], *calls])
     known = reached(needed, jaxpr.invars[1:]) - moving
     late = [equation for equation in needed if not known.intersection(equation.outvars)]
-    early = [equation for equation in needed if not moving.intersection(equation.outvars)]
-    used = [v for equation in late for v in _variables(equation.invars)] + _variables(jaxpr.outvars)
+    early = [
+        equation for equation in needed if not moving.intersection(equation.outvars)
+    ]
+    used = [v for equation in late for v in _variables(equation.invars)] + _variables(
+        jaxpr.outvars
+    )
     handed = [v for v in dict.fromkeys(used) if v in known]
 
     def prepare(batch: Any) -> list[Array]:
-        values = {**constants, **dict(zip(jaxpr.invars[1:], jax.tree.leaves(batch), strict=True))}
+        values = {
+            **constants,
+            **dict(zip(jaxpr.invars[1:], jax.tree.leaves(batch), strict=True)),
+        }
         return evaluate_equations(early, values, handed)
 
     def finish(position: Array, prepared: list[Array]) -> Array:
-        values = {**constants, jaxpr.invars[0]: position, **dict(zip(handed, prepared, strict=True))}
+        values = {
+            **constants,
+            jaxpr.invars[0]: position,
+            **dict(zip(handed, prepared, strict=True)),
+        }
         return evaluate_equations(late, values, jaxpr.outvars)[0]
 
     return prepare, finish

@@ -1,4 +1,6 @@
-"""The contracts of the parts of a sampler (gradient, preconditioner, dynamics) and the values they exchange."""
+"""The contracts of the parts of a sampler (gradient, preconditioner, dynamics) and the
+values they exchange.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,10 +31,13 @@ class StepContext(NamedTuple):
     """The inputs of one step of a dynamics.
 
     :param evaluate: ``evaluate(position, batch) -> Evaluation``.
-    :param root: ``root(adaptation, v)`` multiplies by L, where the preconditioner is G = L L'.
+    :param root: ``root(adaptation, v)`` multiplies by L, where the preconditioner is G
+        = L L'.
     :param transpose: ``transpose(adaptation, v)`` multiplies by L'.
-    :param adaptation: state of the preconditioner at the start of the step; ``step_size``: eps of this step.
-    :param temperature: T of this step; ``warming``: whether this step is one of the warm-up.
+    :param adaptation: state of the preconditioner at the start of the step;
+        ``step_size``: eps of this step.
+    :param temperature: T of this step; ``warming``: whether this step is one of the
+        warm-up.
     """
 
     evaluate: Callable[[Array, Any], Evaluation]
@@ -60,11 +65,16 @@ class StepRandomness(NamedTuple):
 class StepResult(NamedTuple):
     """The outcome of one step.
 
-    :param position: (P,); ``memory``: the state of the dynamics (momenta, cached gradients).
-    :param evaluation: an evaluation at a position of the chain, for adaptation and statistics.
-    :param accept_prob: Metropolis acceptance probability, or None without a Metropolis test.
-    :param energy_error: change of an energy that an exact step would conserve, or None if not computed.
-    :param refused: whether the step was not taken, or None if the dynamics leaves that to the engine.
+    :param position: (P,); ``memory``: the state of the dynamics (momenta, cached
+        gradients).
+    :param evaluation: an evaluation at a position of the chain, for adaptation and
+        statistics.
+    :param accept_prob: Metropolis acceptance probability, or None without a Metropolis
+        test.
+    :param energy_error: change of an energy that an exact step would conserve, or None
+        if not computed.
+    :param refused: whether the step was not taken, or None if the dynamics leaves that
+        to the engine.
     """
 
     position: Array
@@ -76,7 +86,9 @@ class StepResult(NamedTuple):
 
 
 class Gradient:
-    """Estimates the potential and its gradient from a minibatch or from all the data."""
+    """Estimates the potential and its gradient from a minibatch or from
+    all the data.
+    """
 
     #: The source of minibatches.
     stream: Any
@@ -90,8 +102,12 @@ class Gradient:
         """Return the state of the estimator; by default there is none."""
         return ()
 
-    def separate(self, position: Array, batch: Any) -> tuple[Callable[[Any], Any], "Gradient"]:
-        """Return ``prepare``, which can run for many steps at once, and an estimator on ``prepare(batch)``."""
+    def separate(
+        self, position: Array, batch: Any
+    ) -> tuple[Callable[[Any], Any], "Gradient"]:
+        """Return ``prepare``, which can run for many steps at once, and an estimator on
+        ``prepare(batch)``.
+        """
         return (lambda batch: batch), self
 
     def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
@@ -165,13 +181,17 @@ class Dynamics:
         return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
-        """Refuse gradient estimators for which the dynamics would be wrong; by default none."""
+        """Refuse gradient estimators for which the dynamics would be wrong; by default
+        none.
+        """
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         """Return the memory (momenta, cached gradients) of a chain that starts here."""
         return ()
 
-    def step(self, context: StepContext, position: Array, memory: Any, draw: StepRandomness) -> StepResult:
+    def step(
+        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+    ) -> StepResult:
         """Make one step."""
         raise NotImplementedError
 
@@ -180,15 +200,19 @@ class Dynamics:
         return None
 
     def turned_back(self, memory: Any, temperature: Array) -> Any:
-        """Return the memory of a chain that stays because its step was not finite: its momentum is reversed.
+        """Return the memory of a chain that stays because its step was not finite: its
+        momentum is reversed.
 
-        At a border of the support that is a Metropolis rejection with the flip that persistent momentum needs: the
-        density up to there stays invariant, which with a new momentum has too much mass within a step of the border.
-        What a chain that explodes has for a momentum is set to 0.
+        At a border of the support that is a Metropolis rejection with the flip that
+        persistent momentum needs: the density up to there stays invariant, which with a
+        new momentum has too much mass within a step of the border. What a chain that
+        explodes has for a momentum is set to 0.
         """
         if (momentum := self.momentum(memory)) is None:
             return memory
-        back = jnp.where(jnp.abs(momentum) < 100 * jnp.sqrt(temperature), -momentum, 0.0)
+        back = jnp.where(
+            jnp.abs(momentum) < 100 * jnp.sqrt(temperature), -momentum, 0.0
+        )
         return memory._replace(momentum=back)
 
 

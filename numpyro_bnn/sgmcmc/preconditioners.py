@@ -1,7 +1,9 @@
-"""Preconditioners: symmetric positive definite G = L L', used as theta += (eps / 2) G g~ + sqrt(eps T) L z.
+"""Preconditioners: symmetric positive definite G = L L', used as theta += (eps / 2) G
+g~ + sqrt(eps T) L z.
 
-For dynamics with momentum m, G is the inverse mass matrix; they store the whitened momentum r = L' m ~ N(0, T I),
-so that only products with L and L' are needed. A fixed G needs no correction term.
+For dynamics with momentum m, G is the inverse mass matrix; they store the whitened
+momentum r = L' m ~ N(0, T I), so that only products with L and L' are needed. A fixed G
+needs no correction term.
 """
 
 from collections.abc import Sequence
@@ -50,17 +52,25 @@ class Diagonal(Preconditioner):
         values = np.asarray(self.values)
         if values.ndim > 1:
             instead = "Pass a scalar or (P,), or use `Dense`."
-            raise argument_error("sgmcmc.Diagonal", "values", f"shape {values.shape}", instead)
+            raise argument_error(
+                "sgmcmc.Diagonal", "values", f"shape {values.shape}", instead
+            )
         if not (np.isfinite(values) & (values > 0)).all():
             instead = "Pass positive finite numbers."
-            raise argument_error("sgmcmc.Diagonal", "values", f"smallest {values.min()}", instead)
+            raise argument_error(
+                "sgmcmc.Diagonal", "values", f"smallest {values.min()}", instead
+            )
 
     def init(self, position: Array) -> Array:
         values = jnp.asarray(self.values, position.dtype)
         if values.ndim == 1 and values.shape != position.shape:
             instead = f"Pass one per coordinate, {position.shape}."
-            raise argument_error("sgmcmc.Diagonal", "values", f"shape {values.shape}", instead)
-        return jnp.broadcast_to(jnp.sqrt(values), position.shape)  # one shape, whatever replaces it
+            raise argument_error(
+                "sgmcmc.Diagonal", "values", f"shape {values.shape}", instead
+            )
+        return jnp.broadcast_to(
+            jnp.sqrt(values), position.shape
+        )  # one shape, whatever replaces it
 
     def root(self, state: Array, v: Array) -> Array:
         return state * v
@@ -71,7 +81,9 @@ class Diagonal(Preconditioner):
 
 @dataclass(frozen=True, eq=False)
 class Factor(Preconditioner):
-    """A dense G = L L' whose state is L, lower triangular; the identity, until the state is replaced."""
+    """A dense G = L L' whose state is L, lower triangular; the identity, until the
+    state is replaced.
+    """
 
     def init(self, position: Array) -> Array:
         return jnp.eye(position.shape[0], dtype=position.dtype)
@@ -105,26 +117,39 @@ class Dense(Factor):
         if isinstance(self.matrix, jax.core.Tracer):
             return
         matrix = np.asarray(self.matrix, np.float64)
-        call, instead = "sgmcmc.Dense", "Pass a symmetric positive definite matrix (P, P)."
+        call, instead = (
+            "sgmcmc.Dense",
+            "Pass a symmetric positive definite matrix (P, P).",
+        )
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise argument_error(call, "matrix", f"shape {matrix.shape}", instead)
-        if not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T, rtol=1e-5, atol=1e-8):
-            raise argument_error(call, "matrix", "a matrix that is not finite or not symmetric", instead)
+        if not np.isfinite(matrix).all() or not np.allclose(
+            matrix, matrix.T, rtol=1e-5, atol=1e-8
+        ):
+            raise argument_error(
+                call, "matrix", "a matrix that is not finite or not symmetric", instead
+            )
         smallest = np.linalg.eigvalsh(matrix)[0]
         if smallest <= 0:
-            raise argument_error(call, "matrix", f"smallest eigenvalue {smallest:.3g}", instead)
+            raise argument_error(
+                call, "matrix", f"smallest eigenvalue {smallest:.3g}", instead
+            )
 
     def init(self, position: Array) -> Array:
         matrix = jnp.asarray(self.matrix, position.dtype)
         if matrix.shape[0] != position.shape[0]:
             instead = f"Pass one row per coordinate, {position.shape}."
-            raise argument_error("sgmcmc.Dense", "matrix", f"shape {matrix.shape}", instead)
+            raise argument_error(
+                "sgmcmc.Dense", "matrix", f"shape {matrix.shape}", instead
+            )
         return jnp.linalg.cholesky(matrix)
 
 
 @dataclass(frozen=True)
 class Blocks(Preconditioner):
-    """Block-diagonal G; ``parts`` are pairs (size, preconditioner) that cover the flat position in order."""
+    """Block-diagonal G; ``parts`` are pairs (size, preconditioner) that cover the flat
+    position in order.
+    """
 
     parts: Sequence[tuple[int, Preconditioner]]
 
@@ -139,18 +164,32 @@ class Blocks(Preconditioner):
     def _split(self, v: Array) -> list[Array]:
         return jnp.split(v, np.cumsum([size for size, _ in self.parts])[:-1])
 
-    def _each(self, method: str, state: tuple[Any, ...], v: Array, *options: Any) -> list[Any]:
+    def _each(
+        self, method: str, state: tuple[Any, ...], v: Array, *options: Any
+    ) -> list[Any]:
         blocks = zip(self.parts, state, self._split(v), strict=True)
-        return [getattr(part, method)(own, block, *options) for (_, part), own, block in blocks]
+        return [
+            getattr(part, method)(own, block, *options)
+            for (_, part), own, block in blocks
+        ]
 
     def init(self, position: Array) -> tuple[Any, ...]:
-        total = sum(Count().check("sgmcmc.Blocks", "parts", size) for size, _ in self.parts)
+        total = sum(
+            Count().check("sgmcmc.Blocks", "parts", size) for size, _ in self.parts
+        )
         if total != position.shape[0]:
             instead = f"Cover all {position.shape[0]} coordinates."
-            raise argument_error("sgmcmc.Blocks", "parts", f"sizes that sum to {total}", instead)
-        return tuple(part.init(v) for (_, part), v in zip(self.parts, self._split(position), strict=True))
+            raise argument_error(
+                "sgmcmc.Blocks", "parts", f"sizes that sum to {total}", instead
+            )
+        return tuple(
+            part.init(v)
+            for (_, part), v in zip(self.parts, self._split(position), strict=True)
+        )
 
-    def update(self, state: tuple[Any, ...], gradient: Array, warming: Array) -> tuple[Any, ...]:
+    def update(
+        self, state: tuple[Any, ...], gradient: Array, warming: Array
+    ) -> tuple[Any, ...]:
         return tuple(self._each("update", state, gradient, warming))
 
     def root(self, state: tuple[Any, ...], v: Array) -> Array:
@@ -164,7 +203,9 @@ class Blocks(Preconditioner):
 
 
 class RMSPropState(NamedTuple):
-    """Running mean square of the mean gradient, (P,), and the number of gradients seen."""
+    """Running mean square of the mean gradient, (P,), and the number of
+    gradients seen.
+    """
 
     mean_square: Array
     num_seen: Array
@@ -172,16 +213,20 @@ class RMSPropState(NamedTuple):
 
 @dataclass(frozen=True)
 class RMSProp(Preconditioner):
-    r"""Diagonal G from a running mean of squared gradients, adapted in warm-up, then frozen.
+    r"""Diagonal G from a running mean of squared gradients, adapted in warm-up, then
+    frozen.
 
-    G = 1 / (damping + sqrt(V)) with V <- decay V + (1 - decay) (g / N)^2; V starts at the first squared gradient.
-    With ``running=True`` it keeps adapting, as in Li et al. (2016, algorithm 1); then **the chain is biased** at any
-    step size: on the density exp(-x^4 / 4) it gives E[x^2] near 1.25 instead of 0.676. The correction term Gamma of
-    that paper is left out: it repairs only the case decay = 0, not a running average.
+    G = 1 / (damping + sqrt(V)) with V <- decay V + (1 - decay) (g / N)^2; V starts at
+    the first squared gradient. With ``running=True`` it keeps adapting, as in Li et al.
+    (2016, algorithm 1); then **the chain is biased** at any step size: on the density
+    exp(-x^4 / 4) it gives E[x^2] near 1.25 instead of 0.676. The correction term Gamma
+    of that paper is left out: it repairs only the case decay = 0, not a running
+    average.
 
     :param decay: in [0, 1).
     :param damping: positive; bounds G from above by 1 / damping.
-    :param num_data: N, the divisor that turns a gradient of the full potential into a mean per data point.
+    :param num_data: N, the divisor that turns a gradient of the full potential into a
+        mean per data point.
     :param running: keep adapting after warm-up.
     :raises ValueError: outside these ranges.
 
@@ -208,9 +253,15 @@ class RMSProp(Preconditioner):
     def init(self, position: Array) -> RMSPropState:
         return RMSPropState(jnp.ones_like(position), jnp.int32(0))
 
-    def update(self, state: RMSPropState, gradient: Array, warming: Array) -> RMSPropState:
+    def update(
+        self, state: RMSPropState, gradient: Array, warming: Array
+    ) -> RMSPropState:
         square = jnp.square(gradient / self.num_data)
-        average = jnp.where(state.num_seen == 0, square, self.decay * state.mean_square + (1 - self.decay) * square)
+        average = jnp.where(
+            state.num_seen == 0,
+            square,
+            self.decay * state.mean_square + (1 - self.decay) * square,
+        )
         learning = jnp.asarray(True if self.running else warming)
         mean_square = jnp.where(learning, average, state.mean_square)
         return RMSPropState(mean_square, state.num_seen + learning.astype(jnp.int32))

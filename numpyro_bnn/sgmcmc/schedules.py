@@ -1,7 +1,8 @@
-"""Schedules: functions from the step number 0, 1, 2, ... to a value (step size or temperature).
+"""Schedules: functions from the step number 0, 1, 2, ... to a value (step size or
+temperature).
 
-Any such callable works, optax schedules included. ``step_size`` eps always means
-theta += (eps / 2) g~ + N(0, eps T), g~ the estimate of the gradient of the log posterior.
+Any such callable works, optax schedules included. ``step_size`` eps always means theta
++= (eps / 2) g~ + N(0, eps T), g~ the estimate of the gradient of the log posterior.
 """
 
 import math
@@ -13,7 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import FractionBelow1, NonNegative, Number, Positive, PositiveInt, check_fields
+from numpyro_bnn._options import (
+    FractionBelow1,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveInt,
+    check_fields,
+)
 
 __all__ = ["constant", "polynomial", "cyclical"]
 
@@ -43,7 +51,8 @@ class constant:
 class polynomial:
     """Step sizes that decrease as a power of the step number: eps_t = a (b + t)^-gamma.
 
-    With gamma in (0.5, 1] the sum of eps_t is infinite and that of eps_t^2 finite, as convergence requires.
+    With gamma in (0.5, 1] the sum of eps_t is infinite and that of eps_t^2 finite, as
+    convergence requires.
 
     :param a: scale, positive.
     :param b: offset, positive.
@@ -64,7 +73,12 @@ class polynomial:
         call = "schedules.polynomial"
         check_fields(call, self)
         if self.gamma > 1:
-            raise argument_error(call, "gamma", self.gamma, "Above 1 the chain freezes: pass a value in (0.5, 1].")
+            raise argument_error(
+                call,
+                "gamma",
+                self.gamma,
+                "Above 1 the chain freezes: pass a value in (0.5, 1].",
+            )
 
     def __call__(self, step: Any) -> Any:
         return self.a * (self.b + step) ** -self.gamma
@@ -72,15 +86,17 @@ class polynomial:
 
 @dataclass(frozen=True)
 class cyclical:
-    """Step sizes that decrease along a cosine and restart: eps_k = (eps_0 / 2) [cos(pi r_k) + 1].
+    """Step sizes that decrease along a cosine and restart: eps_k = (eps_0 / 2) [cos(pi
+    r_k) + 1].
 
-    The phase is r_k = mod(k - 1, L) / L with cycles of L = ceil(K / M) steps. Step t counts from 0, so k = t + 1.
-    Draws are collected where r_k >= beta.
+    The phase is r_k = mod(k - 1, L) / L with cycles of L = ceil(K / M) steps. Step t
+    counts from 0, so k = t + 1. Draws are collected where r_k >= beta.
 
     :param initial: eps_0, positive.
     :param num_steps: K.
     :param num_cycles: M <= K.
-    :param explore: beta in [0, 1): the fraction of each cycle that explores and is not collected.
+    :param explore: beta in [0, 1): the fraction of each cycle that explores and is not
+        collected.
     :raises ValueError: outside these ranges.
 
     Reference: Zhang et al. (2020), equation 1.
@@ -99,7 +115,12 @@ class cyclical:
         call = "schedules.cyclical"
         check_fields(call, self)
         if self.num_cycles > self.num_steps:
-            raise argument_error(call, "num_cycles", self.num_cycles, f"Pass at most num_steps = {self.num_steps}.")
+            raise argument_error(
+                call,
+                "num_cycles",
+                self.num_cycles,
+                f"Pass at most num_steps = {self.num_steps}.",
+            )
 
     @property
     def cycle_length(self) -> int:
@@ -109,10 +130,14 @@ class cyclical:
     def collects(self, step: Any) -> Any:
         """Return whether the step belongs to the sampling part of its cycle."""
         # Counted in whole steps: a float32 phase may round below `explore`.
-        return step % self.cycle_length >= math.ceil(self.explore * self.cycle_length - 1e-9)
+        return step % self.cycle_length >= math.ceil(
+            self.explore * self.cycle_length - 1e-9
+        )
 
     def temperature(self, step: Any) -> Any:
-        """Return 0 while exploring (optimization without noise) and 1 while sampling; a schedule of temperatures."""
+        """Return 0 while exploring (optimization without noise) and 1 while sampling; a
+        schedule of temperatures.
+        """
         return jnp.where(self.collects(step), 1.0, 0.0)
 
     def __call__(self, step: Any) -> Any:

@@ -1,10 +1,20 @@
-"""Symmetries of networks: groups that act on weights without changing the likelihood."""
+"""Symmetries of networks: groups that act on weights without changing the
+likelihood.
+"""
 
 from numpyro_bnn.symmetry.base import Symmetry
 from numpyro_bnn.symmetry.canonical import canonical
 from numpyro_bnn.symmetry.draws import invariants, orbit_coordinates
 from numpyro_bnn.symmetry.finding import check, find, from_network
-from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.symmetry.groups import (
+    JointRescale,
+    JointScale,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+    SignFlip,
+)
 from numpyro_bnn.symmetry.quotient import quotient
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""Base class of symmetries: groups that act on the sites of a model without changing its likelihood."""
+"""Base class of symmetries: groups that act on the sites of a model without changing
+its likelihood.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -15,11 +17,14 @@ Values = dict[str, jax.Array]
 
 
 class UnitAxis(NamedTuple):
-    """The axis of a site that runs over units: one number per unit acts on all elements of that unit.
+    """The axis of a site that runs over units: one number per unit acts on all elements
+    of that unit.
 
     :param site: name of the sample site, e.g. ``"net/Dense_0.kernel"``.
-    :param axis: axis of the site that runs over the units; ``None`` if one number acts on the whole site.
-    :param repeats: number of repeats of the units along the axis (after ``Flatten``), the unit running fastest.
+    :param axis: axis of the site that runs over the units; ``None`` if one number acts
+        on the whole site.
+    :param repeats: number of repeats of the units along the axis (after ``Flatten``),
+        the unit running fastest.
     """
 
     site: str
@@ -38,25 +43,36 @@ class UnitAxis(NamedTuple):
         """Sum over the elements of each unit: (U,)."""
         if self.axis is None:
             return jnp.sum(elements)[None]
-        return jnp.sum(jnp.moveaxis(elements, self.axis, -1).reshape((-1, self.units(elements.shape))), axis=0)
+        return jnp.sum(
+            jnp.moveaxis(elements, self.axis, -1).reshape(
+                (-1, self.units(elements.shape))
+            ),
+            axis=0,
+        )
 
     def by_element(self, numbers: jax.Array, ndim: int) -> jax.Array:
         """Numbers (U,) in a shape that broadcasts against the site."""
         if self.axis is None:
             return numbers.reshape((1,) * ndim)
         along = jnp.tile(numbers, self.repeats)
-        return jnp.expand_dims(along, tuple(i for i in range(ndim) if i != self.axis % ndim))
+        return jnp.expand_dims(
+            along, tuple(i for i in range(ndim) if i != self.axis % ndim)
+        )
 
     def permuted(self, value: jax.Array, order: jax.Array) -> jax.Array:
         """The site with its units in another order (U,)."""
         if self.axis is None:
             return value
-        index = (jnp.arange(self.repeats)[:, None] * order.shape[0] + order[None, :]).reshape(-1)
+        index = (
+            jnp.arange(self.repeats)[:, None] * order.shape[0] + order[None, :]
+        ).reshape(-1)
         return jnp.take(value, index, axis=self.axis)
 
 
 def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
-    """Unit axes from site names and ``(site, axis)`` or ``(site, axis, repeats)`` tuples."""
+    """Unit axes from site names and ``(site, axis)`` or ``(site, axis, repeats)``
+    tuples.
+    """
     if isinstance(value, str | UnitAxis):
         value = [value]
     if not isinstance(value, Iterable):
@@ -65,10 +81,17 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     for entry in value:
         if isinstance(entry, str):
             axes.append(UnitAxis(entry))
-        elif isinstance(entry, tuple) and 2 <= len(entry) <= 3 and isinstance(entry[0], str):
+        elif (
+            isinstance(entry, tuple)
+            and 2 <= len(entry) <= 3
+            and isinstance(entry[0], str)
+        ):
             axes.append(UnitAxis(*entry))
         else:
-            instead = 'Pass a site, or a pair of site and axis, e.g. `("net/Dense_0.kernel", 1)`.'
+            instead = (
+                'Pass a site, or a pair of site and axis, e.g. `("net/Dense_0.kernel", '
+                "1)`."
+            )
             raise argument_error(call, argument, entry, instead)
     if not axes:
         raise argument_error(call, argument, "nothing", "Name at least one site.")
@@ -76,11 +99,12 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
 
 
 class Symmetry(ABC):
-    r"""Base class of the symmetries: a group acting on constrained values of sites, one element per unit.
+    r"""Base class of the symmetries: a group acting on constrained values of sites, one
+    element per unit.
 
-    A symmetry is a frozen dataclass that names sites. A group element is an array whose leading axis runs over the
-    units U; :meth:`act` applies it, :meth:`log_det` gives log|det| of that map. Along the orbit of a point the
-    posterior is the prior,
+    A symmetry is a frozen dataclass that names sites. A group element is an array whose
+    leading axis runs over the units U; :meth:`act` applies it, :meth:`log_det` gives
+    log|det| of that map. Along the orbit of a point the posterior is the prior,
 
     .. math:: \pi(g) \propto p(g\theta)\,|\det D(g\theta)|\,dg
 
@@ -114,36 +138,52 @@ class Symmetry(ABC):
 
     @abstractmethod
     def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
-        """log|det| of the map theta -> g theta in constrained coordinates, by unit (U,)."""
+        """log|det| of the map theta -> g theta in constrained coordinates, by unit
+        (U,).
+        """
 
     @abstractmethod
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         """A random group element; of a finite group it may be the identity."""
 
     def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
-        """Group elements that an invariance is tested at; of a finite group such that all of it follows."""
+        """Group elements that an invariance is tested at; of a finite group such that
+        all of it follows.
+        """
         return [self.random(rng_key, units)]
 
     def units(self, values: Mapping[str, Any]) -> int:
         """Number of units U.
 
-        :raises ValueError: if a site has no such axis, or sites have different numbers of units.
+        :raises ValueError: if a site has no such axis, or sites have different numbers
+            of units.
         """
 
         def refuse(got: str, instead: str) -> None:
-            raise argument_error(f"symmetry.{type(self).__name__}", "unit_axes", got, instead)
+            raise argument_error(
+                f"symmetry.{type(self).__name__}", "unit_axes", got, instead
+            )
 
         counts = {}
         for entry in self.unit_axes:
             site, axis, repeats = entry
             shape = jnp.shape(values[site])
             if axis is not None and not -len(shape) <= axis < len(shape):
-                refuse(f"axis {axis} of site {site!r} of shape {shape}", "Count the axes of the site.")
+                refuse(
+                    f"axis {axis} of site {site!r} of shape {shape}",
+                    "Count the axes of the site.",
+                )
             if axis is not None and shape[axis] % repeats:
-                refuse(f"{entry} of shape {shape}", "Repeats must divide the length of the axis.")
+                refuse(
+                    f"{entry} of shape {shape}",
+                    "Repeats must divide the length of the axis.",
+                )
             counts[site] = entry.units(shape)
         if len(set(counts.values())) > 1:
-            refuse(f"units by site {counts}", "All sites must have the same number of units along their axes.")
+            refuse(
+                f"units by site {counts}",
+                "All sites must have the same number of units along their axes.",
+            )
         return next(iter(counts.values()))
 
     def rename(self, names: Mapping[str, str]) -> Self:
@@ -154,7 +194,10 @@ class Symmetry(ABC):
                 return value._replace(site=names.get(value.site, value.site))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else value
 
-        changed = {entry.name: renamed(getattr(self, entry.name)) for entry in fields(self)}  # type: ignore[arg-type]
+        changed = {
+            entry.name: renamed(getattr(self, entry.name))
+            for entry in fields(self)  # type: ignore[arg-type]
+        }
         return replace(self, **changed)  # type: ignore[type-var]
 
 
@@ -165,6 +208,9 @@ def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
     given = tuple(symmetries)
     for symmetry in given:
         if not isinstance(symmetry, Symmetry):
-            instead = "Pass symmetries such as `symmetry.Scale(...)`, or those of `symmetry.find(model, ...)`."
+            instead = (
+                "Pass symmetries such as `symmetry.Scale(...)`, or those of "
+                "`symmetry.find(model, ...)`."
+            )
             raise argument_error(call, "symmetries", symmetry, instead, TypeError)
     return given

@@ -24,43 +24,62 @@ def canonical(
     reference: Mapping[str, Any] | None = None,
     sweeps: PositiveInt = 10,
 ) -> dict[str, np.ndarray]:
-    r"""Align draws, so that a weight means the same in all of them; the likelihood of each draw is unchanged.
+    r"""Align draws, so that a weight means the same in all of them; the likelihood of
+    each draw is unchanged.
 
     Every draw is moved along its orbits to a canonical representative:
 
-    - :class:`Shift`: the elements of a unit have mean 0 (a bias before batch normalization becomes 0).
-    - :class:`Scale` and :class:`Rescale`: the d (incoming) elements of a unit have norm :math:`\sqrt d`; in a
-      residual stream those of its first layer.
-    - :class:`SignFlip` and :class:`Permutation`: each draw gets the signs and the order of units with the largest
-      inner product with a reference, by assignment: layer by layer, then in sweeps over the layers.
-    - :class:`JointScale`, :class:`JointRescale` and user-defined symmetries: not applied.
+    - :class:`Shift`: the elements of a unit have mean 0 (a bias before batch
+      normalization becomes 0).
+    - :class:`Scale` and :class:`Rescale`: the d (incoming) elements of a unit have norm
+      :math:`\sqrt d`; in a residual stream those of its first layer.
+    - :class:`SignFlip` and :class:`Permutation`: each draw gets the signs and the order
+      of units with the largest inner product with a reference, by assignment: layer by
+      layer, then in sweeps over the layers.
+    - :class:`JointScale`, :class:`JointRescale` and user-defined symmetries: not
+      applied.
 
-    Without ``reference``, the first reference is the draw whose unit norms are closest to the median over all draws,
-    with its units ordered by norm and positive sums of cubed weights; after each sweep the mean of the canonical
-    draws replaces it. So the result depends neither on the order of the chains nor on where on its orbit a draw
-    lies. If the posterior does not distinguish the units, no labeling can, and R-hat stays far from 1.
+    Without ``reference``, the first reference is the draw whose unit norms are closest
+    to the median over all draws, with its units ordered by norm and positive sums of
+    cubed weights; after each sweep the mean of the canonical draws replaces it. So the
+    result depends neither on the order of the chains nor on where on its orbit a draw
+    lies. If the posterior does not distinguish the units, no labeling can, and R-hat
+    stays far from 1.
 
-    Hyperparameters are unchanged: a layer's scale is then no longer that of the weights shown. For a non-centered
-    weight the site ``w`` is moved, and ``w_base`` is not. Scales of single units, as in ARD or horseshoe priors, are
-    permuted only if a :class:`Permutation` names them.
+    Hyperparameters are unchanged: a layer's scale is then no longer that of the weights
+    shown. For a non-centered weight the site ``w`` is moved, and ``w_base`` is not.
+    Scales of single units, as in ARD or horseshoe priors, are permuted only if a
+    :class:`Permutation` names them.
 
-    The assignments take most of the time: one per draw, layer and sweep, cubic in the number of units.
+    The assignments take most of the time: one per draw, layer and sweep, cubic in the
+    number of units.
 
-    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
+    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or
+        an ArviZ posterior.
     :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
-    :param reference: site -> (...), one point whose signs and unit order the draws adopt.
-    :param sweeps: maximum number of sweeps over the layers; they stop when no draw changes.
+    :param reference: site -> (...), one point whose signs and unit order the draws
+        adopt.
+    :param sweeps: maximum number of sweeps over the layers; they stop when no draw
+        changes.
     :return: all sites of ``draws``, as arrays of the original dtypes.
-    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other than chains and draws.
+    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other
+        than chains and draws.
 
-    Reference: Ainsworth, Hayase & Srinivasa (2023), "Git Re-Basin", section 3.2 for the layerwise assignment.
+    Reference: Ainsworth, Hayase & Srinivasa (2023), "Git Re-Basin", section 3.2 for the
+    layerwise assignment.
 
     >>> from numpyro_bnn import nn, symmetry
-    >>> net = nn.Sequential([nn.Dense(2, use_bias=False), "tanh", nn.Dense(1, use_bias=False)])
-    >>> kernel = np.array([[[[1.0, -3.0]], [[3.0, 1.0]]]])  # one chain, two draws, shape (1, 2)
+    >>> net = nn.Sequential(
+    ...     [nn.Dense(2, use_bias=False), "tanh", nn.Dense(1, use_bias=False)]
+    ... )
+    >>> kernel = np.array(
+    ...     [[[[1.0, -3.0]], [[3.0, 1.0]]]]
+    ... )  # one chain, two draws, shape (1, 2)
     >>> out = np.array([[[[1.0], [-2.0]], [[2.0], [1.0]]]])
     >>> draws = {"net/Dense_0.kernel": kernel, "net/Dense_1.kernel": out}
-    >>> canonical(draws, symmetry.from_network(net, (1,)))["net/Dense_0.kernel"].tolist()
+    >>> canonical(draws, symmetry.from_network(net, (1,)))[
+    ...     "net/Dense_0.kernel"
+    ... ].tolist()
     [[[[3.0, 1.0]], [[3.0, 1.0]]]]
     """
     call = "symmetry.canonical"
@@ -69,24 +88,40 @@ def canonical(
         points = in_gauge(symmetries, points)
         groups = list(_groups(symmetries, points)) if points else []
         if groups and reference is None:
-            points = _first_pass(groups, points, _absolute(groups, _middle(groups, points)))
+            points = _first_pass(
+                groups, points, _absolute(groups, _middle(groups, points))
+            )
             points = _sweep(groups, points, sweeps, None)
         elif groups:
             target = _target(call, reference or {}, symmetries, points)
             points = _sweep(groups, _first_pass(groups, points, target), sweeps, target)
-    moved = {site: value.reshape((*size, *value.shape[1:])) for site, value in points.items()}
+    moved = {
+        site: value.reshape((*size, *value.shape[1:])) for site, value in points.items()
+    }
     given = {site: np.asarray(value) for site, value in draws.items()}
-    return {site: moved[site].astype(v.dtype) if site in moved else v for site, v in given.items()}
+    return {
+        site: moved[site].astype(v.dtype) if site in moved else v
+        for site, v in given.items()
+    }
 
 
-def _target(call: str, reference: Mapping[str, Any], symmetries: Sequence[Symmetry], points: Points) -> Points:
+def _target(
+    call: str,
+    reference: Mapping[str, Any],
+    symmetries: Sequence[Symmetry],
+    points: Points,
+) -> Points:
     """The reference in the gauge, as one draw."""
     one = {site: np.asarray(value)[None] for site, value in reference.items()}
     target, _, _ = read(call, one, symmetries, leading=1)
     for site, value in target.items():
         if value.shape[1:] != points[site].shape[1:]:
-            instead = f"The draws are of shape {points[site].shape[1:]}: pass one point."
-            raise argument_error(call, "reference", f"site {site!r} of shape {value.shape[1:]}", instead)
+            instead = (
+                f"The draws are of shape {points[site].shape[1:]}: pass one point."
+            )
+            raise argument_error(
+                call, "reference", f"site {site!r} of shape {value.shape[1:]}", instead
+            )
     return in_gauge(symmetries, target)
 
 
@@ -96,11 +131,17 @@ class _Group(NamedTuple):
     order: Permutation | None
     unit_flips: tuple[SignFlip, ...]  # of single units
     layer_flips: tuple[SignFlip, ...]  # of all units at once
-    axes: tuple[UnitAxis, ...]  # of the sites by which units are compared, over which no other axis runs
+    axes: tuple[
+        UnitAxis, ...
+    ]  # of the sites by which units are compared, over which no other axis runs
 
     @property
     def members(self) -> tuple[Symmetry, ...]:
-        return (*((self.order,) if self.order else ()), *self.unit_flips, *self.layer_flips)
+        return (
+            *((self.order,) if self.order else ()),
+            *self.unit_flips,
+            *self.layer_flips,
+        )
 
 
 def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
@@ -109,7 +150,11 @@ def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
     for order in symmetries:
         if isinstance(order, Permutation):
             units = [f for f in flips if set(f.unit_axes) <= set(order.unit_axes)]
-            layers = [f for f in flips if f.units(one) == 1 and set(f.sites) <= set(order.sites)]
+            layers = [
+                f
+                for f in flips
+                if f.units(one) == 1 and set(f.sites) <= set(order.sites)
+            ]
             flips = [f for f in flips if f not in units and f not in layers]
             yield _Group(order, tuple(units), tuple(layers), _alone(order.unit_axes))
     for flip in flips:
@@ -117,22 +162,32 @@ def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
 
 
 def _alone(axes: tuple[UnitAxis, ...]) -> tuple[UnitAxis, ...]:
-    """Axes of sites in which no other axis runs over the units; all axes if there is no such site."""
+    """Axes of sites in which no other axis runs over the units; all axes if there is no
+    such site.
+    """
     sites = [axis.site for axis in axes]
     return tuple(axis for axis in axes if sites.count(axis.site) == 1) or axes
 
 
 def _first_pass(groups: Sequence[_Group], points: Points, target: Points) -> Points:
-    """Match layer by layer, each by sites that later layers do not change, so that the start does not matter."""
+    """Match layer by layer, each by sites that later layers do not change, so that the
+    start does not matter.
+    """
     for group, later in _with_later(groups):
         points, _ = _match(group, points, target, _free(group.axes, later))
     return points
 
 
-def _sweep(groups: Sequence[_Group], points: Points, sweeps: int, fixed: Points | None) -> Points:
-    """Match all layers to a fixed target, or to the mean of the draws, until no draw changes."""
+def _sweep(
+    groups: Sequence[_Group], points: Points, sweeps: int, fixed: Points | None
+) -> Points:
+    """Match all layers to a fixed target, or to the mean of the draws, until no draw
+    changes.
+    """
     for _ in range(sweeps):
-        target = fixed or {site: np.mean(value, 0, keepdims=True) for site, value in points.items()}
+        target = fixed or {
+            site: np.mean(value, 0, keepdims=True) for site, value in points.items()
+        }
         any_changed = False
         for group in groups:
             points, changed = _match(group, points, target, group.axes)
@@ -142,38 +197,73 @@ def _sweep(groups: Sequence[_Group], points: Points, sweeps: int, fixed: Points 
     return points
 
 
-def _match(group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis]) -> tuple[Points, bool]:
-    """Find the signs and order of every draw that fit the target best; return whether any changed."""
-    chunks = [slice(start, start + CHUNK) for start in range(0, len(points[axes[0].site]), CHUNK)]
-    elements = [element for chunk in chunks for element in _best(group, points, target, axes, chunk)]
+def _match(
+    group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis]
+) -> tuple[Points, bool]:
+    """Find the signs and order of every draw that fit the target best; return whether
+    any changed.
+    """
+    chunks = [
+        slice(start, start + CHUNK)
+        for start in range(0, len(points[axes[0].site]), CHUNK)
+    ]
+    elements = [
+        element
+        for chunk in chunks
+        for element in _best(group, points, target, axes, chunk)
+    ]
     changed = False
     for number, member in enumerate(group.members):
         g = np.stack([element[number] for element in elements])
-        still = np.arange(g.shape[1]) if isinstance(member, Permutation) else np.ones(g.shape[1])
+        still = (
+            np.arange(g.shape[1])
+            if isinstance(member, Permutation)
+            else np.ones(g.shape[1])
+        )
         if np.any(g != still):
             points, changed = act(member, points, g), True
     return points, changed
 
 
 def _best(
-    group: _Group, points: Points, target: Points, axes: Sequence[UnitAxis], chunk: slice
+    group: _Group,
+    points: Points,
+    target: Points,
+    axes: Sequence[UnitAxis],
+    chunk: slice,
 ) -> list[list[np.ndarray]]:
-    """For every draw of the chunk, the group elements of the members, to be applied one after the other."""
+    """For every draw of the chunk, the group elements of the members, to be applied one
+    after the other.
+    """
     from scipy.optimize import linear_sum_assignment
 
-    # Inner products of units of draws (n, U, d) and of a reference (1, U, d): (n, U of reference, U of draw).
-    pairs = [(by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])[0]) for axis in axes]
+    # Inner products of units of draws (n, U, d) and of a reference (1, U, d): (n, U of
+    # reference, U of draw).
+    pairs = [
+        (by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])[0])
+        for axis in axes
+    ]
     scores = [np.swapaxes(draws @ reference.T, 1, 2) for draws, reference in pairs]
     unit_choices = list(product((1.0, -1.0), repeat=len(group.unit_flips)))
     found: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
     for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
-        layered = [_signed(*pair, group.layer_flips, layer_signs) for pair in zip(scores, axes, strict=True)]
+        layered = [
+            _signed(*pair, group.layer_flips, layer_signs)
+            for pair in zip(scores, axes, strict=True)
+        ]
         signed = list(zip(layered, axes, strict=True))
-        totals = np.stack([sum(_signed(*s, group.unit_flips, signs) for s in signed) for signs in unit_choices])
+        totals = np.stack(
+            [
+                sum(_signed(*s, group.unit_flips, signs) for s in signed)
+                for signs in unit_choices
+            ]
+        )
         tables, which = totals.max(0), totals.argmax(0)
         for i, table in enumerate(tables):
             units = np.arange(len(table))
-            order = linear_sum_assignment(table, maximize=True)[1] if group.order else units
+            order = (
+                linear_sum_assignment(table, maximize=True)[1] if group.order else units
+            )
             value = float(table[units, order].sum())
             if value > found[i][0] + 1e-12 * abs(value):
                 # Order first; the signs belong to the units in their new order.
@@ -183,7 +273,9 @@ def _best(
     return [elements for _, elements in found]
 
 
-def _signed(score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs: Sequence[float]) -> np.ndarray:
+def _signed(
+    score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs: Sequence[float]
+) -> np.ndarray:
     """The score of a site after flips by the signs."""
     sign = 1.0
     for flip, s in zip(flips, signs, strict=True):
@@ -193,13 +285,17 @@ def _signed(score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs:
 
 def _middle(groups: Sequence[_Group], points: Points) -> Points:
     """The draw whose unit norms, sorted, are closest to the median over the draws."""
-    sizes = np.concatenate([np.sort(norms(group.axes, points), -1) for group in groups], -1)
+    sizes = np.concatenate(
+        [np.sort(norms(group.axes, points), -1) for group in groups], -1
+    )
     nearest = int(np.argmin(np.sum((sizes - np.median(sizes, 0)) ** 2, -1)))
     return {site: value[nearest : nearest + 1] for site, value in points.items()}
 
 
 def _absolute(groups: Sequence[_Group], point: Points) -> Points:
-    """Fix signs and orders without a reference: by odd and symmetric functions of the weights of each unit."""
+    """Fix signs and orders without a reference: by odd and symmetric functions of the
+    weights of each unit.
+    """
     for group, later in _with_later(groups):
         flips: list[SignFlip] = [*group.layer_flips, *group.unit_flips]
         while flips:
@@ -212,7 +308,9 @@ def _absolute(groups: Sequence[_Group], point: Points) -> Points:
     return point
 
 
-def _settled(flips: Sequence[SignFlip], later: Sequence[Symmetry]) -> tuple[SignFlip, tuple[UnitAxis, ...]]:
+def _settled(
+    flips: Sequence[SignFlip], later: Sequence[Symmetry]
+) -> tuple[SignFlip, tuple[UnitAxis, ...]]:
     """A flip with sites that no other flip changes, and those sites."""
     for flip in flips:
         others = [*(other for other in flips if other is not flip), *later]
@@ -224,7 +322,10 @@ def _settled(flips: Sequence[SignFlip], later: Sequence[Symmetry]) -> tuple[Sign
 
 def _with_later(groups: Sequence[_Group]) -> Iterator[tuple[_Group, list[Symmetry]]]:
     for number, group in enumerate(groups):
-        yield group, [member for later in groups[number + 1 :] for member in later.members]
+        yield (
+            group,
+            [member for later in groups[number + 1 :] for member in later.members],
+        )
 
 
 def _free(axes: Sequence[UnitAxis], later: Sequence[Symmetry]) -> tuple[UnitAxis, ...]:

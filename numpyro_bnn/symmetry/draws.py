@@ -1,4 +1,6 @@
-"""Posterior draws of parameters: the gauge of the continuous groups, and summaries along and across orbits."""
+"""Posterior draws of parameters: the gauge of the continuous groups, and summaries
+along and across orbits.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -11,22 +13,37 @@ import numpy as np
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
 from numpyro_bnn._options import Kind
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
-from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Multiplicative, Permutation, Rescale, Scale, Shift
+from numpyro_bnn.symmetry.groups import (
+    JointRescale,
+    JointScale,
+    Multiplicative,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+)
 
 # Site -> (n, *shape) in float64, with n draws of all chains.
 Points = dict[str, np.ndarray]
 
 
 def read(
-    call: str, draws: Mapping[str, Any], symmetries: Sequence[Symmetry], leading: int = 2
+    call: str,
+    draws: Mapping[str, Any],
+    symmetries: Sequence[Symmetry],
+    leading: int = 2,
 ) -> tuple[Points, list[Symmetry], tuple[int, ...]]:
-    """Read points of the sites that symmetries act on, the symmetries with the names of the draws, and (C, S).
+    """Read points of the sites that symmetries act on, the symmetries with the names of
+    the draws, and (C, S).
 
     A site ``net/Dense_0.kernel`` may also be named ``net.Dense_0.kernel``, as in files.
     """
-    Kind(Mapping, "Pass arrays by site, e.g. `mcmc.get_samples(group_by_chain=True)`.").check(call, "draws", draws)
+    Kind(
+        Mapping, "Pass arrays by site, e.g. `mcmc.get_samples(group_by_chain=True)`."
+    ).check(call, "draws", draws)
     renamed = [
-        s.rename({site: _stored(call, site, draws) for site in s.sites}) for s in as_symmetries(call, symmetries)
+        s.rename({site: _stored(call, site, draws) for site in s.sites})
+        for s in as_symmetries(call, symmetries)
     ]
     sizes: dict[str, tuple[int, ...]] = {}
     points = {}
@@ -34,9 +51,16 @@ def read(
         value = np.asarray(draws[site], np.float64)
         check_finite(call, "draws", value)
         sizes[site] = value.shape[:leading]
-        points[site] = value.reshape((prod(value.shape[:leading]), *value.shape[leading:]))
-    if len(set(sizes.values())) > 1 or any(len(size) < leading for size in sizes.values()):
-        instead = "Pass arrays (chains, draws, ...), e.g. `mcmc.get_samples(group_by_chain=True)`."
+        points[site] = value.reshape(
+            (prod(value.shape[:leading]), *value.shape[leading:])
+        )
+    if len(set(sizes.values())) > 1 or any(
+        len(size) < leading for size in sizes.values()
+    ):
+        instead = (
+            "Pass arrays (chains, draws, ...), e.g. "
+            "`mcmc.get_samples(group_by_chain=True)`."
+        )
         raise argument_error(call, "draws", f"leading axes {sizes}", instead)
     for s in renamed:
         s.units({site: value[0] for site, value in points.items()})
@@ -52,7 +76,13 @@ def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
 def act(s: Symmetry, points: Points, g: np.ndarray) -> Points:
     """Every point moved by its own group element, g (n, U)."""
     touched = {site: jnp.asarray(points[site]) for site in dict.fromkeys(s.sites)}
-    return {**points, **{site: np.asarray(v) for site, v in jax.vmap(s.act)(touched, jnp.asarray(g)).items()}}
+    return {
+        **points,
+        **{
+            site: np.asarray(v)
+            for site, v in jax.vmap(s.act)(touched, jnp.asarray(g)).items()
+        },
+    }
 
 
 def by_unit(axis: UnitAxis, value: np.ndarray) -> np.ndarray:
@@ -66,15 +96,21 @@ def by_unit(axis: UnitAxis, value: np.ndarray) -> np.ndarray:
 
 def norms(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
     """Euclidean norm of the elements of each unit: (n, U)."""
-    return np.sqrt(sum(np.sum(by_unit(axis, points[axis.site]) ** 2, -1) for axis in axes))
+    return np.sqrt(
+        sum(np.sum(by_unit(axis, points[axis.site]) ** 2, -1) for axis in axes)
+    )
 
 
 def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
-    """Bring shifts to mean 0, then scales to their norm; the result is constant on the orbits of these groups."""
+    """Bring shifts to mean 0, then scales to their norm; the result is constant on the
+    orbits of these groups.
+    """
     for s in symmetries:
         if isinstance(s, Shift):
             points = act(s, points, -mean(s.unit_axes, points))
-    waiting: list[Multiplicative] = [s for s in symmetries if isinstance(s, Scale | Rescale)]
+    waiting: list[Multiplicative] = [
+        s for s in symmetries if isinstance(s, Scale | Rescale)
+    ]
     while waiting:
         s, axes = _next(waiting)
         waiting.remove(s)
@@ -82,68 +118,101 @@ def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
         size = sum(axis.per_unit(points[axis.site].shape[1:]) for axis in axes)
         log_norm = np.log(np.where(norm > 0.0, norm, 1.0))
         # A unit whose elements are all 0 has no scale.
-        points = act(s, points, np.where(norm > 0.0, 0.5 * np.log(size) - log_norm, 0.0))
+        points = act(
+            s, points, np.where(norm > 0.0, 0.5 * np.log(size) - log_norm, 0.0)
+        )
     return points
 
 
 def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
-    return np.mean(np.concatenate([by_unit(axis, points[axis.site]) for axis in axes], -1), -1)
+    return np.mean(
+        np.concatenate([by_unit(axis, points[axis.site]) for axis in axes], -1), -1
+    )
 
 
 def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitAxis]]:
-    """A symmetry with sites whose norm no other symmetry changes (rescaling changes the next layer), and those."""
+    """A symmetry with sites whose norm no other symmetry changes (rescaling changes the
+    next layer), and those.
+    """
     for s in waiting:
         touched = {site for other in waiting if other is not s for site in other.sites}
         touched |= {axis.site for axis, power in s.powers if power < 0}
-        free = [axis for axis, power in s.powers if power > 0 and axis.site not in touched]
+        free = [
+            axis for axis, power in s.powers if power > 0 and axis.site not in touched
+        ]
         if free:
             return s, free
     return waiting[0], [axis for axis, power in waiting[0].powers if power > 0]
 
 
-def invariants(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
-    r"""Summaries of units that no symmetry changes, so that R-hat and ESS are meaningful without relabeling.
+def invariants(
+    draws: Mapping[str, Any], symmetries: Sequence[Symmetry]
+) -> dict[str, np.ndarray]:
+    r"""Summaries of units that no symmetry changes, so that R-hat and ESS are
+    meaningful without relabeling.
 
-    They are computed in the gauge of the scales and shifts (see :func:`~numpyro_bnn.symmetry.canonical`), so each is
-    invariant under all the symmetries together, signs included.
+    They are computed in the gauge of the scales and shifts (see
+    :func:`~numpyro_bnn.symmetry.canonical`), so each is invariant under all the
+    symmetries together, signs included.
 
     - :class:`Rescale`: the effective scale of a unit, :math:`|w_{in}|\,|w_{out}|`.
-    - :class:`Scale`: only the direction u of the weights matters; the effective number of weights
-      :math:`(\sum_i u_i^2)^2 / \sum_i u_i^4`, from 1 (a single weight) to d (all of one size).
+    - :class:`Scale`: only the direction u of the weights matters; the effective number
+      of weights :math:`(\sum_i u_i^2)^2 / \sum_i u_i^4`, from 1 (a single weight) to d
+      (all of one size).
     - :class:`Permutation`: the norm of all weights into and out of a unit.
 
-    If a :class:`Permutation` moves the units, they are sorted in each draw, largest first.
+    If a :class:`Permutation` moves the units, they are sorted in each draw, largest
+    first.
 
-    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
+    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or
+        an ArviZ posterior.
     :param symmetries: e.g. ``symmetry.from_network(net, (13,))``.
     :return: name of the symmetry -> (C, S, U).
-    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other than chains and draws.
+    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other
+        than chains and draws.
 
     >>> draws = {"w": np.array([[[[2.0, 3.0]]]]), "v": np.array([[[[5.0], [7.0]]]])}
-    >>> invariants(draws, [Rescale([("w", 1)], [("v", 0)])])["Rescale(w)"].round(6).tolist()
+    >>> invariants(draws, [Rescale([("w", 1)], [("v", 0)])])["Rescale(w)"].round(
+    ...     6
+    ... ).tolist()
     [[[10.0, 21.0]]]
     """
     points, symmetries, size = read("symmetry.invariants", draws, symmetries)
-    moved = {axis for s in symmetries if isinstance(s, Permutation) for axis in s.unit_axes}
+    moved = {
+        axis for s in symmetries if isinstance(s, Permutation) for axis in s.unit_axes
+    }
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
     found = [(s, _invariant(s, points)) for s in symmetries]
-    return _named([(s, -np.sort(-v, -1) if v is not None and moved & {*s.unit_axes} else v) for s, v in found], size)
+    return _named(
+        [
+            (s, -np.sort(-v, -1) if v is not None and moved & {*s.unit_axes} else v)
+            for s, v in found
+        ],
+        size,
+    )
 
 
-def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
-    r"""Where on its orbit each draw lies: coordinates that mix slowly under gradient samplers, fast by orbit moves.
+def orbit_coordinates(
+    draws: Mapping[str, Any], symmetries: Sequence[Symmetry]
+) -> dict[str, np.ndarray]:
+    r"""Where on its orbit each draw lies: coordinates that mix slowly under gradient
+    samplers, fast by orbit moves.
 
     - :class:`Scale`: :math:`\log|w|`.
     - :class:`Rescale`: :math:`\log(|w_{in}| / |w_{out}|)`.
-    - :class:`JointScale`: log of the scale, in the units of the weights (of a precision, minus half its log).
+    - :class:`JointScale`: log of the scale, in the units of the weights (of a
+      precision, minus half its log).
     - :class:`JointRescale`: mean log of its scales, each over its power.
     - :class:`Shift`: mean of the elements.
 
-    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or an ArviZ posterior.
-    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``; finite groups have no coordinate.
+    :param draws: site -> (C, S, ...), e.g. ``mcmc.get_samples(group_by_chain=True)`` or
+        an ArviZ posterior.
+    :param symmetries: e.g. ``symmetry.from_network(net, (13,))``; finite groups have no
+        coordinate.
     :return: name of the symmetry -> (C, S, U).
-    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other than chains and draws.
+    :raises ValueError: for unknown sites, NaN or infinite draws, or leading axes other
+        than chains and draws.
 
     >>> draws = {"w": np.array([[[3.0, 4.0]]])}
     >>> np.exp(orbit_coordinates(draws, [Scale("w")])["Scale(w)"]).round(6).tolist()
@@ -153,8 +222,12 @@ def orbit_coordinates(draws: Mapping[str, Any], symmetries: Sequence[Symmetry]) 
     return _named([(s, _coordinate(s, points)) for s in symmetries], size)
 
 
-def _named(summaries: Sequence[tuple[Symmetry, np.ndarray | None]], size: tuple) -> dict[str, np.ndarray]:
-    """Summaries (C, S, U) by the name of their symmetry, extended by its last site if the name is taken."""
+def _named(
+    summaries: Sequence[tuple[Symmetry, np.ndarray | None]], size: tuple
+) -> dict[str, np.ndarray]:
+    """Summaries (C, S, U) by the name of their symmetry, extended by its last site if
+    the name is taken.
+    """
     found: dict[str, np.ndarray] = {}
     for s, summary in summaries:
         if summary is not None:
@@ -169,7 +242,9 @@ def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:
     if isinstance(s, Permutation):
         return norms(s.unit_axes, points)
     if isinstance(s, Scale):
-        squares = np.concatenate([by_unit(axis, points[axis.site]) ** 2 for axis in s.unit_axes], -1)
+        squares = np.concatenate(
+            [by_unit(axis, points[axis.site]) ** 2 for axis in s.unit_axes], -1
+        )
         return np.sum(squares, -1) ** 2 / np.sum(squares**2, -1)
     return None
 
@@ -181,7 +256,12 @@ def _coordinate(s: Symmetry, points: Points) -> np.ndarray | None:
         if isinstance(s, Rescale):
             return np.log(norms(s.incoming, points)) - np.log(norms(s.outgoing, points))
         if isinstance(s, JointScale | JointRescale):
-            scales = s.scales if isinstance(s, JointRescale) else ((s.scale[0], s.power),)
-            logs = [np.log(by_unit(axis, points[axis.site])[:, 0]) / power for axis, power in scales]
+            scales = (
+                s.scales if isinstance(s, JointRescale) else ((s.scale[0], s.power),)
+            )
+            logs = [
+                np.log(by_unit(axis, points[axis.site])[:, 0]) / power
+                for axis, power in scales
+            ]
             return np.mean(np.concatenate(logs, -1), -1, keepdims=True)
     return mean(s.unit_axes, points) if isinstance(s, Shift) else None

@@ -1,4 +1,6 @@
-"""Find the symmetries of a network or a model from its layers and priors, and verify them numerically."""
+"""Find the symmetries of a network or a model from its layers and priors, and verify
+them numerically.
+"""
 
 import warnings
 from collections import Counter, defaultdict
@@ -16,13 +18,29 @@ from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._options import Args, Kwargs, Model, NetworkName, NonNegativeOrInfinite, Switch, checked
+from numpyro_bnn._options import (
+    Args,
+    Kwargs,
+    Model,
+    NetworkName,
+    NonNegativeOrInfinite,
+    Switch,
+    checked,
+)
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
-from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.symmetry.groups import (
+    JointRescale,
+    JointScale,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+    SignFlip,
+)
 from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
 
 SEEDS = (0, 1, 2)
@@ -36,11 +54,13 @@ HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
 def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
     """Find the symmetries of a model from its random networks and their priors.
 
-    These are the symmetries that :func:`from_network` finds for every :func:`~numpyro_bnn.random_network` of the
-    model, permutations and signs of hidden units that are found from the shapes of other latent sites (a network
-    written by hand or of Flax), a shift of the class logits if the observation is categorical, and
-    :class:`JointScale` and :class:`JointRescale` for the learned scales of the kernels involved. Each is verified
-    numerically on the model, as by :func:`check`, and left out if it does not hold. Weights that are fixed
+    These are the symmetries that :func:`from_network` finds for every
+    :func:`~numpyro_bnn.random_network` of the model, permutations and signs of hidden
+    units that are found from the shapes of other latent sites (a network written by
+    hand or of Flax), a shift of the class logits if the observation is categorical, and
+    :class:`JointScale` and :class:`JointRescale` for the learned scales of the kernels
+    involved. Each is verified numerically on the model, as by :func:`check`, and left
+    out if it does not hold. Weights that are fixed
     (:class:`~numpyro_bnn.priors.Fixed`), learned or observed do not move.
 
     :param model: a NumPyro model.
@@ -49,64 +69,118 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
 
     >>> import jax.numpy as jnp
     >>> from numpyro_bnn import models, nn, priors
-    >>> model = models.regression(nn.MLP([4, 1], "tanh", norm=nn.BatchNorm()), priors.Hierarchical())
-    >>> [s.name for s in find(model, jnp.arange(12.0).reshape(6, 2) ** 2, jnp.ones(6))][:3]
-    ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)', 'SignFlip(net/Dense_0.kernel)']
+    >>> model = models.regression(
+    ...     nn.MLP([4, 1], "tanh", norm=nn.BatchNorm()), priors.Hierarchical()
+    ... )
+    >>> x = jnp.arange(12.0).reshape(6, 2) ** 2
+    >>> [symmetry.name for symmetry in find(model, x, jnp.ones(6))][:2]
+    ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)']
     """
     args, kwargs = as_arrays(args, kwargs, "symmetry.find")
     reading = Reading(model, args, kwargs)
-    networks = {s["infer"]["network"]: None for s in reading.sites.values() if "network" in (s.get("infer") or {})}
+    networks = {
+        s["infer"]["network"]: None
+        for s in reading.sites.values()
+        if "network" in (s.get("infer") or {})
+    }
     logits = any(
-        isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits) for name in reading.observed
+        isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits)
+        for name in reading.observed
     )
     latent = set(reading.latent)
-    # All weights of a unit must be free: those that are fixed or learned do not move with it.
-    every = [s for name, net, input_shape in networks for s in from_network(net, input_shape, name, logits)]
-    found = [s for s in every if all({site, f"{site}_base"} & latent for site in s.sites)]
-    joint = [candidate for symmetry in found for candidate in _with_scales(symmetry, latent)]
+    # All weights of a unit must be free: those that are fixed or learned do not move
+    # with it.
+    every = [
+        s
+        for name, net, input_shape in networks
+        for s in from_network(net, input_shape, name, logits)
+    ]
+    found = [
+        s for s in every if all({site, f"{site}_base"} & latent for site in s.sites)
+    ]
+    joint = [
+        candidate for symmetry in found for candidate in _with_scales(symmetry, latent)
+    ]
     measure = _invariance("symmetry.find", model, args, kwargs)
 
     def holding(candidates: list[Symmetry]) -> list[Symmetry]:
-        return [entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE]
+        return [
+            entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE
+        ]
 
     candidates = list(dict.fromkeys(found + joint))
-    known = {name for symmetry in found for site in symmetry.sites for name in (site, f"{site}_base")}
+    known = {
+        name
+        for symmetry in found
+        for site in symmetry.sites
+        for name in (site, f"{site}_base")
+    }
     valid = holding(candidates) + hidden_units(reading.shapes(), known, holding)
     if not valid:
         looked = (
-            f"in {', '.join(repr(name) for name, *_ in networks)}" if networks else "as it has no `random_network`"
+            f"in {', '.join(repr(name) for name, *_ in networks)}"
+            if networks
+            else "as it has no `random_network`"
         )
-        tried = f" of {len(candidates)} candidates ({', '.join(sorted({type(s).__name__ for s in candidates}))})"
-        own = "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
-        warnings.warn(f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}", stacklevel=outside())
+        tried = (
+            f" of {len(candidates)} candidates "
+            f"({', '.join(sorted({type(s).__name__ for s in candidates}))})"
+        )
+        own = (
+            "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and "
+            "verify them by `check`."
+        )
+        warnings.warn(
+            f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}",
+            stacklevel=outside(),
+        )
     return valid
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
     """The same group for a whole layer, with the hyper-sites that scale its kernels."""
     if isinstance(symmetry, Scale):
-        return [JointScale(symmetry.sites, *entry) for s in symmetry.sites for entry in _driving(s, latent)]
+        return [
+            JointScale(symmetry.sites, *entry)
+            for s in symmetry.sites
+            for entry in _driving(s, latent)
+        ]
     if isinstance(symmetry, Rescale):
-        incoming, outgoing = ([axis.site for axis in side] for side in (symmetry.incoming, symmetry.outgoing))
+        incoming, outgoing = (
+            [axis.site for axis in side]
+            for side in (symmetry.incoming, symmetry.outgoing)
+        )
         scales = [entry for site in incoming for entry in _driving(site, latent)]
-        scales += [(hyper, -power) for site in outgoing for hyper, power in _driving(site, latent)]
+        scales += [
+            (hyper, -power)
+            for site in outgoing
+            for hyper, power in _driving(site, latent)
+        ]
         return [JointRescale(incoming, outgoing, scales)] if scales else []
     return []
 
 
 def _driving(site: str, latent: set[str]) -> list[tuple[str, float]]:
-    return [(f"{site}_{end}", power) for end, power in HYPER_SITES.items() if f"{site}_{end}" in latent]
+    return [
+        (f"{site}_{end}", power)
+        for end, power in HYPER_SITES.items()
+        if f"{site}_{end}" in latent
+    ]
 
 
-# -- models that are not made of our layers -------------------------------------------------------------
+# -- models that are not made of our layers --------------------------------------------
 
 
 def hidden_units(
-    shapes: Mapping[str, Any], left_out: Collection[str], valid: Callable[[list[Symmetry]], list[Symmetry]]
+    shapes: Mapping[str, Any],
+    left_out: Collection[str],
+    valid: Callable[[list[Symmetry]], list[Symmetry]],
 ) -> list[Symmetry]:
-    """Permutations and sign flips of axes of one length in two or more sites that leave the likelihood as it is.
+    """Permutations and sign flips of axes of one length in two or more sites that leave
+    the likelihood as it is.
 
-    Every set of such axes is tried, and the smallest that hold are kept: sets that contain another are left out.
+    Every set of such axes is tried, and the smallest that hold are kept: sets that
+    contain another are left out.
 
     :param shapes: the latent sites, as arrays or their shapes and dtypes.
     :param left_out: sites whose symmetries are known.
@@ -117,12 +191,17 @@ def hidden_units(
         for axis, length in enumerate(value.shape if site not in left_out else ()):
             if length > 1:
                 by_length[length].append(UnitAxis(site, axis))
-    candidates: list[Symmetry] = [Permutation(axes) for found in by_length.values() for axes in _subsets(found)]
+    candidates: list[Symmetry] = [
+        Permutation(axes) for found in by_length.values() for axes in _subsets(found)
+    ]
     kept: list[Symmetry] = []
-    for symmetry in sorted(valid(candidates) if candidates else [], key=lambda entry: len(entry.unit_axes)):
+    for symmetry in sorted(
+        valid(candidates) if candidates else [], key=lambda entry: len(entry.unit_axes)
+    ):
         if not any(set(known.unit_axes) <= set(symmetry.unit_axes) for known in kept):
             kept.append(symmetry)
-    # An axis that may be permuted alone, as of hyperparameters, does not enter the likelihood.
+    # An axis that may be permuted alone, as of hyperparameters, does not enter the
+    # likelihood.
     kept = [symmetry for symmetry in kept if len(symmetry.unit_axes) > 1]
     signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in kept]
     return kept + (valid(signs) if signs else [])
@@ -137,21 +216,25 @@ def _subsets(axes: Sequence[UnitAxis]) -> Iterator[tuple[UnitAxis, ...]]:
                     yield chosen
 
 
-# -- from the layers of a network ------------------------------------------------------------------------
+# -- from the layers of a network ------------------------------------------------------
 
 
 @checked("symmetry.from_network")
-def from_network(net: Net, input_shape: Shape, name: NetworkName = "net", logits: Switch = False) -> list[Symmetry]:
+def from_network(
+    net: Net, input_shape: Shape, name: NetworkName = "net", logits: Switch = False
+) -> list[Symmetry]:
     """Find the symmetries of a network from its layers.
 
     - :class:`Scale` and :class:`Shift` of the weights before a normalization,
-    - :class:`Rescale` of positively homogeneous units, through convolutions, pooling and residual streams,
-    - :class:`SignFlip` of units with odd activations, and of a normalized unit with its gain,
+    - :class:`Rescale` of positively homogeneous units, through convolutions, pooling
+      and residual streams,
+    - :class:`SignFlip` of units with odd activations, and of a normalized unit with its
+      gain,
     - :class:`Permutation` of hidden units,
     - with ``logits`` a common :class:`Shift` of all outputs.
 
-    A user-defined layer takes part if it defines :meth:`~numpyro_bnn.nn.Layer.connect`. To include hyperparameters,
-    use :func:`find`, which reads a whole model.
+    A user-defined layer takes part if it defines :meth:`~numpyro_bnn.nn.Layer.connect`.
+    To include hyperparameters, use :func:`find`, which reads a whole model.
 
     :param net: the specification, e.g. ``nn.MLP([50, 1])``.
     :param input_shape: shape of one data point.
@@ -161,7 +244,12 @@ def from_network(net: Net, input_shape: Shape, name: NetworkName = "net", logits
     >>> from numpyro_bnn import nn
     >>> [s.name for s in from_network(nn.MLP([8, 1], "relu"), (3,))]
     ['Rescale(net/Dense_0.kernel)', 'Permutation(net/Dense_0.kernel)']
-    >>> [s.name for s in from_network(nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,))][:2]
+    >>> [
+    ...     s.name
+    ...     for s in from_network(
+    ...         nn.MLP([8, 1], "tanh", norm=nn.LayerNorm(False, False)), (3,)
+    ...     )
+    ... ][:2]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
     """
     wiring = net.wiring(input_shape)
@@ -183,14 +271,21 @@ def _is(kind: str, wire: Wire) -> bool:
 
 
 def _reaches_far(segment: Segment) -> bool:
-    """Whether a normalization joins its units, so that only one number is free for all of them."""
+    """Whether a normalization joins its units, so that only one number is free for all
+    of them.
+    """
     return any(reach != "unit" for reach in segment.norms)
 
 
 def _scales(wiring: Wiring) -> Iterator[Symmetry]:
     for i in wiring.kept():
         segment = wiring.segments[i]
-        if segment.fixed or segment.bound or not segment.homogeneous or not segment.writers:
+        if (
+            segment.fixed
+            or segment.bound
+            or not segment.homogeneous
+            or not segment.writers
+        ):
             continue
         layer = _reaches_far(segment)
         if segment.readers:
@@ -200,38 +295,52 @@ def _scales(wiring: Wiring) -> Iterator[Symmetry]:
 
 
 def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
-    """Weights that feed only normalizations: their scale is free, and without an activation between, their mean."""
+    """Weights that feed only normalizations: their scale is free, and without an
+    activation between, their mean.
+    """
     biases = [wire for wire in segment.writers if _is("bias", wire)]
     factors = [wire for wire in segment.writers if wire not in biases]
     if not segment.linear:
         yield Scale(_axes(segment.writers, layer))
     elif layer:
-        # One factor for the layer; a shift shared by all units, from the bias and from every input.
+        # One factor for the layer; a shift shared by all units, from the bias and from
+        # every input.
         yield Scale(_axes(segment.writers, True))
         for wire in factors:
-            # What an input adds differs by data point and pixel: each must be normalized separately.
-            if _is("kernel", wire) and segment.pointwise and set(segment.norms) == {"layer"}:
+            # What an input adds differs by data point and pixel: each must be
+            # normalized separately.
+            if (
+                _is("kernel", wire)
+                and segment.pointwise
+                and set(segment.norms) == {"layer"}
+            ):
                 yield Shift((UnitAxis(wire.param, wire.axis - 1),))
         if biases:
             yield Shift((UnitAxis(biases[0].param),))
     else:
-        # The mean of each unit is subtracted: a bias has no effect, so only kernels and gains scale.
+        # The mean of each unit is subtracted: a bias has no effect, so only kernels and
+        # gains scale.
         yield Scale(_axes(factors))
         yield from (Shift(_axes([wire])) for wire in biases)
 
 
 def _flips(wiring: Wiring) -> Iterator[Symmetry]:
-    """Signs of units with odd activations; a normalization without gain passes the sign on."""
+    """Signs of units with odd activations; a normalization without gain passes the sign
+    on.
+    """
     for members in _groups(wiring, lambda segment: segment.flipped_with):
         segments = [wiring.segments[i] for i in members]
-        if any(s.fixed or not s.odd for s in segments) or not any(s.writers for s in segments):
+        if any(s.fixed or not s.odd for s in segments) or not any(
+            s.writers for s in segments
+        ):
             continue
         if any(s.bound and not s.flipped_with for s in segments):
             continue
         wires = [wire for s in segments for wire in (*s.writers, *s.readers, *s.gains)]
         layer = any(map(_reaches_far, segments))
         axes = Counter(_axis(wire, layer) for wire in wires)
-        # A kernel between flipped layers, or the gain of a flipped output, changes sign twice.
+        # A kernel between flipped layers, or the gain of a flipped output, changes sign
+        # twice.
         yield SignFlip(tuple(axis for axis, times in axes.items() if times % 2))
 
 
@@ -256,7 +365,9 @@ def _groups(wiring: Wiring, linked: Callable[[Segment], list[int]]) -> list[list
 
 
 def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
-    """One number added to all outputs: by the bias, and by every input of the last layer."""
+    """One number added to all outputs: by the bias, and by every input of the last
+    layer.
+    """
     last = wiring[wiring.output]
     if not last.linear or last.bound or last.readers or last.norms:
         return
@@ -267,11 +378,13 @@ def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
             yield Shift((UnitAxis(wire.param, wire.axis - 1),))
 
 
-# -- verified on a model ---------------------------------------------------------------------------------
+# -- verified on a model ---------------------------------------------------------------
 
 
 class Invariance(NamedTuple):
-    """How well a symmetry holds: the largest relative change of a log likelihood, see :func:`check`."""
+    """How well a symmetry holds: the largest relative change of a log likelihood, see
+    :func:`check`.
+    """
 
     symmetry: Symmetry
     error: float
@@ -285,10 +398,11 @@ def check(
     kwargs: Kwargs | None = None,
     tolerance: NonNegativeOrInfinite = TOLERANCE,
 ) -> list[Invariance]:
-    r"""Test numerically whether a model has the given symmetries, and refuse those that it does not have.
+    r"""Test numerically whether a model has the given symmetries, and refuse those that
+    it does not have.
 
-    The log likelihood of each observation is compared before and after random group elements act on draws from the
-    prior, in float64:
+    The log likelihood of each observation is compared before and after random group
+    elements act on draws from the prior, in float64:
 
     .. math:: \mathrm{error} = \max \frac{|\Delta \log p(y_n)|}{1 + |\log p(y_n)|}
 
@@ -296,27 +410,33 @@ def check(
     :param symmetries: symmetries of its parameter sites.
     :param args: positional arguments of the model.
     :param kwargs: its keyword arguments.
-    :param tolerance: maximum error of a symmetry; infinity only measures. A model that itself computes in float32
-        needs about 1e-3.
+    :param tolerance: maximum error of a symmetry; infinity only measures. A model that
+        itself computes in float32 needs about 1e-3.
     :return: for every symmetry a named tuple ``(symmetry, error)``.
-    :raises ValueError: for a symmetry with a larger error, which the message gives, or if nothing is observed.
+    :raises ValueError: for a symmetry with a larger error, which the message gives, or
+        if nothing is observed.
 
     >>> import numpyro, numpyro.distributions as dist
     >>> from numpyro_bnn import symmetry
     >>> def model(y):
     ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    ...     numpyro.sample("y", dist.Normal(w[0] / (w[1] ** 2 + 1e-5) ** 0.5, 1.0), obs=y)
+    ...     numpyro.sample(
+    ...         "y", dist.Normal(w[0] / (w[1] ** 2 + 1e-5) ** 0.5, 1.0), obs=y
+    ...     )
     >>> check(model, [symmetry.Scale("w")], (0.3,))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: symmetry.check: argument `symmetries` got Scale(w), under which the log likelihood changes ...
+    ValueError: symmetry.check: argument `symmetries` got Scale(w), under which ...
     """
     args, kwargs = as_arrays(args, kwargs, "symmetry.check")
-    found = _invariance("symmetry.check", model, args, kwargs)(as_symmetries("symmetry.check", symmetries))
+    found = _invariance("symmetry.check", model, args, kwargs)(
+        as_symmetries("symmetry.check", symmetries)
+    )
     for entry in found:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
             instead = (
-                f"At most {tolerance:.0e} is allowed. Leave it out, remove the epsilon of the normalization, or pass"
+                f"At most {tolerance:.0e} is allowed. Leave it out, remove the epsilon "
+                f"of the normalization, or pass"
                 " `exact=False` to OrbitMoves, which then evaluates the likelihood."
             )
             got = f"{entry.symmetry.name}, under which {change}"
@@ -327,43 +447,66 @@ def check(
 def _invariance(
     call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
 ) -> Callable[[Sequence[Symmetry]], list[Invariance]]:
-    """A function that measures the change of the log likelihood under random group elements, in float64.
+    """A function that measures the change of the log likelihood under random group
+    elements, in float64.
 
     The model is read once, and evaluated at draws from its prior.
     """
     with jax.core.eval_context(), jax.enable_x64(True):
         args, kwargs = jax.tree.map(_doubled, (args, kwargs))
         try:
-            reading = Reading(handlers.substitute(model, substitute_fn=_unlearned), args, kwargs)
+            reading = Reading(
+                handlers.substitute(model, substitute_fn=_unlearned), args, kwargs
+            )
         except TypeError as error:
             if "float64" not in str(error):
                 raise
             first = str(error).split("\n")[0]
             instead = (
-                "Symmetries are tested in float64: let its layers follow, e.g. `GRUCell(..., param_dtype=float)`."
+                "Symmetries are tested in float64: let its layers follow, e.g. "
+                "`GRUCell(..., param_dtype=float)`."
             )
-            raise argument_error(call, "model", f"a model that does not run in float64 ({first})", instead) from error
+            raise argument_error(
+                call,
+                "model",
+                f"a model that does not run in float64 ({first})",
+                instead,
+            ) from error
         info = model_info(reading, SEEDS)
 
     def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
         if symmetries and reading.held.keys() >= set(reading.observed):
-            instead = "Pass the data with the observations, e.g. `x, y`: symmetries are tested on their likelihood."
+            instead = (
+                "Pass the data with the observations, e.g. `x, y`: symmetries are "
+                "tested on their likelihood."
+            )
             raise argument_error(call, "args", "no observations", instead)
         with jax.core.eval_context(), jax.enable_x64(True):
             moving = [in_latent(symmetry, info) for symmetry in symmetries]
             changes = reading.prepare(partial(_changes, moving))
             errors = np.array([changes(*start) for start in enumerate(info.draws)])
-        return [Invariance(s, float(e)) for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)]
+        return [
+            Invariance(s, float(e))
+            for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)
+        ]
 
     return measure
 
 
 def _unlearned(site: dict[str, Any]) -> jax.Array | None:
-    """Arbitrary values of parameters that will be learned: a symmetry must hold at all of them."""
-    if site["type"] != "param" or not site["kwargs"].get("learned") or site["value"] is not None:
+    """Arbitrary values of parameters that will be learned: a symmetry must hold at all
+    of them.
+    """
+    if (
+        site["type"] != "param"
+        or not site["kwargs"].get("learned")
+        or site["value"] is not None
+    ):
         return None
     (start,) = site["args"]
-    return start + jax.random.normal(jax.random.key(crc32(site["name"].encode())), jnp.shape(start), start.dtype)
+    return start + jax.random.normal(
+        jax.random.key(crc32(site["name"].encode())), jnp.shape(start), start.dtype
+    )
 
 
 def _doubled(leaf: Any) -> Any:
@@ -371,18 +514,28 @@ def _doubled(leaf: Any) -> Any:
     return jnp.asarray(np.asarray(leaf, np.float64)) if floating else leaf
 
 
-def _changes(moving: Sequence[Symmetry], reading: Reading, seed: jax.Array, values: dict) -> jax.Array:
-    """Largest relative change of a pointwise log likelihood, by symmetry, at a draw with its seed."""
+def _changes(
+    moving: Sequence[Symmetry], reading: Reading, seed: jax.Array, values: dict
+) -> jax.Array:
+    """Largest relative change of a pointwise log likelihood, by symmetry, at a draw
+    with its seed.
+    """
     rng_key, points, owner = jax.random.key(seed), [values], []
     for i, symmetry in enumerate(moving):
-        for g in symmetry.trials(jax.random.fold_in(rng_key, i), symmetry.units(values)):
+        for g in symmetry.trials(
+            jax.random.fold_in(rng_key, i), symmetry.units(values)
+        ):
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 
     def logs_at(point: Mapping) -> jax.Array:
-        return jnp.concatenate([jnp.zeros(0), *map(jnp.ravel, log_likelihoods(reading, point))])
+        return jnp.concatenate(
+            [jnp.zeros(0), *map(jnp.ravel, log_likelihoods(reading, point))]
+        )
 
     logs = jax.vmap(logs_at)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *points))
-    changes = jnp.max(jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0)
+    changes = jnp.max(
+        jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0
+    )
     # NaN stays NaN, and is refused. Without symmetries there is nothing to compare.
     return jnp.zeros(len(moving)).at[jnp.array(owner, int)].max(changes)

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-# Candidates per draw and round: all lanes wait for the slowest, and with 4 candidates a second round is rare.
+# Candidates per draw and round: all lanes wait for the slowest, and with 4 candidates a
+# second round is rare.
 CANDIDATES = 4
 E, COSH_1 = 2.718281828459045, 1.543080634815244
 
 
 class _Shape(NamedTuple):
-    """The density exp(-f(x)) around its mode, f(x) = low (cosh x - 1) + order (exp(x) - 1 - x)."""
+    """The density exp(-f(x)) around its mode, f(x) = low (cosh x - 1) + order (exp(x) -
+    1 - x).
+    """
 
     low: jax.Array
     order: jax.Array
@@ -23,20 +26,30 @@ class _Shape(NamedTuple):
         y = jnp.abs(x)
         growth = jnp.expm1(y)
         decay = 1.0 / (1.0 + growth)
-        ratio = jnp.where(y < 1.0, growth * decay, 1.0 - decay)  # 1 - exp(-y), also if exp(y) overflows
+        ratio = jnp.where(
+            y < 1.0, growth * decay, 1.0 - decay
+        )  # 1 - exp(-y), also if exp(y) overflows
         slope = jnp.where(x > 0.0, growth, ratio)
-        # exp(x) - 1 - x loses all digits near 0, where a narrow density lies: use its series there.
+        # exp(x) - 1 - x loses all digits near 0, where a narrow density lies: use its
+        # series there.
         series = jnp.ones_like(x)
         for k in range(10, 2, -1):
             series = 1.0 + series * x / k
         rest = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
-        cosh, sinh = self.low * growth * (0.5 * ratio), self.low * (0.5 * (growth + ratio))
+        cosh, sinh = (
+            self.low * growth * (0.5 * ratio),
+            self.low * (0.5 * (growth + ratio)),
+        )
         some = self.low > 0.0  # avoids 0 times infinity
-        return jnp.where(some, cosh, 0.0) + self.order * rest, jnp.where(some, sinh, 0.0) + self.order * slope
+        return jnp.where(some, cosh, 0.0) + self.order * rest, jnp.where(
+            some, sinh, 0.0
+        ) + self.order * slope
 
 
 class _Envelope(NamedTuple):
-    """1 on [-left, right], exponential tangents of exp(-f) beyond, which decay over the given lengths."""
+    """1 on [-left, right], exponential tangents of exp(-f) beyond, which decay over the
+    given lengths.
+    """
 
     left: jax.Array
     right: jax.Array
@@ -49,23 +62,41 @@ class _Envelope(NamedTuple):
 
 
 def _envelope(shape: _Shape) -> _Envelope:
-    """Tangents where f is about 1; the exact points of contact only affect the number of rejections."""
+    """Tangents where f is about 1; the exact points of contact only affect the number
+    of rejections.
+    """
     low, order = shape
-    at_right, at_left = (COSH_1 - 1.0) * low + (E - 2.0) * order, (COSH_1 - 1.0) * low + order / E
+    at_right, at_left = (
+        (COSH_1 - 1.0) * low + (E - 2.0) * order,
+        (COSH_1 - 1.0) * low + order / E,
+    )
     narrow, wide = jnp.sqrt(2.0 / (low + order)), jnp.log(4.0 / (low + 2.0 * order))
     t = jnp.where(at_right > 2.0, narrow, jnp.where(at_right < 0.5, wide, 1.0))
     narrow = jnp.sqrt(4.0 / (COSH_1 * low + order))
-    wide = jnp.minimum(1.0 / order, jnp.log((1.0 + low + jnp.sqrt(1.0 + 2.0 * low)) / low))
+    wide = jnp.minimum(
+        1.0 / order, jnp.log((1.0 + low + jnp.sqrt(1.0 + 2.0 * low)) / low)
+    )
     s = jnp.where(at_left > 2.0, narrow, jnp.where(at_left < 0.5, wide, 1.0))
-    (f_right, slope_right), (f_left, slope_left) = shape.minus_log_density(t), shape.minus_log_density(-s)
-    return _Envelope(s - f_left / slope_left, t - f_right / slope_right, 1.0 / slope_left, 1.0 / slope_right)
+    (f_right, slope_right), (f_left, slope_left) = (
+        shape.minus_log_density(t),
+        shape.minus_log_density(-s),
+    )
+    return _Envelope(
+        s - f_left / slope_left,
+        t - f_right / slope_right,
+        1.0 / slope_left,
+        1.0 / slope_right,
+    )
 
 
-def _candidates(rng_key: jax.Array, shape: _Shape, envelope: _Envelope) -> tuple[jax.Array, jax.Array]:
+def _candidates(
+    rng_key: jax.Array, shape: _Shape, envelope: _Envelope
+) -> tuple[jax.Array, jax.Array]:
     """Draws from the envelope and whether they are accepted: (CANDIDATES, ...)."""
     left, right, left_tail, right_tail = envelope
     u, w = jax.random.uniform(rng_key, (2, CANDIDATES, *left.shape), left.dtype)
-    # The pieces side by side, the left tail mirrored: u selects a piece and a place in it.
+    # The pieces side by side, the left tail mirrored: u selects a piece and a place in
+    # it.
     u = u * envelope.area - (left + right)
     on_left = u >= right_tail
     length = jnp.where(on_left, left_tail, right_tail)
@@ -83,17 +114,20 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
 
     .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2)
 
-    The density of x is log-concave. Around its mode, A = p + h and B = h - p with :math:`h = \sqrt{p^2 + ab}`,
+    The density of x is log-concave. Around its mode, A = p + h and B = h - p with
+    :math:`h = \sqrt{p^2 + ab}`,
 
-    .. math:: -\log p(x) = \tfrac12 A (e^x - 1 - x) + \tfrac12 B (e^{-x} - 1 + x) + \text{const},
+    .. math:: -\log p(x) = \tfrac12 A (e^x - 1 - x) + \tfrac12 B (e^{-x} - 1 + x) +
+              \text{const},
 
-    which is drawn by rejection from a uniform middle piece with two exponential tails. All lanes are drawn together;
-    a lane accepts about 0.7 to 0.9 of its candidates for all parameters, nothing overflows on the log scale, and p
-    may have any sign. b = 0 with p > 0 gives a gamma, a = 0 with p < 0 an inverse gamma distribution. The result has
-    the common shape of the parameters; NaN if the density cannot be normalized.
+    which is drawn by rejection from a uniform middle piece with two exponential tails.
+    All lanes are drawn together; a lane accepts about 0.7 to 0.9 of its candidates for
+    all parameters, nothing overflows on the log scale, and p may have any sign. b = 0
+    with p > 0 gives a gamma, a = 0 with p < 0 an inverse gamma distribution. The result
+    has the common shape of the parameters; NaN if the density cannot be normalized.
 
-    Reference: Devroye (2014), "Random variate generation for the generalized inverse Gaussian distribution",
-    Statistics and Computing 24, section 4.
+    Reference: Devroye (2014), "Random variate generation for the generalized inverse
+    Gaussian distribution", Statistics and Computing 24, section 4.
     """
     dtype = jnp.result_type(p, a, b, float)
     p, a, b = jnp.broadcast_arrays(*(jnp.asarray(value, dtype) for value in (p, a, b)))
@@ -114,7 +148,10 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
             done |= accept
         return key, x, done
 
-    _, x, _ = lax.while_loop(lambda state: ~jnp.all(state[2]), draw, (rng_key, jnp.zeros_like(p), ~proper))
-    # If p < 0, 1 / t is generalized inverse Gaussian of order -p with a and b exchanged.
+    _, x, _ = lax.while_loop(
+        lambda state: ~jnp.all(state[2]), draw, (rng_key, jnp.zeros_like(p), ~proper)
+    )
+    # If p < 0, 1 / t is generalized inverse Gaussian of order -p with a and b
+    # exchanged.
     mode = jnp.where(p < 0.0, jnp.log(b) - jnp.log(high), jnp.log(high) - jnp.log(a))
     return jnp.where(proper, mode + jnp.where(p < 0.0, -x, x), jnp.nan)

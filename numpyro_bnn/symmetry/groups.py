@@ -15,7 +15,9 @@ from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
 
 
 class Multiplicative(Symmetry):
-    """A factor c = exp(g) per unit; every site is multiplied by a power of it. Haar measure dc / c = dg."""
+    """A factor c = exp(g) per unit; every site is multiplied by a power of it. Haar
+    measure dc / c = dg.
+    """
 
     @property
     @abstractmethod
@@ -30,12 +32,19 @@ class Multiplicative(Symmetry):
         moved: Values = {}
         for axis, power in self.powers:
             value = moved.get(axis.site, values[axis.site])
-            moved[axis.site] = value * jnp.exp(power * axis.by_element(g, jnp.ndim(value)))
+            moved[axis.site] = value * jnp.exp(
+                power * axis.by_element(g, jnp.ndim(value))
+            )
         return moved
 
     def dimension(self, values: Mapping[str, Any]) -> float:
-        """Sum of the powers over the elements of a unit: log|det| is this times log c."""
-        return sum(power * axis.per_unit(jnp.shape(values[axis.site])) for axis, power in self.powers)
+        """Sum of the powers over the elements of a unit: log|det| is
+        this times log c.
+        """
+        return sum(
+            power * axis.per_unit(jnp.shape(values[axis.site]))
+            for axis, power in self.powers
+        )
 
     def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
         return self.dimension(values) * g
@@ -46,26 +55,34 @@ class Multiplicative(Symmetry):
 
 @dataclass(frozen=True)
 class Scale(Multiplicative):
-    r"""Scale invariance of weights that feed a normalization: w -> c w for every unit, channel or layer.
+    r"""Scale invariance of weights that feed a normalization: w -> c w for every unit,
+    channel or layer.
 
-    Orbit conditional: density of c proportional to c^(d-1) p(c w) with d elements per unit; for w ~ N(0, s^2 I) the
-    radius is drawn exactly, :math:`|w| / s \sim \chi_d`. Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
+    Orbit conditional: density of c proportional to c^(d-1) p(c w) with d elements per
+    unit; for w ~ N(0, s^2 I) the radius is drawn exactly, :math:`|w| / s \sim \chi_d`.
+    Log determinant d log c. Gauge: :math:`|w| = \sqrt d`.
 
-    :param weights: sites or (site, axis) pairs; the axis runs over units with separate factors (batch normalization);
-        without an axis the whole site has one factor (layer normalization).
+    :param weights: sites or (site, axis) pairs; the axis runs over units with separate
+        factors (batch normalization); without an axis the whole site has one factor
+        (layer normalization).
 
     >>> import jax.numpy as jnp
     >>> s = Scale([("w", 1)])
     >>> values = {"w": jnp.ones((3, 2))}
     >>> g = jnp.log(jnp.array([2.0, 1.0]))
-    >>> s.act(values, g)["w"][0].round(3).tolist(), (s.log_det(values, g) / g[0]).round().tolist()
+    >>> (
+    ...     s.act(values, g)["w"][0].round(3).tolist(),
+    ...     (s.log_det(values, g) / g[0]).round().tolist(),
+    ... )
     ([2.0, 1.0], [3.0, 0.0])
     """
 
     weights: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", as_unit_axes("symmetry.Scale", "weights", self.weights))
+        object.__setattr__(
+            self, "weights", as_unit_axes("symmetry.Scale", "weights", self.weights)
+        )
 
     @property
     def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
@@ -74,18 +91,21 @@ class Scale(Multiplicative):
 
 @dataclass(frozen=True)
 class Rescale(Multiplicative):
-    r"""Rescaling of positively homogeneous units (ReLU, leaky ReLU): incoming weights times c, outgoing over c.
+    r"""Rescaling of positively homogeneous units (ReLU, leaky ReLU): incoming weights
+    times c, outgoing over c.
 
     Orbit conditional under Gaussian priors: t = c^2 is generalized inverse Gaussian,
 
-    .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2),\quad p = (d_{in} - d_{out}) / 2,\quad
+    .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2),\quad p = (d_{in} - d_{out})
+              / 2,\quad
               a = \sum w_{in}^2 / s_{in}^2,\quad b = \sum w_{out}^2 / s_{out}^2.
 
-    Log determinant (d_in - d_out) log c. Gauge: the incoming norm is the square root of d_in; balanced norms would
-    keep an outgoing weight from changing sign.
+    Log determinant (d_in - d_out) log c. Gauge: the incoming norm is the square root of
+    d_in; balanced norms would keep an outgoing weight from changing sign.
 
     :param incoming: (site, axis) pairs: kernel with its output axis, bias.
-    :param outgoing: (site, axis) pairs: kernels that read the units, with their input axis.
+    :param outgoing: (site, axis) pairs: kernels that read the units, with their input
+        axis.
 
     >>> Rescale([("w", 1), ("b", 0)], [("v", 0)]).powers[2]
     (UnitAxis(site='v', axis=0, repeats=1), -1.0)
@@ -96,22 +116,31 @@ class Rescale(Multiplicative):
 
     def __post_init__(self) -> None:
         for argument in ("incoming", "outgoing"):
-            object.__setattr__(self, argument, as_unit_axes("symmetry.Rescale", argument, getattr(self, argument)))
+            object.__setattr__(
+                self,
+                argument,
+                as_unit_axes("symmetry.Rescale", argument, getattr(self, argument)),
+            )
 
     @property
     def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return tuple((axis, 1.0) for axis in self.incoming) + tuple((axis, -1.0) for axis in self.outgoing)
+        return tuple((axis, 1.0) for axis in self.incoming) + tuple(
+            (axis, -1.0) for axis in self.outgoing
+        )
 
 
 @dataclass(frozen=True)
 class JointScale(Multiplicative):
-    """Scale invariance of weights together with their hierarchical scale: (w, s) -> (c w, c^power s).
+    """Scale invariance of weights together with their hierarchical scale: (w, s) -> (c
+    w, c^power s).
 
-    p(w | s) does not change, only the hyperprior does: orbit conditional s ~ p(s), drawn as an independent proposal
-    and corrected if the weights are not a scale family of s. It holds only for weights whose scale the likelihood
-    ignores. In a non-centered model s moves and the standardized weights stay.
+    p(w | s) does not change, only the hyperprior does: orbit conditional s ~ p(s),
+    drawn as an independent proposal and corrected if the weights are not a scale family
+    of s. It holds only for weights whose scale the likelihood ignores. In a
+    non-centered model s moves and the standardized weights stay.
 
-    :param weights: sites whose scale does not matter to the likelihood, all of them scaled by ``scale``.
+    :param weights: sites whose scale does not matter to the likelihood, all of them
+        scaled by ``scale``.
     :param scale: the site of the hyperparameter.
     :param power: 1 for a scale, -2 for a precision.
 
@@ -128,9 +157,13 @@ class JointScale(Multiplicative):
         check_fields(call, self)
         scale = as_unit_axes(call, "scale", self.scale)
         if len(scale) != 1 or scale[0].axis is not None:
-            raise argument_error(call, "scale", self.scale, "Name one site, without an axis.")
+            raise argument_error(
+                call, "scale", self.scale, "Name one site, without an axis."
+            )
         if not self.power:
-            raise argument_error(call, "power", self.power, "Pass 1 for a scale, -2 for a precision.")
+            raise argument_error(
+                call, "power", self.power, "Pass 1 for a scale, -2 for a precision."
+            )
         object.__setattr__(self, "weights", _whole_sites(call, "weights", self.weights))
         object.__setattr__(self, "scale", scale)
 
@@ -140,28 +173,37 @@ class JointScale(Multiplicative):
 
     @property
     def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return (*((axis, 1.0) for axis in self.weights), (self.scale[0], float(self.power)))
+        return (
+            *((axis, 1.0) for axis in self.weights),
+            (self.scale[0], float(self.power)),
+        )
 
     def without(self, sites: Container[str]) -> "JointScale":
-        """The same group without weights that are computed from their scale, and so need not be moved."""
+        """The same group without weights that are computed from their scale, and so
+        need not be moved.
+        """
         return replace(self, weights=_others(self.weights, sites))
 
 
 @dataclass(frozen=True)
 class JointRescale(Multiplicative):
-    """Rescaling of a layer of positively homogeneous units together with the hierarchical scales on both sides.
+    """Rescaling of a layer of positively homogeneous units together with the
+    hierarchical scales on both sides.
 
-    Incoming weights, biases and their scale are multiplied by c, outgoing weights and their scale divided by it. The
-    priors of the weights given the scales do not change, only the hyperpriors and the priors of biases do, so the
-    ratio of the two scales can move far. In a non-centered model the standardized weights stay. Orbit conditional: a
-    random walk.
+    Incoming weights, biases and their scale are multiplied by c, outgoing weights and
+    their scale divided by it. The priors of the weights given the scales do not change,
+    only the hyperpriors and the priors of biases do, so the ratio of the two scales can
+    move far. In a non-centered model the standardized weights stay. Orbit conditional:
+    a random walk.
 
     :param incoming: sites of incoming kernels and biases.
     :param outgoing: sites of outgoing kernels.
-    :param scales: pairs of a hyper-site and the power of c that multiplies it, e.g. ``("Dense_1.kernel_scale", -1)``.
+    :param scales: pairs of a hyper-site and the power of c that multiplies it, e.g.
+        ``("Dense_1.kernel_scale", -1)``.
 
-    >>> JointRescale("w", "v", [("w_scale", 1), ("v_precision", 2)]).powers[2:]
-    ((UnitAxis(site='w_scale', axis=None, repeats=1), 1.0), (UnitAxis(site='v_precision', axis=None, repeats=1), 2.0))
+    >>> joint = JointRescale("w", "v", [("w_scale", 1), ("v_precision", 2)])
+    >>> [(place.site, power) for place, power in joint.powers[2:]]
+    [('w_scale', 1.0), ('v_precision', 2.0)]
     """
 
     incoming: Any
@@ -171,11 +213,16 @@ class JointRescale(Multiplicative):
     def __post_init__(self) -> None:
         call = "symmetry.JointRescale"
         for argument in ("incoming", "outgoing"):
-            object.__setattr__(self, argument, _whole_sites(call, argument, getattr(self, argument)))
+            object.__setattr__(
+                self, argument, _whole_sites(call, argument, getattr(self, argument))
+            )
         instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
         if not isinstance(self.scales, list | tuple):
             raise argument_error(call, "scales", self.scales, instead, TypeError)
-        scales = tuple((UnitAxis(s) if isinstance(s, str) else s, float(power)) for s, power in self.scales)
+        scales = tuple(
+            (UnitAxis(s) if isinstance(s, str) else s, float(power))
+            for s, power in self.scales
+        )
         if not scales or not all(power for _, power in scales):
             raise argument_error(call, "scales", self.scales, instead)
         object.__setattr__(self, "scales", scales)
@@ -186,18 +233,31 @@ class JointRescale(Multiplicative):
 
     @property
     def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        weights = [(axis, 1.0) for axis in self.incoming] + [(axis, -1.0) for axis in self.outgoing]
+        weights = [(axis, 1.0) for axis in self.incoming] + [
+            (axis, -1.0) for axis in self.outgoing
+        ]
         return (*weights, *self.scales)
 
     def without(self, sites: Container[str]) -> "JointRescale":
-        """The same group without weights that are computed from their scale, and so need not be moved."""
-        return replace(self, incoming=_others(self.incoming, sites), outgoing=_others(self.outgoing, sites))
+        """The same group without weights that are computed from their scale, and so
+        need not be moved.
+        """
+        return replace(
+            self,
+            incoming=_others(self.incoming, sites),
+            outgoing=_others(self.outgoing, sites),
+        )
 
 
 def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     axes = as_unit_axes(call, argument, value) if value else ()
     if any(axis.axis is not None for axis in axes):
-        raise argument_error(call, argument, axes, "Name whole sites, without axes: they share one scale.")
+        raise argument_error(
+            call,
+            argument,
+            axes,
+            "Name whole sites, without axes: they share one scale.",
+        )
     return axes
 
 
@@ -207,7 +267,8 @@ def _others(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis
 
 @dataclass(frozen=True)
 class OnElements(Symmetry):
-    """A volume-preserving group that acts alike on every element of a unit: shifts, signs, orders.
+    """A volume-preserving group that acts alike on every element of a unit: shifts,
+    signs, orders.
 
     :param elements: sites, or (site, axis) pairs; the axis runs over the units.
     """
@@ -215,7 +276,9 @@ class OnElements(Symmetry):
     elements: Any
 
     def __post_init__(self) -> None:
-        elements = as_unit_axes(f"symmetry.{type(self).__name__}", "elements", self.elements)
+        elements = as_unit_axes(
+            f"symmetry.{type(self).__name__}", "elements", self.elements
+        )
         object.__setattr__(self, "elements", elements)
 
     @property
@@ -229,7 +292,9 @@ class OnElements(Symmetry):
     def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
         moved: Values = {}
         for axis in self.elements:
-            moved[axis.site] = self.on_site(axis, moved.get(axis.site, values[axis.site]), g)
+            moved[axis.site] = self.on_site(
+                axis, moved.get(axis.site, values[axis.site]), g
+            )
         return moved
 
     def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
@@ -240,18 +305,22 @@ class OnElements(Symmetry):
 class Shift(OnElements):
     r"""Shift invariance: the same number added to all elements of a unit, w -> w + g.
 
-    For a bias before batch normalization each unit has a free number; for class logits one number is added to all
-    classes, and one per input of the last layer. Orbit conditional: a prior draw for a unit of one element; for
-    Gaussian elements N(m_k, s_k^2)
+    For a bias before batch normalization each unit has a free number; for class logits
+    one number is added to all classes, and one per input of the last layer. Orbit
+    conditional: a prior draw for a unit of one element; for Gaussian elements N(m_k,
+    s_k^2)
 
-    .. math:: g \sim N\Big(-\frac{\sum_k (w_k - m_k) / s_k^2}{\sum_k 1 / s_k^2},\ \frac{1}{\sum_k 1 / s_k^2}\Big).
+    .. math:: g \sim N\Big(-\frac{\sum_k (w_k - m_k) / s_k^2}{\sum_k 1 / s_k^2},\
+              \frac{1}{\sum_k 1 / s_k^2}\Big).
 
     Log determinant 0. Gauge: the elements of a unit have mean 0.
 
     :param elements: sites, or (site, axis) pairs; the axis runs over the units.
 
     >>> import jax.numpy as jnp
-    >>> Shift([("w", 0)]).act({"w": jnp.zeros((2, 3))}, jnp.array([1.0, 2.0]))["w"][:, 0].tolist()
+    >>> Shift([("w", 0)]).act({"w": jnp.zeros((2, 3))}, jnp.array([1.0, 2.0]))["w"][
+    ...     :, 0
+    ... ].tolist()
     [1.0, 2.0]
     """
 
@@ -264,16 +333,19 @@ class Shift(OnElements):
 
 @dataclass(frozen=True)
 class SignFlip(OnElements):
-    """Sign symmetry of units with an odd activation: all weights into and out of a unit change their sign.
+    """Sign symmetry of units with an odd activation: all weights into and out of a unit
+    change their sign.
 
-    Also of weights before a normalization together with its gain. Orbit conditional: a unit is flipped with
-    probability p(g theta) / (p(theta) + p(g theta)), one half under a symmetric prior. Gauge: see
-    :func:`~numpyro_bnn.symmetry.canonical`.
+    Also of weights before a normalization together with its gain. Orbit conditional: a
+    unit is flipped with probability p(g theta) / (p(theta) + p(g theta)), one half
+    under a symmetric prior. Gauge: see :func:`~numpyro_bnn.symmetry.canonical`.
 
     :param elements: (site, axis) pairs; the axis runs over the units.
 
     >>> import jax.numpy as jnp
-    >>> SignFlip([("w", 0)]).act({"w": jnp.ones(2)}, jnp.array([1.0, -1.0]))["w"].tolist()
+    >>> SignFlip([("w", 0)]).act({"w": jnp.ones(2)}, jnp.array([1.0, -1.0]))[
+    ...     "w"
+    ... ].tolist()
     [1.0, -1.0]
     """
 
@@ -294,14 +366,16 @@ class SignFlip(OnElements):
 class Permutation(OnElements):
     """Permutation of hidden units, together with all weights into and out of them.
 
-    Orbit conditional: uniform over orders under an exchangeable prior; otherwise a uniform proposal that is
-    corrected. Hyperparameters of single units (horseshoe, ARD of the next layer) move along. Gauge: see
-    :func:`~numpyro_bnn.symmetry.canonical`.
+    Orbit conditional: uniform over orders under an exchangeable prior; otherwise a
+    uniform proposal that is corrected. Hyperparameters of single units (horseshoe, ARD
+    of the next layer) move along. Gauge: see :func:`~numpyro_bnn.symmetry.canonical`.
 
     :param elements: (site, axis) pairs; the axis runs over the units.
 
     >>> import jax.numpy as jnp
-    >>> Permutation([("w", 0)]).act({"w": jnp.array([5.0, 6.0])}, jnp.array([1, 0]))["w"].tolist()
+    >>> Permutation([("w", 0)]).act({"w": jnp.array([5.0, 6.0])}, jnp.array([1, 0]))[
+    ...     "w"
+    ... ].tolist()
     [6.0, 5.0]
     """
 
@@ -311,9 +385,13 @@ class Permutation(OnElements):
         return axis.permuted(value, g)
 
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
-        # Random 32-bit keys: ties, which would favor the old order, have a probability below U^2 2^-33.
+        # Random 32-bit keys: ties, which would favor the old order, have a probability
+        # below U^2 2^-33.
         return jnp.argsort(jax.random.bits(rng_key, (units,)))
 
     def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
         order = jnp.arange(units)
-        return [order.at[:2].set(order[:2][::-1]), jnp.roll(order, 1)]  # these two generate all orders
+        return [
+            order.at[:2].set(order[:2][::-1]),
+            jnp.roll(order, 1),
+        ]  # these two generate all orders

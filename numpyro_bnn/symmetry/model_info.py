@@ -1,4 +1,6 @@
-"""What symmetry moves need from a model: its sites, draws from its prior, and the prior as a program without data."""
+"""What symmetry moves need from a model: its sites, draws from its prior, and the prior
+as a program without data.
+"""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -20,20 +22,28 @@ from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
 def log_likelihoods(reading: Reading, values: Mapping[str, Any]) -> list[jax.Array]:
-    """Log density of every observed site at ``values`` of the latent ones, on all data, with its masks and scale."""
-    observed = reading.at(values, only=[name for name in reading.observed if name not in reading.held]).values()
+    """Log density of every observed site at ``values`` of the latent ones, on all data,
+    with its masks and scale.
+    """
+    observed = reading.at(
+        values, only=[name for name in reading.observed if name not in reading.held]
+    ).values()
     logs = [(site["fn"].log_prob(site["value"]), site["scale"]) for site in observed]
     return [log if scale is None else scale * log for log, scale in logs]
 
 
 def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
-    """Mean and sd of a distribution of independent normals, in the shape of the site; ``None`` for others."""
+    """Mean and sd of a distribution of independent normals, in the shape of the site;
+    ``None`` for others.
+    """
     found = affine_normal(fn)
     return None if found is None else (found[0], jnp.abs(found[1]))
 
 
 def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
-    """Log density of a value; minus infinity outside the support and where its unconstrained value is not finite."""
+    """Log density of a value; minus infinity outside the support and where its
+    unconstrained value is not finite.
+    """
     inside = fn.support(value)
     if not fn.is_discrete:
         transform = biject_to(fn.support)
@@ -43,7 +53,9 @@ def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
 
 
 def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
-    """Log density of every element of a site; ``None`` if the elements are not independent."""
+    """Log density of every element of a site; ``None`` if the elements are not
+    independent.
+    """
     normal = as_normal(fn)
     if normal is not None:
         return dist.Normal(*normal).log_prob(value)
@@ -55,26 +67,34 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
 
 
 class PriorProgram:
-    """Distributions of the latent sites given values of all of them, and the likelihood on request.
+    """Distributions of the latent sites given values of all of them, and the likelihood
+    on request.
 
     The cost of the former does not depend on the data.
     """
 
     def __init__(self, reading: Reading) -> None:
         self.reading, self.held = reading, reading.held
-        #: Sites whose density is the prior: latent ones, and those that other blocks of a ``Gibbs`` hold.
-        self.sites = tuple(name for name in reading.sites if name in {*reading.latent, *self.held})
+        #: Sites whose density is the prior: latent ones, and those that other blocks of
+        # a ``Gibbs`` hold.
+        self.sites = tuple(
+            name for name in reading.sites if name in {*reading.latent, *self.held}
+        )
         for name in reading.latent:
             if reading.sites[name]["scale"] is not None:
                 got = f"latent site {name!r} with a scaled log density"
                 instead = (
-                    "Take the site out of `handlers.scale` or the subsampled plate: a scaled prior is not the prior."
+                    "Take the site out of `handlers.scale` or the subsampled plate: a "
+                    "scaled prior is not the prior."
                 )
                 raise argument_error("symmetry", "model", got, instead)
 
     def distributions(self, values: Mapping[str, Any]) -> dict[str, dist.Distribution]:
         """The distribution of every latent site."""
-        return {name: site["fn"] for name, site in self.reading.at(values, only=self.sites).items()}
+        return {
+            name: site["fn"]
+            for name, site in self.reading.at(values, only=self.sites).items()
+        }
 
     def likelihood(self, values: Mapping[str, Any]) -> jax.Array:
         """The log likelihood."""
@@ -83,8 +103,15 @@ class PriorProgram:
     def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
         sites = self.reading.sites.items()
-        made = [name for name, site in sites if site["type"] == "deterministic" and f"{name}_base" in values]
-        return {f"{name}_base": site["value"] for name, site in self.reading.at(values, only=made).items()}
+        made = [
+            name
+            for name, site in sites
+            if site["type"] == "deterministic" and f"{name}_base" in values
+        ]
+        return {
+            f"{name}_base": site["value"]
+            for name, site in self.reading.at(values, only=made).items()
+        }
 
     def children(self, sites: set[str]) -> set[str]:
         """Sites whose distribution depends on any of ``sites``."""
@@ -92,15 +119,24 @@ class PriorProgram:
 
     @cached_property
     def _dependence(self) -> dict[str, set]:
-        return self.reading.depends(lambda sites: {name: arrays_in(sites[name]["fn"]) for name in self.sites})
+        return self.reading.depends(
+            lambda sites: {name: arrays_in(sites[name]["fn"]) for name in self.sites}
+        )
 
-    def total(self, values: Mapping[str, jax.Array], sites: tuple[str, ...]) -> jax.Array:
+    def total(
+        self, values: Mapping[str, jax.Array], sites: tuple[str, ...]
+    ) -> jax.Array:
         """Sum of the log densities of ``sites``."""
         fns, values = self.distributions(values), {**self.held, **values}
-        return sum((jnp.sum(log_density(fns[name], values[name])) for name in sites), jnp.zeros(()))
+        return sum(
+            (jnp.sum(log_density(fns[name], values[name])) for name in sites),
+            jnp.zeros(()),
+        )
 
     def elements(self, values: Mapping[str, jax.Array]) -> dict[str, jax.Array | None]:
-        """Log density of every element of every latent site; ``None`` if elements are not independent."""
+        """Log density of every element of every latent site; ``None`` if elements are
+        not independent.
+        """
         fns = self.distributions(values)
         return {name: elementwise(fns[name], value) for name, value in values.items()}
 
@@ -126,8 +162,9 @@ def model_info(reading: Reading, seeds: Iterable[int] = (0, 1)) -> ModelInfo:
 def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
-    A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a joint scale the base stays.
-    Under a permutation the hyperparameters of single units move with them.
+    A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a
+    joint scale the base stays. Under a permutation the hyperparameters of single units
+    move with them.
 
     :raises ValueError: for a site that the model does not have or does not sample.
     """
@@ -139,28 +176,42 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
         if site not in info.reading.sites:
             raise unknown_name(call, "site", site, latent)
         if f"{site}_base" not in latent:
-            got = f"{site!r}, which is {info.reading.sites[site]['type']} and not sampled here"
-            raise argument_error(call, "site", got, f"Name latent sites: {', '.join(latent)}.")
+            got = (
+                f"{site!r}, which is {info.reading.sites[site]['type']} and not "
+                f"sampled here"
+            )
+            raise argument_error(
+                call, "site", got, f"Name latent sites: {', '.join(latent)}."
+            )
         names[site] = f"{site}_base"
     if isinstance(symmetry, JointScale | JointRescale):
         return symmetry.without(names)
     renamed = symmetry.rename(names)
-    return _with_hyper_sites(renamed, info) if isinstance(renamed, Permutation) else renamed
+    return (
+        _with_hyper_sites(renamed, info)
+        if isinstance(renamed, Permutation)
+        else renamed
+    )
 
 
 def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     """Let the hyperparameters of single units move with the units.
 
-    A site of per-unit hyperparameters is recognized by its effect: its first entry changes the prior of the first
-    slice of a weight site and of no other slice.
+    A site of per-unit hyperparameters is recognized by its effect: its first entry
+    changes the prior of the first slice of a weight site and of no other slice.
     """
     values, axes = info.draws[0], list(symmetry.unit_axes)
     units = symmetry.units(values)
-    driven = shared(lambda values: info.prior.elements(values) | info.prior.noncentered(values), once=True)
+    driven = shared(
+        lambda values: info.prior.elements(values) | info.prior.noncentered(values),
+        once=True,
+    )
     before = driven(values)
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
-            fitting = [axis for axis in symmetry.unit_axes if length == units * axis.repeats]
+            fitting = [
+                axis for axis in symmetry.unit_axes if length == units * axis.repeats
+            ]
             if not fitting:
                 continue
             changed = np.moveaxis(np.array(values[hyper]), number, 0)

@@ -1,4 +1,6 @@
-"""Moves along the orbits of a symmetry: planned once from a trace, drawn exactly or by Metropolis-Hastings."""
+"""Moves along the orbits of a symmetry: planned once from a trace, drawn exactly or by
+Metropolis-Hastings.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,10 +14,34 @@ from jax import lax, random
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
-from numpyro_bnn.symmetry.groups import JointScale, Permutation, Rescale, Scale, Shift, SignFlip
-from numpyro_bnn.symmetry.model_info import ModelInfo, PriorProgram, as_normal, elementwise, in_latent, log_density
+from numpyro_bnn.symmetry.groups import (
+    JointScale,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+    SignFlip,
+)
+from numpyro_bnn.symmetry.model_info import (
+    ModelInfo,
+    PriorProgram,
+    as_normal,
+    elementwise,
+    in_latent,
+    log_density,
+)
 
-Method = Literal["gig", "normal", "prior", "scale prior", "order", "hyperprior", "shuffle", "flip", "walk"]
+Method = Literal[
+    "gig",
+    "normal",
+    "prior",
+    "scale prior",
+    "order",
+    "hyperprior",
+    "shuffle",
+    "flip",
+    "walk",
+]
 EXACT: frozenset[Method] = frozenset({"gig", "normal", "prior", "scale prior", "order"})
 # What an independent proposal is called if it is always accepted.
 ALWAYS_ACCEPTED: dict[str, Method] = {"hyperprior": "scale prior", "shuffle": "order"}
@@ -26,11 +52,13 @@ class Plan(NamedTuple):
     """How to move along the orbits of a symmetry on the latent sites of a model.
 
     :param symmetry: the symmetry, in terms of the latent sites.
-    :param method: exact draws: ``"gig"`` (chi and generalized inverse Gaussian), ``"normal"``, ``"prior"``,
-        ``"scale prior"`` (the hyperprior, for weights that are a scale family), ``"order"`` (a uniform order, for
-        exchangeable priors), ``"flip"`` (signs); independent proposals that are corrected: ``"hyperprior"``,
+    :param method: exact draws: ``"gig"`` (chi and generalized inverse Gaussian),
+        ``"normal"``, ``"prior"``, ``"scale prior"`` (the hyperprior, for weights that
+        are a scale family), ``"order"`` (a uniform order, for exchangeable priors),
+        ``"flip"`` (signs); independent proposals that are corrected: ``"hyperprior"``,
         ``"shuffle"``; ``"walk"``: Metropolis-Hastings on the group.
-    :param by_unit: whether the prior factorizes by unit, so that units move independently.
+    :param by_unit: whether the prior factorizes by unit, so that units move
+        independently.
     :param affected: sites whose log density may change.
     :param units: number of units U.
     :param exact: whether the likelihood is left out of the ratio.
@@ -44,9 +72,15 @@ class Plan(NamedTuple):
     exact: bool = True
 
 
-def plan(info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True) -> tuple[Plan, ...]:
-    """Choose how to move along the orbits of symmetries; without ``exact`` the likelihood enters every ratio."""
-    return tuple(_plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries)
+def plan(
+    info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True
+) -> tuple[Plan, ...]:
+    """Choose how to move along the orbits of symmetries; without ``exact`` the
+    likelihood enters every ratio.
+    """
+    return tuple(
+        _plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries
+    )
 
 
 def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
@@ -55,32 +89,61 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
     affected = touched | prior.children(touched)
     distinct = len(touched) == len(symmetry.unit_axes)
     logs = jax.eval_shape(prior.elements, draws[0])
-    by_unit = exact and affected == touched and distinct and all(logs[site] is not None for site in touched)
-    free = by_unit and not prior.children(touched)  # the distributions of the moving sites do not change
+    by_unit = (
+        exact
+        and affected == touched
+        and distinct
+        and all(logs[site] is not None for site in touched)
+    )
+    free = by_unit and not prior.children(
+        touched
+    )  # the distributions of the moving sites do not change
     method = _method(symmetry, prior, draws, free)
-    chosen = Plan(symmetry, method, by_unit, tuple(sorted(affected)), symmetry.units(draws[0]), exact)
+    chosen = Plan(
+        symmetry,
+        method,
+        by_unit,
+        tuple(sorted(affected)),
+        symmetry.units(draws[0]),
+        exact,
+    )
     if exact and method in ALWAYS_ACCEPTED and _always_accepted(chosen, prior, draws):
         return chosen._replace(method=ALWAYS_ACCEPTED[method])
     return chosen
 
 
 def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
-    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from the prior.
+    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from
+    the prior.
 
-    Orders of units are tried at generators of the group: a random order of few units is often the identity. Where a
-    support has bounds other than 0, densities at a few points say too little, and the move stays corrected.
+    Orders of units are tried at generators of the group: a random order of few units is
+    often the identity. Where a support has bounds other than 0, densities at a few
+    points say too little, and the move stays corrected.
     """
-    redrawn = plan.symmetry.scale[0].site if isinstance(plan.symmetry, JointScale) else None
+    redrawn = (
+        plan.symmetry.scale[0].site if isinstance(plan.symmetry, JointScale) else None
+    )
 
     def log_corrections(seed: jax.Array, values: dict) -> list[jax.Array]:
         rng_key = random.key(seed)
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
-        orders = plan.symmetry.trials(rng_key, plan.units) if isinstance(plan.symmetry, Permutation) else []
-        proposals = [(g, jnp.zeros(())) for g in orders] or [orbit.independent_draw(rng_key)]
+        orders = (
+            plan.symmetry.trials(rng_key, plan.units)
+            if isinstance(plan.symmetry, Permutation)
+            else []
+        )
+        proposals = [(g, jnp.zeros(())) for g in orders] or [
+            orbit.independent_draw(rng_key)
+        ]
         fns = prior.distributions(values)
-        bounds = jax.tree.leaves([fns[site].support for site in plan.affected if site != redrawn])
+        bounds = jax.tree.leaves(
+            [fns[site].support for site in plan.affected if site != redrawn]
+        )
         corrections = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
-        for g, proposal in proposals:  # relative to the size of the log densities in a ratio
+        for (
+            g,
+            proposal,
+        ) in proposals:  # relative to the size of the log densities in a ratio
             ends = values, {**values, **orbit.moved(g)}
             size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
             corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
@@ -88,10 +151,16 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
 
     program = shared(log_corrections, once=True)
     found = [program(*start) for start in enumerate(draws)]
-    return all(abs(float(correction)) < 1e-5 for corrections in found for correction in corrections)
+    return all(
+        abs(float(correction)) < 1e-5
+        for corrections in found
+        for correction in corrections
+    )
 
 
-def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool) -> Method:
+def _method(
+    symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool
+) -> Method:
     if isinstance(symmetry, SignFlip):
         return "flip"
     if isinstance(symmetry, Permutation):
@@ -99,7 +168,11 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
     if isinstance(symmetry, JointScale):
         hyper = symmetry.scale[0].site
         scalar = jnp.size(draws[0][hyper]) == 1
-        return "hyperprior" if scalar and hyper not in prior.children(set(symmetry.sites)) else "walk"
+        return (
+            "hyperprior"
+            if scalar and hyper not in prior.children(set(symmetry.sites))
+            else "walk"
+        )
     if not free:
         return "walk"
     if isinstance(symmetry, Shift) and len(symmetry.unit_axes) == 1:
@@ -116,14 +189,20 @@ def _method(symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bo
     return "gig" if centered and isinstance(symmetry, Scale | Rescale) else "walk"
 
 
-def _locations(symmetry: Symmetry, prior: PriorProgram, values: dict) -> list[jax.Array | None]:
+def _locations(
+    symmetry: Symmetry, prior: PriorProgram, values: dict
+) -> list[jax.Array | None]:
     """Means of normal sites; ``None`` for other families."""
     fns = map(prior.distributions(values).get, symmetry.sites)
     return [None if normal is None else normal[0] for normal in map(as_normal, fns)]
 
 
 def move(
-    plan: Plan, rng_key: jax.Array, values: Mapping[str, jax.Array], prior: PriorProgram, width: jax.Array
+    plan: Plan,
+    rng_key: jax.Array,
+    values: Mapping[str, jax.Array],
+    prior: PriorProgram,
+    width: jax.Array,
 ) -> tuple[Values, jax.Array]:
     """One move along the orbits of a symmetry, for all its units.
 
@@ -146,7 +225,9 @@ def move(
 
 
 class _Orbit(NamedTuple):
-    """The orbit through a point: where a group element leads, its density, and draws that need no correction."""
+    """The orbit through a point: where a group element leads, its density, and draws
+    that need no correction.
+    """
 
     plan: Plan
     values: Mapping[str, jax.Array]
@@ -156,10 +237,16 @@ class _Orbit(NamedTuple):
         return self.plan.symmetry.act(self.values, g)
 
     def log_ratio(self, g: jax.Array) -> jax.Array:
-        """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,); minus infinity if undefined."""
-        difference = self._log_density({**self.values, **self.moved(g)}) - self._log_density(self.values)
+        """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,);
+        minus infinity if undefined.
+        """
+        difference = self._log_density(
+            {**self.values, **self.moved(g)}
+        ) - self._log_density(self.values)
         jacobian = self.plan.symmetry.log_det(self.values, g)
-        ratio = difference + (jacobian if self.plan.by_unit else jnp.sum(jacobian)[None])
+        ratio = difference + (
+            jacobian if self.plan.by_unit else jnp.sum(jacobian)[None]
+        )
         return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
@@ -167,16 +254,23 @@ class _Orbit(NamedTuple):
         plan, prior = self.plan, self.prior
         if plan.by_unit:
             fns = prior.distributions(values)
-            logs = [(axis, elementwise(fns[axis.site], values[axis.site])) for axis in plan.symmetry.unit_axes]
-            return sum((axis.over_units(log) for axis, log in logs if log is not None), jnp.zeros(plan.units))
+            logs = [
+                (axis, elementwise(fns[axis.site], values[axis.site]))
+                for axis in plan.symmetry.unit_axes
+            ]
+            return sum(
+                (axis.over_units(log) for axis, log in logs if log is not None),
+                jnp.zeros(plan.units),
+            )
         total = prior.total(values, plan.affected)
         return (total if plan.exact else total + prior.likelihood(values))[None]
 
     def independent_draw(self, rng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A group element independent of the place on the orbit, and the log ratio of its densities there and here.
+        """A group element independent of the place on the orbit, and the log ratio of
+        its densities there and here.
 
-        A uniform order of units, or the element that takes a hyperparameter s to a draw from its prior, whose density
-        with respect to the Haar measure is p(s) s.
+        A uniform order of units, or the element that takes a hyperparameter s to a draw
+        from its prior, whose density with respect to the Haar measure is p(s) s.
         """
         symmetry = self.plan.symmetry
         if not isinstance(symmetry, JointScale):
@@ -185,7 +279,12 @@ class _Orbit(NamedTuple):
         hyperprior, now = self.prior.distributions(self.values)[site], self.values[site]
         then = jnp.reshape(hyperprior.sample(rng_key), jnp.shape(now))
         g = (jnp.log(then / now) / symmetry.power).reshape(1)
-        return g, jnp.sum(hyperprior.log_prob(then) + jnp.log(then) - hyperprior.log_prob(now) - jnp.log(now))
+        return g, jnp.sum(
+            hyperprior.log_prob(then)
+            + jnp.log(then)
+            - hyperprior.log_prob(now)
+            - jnp.log(now)
+        )
 
     def exact_draw(self, rng_key: jax.Array) -> jax.Array:
         """A group element from the conditional density on the orbit."""
@@ -206,18 +305,37 @@ class _Orbit(NamedTuple):
         assert isinstance(symmetry, Scale | Rescale)
         for axis, power in symmetry.powers:
             _, scale = as_normal(fns[axis.site])  # type: ignore[misc]
-            squares[power] = squares[power] + axis.over_units((self.values[axis.site] / scale) ** 2)
-        g = 0.5 * log_gig(rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0])
-        return jnp.where(jnp.isfinite(g), g, 0.0)  # a unit of zeros has no scale to draw
+            squares[power] = squares[power] + axis.over_units(
+                (self.values[axis.site] / scale) ** 2
+            )
+        g = 0.5 * log_gig(
+            rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0]
+        )
+        return jnp.where(
+            jnp.isfinite(g), g, 0.0
+        )  # a unit of zeros has no scale to draw
 
     def _inside(self, axis: UnitAxis, g: jax.Array) -> jax.Array:
-        """``g``, or the identity for units of a redrawn site that rounding puts on the border of its support."""
-        fn, value = self.prior.distributions(self.values)[axis.site], self.moved(g)[axis.site]
+        """``g``, or the identity for units of a redrawn site that rounding puts on the
+        border of its support.
+        """
+        fn, value = (
+            self.prior.distributions(self.values)[axis.site],
+            self.moved(g)[axis.site],
+        )
         logs = elementwise(fn, value)
-        return jnp.where(jnp.isfinite(axis.over_units(log_density(fn, value) if logs is None else logs)), g, 0.0)
+        return jnp.where(
+            jnp.isfinite(
+                axis.over_units(log_density(fn, value) if logs is None else logs)
+            ),
+            g,
+            0.0,
+        )
 
 
-def _normal_shift(symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping) -> jax.Array:
+def _normal_shift(
+    symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping
+) -> jax.Array:
     precision = weighted = jnp.zeros(symmetry.units(values))
     for axis in symmetry.unit_axes:
         loc, scale = as_normal(fns[axis.site])  # type: ignore[misc]
@@ -231,38 +349,68 @@ def _independent(orbit: _Orbit, rng_key: jax.Array) -> tuple[Values, jax.Array]:
     """Propose independently of the place on the orbit."""
     propose_key, accept_key = random.split(rng_key)
     g, proposal = orbit.independent_draw(propose_key)
-    ratio = orbit._replace(plan=orbit.plan._replace(by_unit=False)).log_ratio(g) - proposal
+    ratio = (
+        orbit._replace(plan=orbit.plan._replace(by_unit=False)).log_ratio(g) - proposal
+    )
     accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
     identity = jnp.arange(orbit.plan.units) if orbit.plan.method == "shuffle" else 0.0
     return orbit.moved(jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
 
 
-def _walk(orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
+def _walk(
+    orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array
+) -> tuple[Values, jax.Array]:
     """One random-walk step of the moving units."""
     normal_key, uniform_key = random.split(rng_key)
     size = moving.shape if orbit.plan.by_unit else (1,)
-    noise = random.normal(normal_key, moving.shape), jnp.log(random.uniform(uniform_key, size))
+    noise = (
+        random.normal(normal_key, moving.shape),
+        jnp.log(random.uniform(uniform_key, size)),
+    )
     return _step(orbit, noise, width, moving)
 
 
-def _step(orbit: _Orbit, noise: tuple, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
+def _step(
+    orbit: _Orbit, noise: tuple, width: jax.Array, moving: jax.Array
+) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, width * noise[0], 0)
     ratio = orbit.log_ratio(g)
-    return orbit.moved(jnp.where(noise[1] < ratio, g, 0.0)), jnp.mean(_probability(ratio))
+    return orbit.moved(jnp.where(noise[1] < ratio, g, 0.0)), jnp.mean(
+        _probability(ratio)
+    )
 
 
-def _several_steps(orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple[Values, jax.Array]:
-    """Several steps for a single unit: they cost little, and hyperparameters gain from long moves."""
+def _several_steps(
+    orbit: _Orbit, rng_key: jax.Array, width: jax.Array
+) -> tuple[Values, jax.Array]:
+    """Several steps for a single unit: they cost little, and hyperparameters gain from
+    long moves.
+    """
     normal_key, uniform_key = random.split(rng_key)
-    noise = random.normal(normal_key, (STEPS, 1)), jnp.log(random.uniform(uniform_key, (STEPS, 1)))
-    return _scan(orbit, lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)), noise)
+    noise = (
+        random.normal(normal_key, (STEPS, 1)),
+        jnp.log(random.uniform(uniform_key, (STEPS, 1))),
+    )
+    return _scan(
+        orbit,
+        lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)),
+        noise,
+    )
 
 
-def _one_by_one(step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array) -> tuple[Values, jax.Array]:
+def _one_by_one(
+    step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array
+) -> tuple[Values, jax.Array]:
     """Update units that share a factor of the density one after the other."""
     units = jnp.arange(orbit.plan.units)
 
-    return _scan(orbit, lambda orbit, unit: step(orbit, random.fold_in(rng_key, unit), width, units == unit), units)
+    return _scan(
+        orbit,
+        lambda orbit, unit: step(
+            orbit, random.fold_in(rng_key, unit), width, units == unit
+        ),
+        units,
+    )
 
 
 def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:
@@ -271,15 +419,21 @@ def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array
     def body(moved: Values, step_input: Any) -> tuple[Values, jax.Array]:
         return step(orbit._replace(values={**orbit.values, **moved}), step_input)
 
-    start = {site: orbit.values[site] for site in dict.fromkeys(orbit.plan.symmetry.sites)}
+    start = {
+        site: orbit.values[site] for site in dict.fromkeys(orbit.plan.symmetry.sites)
+    }
     moved, accept_prob = lax.scan(body, start, inputs)
     return moved, jnp.mean(accept_prob)
 
 
-def _flip(orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array) -> tuple[Values, jax.Array]:
+def _flip(
+    orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array
+) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, -1.0, 1.0)
     probability = jax.nn.sigmoid(orbit.log_ratio(g))
-    return orbit.moved(jnp.where(random.bernoulli(rng_key, probability), g, 1.0)), jnp.mean(probability)
+    return orbit.moved(
+        jnp.where(random.bernoulli(rng_key, probability), g, 1.0)
+    ), jnp.mean(probability)
 
 
 def _probability(log_ratio: jax.Array) -> jax.Array:

@@ -1,4 +1,6 @@
-"""Sampling modulo the symmetries: the sampler works in a gauge, and the orbit coordinates are drawn afterwards."""
+"""Sampling modulo the symmetries: the sampler works in a gauge, and the orbit
+coordinates are drawn afterwards.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -24,27 +26,35 @@ from numpyro_bnn.symmetry.model_info import PriorProgram, as_normal, model_info
 from numpyro_bnn.symmetry.moves import Plan, move, plan
 
 
-def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any) -> Callable:
-    r"""Remove the symmetries from a model, so that the sampler need not move along them.
+def quotient(
+    model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwargs: Any
+) -> Callable:
+    r"""Remove the symmetries from a model, so that the sampler need not move along
+    them.
 
-    Along an orbit the posterior is the prior; the posterior of the orbits is L(theta) M(theta), with M the prior
-    integrated over the orbit. So the sampler only needs to find the orbit; the place on it is drawn afterwards,
-    exactly, from the prior and independently for each draw:
+    Along an orbit the posterior is the prior; the posterior of the orbits is L(theta)
+    M(theta), with M the prior integrated over the orbit. So the sampler only needs to
+    find the orbit; the place on it is drawn afterwards, exactly, from the prior and
+    independently for each draw:
 
-    - sites that the likelihood ignores and that are independent a priori are not sampled: hyper-scales of weights
-      before a normalization (:class:`JointScale`, with :math:`w \sim N(0, I)` in their place), biases before batch
-      normalization (:class:`Shift`);
-    - the other sites of the symmetries are sampled in standard form, ``<site>_gauge``, normal ones as N(0, 1); the
-      coordinate on the orbit has its prior distribution while sampling, and is replaced by the one drawn afterwards
-      (radii of :class:`Scale`, factors of :class:`Rescale`, signs, orders).
+    - sites that the likelihood ignores and that are independent a priori are not
+      sampled: hyper-scales of weights before a normalization (:class:`JointScale`, with
+      :math:`w \sim N(0, I)` in their place), biases before batch normalization
+      (:class:`Shift`);
+    - the other sites of the symmetries are sampled in standard form, ``<site>_gauge``,
+      normal ones as N(0, 1); the coordinate on the orbit has its prior distribution
+      while sampling, and is replaced by the one drawn afterwards (radii of
+      :class:`Scale`, factors of :class:`Rescale`, signs, orders).
 
     The original sites become deterministic, so draws, ``Predictive``, guides and
-    :func:`~numpyro_bnn.to_inference_data` show them as if they had been sampled. The random numbers of the exact
-    draws come from the bits of the draw itself: the model stays a function of its latent sites, and equal draws give
-    equal results.
+    :func:`~numpyro_bnn.to_inference_data` show them as if they had been sampled. The
+    random numbers of the exact draws come from the bits of the draw itself: the model
+    stays a function of its latent sites, and equal draws give equal results.
 
-    :param model: a NumPyro model. Non-centered priors are used as they are; centered Gaussian ones are standardized.
-    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are verified first, as by :func:`check`.
+    :param model: a NumPyro model. Non-centered priors are used as they are; centered
+        Gaussian ones are standardized.
+    :param symmetries: e.g. ``symmetry.find(model, x, y)``. They are verified first, as
+        by :func:`check`.
     :param args: positional arguments of the model, with the data.
     :param kwargs: its keyword arguments.
     :return: a model with the signature of ``model``.
@@ -54,14 +64,19 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
     >>> from numpyro.infer import MCMC, NUTS
     >>> from numpyro_bnn import models, nn, priors, symmetry
     >>> x = jnp.linspace(-1, 1, 8)[:, None]
-    >>> model = models.regression(nn.MLP([3, 1], "tanh", norm=nn.BatchNorm()), priors.Hierarchical())
+    >>> model = models.regression(
+    ...     nn.MLP([3, 1], "tanh", norm=nn.BatchNorm()), priors.Hierarchical()
+    ... )
     >>> free = symmetry.quotient(model, symmetry.find(model, x, x[:, 0]), x, x[:, 0])
     >>> mcmc = MCMC(NUTS(free), num_warmup=5, num_samples=5, progress_bar=False)
     >>> mcmc.run(jax.random.key(0), x, x[:, 0])
     >>> mcmc.get_samples()["net/Dense_0.kernel_scale"].shape
     (5,)
     """
-    symmetries, (args, kwargs) = as_symmetries("symmetry.quotient", symmetries), as_arrays(args, kwargs)
+    symmetries, (args, kwargs) = (
+        as_symmetries("symmetry.quotient", symmetries),
+        as_arrays(args, kwargs),
+    )
     with jax.core.eval_context():
         check(model, symmetries, args, kwargs)
         gauge = _gauge(model, symmetries, args, kwargs)
@@ -79,10 +94,12 @@ def quotient(model: Callable, symmetries: Sequence[Symmetry], *args: Any, **kwar
 
 
 class Gauge(NamedTuple):
-    """Decided once: how to move, which sites are not sampled, and which need not be recomputed.
+    """Decided once: how to move, which sites are not sampled, and which need not be
+    recomputed.
 
     :param plans: moves that fill in the orbits.
-    :param removed: latent sites that are not sampled, with the values that they take while sampling.
+    :param removed: latent sites that are not sampled, with the values that they take
+        while sampling.
     :param touched: latent sites that moves change.
     :param normal: touched sites that are standardized.
     :param constant: deterministic sites that are not computed from touched ones.
@@ -95,17 +112,30 @@ class Gauge(NamedTuple):
     constant: frozenset[str]
 
 
-def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs: Mapping[str, Any]) -> Gauge:
+def _gauge(
+    model: Callable,
+    symmetries: Sequence[Symmetry],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Gauge:
     reading = Reading(model, args, kwargs)
     info = model_info(reading)
     values, sites = info.draws[0], reading.sites
     # Sites that are not sampled are drawn first: the other moves read their densities.
-    plans = tuple(sorted(plan(info, symmetries), key=lambda entry: not _removed(entry, values)))
-    removed = {site: value for entry in plans for site, value in _removed(entry, values).items()}
+    plans = tuple(
+        sorted(plan(info, symmetries), key=lambda entry: not _removed(entry, values))
+    )
+    removed = {
+        site: value
+        for entry in plans
+        for site, value in _removed(entry, values).items()
+    }
     touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
     normal = frozenset(site for site in touched if is_affine_normal(sites[site]["fn"]))
     computed = [name for name, site in sites.items() if site["type"] == "deterministic"]
-    used = reading.depends(lambda sites: {name: sites[name]["value"] for name in computed})
+    used = reading.depends(
+        lambda sites: {name: sites[name]["value"] for name in computed}
+    )
     constant = frozenset(name for name, sites in used.items() if not sites & touched)
     return Gauge(plans, removed, touched, normal, constant)
 
@@ -113,7 +143,9 @@ def _gauge(model: Callable, symmetries: Sequence[Symmetry], args: tuple, kwargs:
 def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
     """Sites that are drawn from their prior afterwards, whatever the sampler does."""
     if entry.method == "prior":
-        return {site: np.zeros(jnp.shape(values[site])) for site in entry.symmetry.sites}
+        return {
+            site: np.zeros(jnp.shape(values[site])) for site in entry.symmetry.sites
+        }
     if entry.method == "scale prior":
         site = entry.symmetry.scale[0].site  # type: ignore[attr-defined]
         return {site: np.ones(jnp.shape(values[site]))}
@@ -121,9 +153,11 @@ def _removed(entry: Plan, values: Mapping) -> dict[str, np.ndarray]:
 
 
 class _InGauge(Messenger):
-    """Run a model with the touched sites in the gauge, under other names, and record the run.
+    """Run a model with the touched sites in the gauge, under other names, and record
+    the run.
 
-    :ivar values: values of the latent sites; ``plates``: indices of the plates; ``parameters``: their values.
+    :ivar values: values of the latent sites; ``plates``: indices of the plates;
+        ``parameters``: their values.
     :ivar keys: keys of the model's own randomness, as of dropout, in order.
     :ivar hidden: deterministic sites whose value is that of the gauge.
     """
@@ -155,7 +189,8 @@ class _InGauge(Messenger):
                 msg["fn"] = unit.to_event(msg["fn"].event_dim)
 
     def postprocess_message(self, msg: dict[str, Any]) -> None:
-        # Outer handlers have seen the site of the gauge; the model gets the corresponding original value.
+        # Outer handlers have seen the site of the gauge; the model gets the
+        # corresponding original value.
         if "_gauged" in msg:
             name, fn = msg.pop("_gauged")
             if name in self.gauge.normal:
@@ -184,15 +219,24 @@ class _SameKeys(Messenger):
             msg["value"] = next(self.keys)
 
 
-def _fill_in(model: Callable, run: _InGauge, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def _fill_in(
+    model: Callable, run: _InGauge, args: tuple, kwargs: Mapping[str, Any]
+) -> None:
     """Draw the orbit coordinates, and record the original sites."""
-    values = {name: lax.stop_gradient(jnp.asarray(value)) for name, value in run.values.items()}
+    values = {
+        name: lax.stop_gradient(jnp.asarray(value))
+        for name, value in run.values.items()
+    }
     rng_key = key_from(values)
     with isolated():
         prior = PriorProgram(Reading(model, args, kwargs))
         for i, entry in enumerate(run.gauge.plans):
-            values |= move(entry, random.fold_in(rng_key, i), values, prior, jnp.ones(()))[0]
-        again = handlers.substitute(_SameKeys(model, run.keys), {**run.plates, **values})
+            values |= move(
+                entry, random.fold_in(rng_key, i), values, prior, jnp.ones(())
+            )[0]
+        again = handlers.substitute(
+            _SameKeys(model, run.keys), {**run.plates, **values}
+        )
         traced = handlers.trace(again).get_trace(*args, **kwargs)
     for name in sorted(run.gauge.touched):
         numpyro.deterministic(name, values[name])

@@ -1,4 +1,6 @@
-"""Arguments of models: tables, lists and NumPy arrays as data, lengths of rows, numbers that ``MCMC`` traces."""
+"""Arguments of models: tables, lists and NumPy arrays as data, lengths of rows, numbers
+that ``MCMC`` traces.
+"""
 
 import functools
 import resource
@@ -29,7 +31,12 @@ def sgld(model=line):
 
 
 def run(kernel, *args, chains=1, jit=False, **kwargs):
-    options = {"num_chains": chains, "chain_method": "vectorized", "progress_bar": False, "jit_model_args": jit}
+    options = {
+        "num_chains": chains,
+        "chain_method": "vectorized",
+        "progress_bar": False,
+        "jit_model_args": jit,
+    }
     mcmc = MCMC(kernel, num_warmup=2, num_samples=3, **options)
     mcmc.run(jax.random.key(0), *args, **kwargs)
     return mcmc
@@ -37,11 +44,15 @@ def run(kernel, *args, chains=1, jit=False, **kwargs):
 
 def fit(x, y, batch_size=None, model=line):
     svi = SVI(model, AutoNormal(model), numpyro.optim.Adam(0.1), Trace_ELBO())
-    return guides.fit(svi, jax.random.key(0), 3, x, y, batch_size=batch_size, progress_bar=False)
+    return guides.fit(
+        svi, jax.random.key(0), 3, x, y, batch_size=batch_size, progress_bar=False
+    )
 
 
 def adf(x, y, **options):
-    return guides.AutoADF(line).run(jax.random.key(0), x, y, num_epochs=np.int64(1), progress_bar=False, **options)
+    return guides.AutoADF(line).run(
+        jax.random.key(0), x, y, num_epochs=np.int64(1), progress_bar=False, **options
+    )
 
 
 @functools.cache
@@ -50,7 +61,11 @@ def on_arrays(kernel):
 
 
 def predictions(x, y):
-    mcmc = on_arrays(sgld) if isinstance(x, jax.Array) else run(sgld(), x, y, batch_size=np.int64(BATCH))
+    mcmc = (
+        on_arrays(sgld)
+        if isinstance(x, jax.Array)
+        else run(sgld(), x, y, batch_size=np.int64(BATCH))
+    )
     return group(to_inference_data(mcmc, {"x": x}), "predictions")["y"].to_numpy()
 
 
@@ -62,15 +77,25 @@ CALLS = {
     "predictions": predictions,
     "fit": lambda x, y: fit(x, y, np.int64(BATCH)).params["w_auto_loc"],
     "adf": lambda x, y: adf(x, y).params["w_auto_loc"],
-    "find": lambda x, y: [str(found) for found in symmetry.find(ZOO["network"].model, x, y)],
+    "find": lambda x, y: [
+        str(found) for found in symmetry.find(ZOO["network"].model, x, y)
+    ],
     "wrapper": lambda x, y: run(orbit_moves(), x, y).get_samples()["w"],
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "fit" else pytest.mark.slow) for n in CALLS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "fit" else pytest.mark.slow) for n in CALLS],
+)
 def test_tables_and_lists_are_data(name):
-    """Also where a model indexes them by traced indices; NumPy's integers are counts."""
-    found, expected = CALLS[name](pd.DataFrame(X), Y.tolist()), CALLS[name](jnp.asarray(X), jnp.asarray(Y))
+    """Also where a model indexes them by traced indices; NumPy's integers
+    are counts.
+    """
+    found, expected = (
+        CALLS[name](pd.DataFrame(X), Y.tolist()),
+        CALLS[name](jnp.asarray(X), jnp.asarray(Y)),
+    )
     if name == "find":
         assert found == expected
         assert found
@@ -81,7 +106,17 @@ def test_tables_and_lists_are_data(name):
 
 def test_arguments_become_arrays_and_settings_stay_what_they_are():
     (x, table, column, *settings), kwargs = as_arrays(
-        (X, pd.DataFrame(X), pd.Series(Y), (3, 4), "tanh", None, ["a", "b"], [[1, 2], [3]]), {"n": 2, "y": Y.tolist()}
+        (
+            X,
+            pd.DataFrame(X),
+            pd.Series(Y),
+            (3, 4),
+            "tanh",
+            None,
+            ["a", "b"],
+            [[1, 2], [3]],
+        ),
+        {"n": 2, "y": Y.tolist()},
     )
     for found, expected in [(x, X), (table, X), (column, Y), (kwargs["y"], Y)]:
         assert isinstance(found, jax.Array)
@@ -89,23 +124,35 @@ def test_arguments_become_arrays_and_settings_stay_what_they_are():
     assert settings == [(3, 4), "tanh", None, ["a", "b"], [[1, 2], [3]]]
     assert kwargs["n"] == 2
     assert all(isinstance(leaf, jax.Array) for leaf in as_arrays(([X, Y],), {})[0][0])
-    assert jax.jit(lambda: isinstance(as_arrays((X,), {})[0][0], jax.core.Tracer) * jnp.ones(()))() == 0
+    assert (
+        jax.jit(
+            lambda: (
+                isinstance(as_arrays((X,), {})[0][0], jax.core.Tracer) * jnp.ones(())
+            )
+        )()
+        == 0
+    )
 
 
 def test_a_call_is_made_again_with_other_leaves():
-    """Of a model with every kind of parameter; a keyword argument may have the name of none of them."""
+    """Of a model with every kind of parameter; a keyword argument may have the name of
+    none of them.
+    """
 
     def full(x, *more, scale=1.0, **others):
         pass
 
     given = Arguments.of((1, 2, 3), {"scale": 4, "shift": {"a": 5}}, full)
     assert given.values == {"x": 1, "more": (2, 3), "scale": 4, "shift": {"a": 5}}
-    assert given.call({"more[1]": 6, "shift['a']": 7}) == ((1, 2, 6), {"scale": 4, "shift": {"a": 7}})
+    assert given.call({"more[1]": 6, "shift['a']": 7}) == (
+        (1, 2, 6),
+        {"scale": 4, "shift": {"a": 7}},
+    )
     unnamed = Arguments.of((1, 2), {"x": 3})
     assert unnamed.call({"_[1]": 4}) == ((1, 4), {"x": 3})
 
 
-# -- rows and their numbers --------------------------------------------------------------------------------
+# -- rows and their numbers ------------------------------------------------------------
 
 ROWS = {
     "kernel": lambda x, y: run(sgld(), x, y),
@@ -113,13 +160,19 @@ ROWS = {
     "fit": fit,
     "fit of minibatches": lambda x, y: fit(x, y, BATCH),
     "adf": adf,
-    "export": lambda x, y: to_inference_data(run(BarkerMH(line), jnp.asarray(x), jnp.asarray(y))),
+    "export": lambda x, y: to_inference_data(
+        run(BarkerMH(line), jnp.asarray(x), jnp.asarray(y))
+    ),
 }
 FAST_ROWS = ("minibatches", "fit of minibatches", "adf")
 
 
 @pytest.mark.parametrize(
-    "call", [pytest.param(call, marks=[] if call in FAST_ROWS else pytest.mark.slow) for call in ROWS]
+    "call",
+    [
+        pytest.param(call, marks=[] if call in FAST_ROWS else pytest.mark.slow)
+        for call in ROWS
+    ],
 )
 def test_targets_with_more_or_fewer_rows_than_inputs_are_refused(call):
     """Surplus rows were ignored; for missing ones JAX repeats the last."""
@@ -136,24 +189,38 @@ def test_plates_name_axes_and_arrays_that_no_plate_indexes_have_any_length():
             v = numpyro.sample("v", dist.Normal(0, 1).expand([3, 2]).to_event(1))
         with numpyro.plate("data", len(x)) as i:
             distance = jnp.sum((x[i][:, None] - centers) ** 2, -1).sum(-1)
-            numpyro.sample("y", dist.Normal(x[i] @ v.sum(0) + w.sum() + distance, 1), obs=None if y is None else y[i])
+            numpyro.sample(
+                "y",
+                dist.Normal(x[i] @ v.sum(0) + w.sum() + distance, 1),
+                obs=None if y is None else y[i],
+            )
 
-    idata = to_inference_data(run(sgld(model), X, X[:7], Y), coords={"groups": list("abc")})
+    idata = to_inference_data(
+        run(sgld(model), X, X[:7], Y), coords={"groups": list("abc")}
+    )
     posterior = group(idata, "posterior")
     assert posterior["w"].dims == ("chain", "draw", "groups")
     assert posterior["v"].dims == ("chain", "draw", "groups", "v_dim_1")
     assert posterior["w"].coords["groups"].to_numpy().tolist() == list("abc")
 
 
-# -- numbers that MCMC traces, data that change ------------------------------------------------------------
+# -- numbers that MCMC traces, data that change ----------------------------------------
 
 
-@pytest.mark.parametrize("kernel", [sgld, pytest.param(orbit_moves, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernel", [sgld, pytest.param(orbit_moves, marks=pytest.mark.slow)]
+)
 def test_a_batch_size_among_traced_arguments(kernel):
-    """``MCMC(jit_model_args=True)`` passes all numbers as traced arrays; a plate must know its size."""
+    """``MCMC(jit_model_args=True)`` passes all numbers as traced arrays; a plate must
+    know its size.
+    """
     traced = run(kernel(), X, Y, jit=True, batch_size=BATCH)
-    np.testing.assert_allclose(traced.get_samples()["w"], on_arrays(kernel).get_samples()["w"], rtol=1e-4)
-    with pytest.raises(ValueError, match=r"'batch_size'\]\": 10} after a run with .*6}"):
+    np.testing.assert_allclose(
+        traced.get_samples()["w"], on_arrays(kernel).get_samples()["w"], rtol=1e-4
+    )
+    with pytest.raises(
+        ValueError, match=r"'batch_size'\]\": 10} after a run with .*6}"
+    ):
         traced.run(jax.random.key(0), X, Y, batch_size=10)
 
 
@@ -179,17 +246,23 @@ def test_data_changed_after_the_run_are_refused(kernel):
 def test_more_than_ten_thousand_training_rows_are_predicted_only_when_asked():
     x = np.resize(X, (10_001, 2))
     done = run(BarkerMH(line), jnp.asarray(x), jnp.asarray(x[:, 0]))
-    with pytest.warns(UserWarning, match=r"of 10001 training rows.*posterior_predictive=True"):
+    with pytest.warns(
+        UserWarning, match=r"of 10001 training rows.*posterior_predictive=True"
+    ):
         assert "posterior_predictive" not in group_names(to_inference_data(done))
-    assert "posterior_predictive" in group_names(to_inference_data(done, posterior_predictive=True))
+    assert "posterior_predictive" in group_names(
+        to_inference_data(done, posterior_predictive=True)
+    )
 
 
 def test_a_score_prints_in_a_line():
     score = metrics.Score(1.23456789, 0.0123, np.zeros(1000))
-    assert repr(score) == str(score) == "Score(value=1.2346, standard_error=0.012, N=1000)"
+    assert (
+        repr(score) == str(score) == "Score(value=1.2346, standard_error=0.012, N=1000)"
+    )
 
 
-# -- memory ------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------
 
 
 def wide(x, y, batch_size):
@@ -206,9 +279,17 @@ def print_peak(rows):
 
 @pytest.mark.slow
 def test_data_are_arguments_of_programs():
-    """Peak memory beyond that of a small fit, in units of the data; `test_programs.py` reads programs of kernels."""
+    """Peak memory beyond that of a small fit, in units of the data; `test_programs.py`
+    reads programs of kernels.
+    """
     peaks = []
     for rows in (1000, 1_200_000):
         given = python(f"import test_arguments; test_arguments.print_peak({rows})")
-        peaks.append(float(subprocess.run(**given, capture_output=True, text=True, check=True).stdout))
+        peaks.append(
+            float(
+                subprocess.run(
+                    **given, capture_output=True, text=True, check=True
+                ).stdout
+            )
+        )
     assert (peaks[1] - peaks[0]) / (1_200_000 * 51 * 4 / 2**20) < 1.4

@@ -1,4 +1,6 @@
-"""Runs in folders: the draws of ``MCMC``, resumed bit for bit whatever ended them; other runs are refused by name."""
+"""Runs in folders: the draws of ``MCMC``, resumed bit for bit whatever ended them;
+other runs are refused by name.
+"""
 
 import functools
 import importlib.util
@@ -45,41 +47,82 @@ def orbit_moves():
 def gibbs():
     model = models.regression(NET, priors.GammaPrecision(centered=True))
     precisions = [f"net/Dense_{layer}.kernel_precision" for layer in (0, 1)]
-    return Gibbs([(infer.PrecisionGibbs(model), precisions), (HMC(model, trajectory_length=0.2), None)])
+    return Gibbs(
+        [
+            (infer.PrecisionGibbs(model), precisions),
+            (HMC(model, trajectory_length=0.2), None),
+        ]
+    )
 
 
 # Kernel, options of MCMC, keywords of its runs.
 IN_TURN = {"num_chains": 2, "chain_method": "sequential", "thinning": 2}
 CASES = {
-    "Barker": (barker(), IN_TURN, {"extra_fields": ("potential_energy", "accept_prob")}),
-    "HMC": (lambda: HMC(spread, trajectory_length=1.0), {"num_chains": 2, "thinning": 2}, {}),
-    "SGLD": (lambda: infer.SGLD(spread, steps_per_draw=2, warm_start=0.4), {"num_chains": 2}, {"batch_size": BATCH}),
+    "Barker": (
+        barker(),
+        IN_TURN,
+        {"extra_fields": ("potential_energy", "accept_prob")},
+    ),
+    "HMC": (
+        lambda: HMC(spread, trajectory_length=1.0),
+        {"num_chains": 2, "thinning": 2},
+        {},
+    ),
+    "SGLD": (
+        lambda: infer.SGLD(spread, steps_per_draw=2, warm_start=0.4),
+        {"num_chains": 2},
+        {"batch_size": BATCH},
+    ),
     "NUTS": (lambda: NUTS(spread, max_tree_depth=3), {"num_chains": 3}, {}),
     "SGHMC": (
         lambda: infer.SGHMC(spread, 1e-3, steps_per_draw=2, minibatches="epochs"),
         {"thinning": 3},
         {"batch_size": BATCH},
     ),
-    "ParallelTempering": (lambda: infer.ParallelTempering(infer.MALA(spread, steps_per_draw=2), 3), {}, {}),
+    "ParallelTempering": (
+        lambda: infer.ParallelTempering(infer.MALA(spread, steps_per_draw=2), 3),
+        {},
+        {},
+    ),
     "MCLMC in OrbitMoves": (orbit_moves, {"num_chains": 2}, {}),
     "Gibbs": (gibbs, {}, {}),
-    "without warm-up": (lambda: BarkerMH(spread, adapt_step_size=False), {"num_warmup": 0}, {}),
+    "without warm-up": (
+        lambda: BarkerMH(spread, adapt_step_size=False),
+        {"num_warmup": 0},
+        {},
+    ),
 }
 cases = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "Barker" else pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "Barker" else pytest.mark.slow)
+        for name in CASES
+    ],
 )
 
 
 def mcmc_of(name="Barker", kernel=None, **options):
     make, given, _ = CASES[name]
-    given = {"num_warmup": 8, "num_samples": 12, "chain_method": "vectorized", "progress_bar": False, **given}
+    given = {
+        "num_warmup": 8,
+        "num_samples": 12,
+        "chain_method": "vectorized",
+        "progress_bar": False,
+        **given,
+    }
     return MCMC((kernel or make)(), **given | options)
 
 
 def start(path, name="Barker", mcmc=None, data=(X, Y), seed=1, **options):
     """Start a case or an ``MCMC``, or go on with it."""
     given = {"progress_bar": False, "block_seconds": 100.0, **CASES[name][2], **options}
-    return runs.start(path, mcmc or mcmc_of(name), jax.random.key(seed), *map(jnp.asarray, data), **given)
+    return runs.start(
+        path,
+        mcmc or mcmc_of(name),
+        jax.random.key(seed),
+        *map(jnp.asarray, data),
+        **given,
+    )
 
 
 def result(run):
@@ -101,19 +144,28 @@ def of_mcmc(name):
     return mcmc
 
 
-# -- the draws of MCMC, whatever ends the process --------------------------------------------------------
+# -- the draws of MCMC, whatever ends the process --------------------------------------
 
 
 @cases
-def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_killed(recorded, name):
-    """But for the last bits: two programs may round a transformation differently. Killed before the first state, in
-    warm-up, between draws and the state after them, while a file is written."""
+def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_killed(
+    recorded, name
+):
+    """But for the last bits: two programs may round a transformation differently.
+    Killed before the first state, in warm-up, between draws and the state after them,
+    while a file is written.
+    """
     whole, mcmc = recorded(name), of_mcmc(name)
-    assert (whole.result.complete, whole.result.num_draws) == (True, 12 // mcmc.thinning)
+    assert (whole.result.complete, whole.result.num_draws) == (
+        True,
+        12 // mcmc.thinning,
+    )
     found, expected = draws_of(whole.result), draws_of(mcmc)
     assert found.keys() == expected.keys()
     for site, value in expected.items():
-        np.testing.assert_allclose(found[site], value, rtol=2e-5, atol=1e-6, err_msg=site)
+        np.testing.assert_allclose(
+            found[site], value, rtol=2e-5, atol=1e-6, err_msg=site
+        )
     cuts = whole.cuts[:: len(whole.cuts) // 4]
     assert len(cuts) >= 4
     for cut in cuts:
@@ -127,12 +179,16 @@ def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path):
     less = start(tmp_path, mcmc=mcmc)
     assert (less.num_draws, less.complete) == (6, True)
     assert mcmc.last_state is None
-    mcmc.run(jax.random.key(1), *ZOO["spread"].args)  # its kernel was not initialized by the run
+    mcmc.run(
+        jax.random.key(1), *ZOO["spread"].args
+    )  # its kernel was not initialized by the run
     assert mcmc.get_samples()["w"].shape == (6, 2)
 
 
 def test_ctrl_c_returns_the_finished_draws(recorded, tmp_path, monkeypatch):
-    """Also before the state of a block is written, whose draws are then left out; the same call goes on."""
+    """Also before the state of a block is written, whose draws are then left out; the
+    same call goes on.
+    """
     whole = draws_of(recorded("Barker").result)
     for committed, least in ((False, 10), (True, 12)):
 
@@ -142,7 +198,10 @@ def test_ctrl_c_returns_the_finished_draws(recorded, tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             at_syncs(patch, press)
-            with pytest.warns(UserWarning, match=r"runs.start: interrupted: \d+ of 6 draws; the same call goes on"):
+            with pytest.warns(
+                UserWarning,
+                match=r"runs.start: interrupted: \d+ of 6 draws; the same call goes on",
+            ):
                 part = start(tmp_path, block_seconds=1e-9)
         assert not part.complete
         assert 0 < part.num_draws < 6
@@ -151,19 +210,35 @@ def test_ctrl_c_returns_the_finished_draws(recorded, tmp_path, monkeypatch):
     assert same(draws_of(start(tmp_path)), whole)
 
 
-@pytest.mark.parametrize("where", ["draws", pytest.param("state", marks=pytest.mark.slow)])
-def test_a_full_disk_is_reported_and_loses_nothing(recorded, tmp_path, monkeypatch, where):
+@pytest.mark.parametrize(
+    "where", ["draws", pytest.param("state", marks=pytest.mark.slow)]
+)
+def test_a_full_disk_is_reported_and_loses_nothing(
+    recorded, tmp_path, monkeypatch, where
+):
     def unfinished():
-        known = {"lock", "run.json", "draws.zarr", *(file.name for file in states(tmp_path))}
+        known = {
+            "lock",
+            "run.json",
+            "draws.zarr",
+            *(file.name for file in states(tmp_path)),
+        }
         return {file.name for file in tmp_path.iterdir()} - known
 
     def full(number, is_folder):
-        if blocks(tmp_path) >= 10 and not is_folder and bool(unfinished()) == (where == "state"):
+        if (
+            blocks(tmp_path) >= 10
+            and not is_folder
+            and bool(unfinished()) == (where == "state")
+        ):
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         at_syncs(patch, full)
-        with pytest.raises(OSError, match=r"argument `folder` got .*No space left on device.*Free space"):
+        with pytest.raises(
+            OSError,
+            match=r"argument `folder` got .*No space left on device.*Free space",
+        ):
             start(tmp_path, block_seconds=1e-9)
     assert not unfinished()
     assert same(result(start(tmp_path)), result(recorded("Barker").result))
@@ -192,13 +267,31 @@ def test_while_a_run_is_written_others_read_it_and_do_not_write(tmp_path, monkey
 # A kernel as a function of one option, and two values of it.
 OPTIONS = {
     "number": (lambda eps: infer.SGLD(line, eps), 0.1, 0.2),
-    "schedule": (lambda rate: infer.SGLD(line, optax.linear_schedule(rate, 0.0, 5)), 0.1, 0.2),
+    "schedule": (
+        lambda rate: infer.SGLD(line, optax.linear_schedule(rate, 0.0, 5)),
+        0.1,
+        0.2,
+    ),
     "optimizer": (lambda rate: infer.SGLD(line, optimizer=optax.adam(rate)), 0.1, 0.2),
-    "held out": (lambda share: infer.MCLMC(line, warm_start=infer.WarmStart(0.3, held_out=share)), 0.0, 0.1),
+    "held out": (
+        lambda share: infer.MCLMC(
+            line, warm_start=infer.WarmStart(0.3, held_out=share)
+        ),
+        0.0,
+        0.1,
+    ),
     "length": (lambda length: infer.MCLMC(line, decoherence_length=length), 1.0, 2.0),
-    "array": (lambda size: infer.SGLD(line, 0.1, preconditioner=np.full(2, size)), 1.0, 2.0),
+    "array": (
+        lambda size: infer.SGLD(line, 0.1, preconditioner=np.full(2, size)),
+        1.0,
+        2.0,
+    ),
     "inner": (lambda eps: infer.ParallelTempering(infer.MALA(line, eps)), 0.1, 0.2),
-    "block": (lambda accept: Gibbs([(HMC(line, target_accept_prob=accept), None)]), 0.7, 0.8),
+    "block": (
+        lambda accept: Gibbs([(HMC(line, target_accept_prob=accept), None)]),
+        0.7,
+        0.8,
+    ),
 }
 
 
@@ -209,7 +302,9 @@ def start_option(root, option, other=0, seed=1):
 
 
 def begin_and_be_killed(root):
-    """Runs of all options that end with their first state, one of other code, and one that is killed."""
+    """Runs of all options that end with their first state, one of other code, and one
+    that is killed.
+    """
 
     def end(path):
         if (path / "run.json").exists():
@@ -221,33 +316,48 @@ def begin_and_be_killed(root):
             with pytest.raises(KeyboardInterrupt):
                 start_option(root, option)
     run_of_code(root / "code", name="two")
-    at_syncs(pytest.MonkeyPatch(), lambda *_: blocks(root / "run") >= 10 and signal.raise_signal(signal.SIGKILL))
+    at_syncs(
+        pytest.MonkeyPatch(),
+        lambda *_: blocks(root / "run") >= 10 and signal.raise_signal(signal.SIGKILL),
+    )
     start(root / "run", block_seconds=1e-9)
 
 
 @pytest.mark.slow
 def test_runs_go_on_in_another_process_but_not_with_other_options(recorded, tmp_path):
-    """The locks of a killed process are free; descriptions do not depend on it, such as on its hashes of texts."""
-    code = f"import pathlib, test_disk; test_disk.begin_and_be_killed(pathlib.Path({str(tmp_path)!r}))"
+    """The locks of a killed process are free; descriptions do not depend on it, such as
+    on its hashes of texts.
+    """
+    code = (
+        f"import pathlib, test_disk; "
+        f"test_disk.begin_and_be_killed(pathlib.Path({str(tmp_path)!r}))"
+    )
     done = subprocess.run(**python(code, PYTHONHASHSEED="1"), check=False)
     assert done.returncode == -signal.SIGKILL
     assert same(draws_of(start(tmp_path / "run")), draws_of(recorded("Barker").result))
     assert run_of_code(tmp_path / "code", SAME_CODE).complete
     for option in OPTIONS:
-        with pytest.raises(ValueError, match=r"the run of something else: rng_key was \w+, is \w+\. Pass"):
+        with pytest.raises(
+            ValueError,
+            match=r"the run of something else: rng_key was \w+, is \w+\. Pass",
+        ):
             start_option(tmp_path, option, seed=2)  # nothing but the key differs
-        with pytest.raises(ValueError, match=r"the run of something else: (inner )?option"):
+        with pytest.raises(
+            ValueError, match=r"the run of something else: (inner )?option"
+        ):
             start_option(tmp_path, option, other=1)
 
 
-# -- damage and refusals -----------------------------------------------------------------------------------
+# -- damage and refusals ---------------------------------------------------------------
 
 
 def of_other_numbers(path):
     """A whole file, with numbers that were not written."""
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    name = next(name for name, array in arrays.items() if array.dtype.kind == "f" and array.size)
+    name = next(
+        name for name, array in arrays.items() if array.dtype.kind == "f" and array.size
+    )
     np.savez(path, **{**arrays, name: arrays[name] + 1})
 
 
@@ -262,7 +372,9 @@ def test_a_damaged_last_block_is_made_again(recorded, tmp_path, damage):
     whole = recorded("Barker")
     path = whole.copy(tmp_path / "run")
     damage(states(path)[-1])
-    with pytest.warns(UserWarning, match="is damaged: the run goes on from the one before"):
+    with pytest.warns(
+        UserWarning, match="is damaged: the run goes on from the one before"
+    ):
         run = start(path)
     assert same(result(run), result(whole.result))
 
@@ -277,7 +389,13 @@ def small(tmp_path_factory):
 
 
 def start_small(path, samples=6, **options):
-    return start(path, "without warm-up", mcmc_of("without warm-up", num_samples=samples), sites=("w",), **options)
+    return start(
+        path,
+        "without warm-up",
+        mcmc_of("without warm-up", num_samples=samples),
+        sites=("w",),
+        **options,
+    )
 
 
 BYTES = {
@@ -288,7 +406,10 @@ BYTES = {
     "deleted": lambda file, content, at: file.unlink(),
     "of another run": lambda file, content, at: file.write_bytes(content[::-1]),
 }
-NAMED = r"argument `(folder|result)` got '.*(damaged|lost|no state file|not the folder of a run)"
+NAMED = (
+    r"argument `(folder|result)` got '.*(damaged|lost|no state file|not the folder of "
+    r"a run)"
+)
 
 
 def result_or_message(call, path):
@@ -299,10 +420,15 @@ def result_or_message(call, path):
         return None, str(error)
 
 
-@pytest.mark.parametrize("damage", [n if n == "flipped" else pytest.param(n, marks=pytest.mark.slow) for n in BYTES])
+@pytest.mark.parametrize(
+    "damage",
+    [n if n == "flipped" else pytest.param(n, marks=pytest.mark.slow) for n in BYTES],
+)
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, damage):
-    """Every file of a run: reading it and going on with it are refused by name, and change nothing, or are right."""
+    """Every file of a run: reading it and going on with it are refused by name, and
+    change nothing, or are right.
+    """
     path, whole, exported = small
     refused_by = {}
     for number, name in enumerate(contents(path)):
@@ -316,8 +442,13 @@ def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, da
         assert same(draws_of(run), whole) if run else contents(copied) == damaged, name
         if read:
             held = group(read, "posterior")
-            assert held.equals(group(exported, "posterior").isel(draw=slice(held.sizes["draw"]))), name
-        assert all(message is None or re.search(NAMED, message) for message in (unread, stopped)), name
+            assert held.equals(
+                group(exported, "posterior").isel(draw=slice(held.sizes["draw"]))
+            ), name
+        assert all(
+            message is None or re.search(NAMED, message)
+            for message in (unread, stopped)
+        ), name
         refused_by[name] = unread, stopped
     assert refused_by["draws.zarr/posterior/w/c/0/0/0"][1]
     assert refused_by["draws.zarr/posterior/w/c/0/1/0"][0]
@@ -325,16 +456,27 @@ def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, da
 
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_lost_draws_are_not_numbers(small, tmp_path):
-    """Of a run that is in memory too; what is lost is not made anew by a refused call."""
+    """Of a run that is in memory too; what is lost is not made anew by a
+    refused call.
+    """
     path = shutil.copytree(small[0], tmp_path / "run")
     run = start_small(path)
     for lost in ("draws.zarr/posterior/w/c/0/0", "draws.zarr", ""):
         shutil.rmtree(path / lost)
         before = contents(path) if lost else {}
-        for call in (run.get_samples, lambda: run.mcmc, lambda: bnn.to_inference_data(run)):
+        for call in (
+            run.get_samples,
+            lambda: run.mcmc,
+            lambda: bnn.to_inference_data(run),
+        ):
             with refused("folder", "whose draws 0 to 2 are damaged or lost"):
                 call()
-        with refused("result", "draws 0 to 2 are damaged or lost" if lost else "is not the folder of a run"):
+        with refused(
+            "result",
+            "draws 0 to 2 are damaged or lost"
+            if lost
+            else "is not the folder of a run",
+        ):
             bnn.to_inference_data(path)
         if lost:
             with refused("folder", "damaged or lost. Restore the folder from a copy"):
@@ -343,7 +485,9 @@ def test_lost_draws_are_not_numbers(small, tmp_path):
 
 
 def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
-    """States that are compressed, or draws of shapes that were not declared, may unpack to a thousand times more."""
+    """States that are compressed, or draws of shapes that were not declared, may unpack
+    to a thousand times more.
+    """
     path = shutil.copytree(small[0], tmp_path / "run")
     last = states(path)[-1]
     with np.load(last) as file:
@@ -351,11 +495,15 @@ def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
     np.savez_compressed(last, **arrays, filled=np.zeros(1 << 25, np.uint8))
     (path / "state-abc.npz").write_bytes(b"")  # of someone else
     tracemalloc.start()
-    with pytest.warns(UserWarning, match="is damaged: the run goes on from the one before"):
+    with pytest.warns(
+        UserWarning, match="is damaged: the run goes on from the one before"
+    ):
         assert same(draws_of(start_small(path)), small[1])
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     described = path / "draws.zarr" / "posterior" / "w" / "zarr.json"
-    described.write_text(described.read_text().replace("3,\n        2", "3,\n        200000000"))
+    described.write_text(
+        described.read_text().replace("3,\n        2", "3,\n        200000000")
+    )
     with refused("result", "draws 0 to 2 are damaged or lost"):
         bnn.to_inference_data(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
@@ -363,11 +511,21 @@ def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
 
 
 def test_a_call_that_fails_leaves_nothing(tmp_path):
-    """The corrected call is not refused: a folder becomes a run with its first state."""
+    """The corrected call is not refused: a folder becomes a run with its
+    first state.
+    """
 
     def begin(folder, size):
-        mcmc = mcmc_of("without warm-up", kernel=lambda: infer.SGLD(line, 1e-3, steps_per_draw=2, warm_start=0.0))
-        return start(tmp_path / folder, "without warm-up", mcmc, init_params={"w": np.zeros(size, np.float32)})
+        mcmc = mcmc_of(
+            "without warm-up",
+            kernel=lambda: infer.SGLD(line, 1e-3, steps_per_draw=2, warm_start=0.0),
+        )
+        return start(
+            tmp_path / folder,
+            "without warm-up",
+            mcmc,
+            init_params={"w": np.zeros(size, np.float32)},
+        )
 
     (tmp_path / "mine").mkdir()
     for folder in ("mine", "new/deep"):
@@ -390,7 +548,10 @@ def test_names_of_folders(small, tmp_path, monkeypatch):
     assert same(draws_of(again), draws_of(run))
     assert expected.equals(group(small[2], "posterior"))
     for name in ("", "~nobody-of-this-name/run", "a\0b", b"run", 3):
-        for argument, call in (("folder", start_small), ("result", bnn.to_inference_data)):
+        for argument, call in (
+            ("folder", start_small),
+            ("result", bnn.to_inference_data),
+        ):
             if argument == "folder" or isinstance(name, str):
                 with refused(argument, "Pass the "):
                     call(name)
@@ -404,14 +565,20 @@ def test_a_run_is_pickled_with_the_place_of_its_draws(small, tmp_path):
 
 @pytest.mark.slow
 def test_an_ensemble_is_pickled_before_and_after_its_run():
-    ensemble = infer.ensemble(line, 100, num_samples=2, num_chains=1, progress_bar=False)
+    ensemble = infer.ensemble(
+        line, 100, num_samples=2, num_chains=1, progress_bar=False
+    )
     mcmc = pickle.loads(pickle.dumps(ensemble))
     mcmc.run(jax.random.key(0), *ZOO["line"].args)
     again = pickle.loads(pickle.dumps(mcmc))
     assert same(again.get_samples(), mcmc.get_samples())
-    idata = bnn.to_inference_data(again, {"x": NEW_X}, log_likelihood=False, posterior_predictive=False)
+    idata = bnn.to_inference_data(
+        again, {"x": NEW_X}, log_likelihood=False, posterior_predictive=False
+    )
     means = NEW_X @ mcmc.get_samples()["w"][0]
-    np.testing.assert_allclose(group(idata, "predictions")["y_mean"][0, 0], means, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        group(idata, "predictions")["y_mean"][0, 0], means, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
@@ -438,7 +605,10 @@ def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
         start(tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").exists()
     for package in ("zarr", "filelock"):
-        with monkeypatch.context() as patch, refused("folder", "pip install numpyro_bnn[runs]", ImportError):
+        with (
+            monkeypatch.context() as patch,
+            refused("folder", "pip install numpyro_bnn[runs]", ImportError),
+        ):
             patch.setitem(sys.modules, package, None)
             start(tmp_path / "none")
         assert not (tmp_path / "none").exists()
@@ -447,7 +617,10 @@ def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
 def wider(x, y=None):
     """Another prior of the noise, the same sites."""
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.1))
-    with numpyro.handlers.block(hide=["sigma"]), numpyro.handlers.substitute(data={"sigma": sigma}):
+    with (
+        numpyro.handlers.block(hide=["sigma"]),
+        numpyro.handlers.substitute(data={"sigma": sigma}),
+    ):
         spread(x, y)
 
 
@@ -457,7 +630,10 @@ def halved(x, y=None):
 
 
 KEPT = {"sites": ("w",), "dtype": "float16", "extra_fields": ()}
-WAS_KEPT = "sites was None, is .*; dtype was None, is float16; extra_fields was potential_energy, accept_prob, is "
+WAS_KEPT = (
+    "sites was None, is .*; dtype was None, is float16; extra_fields was "
+    "potential_energy, accept_prob, is "
+)
 
 
 def test_another_run_is_refused_by_name(recorded, tmp_path, monkeypatch):
@@ -466,16 +642,31 @@ def test_another_run_is_refused_by_name(recorded, tmp_path, monkeypatch):
     for change, named in [
         ({"mcmc": mcmc_of(kernel=barker(wider))}, "log density of sigma was"),
         ({"mcmc": mcmc_of(kernel=barker(halved))}, "log density of "),
-        ({"mcmc": mcmc_of(kernel=barker(line))}, "site sigma was latent, .*, is absent"),
-        ({"mcmc": mcmc_of(kernel=lambda: NUTS(spread))}, "kernel was BarkerMH, is NUTS"),
-        ({"mcmc": mcmc_of(kernel=barker(target_accept_prob=0.5))}, "option target_accept_prob was 0.4, is 0.5"),
-        ({"mcmc": mcmc_of(num_warmup=5, thinning=1)}, "num_warmup was 8, is 5; thinning was 2, is 1"),
+        (
+            {"mcmc": mcmc_of(kernel=barker(line))},
+            "site sigma was latent, .*, is absent",
+        ),
+        (
+            {"mcmc": mcmc_of(kernel=lambda: NUTS(spread))},
+            "kernel was BarkerMH, is NUTS",
+        ),
+        (
+            {"mcmc": mcmc_of(kernel=barker(target_accept_prob=0.5))},
+            "option target_accept_prob was 0.4, is 0.5",
+        ),
+        (
+            {"mcmc": mcmc_of(num_warmup=5, thinning=1)},
+            "num_warmup was 8, is 5; thinning was 2, is 1",
+        ),
         ({"mcmc": mcmc_of(num_chains=1)}, "num_chains was 2, is 1"),
         (KEPT, WAS_KEPT),
         ({"data": (X, Y + np.float32(1e-6))}, r"argument \[0\]\[1\] was float32\[24\]"),
         ({"data": (X[:20], Y[:20])}, r"plate data was \(24, None\), is \(20, None\)"),
         ({"seed": 5}, "rng_key was"),
-        ({"init_params": {"w": np.zeros(2, "f4"), "sigma": np.float32(0)}}, "init_params was"),
+        (
+            {"init_params": {"w": np.zeros(2, "f4"), "sigma": np.float32(0)}},
+            "init_params was",
+        ),
     ]:
         with pytest.raises(ValueError, match=f"the run of something else: .*{named}"):
             start(path, **change)
@@ -487,7 +678,11 @@ def test_another_run_is_refused_by_name(recorded, tmp_path, monkeypatch):
 
 def sites(*names):
     """A kernel of a model with sites of these names."""
-    return lambda: BarkerMH(lambda x, y=None: [numpyro.sample(name, dist.Normal(0.0, 1.0)) for name in names])
+    return lambda: BarkerMH(
+        lambda x, y=None: [
+            numpyro.sample(name, dist.Normal(0.0, 1.0)) for name in names
+        ]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
@@ -499,9 +694,17 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
             ("sites", {"sites": ("v*",)}, "got 'v*'. Known: "),
             ("extra_fields", {"extra_fields": ("step_sizes",)}, "got 'step_sizes'"),
             ("extra_fields", {"extra_fields": ("z_grad",)}, "which is not one array"),
-            ("mcmc", {"mcmc": mcmc_of(kernel=sites("a/b", "a.b"))}, "stored as 'a.b' like"),
+            (
+                "mcmc",
+                {"mcmc": mcmc_of(kernel=sites("a/b", "a.b"))},
+                "stored as 'a.b' like",
+            ),
             ("name", {"mcmc": mcmc_of(kernel=sites(".."))}, "got '..'"),
-            ("mcmc", {"mcmc": mcmc_of(kernel=lambda: HMC(potential_fn=abs))}, "Make the kernel from a model"),
+            (
+                "mcmc",
+                {"mcmc": mcmc_of(kernel=lambda: HMC(potential_fn=abs))},
+                "Make the kernel from a model",
+            ),
             ("mcmc", {"mcmc": mcmc_of(num_samples=7)}, "Take a multiple of `thinning`"),
             ("mcmc", {"mcmc": mcmc_of(chain_method=jax.pmap)}, "parallel_vectorized"),
             ("mcmc", {"mcmc": warmed}, "the folder keeps the state"),
@@ -512,42 +715,70 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# -- what is kept, and results of a folder -----------------------------------------------------------------
+# -- what is kept, and results of a folder ---------------------------------------------
 
 
 @pytest.mark.slow
 def test_chosen_sites_in_half_precision(recorded, tmp_path):
-    """Predictions need all latent sites: those that are not kept would be drawn from the prior."""
+    """Predictions need all latent sites: those that are not kept would be drawn from
+    the prior.
+    """
     run = start(tmp_path / "run", sites=("s*", "prec*"), dtype="float16")
     assert set(run.get_samples()) == {"sigma", "precision"}
     assert run.get_samples()["sigma"].dtype == np.float16
     np.testing.assert_allclose(
-        run.get_samples()["sigma"], recorded("Barker").result.get_samples()["sigma"], rtol=1e-3
+        run.get_samples()["sigma"],
+        recorded("Barker").result.get_samples()["sigma"],
+        rtol=1e-3,
     )
     assert run.get_extra_fields()["potential_energy"].dtype == np.float32
-    for given in ({"predictions": {"x": NEW_X}, "log_likelihood": False, "posterior_predictive": False}, {}):
+    for given in (
+        {
+            "predictions": {"x": NEW_X},
+            "log_likelihood": False,
+            "posterior_predictive": False,
+        },
+        {},
+    ):
         with refused("result", "draws without those of w. Keep all sites"):
             bnn.to_inference_data(run, **given)
     found = bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
     assert set(group(found, "posterior").data_vars) == {"sigma", "precision"}
-    far = barker(init_strategy=init_to_value(values={"w": jnp.full(2, 9e5), "sigma": 9e5}))
+    far = barker(
+        init_strategy=init_to_value(values={"w": jnp.full(2, 9e5), "sigma": 9e5})
+    )
     with refused("dtype", "in which a draw of 'w' would be infinite"):
         start(tmp_path / "far", mcmc=mcmc_of(kernel=far), dtype="float16", sites=("w",))
 
 
 def test_a_run_gives_the_results_of_its_mcmc(recorded):
-    """With predictions from what ``start`` returns; of the folder alone draws and statistics."""
-    run, mcmc, new = recorded("Barker").result, of_mcmc("Barker"), {"predictions": {"x": NEW_X}}
+    """With predictions from what ``start`` returns; of the folder alone draws and
+    statistics.
+    """
+    run, mcmc, new = (
+        recorded("Barker").result,
+        of_mcmc("Barker"),
+        {"predictions": {"x": NEW_X}},
+    )
     assert same(run.mcmc.get_samples()["w"], run.get_samples()["w"])
-    found, expected = bnn.to_inference_data(run, **new), bnn.to_inference_data(mcmc, **new)
+    found, expected = (
+        bnn.to_inference_data(run, **new),
+        bnn.to_inference_data(mcmc, **new),
+    )
     for name in ("posterior", "predictions", "log_likelihood", "sample_stats"):
         for variable, value in group(expected, name).data_vars.items():
-            np.testing.assert_allclose(group(found, name)[variable], value, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                group(found, name)[variable], value, rtol=1e-4, atol=1e-4
+            )
     disk = bnn.to_inference_data(recorded("Barker").path)
     assert disk.attrs["algorithm"] == "BarkerMH"
     for name in ("posterior", "sample_stats"):
-        assert set(group(disk, name).data_vars) == set(group(found, name).data_vars), name
-    np.testing.assert_array_equal(group(disk, "posterior")["w"], group(found, "posterior")["w"])
+        assert set(group(disk, name).data_vars) == set(group(found, name).data_vars), (
+            name
+        )
+    np.testing.assert_array_equal(
+        group(disk, "posterior")["w"], group(found, "posterior")["w"]
+    )
     assert group(disk, "posterior")["w"].dims == group(found, "posterior")["w"].dims
     with refused("result", "A folder has no model"):
         bnn.to_inference_data(str(recorded("Barker").path), **new)
@@ -566,7 +797,7 @@ def test_one_line_of_progress(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-# -- identity: code, what it reads, and the densities of single sites ----------------------------------------
+# -- identity: code, what it reads, and the densities of single sites ------------------
 
 
 CODE = """
@@ -610,13 +841,41 @@ def schedule(step, scale=1.0):
 """
 # What is replaced in the code, and how it is named.
 OTHER_CODE = {
-    "a global": ("RATE = 1e-3", "RATE = 1e-1", r"option step_size, decay.*RATE was 0.001, is 0.1"),
-    "an object": ("Decay(1.0)", "Decay(0.5)", r"option step_size, decay\.power was 1.0, is 0.5"),
-    "code of an object": ("(1 + step)", "(2 + step)", r"option step_size, decay.class.__call__ was code"),
-    "a closure": ("made(0.25)", "made(0.5)", r"option step_size, faster, rate was 0.25, is 0.5"),
-    "code of a closure": ("(3 + step)", "(3 - step)", r"option step_size, faster was code \w+, is code"),
-    "a default": ("scale=1.0", "scale=2.0", r"option step_size default 0 was 1.0, is 2.0"),
-    "a setting": ("shrink=0.5", "shrink=0.1", r"option step_size, settings.shrink was 0.5, is 0.1"),
+    "a global": (
+        "RATE = 1e-3",
+        "RATE = 1e-1",
+        r"option step_size, decay.*RATE was 0.001, is 0.1",
+    ),
+    "an object": (
+        "Decay(1.0)",
+        "Decay(0.5)",
+        r"option step_size, decay\.power was 1.0, is 0.5",
+    ),
+    "code of an object": (
+        "(1 + step)",
+        "(2 + step)",
+        r"option step_size, decay.class.__call__ was code",
+    ),
+    "a closure": (
+        "made(0.25)",
+        "made(0.5)",
+        r"option step_size, faster, rate was 0.25, is 0.5",
+    ),
+    "code of a closure": (
+        "(3 + step)",
+        "(3 - step)",
+        r"option step_size, faster was code \w+, is code",
+    ),
+    "a default": (
+        "scale=1.0",
+        "scale=2.0",
+        r"option step_size default 0 was 1.0, is 2.0",
+    ),
+    "a setting": (
+        "shrink=0.5",
+        "shrink=0.1",
+        r"option step_size, settings.shrink was 0.5, is 0.1",
+    ),
     "a kink": ("> 3.0", "> 4.0", r"model, kink was code"),
     "a small site": ("-0.5e-3 *", "-0.5e-2 *", r"model was code"),
 }
@@ -625,7 +884,13 @@ SAME_CODE = [  # lines, a text, and what nobody reads; then names of variables
     ("(x @ w + bent, 0.5)", "(\n  x @ w\n  + bent,\n  0.5,\n)"),
     ("def kink(w):", 'def kink(w):\n    """Of no effect."""'),
     ('output="here"', 'output="there", more=3'),
-    *[("RATE", "LEARNING"), ("decay", "shrinking"), ("kink", "bend"), ("parts", "all_of_them"), ("w", "zw")],
+    *[
+        ("RATE", "LEARNING"),
+        ("decay", "shrinking"),
+        ("kink", "bend"),
+        ("parts", "all_of_them"),
+        ("w", "zw"),
+    ],
     *[("rate", "z_rate"), ("schedule", "other"), ("Decay", "Power"), ("bent", "ab")],
 ]
 
@@ -633,7 +898,11 @@ SAME_CODE = [  # lines, a text, and what nobody reads; then names of variables
 def run_of_code(path, changes=(), name="one"):
     code = CODE
     for old, new in changes:
-        code = re.sub(rf"\b{old}\b", new, code) if old.isidentifier() else code.replace(old, new)
+        code = (
+            re.sub(rf"\b{old}\b", new, code)
+            if old.isidentifier()
+            else code.replace(old, new)
+        )
     code = code.replace('"zw"', '"w"')  # the site keeps its name
     # Python may take a file of one second for another: the name tells them apart.
     file = path.with_name(f"{name}_{zlib.crc32(code.encode())}.py")
@@ -648,7 +917,9 @@ def run_of_code(path, changes=(), name="one"):
 
 
 def test_another_code_is_another_run_and_another_text_of_it_is_the_same(tmp_path):
-    """Numbers that 20 draws from a prior do not reach, and a site that is small beside the others."""
+    """Numbers that 20 draws from a prior do not reach, and a site that is small beside
+    the others.
+    """
     path = tmp_path / "run"
     whole = draws_of(run_of_code(path))
     before = contents(path)

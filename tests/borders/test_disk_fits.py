@@ -22,7 +22,12 @@ pytestmark = pytest.mark.core
 
 
 def svi_of(optimizer=None, guide=AutoNormal, model=line, loss=Trace_ELBO):
-    return SVI(model, guide(model), optimizer or optax.adam(optax.cosine_decay_schedule(0.02, 100)), loss())
+    return SVI(
+        model,
+        guide(model),
+        optimizer or optax.adam(optax.cosine_decay_schedule(0.02, 100)),
+        loss(),
+    )
 
 
 # A method, how many steps it takes, and keywords of the model.
@@ -33,7 +38,11 @@ FITS = {
         {"batch_size": BATCH},
     ),
     "AutoADF": (lambda: guides.AutoADF(line), 5, {}),
-    "optimizer of NumPyro": (lambda: svi_of(numpyro.optim.Adam(0.02)), 60, {"batch_size": BATCH}),
+    "optimizer of NumPyro": (
+        lambda: svi_of(numpyro.optim.Adam(0.02)),
+        60,
+        {"batch_size": BATCH},
+    ),
     "optax, schedule": (svi_of, 60, {"batch_size": BATCH}),
 }
 
@@ -41,7 +50,9 @@ FITS = {
 def fit(path, name, steps=None):
     make, most, kwargs = FITS[name]
     given = {"block_seconds": 1e-9, "progress_bar": False, **kwargs}
-    return runs.fit(path, make(), jax.random.key(1), steps or most, *ZOO["line"].args, **given)
+    return runs.fit(
+        path, make(), jax.random.key(1), steps or most, *ZOO["line"].args, **given
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +62,24 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.slow) for name in FITS]
+    "name",
+    [
+        pytest.param(name, marks=[] if "bfloat16" in name else pytest.mark.slow)
+        for name in FITS
+    ],
 )
 def test_a_fit_that_is_killed_anywhere_goes_on_bit_for_bit(recorded, tmp_path, name):
-    """Also one that had all the steps it was asked for; it is what it would be without a folder."""
+    """Also one that had all the steps it was asked for; it is what it would be without
+    a folder.
+    """
     make, steps, kwargs = FITS[name]
     given = {"progress_bar": False, **kwargs}
     if isinstance(method := make(), SVI):
         whole = guides.fit(method, jax.random.key(1), steps, *ZOO["line"].args, **given)
     else:
-        whole = method.run(jax.random.key(1), *ZOO["line"].args, num_epochs=steps, **given)
+        whole = method.run(
+            jax.random.key(1), *ZOO["line"].args, num_epochs=steps, **given
+        )
     fit(tmp_path, name, steps // 2)
     cuts = recorded(name).cuts
     assert same(recorded(name).result, whole)
@@ -73,12 +92,22 @@ def test_a_fit_that_is_killed_anywhere_goes_on_bit_for_bit(recorded, tmp_path, n
 def test_a_fit_that_fails_keeps_its_last_finite_state(tmp_path):
     def breaking(x, y, batch_size=None):
         line(x, y)
-        numpyro.factor("step", jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.05, jnp.nan, 0.0))
+        numpyro.factor(
+            "step",
+            jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.05, jnp.nan, 0.0),
+        )
 
     given = {"progress_bar": False, "block_seconds": 1e-9}
     for _ in range(2):  # going on fails at the same step
         with pytest.warns(UserWarning, match=r"guides.fit: .* at step \d+"):
-            found = runs.fit(tmp_path, svi_of(model=breaking), jax.random.key(1), 500, *ZOO["line"].args, **given)
+            found = runs.fit(
+                tmp_path,
+                svi_of(model=breaking),
+                jax.random.key(1),
+                500,
+                *ZOO["line"].args,
+                **given,
+            )
         assert np.isfinite(found.losses).all()
 
 
@@ -89,7 +118,9 @@ def with_factor(x, y, batch_size=None):
 
 
 def by_hand(x, y, batch_size=None):
-    numpyro.sample("w", dist.Normal(numpyro.param("loc", jnp.zeros(2)), 1.0).to_event(1))
+    numpyro.sample(
+        "w", dist.Normal(numpyro.param("loc", jnp.zeros(2)), 1.0).to_event(1)
+    )
 
 
 def test_another_fit_is_refused_by_name(recorded, tmp_path):
@@ -98,34 +129,52 @@ def test_another_fit_is_refused_by_name(recorded, tmp_path):
 
     def begin(method=FITS[name][0], seed=1, data=(X, Y), **options):
         given = {"progress_bar": False, "batch_size": BATCH, **options}
-        return runs.fit(path, method(), jax.random.key(seed), 3, *map(jnp.asarray, data), **given)
+        return runs.fit(
+            path, method(), jax.random.key(seed), 3, *map(jnp.asarray, data), **given
+        )
 
     for change, named in [
-        ({"method": lambda: svi_of(optax.adam(0.03, mu_dtype=jnp.bfloat16))}, "optimizer"),
-        ({"method": lambda: svi_of(guide=guides.AutoMeanField)}, "guide was AutoNormal, is AutoMeanField"),
+        (
+            {"method": lambda: svi_of(optax.adam(0.03, mu_dtype=jnp.bfloat16))},
+            "optimizer",
+        ),
+        (
+            {"method": lambda: svi_of(guide=guides.AutoMeanField)},
+            "guide was AutoNormal, is AutoMeanField",
+        ),
         ({"method": lambda: svi_of(loss=TraceMeanField_ELBO)}, "loss was"),
         ({"method": lambda: svi_of(model=with_factor)}, "model was"),
-        ({"method": lambda: svi_of(guide=lambda model: by_hand)}, "guide was AutoNormal, is code"),
+        (
+            {"method": lambda: svi_of(guide=lambda model: by_hand)},
+            "guide was AutoNormal, is code",
+        ),
         ({"seed": 9}, "rng_key was"),
         ({"data": (X, Y + 1)}, "argument"),
         ({"init_params": {"w_auto_loc": np.ones(2)}}, "init_params was"),
         ({"batch_size": 5}, "argument"),
         ({"stable_update": True}, "stable_update was False, is True"),
     ]:
-        with pytest.raises(ValueError, match=f"runs.fit: .* the run of something else: .*{named}"):
+        with pytest.raises(
+            ValueError, match=f"runs.fit: .* the run of something else: .*{named}"
+        ):
             begin(**change)
     with refused("method", "for an `MCMC` call `runs.start`"):
         begin(method=lambda: MCMC(infer.MALA(line), num_warmup=1, num_samples=1))
 
 
-# -- rows on disk ----------------------------------------------------------------------------------------
+# -- rows on disk ----------------------------------------------------------------------
 
 
 class Counted:
     """An array that notes how many rows are read at once."""
 
     def __init__(self, source):
-        self.source, self.shape, self.dtype, self.sizes = source, source.shape, source.dtype, []
+        self.source, self.shape, self.dtype, self.sizes = (
+            source,
+            source.shape,
+            source.dtype,
+            [],
+        )
 
     def __getitem__(self, index):
         self.sizes.append(len(index))
@@ -133,7 +182,9 @@ class Counted:
 
 
 def on_disk(folder):
-    """Inputs in a Zarr array, targets in a memory map, and how many of them are read at once."""
+    """Inputs in a Zarr array, targets in a memory map, and how many of them are read at
+    once.
+    """
     import zarr
 
     x = zarr.create_array(folder / "x", data=X, chunks=(10, 2), overwrite=True)
@@ -148,7 +199,12 @@ def sampler(kernel=infer.SGLD, samples=6, chains=2, method="vectorized", **optio
         **({"step_size": 1e-4, "warm_start": 0.0} if kernel is infer.SGLD else {}),
         **options,
     }
-    given = {"num_warmup": 6, "num_samples": samples, "num_chains": chains, "progress_bar": False}
+    given = {
+        "num_warmup": 6,
+        "num_samples": samples,
+        "num_chains": chains,
+        "progress_bar": False,
+    }
     return MCMC(kernel(line, **options), chain_method=method, **given)
 
 
@@ -156,13 +212,18 @@ KERNELS = {
     "SGLD": lambda: sampler(chains=1),
     "epochs": lambda: sampler(chains=1, minibatches="epochs"),
     "PSGLD": lambda: sampler(infer.PSGLD),
-    "SGNHT on two devices": lambda: sampler(infer.SGNHT, method=infer.parallel_vectorized),
+    "SGNHT on two devices": lambda: sampler(
+        infer.SGNHT, method=infer.parallel_vectorized
+    ),
     "SGHMC in turn": lambda: sampler(infer.SGHMC, method="sequential"),
     "MCLMC": lambda: sampler(infer.MCLMC, chains=1),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
+)
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
 def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     """The rows of all steps of a transition are read by one call into Python."""
@@ -170,17 +231,27 @@ def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     x, y, sizes = on_disk(tmp_path)
     mcmc.run(jax.random.key(0), x, y, batch_size=BATCH)
     expected.run(jax.random.key(0), *ZOO["line"].args, batch_size=BATCH)
-    np.testing.assert_allclose(mcmc.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        mcmc.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6
+    )
     if name in ("SGLD", "epochs"):
         assert sizes.count(20 * BATCH) == 12
-        assert sizes.count(128 * BATCH) > 0  # the noise of the gradient is measured on all of its minibatches at once
+        assert (
+            sizes.count(128 * BATCH) > 0
+        )  # the noise of the gradient is measured on all of its minibatches at once
         assert len(sizes) < 50
 
 
 def test_models_of_the_package_take_rows_on_disk(tmp_path):
     """Their checks of values read all rows once."""
-    robust, classes = models.regression(nn.Dense(1), heavy_tails=True), models.classification(nn.Dense(3), 3)
-    for model, y, wrong in [(robust, Y, np.where(Y > 0, np.nan, Y)), (classes, CLASSES, CLASSES + 1)]:
+    robust, classes = (
+        models.regression(nn.Dense(1), heavy_tails=True),
+        models.classification(nn.Dense(3), 3),
+    )
+    for model, y, wrong in [
+        (robust, Y, np.where(Y > 0, np.nan, Y)),
+        (classes, CLASSES, CLASSES + 1),
+    ]:
 
         @handlers.seed(rng_seed=0)
         def seeded(x, y, model=model):
@@ -192,8 +263,13 @@ def test_models_of_the_package_take_rows_on_disk(tmp_path):
         )
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         for rows in ((X, wrong), (np.where(X[20] == X, np.inf, X), y)):
-            with pytest.raises(ValueError, match=r"models\.\w+: argument `[xy]` got (labels from 1 to 3|Rows)"):
-                jax.eval_shape(lambda rows=rows, seeded=seeded: seeded(*map(runs.Rows, rows)))
+            with pytest.raises(
+                ValueError,
+                match=r"models\.\w+: argument `[xy]` got (labels from 1 to 3|Rows)",
+            ):
+                jax.eval_shape(
+                    lambda rows=rows, seeded=seeded: seeded(*map(runs.Rows, rows))
+                )
 
 
 @pytest.mark.slow
@@ -203,18 +279,36 @@ def test_a_run_on_rows_on_disk_goes_on_and_is_exported(tmp_path):
 
     def start(samples, *data):
         given = {"batch_size": BATCH, "progress_bar": False}
-        return runs.start(tmp_path / "run", sampler(samples=samples), jax.random.key(0), *data, **given)
+        return runs.start(
+            tmp_path / "run",
+            sampler(samples=samples),
+            jax.random.key(0),
+            *data,
+            **given,
+        )
 
     start(3, x, y)
     run = start(6, *on_disk(tmp_path)[:2])
-    np.testing.assert_allclose(run.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        run.get_samples()["w"], expected.get_samples()["w"], rtol=1e-5, atol=1e-6
+    )
     with refused("folder", "argument [0][0] was"):
         start(6, runs.Rows(X + 1), y)
-    found, whole = (bnn.to_inference_data(done, {"x": NEW_X, "y": Y[:5]}) for done in (run, expected))
+    found, whole = (
+        bnn.to_inference_data(done, {"x": NEW_X, "y": Y[:5]})
+        for done in (run, expected)
+    )
     for name in ("y_mean", "y_log_likelihood"):
         value = group(whole, "predictions")[name]
-        np.testing.assert_allclose(group(found, "predictions")[name], value, rtol=1e-3, atol=1e-4)
-    of_all_rows = {"log_likelihood", "observed_data", "constant_data", "posterior_predictive"}
+        np.testing.assert_allclose(
+            group(found, "predictions")[name], value, rtol=1e-3, atol=1e-4
+        )
+    of_all_rows = {
+        "log_likelihood",
+        "observed_data",
+        "constant_data",
+        "posterior_predictive",
+    }
     assert not of_all_rows & group_names(found)
     with refused("posterior_predictive", "got True for rows that stay on disk"):
         bnn.to_inference_data(run, posterior_predictive=True)
@@ -228,11 +322,18 @@ def test_a_fit_on_rows_on_disk_is_that_of_rows_in_memory(tmp_path):
     expected = guides.fit(svi_of(), jax.random.key(0), 200, *ZOO["line"].args, **given)
     x, y, sizes = on_disk(tmp_path)
     found = guides.fit(svi, jax.random.key(0), 200, x, y, **given)
-    np.testing.assert_allclose(found.params["w_auto_loc"], expected.params["w_auto_loc"], rtol=1e-5)
+    np.testing.assert_allclose(
+        found.params["w_auto_loc"], expected.params["w_auto_loc"], rtol=1e-5
+    )
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
     assert max(sizes[2:]) >= 10 * BATCH
     assert len(sizes) < 20
-    of = {"guide": svi.guide, "args": (x, y), "kwargs": {"batch_size": BATCH}, "num_samples": 20}
+    of = {
+        "guide": svi.guide,
+        "args": (x, y),
+        "kwargs": {"batch_size": BATCH},
+        "num_samples": 20,
+    }
     idata = bnn.to_inference_data(found, predictions={"x": NEW_X}, **of)
     assert group(idata, "predictions")["y_mean"].shape == (1, 20, 5)
     assert "lp" not in group(idata, "posterior")
@@ -245,11 +346,27 @@ def test_what_needs_all_rows_refuses_rows_on_disk(tmp_path):
         sampler(kernel, **options).run(jax.random.key(0), x, y, batch_size=BATCH)
 
     for call, message in [
-        (lambda: sample(infer.SGLD, chains=1, gradient="control_variates"), "Without `subsample_size` .* all are"),
+        (
+            lambda: sample(infer.SGLD, chains=1, gradient="control_variates"),
+            "Without `subsample_size` .* all are",
+        ),
         (lambda: sample(infer.MALA), "all are needed"),
-        (lambda: sample(infer.MCLMC, warm_start=infer.WarmStart(0.3, held_out=0.1)), "or `held_out` all are needed"),
-        (lambda: guides.AutoADF(line).run(jax.random.key(0), x, y, progress_bar=False), "Every epoch takes all rows"),
-        (lambda: guides.AutoLaplace(line).run(jax.random.key(0), x, y, progress_bar=False), "a sum over all rows"),
+        (
+            lambda: sample(infer.MCLMC, warm_start=infer.WarmStart(0.3, held_out=0.1)),
+            "or `held_out` all are needed",
+        ),
+        (
+            lambda: guides.AutoADF(line).run(
+                jax.random.key(0), x, y, progress_bar=False
+            ),
+            "Every epoch takes all rows",
+        ),
+        (
+            lambda: guides.AutoLaplace(line).run(
+                jax.random.key(0), x, y, progress_bar=False
+            ),
+            "a sum over all rows",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
@@ -258,11 +375,22 @@ def test_what_needs_all_rows_refuses_rows_on_disk(tmp_path):
 @pytest.mark.slow
 def test_batch_normalization_over_rows_on_disk_is_not_exported(tmp_path):
     def normalized(x, y=None, batch_size=None):
-        net = bnn.random_network("net", nn.MLP([3, 1], "relu", norm=nn.BatchNorm()), (2,))
+        net = bnn.random_network(
+            "net", nn.MLP([3, 1], "relu", norm=nn.BatchNorm()), (2,)
+        )
         with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
-            numpyro.sample("y", dist.Normal(net(x[i])[..., 0], 0.3), obs=None if y is None else y[i])
+            numpyro.sample(
+                "y",
+                dist.Normal(net(x[i])[..., 0], 0.3),
+                obs=None if y is None else y[i],
+            )
 
-    mcmc = MCMC(infer.SGLD(normalized, 1e-5, warm_start=0.0), num_warmup=2, num_samples=2, progress_bar=False)
+    mcmc = MCMC(
+        infer.SGLD(normalized, 1e-5, warm_start=0.0),
+        num_warmup=2,
+        num_samples=2,
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), *on_disk(tmp_path)[:2], batch_size=BATCH)
     with pytest.raises(ValueError, match="batch normalization and rows on disk"):
         bnn.to_inference_data(mcmc, predictions={"x": NEW_X})
@@ -270,7 +398,14 @@ def test_batch_normalization_over_rows_on_disk_is_not_exported(tmp_path):
 
 def test_wrong_uses_of_rows_are_refused():
     rows = runs.Rows(X)
-    for use in (lambda x: x[:3], lambda x: x[:, 0], lambda x: x["a"], jnp.sum, np.asarray, lambda x: x[X[:, 0]]):
+    for use in (
+        lambda x: x[:3],
+        lambda x: x[:, 0],
+        lambda x: x["a"],
+        jnp.sum,
+        np.asarray,
+        lambda x: x[X[:, 0]],
+    ):
         with pytest.raises(TypeError, match=r"runs\.Rows.*[Ii]ndex it by|Rows"):
             use(rows)
     for source in ([1.0, 2.0], np.array("a"), np.float32(1.0), None, "x.npy"):
@@ -278,8 +413,12 @@ def test_wrong_uses_of_rows_are_refused():
             runs.Rows(source)
     with refused("source", "dtype <U1"):
         runs.Rows(np.array(["a", "b"]))
-    with pytest.raises(Exception, match=r"row 24 of 24\. Pass as many rows as the plate has indices"):
+    with pytest.raises(
+        Exception, match=r"row 24 of 24\. Pass as many rows as the plate has indices"
+    ):
         jax.block_until_ready(rows[jnp.array([0, 24])])
     many = runs.Rows(np.broadcast_to(np.float32(0), (400, 200_000)))
-    with pytest.raises(Exception, match=r"400 rows .* at once.*use minibatches, or pass an array"):
+    with pytest.raises(
+        Exception, match=r"400 rows .* at once.*use minibatches, or pass an array"
+    ):
         many.fetch(np.arange(400))

@@ -1,4 +1,6 @@
-"""The borders of kernels to NumPyro: blocks of ``Gibbs``, ``refresh``, data as arguments, modules, keys of models."""
+"""The borders of kernels to NumPyro: blocks of ``Gibbs``, ``refresh``, data as
+arguments, modules, keys of models.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.core
 SPREAD, BATCHES = ZOO["spread"], {"batch_size": BATCH}
 
 
-# -- blocks of Gibbs, refresh, wrap_model -----------------------------------------------------------
+# -- blocks of Gibbs, refresh, wrap_model ----------------------------------------------
 
 SAMPLE = np.random.default_rng(2).normal(1.0, 0.7, 12).astype(np.float32)
 
@@ -40,37 +42,61 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
 
 BLOCKS = {
     "MALA": lambda: infer.MALA(normal_gamma, steps_per_draw=3),
-    "SGHMC": lambda: infer.SGHMC(normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15),
+    "SGHMC": lambda: infer.SGHMC(
+        normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15
+    ),
 }
 
 
-@pytest.mark.slow  # `test_refresh_goes_on_from_the_values_and_data_it_is_given` is the fast one
+# `test_refresh_goes_on_from_the_values_and_data_it_is_given` is the fast one
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_of_gibbs_has_the_right_posterior(name):
-    """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed shifts its posterior."""
+    """tau by the kernel given mu, mu exactly given tau; a cache that is not refreshed
+    shifts its posterior.
+    """
     kernel = BLOCKS[name]()
     gibbs = Gibbs([(kernel, ["tau"]), (CustomGibbs(draw_mean), ["mu"])])
-    mcmc = MCMC(gibbs, num_warmup=60, num_samples=100, num_chains=100, chain_method=jax.vmap, progress_bar=False)
+    mcmc = MCMC(
+        gibbs,
+        num_warmup=60,
+        num_samples=100,
+        num_chains=100,
+        chain_method=jax.vmap,
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), SAMPLE)
     draws = mcmc.get_samples(group_by_chain=True)
     n = SAMPLE.size
     a = 3 + n / 2
-    b = 2 + 0.5 * (np.sum((SAMPLE - SAMPLE.mean()) ** 2) + n * SAMPLE.mean() ** 2 / (n + 1))
+    b = 2 + 0.5 * (
+        np.sum((SAMPLE - SAMPLE.mean()) ** 2) + n * SAMPLE.mean() ** 2 / (n + 1)
+    )
     mean = SAMPLE.sum() / (n + 1)
-    exact = {"tau": a / b, "tau^2": a * (a + 1) / b**2, "mu": mean, "mu^2": mean**2 + b / (a - 1) / (n + 1)}
+    exact = {
+        "tau": a / b,
+        "tau^2": a * (a + 1) / b**2,
+        "mu": mean,
+        "mu^2": mean**2 + b / (a - 1) / (n + 1),
+    }
     for name, value in exact.items():
         site, *power = name.split("^")
         by_chain = (np.asarray(draws[site], np.float64) ** (len(power) + 1)).mean(1)
         error = by_chain.std() / 10
-        # 4 standard errors over 100 chains (failure rate 6e-5 each); SGHMC has a bias of order eps = 1 % at most.
-        assert abs(by_chain.mean() - value) < 4 * error + 0.01 * value * (not kernel.exact), name
+        # 4 standard errors over 100 chains (failure rate 6e-5 each); SGHMC has a bias
+        # of order eps = 1 % at most.
+        assert abs(by_chain.mean() - value) < 4 * error + 0.01 * value * (
+            not kernel.exact
+        ), name
         assert error < 0.03 * value
 
 
 @pytest.mark.slow
 def test_gibbs_starts_from_constrained_values():
-    """`Gibbs` hands constrained values to `init`, whose unconstrained form may have another shape."""
+    """`Gibbs` hands constrained values to `init`, whose unconstrained form may have
+    another shape.
+    """
 
     def probabilities(y):
         p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
@@ -84,7 +110,9 @@ def test_gibbs_starts_from_constrained_values():
     given = {"p": jnp.array([0.2, 0.3, 0.5])}
     state = gibbs.init(jax.random.key(0), 0, given, (1.0,), {})
     assert state.z["p"].shape == (2,)
-    np.testing.assert_allclose(gibbs.postprocess_fn((1.0,), {})(state.z)["p"], given["p"], rtol=1e-5)
+    np.testing.assert_allclose(
+        gibbs.postprocess_fn((1.0,), {})(state.z)["p"], given["p"], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,27 +125,41 @@ def test_gibbs_starts_from_constrained_values():
     ],
 )
 def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
-    """Caches are those of the new place: the next draws are there, not where the chain was."""
+    """Caches are those of the new place: the next draws are there, not where the chain
+    was.
+    """
     kernel = KERNELS[name].make(SPREAD.model)
     x, y = SPREAD.args
 
     @jax.jit
     def moved(state, y):
         call = (x, y), BATCHES
-        return kernel.refresh(state._replace(z={"w": jnp.array([90.0, -90.0]), "sigma": state.z["sigma"]}), *call)
+        return kernel.refresh(
+            state._replace(
+                z={"w": jnp.array([90.0, -90.0]), "sigma": state.z["sigma"]}
+            ),
+            *call,
+        )
 
     step = jax.jit(lambda state: kernel.sample(state, (x, y), BATCHES))
     state = step(kernel.init(jax.random.key(0), 0, None, (x, y), BATCHES))
     there = moved(state, y)
     assert int(there.num_gradients - state.num_gradients) == cost
     np.testing.assert_allclose(step(there).z["w"], [90, -90], atol=30)
-    # Once more changes nothing: refresh is about the target, not about chance. Other data are another target.
+    # Once more changes nothing: refresh is about the target, not about chance. Other
+    # data are another target.
     again, other = moved(there, y), moved(there, y + 1.0)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), again.engine, there.engine)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b), again.engine, there.engine
+    )
     differ = jax.tree.map(lambda a, b: bool(np.any(a != b)), other.engine, there.engine)
     assert any(jax.tree.leaves(differ))
     if name == "MALA":
-        exact = jax.jit(lambda z: numpyro.infer.util.potential_energy(SPREAD.model, (x, y + 1.0), {}, z))(there.z)
+        exact = jax.jit(
+            lambda z: numpyro.infer.util.potential_energy(
+                SPREAD.model, (x, y + 1.0), {}, z
+            )
+        )(there.z)
         np.testing.assert_allclose(other.engine.memory.potential, exact, rtol=1e-5)
 
 
@@ -127,21 +169,37 @@ def test_wrap_model_leaves_the_kernel_alone():
     scoped = kernel.wrap_model(lambda fn: handlers.scope(fn, prefix="a"))
     with pytest.raises(ValueError, match="Call `init` first"):
         scoped.postprocess_fn(SPREAD.args, BATCHES)
-    assert set(scoped.init(jax.random.key(0), 0, None, SPREAD.args, BATCHES).z) == {"a/w", "a/sigma"}
+    assert set(scoped.init(jax.random.key(0), 0, None, SPREAD.args, BATCHES).z) == {
+        "a/w",
+        "a/sigma",
+    }
     assert kernel.model is SPREAD.model
-    assert set(kernel.postprocess_fn(SPREAD.args, BATCHES)(before.z)) == {"w", "sigma", "precision"}
+    assert set(kernel.postprocess_fn(SPREAD.args, BATCHES)(before.z)) == {
+        "w",
+        "sigma",
+        "precision",
+    }
 
 
-# -- data, modules ----------------------------------------------------------------------------------
+# -- data, modules ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_data_as_arguments(compiled):
-    """`jit_model_args`: one program for all data of a shape; nothing of the first data stays in it."""
-    options = {"num_warmup": 4, "num_samples": 6, "num_chains": 2, "chain_method": "vectorized"}
+    """`jit_model_args`: one program for all data of a shape; nothing of the first data
+    stays in it.
+    """
+    options = {
+        "num_warmup": 4,
+        "num_samples": 6,
+        "num_chains": 2,
+        "chain_method": "vectorized",
+    }
 
     def mcmc_of(**more):
-        return MCMC(KERNELS["MCLMC"].make(SPREAD.model), progress_bar=False, **options, **more)
+        return MCMC(
+            KERNELS["MCLMC"].make(SPREAD.model), progress_bar=False, **options, **more
+        )
 
     once, (x, y) = mcmc_of(jit_model_args=True), SPREAD.args
     for target in (y, 2.0 - 3.0 * y):
@@ -149,33 +207,54 @@ def test_data_as_arguments(compiled):
         each.run(jax.random.key(0), x, target)
         before = len(compiled)
         once.run(jax.random.key(0), x, target)
-        np.testing.assert_allclose(once.get_samples()["w"], each.get_samples()["w"], rtol=2e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            once.get_samples()["w"], each.get_samples()["w"], rtol=2e-3, atol=1e-4
+        )
     assert len(compiled) - before < 5
 
 
 @pytest.mark.slow
 def test_flax_modules():
-    """`net$params` starts at random values; it is no randomness of the potential, and parallel chains share it."""
+    """`net$params` starts at random values; it is no randomness of the potential, and
+    parallel chains share it.
+    """
     pytest.importorskip("flax.linen")
     entry = ZOO["flax"]
-    kernel = infer.MALA(entry.model, 1e-3, steps_per_draw=5)  # refuses random potentials
-    mcmc = MCMC(kernel, num_warmup=4, num_samples=6, num_chains=2, chain_method="parallel", progress_bar=False)
+    kernel = infer.MALA(
+        entry.model, 1e-3, steps_per_draw=5
+    )  # refuses random potentials
+    mcmc = MCMC(
+        kernel,
+        num_warmup=4,
+        num_samples=6,
+        num_chains=2,
+        chain_method="parallel",
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), *entry.args)
     draws = mcmc.get_samples()
-    assert {name: value.shape[1:] for name, value in draws.items() if name in entry.shapes} == entry.shapes
-    assert all(np.isfinite(value).all() and len(np.unique(value)) > 2 for value in draws.values())
+    assert {
+        name: value.shape[1:] for name, value in draws.items() if name in entry.shapes
+    } == entry.shapes
+    assert all(
+        np.isfinite(value).all() and len(np.unique(value)) > 2
+        for value in draws.values()
+    )
 
 
-# -- keys of models ---------------------------------------------------------------------------------
+# -- keys of models --------------------------------------------------------------------
 
 
 def test_models_get_fresh_keys_at_every_step_and_for_every_layer():
-    """Without other noise (T = 0) each step moves by eps / 2 times the model's own random gradient; failure rates
-    6e-5 each."""
+    """Without other noise (T = 0) each step moves by eps / 2 times the model's own
+    random gradient; failure rates 6e-5 each.
+    """
 
     def noisy():
         for name in ("v", "w"):
-            site = numpyro.sample(name, dist.ImproperUniform(dist.constraints.real, (), ()))
+            site = numpyro.sample(
+                name, dist.ImproperUniform(dist.constraints.real, (), ())
+            )
             numpyro.factor(f"f_{name}", site * jax.random.normal(numpyro.prng_key()))
 
     kernel = infer.SGLD(noisy, 2.0, temperature=0.0, steps_per_draw=1, warm_start=0.0)
@@ -185,4 +264,6 @@ def test_models_get_fresh_keys_at_every_step_and_for_every_layer():
         assert len(np.unique(steps.round(5))) > 950
         assert abs(steps.mean()) < 4 / 1000**0.5
         assert abs(steps.var() - 1) < 4 * (2 / 1000) ** 0.5
-    assert abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5  # two layers of dropout have two masks
+    assert (
+        abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5
+    )  # two layers of dropout have two masks

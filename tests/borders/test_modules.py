@@ -1,4 +1,6 @@
-"""Modules of Flax Linen, Flax NNX and Equinox under our priors and kernels, fixed, centered, learned or random."""
+"""Modules of Flax Linen, Flax NNX and Equinox under our priors and kernels, fixed,
+centered, learned or random.
+"""
 
 from functools import cache, partial
 
@@ -12,7 +14,11 @@ import pytest
 from flax import linen, nnx
 from helpers import group, run_chains, traced_sites
 from numpyro import handlers
-from numpyro.contrib.module import random_eqx_module, random_flax_module, random_nnx_module
+from numpyro.contrib.module import (
+    random_eqx_module,
+    random_flax_module,
+    random_nnx_module,
+)
 from numpyro.infer import NUTS
 from numpyro.infer.util import log_density
 
@@ -56,7 +62,9 @@ class Equinox(eqx.Module):
         return self.linear(self.norm(x.reshape(-1)))
 
 
-NAMES = {  # library -> names of the dense kernel, the kernel, bias of the convolution, and the gain
+# library -> names of the dense kernel, the kernel, bias of the convolution, and the
+# gain
+NAMES = {
     "linen": ("Dense_0.kernel", "Conv_0.kernel", "Conv_0.bias", "LayerNorm_0.scale"),
     "nnx": ("linear.kernel", "conv.kernel", "conv.bias", "norm.scale"),
     "equinox": ("linear.weight", "conv.weight", "conv.bias", "norm.weight"),
@@ -65,16 +73,26 @@ NAMES = {  # library -> names of the dense kernel, the kernel, bias of the convo
 
 @cache
 def module(library):
-    """How to make it random, its parameters in all forms that priors take, and its function of the images."""
+    """How to make it random, its parameters in all forms that priors take, and its
+    function of the images.
+    """
     if library == "linen":
         variables = Linen().init(jax.random.key(0), IMAGES)
         make = partial(random_flax_module, "net", Linen(), input_shape=(1, 6, 5, 2))
         return make, [variables, variables["params"]], Linen().apply(variables, IMAGES)
     if library == "nnx":
         net = Nnx(nnx.Rngs(0))
-        return partial(random_nnx_module, "net", net), [net, nnx.state(net)], net(IMAGES)
+        return (
+            partial(random_nnx_module, "net", net),
+            [net, nnx.state(net)],
+            net(IMAGES),
+        )
     net = Equinox(jax.random.key(0))
-    return lambda prior: jax.vmap(random_eqx_module("net", net, prior)), [net], jax.vmap(net)(IMAGES)
+    return (
+        lambda prior: jax.vmap(random_eqx_module("net", net, prior)),
+        [net],
+        jax.vmap(net)(IMAGES),
+    )
 
 
 def classifier(library, prior):
@@ -132,24 +150,42 @@ def with_state(kind, *args, **options):
 def shared():
     key = jax.random.key(0)
     pair = eqx.nn.Embedding(9, 4, key=key), eqx.nn.Linear(4, 9, key=key)
-    return eqx.nn.Shared(pair, where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight)
+    return eqx.nn.Shared(
+        pair, where=lambda pair: pair[1].weight, get=lambda pair: pair[0].weight
+    )
 
 
 def in_parallel(of_key, split):
     return lambda: split(of_key)(jax.random.split(jax.random.key(0), 6))
 
 
-# Class of a layer -> how to make it (of Linen with the shape of its input), and the fan-in of its weights: the number
-# of inputs that a unit sums over, by hand. Gains are "gain": N(1, .5^2).
+# Class of a layer -> how to make it (of Linen with the shape of its input), and the
+# fan-in of its weights: the number of inputs that a unit sums over, by hand. Gains are
+# "gain": N(1, .5^2).
 NNX_LAYERS = {
     "Linear": (of_nnx(nnx.Linear, 3, 5), {"kernel": 3, "bias": "bias"}),
-    "LinearGeneral": (of_nnx(nnx.LinearGeneral, (2, 3), (4, 5), axis=LAYER), {"kernel": 6}),
+    "LinearGeneral": (
+        of_nnx(nnx.LinearGeneral, (2, 3), (4, 5), axis=LAYER),
+        {"kernel": 6},
+    ),
     "LinearGeneral, outputs": (of_nnx(nnx.LinearGeneral, 3, (4, 5)), {"kernel": 3}),
-    "LinearGeneral, batch": (of_nnx(nnx.LinearGeneral, 3, (4, 5), batch_axis={0: 7}), {"kernel": 3}),
-    "Einsum": (of_nnx(nnx.Einsum, SUM, (8, 2, 4), (8, 4)), {"kernel": 2, "bias": "bias"}),
+    "LinearGeneral, batch": (
+        of_nnx(nnx.LinearGeneral, 3, (4, 5), batch_axis={0: 7}),
+        {"kernel": 3},
+    ),
+    "Einsum": (
+        of_nnx(nnx.Einsum, SUM, (8, 2, 4), (8, 4)),
+        {"kernel": 2, "bias": "bias"},
+    ),
     "Conv": (of_nnx(nnx.Conv, 4, 8, (3, 3), feature_group_count=2), {"kernel": 18}),
-    "ConvTranspose": (of_nnx(nnx.ConvTranspose, 4, 8, (3, 3), transpose_kernel=True), {"kernel": 36}),
-    "ConvTranspose, strides": (of_nnx(nnx.ConvTranspose, 4, 8, (2, 2), (2, 2)), {"kernel": 4}),
+    "ConvTranspose": (
+        of_nnx(nnx.ConvTranspose, 4, 8, (3, 3), transpose_kernel=True),
+        {"kernel": 36},
+    ),
+    "ConvTranspose, strides": (
+        of_nnx(nnx.ConvTranspose, 4, 8, (2, 2), (2, 2)),
+        {"kernel": 4},
+    ),
     "Embed": (of_nnx(nnx.Embed, 10, 4), {"embedding": 1}),
     "LSTMCell": (lambda: nnx.RNN(cell(nnx.LSTMCell)), CELLS),
     "OptimizedLSTMCell": (lambda: cell(nnx.OptimizedLSTMCell), OPTIMIZED),
@@ -161,11 +197,20 @@ NNX_LAYERS = {
         {"forward_rnn.cell.dense_h.kernel": 4},
     ),
     "MultiHeadAttention": (
-        of_nnx(nnx.MultiHeadAttention, in_features=6, decode=False, normalize_qk=True, **HEADS),
+        of_nnx(
+            nnx.MultiHeadAttention,
+            in_features=6,
+            decode=False,
+            normalize_qk=True,
+            **HEADS,
+        ),
         {**ATTENTION, "query_ln.scale": "gain"},
     ),
     "LoRA": (of_nnx(nnx.LoRA, 3, 2, 5), {"lora_a": 3, "lora_b": 2}),
-    "LoRALinear": (of_nnx(nnx.LoRALinear, 3, 5, lora_rank=2), {"kernel": 3, "lora.lora_b": 2}),
+    "LoRALinear": (
+        of_nnx(nnx.LoRALinear, 3, 5, lora_rank=2),
+        {"kernel": 3, "lora.lora_b": 2},
+    ),
     "BatchNorm": (of_nnx(nnx.BatchNorm, 4), {"scale": "gain", "bias": "bias"}),
     "LayerNorm": (of_nnx(nnx.LayerNorm, 4), {"scale": "gain"}),
     "GroupNorm": (of_nnx(nnx.GroupNorm, 4, num_groups=2), {"scale": "gain"}),
@@ -180,25 +225,55 @@ NNX_LAYERS = {
         {"layer_instance.kernel": 3},
     ),
     "PReLU": (nnx.PReLU, {"negative_slope": "bias"}),
-    "Sequential": (lambda: nnx.Sequential(nnx.LinearGeneral(5, (2, 3), rngs=nnx.Rngs(0))), {"layers.0.kernel": 5}),
-    "in parallel": (in_parallel(lambda key: nnx.Linear(3, 5, rngs=nnx.Rngs(key)), nnx.vmap), {"kernel": 3}),
+    "Sequential": (
+        lambda: nnx.Sequential(nnx.LinearGeneral(5, (2, 3), rngs=nnx.Rngs(0))),
+        {"layers.0.kernel": 5},
+    ),
+    "in parallel": (
+        in_parallel(lambda key: nnx.Linear(3, 5, rngs=nnx.Rngs(key)), nnx.vmap),
+        {"kernel": 3},
+    ),
 }
 LINEN_LAYERS = {
     "Dense": (linen.Dense(5), LINE, {"kernel": 3, "bias": "bias"}),
     "DenseGeneral": (linen.DenseGeneral((4, 5), axis=LAYER), (1, 2, 3), {"kernel": 6}),
     "DenseGeneral, outputs": (linen.DenseGeneral((4, 5)), LINE, {"kernel": 3}),
-    "DenseGeneral, batch": (linen.DenseGeneral(4, batch_dims=(0,)), (7, 2, 3), {"kernel": 3}),
+    "DenseGeneral, batch": (
+        linen.DenseGeneral(4, batch_dims=(0,)),
+        (7, 2, 3),
+        {"kernel": 3},
+    ),
     "Einsum": (linen.Einsum((8, 2, 4), SUM), (1, 3, 2), {"kernel": 2}),
     "Conv": (linen.Conv(8, (3, 3), feature_group_count=2), IMAGE, {"kernel": 18}),
     "ConvLocal": (linen.ConvLocal(8, (3, 3)), IMAGE, {"kernel": 36}),
-    "ConvTranspose": (linen.ConvTranspose(8, (3, 3), transpose_kernel=True), IMAGE, {"kernel": 36}),
-    "ConvTranspose, strides": (linen.ConvTranspose(8, (2, 2), (2, 2)), IMAGE, {"kernel": 4}),
+    "ConvTranspose": (
+        linen.ConvTranspose(8, (3, 3), transpose_kernel=True),
+        IMAGE,
+        {"kernel": 36},
+    ),
+    "ConvTranspose, strides": (
+        linen.ConvTranspose(8, (2, 2), (2, 2)),
+        IMAGE,
+        {"kernel": 4},
+    ),
     "Embed": (linen.Embed(10, 4), np.zeros(2, int), {"embedding": 1}),
     "LSTMCell": (linen.RNN(linen.LSTMCell(4)), SEQUENCE, CELLS),
     "OptimizedLSTMCell": (linen.RNN(linen.OptimizedLSTMCell(4)), SEQUENCE, CELLS),
-    "GRUCell": (linen.RNN(linen.GRUCell(4)), SEQUENCE, {"cell.in.kernel": 3, "cell.hn.kernel": 4}),
-    "MGUCell": (linen.RNN(linen.MGUCell(4)), SEQUENCE, {"cell.in.kernel": 3, "cell.hn.kernel": 4}),
-    "SimpleCell": (linen.RNN(linen.SimpleCell(4)), SEQUENCE, {"cell.i.kernel": 3, "cell.h.kernel": 4}),
+    "GRUCell": (
+        linen.RNN(linen.GRUCell(4)),
+        SEQUENCE,
+        {"cell.in.kernel": 3, "cell.hn.kernel": 4},
+    ),
+    "MGUCell": (
+        linen.RNN(linen.MGUCell(4)),
+        SEQUENCE,
+        {"cell.in.kernel": 3, "cell.hn.kernel": 4},
+    ),
+    "SimpleCell": (
+        linen.RNN(linen.SimpleCell(4)),
+        SEQUENCE,
+        {"cell.i.kernel": 3, "cell.h.kernel": 4},
+    ),
     "ConvLSTMCell": (
         linen.RNN(linen.ConvLSTMCell(4, (3, 3))),
         (1, 5, *IMAGE[1:]),
@@ -210,7 +285,11 @@ LINEN_LAYERS = {
         SEQUENCE,
         {f"forward_rnn.{name}": fan_in for name, fan_in in CELLS.items()},
     ),
-    "MultiHeadDotProductAttention": (linen.MultiHeadDotProductAttention(**HEADS), (1, 7, 6), ATTENTION),
+    "MultiHeadDotProductAttention": (
+        linen.MultiHeadDotProductAttention(**HEADS),
+        (1, 7, 6),
+        ATTENTION,
+    ),
     "MultiHeadAttention": (linen.MultiHeadAttention(**HEADS), (1, 7, 6), ATTENTION),
     "BatchNorm": (linen.BatchNorm(use_running_average=True), LINE, {"scale": "gain"}),
     "LayerNorm": (
@@ -228,8 +307,16 @@ LINEN_LAYERS = {
         {"layer_instance.kernel": 3, "layer_instance/kernel/scale": "gain"},
     ),
     "PReLU": (linen.PReLU(), LINE, {"negative_slope": "bias"}),
-    "Sequential": (linen.Sequential([linen.DenseGeneral((4, 5))]), LINE, {"layers_0.kernel": 3}),
-    "in parallel": (linen.vmap(linen.Dense, {"params": 0}, split_rngs={"params": True})(5), (6, 2, 3), {"kernel": 3}),
+    "Sequential": (
+        linen.Sequential([linen.DenseGeneral((4, 5))]),
+        LINE,
+        {"layers_0.kernel": 3},
+    ),
+    "in parallel": (
+        linen.vmap(linen.Dense, {"params": 0}, split_rngs={"params": True})(5),
+        (6, 2, 3),
+        {"kernel": 3},
+    ),
 }
 EQUINOX_LAYERS = {
     "Linear": (of_equinox(eqx.nn.Linear, 3, 5), {"weight": 3, "bias": "bias"}),
@@ -237,45 +324,108 @@ EQUINOX_LAYERS = {
     "Embedding": (of_equinox(eqx.nn.Embedding, 100, 16), {"weight": 1}),
     "Conv": (of_equinox(eqx.nn.Conv, 1, 4, 8, 3), {"weight": 12}),
     "Conv1d": (of_equinox(eqx.nn.Conv1d, 4, 8, 3), {"weight": 12}),
-    "Conv2d": (of_equinox(eqx.nn.Conv2d, 4, 8, 3, groups=2), {"weight": 18, "bias": "bias"}),
+    "Conv2d": (
+        of_equinox(eqx.nn.Conv2d, 4, 8, 3, groups=2),
+        {"weight": 18, "bias": "bias"},
+    ),
     "Conv3d": (of_equinox(eqx.nn.Conv3d, 4, 8, 2), {"weight": 32}),
     "ConvTranspose": (of_equinox(eqx.nn.ConvTranspose, 1, 4, 8, 3), {"weight": 12}),
-    "ConvTranspose1d": (of_equinox(eqx.nn.ConvTranspose1d, 4, 8, 3, groups=2), {"weight": 6}),
-    "ConvTranspose2d": (of_equinox(eqx.nn.ConvTranspose2d, 4, 8, 2, stride=2), {"weight": 4}),
-    "ConvTranspose3d": (of_equinox(eqx.nn.ConvTranspose3d, 4, 8, 2, stride=2), {"weight": 4}),
-    "GRUCell": (of_equinox(eqx.nn.GRUCell, 3, 4), {"weight_ih": 3, "weight_hh": 4, "bias": "bias", "bias_n": "bias"}),
+    "ConvTranspose1d": (
+        of_equinox(eqx.nn.ConvTranspose1d, 4, 8, 3, groups=2),
+        {"weight": 6},
+    ),
+    "ConvTranspose2d": (
+        of_equinox(eqx.nn.ConvTranspose2d, 4, 8, 2, stride=2),
+        {"weight": 4},
+    ),
+    "ConvTranspose3d": (
+        of_equinox(eqx.nn.ConvTranspose3d, 4, 8, 2, stride=2),
+        {"weight": 4},
+    ),
+    "GRUCell": (
+        of_equinox(eqx.nn.GRUCell, 3, 4),
+        {"weight_ih": 3, "weight_hh": 4, "bias": "bias", "bias_n": "bias"},
+    ),
     "LSTMCell": (of_equinox(eqx.nn.LSTMCell, 3, 4), {"weight_ih": 3, "weight_hh": 4}),
     "MultiheadAttention": (
         of_equinox(eqx.nn.MultiheadAttention, 4, 12, key_size=6),
         {"query_proj.weight": 12, "key_proj.weight": 6},
     ),
-    "MLP": (of_equinox(eqx.nn.MLP, 3, 1, 8, 1), {"layers[0].weight": 3, "layers[1].weight": 8}),
+    "MLP": (
+        of_equinox(eqx.nn.MLP, 3, 1, 8, 1),
+        {"layers[0].weight": 3, "layers[1].weight": 8},
+    ),
     "LayerNorm": (lambda: eqx.nn.LayerNorm((3, 4)), {"weight": "gain", "bias": "bias"}),
     "RMSNorm": (lambda: eqx.nn.RMSNorm((3, 4)), {"weight": "gain", "bias": "bias"}),
     "GroupNorm": (lambda: eqx.nn.GroupNorm(2, 4), {"weight": "gain"}),
-    "BatchNorm": (with_state(eqx.nn.BatchNorm, 4, "batch", mode="batch"), {"weight": "gain", "bias": "bias"}),
+    "BatchNorm": (
+        with_state(eqx.nn.BatchNorm, 4, "batch", mode="batch"),
+        {"weight": "gain", "bias": "bias"},
+    ),
     "SpectralNorm": (
-        lambda: with_state(eqx.nn.SpectralNorm, linear(jax.random.key(0)), "weight", key=jax.random.key(0))(),
+        lambda: with_state(
+            eqx.nn.SpectralNorm,
+            linear(jax.random.key(0)),
+            "weight",
+            key=jax.random.key(0),
+        )(),
         {"layer.weight": 3},
     ),
-    "WeightNorm": (lambda: eqx.nn.WeightNorm(linear(jax.random.key(0))), {"layer.weight": 3, "g": "gain"}),
+    "WeightNorm": (
+        lambda: eqx.nn.WeightNorm(linear(jax.random.key(0))),
+        {"layer.weight": 3, "g": "gain"},
+    ),
     "PReLU": (lambda: eqx.nn.PReLU(0.25), {"negative_slope": "bias"}),
-    "Sequential": (lambda: eqx.nn.Sequential([linear(jax.random.key(0))]), {"layers[0].weight": 3}),
+    "Sequential": (
+        lambda: eqx.nn.Sequential([linear(jax.random.key(0))]),
+        {"layers[0].weight": 3},
+    ),
     "Shared": (shared, {"pytree[0].weight": 1}),
-    "in parallel": (in_parallel(lambda key: eqx.nn.Embedding(9, 5, key=key), eqx.filter_vmap), {"weight": 1}),
+    "in parallel": (
+        in_parallel(lambda key: eqx.nn.Embedding(9, 5, key=key), eqx.filter_vmap),
+        {"weight": 1},
+    ),
 }
 # Public classes that own no parameters, or are no layers.
 WITHOUT = {
-    "nnx": {"Module", "Dropout", "RNNCellBase", "Scan", "Vmap", "Pmap", "List", "Dict", "RoPE"},
+    "nnx": {
+        "Module",
+        "Dropout",
+        "RNNCellBase",
+        "Scan",
+        "Vmap",
+        "Pmap",
+        "List",
+        "Dict",
+        "RoPE",
+    },
     "linen": {
         *("Module", "ModuleBase", "Dropout", "RNNCellBase"),
-        *("Fp8DirectDotGeneralOp", "Fp8DotGeneral", "Fp8DotGeneralOp", "Fp8Einsum", "NANOOFp8DotGeneralOp"),
+        *(
+            "Fp8DirectDotGeneralOp",
+            "Fp8DotGeneral",
+            "Fp8DotGeneralOp",
+            "Fp8Einsum",
+            "NANOOFp8DotGeneralOp",
+        ),
         "SelfAttention",  # deprecated: the other name of attention
     },
     "equinox": {
-        *("Dropout", "Identity", "Lambda", "Pool", "RotaryPositionalEmbedding", "State", "StateIndex"),
+        *(
+            "Dropout",
+            "Identity",
+            "Lambda",
+            "Pool",
+            "RotaryPositionalEmbedding",
+            "State",
+            "StateIndex",
+        ),
         *("StatefulLayer",),
-        *(f"{kind}Pool{rank}d" for kind in ("Avg", "Max", "AdaptiveAvg", "AdaptiveMax") for rank in (1, 2, 3)),
+        *(
+            f"{kind}Pool{rank}d"
+            for kind in ("Avg", "Max", "AdaptiveAvg", "AdaptiveMax")
+            for rank in (1, 2, 3)
+        ),
         "AdaptivePool",
     },
 }
@@ -305,15 +455,26 @@ def test_fan_in_is_the_number_of_inputs_a_unit_sums_over(library, row):
     sites = traced_sites(random_layer(library, row, priors.Normal(bias_scale=0.3)))
     for name, fan_in in LAYERS_OF[library][row][-1].items():
         fn = base_of(sites[f"net/{name}"]["fn"])
-        expected = {"gain": (1.0, 0.5), "bias": (0.0, 0.3)}.get(fan_in) or (0.0, fan_in**-0.5)
+        expected = {"gain": (1.0, 0.5), "bias": (0.0, 0.3)}.get(fan_in) or (
+            0.0,
+            fan_in**-0.5,
+        )
         assert (fn.loc, fn.scale) == pytest.approx(expected), name
 
 
 @pytest.mark.parametrize("library", LAYERS_OF)
 def test_all_layers_of_the_library_are_in_the_table(library):
-    rooms = {"nnx": (nnx, nnx.Module), "linen": (linen, linen.Module), "equinox": (eqx.nn, eqx.Module)}
+    rooms = {
+        "nnx": (nnx, nnx.Module),
+        "linen": (linen, linen.Module),
+        "equinox": (eqx.nn, eqx.Module),
+    }
     public, base = rooms[library]
-    classes = {name for name, value in vars(public).items() if isinstance(value, type) and issubclass(value, base)}
+    classes = {
+        name
+        for name, value in vars(public).items()
+        if isinstance(value, type) and issubclass(value, base)
+    }
     assert classes - LAYERS_OF[library].keys() - WITHOUT[library] == set()
 
 
@@ -332,19 +493,27 @@ def test_weights_of_an_input_share_a_scale(library, row):
     scales = np.arange(1, np.prod(shape) + 1, dtype=np.float32)
     layer = random_layer(library, row, priors.ARD(centered=True))
     given = handlers.substitute(layer, {f"net/{name}_scale": scales})
-    sd = base_of(handlers.trace(handlers.seed(given, 0)).get_trace()[f"net/{name}"]["fn"]).scale
+    sd = base_of(
+        handlers.trace(handlers.seed(given, 0)).get_trace()[f"net/{name}"]["fn"]
+    ).scale
     np.testing.assert_allclose(sd, scales.reshape(shape) * fan_in**-0.5, rtol=1e-6)
 
 
 UNKNOWN = {
     "equation of the call": (
         lambda: random_flax_module(
-            "net", linen.Einsum((8, 2, 4)), priors.Normal(), np.ones((1, 3, 2)), einsum_str=SUM
+            "net",
+            linen.Einsum((8, 2, 4)),
+            priors.Normal(),
+            np.ones((1, 3, 2)),
+            einsum_str=SUM,
         ),
         r"'kernel', an `Einsum` of the equation None.*Pass the equation to the layer",
     ),
     "state": (
-        lambda: random_eqx_module("net", eqx.nn.BatchNorm(4, "batch", mode="batch"), priors.Normal()),
+        lambda: random_eqx_module(
+            "net", eqx.nn.BatchNorm(4, "batch", mode="batch"), priors.Normal()
+        ),
         r"'batch_state_index.init\[0\]', a state and no weight.*make_with_state",
     ),
 }
@@ -356,14 +525,16 @@ def test_weights_of_unknown_use_are_refused(make, message):
         traced_sites(make)
 
 
-# -- sequences -------------------------------------------------------------------------------------------
+# -- sequences -------------------------------------------------------------------------
 
 OF_NNX = ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")
 SEQUENCES = np.random.default_rng(1).normal(size=(6, 5, 2)).astype(np.float32)
 
 
 class Readout(nnx.Module):
-    """A dense layer of the last step of a recurrent or attention layer with four outputs."""
+    """A dense layer of the last step of a recurrent or attention layer with four
+    outputs.
+    """
 
     def __init__(self, layer):
         self.layer, self.out = layer, nnx.Linear(4, 1, rngs=nnx.Rngs(0))
@@ -390,12 +561,16 @@ class EquinoxReadout(eqx.Module):
         zeros = jnp.zeros(4)
         gated = isinstance(self.layer, eqx.nn.GRUCell)
         start = zeros if gated else (zeros, zeros)
-        last = jax.lax.scan(lambda state, row: (self.layer(row, state), None), start, x)[0]
+        last = jax.lax.scan(
+            lambda state, row: (self.layer(row, state), None), start, x
+        )[0]
         return self.out(last if gated else last[0])[0]
 
 
 def both_ways(kind, make, **options):
-    return kind.Bidirectional(kind.RNN(make()), kind.RNN(make()), merge_fn=lambda a, b: a + b, **options)
+    return kind.Bidirectional(
+        kind.RNN(make()), kind.RNN(make()), merge_fn=lambda a, b: a + b, **options
+    )
 
 
 def nnx_cell(kind=nnx.GRUCell):
@@ -404,19 +579,29 @@ def nnx_cell(kind=nnx.GRUCell):
 
 SEQUENCE_LAYERS = {
     "nnx": {
-        **{kind: lambda kind=kind: nnx.RNN(nnx_cell(getattr(nnx, kind))) for kind in OF_NNX},
+        **{
+            kind: lambda kind=kind: nnx.RNN(nnx_cell(getattr(nnx, kind)))
+            for kind in OF_NNX
+        },
         "Bidirectional": lambda: both_ways(nnx, nnx_cell),
         "MultiHeadAttention": of_nnx(nnx.MultiHeadAttention, 2, 2, 4, 4, decode=False),
     },
     "linen": {
-        **{kind: lambda kind=kind: linen.RNN(getattr(linen, kind)(4)) for kind in (*OF_NNX, "MGUCell")},
+        **{
+            kind: lambda kind=kind: linen.RNN(getattr(linen, kind)(4))
+            for kind in (*OF_NNX, "MGUCell")
+        },
         "Bidirectional": lambda: both_ways(linen, lambda: linen.GRUCell(4)),
-        "MultiHeadDotProductAttention": lambda: linen.MultiHeadDotProductAttention(2, out_features=4),
+        "MultiHeadDotProductAttention": lambda: linen.MultiHeadDotProductAttention(
+            2, out_features=4
+        ),
     },
     "equinox": {
         "GRUCell": of_equinox(eqx.nn.GRUCell, 2, 4),
         "LSTMCell": of_equinox(eqx.nn.LSTMCell, 2, 4),
-        "MultiheadAttention": of_equinox(eqx.nn.MultiheadAttention, 2, 2, output_size=4),
+        "MultiheadAttention": of_equinox(
+            eqx.nn.MultiheadAttention, 2, 2, output_size=4
+        ),
     },
 }
 
@@ -427,7 +612,13 @@ def sequences(library, layer):
         made = layer if isinstance(layer, Readout) else Readout(layer)
         make = partial(random_nnx_module, "net", made, priors.Normal())
     elif library == "linen":
-        make = partial(random_flax_module, "net", LinenReadout(layer), priors.Normal(), input_shape=(1, 5, 2))
+        make = partial(
+            random_flax_module,
+            "net",
+            LinenReadout(layer),
+            priors.Normal(),
+            input_shape=(1, 5, 2),
+        )
     else:
         made = EquinoxReadout(layer, eqx.nn.Linear(4, 1, key=jax.random.key(1)))
         make = lambda: jax.vmap(random_eqx_module("net", made, priors.Normal()))  # noqa: E731
@@ -442,7 +633,9 @@ def sequences(library, layer):
 
 
 def test_a_recurrent_module_starts_a_chain():
-    """The counter of keys of a recurrent module of NNX changes, and nothing depends on it."""
+    """The counter of keys of a recurrent module of NNX changes, and nothing depends on
+    it.
+    """
     kernel = infer.SGLD(sequences("nnx", nnx.RNN(nnx_cell())), 1e-4, warm_start=0.0)
     data = SEQUENCES, SEQUENCES[:, 0, 0]
     state = jax.eval_shape(lambda: kernel.init(jax.random.key(0), 0, None, data, {}))
@@ -450,15 +643,29 @@ def test_a_recurrent_module_starts_a_chain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("library", "row"), [(of, row) for of, rows in SEQUENCE_LAYERS.items() for row in rows])
+@pytest.mark.parametrize(
+    ("library", "row"),
+    [(of, row) for of, rows in SEQUENCE_LAYERS.items() for row in rows],
+)
 def test_modules_of_sequences_are_sampled_and_predict(library, row):
     model = sequences(library, SEQUENCE_LAYERS[library][row]())
     kernel = infer.SGLD(model, 1e-4, steps_per_draw=1, warm_start=0.0)
-    mcmc = run_chains(kernel, SEQUENCES, SEQUENCES[:, :, 0].sum(1), num_warmup=0, num_samples=1, num_chains=1)
-    idata = to_inference_data(mcmc, {"x": SEQUENCES[:2]}, log_likelihood=False, posterior_predictive=False)
+    mcmc = run_chains(
+        kernel,
+        SEQUENCES,
+        SEQUENCES[:, :, 0].sum(1),
+        num_warmup=0,
+        num_samples=1,
+        num_chains=1,
+    )
+    idata = to_inference_data(
+        mcmc, {"x": SEQUENCES[:2]}, log_likelihood=False, posterior_predictive=False
+    )
     draw = {name: value[0] for name, value in mcmc.get_samples().items()}
     held = handlers.substitute(model, draw)
-    expected = handlers.trace(handlers.seed(held, 0)).get_trace(SEQUENCES)["y"]["fn"].loc
+    expected = (
+        handlers.trace(handlers.seed(held, 0)).get_trace(SEQUENCES)["y"]["fn"].loc
+    )
     mean = group(idata, "predictions")["y_mean"].to_numpy()[0, 0]
     np.testing.assert_allclose(mean, expected[:2], rtol=1e-4, atol=1e-5)
 
@@ -474,91 +681,172 @@ def test_a_counter_that_something_uses_is_refused():
         def __call__(self, x):
             return self.out(self.drop(self.layer(x)[:, -1]))[..., 0]
 
-    with pytest.raises(ValueError, match=r"state .*'drop'.*'count'.*which the model changes.*dropout"):
-        run_chains(infer.SGLD(sequences("nnx", Dropped())), SEQUENCES, SEQUENCES[:, 0, 0])
+    with pytest.raises(
+        ValueError, match=r"state .*'drop'.*'count'.*which the model changes.*dropout"
+    ):
+        run_chains(
+            infer.SGLD(sequences("nnx", Dropped())), SEQUENCES, SEQUENCES[:, 0, 0]
+        )
 
 
 def test_symmetries_of_a_module_of_one_precision_are_refused():
-    """Flax starts the state of a recurrent cell in the precision of its parameters, float32 unless told."""
-    message = r"symmetry\.find: argument `model` got a model that does not run in float64"
+    """Flax starts the state of a recurrent cell in the precision of its parameters,
+    float32 unless told.
+    """
+    message = (
+        r"symmetry\.find: argument `model` got a model that does not run in float64"
+    )
     with pytest.raises(ValueError, match=message):
-        symmetry.find(sequences("nnx", nnx.RNN(nnx_cell())), SEQUENCES, SEQUENCES[:, 0, 0])
+        symmetry.find(
+            sequences("nnx", nnx.RNN(nnx_cell())), SEQUENCES, SEQUENCES[:, 0, 0]
+        )
 
 
-# -- priors and kernels ----------------------------------------------------------------------------------
+# -- priors and kernels ----------------------------------------------------------------
 
-LEARNED_SCALES = {  # library -> prior, and the shapes of its hyper-sites of the convolution
+# library -> prior, and the shapes of its hyper-sites of the convolution
+LEARNED_SCALES = {
     "linen": (lambda: priors.Hierarchical(), {"scale": ()}),
     "nnx": (lambda: priors.Horseshoe(unit="output"), {"global": (), "local": (4,)}),
     "equinox": (lambda: priors.ARD(), {"scale": (2,)}),
 }
 
 
-@pytest.mark.parametrize("library", [pytest.param(n, marks=[] if n == "nnx" else pytest.mark.slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param(n, marks=[] if n == "nnx" else pytest.mark.slow) for n in NAMES],
+)
 def test_modules_with_learned_scales(library):
-    """Sites as documented, named once, non-centered; and a finite log density and gradient."""
+    """Sites as documented, named once, non-centered; and a finite log density and
+    gradient.
+    """
     make, hyper = LEARNED_SCALES[library]
-    model, kernel = priors.noncenter(classifier(library, make())), f"net/{NAMES[library][1]}"
-    traced = {name: s for name, s in traced_sites(model, IMAGES, LABELS).items() if name.startswith("net/")}
+    model, kernel = (
+        priors.noncenter(classifier(library, make())),
+        f"net/{NAMES[library][1]}",
+    )
+    traced = {
+        name: s
+        for name, s in traced_sites(model, IMAGES, LABELS).items()
+        if name.startswith("net/")
+    }
     sites = {name: (site["type"], site["value"].shape) for name, site in traced.items()}
-    assert {suffix: sites[f"{kernel}_{suffix}"] for suffix in hyper} == {n: ("sample", s) for n, s in hyper.items()}
+    assert {suffix: sites[f"{kernel}_{suffix}"] for suffix in hyper} == {
+        n: ("sample", s) for n, s in hyper.items()
+    }
     assert sites[kernel][0] == "deterministic"
     assert sites[f"{kernel}_base"] == ("sample", sites[kernel][1])
-    values = {name: np.full(shape, 0.5, np.float32) for name, (kind, shape) in sites.items() if kind == "sample"}
-    density, slopes = jax.jit(jax.value_and_grad(lambda at: log_density(model, (IMAGES, LABELS), {}, at)[0]))(values)
+    values = {
+        name: np.full(shape, 0.5, np.float32)
+        for name, (kind, shape) in sites.items()
+        if kind == "sample"
+    }
+    density, slopes = jax.jit(
+        jax.value_and_grad(lambda at: log_density(model, (IMAGES, LABELS), {}, at)[0])
+    )(values)
     assert np.isfinite(density)
-    assert all(np.isfinite(slope).all() and np.any(slope != 0) for slope in slopes.values())
+    assert all(
+        np.isfinite(slope).all() and np.any(slope != 0) for slope in slopes.values()
+    )
 
 
-GIVEN = {"linen": priors.Learned, "nnx": priors.Fixed, "equinox": priors.Centered}  # the others are slow
+GIVEN = {
+    "linen": priors.Learned,
+    "nnx": priors.Fixed,
+    "equinox": priors.Centered,
+}  # the others are slow
 
 
 @pytest.mark.parametrize(
     ("library", "kind"),
     [
-        pytest.param(library, kind, marks=[] if kind is GIVEN[library] else pytest.mark.slow)
+        pytest.param(
+            library, kind, marks=[] if kind is GIVEN[library] else pytest.mark.slow
+        )
         for library in NAMES
         for kind in GIVEN.values()
     ],
 )
 def test_modules_at_given_parameters(library, kind):
-    """The function is that of the module; fixed weights are no sites, learned ones are parameters."""
+    """The function is that of the module; fixed weights are no sites, learned ones are
+    parameters.
+    """
     _, forms, expected = module(library)
     for params in forms:
-        options = {"scale": 1e-7, "bias_scale": 1e-7, "gain_scale": 1e-7} if kind is priors.Centered else {}
+        options = (
+            {"scale": 1e-7, "bias_scale": 1e-7, "gain_scale": 1e-7}
+            if kind is priors.Centered
+            else {}
+        )
         model = priors.noncenter(classifier(library, kind(params, **options)))
         seeded = handlers.trace(handlers.seed(model, 0))
-        found = jax.jit(lambda seeded=seeded: seeded.get_trace(IMAGES)["y"]["fn"].logits)()
+        found = jax.jit(
+            lambda seeded=seeded: seeded.get_trace(IMAGES)["y"]["fn"].logits
+        )()
         np.testing.assert_allclose(found, expected, atol=1e-4)
         sites = traced_sites(model, IMAGES, LABELS)
-        kinds = [site["type"] for name, site in sites.items() if name.startswith("net/")]
-        assert kinds == {priors.Fixed: [], priors.Learned: ["param"] * 6, priors.Centered: ["sample"] * 6}[kind]
+        kinds = [
+            site["type"] for name, site in sites.items() if name.startswith("net/")
+        ]
+        assert (
+            kinds
+            == {
+                priors.Fixed: [],
+                priors.Learned: ["param"] * 6,
+                priors.Centered: ["sample"] * 6,
+            }[kind]
+        )
 
 
-@pytest.mark.parametrize("kernel", [infer.MCLMC, pytest.param(NUTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernel", [infer.MCLMC, pytest.param(NUTS, marks=pytest.mark.slow)]
+)
 def test_modules_that_are_not_wrapped_are_refused(kernel):
-    model = classifier("linen", priors.BySite({"Conv_0.*": priors.Fixed(module("linen")[1][0])}, priors.Normal()))
-    with pytest.raises(ValueError, match=r"priors\.Fixed.*Wrap the model once, `NUTS\(priors\.noncenter\(model\)\)`"):
+    model = classifier(
+        "linen",
+        priors.BySite(
+            {"Conv_0.*": priors.Fixed(module("linen")[1][0])}, priors.Normal()
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"priors\.Fixed.*Wrap the model once, `NUTS\(priors\.noncenter\(model\)\)`"
+        ),
+    ):
         run_chains(kernel(model), IMAGES, LABELS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", NAMES)
 def test_kernels_sample_what_is_random_and_learn_what_is_learned(library):
-    """Predictions are those of the module with the drawn, the learned and the fixed weights."""
+    """Predictions are those of the module with the drawn, the learned and the fixed
+    weights.
+    """
     (dense, conv, bias, gain), given = NAMES[library], module(library)[1][0]
     smooth = priors.Hierarchical() if library == "equinox" else priors.GPFilters()
     patterns = {conv: smooth, bias: priors.Learned(given), gain: priors.Fixed(given)}
-    model = priors.noncenter(classifier(library, priors.BySite(patterns, default=priors.Normal())))
+    model = priors.noncenter(
+        classifier(library, priors.BySite(patterns, default=priors.Normal()))
+    )
     kernel = infer.MCLMC(model, steps_per_draw=3)
     mcmc = run_chains(kernel, IMAGES, LABELS, num_warmup=8)
     draw = {name: value[0] for name, value in mcmc.get_samples().items()}
     assert {f"net/{dense}", f"net/{conv}_base"} <= set(draw)
     assert not {f"net/{bias}", f"net/{gain}"} & set(draw)
     ways = (model, kernel.model)
-    start, learned = (handlers.trace(handlers.seed(way, 0)).get_trace(IMAGES)[f"net/{bias}"]["value"] for way in ways)
+    start, learned = (
+        handlers.trace(handlers.seed(way, 0)).get_trace(IMAGES)[f"net/{bias}"]["value"]
+        for way in ways
+    )
     assert np.all(learned != start)
-    idata = to_inference_data(mcmc, {"x": IMAGES[:2]}, log_likelihood=False, posterior_predictive=False)
+    idata = to_inference_data(
+        mcmc, {"x": IMAGES[:2]}, log_likelihood=False, posterior_predictive=False
+    )
     held = handlers.substitute(kernel.model, draw)
-    expected = handlers.trace(handlers.seed(held, 0)).get_trace(IMAGES[:2])["y"]["fn"].probs
-    np.testing.assert_allclose(group(idata, "predictions")["y_probs"].to_numpy()[0, 0], expected, rtol=1e-4)
+    expected = (
+        handlers.trace(handlers.seed(held, 0)).get_trace(IMAGES[:2])["y"]["fn"].probs
+    )
+    np.testing.assert_allclose(
+        group(idata, "predictions")["y_probs"].to_numpy()[0, 0], expected, rtol=1e-4
+    )

@@ -1,4 +1,6 @@
-"""Chains and rows over several devices and processes: the draws are those of one device."""
+"""Chains and rows over several devices and processes: the draws are those of one
+device.
+"""
 
 import re
 import socket
@@ -22,12 +24,17 @@ from zoo import BATCH, line
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, runs
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Disabling progress bar")]
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.filterwarnings("ignore:Disabling progress bar"),
+]
 X, Y = zoo.X[:23], zoo.Y[:23]  # an odd number of rows: the last device has fewer
 
 
 def masked(x, y=None):
-    """Missing observations, a plate of groups, a value for each group and one for each row."""
+    """Missing observations, a plate of groups, a value for each group and one for each
+    row.
+    """
     w = numpyro.sample("w", dist.Normal().expand([2]).to_event(1))
     with numpyro.plate("groups", 3):
         effect = numpyro.sample("effect", dist.Normal())
@@ -42,50 +49,80 @@ FIELDS = {"extra_fields": ("potential_energy",)}
 CASES = {
     "NUTS": (lambda: NUTS(zoo.hierarchical, max_tree_depth=3), FIELDS),
     "NUTS of values for each row": (lambda: NUTS(masked, max_tree_depth=3), FIELDS),
-    "SGLD": (lambda: infer.SGLD(zoo.spread, 1e-3, steps_per_draw=2), {"batch_size": BATCH}),
-    "SGHMC": (lambda: infer.SGHMC(models.regression(nn.Dense(1)), 1e-3, steps_per_draw=2), {}),
+    "SGLD": (
+        lambda: infer.SGLD(zoo.spread, 1e-3, steps_per_draw=2),
+        {"batch_size": BATCH},
+    ),
+    "SGHMC": (
+        lambda: infer.SGHMC(models.regression(nn.Dense(1)), 1e-3, steps_per_draw=2),
+        {},
+    ),
     "MCLMC": (lambda: infer.MCLMC(zoo.hierarchical, 0.1, steps_per_draw=2), {}),
 }
 
 
 def mcmc_of(case, chains=2, samples=5, method="vectorized"):
     kernel = CASES[case][0]() if case in CASES else case
-    return MCMC(kernel, num_warmup=3, num_samples=samples, num_chains=chains, chain_method=method, progress_bar=False)
+    return MCMC(
+        kernel,
+        num_warmup=3,
+        num_samples=samples,
+        num_chains=chains,
+        chain_method=method,
+        progress_bar=False,
+    )
 
 
 def start(path, case, shape=None, **options):
     mesh = shape and jax.make_mesh(shape, ("chain", "data"))
     given = {"block_seconds": 1e-3, "progress_bar": False, **CASES[case][1]}
-    return runs.start(path, mcmc_of(case, **options), jax.random.key(1), X, Y, mesh=mesh, **given)
+    return runs.start(
+        path, mcmc_of(case, **options), jax.random.key(1), X, Y, mesh=mesh, **given
+    )
 
 
 def close(found, expected):
-    """Equal but for the rounding of sums in another order, which the transitions carry on."""
+    """Equal but for the rounding of sums in another order, which the transitions carry
+    on.
+    """
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=2e-3, atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], value, rtol=2e-3, atol=2e-4, err_msg=name
+        )
 
 
-# -- devices ---------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------
 
-COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)\(")
+COLLECTIVE = re.compile(
+    r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)\("
+)
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Numbers of elements that the programs compiled for several devices send from one to another at a time."""
+    """Numbers of elements that the programs compiled for several devices send from one
+    to another at a time.
+    """
     sizes, original = [], jax.stages.Lowered.compile
 
     def compiled(self, *given, **options):
         program = original(self, *given, **options)
-        shapes = re.findall(r"\[([\d,]+)\]", " ".join(COLLECTIVE.findall(program.as_text() or "")))
-        sizes.append([int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes])
+        shapes = re.findall(
+            r"\[([\d,]+)\]", " ".join(COLLECTIVE.findall(program.as_text() or ""))
+        )
+        sizes.append(
+            [int(np.prod([int(size) for size in shape.split(",")])) for shape in shapes]
+        )
         return program
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
     return sizes
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c == "SGHMC" else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c == "SGHMC" else pytest.mark.slow) for c in CASES],
+)
 def test_rows_over_two_devices(tmp_path, case, sent):
     """They send each other sums for the gradient, and no rows."""
     spread = start(tmp_path / "spread", case, (1, 2))
@@ -108,7 +145,10 @@ def test_chains_over_two_devices(tmp_path, sent):
     both = draws_of(start(tmp_path / "both", "SGLD", method=infer.parallel_vectorized))
     assert same(both["sigma"][:, :2], draws_of(one)["sigma"][:, :2])
     close(both, draws_of(one))
-    for method in ("parallel", "vectorized"):  # programs of a mesh are no use to other methods
+    for method in (
+        "parallel",
+        "vectorized",
+    ):  # programs of a mesh are no use to other methods
         mcmc = mcmc_of("SGLD", method=method)
         mcmc.run(jax.random.key(1), X, Y, batch_size=BATCH)
         close(draws_of(mcmc), draws_of(one))
@@ -117,8 +157,18 @@ def test_chains_over_two_devices(tmp_path, sent):
 @pytest.mark.slow
 def test_rows_that_must_be_sent_around_are_noticed(tmp_path):
     mesh = jax.make_mesh((1, 2), ("chain", "data"))
-    with pytest.warns(UserWarning, match="every step sends all rows.*numpyro.subsample") as seen:
-        runs.start(tmp_path, mcmc_of(infer.SGHMC(line, 1e-3)), jax.random.key(1), X, Y, mesh=mesh, progress_bar=False)
+    with pytest.warns(
+        UserWarning, match="every step sends all rows.*numpyro.subsample"
+    ) as seen:
+        runs.start(
+            tmp_path,
+            mcmc_of(infer.SGHMC(line, 1e-3)),
+            jax.random.key(1),
+            X,
+            Y,
+            mesh=mesh,
+            progress_bar=False,
+        )
     assert seen[0].filename == __file__
 
 
@@ -133,7 +183,9 @@ def shaped(x, y=None):
 def test_a_mesh_that_cannot_be_used(tmp_path):
     def use(shape=(1, 2), names=("chain", "data"), model=line, x=X, **options):
         given = {"mesh": jax.make_mesh(shape, names), "progress_bar": False}
-        runs.start(tmp_path, mcmc_of(NUTS(model), **options), jax.random.key(1), x, Y, **given)
+        runs.start(
+            tmp_path, mcmc_of(NUTS(model), **options), jax.random.key(1), x, Y, **given
+        )
 
     for call, message in [
         (lambda: use((2,), ("rows",)), "Name its axes"),
@@ -148,7 +200,7 @@ def test_a_mesh_that_cannot_be_used(tmp_path):
     assert not blocks(tmp_path)
 
 
-# -- processes ---------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------
 
 
 def begin(path, case, shape, processes=1, devices=1, **options):
@@ -158,11 +210,23 @@ def begin(path, case, shape, processes=1, devices=1, **options):
         port = found.getsockname()[1]
     begun = []
     for index in range(processes):
-        joined = f"jax.distributed.initialize('127.0.0.1:{port}', {processes}, {index}, heartbeat_timeout_seconds=10)"
+        joined = (
+            f"jax.distributed.initialize('127.0.0.1:{port}', {processes}, {index}, "
+            f"heartbeat_timeout_seconds=10)"
+        )
         first = f"import jax; {joined}; " if processes > 1 else ""
-        call = f"test_processes.work({str(path)!r}, {case!r}, {shape}, {index}, **{options})"
-        given = python(f"{first}import test_processes; {call}", devices, JAX_PLATFORMS="cpu")
-        begun.append(subprocess.Popen(**given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        call = (
+            f"test_processes.work({str(path)!r}, {case!r}, {shape}, {index}, "
+            f"**{options})"
+        )
+        given = python(
+            f"{first}import test_processes; {call}", devices, JAX_PLATFORMS="cpu"
+        )
+        begun.append(
+            subprocess.Popen(
+                **given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
     return begun
 
 
@@ -170,7 +234,10 @@ def end(processes):
     """Exit code and output of each."""
     try:
         outputs = [process.communicate(timeout=240)[0] for process in processes]
-        return [(process.returncode, text) for process, text in zip(processes, outputs, strict=True)]
+        return [
+            (process.returncode, text)
+            for process, text in zip(processes, outputs, strict=True)
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -194,13 +261,19 @@ def work(path, case, shape, index, chains=4, samples=5):
 def values_of(path):
     idata = bnn.to_inference_data(path)
     groups = [group(idata, name) for name in group_names(idata)]
-    return {name: value.to_numpy() for found in groups for name, value in found.data_vars.items()}
+    return {
+        name: value.to_numpy()
+        for found in groups
+        for name, value in found.data_vars.items()
+    }
 
 
 @pytest.mark.slow
 def test_an_error_of_the_first_process_ends_all(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    (code, text), (other_code, other_text) = end(begin(tmp_path, "MCLMC", (1, 2), processes=2))
+    (code, text), (other_code, other_text) = end(
+        begin(tmp_path, "MCLMC", (1, 2), processes=2)
+    )
     assert code != 0
     assert "which holds other files" in text
     assert other_code != 0
@@ -216,11 +289,15 @@ def test_chains_and_rows_over_two_processes_of_two_devices(tmp_path):
 
 @pytest.mark.slow
 def test_chains_over_two_processes(tmp_path):
-    """Bit for bit those of one process with as many devices; a run that ends goes on, in one process too."""
+    """Bit for bit those of one process with as many devices; a run that ends goes on,
+    in one process too.
+    """
     together(tmp_path / "one", "NUTS", (2, 1), devices=2)
     for path, processes in (("run", 2), ("both", 1)):
         together(tmp_path / path, "NUTS", (2, 1), processes=2, samples=2)
-        together(tmp_path / path, "NUTS", (2, 1), processes=processes, devices=2 // processes)
+        together(
+            tmp_path / path, "NUTS", (2, 1), processes=processes, devices=2 // processes
+        )
         assert same(values_of(tmp_path / path), values_of(tmp_path / "one")), path
 
 
@@ -236,7 +313,10 @@ def test_a_process_that_is_gone_ends_the_others(tmp_path, signal):
     gone.kill()
     gone.communicate()
     assert code != 0
-    assert "another process of this run may have ended" in text or "heartbeat" in text.lower(), text
+    assert (
+        "another process of this run may have ended" in text
+        or "heartbeat" in text.lower()
+    ), text
     done = values_of(tmp_path)["sigma"].shape[1]
     together(tmp_path, "MCLMC", (1, 2), devices=2, samples=done + 2)
     assert values_of(tmp_path)["sigma"].shape == (4, done + 2)

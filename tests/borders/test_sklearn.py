@@ -1,4 +1,6 @@
-"""The border to scikit-learn: its own checks of the estimators, and a package without it."""
+"""The border to scikit-learn: its own checks of the estimators, and a package without
+it.
+"""
 
 import importlib
 import sys
@@ -9,7 +11,12 @@ from sklearn.utils.estimator_checks import check_estimator, estimator_checks_gen
 
 from numpyro_bnn.estimators import Classifier, Regressor
 
-LEARNED = {"widths": (4,), "effort": 0.1, "num_samples": 4, "random_state": 0}  # enough for the scores it asks for
+LEARNED = {
+    "widths": (4,),
+    "effort": 0.1,
+    "num_samples": 4,
+    "random_state": 0,
+}  # enough for the scores it asks for
 ESTIMATORS = {
     "regressor": lambda: Regressor("mean_field", **LEARNED),
     "classifier": lambda: Classifier("mean_field", **LEARNED),
@@ -50,7 +57,9 @@ def test_the_contract_of_scikit_learn(name):
 
 
 def test_without_scikit_learn_the_room_says_what_to_install(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("numpyro_bnn.estimators")]:
+    for name in [
+        name for name in sys.modules if name.startswith("numpyro_bnn.estimators")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r"pip install .numpyro_bnn\[estimators\]"):

@@ -1,4 +1,6 @@
-"""`guides.fit` beside NumPyro's SVI: the same steps, minibatches, resuming, interruption, failures; exported fits."""
+"""`guides.fit` beside NumPyro's SVI: the same steps, minibatches, resuming,
+interruption, failures; exported fits.
+"""
 
 import _thread
 import threading
@@ -15,7 +17,12 @@ import scipy.stats
 from helpers import group, group_names, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
-from numpyro.infer.autoguide import AutoDelta, AutoLaplaceApproximation, AutoMultivariateNormal, AutoNormal
+from numpyro.infer.autoguide import (
+    AutoDelta,
+    AutoLaplaceApproximation,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
 from numpyro.infer.svi import SVIRunResult
 from numpyro.infer.util import potential_energy
 from zoo import BATCH, NOISE, ZOO, N, X, Y, line
@@ -29,7 +36,13 @@ LINE = ZOO["line"]
 
 
 def make(optim=None, guide=AutoNormal, model=line, loss=None, **static):
-    return SVI(model, guide(model), optim or numpyro.optim.Adam(0.02), loss or Trace_ELBO(), **static)
+    return SVI(
+        model,
+        guide(model),
+        optim or numpyro.optim.Adam(0.02),
+        loss or Trace_ELBO(),
+        **static,
+    )
 
 
 @cache
@@ -40,7 +53,9 @@ def shared_svi():
 
 def fit(steps, svi=None, x=X, y=Y, key=None, **options):
     key = jax.random.key(0) if key is None else key
-    return guides.fit(svi or shared_svi(), key, steps, x, y, **{"progress_bar": False, **options})
+    return guides.fit(
+        svi or shared_svi(), key, steps, x, y, **{"progress_bar": False, **options}
+    )
 
 
 def equal(tree, other):
@@ -49,25 +64,37 @@ def equal(tree, other):
     return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in leaves)
 
 
-# -- minibatches -----------------------------------------------------------------------------------------
+# -- minibatches -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("size", "batch"), [(10, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((10, 10), (5, 1)))]
+    ("size", "batch"),
+    [
+        (10, 4),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((10, 10), (5, 1))),
+    ],
 )
 def test_rows_of_a_minibatch_are_distinct_and_equally_likely(size, batch):
     number = 20_000
     keys = jax.random.split(jax.random.key(2), number)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: draw_indices(size, batch, key)))(keys))
+    drawn = np.asarray(
+        jax.jit(jax.vmap(lambda key: draw_indices(size, batch, key)))(keys)
+    )
     assert drawn.min() >= 0
     assert drawn.max() < size
     assert all(len(set(row)) == batch for row in drawn[:500])
     share = batch / size
-    # Five standard errors for the largest of at most 10 counts, in 4 cases: fails with probability below 4e-5.
+    # Five standard errors for the largest of at most 10 counts, in 4 cases: fails with
+    # probability below 4e-5.
     error = np.sqrt(share * (1 - share) / number)
-    # By the theory of stratified sampling, sums of sorted values vary far less than with replacement.
-    assert drawn.mean(1).var() < 0.6 * np.arange(size).var() / batch + 1e-9 or batch == 1
-    assert np.all(np.abs(np.bincount(drawn.ravel(), minlength=size) / number - share) <= 5 * error)
+    # By the theory of stratified sampling, sums of sorted values vary far less than
+    # with replacement.
+    assert (
+        drawn.mean(1).var() < 0.6 * np.arange(size).var() / batch + 1e-9 or batch == 1
+    )
+    assert np.all(
+        np.abs(np.bincount(drawn.ravel(), minlength=size) / number - share) <= 5 * error
+    )
 
 
 def test_a_minibatch_costs_its_own_rows_only():
@@ -77,23 +104,32 @@ def test_a_minibatch_costs_its_own_rows_only():
         with random_indices(), numpyro.plate("data", 10**6, subsample_size=7) as index:
             return index
 
-    program = jax.make_jaxpr(lambda key: handlers.seed(batch, key)(key))(jax.random.key(0))
+    program = jax.make_jaxpr(lambda key: handlers.seed(batch, key)(key))(
+        jax.random.key(0)
+    )
     assert max(var.aval.size for eqn in program.jaxpr.eqns for var in eqn.outvars) <= 64
 
 
 @pytest.mark.slow
 def test_minibatches_reach_the_posterior():
-    """A full-rank guide of a normal posterior; the batch size is a static argument of ``SVI``. With the step size
-    falling to zero the error left is below a tenth of a posterior standard deviation, of which three are allowed."""
+    """A full-rank guide of a normal posterior; the batch size is a static argument of
+    ``SVI``. With the step size falling to zero the error left is below a tenth of a
+    posterior standard deviation, of which three are allowed.
+    """
     falling = optax.adam(optax.cosine_decay_schedule(0.05, 4000))
-    svi = make(falling, AutoMultivariateNormal, loss=Trace_ELBO(num_particles=2), batch_size=BATCH)
+    svi = make(
+        falling,
+        AutoMultivariateNormal,
+        loss=Trace_ELBO(num_particles=2),
+        batch_size=BATCH,
+    )
     params, exact = fit(4000, svi).params, LINE.exact
     assert np.all(np.abs(params["auto_loc"] - exact.mean["w"]) < 0.3 * exact.sd["w"])
     found = np.sqrt(np.diag(params["auto_scale_tril"] @ params["auto_scale_tril"].T))
     np.testing.assert_allclose(found, exact.sd["w"], rtol=0.3)
 
 
-# -- steps -----------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------
 
 
 class Bounded(AutoNormal):
@@ -105,7 +141,9 @@ class Bounded(AutoNormal):
 
 
 def test_full_batch_steps_are_those_of_numpyro(key):
-    """The same start, keys and updates; only the order of operations in a compiled loop may differ."""
+    """The same start, keys and updates; only the order of operations in a compiled loop
+    may differ.
+    """
     svi, start = make(guide=Bounded), {"w_auto_loc": jnp.array([1.0, -0.5])}
     ours = fit(40, svi, init_params=start)
     theirs = svi.run(key, 40, *LINE.args, progress_bar=False, init_params=start)
@@ -116,7 +154,9 @@ def test_full_batch_steps_are_those_of_numpyro(key):
 
 
 def test_a_first_fit_compiles_few_programs(compiled):
-    """Arguments, keys, initial values and scales, state, steps, parameters; it was one program per operation."""
+    """Arguments, keys, initial values and scales, state, steps, parameters; it was one
+    program per operation.
+    """
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([7]).to_event(1))
@@ -124,7 +164,9 @@ def test_a_first_fit_compiles_few_programs(compiled):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
-    x = np.random.default_rng(0).normal(size=(13, 7)).astype("float32")  # shapes that are new to this process
+    x = (
+        np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
+    )  # shapes that are new to this process
     svi, key = make(guide=guides.AutoMeanField, model=model), jax.random.key(0)
     compiled.clear()
     assert fit(3, svi, x, x[:, 0], key).losses.shape == (3,)
@@ -145,7 +187,9 @@ def test_a_resumed_fit_continues_bit_for_bit_without_compiling():
     second = fit(7, svi, init_state=first.state)
     assert len(traced) == before
     whole = fit(12, key=jax.random.PRNGKey(0))
-    np.testing.assert_array_equal(np.concatenate([first.losses, second.losses]), whole.losses)
+    np.testing.assert_array_equal(
+        np.concatenate([first.losses, second.losses]), whole.losses
+    )
     assert equal(second.params, whole.params)
 
 
@@ -171,14 +215,18 @@ def test_mutable_state_is_carried_and_the_bar_shows_the_mean_loss(capsys):
     shown = capsys.readouterr().err
     assert "30/30" in shown
     assert f"loss {np.mean(result.losses):.5g}" in shown
-    assert int(result.state.mutable_state["steps"]["count"]) == 31  # with that of the start
+    assert (
+        int(result.state.mutable_state["steps"]["count"]) == 31
+    )  # with that of the start
 
 
-# -- interruption and steps that are not finite ----------------------------------------------------------
+# -- interruption and steps that are not finite ----------------------------------------
 
 
 def optimizer(at, how=None, call=None):
-    """Steps of a fixed size, of which number ``at`` multiplies the gradient by ``how``, or calls the host."""
+    """Steps of a fixed size, of which number ``at`` multiplies the gradient by ``how``,
+    or calls the host.
+    """
 
     def update(updates, state, params=None):
         if call is not None:
@@ -192,10 +240,13 @@ def optimizer(at, how=None, call=None):
 def test_ctrl_c_returns_the_steps_that_are_done():
     num_steps = 200_000
     whole = fit(num_steps, make(optimizer(-1)))
-    # A little later: inside of the call itself the interrupt would be an error of the program.
+    # A little later: inside of the call itself the interrupt would be an error of the
+    # program.
     later = partial(threading.Timer, 0.02, _thread.interrupt_main)
     svi = make(optimizer(300, call=lambda: later().start()))
-    with pytest.warns(UserWarning, match=r"interrupted: the result is that of \d+ of 200000 steps") as caught:
+    with pytest.warns(
+        UserWarning, match=r"interrupted: the result is that of \d+ of 200000 steps"
+    ) as caught:
         result = fit(num_steps, svi)
     assert 0 < len(result.losses) < num_steps
     np.testing.assert_array_equal(result.losses, whole.losses[: len(result.losses)])
@@ -213,7 +264,10 @@ def test_ctrl_c_before_the_first_step_is_raised():
 
 def test_a_bad_gradient_keeps_the_last_finite_state():
     """The last update makes the parameters NaN: the result is that of one step less."""
-    with pytest.warns(UserWarning, match="a gradient that is not finite at step 12; .* 11 steps before"):
+    with pytest.warns(
+        UserWarning,
+        match="a gradient that is not finite at step 12; .* 11 steps before",
+    ):
         result = fit(12, make(optimizer(11, jnp.nan)))
     assert equal(result.params, fit(11, make(optimizer(-1, jnp.nan))).params)
     assert len(result.losses) == 11
@@ -221,7 +275,10 @@ def test_a_bad_gradient_keeps_the_last_finite_state():
 
 def test_a_loss_that_is_not_finite_is_named():
     """Parameters that jump to 1e30 are finite, but the loss there is not."""
-    with pytest.warns(UserWarning, match=r"loss (inf|nan) at step 6; the result is that of the 5 steps before"):
+    with pytest.warns(
+        UserWarning,
+        match=r"loss (inf|nan) at step 6; the result is that of the 5 steps before",
+    ):
         result = fit(50, make(optimizer(4, 1e30)))
     assert np.isfinite(result.losses).all()
     assert len(result.losses) == 5
@@ -232,14 +289,17 @@ def test_a_loss_that_is_not_finite_is_named():
 def test_stable_update_leaves_bad_steps_out():
     def fragile(x, y):
         line(x, y)
-        numpyro.factor("rare", jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.2, jnp.nan, 0.0))
+        numpyro.factor(
+            "rare",
+            jnp.where(jax.random.uniform(numpyro.prng_key()) < 0.2, jnp.nan, 0.0),
+        )
 
     result = fit(60, make(model=fragile), stable_update=True)
     assert 1 <= np.isnan(result.losses).sum() < 40
     assert all(np.isfinite(value).all() for value in result.params.values())
 
 
-# -- refusals --------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------
 
 
 def state_of(name, size):
@@ -256,28 +316,50 @@ def state_of(name, size):
 WRONG = "in which parameter ['w_auto_loc']"
 REFUSED = {
     "another model": ("init_state", WRONG, lambda: fit(3, init_state=state_of("v", 2))),
-    "another size": ("init_state", WRONG, lambda: fit(3, make(), init_state=state_of("w", 3))),
-    "misspelling": ("init_params", "Did you mean 'w_auto_loc'", lambda: fit(3, init_params={"w_auto_lok": 0.0})),
-    "shape": ("init_params", "shape", lambda: fit(3, init_params={"w_auto_loc": np.ones(3)})),
+    "another size": (
+        "init_state",
+        WRONG,
+        lambda: fit(3, make(), init_state=state_of("w", 3)),
+    ),
+    "misspelling": (
+        "init_params",
+        "Did you mean 'w_auto_loc'",
+        lambda: fit(3, init_params={"w_auto_lok": 0.0}),
+    ),
+    "shape": (
+        "init_params",
+        "shape",
+        lambda: fit(3, init_params={"w_auto_loc": np.ones(3)}),
+    ),
     "two starts": (
         "init_params",
         "beside `init_state`",
         lambda: fit(1, init_state=fit(1).state, init_params={"w": 0}),
     ),
-    "batch above the data": ("subsample_size", "of size 24", lambda: fit(3, make(), batch_size=25)),
-    "jit": ("args", "scan over `svi.update`", lambda: jax.jit(lambda y: fit(3, y=y).losses)(Y)),
+    "batch above the data": (
+        "subsample_size",
+        "of size 24",
+        lambda: fit(3, make(), batch_size=25),
+    ),
+    "jit": (
+        "args",
+        "scan over `svi.update`",
+        lambda: jax.jit(lambda y: fit(3, y=y).losses)(Y),
+    ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.filterwarnings("ignore:subsample_size does not match")  # NumPyro's own, before the refusal
+@pytest.mark.filterwarnings(
+    "ignore:subsample_size does not match"
+)  # NumPyro's own, before the refusal
 def test_fits_refuse_what_would_be_ignored_or_wrong(what):
     argument, fragment, call = REFUSED[what]
     with refused(argument, fragment):
         call()
 
 
-# -- exported fits ---------------------------------------------------------------------------------------
+# -- exported fits ---------------------------------------------------------------------
 
 
 def posterior(x, y):
@@ -287,7 +369,9 @@ def posterior(x, y):
 
 
 def export(result, guide, **options):
-    return to_inference_data(result, guide=guide, args=(X, Y), **{"posterior_predictive": False, **options})
+    return to_inference_data(
+        result, guide=guide, args=(X, Y), **{"posterior_predictive": False, **options}
+    )
 
 
 @cache
@@ -297,7 +381,9 @@ def wide():
     tril = 1.5 * np.linalg.cholesky(covariance)
     params = {"auto_loc": jnp.asarray(mean), "auto_scale_tril": jnp.asarray(tril)}
     result = SVIRunResult(params, None, jnp.array([3.0, 2.0]))
-    return export(result, AutoMultivariateNormal(line), num_samples=4000, kwargs={"batch_size": 5})
+    return export(
+        result, AutoMultivariateNormal(line), num_samples=4000, kwargs={"batch_size": 5}
+    )
 
 
 def test_exported_draws_have_their_log_density_weights_and_judgment():
@@ -305,26 +391,38 @@ def test_exported_draws_have_their_log_density_weights_and_judgment():
     stats, about = group(wide(), "sample_stats"), wide().attrs
     assert stats["lp"].dims == stats["log_weight"].dims == ("chain", "draw")
     w = group(wide(), "posterior")["w"].to_numpy()[0]
-    joint = scipy.stats.norm(0, 1).logpdf(w).sum(1) + scipy.stats.norm(w @ X.T, NOISE).logpdf(Y).sum(1)
+    joint = scipy.stats.norm(0, 1).logpdf(w).sum(1) + scipy.stats.norm(
+        w @ X.T, NOISE
+    ).logpdf(Y).sum(1)
     np.testing.assert_allclose(stats["lp"].to_numpy()[0], joint, rtol=1e-4)
     mean, covariance = posterior(X.astype(float), Y.astype(float))
     log_q = scipy.stats.multivariate_normal(mean, 1.5**2 * covariance).logpdf(w)
-    np.testing.assert_allclose(stats["log_weight"].to_numpy()[0], joint - log_q, atol=2e-3)
+    np.testing.assert_allclose(
+        stats["log_weight"].to_numpy()[0], joint - log_q, atol=2e-3
+    )
     # KL between Gaussians with covariances of ratio 1.5^2.
     divergence, evidence = 1.5**2 - 1 - np.log(1.5**2), LINE.exact.log_evidence
     assert abs(about["elbo"] - (evidence - divergence)) < 4 * about["elbo_se"]
     assert abs(about["iw_bound"] - evidence) < 4 * about["iw_se"] + 1e-3
     assert about["pareto_k"] < 0.5
-    assert (about["num_steps"], about["final_loss"], about["algorithm"]) == (2, 2.0, "AutoMultivariateNormal")
+    assert (about["num_steps"], about["final_loss"], about["algorithm"]) == (
+        2,
+        2.0,
+        "AutoMultivariateNormal",
+    )
 
 
 def test_exported_log_density_is_that_of_mcmc():
-    """Of unconstrained values, as ``lp`` of MCMC is: minus NumPyro's potential energy."""
+    """Of unconstrained values, as ``lp`` of MCMC is: minus NumPyro's
+    potential energy.
+    """
 
     def positive(x, y=None):
         sigma = numpyro.sample("sigma", dist.HalfNormal(1.0).expand([2]))
         shares = numpyro.sample("shares", dist.Dirichlet(jnp.ones(3)))
-        numpyro.sample("y", dist.Normal(x[:, 0] * shares[0], sigma.sum()).to_event(1), obs=y)
+        numpyro.sample(
+            "y", dist.Normal(x[:, 0] * shares[0], sigma.sum()).to_event(1), obs=y
+        )
 
     svi = make(model=positive)
     result = SVIRunResult(svi.get_params(svi.init(jax.random.key(0), X, Y)), None, [])
@@ -333,33 +431,52 @@ def test_exported_log_density_is_that_of_mcmc():
 
     @jax.jit
     def densities(draw):
-        """Minus the energy, and the log weight: in it, the Jacobians of model and guide cancel."""
+        """Minus the energy, and the log weight: in it, the Jacobians of model and guide
+        cancel.
+        """
         u = {"sigma": jnp.log(draw["sigma"]), "shares": to_simplex.inv(draw["shares"])}
-        q = {name: dist.Normal(*(result.params[f"{name}_auto_{part}"] for part in ("loc", "scale"))) for name in u}
+        q = {
+            name: dist.Normal(
+                *(result.params[f"{name}_auto_{part}"] for part in ("loc", "scale"))
+            )
+            for name in u
+        }
         lp = -potential_energy(positive, LINE.args, {}, u)
         return lp, lp - sum(q[name].log_prob(u[name]).sum() for name in u)
 
     held, stats = group(idata, "posterior"), group(idata, "sample_stats")
     for i in range(5):
-        lp, weight = densities({name: held[name].to_numpy()[0, i] for name in ("sigma", "shares")})
+        lp, weight = densities(
+            {name: held[name].to_numpy()[0, i] for name in ("sigma", "shares")}
+        )
         assert stats["lp"].to_numpy()[0, i] == pytest.approx(float(lp), rel=1e-4)
-        assert stats["log_weight"].to_numpy()[0, i] == pytest.approx(float(weight), abs=2e-3)
+        assert stats["log_weight"].to_numpy()[0, i] == pytest.approx(
+            float(weight), abs=2e-3
+        )
 
 
 @pytest.mark.parametrize(
-    "guide", [AutoLaplaceApproximation, *(pytest.param(g, marks=pytest.mark.slow) for g in (AutoNormal, AutoDelta))]
+    "guide",
+    [
+        AutoLaplaceApproximation,
+        *(pytest.param(g, marks=pytest.mark.slow) for g in (AutoNormal, AutoDelta)),
+    ],
 )
 def test_nothing_is_weighed_without_a_log_likelihood_or_a_density(guide):
     """AutoLaplaceApproximation is fitted as a point, and sampled as a Gaussian."""
     svi = make(numpyro.optim.Adam(0.1), guide)
-    idata = export(fit(100, svi), svi.guide, num_samples=50, log_likelihood=guide is not AutoNormal)
+    idata = export(
+        fit(100, svi), svi.guide, num_samples=50, log_likelihood=guide is not AutoNormal
+    )
     assert "sample_stats" not in group_names(idata)
     spread = group(idata, "posterior")["w"].to_numpy().std(axis=1)
     assert (spread > 1e-3).all() == (guide is not AutoDelta)
 
 
 def test_exports_use_learned_parameters_of_a_model_behind_handlers():
-    """Their values belong to the likelihood, starting values would be wrong; a substituted model has its guide."""
+    """Their values belong to the likelihood, starting values would be wrong; a
+    substituted model has its guide.
+    """
 
     def learned(x, y=None):
         sigma = numpyro.param("sigma", 5.0, constraint=dist.constraints.positive)
@@ -368,9 +485,20 @@ def test_exports_use_learned_parameters_of_a_model_behind_handlers():
             numpyro.sample("y", dist.Normal(x @ w, sigma), obs=y)
 
     guide = AutoNormal(handlers.substitute(learned, data={}))
-    params = {"w_auto_loc": jnp.ones(2), "w_auto_scale": jnp.full(2, 0.1), "sigma": jnp.array(NOISE)}
-    idata = export(SVIRunResult(params, None, []), guide, num_samples=20, posterior_predictive=True)
+    params = {
+        "w_auto_loc": jnp.ones(2),
+        "w_auto_scale": jnp.full(2, 0.1),
+        "sigma": jnp.array(NOISE),
+    }
+    idata = export(
+        SVIRunResult(params, None, []), guide, num_samples=20, posterior_predictive=True
+    )
     assert "posterior_predictive" in group_names(idata)
     w = group(idata, "posterior")["w"].to_numpy()[0]
     expected = scipy.stats.norm(w @ X.T, NOISE).logpdf(Y)
-    np.testing.assert_allclose(group(idata, "log_likelihood")["y"].to_numpy()[0], expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        group(idata, "log_likelihood")["y"].to_numpy()[0],
+        expected,
+        rtol=1e-3,
+        atol=1e-4,
+    )

@@ -1,4 +1,6 @@
-"""AutoADF as a NumPyro guide: summaries, SVI, streaming, many runs at once, interruption, export, refusals."""
+"""AutoADF as a NumPyro guide: summaries, SVI, streaming, many runs at once,
+interruption, export, refusals.
+"""
 
 import pickle
 from functools import cache, partial
@@ -26,7 +28,9 @@ def network(x, y=None, batch_size=None, prior=None, noise=lambda: dist.HalfNorma
     net = bnn.random_network("net", nn.MLP([5, 1], "relu"), x.shape[1:], prior)
     sigma = numpyro.sample("sigma", noise())
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(net(x[i])[..., 0], sigma), obs=None if y is None else y[i])
+        numpyro.sample(
+            "y", dist.Normal(net(x[i])[..., 0], sigma), obs=None if y is None else y[i]
+        )
 
 
 def model(x, y=None, batch_size=None):
@@ -35,7 +39,11 @@ def model(x, y=None, batch_size=None):
     net = bnn.random_network("net", nn.MLP([5, 1], "relu"), x.shape[1:], prior)
     tau = numpyro.sample("tau", dist.Gamma(6.0, 1.0))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(net(x[i])[..., 0], tau**-0.5), obs=None if y is None else y[i])
+        numpyro.sample(
+            "y",
+            dist.Normal(net(x[i])[..., 0], tau**-0.5),
+            obs=None if y is None else y[i],
+        )
 
 
 NOISE_OF_ARD = {"noise": lambda: dist.LogNormal(-1.0, 0.5), "batch_size": 10}
@@ -43,23 +51,32 @@ NETWORKS = {
     "Gamma precisions": model,
     "Laplace": partial(network, prior=priors.Laplace()),
     "Hierarchical": partial(network, prior=priors.Hierarchical()),
-    "Hierarchical, centered": partial(network, prior=priors.Hierarchical(centered=True)),
+    "Hierarchical, centered": partial(
+        network, prior=priors.Hierarchical(centered=True)
+    ),
     "ARD and subsampling": partial(network, prior=priors.ARD(), **NOISE_OF_ARD),
 }
-NAMES = [pytest.param(name, marks=[] if name == "Gamma precisions" else pytest.mark.slow) for name in NETWORKS]
+NAMES = [
+    pytest.param(name, marks=[] if name == "Gamma precisions" else pytest.mark.slow)
+    for name in NETWORKS
+]
 
 
 def make_rows(num_rows=60, seed=0):
     """A bend under noise of sd 0.3."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(num_rows, 2))
-    return jnp.asarray(x), jnp.asarray(np.abs(x[:, 0]) - 0.8 + 0.3 * random.normal(size=num_rows))
+    return jnp.asarray(x), jnp.asarray(
+        np.abs(x[:, 0]) - 0.8 + 0.3 * random.normal(size=num_rows)
+    )
 
 
 @cache
 def fit_of(name):
     guide = guides.AutoADF(NETWORKS[name])
-    return guide, guide.run(jax.random.key(0), *make_rows(), num_epochs=12, progress_bar=False)
+    return guide, guide.run(
+        jax.random.key(0), *make_rows(), num_epochs=12, progress_bar=False
+    )
 
 
 @pytest.fixture
@@ -81,13 +98,18 @@ def same(one, two, rtol=1e-10):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12)
 
 
-# -- what a fit says -----------------------------------------------------------------------------------
+# -- what a fit says -------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_centering_does_not_matter():
-    """The two forms are one posterior to ADF: same start, same weights, up to rounding."""
-    one, two = (fit_of(name)[1].state.weights for name in ("Hierarchical", "Hierarchical, centered"))
+    """The two forms are one posterior to ADF: same start, same weights,
+    up to rounding.
+    """
+    one, two = (
+        fit_of(name)[1].state.weights
+        for name in ("Hierarchical", "Hierarchical, centered")
+    )
     assert one.keys() == two.keys()
     for site, weight in one.items():
         np.testing.assert_allclose(weight.mean, two[site].mean, rtol=1e-6, atol=1e-8)
@@ -96,7 +118,9 @@ def test_centering_does_not_matter():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_networks_learn_and_every_summary_and_draw_agrees(name):
-    """A bend of sd 0.6 under noise of sd 0.3; quantiles are those of the fitted normals, and draws have them."""
+    """A bend of sd 0.6 under noise of sd 0.3; quantiles are those of the fitted
+    normals, and draws have them.
+    """
     (guide, fit), (x, y) = fit_of(name), make_rows()
     predicted, spread = guide.predictive_moments(fit.params, x)
     assert float(jnp.sqrt(jnp.mean((predicted - y) ** 2))) < 0.5
@@ -108,24 +132,39 @@ def test_networks_learn_and_every_summary_and_draw_agrees(name):
     assert set(median) == set(draws) == set(ends)
     assert draws[KERNEL].shape == (2000, 2, 5)
     mean, var = fit.state.weights[KERNEL]
-    np.testing.assert_allclose(ends[KERNEL][1], stats.norm.ppf(0.9, mean, np.sqrt(var)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        ends[KERNEL][1], stats.norm.ppf(0.9, mean, np.sqrt(var)), rtol=1e-4, atol=1e-5
+    )
     for site in [KERNEL, *fit.state.hyperparameters]:
-        # The share of draws below a quantile: a binomial sd is 0.011 at the median and 0.0067 at 0.1; 5.5 sd allowed.
+        # The share of draws below a quantile: a binomial sd is 0.011 at the median and
+        # 0.0067 at 0.1; 5.5 sd allowed.
         assert np.abs((draws[site] < median[site]).mean(0) - 0.5).max() < 0.061
         assert np.abs((draws[site] < ends[site][0]).mean(0) - 0.1).max() < 0.037
         assert np.abs((draws[site] > ends[site][1]).mean(0) - 0.1).max() < 0.037
 
 
 def test_bases_of_noncentered_weights_give_the_weights_of_the_guide(fitted, rows):
-    """Given a draw of the precision the base is normal: one sd from its mean the weight is one sd from its mean."""
+    """Given a draw of the precision the base is normal: one sd from its mean the weight
+    is one sd from its mean.
+    """
     guide, fit = fitted
-    drawn = handlers.trace(handlers.substitute(handlers.seed(guide, 0), fit.params)).get_trace(*rows)
+    drawn = handlers.trace(
+        handlers.substitute(handlers.seed(guide, 0), fit.params)
+    ).get_trace(*rows)
     base = drawn[f"{KERNEL}_base"]["fn"]
-    (scale,) = ({name: site["value"]} for name, site in drawn.items() if name.endswith("precision"))
+    (scale,) = (
+        {name: site["value"]}
+        for name, site in drawn.items()
+        if name.endswith("precision")
+    )
     for away in (0.0, 1.0, -2.0):
         values = {**scale, f"{KERNEL}_base": base.mean + away * jnp.sqrt(base.variance)}
-        found = handlers.trace(handlers.seed(handlers.substitute(model, values), 0)).get_trace(*rows)[KERNEL]["value"]
-        expected = fit.params[f"{KERNEL}_auto_loc"] + away * fit.params[f"{KERNEL}_auto_scale"]
+        found = handlers.trace(
+            handlers.seed(handlers.substitute(model, values), 0)
+        ).get_trace(*rows)[KERNEL]["value"]
+        expected = (
+            fit.params[f"{KERNEL}_auto_loc"] + away * fit.params[f"{KERNEL}_auto_scale"]
+        )
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -135,7 +174,9 @@ def test_results_survive_pickling_and_become_arviz(fitted, rows):
     mean, var = guide.predictive_moments(fit.params, x[:5])
     again = pickle.loads(pickle.dumps(guide))
     np.testing.assert_allclose(again.predictive_moments(fit.params, x[:5])[0], mean)
-    idata = bnn.to_inference_data(fit, {"x": x[:5], "y": y[:5]}, guide=guide, args=(x, y), num_samples=30)
+    idata = bnn.to_inference_data(
+        fit, {"x": x[:5], "y": y[:5]}, guide=guide, args=(x, y), num_samples=30
+    )
     assert group(idata, "posterior")["net.Dense_0.kernel"].shape == (1, 30, 2, 5)
     assert group(idata, "log_likelihood")["y"].shape == (1, 30, 60)
     assert (idata.attrs["algorithm"], idata.attrs["num_steps"]) == ("AutoADF", 12)
@@ -144,43 +185,62 @@ def test_results_survive_pickling_and_become_arviz(fitted, rows):
     assert np.all(np.abs(found - mean) < 5 * np.sqrt(var / 30))
 
 
-# -- SVI -----------------------------------------------------------------------------------------------
+# -- SVI -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_svi_starts_at_the_prior_or_at_the_result_of_a_run(fitted, rows):
     svi = SVI(model, fitted[0], numpyro.optim.Adam(1e-2), Trace_ELBO())
-    started = svi.get_params(svi.init(jax.random.key(0), *rows, init_params=fitted[1].params))
+    started = svi.get_params(
+        svi.init(jax.random.key(0), *rows, init_params=fitted[1].params)
+    )
     same(started, {name: fitted[1].params[name] for name in started}, rtol=1e-4)
     svi = SVI(model, guides.AutoADF(model), numpyro.optim.Adam(1e-2), Trace_ELBO())
     params = svi.get_params(svi.init(jax.random.key(0), *rows, batch_size=20))
     # w ~ N(0, 1 / (2 tau)), tau ~ Gamma(3, 3): E[1 / tau] = 1.5.
     np.testing.assert_allclose(params[f"{KERNEL}_auto_scale"], 0.75**0.5, rtol=1e-5)
     np.testing.assert_allclose(params["tau_auto_concentration"], 6, rtol=1e-5)
-    assert np.isfinite(svi.run(jax.random.key(0), 5, *rows, batch_size=20, progress_bar=False).losses).all()
+    assert np.isfinite(
+        svi.run(jax.random.key(0), 5, *rows, batch_size=20, progress_bar=False).losses
+    ).all()
 
 
-# -- many runs, streaming, precision -------------------------------------------------------------------
+# -- many runs, streaming, precision ---------------------------------------------------
 
 
 @pytest.mark.slow
 def test_runs_at_once_are_the_runs_one_by_one(fitted, x64):
-    """Data sets along ``in_axes`` and random starts: the same numbers as single runs with the same keys."""
+    """Data sets along ``in_axes`` and random starts: the same numbers as single runs
+    with the same keys.
+    """
     guide, keys = fitted[0], jax.random.split(jax.random.key(5), 2)
-    x, y = (jnp.stack(parts) for parts in zip(make_rows(60, 0), make_rows(60, 1), strict=True))
+    x, y = (
+        jnp.stack(parts)
+        for parts in zip(make_rows(60, 0), make_rows(60, 1), strict=True)
+    )
     together = guide.run(keys, x, y, in_axes=(0, 0), num_epochs=2, progress_bar=False)
     assert together.losses.shape == together.refused.shape == (2, 2)
     starts = guide.run(keys, x[1], y[1], num_epochs=2, progress_bar=False)
     for k in range(2):
         single = guide.run(keys[k], x[k], y[k], num_epochs=2, progress_bar=False).params
-        same({name: value[k] for name, value in together.params.items()}, single, rtol=1e-9)
+        same(
+            {name: value[k] for name, value in together.params.items()},
+            single,
+            rtol=1e-9,
+        )
         assert {value.dtype for value in single.values()} == {jnp.dtype("float64")}
-    same({n: v[1] for n, v in starts.params.items()}, {n: v[1] for n, v in together.params.items()}, rtol=1e-9)
+    same(
+        {n: v[1] for n, v in starts.params.items()},
+        {n: v[1] for n, v in together.params.items()},
+        rtol=1e-9,
+    )
 
 
 @pytest.mark.slow
 def test_run_can_be_traced(fitted, rows, x64):
-    """Inside the user's own transformation all epochs are one loop; the result is the same."""
+    """Inside the user's own transformation all epochs are one loop; the result is the
+    same.
+    """
 
     def learn(key):
         return fitted[0].run(key, *rows, num_epochs=2, progress_bar=False).losses
@@ -190,26 +250,46 @@ def test_run_can_be_traced(fitted, rows, x64):
 
 
 def test_streaming_is_one_pass(x64):
-    """Absorbing all rows in two pieces, in order, equals one epoch in that order, where no scale is learned."""
+    """Absorbing all rows in two pieces, in order, equals one epoch in that order, where
+    no scale is learned.
+    """
     line = ZOO["line"]
-    guide, (x, y) = guides.AutoADF(line.model), (jnp.asarray(part, float) for part in line.data)
-    options = {"num_epochs": 1, "orders": np.arange(len(x))[None], "progress_bar": False}
-    whole = guide.run(jax.random.key(7), x, y, init_means={"w": np.zeros(2)}, **options).params
+    guide, (x, y) = (
+        guides.AutoADF(line.model),
+        (jnp.asarray(part, float) for part in line.data),
+    )
+    options = {
+        "num_epochs": 1,
+        "orders": np.arange(len(x))[None],
+        "progress_bar": False,
+    }
+    whole = guide.run(
+        jax.random.key(7), x, y, init_means={"w": np.zeros(2)}, **options
+    ).params
     prior = {"w_auto_loc": jnp.zeros(2), "w_auto_scale": jnp.ones(2)}
-    same(guide.update(guide.update(prior, x[:10], y[:10]), x[10:], y[10:]), whole, rtol=1e-6)
+    same(
+        guide.update(guide.update(prior, x[:10], y[:10]), x[10:], y[10:]),
+        whole,
+        rtol=1e-6,
+    )
 
 
 def test_a_run_continues_from_its_state(fitted, rows, x64):
     guide, orders = fitted[0], some_orders(3)
-    whole = guide.run(jax.random.key(8), *rows, num_epochs=3, orders=orders, progress_bar=False)
-    first = guide.run(jax.random.key(8), *rows, num_epochs=2, orders=orders[:2], progress_bar=False)
+    whole = guide.run(
+        jax.random.key(8), *rows, num_epochs=3, orders=orders, progress_bar=False
+    )
+    first = guide.run(
+        jax.random.key(8), *rows, num_epochs=2, orders=orders[:2], progress_bar=False
+    )
     options = {"num_epochs": 1, "orders": orders[2:], "progress_bar": False}
     rest = guide.run(jax.random.key(9), *rows, init_state=first.state, **options)
     same(rest.params, whole.params)
 
 
 def test_float64_inside_and_settings_untouched(fitted, rows):
-    """With x64 off parameters are float32, the state float64, and the run that of a session with x64 on.
+    """With x64 off parameters are float32, the state float64, and the run that of a
+    session with x64 on.
 
     Keys may be of both kinds.
     """
@@ -220,7 +300,9 @@ def test_float64_inside_and_settings_untouched(fitted, rows):
     assert {leaf.dtype for leaf in jax.tree.leaves(fit.state)} == {jnp.dtype("float64")}
     with jax.enable_x64(True):
         wide = guides.AutoADF(model).run(jax.random.PRNGKey(0), *rows, **options)
-    for one, two in zip(jax.tree.leaves(fit.state), jax.tree.leaves(wide.state), strict=True):
+    for one, two in zip(
+        jax.tree.leaves(fit.state), jax.tree.leaves(wide.state), strict=True
+    ):
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-7)
 
 
@@ -229,20 +311,30 @@ def test_a_compiled_float32_program_is_refused(fitted, rows):
     guide, fit = fitted
     with pytest.raises(ValueError, match="compiled float32 program"):
         jax.jit(lambda x: guide.predictive_moments(fit.params, x))(rows[0])
-    mapped = jax.vmap(lambda x: guide.predictive_moments(fit.params, x)[0])(rows[0][None])
-    np.testing.assert_allclose(mapped[0], guide.predictive_moments(fit.params, rows[0])[0], rtol=1e-6)
+    mapped = jax.vmap(lambda x: guide.predictive_moments(fit.params, x)[0])(
+        rows[0][None]
+    )
+    np.testing.assert_allclose(
+        mapped[0], guide.predictive_moments(fit.params, rows[0])[0], rtol=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_a_first_run_compiles_few_programs(compiled):
-    """What is known is computed on the host; the shapes are new to this process. It was one program per operation."""
+    """What is known is computed on the host; the shapes are new to this process. It was
+    one program per operation.
+    """
     x = np.random.default_rng(0).normal(size=(11, 9)).astype("float32")
-    guide = guides.AutoADF(bnn.models.regression(nn.MLP([7, 1], "relu"), priors.Hierarchical()))
-    guide.run(jax.random.key(0), x, x[:, 0], num_epochs=1, progress_bar=False, max_refused=1.0)
+    guide = guides.AutoADF(
+        bnn.models.regression(nn.MLP([7, 1], "relu"), priors.Hierarchical())
+    )
+    guide.run(
+        jax.random.key(0), x, x[:, 0], num_epochs=1, progress_bar=False, max_refused=1.0
+    )
     assert len(compiled) <= 22
 
 
-# -- while it runs -------------------------------------------------------------------------------------
+# -- while it runs ---------------------------------------------------------------------
 
 
 def watched(monkeypatch, stop_after=None):
@@ -263,7 +355,9 @@ def watched(monkeypatch, stop_after=None):
     return shown
 
 
-def test_the_bar_counts_epochs_and_interruption_keeps_those_that_are_finished(fitted, rows, monkeypatch, x64):
+def test_the_bar_counts_epochs_and_interruption_keeps_those_that_are_finished(
+    fitted, rows, monkeypatch, x64
+):
     guide, orders = fitted[0], some_orders(9)
     shown = watched(monkeypatch)
     two = guide.run(jax.random.key(8), *rows, num_epochs=2, orders=orders[:2])
@@ -278,7 +372,7 @@ def test_the_bar_counts_epochs_and_interruption_keeps_those_that_are_finished(fi
         guide.run(jax.random.key(8), *rows, num_epochs=9, progress_bar=False)
 
 
-# -- refusals ------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------
 
 
 def drawn(name, fn):
@@ -334,11 +428,16 @@ def twice(w, x, y):
 
 
 def classes(logits):
-    return of_rows(lambda w, x, y: seen(dist.Categorical(logits=logits(w, x)), 0 * y), (2,))
+    return of_rows(
+        lambda w, x, y: seen(dist.Categorical(logits=logits(w, x)), 0 * y), (2,)
+    )
 
 
 def joint(w, x, y):
-    seen(dist.MultivariateNormal((w * x)[:, None] * jnp.ones(2), jnp.eye(2)), jnp.zeros((4, 2)))
+    seen(
+        dist.MultivariateNormal((w * x)[:, None] * jnp.ones(2), jnp.eye(2)),
+        jnp.zeros((4, 2)),
+    )
 
 
 def scaled_by_hand(x, y=None):
@@ -347,40 +446,106 @@ def scaled_by_hand(x, y=None):
     seen(dist.Normal(jnp.stack([x, x**2], -1) @ (local * w), 1.0), y)
 
 
-# fmt: off
 REFUSED = {
-    "two hyper-sites": (of_prior(lambda: dist.Normal(0.0, half("a") * half("b"))), "'w', scaled by 'a' and 'b'"),
-    "random mean": (of_prior(lambda: dist.Normal(half("center"), 1.0)), "'w', whose prior mean depends on 'center'"),
-    "scale of a scale": (of_prior(lambda: dist.Normal(0.0, drawn("inner", lambda: dist.HalfNormal(half("outer"))))),
-                         "site 'inner', whose prior depends on 'outer'"),
-    "vague precision": (of_prior(lambda: dist.Normal(0.0, drawn("tau", lambda: dist.Gamma(0.5, 1.0)) ** -0.5)),
-                        "site 'tau', a Gamma with concentration 0.5"),
-    "exponential scale": (of_prior(lambda: dist.Normal(0.0, jnp.exp(half()))), "a constant times a power of 'scale'"),
-    "noise that scales": (noise_and_scale, "site 'tau', which scales 'w' and also enters the likelihood"),
+    "two hyper-sites": (
+        of_prior(lambda: dist.Normal(0.0, half("a") * half("b"))),
+        "'w', scaled by 'a' and 'b'",
+    ),
+    "random mean": (
+        of_prior(lambda: dist.Normal(half("center"), 1.0)),
+        "'w', whose prior mean depends on 'center'",
+    ),
+    "scale of a scale": (
+        of_prior(
+            lambda: dist.Normal(
+                0.0, drawn("inner", lambda: dist.HalfNormal(half("outer")))
+            )
+        ),
+        "site 'inner', whose prior depends on 'outer'",
+    ),
+    "vague precision": (
+        of_prior(
+            lambda: dist.Normal(0.0, drawn("tau", lambda: dist.Gamma(0.5, 1.0)) ** -0.5)
+        ),
+        "site 'tau', a Gamma with concentration 0.5",
+    ),
+    "exponential scale": (
+        of_prior(lambda: dist.Normal(0.0, jnp.exp(half()))),
+        "a constant times a power of 'scale'",
+    ),
+    "noise that scales": (
+        noise_and_scale,
+        "site 'tau', which scales 'w' and also enters the likelihood",
+    ),
     "no weights": (lambda x, y=None: seen(dist.Normal(x, half()), y), "no weights"),
-    "local latent": (of_mean(lambda w, x: w * x + standard("z")), "site 'z', inside the plate 'data'"),
+    "local latent": (
+        of_mean(lambda w, x: w * x + standard("z")),
+        "site 'z', inside the plate 'data'",
+    ),
     "two observations": (of_rows(twice), "2 observed sites \\('y', 'again'\\)"),
-    "factor": (of_rows(lambda w, x, y: numpyro.factor("y", -((y - w * x) ** 2))), "site 'y', a `factor` statement"),
-    "param": (of_mean(lambda w, x: w * x + numpyro.param("shift", 1.0)), "site 'shift', a `param` site"),
-    "discrete": (of_mean(lambda w, x: w * x + drawn("k", lambda: dist.Bernoulli(0.5))), "'k', which is discrete"),
-    "scaled by hand": (scaled_by_hand, "site 'local', a HalfCauchy from which the pred"),
-    "log scale": (of_prior(lambda: dist.Normal(0.0, jnp.exp(standard("log")))), "'w', whose prior depends on 'log'"),
-    "infinite variance": (of_prior(lambda: dist.StudentT(2.0)), "'w', whose prior has no finite variance"),
-    "random targets": (of_rows(lambda w, x, y: seen(dist.Normal(w * x), y - w)), "values, or mask, depend on 'w'"),
-    "dependent classes": (classes(lambda w, x: jnp.stack([x * w[0], x * w[1], x * w.sum()], -1)),
-                          "3 linear predictors for one row are functions of each other"),
-    "softmax": (of_rows(lambda w, x, y: seen(dist.Categorical(probs=jax.nn.softmax(x[:, None] * w)), 0 * y), (2,)),
-                "not an elementwise function of a linear predictor"),
-    "imputed": (of_rows(lambda w, x, y: seen(dist.Normal(w * x), y, obs_mask=x > 0)), "'y_unobserved' of `obs_mask`"),
-    "masked prior": (of_prior(lambda: dist.Normal().mask(False)), "site 'w', whose prior is masked or scaled"),
-    "targets that are no argument": (of_rows(lambda w, x, y: seen(dist.Normal(w * x), jnp.arange(4.0))),
-                                     r"of shape \(4,\) for one row of the data"),
-    "mask that is no argument": (of_rows(lambda w, x, y: seen(dist.Normal(w * x).mask(jnp.arange(4) < 2), y)),
-                                 r"of shape \(4,\) for one row of the data"),
+    "factor": (
+        of_rows(lambda w, x, y: numpyro.factor("y", -((y - w * x) ** 2))),
+        "site 'y', a `factor` statement",
+    ),
+    "param": (
+        of_mean(lambda w, x: w * x + numpyro.param("shift", 1.0)),
+        "site 'shift', a `param` site",
+    ),
+    "discrete": (
+        of_mean(lambda w, x: w * x + drawn("k", lambda: dist.Bernoulli(0.5))),
+        "'k', which is discrete",
+    ),
+    "scaled by hand": (
+        scaled_by_hand,
+        "site 'local', a HalfCauchy from which the pred",
+    ),
+    "log scale": (
+        of_prior(lambda: dist.Normal(0.0, jnp.exp(standard("log")))),
+        "'w', whose prior depends on 'log'",
+    ),
+    "infinite variance": (
+        of_prior(lambda: dist.StudentT(2.0)),
+        "'w', whose prior has no finite variance",
+    ),
+    "random targets": (
+        of_rows(lambda w, x, y: seen(dist.Normal(w * x), y - w)),
+        "values, or mask, depend on 'w'",
+    ),
+    "dependent classes": (
+        classes(lambda w, x: jnp.stack([x * w[0], x * w[1], x * w.sum()], -1)),
+        "3 linear predictors for one row are functions of each other",
+    ),
+    "softmax": (
+        of_rows(
+            lambda w, x, y: seen(
+                dist.Categorical(probs=jax.nn.softmax(x[:, None] * w)), 0 * y
+            ),
+            (2,),
+        ),
+        "not an elementwise function of a linear predictor",
+    ),
+    "imputed": (
+        of_rows(lambda w, x, y: seen(dist.Normal(w * x), y, obs_mask=x > 0)),
+        "'y_unobserved' of `obs_mask`",
+    ),
+    "masked prior": (
+        of_prior(lambda: dist.Normal().mask(False)),
+        "site 'w', whose prior is masked or scaled",
+    ),
+    "targets that are no argument": (
+        of_rows(lambda w, x, y: seen(dist.Normal(w * x), jnp.arange(4.0))),
+        r"of shape \(4,\) for one row of the data",
+    ),
+    "mask that is no argument": (
+        of_rows(lambda w, x, y: seen(dist.Normal(w * x).mask(jnp.arange(4) < 2), y)),
+        r"of shape \(4,\) for one row of the data",
+    ),
     "joint": (of_rows(joint), "site 'y', a MultivariateNormal"),
-    "rows that influence each other": (of_mean(lambda w, x: (x - x.mean()) * w), "rows influence each other"),
+    "rows that influence each other": (
+        of_mean(lambda w, x: (x - x.mean()) * w),
+        "rows influence each other",
+    ),
 }
-# fmt: on
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -388,20 +553,32 @@ def test_models_that_cannot_be_handled(name):
     refused, message = REFUSED[name]
     x = jnp.array([1.0, 2.0, -1.0, 0.5])
     with pytest.raises(ValueError, match=message):
-        guides.AutoADF(refused).run(jax.random.key(0), x, jnp.ones(4), num_epochs=1, progress_bar=False)
+        guides.AutoADF(refused).run(
+            jax.random.key(0), x, jnp.ones(4), num_epochs=1, progress_bar=False
+        )
 
 
 def test_a_table_as_long_as_the_data_is_not_taken_for_rows():
-    """Each row looks up its group, of which there are as many; the first two groups hide it."""
+    """Each row looks up its group, of which there are as many; the first two groups
+    hide it.
+    """
 
     def by_group(x, group, table, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(w * x + table[group], 1.0), obs=y)
 
-    x, group, table = jnp.ones(4), jnp.array([0, 1, 0, 3]), jnp.array([0.0, 5.0, 1.0, -2.0])
-    with pytest.raises(ValueError, match=r"rows influence each other.*each with its own row of .*table"):
-        guides.AutoADF(by_group).run(jax.random.key(0), x, group, table, x, num_epochs=1, progress_bar=False)
+    x, group, table = (
+        jnp.ones(4),
+        jnp.array([0, 1, 0, 3]),
+        jnp.array([0.0, 5.0, 1.0, -2.0]),
+    )
+    with pytest.raises(
+        ValueError, match=r"rows influence each other.*each with its own row of .*table"
+    ):
+        guides.AutoADF(by_group).run(
+            jax.random.key(0), x, group, table, x, num_epochs=1, progress_bar=False
+        )
 
 
 def test_data_it_cannot_use_are_refused(fitted, rows):
@@ -410,13 +587,27 @@ def test_data_it_cannot_use_are_refused(fitted, rows):
     for call, message in (
         (lambda: run(key, x, y, in_axes=(0, 0)), "one key per data set"),
         (lambda: run(jax.random.split(key, 2), x, y, in_axes=(0,)), "an axis or None"),
-        (lambda: run(key, x, y, orders=np.zeros((1, 60), int), num_epochs=1), "permutations"),
+        (
+            lambda: run(key, x, y, orders=np.zeros((1, 60), int), num_epochs=1),
+            "permutations",
+        ),
         (lambda: run(key, x, y.at[3].set(jnp.nan)), "NaN or infinite"),
         (lambda: run(key, x), "0 observed sites"),
-        (lambda: guides.AutoADF(model).predictive_moments({}, x), "Call `run` of this guide first"),
-        (lambda: guide.predictive_moments(fit.params, x[:, :1]), r"Pass \(N, 2\), rows as in the run"),
+        (
+            lambda: guides.AutoADF(model).predictive_moments({}, x),
+            "Call `run` of this guide first",
+        ),
+        (
+            lambda: guide.predictive_moments(fit.params, x[:, :1]),
+            r"Pass \(N, 2\), rows as in the run",
+        ),
         (lambda: guide.update(fit.params, x[:3], y[:2]), "mismatched lengths"),
-        (lambda: guide.log_predictive_density(fit.params, x.at[0, 0].set(jnp.inf), y), "NaN or infinite"),
+        (
+            lambda: guide.log_predictive_density(
+                fit.params, x.at[0, 0].set(jnp.inf), y
+            ),
+            "NaN or infinite",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()

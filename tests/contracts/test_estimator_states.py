@@ -1,4 +1,6 @@
-"""Estimators: a fit takes over all of its state at once; threads do not disturb each other."""
+"""Estimators: a fit takes over all of its state at once; threads do not disturb each
+other.
+"""
 
 import pickle
 import sys
@@ -19,11 +21,14 @@ from zoo import CLASSES, X, Y
 from numpyro_bnn.estimators import Classifier, Regressor
 from numpyro_bnn.metrics import HealthWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*worse than by a constant")  # so little effort is not enough
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*worse than by a constant"
+)  # so little effort is not enough
 TINY = {"widths": (3,), "effort": 0.002, "num_samples": 4, "random_state": 0}
 TABLE = pd.DataFrame(X, columns=["a", "b"])
 OTHER_X = np.c_[X, Y]
-# Of each estimator: targets of a fit, of a second one, of one of other sizes, and those that it refuses.
+# Of each estimator: targets of a fit, of a second one, of one of other sizes, and those
+# that it refuses.
 TARGETS = {
     Regressor: (Y, 2 - Y, np.stack([Y, -Y], 1), np.full(24, np.nan)),
     Classifier: (
@@ -45,12 +50,18 @@ class Interrupter:
         if (now := next(self.calls)) == self.at:
             raise KeyboardInterrupt
         self.last = now
-        return dist.Normal(0.0, 1.0).expand(args[1]).to_event() if isinstance(args[1], tuple) else None
+        return (
+            dist.Normal(0.0, 1.0).expand(args[1]).to_event()
+            if isinstance(args[1], tuple)
+            else None
+        )
 
 
 @pytest.mark.parametrize("estimator", [Regressor, Classifier])
 def test_a_fit_that_does_not_end_changes_nothing(estimator):
-    """Interrupted where the model is read last, where progress is reported, refused, or stopped by a warning."""
+    """Interrupted where the model is read last, where progress is reported, refused, or
+    stopped by a warning.
+    """
     targets, others, sized, wrong = TARGETS[estimator]
     whole = {"prior": Interrupter(), "callback": Interrupter()}
     fitted = estimator("mean_field", **whole, **TINY).fit(TABLE, targets)
@@ -63,24 +74,33 @@ def test_a_fit_that_does_not_end_changes_nothing(estimator):
             before = {attribute: id(value) for attribute, value in vars(model).items()}
             with pytest.raises(KeyboardInterrupt):
                 model.fit(X, others)
-            assert {attribute: id(value) for attribute, value in vars(model).items()} == before
+            assert {
+                attribute: id(value) for attribute, value in vars(model).items()
+            } == before
             model.set_params(**{name: Interrupter()})
-    before, twice = {attribute: id(value) for attribute, value in vars(fitted).items()}, np.r_[:24, :24]
+    before, twice = (
+        {attribute: id(value) for attribute, value in vars(fitted).items()},
+        np.r_[:24, :24],
+    )
     for y, error in ((wrong, ValueError), (sized, HealthWarning)):
         with pytest.raises(error):  # warnings are errors here: rows repeat others
             fitted.fit(OTHER_X[twice], y[twice])
-        assert {attribute: id(value) for attribute, value in vars(fitted).items()} == before
+        assert {
+            attribute: id(value) for attribute, value in vars(fitted).items()
+        } == before
     np.testing.assert_array_equal(fitted.predict(TABLE), answer)
     with pytest.raises(NotFittedError):
         model.predict(TABLE)
 
 
-# -- threads -------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def readers(monkeypatch):
-    """The number of threads that are inside of NumPyro's handlers; two at a time fail."""
+    """The number of threads that are inside of NumPyro's handlers; two at
+    a time fail.
+    """
     inside, entered = [], []
     enter, leave = Messenger.__enter__, Messenger.__exit__
 
@@ -104,18 +124,30 @@ def readers(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "method", ["mean_field", *(pytest.param(name, marks=pytest.mark.slow) for name in ("laplace", "adf", "nuts"))]
+    "method",
+    [
+        "mean_field",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("laplace", "adf", "nuts")
+        ),
+    ],
 )
 def test_threads_fit_and_predict_as_one_after_the_other(method, readers):
-    """Two fits, and first predictions of one that was loaded, in eight threads: the same numbers as without threads.
+    """Two fits, and first predictions of one that was loaded, in eight threads: the
+    same numbers as without threads.
 
     NumPyro's handlers are one list for all threads, so only one may be inside of them.
     """
 
     def work(seed, stored=None):
         if stored is None:
-            model = Regressor(method, **TINY | {"random_state": seed, "num_chains": 1}).fit(X, Y)
-            return np.concatenate([*model.predict(X, return_std=True), *model.predict_interval(X)])
+            model = Regressor(
+                method, **TINY | {"random_state": seed, "num_chains": 1}
+            ).fit(X, Y)
+            return np.concatenate(
+                [*model.predict(X, return_std=True), *model.predict_interval(X)]
+            )
         model = pickle.loads(stored)
         return np.concatenate([model.predict(X), model.log_predictive_density(X, Y)])
 
@@ -143,6 +175,8 @@ def test_a_forked_process_is_refused():
     with get_context("fork").Pool(1) as pool:
         for step in (clone(model).fit, model.predict):
             given = (X, Y) if step.__name__ == "fit" else (X,)
-            found = pool.apply_async(answer_in_a_process, (step, *given)).get(timeout=60)
+            found = pool.apply_async(answer_in_a_process, (step, *given)).get(
+                timeout=60
+            )
             assert "forked after JAX had started" in found
             assert "loky" in found

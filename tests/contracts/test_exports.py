@@ -34,9 +34,24 @@ def network(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
 
 
-def sample(model, *args, draws=3, warmup=10, chains=1, kernel=BarkerMH, extra_fields=(), **kwargs):
-    """A short run; Barker's kernel compiles several times faster than NUTS, and the export does not care."""
-    options = {"num_chains": chains, "chain_method": "sequential", "progress_bar": False}
+def sample(
+    model,
+    *args,
+    draws=3,
+    warmup=10,
+    chains=1,
+    kernel=BarkerMH,
+    extra_fields=(),
+    **kwargs,
+):
+    """A short run; Barker's kernel compiles several times faster than NUTS, and the
+    export does not care.
+    """
+    options = {
+        "num_chains": chains,
+        "chain_method": "sequential",
+        "progress_bar": False,
+    }
     mcmc = MCMC(kernel(model), num_warmup=warmup, num_samples=draws, **options)
     mcmc.run(jax.random.key(0), *args, extra_fields=extra_fields, **kwargs)
     return mcmc
@@ -47,33 +62,56 @@ def mcmc():
     """Of a frozen minibatch, which is no part of the model for new data."""
     fields, frozen = ("potential_energy", "num_steps"), handlers.seed(network, 3)
     return sample(
-        frozen, *ZOO["network"].args, batch_size=8, draws=DRAWS, chains=CHAINS, kernel=NUTS, extra_fields=fields
+        frozen,
+        *ZOO["network"].args,
+        batch_size=8,
+        draws=DRAWS,
+        chains=CHAINS,
+        kernel=NUTS,
+        extra_fields=fields,
     )
 
 
 @cache
 def exported():
-    return bnn.to_inference_data(mcmc(), NEW, attrs={"dataset": "toy"}, coords={"data": LABELS})
+    return bnn.to_inference_data(
+        mcmc(), NEW, attrs={"dataset": "toy"}, coords={"data": LABELS}
+    )
 
 
-# -- groups --------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------
 
 
 def test_groups_dims_and_coords():
     idata = exported()
     assert set(group_names(idata)) == {
-        "posterior", "sample_stats", "log_likelihood", "posterior_predictive",
-        "predictions", "observed_data", "constant_data", "predictions_constant_data",
-    }  # fmt: skip
+        "posterior",
+        "sample_stats",
+        "log_likelihood",
+        "posterior_predictive",
+        "predictions",
+        "observed_data",
+        "constant_data",
+        "predictions_constant_data",
+    }
     posterior = group(idata, "posterior")
     kernel = posterior["net.Dense_0.kernel"]
-    assert kernel.dims == ("chain", "draw", "net.Dense_0.kernel_in", "net.Dense_0.kernel_out")
+    assert kernel.dims == (
+        "chain",
+        "draw",
+        "net.Dense_0.kernel_in",
+        "net.Dense_0.kernel_out",
+    )
     assert kernel.shape == (CHAINS, DRAWS, 2, 3)
     assert not any("/" in name for name in posterior)
     assert group(idata, "log_likelihood")["y"].dims == ("chain", "draw", "data")
     assert set(group(idata, "predictions")) == {"y", "y_mean", "f", "y_log_likelihood"}
     assert group(idata, "predictions_constant_data")["x"].dims == ("data", "x_dim_1")
-    for name, labels in {"log_likelihood": LABELS, "posterior_predictive": LABELS, "predictions": range(N)}.items():
+    for name, labels in {
+        "log_likelihood": LABELS,
+        "posterior_predictive": LABELS,
+        "predictions": range(N),
+    }.items():
         assert group(idata, name)["data"].to_numpy().tolist() == list(labels)
 
 
@@ -83,7 +121,9 @@ def test_observed_and_constant_data_are_the_arguments():
     constants = group(idata, "constant_data")
     np.testing.assert_array_equal(constants["x"], X)
     assert "y" not in constants
-    np.testing.assert_array_equal(group(idata, "predictions_constant_data")["y"], NEW["y"])
+    np.testing.assert_array_equal(
+        group(idata, "predictions_constant_data")["y"], NEW["y"]
+    )
 
 
 @pytest.mark.parametrize("part", ["posterior_predictive", "predictions"])
@@ -94,20 +134,34 @@ def test_predictions_and_densities_are_those_of_the_network_at_the_draws(part):
     assert "f" not in group(idata, "posterior")
     params = {name.removeprefix("net/"): draws[name] for name in ZOO["network"].shapes}
     x, y = (X, Y) if part == "posterior_predictive" else NEW.values()
-    f, sigma = jax.vmap(jax.vmap(lambda p: NET.apply(p, x)[..., 0]))(params), np.asarray(draws["sigma"])[..., None]
+    f, sigma = (
+        jax.vmap(jax.vmap(lambda p: NET.apply(p, x)[..., 0]))(params),
+        np.asarray(draws["sigma"])[..., None],
+    )
     found = group(idata, part)
     for name in ("f", "y_mean"):
         np.testing.assert_allclose(found[name], f, rtol=1e-5, atol=1e-5)
-    densities = group(idata, "log_likelihood")["y"] if x is X else found["y_log_likelihood"]
-    np.testing.assert_allclose(densities, scipy.stats.norm.logpdf(y, f, sigma), rtol=1e-4, atol=1e-4)
+    densities = (
+        group(idata, "log_likelihood")["y"] if x is X else found["y_log_likelihood"]
+    )
+    np.testing.assert_allclose(
+        densities, scipy.stats.norm.logpdf(y, f, sigma), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_noise_of_training_and_new_rows_is_standard_and_independent():
-    """Of 24 draws of 24 rows: means, variances and the correlation within five standard errors."""
+    """Of 24 draws of 24 rows: means, variances and the correlation within five standard
+    errors.
+    """
     idata = exported()
     sigma = group(idata, "posterior")["sigma"].to_numpy()[..., None]
     parts = [group(idata, name) for name in ("posterior_predictive", "predictions")]
-    z = np.stack([((part["y"].to_numpy() - part["y_mean"].to_numpy()) / sigma).ravel() for part in parts])
+    z = np.stack(
+        [
+            ((part["y"].to_numpy() - part["y_mean"].to_numpy()) / sigma).ravel()
+            for part in parts
+        ]
+    )
     bound = 5 / z.shape[1] ** 0.5
     assert np.all(np.abs(z.mean(1)) < bound)
     assert np.all(np.abs((z**2).mean(1) - 1) < bound * 2**0.5)
@@ -115,18 +169,27 @@ def test_noise_of_training_and_new_rows_is_standard_and_independent():
 
 
 def test_sample_stats_have_arviz_names():
-    stats, fields = group(exported(), "sample_stats"), mcmc().get_extra_fields(group_by_chain=True)
+    stats, fields = (
+        group(exported(), "sample_stats"),
+        mcmc().get_extra_fields(group_by_chain=True),
+    )
     np.testing.assert_array_equal(stats["lp"], -np.asarray(fields["potential_energy"]))
     np.testing.assert_array_equal(stats["n_steps"], fields["num_steps"])
     depth, steps = stats["tree_depth"].to_numpy(), stats["n_steps"].to_numpy()
-    assert ((2 ** (depth - 1) <= steps) & (steps < 2**depth)).all()  # a complete tree has 2^depth - 1 steps
+    assert (
+        (2 ** (depth - 1) <= steps) & (steps < 2**depth)
+    ).all()  # a complete tree has 2^depth - 1 steps
     assert "acceptance_rate" not in stats  # it was not collected, so it is not there
 
 
 def test_attrs_tell_algorithm_settings_versions_and_key():
     attrs = exported().attrs
     assert attrs["algorithm"] == "NUTS"
-    assert (attrs["num_warmup"], attrs["num_samples"], attrs["num_chains"]) == (10, DRAWS, CHAINS)
+    assert (attrs["num_warmup"], attrs["num_samples"], attrs["num_chains"]) == (
+        10,
+        DRAWS,
+        CHAINS,
+    )
     assert (attrs["dataset"], attrs["numpyro_bnn_version"]) == ("toy", bnn.__version__)
     assert attrs["predictive_rng_key"] == "[0, 0]"
     assert "jax_version" in attrs
@@ -147,13 +210,19 @@ def test_results_do_not_depend_on_the_chunk():
     for part in ("predictions", "posterior_predictive", "log_likelihood"):
         for name, values in group(chunked, part).items():
             # One more or fewer draw per call changes how XLA orders sums, nothing else.
-            np.testing.assert_allclose(values, group(exported(), part)[name], rtol=2e-5, atol=2e-5)
+            np.testing.assert_allclose(
+                values, group(exported(), part)[name], rtol=2e-5, atol=2e-5
+            )
 
 
 def test_keys_may_be_typed_or_legacy():
     found = []
     for key in (jax.random.key(4), jax.random.PRNGKey(4)):
-        options = {"log_likelihood": False, "posterior_predictive": False, "rng_key": key}
+        options = {
+            "log_likelihood": False,
+            "posterior_predictive": False,
+            "rng_key": key,
+        }
         idata = bnn.to_inference_data(mcmc(), {"x": NEW_X}, **options)
         assert idata.attrs["predictive_rng_key"] == "[0, 4]"
         found.append(group(idata, "predictions"))
@@ -177,25 +246,45 @@ def test_classes_have_probabilities_and_new_rows_no_coords_of_training_rows(plat
     idata = bnn.to_inference_data(run, {"x": -X, "y": 0 * CLASSES}, **options)
 
     def labels(idata, name, variable="y"):
-        return [values.to_numpy().tolist() for values in group(idata, name)[variable].coords.values()][2:]
+        return [
+            values.to_numpy().tolist()
+            for values in group(idata, name)[variable].coords.values()
+        ][2:]
 
     assert labels(idata, "posterior_predictive") == [list(LABELS)]
     assert labels(idata, "predictions") == [list(range(N))]
     assert labels(idata, "predictions", "y_probs")[-1] == ["a", "b", "c"]
-    labeled = bnn.to_inference_data(run, {"x": -X}, prediction_coords={row: range(N, 2 * N)}, **options)
+    labeled = bnn.to_inference_data(
+        run, {"x": -X}, prediction_coords={row: range(N, 2 * N)}, **options
+    )
     assert labels(labeled, "predictions") == [list(range(N, 2 * N))]
-    found, logits = group(idata, "predictions"), -X[:, :1] * np.asarray(run.get_samples()["w"])[:, None]
+    found, logits = (
+        group(idata, "predictions"),
+        -X[:, :1] * np.asarray(run.get_samples()["w"])[:, None],
+    )
     np.testing.assert_allclose(found["y_probs"][0], jax.nn.softmax(logits), rtol=1e-4)
     if plated:
-        np.testing.assert_allclose(np.log(found["y_probs"][..., 0]), found["y_log_likelihood"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            np.log(found["y_probs"][..., 0]),
+            found["y_log_likelihood"],
+            rtol=1e-4,
+            atol=1e-5,
+        )
     assert found["y"].dtype.kind == "i"
 
 
 def test_coords_of_new_rows_of_processes():
     x = np.linspace(-1, 1, 4)[:, None]
     gp = bnn.infinite.gp_regression(bnn.nn.Dense(1), x, x[:, 0], noise_sd=0.1)
-    options = {"predictions": {"x": x}, "num_samples": 3, "coords": {"data": [5, 6, 7, 8]}}
-    for more, expected in [({}, [0, 1, 2, 3]), ({"prediction_coords": {"data": [1, 3, 5, 7]}}, [1, 3, 5, 7])]:
+    options = {
+        "predictions": {"x": x},
+        "num_samples": 3,
+        "coords": {"data": [5, 6, 7, 8]},
+    }
+    for more, expected in [
+        ({}, [0, 1, 2, 3]),
+        ({"prediction_coords": {"data": [1, 3, 5, 7]}}, [1, 3, 5, 7]),
+    ]:
         idata = bnn.to_inference_data(gp, **options, **more)
         assert group(idata, "posterior")["data"].to_numpy().tolist() == [5, 6, 7, 8]
         assert group(idata, "predictions")["data"].to_numpy().tolist() == expected
@@ -203,10 +292,14 @@ def test_coords_of_new_rows_of_processes():
 
 @pytest.mark.slow
 def test_batch_norm_predicts_with_training_statistics_of_each_draw():
-    """A prediction is about one point: alone or among others it is the same, and so is its score."""
+    """A prediction is about one point: alone or among others it is the same, and so is
+    its score.
+    """
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     run = sample(bnn.models.regression(net), *ZOO["network"].args, draws=60, warmup=200)
-    draws = {name.removeprefix("net/"): value for name, value in run.get_samples().items()}
+    draws = {
+        name.removeprefix("net/"): value for name, value in run.get_samples().items()
+    }
     sigma = draws.pop("sigma")
     assert len(np.unique(sigma)) > 5  # the chain moves
 
@@ -217,20 +310,30 @@ def test_batch_norm_predicts_with_training_statistics_of_each_draw():
     for rows in (slice(5), slice(1)):
         idata = bnn.to_inference_data(run, {"x": NEW_X[rows], "y": targets[rows]})
         found = group(idata, "predictions")
-        np.testing.assert_allclose(found["y_mean"][0], mean[:, rows], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found["y_mean"][0], mean[:, rows], rtol=1e-4, atol=1e-5
+        )
         density = scipy.stats.norm.logpdf(targets[rows], mean[:, rows], sigma[:, None])
-        np.testing.assert_allclose(found["y_log_likelihood"][0], density, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            found["y_log_likelihood"][0], density, rtol=1e-4, atol=1e-4
+        )
 
 
-# -- masks, censoring, factors ---------------------------------------------------------------------------
+# -- masks, censoring, factors ---------------------------------------------------------
 
-KEPT = {"all": np.ones(N, bool), "some": np.arange(N) % 3 > 0, "none": np.zeros(N, bool)}
+KEPT = {
+    "all": np.ones(N, bool),
+    "some": np.arange(N) % 3 > 0,
+    "none": np.zeros(N, bool),
+}
 MASKED = ["handler", "distribution", "imputed_observed", "events", "elements", "table"]
 
 
 def masked(x, y, mask):
     f = numpyro.sample("w", dist.Normal(0.0, 1.0)) * x[:, 0]
-    both = jnp.stack([mask, jnp.zeros(N, bool)], -1)  # the second element is left out everywhere
+    both = jnp.stack(
+        [mask, jnp.zeros(N, bool)], -1
+    )  # the second element is left out everywhere
     pairs = dist.Normal(f[:, None], 0.5).expand([N, 2])
     with numpyro.plate("data", N):
         numpyro.sample("complete", dist.Normal(f, 1.0), obs=y)
@@ -238,8 +341,12 @@ def masked(x, y, mask):
             numpyro.sample("handler", dist.Normal(f, 0.5), obs=y)
         numpyro.sample("distribution", dist.Normal(f, 0.5).mask(mask), obs=y)
         numpyro.sample("imputed", dist.Normal(f, 0.5), obs=y, obs_mask=mask)
-        numpyro.sample("events", pairs.to_event(1).mask(mask), obs=jnp.stack([y, y], -1))
-        numpyro.sample("elements", pairs.mask(both).to_event(1), obs=jnp.stack([y, y], -1))
+        numpyro.sample(
+            "events", pairs.to_event(1).mask(mask), obs=jnp.stack([y, y], -1)
+        )
+        numpyro.sample(
+            "elements", pairs.mask(both).to_event(1), obs=jnp.stack([y, y], -1)
+        )
     with numpyro.plate("rows", N // 2, dim=-2), numpyro.plate("columns", 2, dim=-1):
         fn = dist.Normal(f.reshape(-1, 2), 0.5).mask(mask.reshape(-1, 2))
         numpyro.sample("table", fn, obs=y.reshape(-1, 2))
@@ -248,19 +355,34 @@ def masked(x, y, mask):
 @cache
 def export_of_masked(kept):
     params = {"w_auto_loc": 0.7, "w_auto_scale": 0.02}
-    params |= {"imputed_unobserved_auto_loc": jnp.zeros(N), "imputed_unobserved_auto_scale": jnp.ones(N)}
-    options = {"num_samples": 60, "posterior_predictive": False, "coords": {"data": LABELS}}
+    params |= {
+        "imputed_unobserved_auto_loc": jnp.zeros(N),
+        "imputed_unobserved_auto_scale": jnp.ones(N),
+    }
+    options = {
+        "num_samples": 60,
+        "posterior_predictive": False,
+        "coords": {"data": LABELS},
+    }
     args = (X, Y, jnp.asarray(KEPT[kept]))
-    return bnn.to_inference_data(SimpleNamespace(params=params), guide=AutoNormal(masked), args=args, **options)
+    return bnn.to_inference_data(
+        SimpleNamespace(params=params), guide=AutoNormal(masked), args=args, **options
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of both sides alike
 @pytest.mark.parametrize(
-    "kept", [pytest.param(name, marks=[] if name == "some" else pytest.mark.slow) for name in KEPT]
+    "kept",
+    [
+        pytest.param(name, marks=[] if name == "some" else pytest.mark.slow)
+        for name in KEPT
+    ],
 )
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_observations_are_no_data(name, kept):
-    """LOO of the observations that a mask leaves is that of a model that holds nothing else."""
+    """LOO of the observations that a mask leaves is that of a model that holds nothing
+    else.
+    """
     mask, idata = KEPT[kept], export_of_masked(kept)
     found = group(idata, "log_likelihood")
     assert found["complete"].shape == (1, 60, N)
@@ -271,38 +393,61 @@ def test_masked_observations_are_no_data(name, kept):
     density = scipy.stats.norm.logpdf(Y[mask], w[..., None] * X[mask, 0], 0.5)
     density = 2 * density if name == "events" else density
     by_hand = results(
-        {"posterior": group(idata, "posterior"), "log_likelihood": {"y": (("chain", "draw", "row"), density)}}
+        {
+            "posterior": group(idata, "posterior"),
+            "log_likelihood": {"y": (("chain", "draw", "row"), density)},
+        }
     )
     one, other = az.loo(idata, var_name=name), az.loo(by_hand, var_name="y")
     assert one.n_data_points == other.n_data_points == mask.sum()
     np.testing.assert_allclose(one.se, other.se, rtol=1e-4)
-    np.testing.assert_allclose(found[name].to_numpy().reshape(density.shape), density, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found[name].to_numpy().reshape(density.shape), density, rtol=1e-4, atol=1e-5
+    )
     if kept == "some" and name in ("handler", "events"):
-        assert found[f"{name}_observed"].to_numpy().tolist() == (100 + np.flatnonzero(mask)).tolist()
+        assert (
+            found[f"{name}_observed"].to_numpy().tolist()
+            == (100 + np.flatnonzero(mask)).tolist()
+        )
 
 
 CENSORED = np.arange(N) % 3 == 0
 
 
 def test_censored_rows_have_a_log_likelihood_and_a_mean():
-    """Also if the density of a row is a factor in the plate of the data; draws and means are of uncensored values."""
+    """Also if the density of a row is a factor in the plate of the data; draws and
+    means are of uncensored values.
+    """
 
     def model(x, y):
         f = numpyro.sample("w", dist.Normal(0.0, 1.0)) * x[:, 0]
         with numpyro.plate("data", N):
             numpyro.sample("y", dist.Normal(f, 0.5).mask(~CENSORED), obs=y)
-            numpyro.factor("beyond", jnp.where(CENSORED, jax.scipy.stats.norm.logsf(y, f, 0.5), 0.0))
-            numpyro.sample("censored", dist.RightCensoredDistribution(dist.Normal(f, 0.5), CENSORED), obs=y)
+            numpyro.factor(
+                "beyond",
+                jnp.where(CENSORED, jax.scipy.stats.norm.logsf(y, f, 0.5), 0.0),
+            )
+            numpyro.sample(
+                "censored",
+                dist.RightCensoredDistribution(dist.Normal(f, 0.5), CENSORED),
+                obs=y,
+            )
 
     run = sample(model, X, Y)
     f = np.asarray(run.get_samples()["w"])[:, None] * X[:, 0]
     norm, idata = scipy.stats.norm(f, 0.5), bnn.to_inference_data(run)
     above, at, found = norm.logsf(Y), norm.logpdf(Y), group(idata, "log_likelihood")
-    np.testing.assert_allclose(found["censored"][0], np.where(CENSORED, above, at), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        found["censored"][0], np.where(CENSORED, above, at), rtol=1e-3, atol=1e-4
+    )
     np.testing.assert_allclose(found["y"][0], at[:, ~CENSORED], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found["beyond"][0], above[:, CENSORED], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        found["beyond"][0], above[:, CENSORED], rtol=1e-3, atol=1e-4
+    )
     for name in ("y_mean", "censored_mean"):
-        np.testing.assert_allclose(group(idata, "posterior_predictive")[name][0], f, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            group(idata, "posterior_predictive")[name][0], f, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_what_a_log_likelihood_or_a_mean_lacks_is_said():
@@ -313,19 +458,32 @@ def test_what_a_log_likelihood_or_a_mean_lacks_is_said():
         numpyro.factor("total", jax.scipy.stats.norm.logpdf(y, f, 0.5).sum())
         numpyro.factor("penalty", -(f[0] ** 2))
         with numpyro.plate("data", N):
-            fn = dist.TransformedDistribution(dist.Normal(f, 0.5), dist.transforms.SoftplusTransform())
+            fn = dist.TransformedDistribution(
+                dist.Normal(f, 0.5), dist.transforms.SoftplusTransform()
+            )
             numpyro.sample("y", fn, obs=jnp.exp(y))
 
     run = sample(model, X, Y)
     with (
-        pytest.warns(UserWarning, match=r"`log_likelihood` lacks the factor 'total'.*inside the plate of the data"),
-        pytest.warns(UserWarning, match="no `y_mean`, as NumPyro has no mean of a TransformedDistribution"),
+        pytest.warns(
+            UserWarning,
+            match=(
+                r"`log_likelihood` lacks the factor 'total'.*inside the plate of the "
+                r"data"
+            ),
+        ),
+        pytest.warns(
+            UserWarning,
+            match="no `y_mean`, as NumPyro has no mean of a TransformedDistribution",
+        ),
     ):
         bnn.to_inference_data(run)
 
 
 def test_placeholders_behind_a_mask_are_no_targets():
-    """NaN or -999 for a missing target: the scale of the targets is that of the others."""
+    """NaN or -999 for a missing target: the scale of the targets is that
+    of the others.
+    """
 
     def model(x, y, known):
         net = bnn.random_network("net", NET, x.shape[1:])
@@ -334,25 +492,40 @@ def test_placeholders_behind_a_mask_are_no_targets():
 
     missing = np.where(np.arange(N) % 2, np.nan, -999.0)
     run = sample(model, X, np.where(CENSORED, missing, Y), ~CENSORED, chains=CHAINS)
-    findings = {finding.name: finding for finding in bnn.metrics.health(bnn.to_inference_data(run)).findings}
+    findings = {
+        finding.name: finding
+        for finding in bnn.metrics.health(bnn.to_inference_data(run)).findings
+    }
     assert findings["standardized"].verdict == "ok", findings["standardized"]
     assert findings["standardized"].value == pytest.approx(np.abs(X).std(), abs=1.0)
 
 
-# -- arguments at new rows -------------------------------------------------------------------------------
+# -- arguments at new rows -------------------------------------------------------------
 
 
 def covariates(x, groups, y=None, weights=None, mask=None, offset=None, **options):
     slope = numpyro.sample("slope", dist.Normal(0, 1).expand([2]).to_event(1))
     f = x[:, 0] * slope[groups] + options["shift"] + (0.0 if offset is None else offset)
-    with numpyro.plate("data", len(x)), handlers.scale(scale=1.0 if weights is None else weights):
-        numpyro.sample("y", dist.Normal(f, 0.5).mask(True if mask is None else mask), obs=y)
+    with (
+        numpyro.plate("data", len(x)),
+        handlers.scale(scale=1.0 if weights is None else weights),
+    ):
+        numpyro.sample(
+            "y", dist.Normal(f, 0.5).mask(True if mask is None else mask), obs=y
+        )
 
 
 def test_new_rows_need_the_arguments_that_change_their_prediction():
-    """Weights and masks have their default; `None` is a value; rows that a mask leaves out are not scored."""
+    """Weights and masks have their default; `None` is a value; rows that a mask leaves
+    out are not scored.
+    """
     kind, ones = np.arange(N) % 2, np.ones(N, np.float32)
-    extra = {"weights": ones + kind, "mask": ones > 0, "offset": ones, "shift": np.zeros(1)}
+    extra = {
+        "weights": ones + kind,
+        "mask": ones > 0,
+        "offset": ones,
+        "shift": np.zeros(1),
+    }
     run = sample(covariates, X, kind, y=Y, **extra, chains=CHAINS)
     options = {"log_likelihood": False, "posterior_predictive": False}
     new = {"x": NEW_X, "shift": np.ones(1)}
@@ -382,8 +555,12 @@ def test_arguments_that_the_run_left_out_can_be_given():
             numpyro.sample("y", dist.Normal(w * start * jnp.arange(length), 1.0), obs=y)
 
     run = sample(series, jnp.ones(()), jnp.ones(4))
-    assert group(bnn.to_inference_data(run, {"length": 6}), "predictions")["y"].shape == (1, 3, 6)
-    with pytest.raises(ValueError, match=r"Did you mean 'length'.*Known: start, y, length"):
+    assert group(bnn.to_inference_data(run, {"length": 6}), "predictions")[
+        "y"
+    ].shape == (1, 3, 6)
+    with pytest.raises(
+        ValueError, match=r"Did you mean 'length'.*Known: start, y, length"
+    ):
         bnn.to_inference_data(run, {"lenght": 6})
 
 
@@ -393,7 +570,10 @@ def test_arguments_that_the_run_left_out_can_be_given():
         ({"X": np.ones((3, 2))}, r"predictions.*Did you mean 'x'"),
         ({"x": np.full((3, 2), np.nan)}, r"6 NaN or infinite values"),
         ({"x": np.ones((3, 5))}, r"shape \(3, 5\).*one row per new point"),
-        ({"x": np.ones((3, 2)), "y": np.ones(4)}, r"mismatched lengths \(x has 3, y has 4\)"),
+        (
+            {"x": np.ones((3, 2)), "y": np.ones(4)},
+            r"mismatched lengths \(x has 3, y has 4\)",
+        ),
     ],
 )
 def test_bad_predictions_are_refused(new, message):
@@ -406,7 +586,12 @@ def test_bad_results_are_refused():
         bnn.to_inference_data(MCMC(NUTS(network), num_warmup=1, num_samples=1))
     with pytest.raises(TypeError, match="dict"):
         bnn.to_inference_data(mcmc().get_samples())
-    run = MCMC(BarkerMH(potential_fn=lambda z: z**2), num_warmup=1, num_samples=1, progress_bar=False)
+    run = MCMC(
+        BarkerMH(potential_fn=lambda z: z**2),
+        num_warmup=1,
+        num_samples=1,
+        progress_bar=False,
+    )
     run.run(jax.random.key(0), init_params=jnp.zeros(()))
     with pytest.raises(ValueError, match="potential function"):
         bnn.to_inference_data(run)
@@ -433,6 +618,8 @@ def test_observed_data_keep_their_precision():
             numpyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
     y = 1e6 + np.arange(4) / 100
-    run = MCMC(bnn.infer.SGLD(model, 1e-3), num_warmup=0, num_samples=2, progress_bar=False)
+    run = MCMC(
+        bnn.infer.SGLD(model, 1e-3), num_warmup=0, num_samples=2, progress_bar=False
+    )
     run.run(jax.random.key(0), y)
     np.testing.assert_array_equal(bnn.to_inference_data(run)["observed_data"]["y"], y)

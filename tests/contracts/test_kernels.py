@@ -1,4 +1,6 @@
-"""The contract of kernels under ``MCMC``: one run of each row of the registry, and many looks at it."""
+"""The contract of kernels under ``MCMC``: one run of each row of the registry, and many
+looks at it.
+"""
 
 import copy
 import pickle
@@ -24,26 +26,39 @@ FIELDS = ("base_step_size", "z.sigma")
 
 
 def params(fast=None):
-    """Names of rows; those that are not in ``fast``, by default the first of each class, are slow."""
+    """Names of rows; those that are not in ``fast``, by default the first of each
+    class, are slow.
+    """
     fast = firsts(KERNELS) if fast is None else fast
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in KERNELS]
+    return [
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+        for name in KERNELS
+    ]
 
 
 def mcmc_of(kernel, method="vectorized", **options):
-    options = {"num_warmup": WARMUP, "num_samples": DRAWS, "progress_bar": False} | options
+    options = {
+        "num_warmup": WARMUP,
+        "num_samples": DRAWS,
+        "progress_bar": False,
+    } | options
     return MCMC(kernel, num_chains=2, chain_method=method, thinning=2, **options)
 
 
 @cache
 def finished(name):
-    """Two vectorized chains of a pickled kernel, with a legacy key, every second draw kept."""
+    """Two vectorized chains of a pickled kernel, with a legacy key, every second draw
+    kept.
+    """
     mcmc = mcmc_of(pickle.loads(pickle.dumps(KERNELS[name].make(MODEL.model))))
     mcmc.run(jax.random.PRNGKey(3), *MODEL.args, **BATCHES, extra_fields=FIELDS)
     return mcmc
 
 
 def second(mcmc):
-    return {name: value[1] for name, value in mcmc.get_samples(group_by_chain=True).items()}
+    return {
+        name: value[1] for name, value in mcmc.get_samples(group_by_chain=True).items()
+    }
 
 
 def assert_same(found, expected):
@@ -53,35 +68,66 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", params())
 def test_draws_are_those_of_the_model(name):
-    """Finite, constrained, thinned; without the deterministic site that belongs to one minibatch."""
+    """Finite, constrained, thinned; without the deterministic site that belongs to one
+    minibatch.
+    """
     mcmc = finished(name)
-    draws, extra = mcmc.get_samples(group_by_chain=True), mcmc.get_extra_fields(group_by_chain=True)
+    draws, extra = (
+        mcmc.get_samples(group_by_chain=True),
+        mcmc.get_extra_fields(group_by_chain=True),
+    )
     shapes = {name: value.shape for name, value in draws.items()}
-    assert shapes == {"w": (2, DRAWS // 2, 2), "sigma": (2, DRAWS // 2), "precision": (2, DRAWS // 2)}
+    assert shapes == {
+        "w": (2, DRAWS // 2, 2),
+        "sigma": (2, DRAWS // 2),
+        "precision": (2, DRAWS // 2),
+    }
     assert all(np.isfinite(value).all() for value in draws.values())
-    assert len(np.unique(draws["sigma"])) > 2  # chains differ, and move unless all proposals are refused
+    assert (
+        len(np.unique(draws["sigma"])) > 2
+    )  # chains differ, and move unless all proposals are refused
     np.testing.assert_allclose(draws["precision"], draws["sigma"] ** -2.0, rtol=1e-4)
-    np.testing.assert_allclose(extra["z.sigma"], np.log(draws["sigma"]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        extra["z.sigma"], np.log(draws["sigma"]), rtol=1e-4, atol=1e-5
+    )
     assert set(extra) == {*FIELDS, *mcmc.sampler.default_fields} - {"z"}
     sizes, counts = extra["base_step_size"], np.asarray(extra["num_gradients"])
-    np.testing.assert_array_equal(sizes, sizes[:, :1].repeat(DRAWS // 2, 1))  # after warm-up step sizes stay
-    assert (np.diff(counts, axis=1) >= 2 * 3).all()  # two transitions of three steps and more
+    np.testing.assert_array_equal(
+        sizes, sizes[:, :1].repeat(DRAWS // 2, 1)
+    )  # after warm-up step sizes stay
+    assert (
+        np.diff(counts, axis=1) >= 2 * 3
+    ).all()  # two transitions of three steps and more
     assert counts[0, 0] > 3 * WARMUP
     text = mcmc.sampler.get_diagnostics_str(mcmc.last_state)
-    assert text.split(" steps of size ")[1] == f"{np.mean(mcmc.last_state.step_size):.2e}"
+    assert (
+        text.split(" steps of size ")[1] == f"{np.mean(mcmc.last_state.step_size):.2e}"
+    )
 
 
 @pytest.mark.parametrize("name", params())
 def test_export_has_the_statistics_of_the_kernel(name):
     row, mcmc = KERNELS[name], finished(name)
-    idata = bnn.to_inference_data(mcmc, log_likelihood=False, posterior_predictive=False)
-    expected = {"diverging", "step_size", "configurational_temperature", "gradient_noise", "num_gradients"}
+    idata = bnn.to_inference_data(
+        mcmc, log_likelihood=False, posterior_predictive=False
+    )
+    expected = {
+        "diverging",
+        "step_size",
+        "configurational_temperature",
+        "gradient_noise",
+        "num_gradients",
+    }
     expected |= {"refused_steps"}
     expected |= {"kinetic_temperature"} if row.momentum else set()
     expected |= {"acceptance_rate"} if row.exact else set()
-    expected |= {"energy_variance", "decoherence_length"} if row.microcanonical else set()
+    expected |= (
+        {"energy_variance", "decoherence_length"} if row.microcanonical else set()
+    )
     stats = group(idata, "sample_stats")
-    assert set(stats.data_vars) - {*FIELDS} == expected  # no `lp`: a minibatch potential is not the log density
+    assert (
+        set(stats.data_vars) - {*FIELDS} == expected
+    )  # no `lp`: a minibatch potential is not the log density
     assert set(group(idata, "posterior").data_vars) == {"w", "sigma", "precision"}
     assert idata.attrs["algorithm"] == type(mcmc.sampler).__name__
     assert idata.attrs["biased"] == (not row.exact)
@@ -97,8 +143,13 @@ def test_resumed_runs_are_one_longer_run(name):
     mcmc, kernel = copy.copy(finished(name)), KERNELS[name].make(MODEL.model)
     with jax.debug_key_reuse(True):
         key = jax.random.split(jax.random.key(3), 2)[1]
-        _, draws = walk(kernel, WARMUP + 2 * DRAWS, MODEL.args, BATCHES, warmup=WARMUP, key=key)
-    whole = {"w": draws["w"][WARMUP + 1 :: 2], "sigma": np.exp(draws["sigma"][WARMUP + 1 :: 2])}
+        _, draws = walk(
+            kernel, WARMUP + 2 * DRAWS, MODEL.args, BATCHES, warmup=WARMUP, key=key
+        )
+    whole = {
+        "w": draws["w"][WARMUP + 1 :: 2],
+        "sigma": np.exp(draws["sigma"][WARMUP + 1 :: 2]),
+    }
     half = DRAWS // 2
     assert_same(second(mcmc), {site: value[:half] for site, value in whole.items()})
     mcmc.post_warmup_state = mcmc.last_state
@@ -119,24 +170,45 @@ def test_warmup_may_come_before_run():
 @pytest.mark.parametrize(
     ("name", "method", "bar"),
     [
-        pytest.param("SGHMC with control variates", "sequential", True, id="sequential", marks=pytest.mark.slow),
+        pytest.param(
+            "SGHMC with control variates",
+            "sequential",
+            True,
+            id="sequential",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("MALA", "parallel", False, id="parallel"),
         pytest.param("GHMC", jax.vmap, False, id="vmap", marks=pytest.mark.slow),
-        pytest.param("MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow),
-        pytest.param("SGLD", infer.parallel_vectorized, False, id="split over devices", marks=pytest.mark.slow),
+        pytest.param(
+            "MCLMC", "parallel", True, id="parallel MCLMC", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "SGLD",
+            infer.parallel_vectorized,
+            False,
+            id="split over devices",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_chain_methods_give_the_same_chains(name, method, bar):
-    """Typed keys, with and without progress bar; resumed where the first chains began inside a compiled program."""
+    """Typed keys, with and without progress bar; resumed where the first chains began
+    inside a compiled program.
+    """
     mcmc = mcmc_of(KERNELS[name].make(MODEL.model), method, progress_bar=bar)
     mcmc.run(jax.random.key(3), *MODEL.args, **BATCHES, extra_fields=["~z.precision"])
     assert set(mcmc.get_samples()) == {"w", "sigma"}
     assert_same(second(mcmc), second(finished(name)))
     if method is infer.parallel_vectorized:
         assert mcmc.get_samples()["w"].devices() == {jax.local_devices()[0]}
-    if name == "MCLMC":  # what the kernel keeps must not belong to the first compiled program
+    if (
+        name == "MCLMC"
+    ):  # what the kernel keeps must not belong to the first compiled program
         once = copy.copy(finished(name))
-        for resumed, options in ((mcmc, {"extra_fields": ["~z.precision"]}), (once, {"extra_fields": FIELDS})):
+        for resumed, options in (
+            (mcmc, {"extra_fields": ["~z.precision"]}),
+            (once, {"extra_fields": FIELDS}),
+        ):
             resumed.post_warmup_state = resumed.last_state
             resumed.run(resumed.last_state.rng_key, *MODEL.args, **BATCHES, **options)
         assert_same(second(mcmc), second(once))
@@ -169,7 +241,15 @@ def test_states_keep_their_types(name, x64):
         first = kernel.init(key, WARMUP, None, args, BATCHES)
         return first, kernel.sample(first, args, BATCHES)
 
-    first, then = jax.eval_shape(jax.vmap(chain), jax.random.split(jax.random.key(0), 2))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), first) == jax.tree.map(lambda a: (a.shape, a.dtype), then)
-    floats = [leaf.dtype for leaf in jax.tree.leaves(then) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    first, then = jax.eval_shape(
+        jax.vmap(chain), jax.random.split(jax.random.key(0), 2)
+    )
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), first) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), then
+    )
+    floats = [
+        leaf.dtype
+        for leaf in jax.tree.leaves(then)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     assert set(floats) == {jnp.dtype("float64")}

@@ -1,4 +1,6 @@
-"""Every layer keeps its contract and has the values of Flax, XLA or a formula; normalization forgets the scale."""
+"""Every layer keeps its contract and has the values of Flax, XLA or a formula;
+normalization forgets the scale.
+"""
 
 import pickle
 from functools import partial
@@ -21,24 +23,28 @@ UNIT = np.finfo(np.float32).eps / 2  # roundoff of float32
 
 
 def inputs_of(row, batch, dtype=np.float32):
-    return np.random.default_rng(1).normal(size=(*batch, *row.input_shape)).astype(dtype)
+    return (
+        np.random.default_rng(1).normal(size=(*batch, *row.input_shape)).astype(dtype)
+    )
 
 
 def params_of(row, seed=0, dtype=np.float32):
     """Parameters in general position: biases and gains too are random."""
     random = np.random.default_rng(seed)
     return {
-        name: (name.rpartition(".")[2] == "scale") + random.normal(size=shape).astype(dtype) / prod(shape[:-1]) ** 0.5
+        name: (name.rpartition(".")[2] == "scale")
+        + random.normal(size=shape).astype(dtype) / prod(shape[:-1]) ** 0.5
         for name, shape in row.layer.param_shapes(row.input_shape).items()
     }
 
 
 def close(found, expected, factor=1.0):
-    # 1e-5 is about 170 unit roundoffs: the depth times the number of terms of these small networks.
+    # 1e-5 is about 170 unit roundoffs: the depth times the number of terms of these
+    # small networks.
     np.testing.assert_allclose(found, expected, rtol=1e-5 * factor, atol=1e-5 * factor)
 
 
-# -- the contract of every layer ------------------------------------------------------------------------
+# -- the contract of every layer -------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", rows(LAYERS))
@@ -46,8 +52,12 @@ def test_specification_is_static_and_tells_all_shapes(row):
     again = pickle.loads(pickle.dumps(row.layer))
     assert again == row.layer
     assert len({again, row.layer, nn.Dense(99)}) == 2
-    params = jax.eval_shape(lambda key: row.layer.init(key, row.input_shape), jax.random.key(0))
-    assert {name: value.shape for name, value in params.items()} == row.layer.param_shapes(row.input_shape)
+    params = jax.eval_shape(
+        lambda key: row.layer.init(key, row.input_shape), jax.random.key(0)
+    )
+    assert {
+        name: value.shape for name, value in params.items()
+    } == row.layer.param_shapes(row.input_shape)
     for batch in [(4,), (2, 1, 5)]:
         outputs = jax.eval_shape(row.layer.apply, params, inputs_of(row, batch))
         assert outputs.shape == (*batch, *row.layer.output_shape(row.input_shape))
@@ -62,7 +72,10 @@ def test_wrong_input_shape_is_refused_where_it_is(row):
     net = nn.Sequential([row.layer])
     path = next(net.children())[0]
     params = {f"{path}.{name}": value for name, value in params_of(row).items()}
-    for call in (net.param_shapes, lambda shape: net.apply(params, np.ones(shape, np.float32))):
+    for call in (
+        net.param_shapes,
+        lambda shape: net.apply(params, np.ones(shape, np.float32)),
+    ):
         with pytest.raises(ValueError, match=r"input shape .*It takes") as error:
             call(wrong)
         assert f"at '{path}" in str(error.value)
@@ -70,7 +83,9 @@ def test_wrong_input_shape_is_refused_where_it_is(row):
 
 @pytest.mark.parametrize("row", rows(LAYERS))
 def test_precision_is_that_of_the_run(row):
-    """No silent promotion; with x64 on float32 stays float32, and float32 data with float64 draws give float64."""
+    """No silent promotion; with x64 on float32 stays float32, and float32 data with
+    float64 draws give float64.
+    """
 
     def everything(params, x):
         statistics = row.layer.statistics(params, x)
@@ -78,7 +93,9 @@ def test_precision_is_that_of_the_run(row):
         return row.layer.apply(params, x), loss(params)
 
     def dtypes(*args):
-        return {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(everything, *args))}
+        return {
+            leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(everything, *args))
+        }
 
     low = params_of(row), inputs_of(row, (2, 3))
     high = params_of(row, dtype=np.float64), inputs_of(row, (2, 3), np.float64)
@@ -89,31 +106,47 @@ def test_precision_is_that_of_the_run(row):
         assert dtypes(*low) == {np.dtype("float32")}
         mixed = jax.eval_shape(row.layer.apply, high[0], low[1]).dtype
         assert mixed == (jnp.float64 if high[0] else jnp.float32)
-        initial = jax.eval_shape(lambda key: row.layer.init(key, row.input_shape), jax.random.key(0))
+        initial = jax.eval_shape(
+            lambda key: row.layer.init(key, row.input_shape), jax.random.key(0)
+        )
         assert all(value.dtype == jnp.float64 for value in initial.values())
 
 
 @pytest.mark.parametrize("row", rows(LAYERS))
 def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
-    """With the statistics of the batch, a point's value depends on nothing else in the batch.
+    """With the statistics of the batch, a point's value depends on nothing else in the
+    batch.
 
     Gradients also where all inputs are 0, and where all parameters are.
     """
     layer, x = row.layer, inputs_of(row, (2, 4))
-    draws = jax.tree.map(lambda *values: np.stack(values), params_of(row), params_of(row, seed=1))
+    draws = jax.tree.map(
+        lambda *values: np.stack(values), params_of(row), params_of(row, seed=1)
+    )
 
     def gradients(params, x):
-        return jax.grad(lambda *point: jnp.sum(jnp.sin(layer.apply(*point))), (0, 1))(params, x)
+        return jax.grad(lambda *point: jnp.sum(jnp.sin(layer.apply(*point))), (0, 1))(
+            params, x
+        )
 
     @jax.jit
     def run(draws, x):
-        params, flat = jax.tree.map(lambda values: values[0], draws), x.reshape((8, *row.input_shape))
+        params, flat = (
+            jax.tree.map(lambda values: values[0], draws),
+            x.reshape((8, *row.input_shape)),
+        )
         statistics = layer.statistics(params, flat)
-        points = jax.tree.map(lambda values: jnp.stack([values, values, 0 * values]), params)
+        points = jax.tree.map(
+            lambda values: jnp.stack([values, values, 0 * values]), params
+        )
         return {
-            "batch axes": layer.apply(params, x).reshape((8, *layer.output_shape(row.input_shape))),
+            "batch axes": layer.apply(params, x).reshape(
+                (8, *layer.output_shape(row.input_shape))
+            ),
             "flat": layer.apply(params, flat),
-            "many draws": jax.vmap(layer.apply, (0 if params else None, None), axis_size=2)(draws, flat)[0],
+            "many draws": jax.vmap(
+                layer.apply, (0 if params else None, None), axis_size=2
+            )(draws, flat)[0],
             "given statistics": layer.apply(params, flat, statistics),
             "alone": layer.apply(params, flat[:1], statistics),
             "gradients": jax.vmap(gradients)(points, jnp.stack([flat, 0 * flat, flat])),
@@ -122,21 +155,27 @@ def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
     found = jax.tree.map(np.asarray, run(draws, x))
     close(found["batch axes"], found["flat"])
     close(found["many draws"], found["flat"])
-    close(found["given statistics"], found["flat"], factor=10)  # another order of the same operations
+    close(
+        found["given statistics"], found["flat"], factor=10
+    )  # another order of the same operations
     close(found["alone"], found["flat"][:1], factor=10)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found["gradients"]))
 
 
-# -- values of other libraries --------------------------------------------------------------------------
+# -- values of other libraries ---------------------------------------------------------
 
 
 def flax(module):
-    return lambda params, x: module.apply({"params": params}, x, mutable=["batch_stats"])[0]
+    return lambda params, x: module.apply(
+        {"params": params}, x, mutable=["batch_stats"]
+    )[0]
 
 
 def xla(*geometry):
     layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-    return lambda params, x: jax.lax.conv_general_dilated(x, params["kernel"], *geometry, **layout)
+    return lambda params, x: jax.lax.conv_general_dilated(
+        x, params["kernel"], *geometry, **layout
+    )
 
 
 def pooled(kind, *geometry, **options):
@@ -145,7 +184,11 @@ def pooled(kind, *geometry, **options):
 
 EXACT_NORM = {"epsilon": 0.0, "use_fast_variance": False}
 BODY = nn.Sequential([nn.Dense(4), "tanh"])
-CONV, MAX, MEAN = partial(nn.Conv2d, 4, (3, 2), use_bias=False), linen.max_pool, linen.avg_pool
+CONV, MAX, MEAN = (
+    partial(nn.Conv2d, 4, (3, 2), use_bias=False),
+    linen.max_pool,
+    linen.avg_pool,
+)
 REFERENCES = {
     "Dense": (nn.Dense(4), (3,), flax(linen.Dense(4))),
     "Conv2d": (nn.Conv2d(4, (3, 2), 2), IMAGE, flax(linen.Conv(4, (3, 2), (2, 2)))),
@@ -154,35 +197,65 @@ REFERENCES = {
     "Conv2d padded": (CONV((2, 3), 2), (8, 7, 5), xla((2, 3), ((2, 2), (2, 2)))),
     "MaxPool": (nn.MaxPool((3, 2)), IMAGE, pooled(MAX, (3, 2), (3, 2))),
     "MaxPool global": (nn.MaxPool(None), IMAGE, pooled(MAX, IMAGE[:2], IMAGE[:2])),
-    "MaxPool SAME": (nn.MaxPool((2, 3), (1, 2), "SAME"), IMAGE, pooled(MAX, (2, 3), (1, 2), "SAME")),
+    "MaxPool SAME": (
+        nn.MaxPool((2, 3), (1, 2), "SAME"),
+        IMAGE,
+        pooled(MAX, (2, 3), (1, 2), "SAME"),
+    ),
     "AvgPool": (nn.AvgPool((3, 2)), IMAGE, pooled(MEAN, (3, 2), (3, 2))),
     "AvgPool SAME": (
         nn.AvgPool((2, 3), (1, 2), "SAME"),
         IMAGE,
         pooled(MEAN, (2, 3), (1, 2), "SAME", count_include_pad=False),
     ),
-    "BatchNorm": (nn.BatchNorm(), IMAGE, flax(linen.BatchNorm(use_running_average=False, **EXACT_NORM))),
+    "BatchNorm": (
+        nn.BatchNorm(),
+        IMAGE,
+        flax(linen.BatchNorm(use_running_average=False, **EXACT_NORM)),
+    ),
     "LayerNorm": (nn.LayerNorm(), (5,), flax(linen.LayerNorm(**EXACT_NORM))),
-    "Residual": (nn.Residual(nn.Dense(3)), (3,), lambda p, x: x + x @ p["body.kernel"] + p["body.bias"]),
+    "Residual": (
+        nn.Residual(nn.Dense(3)),
+        (3,),
+        lambda p, x: x + x @ p["body.kernel"] + p["body.bias"],
+    ),
     "Residual with shortcut": (
         nn.Residual(BODY, nn.Dense(4, use_bias=False)),
         (3,),
-        lambda p, x: jnp.tanh(x @ p["body.Dense_0.kernel"] + p["body.Dense_0.bias"]) + x @ p["shortcut.kernel"],
+        lambda p, x: (
+            jnp.tanh(x @ p["body.Dense_0.kernel"] + p["body.Dense_0.bias"])
+            + x @ p["shortcut.kernel"]
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize(("layer", "shape", "reference"), REFERENCES.values(), ids=REFERENCES)
+@pytest.mark.parametrize(
+    ("layer", "shape", "reference"), REFERENCES.values(), ids=REFERENCES
+)
 def test_values_and_gradients_are_those_of_flax_and_xla(layer, shape, reference, x64):
-    """With the same parameters, to rounding in float64; a maximum of equal values has its gradient at the first."""
+    """With the same parameters, to rounding in float64; a maximum of equal values has
+    its gradient at the first.
+    """
     row = LayerRow(layer, shape)
-    params, x = params_of(row, dtype=np.float64), np.round(2 * inputs_of(row, (9,), np.float64))  # many ties
+    params, x = (
+        params_of(row, dtype=np.float64),
+        np.round(2 * inputs_of(row, (9,), np.float64)),
+    )  # many ties
 
     def values(way, *point):
-        return way(*point), jax.grad(lambda *at: jnp.sum(jnp.sin(way(*at))), (0, 1))(*point)
+        return way(*point), jax.grad(lambda *at: jnp.sum(jnp.sin(way(*at))), (0, 1))(
+            *point
+        )
 
-    found, expected = jax.jit(lambda *point: [values(way, *point) for way in (layer.apply, reference)])(params, x)
-    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-11), found, expected)
+    found, expected = jax.jit(
+        lambda *point: [values(way, *point) for way in (layer.apply, reference)]
+    )(params, x)
+    jax.tree.map(
+        lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-11),
+        found,
+        expected,
+    )
 
 
 def test_a_maximum_does_not_lose_nan():
@@ -206,19 +279,26 @@ FORMULAS = {
 @pytest.mark.parametrize("name", nn.ACTIVATIONS)
 def test_activations_are_their_formulas(name, x64):
     x = np.linspace(-20, 20, 401)
-    np.testing.assert_allclose(nn.Activation(name).apply({}, x), FORMULAS[name](x), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        nn.Activation(name).apply({}, x), FORMULAS[name](x), rtol=1e-12, atol=1e-14
+    )
     if name == "leaky_relu":
-        assert nn.Activation(name, 0.2).apply({}, jnp.array(-1.0)) == pytest.approx(-0.2)
+        assert nn.Activation(name, 0.2).apply({}, jnp.array(-1.0)) == pytest.approx(
+            -0.2
+        )
 
 
 def test_integer_images_become_floats():
     row = LAYERS["Conv2d SAME"]
     bytes_of_images = np.arange(168, dtype=np.uint8).reshape(2, 7, 6, 2)
     apply, params = jax.jit(row.layer.apply), params_of(row)
-    close(apply(params, bytes_of_images), apply(params, bytes_of_images.astype(np.float32)))
+    close(
+        apply(params, bytes_of_images),
+        apply(params, bytes_of_images.astype(np.float32)),
+    )
 
 
-# -- normalization --------------------------------------------------------------------------------------
+# -- normalization ---------------------------------------------------------------------
 
 
 NORMED = {
@@ -228,11 +308,15 @@ NORMED = {
 
 
 @pytest.mark.parametrize("name", NORMED)
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)]
+)
 def test_scaling_what_feeds_a_normalization_changes_nothing(name, dtype):
-    """Not a bit for powers of two, rounding for any factor; and the gradient is orthogonal to those weights.
+    """Not a bit for powers of two, rounding for any factor; and the gradient is
+    orthogonal to those weights.
 
-    Euler: L(c w) = L(w) for all c > 0, so <w, dL/dw> = 0 and dL/dw is homogeneous of degree -1.
+    Euler: L(c w) = L(w) for all c > 0, so <w, dL/dw> = 0 and dL/dw is homogeneous of
+    degree -1.
     """
     with jax.enable_x64(dtype is np.float64):
         net, unit = NORMED[name], np.finfo(dtype).eps / 2
@@ -242,29 +326,49 @@ def test_scaling_what_feeds_a_normalization_changes_nothing(name, dtype):
         both = jax.jit(lambda params: (net.apply(params, x), gradient(params)))
 
         def run(factor):
-            scaled = {key: value * dtype(factor) if "Dense" in key else value for key, value in params.items()}
+            scaled = {
+                key: value * dtype(factor) if "Dense" in key else value
+                for key, value in params.items()
+            }
             outputs, slopes = both(scaled)
-            fed = [[values[key] for key in sorted(values) if "Dense" in key] for values in (scaled, slopes)]
-            return outputs, *(np.concatenate([np.ravel(value).astype(float) for value in values]) for values in fed)
+            fed = [
+                [values[key] for key in sorted(values) if "Dense" in key]
+                for values in (scaled, slopes)
+            ]
+            return outputs, *(
+                np.concatenate([np.ravel(value).astype(float) for value in values])
+                for values in fed
+            )
 
         expected, _, reference = run(1.0)
         for factor in (2.0**-83, 2.0**-1, 2.0**3, 2.0**83):
             np.testing.assert_array_equal(run(factor)[0], expected)
         for factor in (1e-25, 3e-12, 0.7, 1.0, 7e11, 1e25):
             outputs, weights, slope = run(factor)
-            # Numerator, mean and sd carry the rounding of 14 terms and of c w, which are at most 30 times their sd.
-            np.testing.assert_allclose(outputs, expected, rtol=4 * 16 * 30 * unit, atol=4 * 16 * 30 * unit)
-            # 40 rows x 13 inputs are summed: rounding adds up to at most that many units.
+            # Numerator, mean and sd carry the rounding of 14 terms and of c w, which
+            # are at most 30 times their sd.
+            np.testing.assert_allclose(
+                outputs, expected, rtol=4 * 16 * 30 * unit, atol=4 * 16 * 30 * unit
+            )
+            # 40 rows x 13 inputs are summed: rounding adds up to at most that many
+            # units.
             bound = 40 * 13 * 2 * unit * np.linalg.norm(slope)
             assert abs(weights @ slope) <= bound * np.linalg.norm(weights), factor
-            np.testing.assert_allclose(slope * factor, reference, rtol=0, atol=bound * factor)
+            np.testing.assert_allclose(
+                slope * factor, reference, rtol=0, atol=bound * factor
+            )
 
 
 @pytest.mark.parametrize("number", [7, 100_001])
 def test_constant_feature_is_its_shift(number):
-    """Exactly, with gradient 0, however the sum of its mean is rounded; a nearly constant one is normalized."""
+    """Exactly, with gradient 0, however the sum of its mean is rounded; a nearly
+    constant one is normalized.
+    """
     constants = np.array([0.0, 1 / 3, -123.4567, 1e-30, 1e30], np.float32)
-    net, params = nn.BatchNorm(), {"scale": np.full(6, 2.0, np.float32), "bias": np.full(6, 0.25, np.float32)}
+    net, params = (
+        nn.BatchNorm(),
+        {"scale": np.full(6, 2.0, np.float32), "bias": np.full(6, 0.25, np.float32)},
+    )
     last = 1 + 1e-4 * np.random.default_rng(0).normal(size=number).astype(np.float32)
     x = np.column_stack([np.tile(constants, (number, 1)), last])
 
@@ -272,7 +376,12 @@ def test_constant_feature_is_its_shift(number):
     def run(x, new):
         outputs, pull = jax.vjp(lambda x: net.apply(params, x), x)
         statistics = net.statistics(params, x)
-        return outputs, pull(jnp.cos(outputs))[0], statistics[""].sd, net.apply(params, new, statistics)
+        return (
+            outputs,
+            pull(jnp.cos(outputs))[0],
+            statistics[""].sd,
+            net.apply(params, new, statistics),
+        )
 
     # A later point away from the constant cannot be divided by 0.
     outputs, gradient, sd, new = run(x, np.full((1, 6), 5.0, np.float32))
@@ -282,29 +391,46 @@ def test_constant_feature_is_its_shift(number):
     np.testing.assert_array_equal(new[:, :5], 0.25)
     assert np.isfinite(gradient).all()
     exact = (last.astype(float) - last.mean(dtype=float)) / last.std(dtype=float)
-    # The mean near 1 is known to a few units of rounding; divided by the sd of 1e-4 that is their 1e4-fold.
-    np.testing.assert_allclose((outputs[:, 5] - 0.25) / 2, exact, atol=4 * 2 * UNIT * 1e4)
+    # The mean near 1 is known to a few units of rounding; divided by the sd of 1e-4
+    # that is their 1e4-fold.
+    np.testing.assert_allclose(
+        (outputs[:, 5] - 0.25) / 2, exact, atol=4 * 2 * UNIT * 1e4
+    )
 
 
-# -- structure ------------------------------------------------------------------------------------------
+# -- structure -------------------------------------------------------------------------
 
 
 def test_architectures_are_the_layers_they_say():
     def kinds(net):
         return [name for name, _ in net.children()]
 
-    expected = "Dense_0 LayerNorm_0 Activation_0 Dense_1 LayerNorm_1 Activation_1 Dense_2"
+    expected = (
+        "Dense_0 LayerNorm_0 Activation_0 Dense_1 LayerNorm_1 Activation_1 Dense_2"
+    )
     assert kinds(nn.MLP([5, 4, 1], "tanh", nn.LayerNorm())) == expected.split()
-    expected = "Conv2d_0 Activation_0 MaxPool_0 Conv2d_1 Activation_1 MaxPool_1 Flatten_0 Dense_0"
+    expected = (
+        "Conv2d_0 Activation_0 MaxPool_0 Conv2d_1 Activation_1 MaxPool_1 Flatten_0 "
+        "Dense_0"
+    )
     assert kinds(nn.CNN([8, 16], [10])) == expected.split()
-    assert nn.CNN([8, 16], [10]).param_shapes((28, 28, 1))["Dense_0.kernel"] == (7 * 7 * 16, 10)
-    assert nn.CNN([8], [3], pool=nn.AvgPool(None)).param_shapes((9, 9, 1))["Dense_0.kernel"] == (8, 3)
+    assert nn.CNN([8, 16], [10]).param_shapes((28, 28, 1))["Dense_0.kernel"] == (
+        7 * 7 * 16,
+        10,
+    )
+    assert nn.CNN([8], [3], pool=nn.AvgPool(None)).param_shapes((9, 9, 1))[
+        "Dense_0.kernel"
+    ] == (8, 3)
 
 
 def test_resnet_counts_the_parameters_of_resnet_20():
     """He et al. (2016), section 4.2: 20 layers, n = 3, has 0.27 million parameters."""
-    shapes = nn.ResNet([16, 32, 64], outputs=10, blocks=3, norm=nn.BatchNorm()).param_shapes((32, 32, 3))
-    assert sum(name.endswith("kernel") and "shortcut" not in name for name in shapes) == 20
+    shapes = nn.ResNet(
+        [16, 32, 64], outputs=10, blocks=3, norm=nn.BatchNorm()
+    ).param_shapes((32, 32, 3))
+    assert (
+        sum(name.endswith("kernel") and "shortcut" not in name for name in shapes) == 20
+    )
     assert round(sum(int(np.prod(shape)) for shape in shapes.values()) / 1e6, 2) == 0.27
     assert shapes["Residual_3.shortcut.kernel"] == (1, 1, 16, 32)
     assert shapes["Residual_3.body.BatchNorm_1.scale"] == (32,)
@@ -314,12 +440,14 @@ def test_resnet_counts_the_parameters_of_resnet_20():
 def test_initial_kernels_have_the_variance_of_their_fan_in(key):
     """7200 numbers: 5 standard errors of an sd are 4.2 %; biases are 0, gains 1."""
     params = nn.Sequential([nn.Conv2d(200, 3), nn.LayerNorm()]).init(key, (5, 5, 4))
-    np.testing.assert_allclose(np.std(params["Conv2d_0.kernel"]), 1 / 36**0.5, rtol=0.042)
+    np.testing.assert_allclose(
+        np.std(params["Conv2d_0.kernel"]), 1 / 36**0.5, rtol=0.042
+    )
     np.testing.assert_array_equal(params["Conv2d_0.bias"], 0.0)
     np.testing.assert_array_equal(params["LayerNorm_0.scale"], 1.0)
 
 
-# -- errors that teach ----------------------------------------------------------------------------------
+# -- errors that teach -----------------------------------------------------------------
 
 TABLE = np.ones((4, 3), np.float32)
 PLAIN = nn.BatchNorm(False, False)
@@ -330,20 +458,42 @@ def applied(net, trained_on, x):
 
 
 REFUSED = {
-    "params": (lambda: nn.Dense(2).apply({"w": TABLE}, TABLE), "no entry 'kernel'. Present: w"),
+    "params": (
+        lambda: nn.Dense(2).apply({"w": TABLE}, TABLE),
+        "no entry 'kernel'. Present: w",
+    ),
     "features": (
         lambda: applied(nn.MLP([4, 1]), 5, TABLE),
-        "nn.Dense at 'Dense_0': argument `x` got input shape (4, 3). It takes (..., 5).",
+        (
+            "nn.Dense at 'Dense_0': argument `x` got input shape (4, 3). It takes "
+            "(..., "
+            "5)."
+        ),
     ),
-    "one feature": (lambda: applied(nn.LayerNorm(), 3, TABLE[:, :1]), "It takes (..., 3)"),
+    "one feature": (
+        lambda: applied(nn.LayerNorm(), 3, TABLE[:, :1]),
+        "It takes (..., 3)",
+    ),
     "one row": (
         lambda: applied(nn.MLP([4, 1], norm=nn.BatchNorm()), 3, TABLE[:1]),
-        "nn.BatchNorm at 'BatchNorm_0': argument `x` got one value per feature, shape (1, 4)",
+        (
+            "nn.BatchNorm at 'BatchNorm_0': argument `x` got one value per feature, "
+            "shape "
+            "(1, 4)"
+        ),
     ),
-    "statistics": (lambda: PLAIN.apply({}, TABLE, {"other": 1}), "Compute them by `net.statistics(params, x_train)`"),
-    "statistics of others": (lambda: PLAIN.apply({}, TABLE[:, :1], PLAIN.statistics({}, TABLE)), "It takes (..., 3)"),
+    "statistics": (
+        lambda: PLAIN.apply({}, TABLE, {"other": 1}),
+        "Compute them by `net.statistics(params, x_train)`",
+    ),
+    "statistics of others": (
+        lambda: PLAIN.apply({}, TABLE[:, :1], PLAIN.statistics({}, TABLE)),
+        "It takes (..., 3)",
+    ),
     "sum of two shapes": (
-        lambda: nn.Residual(nn.Dense(1)).apply({"body.kernel": TABLE[:3, :1], "body.bias": TABLE[0, :1]}, TABLE),
+        lambda: nn.Residual(nn.Dense(1)).apply(
+            {"body.kernel": TABLE[:3, :1], "body.bias": TABLE[0, :1]}, TABLE
+        ),
         "nn.Residual: argument `x` got input shape (4, 3)",
     ),
 }

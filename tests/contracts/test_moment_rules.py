@@ -1,4 +1,6 @@
-"""Every rule of `moments.propagate` beside an independent computation: integrals, exact differences, the cdf."""
+"""Every rule of `moments.propagate` beside an independent computation: integrals, exact
+differences, the cdf.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,10 @@ from numpyro_bnn.moments.registry import RULES
 
 pytestmark = pytest.mark.core
 SHIPPED = frozenset(RULES)  # before any test or page adds a rule of its own
-X = Gaussian(np.linspace(-1.5, 1.7, 6).reshape(2, 3), np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
+X = Gaussian(
+    np.linspace(-1.5, 1.7, 6).reshape(2, 3),
+    np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]),
+)
 PLAIN = np.array([[0.3, -2.0, 1.0], [0.7, 0.0, -0.2]])
 
 
@@ -25,8 +30,13 @@ IMAGE, KERNEL, W = random(0, 2, 4, 3, 2), random(1, 3, 2, 2, 3), random(2, 3, 4)
 
 
 def rows(table, fast):
-    """Rows of a table; those of which another row has the same rule run in `make test-all`."""
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in table]
+    """Rows of a table; those of which another row has the same rule run in `make
+    test-all`.
+    """
+    return [
+        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
+        for name in table
+    ]
 
 
 def primitives(jaxpr):
@@ -38,51 +48,99 @@ def primitives(jaxpr):
                 yield from primitives(inner)
 
 
-# -- elementwise: against integration --------------------------------------------------------------------
+# -- elementwise: against integration --------------------------------------------------
 
-# Primitive -> functions of one variable: those with a closed form, a break or an algebra of their own.
+# Primitive -> functions of one variable: those with a closed form, a break or an
+# algebra of their own.
 ELEMENTWISE = {
     "abs": [jnp.abs, lambda x: jnp.abs(2 * x - 1)],
     "add": [lambda x: x + PLAIN, lambda x: x + x, lambda x: x + jnp.tanh(x)],
-    "clamp": [lambda x: lax.clamp(-0.5, x, 0.7), lambda x: lax.clamp(-0.5, x - 1, PLAIN + 2)],
+    "clamp": [
+        lambda x: lax.clamp(-0.5, x, 0.7),
+        lambda x: lax.clamp(-0.5, x - 1, PLAIN + 2),
+    ],
     "convert_element_type": [lambda x: jnp.tanh(x) * (x > 0).astype(x.dtype)],
     "cos": [jnp.cos, lambda x: jnp.cos(3 * x + 1)],
     "div": [lambda x: (x + 1) / (PLAIN + 3), lambda x: 1 / (1 + jnp.exp(-x))],
     "exp": [jnp.exp, lambda x: jnp.exp(1 - x), lambda x: x * jnp.exp(-x)],
-    "ge": [lambda x: jnp.where(x >= 0, x, 0.2 * x), lambda x: jnp.where(x >= 0, x, -2.0 * x)],
-    "gt": [lambda x: jnp.where(x > 0.3, 1.0, 2.0), lambda x: jnp.where(x + 1 > 0, x + 1, 0.0)],
+    "ge": [
+        lambda x: jnp.where(x >= 0, x, 0.2 * x),
+        lambda x: jnp.where(x >= 0, x, -2.0 * x),
+    ],
+    "gt": [
+        lambda x: jnp.where(x > 0.3, 1.0, 2.0),
+        lambda x: jnp.where(x + 1 > 0, x + 1, 0.0),
+    ],
     "integer_pow": [lambda x: x**2, lambda x: x**3, lambda x: (1 + x * x) ** -2],
-    "le": [lambda x: jnp.where(x <= 0, x, 3.0 * x), lambda x: jnp.where(x <= 0, 0.5 * x, x)],
+    "le": [
+        lambda x: jnp.where(x <= 0, x, 3.0 * x),
+        lambda x: jnp.where(x <= 0, 0.5 * x, x),
+    ],
     "logistic": [jax.nn.sigmoid, jax.nn.silu, lambda x: jax.nn.sigmoid(x - 2)],
     "lt": [lambda x: jnp.where(x < 0, -x, 0.0)],
-    "max": [jax.nn.relu, lambda x: jnp.maximum(0.4, 2 * x), lambda x: 2 * jax.nn.relu(1 - x) - 1],
+    "max": [
+        jax.nn.relu,
+        lambda x: jnp.maximum(0.4, 2 * x),
+        lambda x: 2 * jax.nn.relu(1 - x) - 1,
+    ],
     "min": [lambda x: jnp.minimum(x, PLAIN), jax.nn.relu6],
     "mul": [lambda x: x * PLAIN, lambda x: x * x, lambda x: x * jnp.tanh(x)],
     "neg": [lambda x: -x, lambda x: -jnp.tanh(-x)],
     "select_n": [jax.nn.leaky_relu, lambda x: jnp.where(PLAIN > 0, x, 2.0)],
     "sin": [jnp.sin, lambda x: jnp.sin(2 * x - 1)],
     "square": [jnp.square, lambda x: jnp.square(x - 1)],
-    "stop_gradient": [lax.stop_gradient, lambda x: x * lax.stop_gradient(jax.nn.sigmoid(x))],
+    "stop_gradient": [
+        lax.stop_gradient,
+        lambda x: x * lax.stop_gradient(jax.nn.sigmoid(x)),
+    ],
     "sub": [lambda x: PLAIN - x, lambda x: x - x, lambda x: jnp.tanh(x) - x],
     "tanh": [jnp.tanh],
 }
 # The others share the quadrature of functions that are smooth between their breaks.
-# fmt: off
 SMOOTH = [
-    lambda x: jnp.arccos(jnp.tanh(x)), lambda x: lax.acosh(1.5 + jnp.square(x)), lambda x: lax.asin(jnp.tanh(x)),
-    jnp.arcsinh, jnp.arctan, lambda x: jnp.arctan2(x, 1 + jnp.abs(x)), lambda x: lax.atanh(0.9 * jnp.tanh(x)),
-    lax.bessel_i0e, lax.bessel_i1e, lambda x: jnp.cbrt(1 + x * x), lambda x: jnp.array(x, copy=True), jnp.cosh,
-    lambda x: lax.digamma(1 + jnp.exp(x)), lambda x: jnp.where(jnp.abs(x) == x, x, 0.0), lax.erf, lax.erfc,
-    lambda x: lax.erf_inv(0.9 * jnp.tanh(x)), lambda x: jax.nn.gelu(x, approximate=False), jnp.expm1, jax.nn.elu,
-    lambda x: lax.exp2(0.5 * x), jax.nn.selu, lambda x: jnp.where(jnp.isfinite(x), jnp.tanh(x), 0.0), jax.nn.celu,
-    lambda x: lax.lgamma(1 + jnp.exp(x)), lambda x: jnp.log(1 + jnp.exp(x)), lambda x: jnp.log1p(x * x), jnp.sinh,
-    jax.nn.softplus, lambda x: jnp.where(x != 0, jnp.sin(x), 1.0), lambda x: jnp.where(~(x > 0), x, 0.5 * x),
-    lambda x: (1 + x * x) ** 0.7, lambda x: lax.reduce_precision(x, 11, 52), lambda x: x * lax.rsqrt(1 + x * x),
-    jax.nn.squareplus, lambda x: jnp.tan(jnp.tanh(x)), jax.nn.soft_sign, jax.nn.hard_tanh, jax.nn.mish, jax.nn.gelu,
+    lambda x: jnp.arccos(jnp.tanh(x)),
+    lambda x: lax.acosh(1.5 + jnp.square(x)),
+    lambda x: lax.asin(jnp.tanh(x)),
+    jnp.arcsinh,
+    jnp.arctan,
+    lambda x: jnp.arctan2(x, 1 + jnp.abs(x)),
+    lambda x: lax.atanh(0.9 * jnp.tanh(x)),
+    lax.bessel_i0e,
+    lax.bessel_i1e,
+    lambda x: jnp.cbrt(1 + x * x),
+    lambda x: jnp.array(x, copy=True),
+    jnp.cosh,
+    lambda x: lax.digamma(1 + jnp.exp(x)),
+    lambda x: jnp.where(jnp.abs(x) == x, x, 0.0),
+    lax.erf,
+    lax.erfc,
+    lambda x: lax.erf_inv(0.9 * jnp.tanh(x)),
+    lambda x: jax.nn.gelu(x, approximate=False),
+    jnp.expm1,
+    jax.nn.elu,
+    lambda x: lax.exp2(0.5 * x),
+    jax.nn.selu,
+    lambda x: jnp.where(jnp.isfinite(x), jnp.tanh(x), 0.0),
+    jax.nn.celu,
+    lambda x: lax.lgamma(1 + jnp.exp(x)),
+    lambda x: jnp.log(1 + jnp.exp(x)),
+    lambda x: jnp.log1p(x * x),
+    jnp.sinh,
+    jax.nn.softplus,
+    lambda x: jnp.where(x != 0, jnp.sin(x), 1.0),
+    lambda x: jnp.where(~(x > 0), x, 0.5 * x),
+    lambda x: (1 + x * x) ** 0.7,
+    lambda x: lax.reduce_precision(x, 11, 52),
+    lambda x: x * lax.rsqrt(1 + x * x),
+    jax.nn.squareplus,
+    lambda x: jnp.tan(jnp.tanh(x)),
+    jax.nn.soft_sign,
+    jax.nn.hard_tanh,
+    jax.nn.mish,
+    jax.nn.gelu,
     lambda x: jnp.clip(x, -0.5, 0.7),
     lambda x: jax.vjp(lambda y: (y, 2 * y), x)[1]((x, jnp.sin(x)))[0],
 ]
-# fmt: on
 JUMPS = [
     jnp.sign,
     lambda x: jnp.where((x > -1) & (x < 1), x, 0.0),
@@ -103,7 +161,10 @@ def integrate(fn, x):
 
 def agrees_with_integration(fn, tolerance=1e-6):
     found, (mean, var) = propagate(fn)(X), integrate(fn, X)
-    for moment, expected, floor in ((found.mean, mean, np.sqrt(X.var)), (found.var, var, X.var)):
+    for moment, expected, floor in (
+        (found.mean, mean, np.sqrt(X.var)),
+        (found.var, var, X.var),
+    ):
         scale = np.maximum(np.abs(expected), floor)
         np.testing.assert_allclose(moment / scale, expected / scale, atol=tolerance)
 
@@ -111,24 +172,41 @@ def agrees_with_integration(fn, tolerance=1e-6):
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_rule_agrees_with_integration(name, x64):
     for fn in ELEMENTWISE[name]:
-        # The trapezoid rule is off by half a cell where a function jumps: 18 / 40,000 * phi(0), times the jump.
-        agrees_with_integration(fn, 1e-3 if name in ("gt", "convert_element_type") else 1e-6)
+        # The trapezoid rule is off by half a cell where a function jumps: 18 / 40,000 *
+        # phi(0), times the jump.
+        agrees_with_integration(
+            fn, 1e-3 if name in ("gt", "convert_element_type") else 1e-6
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fn", "tolerance"), [*((f, 1e-6) for f in SMOOTH), *((f, 1e-3) for f in JUMPS)])
+@pytest.mark.parametrize(
+    ("fn", "tolerance"), [*((f, 1e-6) for f in SMOOTH), *((f, 1e-3) for f in JUMPS)]
+)
 def test_functions_without_a_closed_form_agree_with_integration(fn, tolerance, x64):
     agrees_with_integration(fn, tolerance)
 
 
-@pytest.mark.parametrize("fn", [jnp.tanh, lax.erf, jax.nn.silu, jax.nn.elu, jax.nn.softplus])
+@pytest.mark.parametrize(
+    "fn", [jnp.tanh, lax.erf, jax.nn.silu, jax.nn.elu, jax.nn.softplus]
+)
 def test_quadrature_is_as_exact_as_documented(fn, x64):
-    """Figures of docs/moments.md by sd, relative to the sd, or variance, of the function.
+    """Figures of docs/moments.md by sd, relative to the sd, or variance, of the
+    function.
 
-    At an sd of 100 panels of one width would be off by 5e-4 and 3e-3; the reference has 25 points per unit of x.
+    At an sd of 100 panels of one width would be off by 5e-4 and 3e-3; the reference has
+    25 points per unit of x.
     """
-    for sd, error in ((0.1, 1e-9), (1.0, 1e-9), (3.0, 1e-6), (10.0, 1e-3), (100.0, 2e-5)):
-        x = Gaussian(np.array([[0.0, 0.3, 1.0], [-2.0, 0.5, -1.0]]) * sd, np.full((2, 3), sd**2))
+    for sd, error in (
+        (0.1, 1e-9),
+        (1.0, 1e-9),
+        (3.0, 1e-6),
+        (10.0, 1e-3),
+        (100.0, 2e-5),
+    ):
+        x = Gaussian(
+            np.array([[0.0, 0.3, 1.0], [-2.0, 0.5, -1.0]]) * sd, np.full((2, 3), sd**2)
+        )
         mean, var = integrate(fn, x)
         found = propagate(fn)(x)
         assert np.abs((found.mean - mean) / np.sqrt(var)).max() < error, sd
@@ -171,9 +249,13 @@ SMALL = {
 
 @pytest.mark.parametrize("name", rows(SMALL, {"steep", "kink"}))
 def test_small_variances_do_not_straighten_a_function(name):
-    """In float32, where variances below 2.4e-5 are small: the steep one had the variance 16."""
+    """In float32, where variances below 2.4e-5 are small: the steep one had the
+    variance 16.
+    """
     fn, var = SMALL[name]
-    found = jax.jit(propagate(fn))(Gaussian(jnp.zeros((2, 3), "float32"), jnp.full((2, 3), var, "float32")))
+    found = jax.jit(propagate(fn))(
+        Gaussian(jnp.zeros((2, 3), "float32"), jnp.full((2, 3), var, "float32"))
+    )
     with jax.enable_x64(True):
         expected = integrate(fn, Gaussian(np.zeros((2, 3)), np.full((2, 3), var)))
     scale = np.sqrt(expected[1])
@@ -189,7 +271,9 @@ def test_nine_steps_are_nine_breaks(x64):
     x = Gaussian(np.full((2, 3), 0.3), np.ones((2, 3)))
     found = propagate(lambda x: sum(jnp.where(x > at, 1.0, 0.0) for at in places))(x)
     np.testing.assert_allclose(found.mean, np.full((2, 3), above.sum()), rtol=1e-9)
-    np.testing.assert_allclose(found.var, np.full((2, 3), (both - np.outer(above, above)).sum()), rtol=1e-9)
+    np.testing.assert_allclose(
+        found.var, np.full((2, 3), (both - np.outer(above, above)).sum()), rtol=1e-9
+    )
 
 
 NOT_INTEGRATED = {
@@ -205,54 +289,80 @@ NOT_INTEGRATED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", NOT_INTEGRATED)
 def test_what_the_nodes_do_not_resolve_is_refused(name, dtype):
-    """1 / x^2 had the mean 200.8, the oscillations half the variance. Compiled programs cannot raise: NaN."""
+    """1 / x^2 had the mean 200.8, the oscillations half the variance. Compiled programs
+    cannot raise: NaN.
+    """
     fn = NOT_INTEGRATED[name]
     with jax.enable_x64(dtype == "float64"):
-        x = Gaussian(jnp.array([[0.3, 0.1, 0.2]] * 2, dtype), jnp.array([[1.0, 2.0, 1.5]] * 2, dtype))
-        with pytest.raises(ValueError, match=r"do not integrate to 1% \(6 of 6 elements\)"):
+        x = Gaussian(
+            jnp.array([[0.3, 0.1, 0.2]] * 2, dtype),
+            jnp.array([[1.0, 2.0, 1.5]] * 2, dtype),
+        )
+        with pytest.raises(
+            ValueError, match=r"do not integrate to 1% \(6 of 6 elements\)"
+        ):
             propagate(fn)(x)
         if name in ("pole", "fast") or dtype == "float32":
             compiled = jax.jit(propagate(fn))(x)
-            assert bool(jnp.isnan(compiled.mean).all() and jnp.isnan(compiled.var).all())
+            assert bool(
+                jnp.isnan(compiled.mean).all() and jnp.isnan(compiled.var).all()
+            )
 
 
-# -- broadcasting: against integration -------------------------------------------------------------------
+# -- broadcasting: against integration -------------------------------------------------
 
 COLUMN = np.array([[0.5], [-2.0]])
 # Shape of the random array, and a function whose result is larger.
 BROADCAST = {
     "affine, then tanh": ((), lambda w: jnp.tanh(w * PLAIN)),
     "rectifier": ((), lambda w: jax.nn.relu(w * PLAIN) - w),
-    "as many elements as nodes": ((), lambda w: jnp.tanh(w) + w * np.linspace(1, 2, 64)),
+    "as many elements as nodes": (
+        (),
+        lambda w: jnp.tanh(w) + w * np.linspace(1, 2, 64),
+    ),
     "one element": ((), lambda w: jnp.tanh(w) + w * np.ones(1)),
     "function with its own derivative": ((), lambda w: jax.nn.softplus(w) * PLAIN + w),
     "broadcasts inside": ((), lambda w: jnp.logaddexp(w, PLAIN) * w),
     "jitted": ((), lambda w: jax.nn.silu(w) * PLAIN + w),
     "choice": ((), lambda w: lax.select(w > 0, w * PLAIN, jnp.tanh(w) * PLAIN)),
-    "row and column": ((1, 3), lambda w: jax.nn.softplus(w) * COLUMN + jnp.tanh(w * COLUMN)),
+    "row and column": (
+        (1, 3),
+        lambda w: jax.nn.softplus(w) * COLUMN + jnp.tanh(w * COLUMN),
+    ),
     "twice": ((1, 1), lambda w: jnp.tanh(jnp.tanh(w * PLAIN[:1]) + w * COLUMN) + w),
 }
 
 
 @pytest.mark.parametrize(
-    "name", rows(BROADCAST, {"affine, then tanh", "as many elements as nodes", "choice", "twice"})
+    "name",
+    rows(
+        BROADCAST, {"affine, then tanh", "as many elements as nodes", "choice", "twice"}
+    ),
 )
 def test_a_function_of_a_smaller_array_is_one_function(name, x64):
-    """``tanh(w * x)`` crashed, ``tanh(w) + w * x`` with as many elements as nodes had the variance 1e-12."""
+    """``tanh(w * x)`` crashed, ``tanh(w) + w * x`` with as many elements as nodes had
+    the variance 1e-12.
+    """
     shape, fn = BROADCAST[name]
     z = np.linspace(-9, 9, 8001)
     weight = np.exp(-0.5 * z * z) / np.exp(-0.5 * z * z).sum()
     values = np.asarray(
-        jax.jit(jax.vmap(fn))(0.5 + np.sqrt(1.3) * z.reshape(-1, *(1,) * len(shape)) + np.zeros(shape))
+        jax.jit(jax.vmap(fn))(
+            0.5 + np.sqrt(1.3) * z.reshape(-1, *(1,) * len(shape)) + np.zeros(shape)
+        )
     )
     mean = np.tensordot(weight, values, 1)
     found = jax.jit(propagate(fn))(Gaussian(np.full(shape, 0.5), np.full(shape, 1.3)))
     assert found.mean.shape == found.var.shape == mean.shape
     np.testing.assert_allclose(found.mean, mean, atol=2e-6)
-    np.testing.assert_allclose(found.var, np.tensordot(weight, (values - mean) ** 2, 1), atol=2e-6)
+    np.testing.assert_allclose(
+        found.var, np.tensordot(weight, (values - mean) ** 2, 1), atol=2e-6
+    )
 
 
 @jax.custom_jvp
@@ -264,22 +374,30 @@ straight.defjvp(lambda primals, tangents: (straight(*primals), tangents[0]))
 
 
 def test_derivatives_of_an_author_survive_broadcasting(x64):
-    """Straight-through signs: the slope is that of the signs alone times the factor, and not 0."""
+    """Straight-through signs: the slope is that of the signs alone times the factor,
+    and not 0.
+    """
 
     @jax.jit
     def slope(mean, factor):
-        return jax.grad(lambda m: propagate(lambda w: straight(w) * factor)(Gaussian(m, 1.0)).mean.sum())(mean)
+        return jax.grad(
+            lambda m: propagate(lambda w: straight(w) * factor)(
+                Gaussian(m, 1.0)
+            ).mean.sum()
+        )(mean)
 
     alone = slope(1.0, np.ones((2, 3))) / 6
     assert 0.9 < alone < 1.1
     np.testing.assert_allclose(slope(1.0, PLAIN), PLAIN.sum() * alone, rtol=1e-6)
 
 
-# -- linear in each operand: against differences, which are exact ----------------------------------------
+# -- linear in each operand: against differences, which are exact ----------------------
 
 
 def conv(x, kernel):
-    return lax.conv_general_dilated(x, kernel, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        x, kernel, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def window_sum(x):
@@ -340,7 +458,9 @@ LINEAR = {
 
 
 def differences(fn, gaussians):
-    """Exact moments of a function that is linear in each independent array: sums of squared differences times v."""
+    """Exact moments of a function that is linear in each independent array: sums of
+    squared differences times v.
+    """
     means = [np.asarray(g.mean) for g in gaussians]
 
     def at(*moves):
@@ -350,7 +470,11 @@ def differences(fn, gaussians):
         return np.asarray(fn(*moved))
 
     center = at()
-    single = {(a, i): at((a, i)) - center for a, mean in enumerate(means) for i in range(mean.size)}
+    single = {
+        (a, i): at((a, i)) - center
+        for a, mean in enumerate(means)
+        for i in range(mean.size)
+    }
     var = sum(change**2 * gaussians[a].var.flat[i] for (a, i), change in single.items())
     for i in range(means[0].size if len(means) == 2 else 0):
         for j in range(means[1].size):
@@ -359,7 +483,9 @@ def differences(fn, gaussians):
     return center, var
 
 
-@pytest.mark.parametrize(("names", "fn"), [(names, fn) for names, fns in LINEAR.items() for fn in fns])
+@pytest.mark.parametrize(
+    ("names", "fn"), [(names, fn) for names, fns in LINEAR.items() for fn in fns]
+)
 def test_linear_rules_agree_with_exact_differences(names, fn, x64):
     gaussians = [RANDOM[name] for name in names.split(", ")]
     found, expected = propagate(fn)(*gaussians), differences(jax.jit(fn), gaussians)
@@ -367,12 +493,18 @@ def test_linear_rules_agree_with_exact_differences(names, fn, x64):
         np.testing.assert_allclose(moment, value, rtol=1e-12, atol=1e-13)
 
 
-# -- maxima: against the product of cdfs -----------------------------------------------------------------
+# -- maxima: against the product of cdfs -----------------------------------------------
 
 
 def pool(window, padding="SAME", strides=(2, 2), dilation=(1, 1)):
-    shape = {"window_dimensions": (1, *window, 1), "window_strides": (1, *strides, 1), "padding": padding}
-    return lambda x: lax.reduce_window(x, -jnp.inf, lax.max, **shape, window_dilation=(1, *dilation, 1))
+    shape = {
+        "window_dimensions": (1, *window, 1),
+        "window_strides": (1, *strides, 1),
+        "padding": padding,
+    }
+    return lambda x: lax.reduce_window(
+        x, -jnp.inf, lax.max, **shape, window_dilation=(1, *dilation, 1)
+    )
 
 
 UNEVEN = ((0, 0), (2, 0), (0, 1), (0, 0))
@@ -381,12 +513,18 @@ MAXIMA = {
     "min": [lambda x: jnp.minimum(x[:, 0], x[:, 1])],
     "reduce_max": [lambda x: x[:, :2].max(1), lambda x: x.max((0, 2))],
     "reduce_min": [lambda x: x[:, :2].min(1), lambda x: x.min((1, 2))],
-    "reduce_window_max": [pool((2, 1), "VALID"), pool((3, 3)), pool((2, 3), UNEVEN, strides=(2, 1), dilation=(1, 2))],
+    "reduce_window_max": [
+        pool((2, 1), "VALID"),
+        pool((3, 3)),
+        pool((2, 3), UNEVEN, strides=(2, 1), dilation=(1, 2)),
+    ],
 }
 
 
 def largest(fn, sign):
-    """Moments of each output: the largest of the elements that it takes, which probes of the function show."""
+    """Moments of each output: the largest of the elements that it takes, which probes
+    of the function show.
+    """
     far = np.full(IMAGE.mean.shape, -sign * np.inf)
     members = []
     for element in range(far.size):
@@ -394,19 +532,26 @@ def largest(fn, sign):
         probe.flat[element] = 0.0
         members.append(np.isfinite(np.asarray(fn(probe))))
     t = np.linspace(-15, 15, 6001)
-    cdfs = stats.norm.cdf(t[:, None], sign * IMAGE.mean.ravel(), np.sqrt(IMAGE.var.ravel()))
+    cdfs = stats.norm.cdf(
+        t[:, None], sign * IMAGE.mean.ravel(), np.sqrt(IMAGE.var.ravel())
+    )
     moments = np.empty((2, *members[0].shape))
     for output in np.ndindex(members[0].shape):
         cdf = cdfs[:, [member[output] for member in members]].prod(1)
         above = (1 - cdf).sum() * (t[1] - t[0]) - (t[1] - t[0]) / 2  # E(y + 15)
         square = (2 * (t + 15) * (1 - cdf)).sum() * (t[1] - t[0])  # E(y + 15)^2
-        moments[(0, *output)], moments[(1, *output)] = sign * (above - 15), square - above**2
+        moments[(0, *output)], moments[(1, *output)] = (
+            sign * (above - 15),
+            square - above**2,
+        )
     return moments
 
 
 @pytest.mark.parametrize("name", MAXIMA)
 def test_maximum_rule_agrees_with_the_product_of_cdfs(name, x64):
-    """Independent elements: what is integrated on a fine grid is exact to rounding but for its square spacing."""
+    """Independent elements: what is integrated on a fine grid is exact to rounding but
+    for its square spacing.
+    """
     for fn in MAXIMA[name]:
         mean, var = largest(jax.jit(fn), -1 if "min" in name else 1)
         found = jax.jit(propagate(fn))(IMAGE)
@@ -416,20 +561,32 @@ def test_maximum_rule_agrees_with_the_product_of_cdfs(name, x64):
 
 @pytest.mark.slow
 def test_the_largest_of_many_is_exact(x64):
-    """Pooling over a 7 by 7 image of standard normals has the density 49 phi Phi^48; slopes share the mean."""
+    """Pooling over a 7 by 7 image of standard normals has the density 49 phi Phi^48;
+    slopes share the mean.
+    """
     t = np.linspace(-9, 9, 1_000_001)
     density = 49 * stats.norm.pdf(t) * stats.norm.cdf(t) ** 48 * (t[1] - t[0])
     mean = (t * density).sum()
     x, largest_of = Gaussian(np.zeros(49), np.ones(49)), propagate(lambda x: x.max(0))
-    np.testing.assert_allclose(np.array(largest_of(x)), [mean, ((t - mean) ** 2 * density).sum()], rtol=1e-7)
-    slopes = jax.grad(lambda x: largest_of(x).mean)(x)  # E max is the mean, plus the sd times E max of standard ones
+    np.testing.assert_allclose(
+        np.array(largest_of(x)), [mean, ((t - mean) ** 2 * density).sum()], rtol=1e-7
+    )
+    slopes = jax.grad(lambda x: largest_of(x).mean)(
+        x
+    )  # E max is the mean, plus the sd times E max of standard ones
     np.testing.assert_allclose(slopes.mean, np.full(49, 1 / 49), rtol=1e-6)
     np.testing.assert_allclose(slopes.var, np.full(49, mean / 2 / 49), rtol=1e-6)
 
 
 def test_every_rule_is_in_a_function_of_these_tables(x64):
-    linear = [(fn, [RANDOM[name].mean for name in names.split(", ")]) for names, fns in LINEAR.items() for fn in fns]
-    elementwise = [(fn, [X.mean]) for fns in (*ELEMENTWISE.values(), SMOOTH, JUMPS) for fn in fns]
+    linear = [
+        (fn, [RANDOM[name].mean for name in names.split(", ")])
+        for names, fns in LINEAR.items()
+        for fn in fns
+    ]
+    elementwise = [
+        (fn, [X.mean]) for fns in (*ELEMENTWISE.values(), SMOOTH, JUMPS) for fn in fns
+    ]
     maxima = [(fn, [IMAGE.mean]) for fns in MAXIMA.values() for fn in fns]
     found = set()
     for fn, arrays in linear + elementwise + maxima:

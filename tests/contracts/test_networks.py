@@ -1,4 +1,6 @@
-"""Networks as sample sites: their density, under handlers, with batch statistics, and in the ready-made models."""
+"""Networks as sample sites: their density, under handlers, with batch statistics, and
+in the ready-made models.
+"""
 
 from functools import partial
 
@@ -38,18 +40,28 @@ def values_of(fn, *args):
     """A positive value of every latent site."""
     random = np.random.default_rng(0)
     latent = {
-        name: s for name, s in traced_sites(fn, *args).items() if s["type"] == "sample" and not s["is_observed"]
+        name: s
+        for name, s in traced_sites(fn, *args).items()
+        if s["type"] == "sample" and not s["is_observed"]
     }
-    return {name: random.uniform(0.1, 1.0, site["value"].shape) for name, site in latent.items()}
+    return {
+        name: random.uniform(0.1, 1.0, site["value"].shape)
+        for name, site in latent.items()
+    }
 
 
-# -- sites ----------------------------------------------------------------------------------------------
+# -- sites -----------------------------------------------------------------------------
 
 
 def test_sites_lie_outside_every_plate():
     sites = traced_sites(model, X, Y, priors.Hierarchical())
     names = ("kernel_scale", "kernel_base", "kernel", "bias")
-    assert list(sites) == [*(f"net/Dense_{layer}.{name}" for layer in (0, 1) for name in names), "f", "data", "y"]
+    assert list(sites) == [
+        *(f"net/Dense_{layer}.{name}" for layer in (0, 1) for name in names),
+        "f",
+        "data",
+        "y",
+    ]
     for name in list(sites)[:8]:
         assert not sites[name].get("cond_indep_stack")
         assert sites[name]["type"] != "sample" or sites[name]["fn"].batch_shape == ()
@@ -58,33 +70,56 @@ def test_sites_lie_outside_every_plate():
 
 def by_hand(x, y):
     """The same model without this package."""
-    w0 = numpyro.sample("net/Dense_0.kernel", dist.Normal(0.0, 2**-0.5).expand((2, 3)).to_event(2))
-    b0 = numpyro.sample("net/Dense_0.bias", dist.Normal(0.0, 1.0).expand((3,)).to_event(1))
+    w0 = numpyro.sample(
+        "net/Dense_0.kernel", dist.Normal(0.0, 2**-0.5).expand((2, 3)).to_event(2)
+    )
+    b0 = numpyro.sample(
+        "net/Dense_0.bias", dist.Normal(0.0, 1.0).expand((3,)).to_event(1)
+    )
     s = numpyro.sample("net/Dense_1.kernel_scale", dist.HalfNormal(1.0))
-    z1 = numpyro.sample("net/Dense_1.kernel_base", dist.Normal(0.0, 1.0).expand((3, 1)).to_event(2))
-    b1 = numpyro.sample("net/Dense_1.bias", dist.Normal(0.0, 1.0).expand((1,)).to_event(1))
+    z1 = numpyro.sample(
+        "net/Dense_1.kernel_base", dist.Normal(0.0, 1.0).expand((3, 1)).to_event(2)
+    )
+    b1 = numpyro.sample(
+        "net/Dense_1.bias", dist.Normal(0.0, 1.0).expand((1,)).to_event(1)
+    )
     f = jnp.tanh(x @ w0 + b0) @ (s / 3**0.5 * z1) + b1
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", dist.Normal(f[:, 0], NOISE), obs=y)
 
 
 def test_log_density_is_that_of_the_model_written_by_hand(x64):
-    prior = priors.BySite({"Dense_1.kernel": priors.Hierarchical()}, default=priors.Normal())
+    prior = priors.BySite(
+        {"Dense_1.kernel": priors.Hierarchical()}, default=priors.Normal()
+    )
 
     def both(values):
         ways = (model, (X, Y, prior)), (by_hand, (X, Y))
-        return [jax.value_and_grad(lambda at, way=way: log_density(*way, {}, at)[0])(values) for way in ways]
+        return [
+            jax.value_and_grad(lambda at, way=way: log_density(*way, {}, at)[0])(values)
+            for way in ways
+        ]
 
     ours, expected = jax.jit(both)(values_of(by_hand, X, Y))
-    jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-9), ours, expected)
+    jax.tree.map(
+        lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-9),
+        ours,
+        expected,
+    )
 
 
 KINDS_OF_PRIOR = {
     "default": (lambda: None, 2**-0.5),
     "distribution": (lambda: dist.Normal(0.0, 2.0), 2.0),
     "function": (lambda: lambda name, shape: dist.Laplace(0.0, 3.0), 3.0),
-    "dictionary": (lambda: {"Dense_0.kernel": dist.Cauchy(0.0, 4.0), "*": priors.Normal()}, 4.0),
-    "part of the shape": (lambda: {"*.kernel": dist.Normal(np.zeros((1, 1)), 5.0), "*": dist.Normal()}, 5.0),
+    "dictionary": (
+        lambda: {"Dense_0.kernel": dist.Cauchy(0.0, 4.0), "*": priors.Normal()},
+        4.0,
+    ),
+    "part of the shape": (
+        lambda: {"*.kernel": dist.Normal(np.zeros((1, 1)), 5.0), "*": dist.Normal()},
+        5.0,
+    ),
 }
 
 
@@ -98,11 +133,14 @@ def test_kinds_of_prior(make, scale):
 
 
 def test_distribution_with_the_parameters_own_event_shape():
-    prior = {"Dense_0.bias": dist.MultivariateNormal(np.zeros(3), np.eye(3)), "*": priors.Normal()}
+    prior = {
+        "Dense_0.bias": dist.MultivariateNormal(np.zeros(3), np.eye(3)),
+        "*": priors.Normal(),
+    }
     assert traced_sites(model, X, Y, prior)["net/Dense_0.bias"]["value"].shape == (3,)
 
 
-# -- under handlers and transformations -----------------------------------------------------------------
+# -- under handlers and transformations ------------------------------------------------
 
 
 def test_scope_block_substitute_and_condition():
@@ -110,11 +148,18 @@ def test_scope_block_substitute_and_condition():
     scoped = traced_sites(handlers.scope(model, prefix="a", divider="."), X, Y, prior)
     assert {f"a.{name}" for name in traced_sites(model, X, Y, prior)} == set(scoped)
     assert list(traced_sites(handlers.block(model, expose=["y"]), X, Y, prior)) == ["y"]
-    ones = {name: np.ones(value.shape, np.float32) for name, value in values_of(model, X, Y, prior).items()}
+    ones = {
+        name: np.ones(value.shape, np.float32)
+        for name, value in values_of(model, X, Y, prior).items()
+    }
     for handler in (handlers.substitute, handlers.condition):
         trace = trace_of(handler(model, ones), X, None, prior)
-        np.testing.assert_allclose(trace["f"]["value"], 3**0.5 * np.tanh(X.sum(1) / 2**0.5 + 1) + 1, rtol=1e-5)
-        assert trace["net/Dense_0.kernel_base"]["is_observed"] == (handler is handlers.condition)
+        np.testing.assert_allclose(
+            trace["f"]["value"], 3**0.5 * np.tanh(X.sum(1) / 2**0.5 + 1) + 1, rtol=1e-5
+        )
+        assert trace["net/Dense_0.kernel_base"]["is_observed"] == (
+            handler is handlers.condition
+        )
 
 
 def test_predictive_repeats_the_functions_of_its_draws():
@@ -124,30 +169,42 @@ def test_predictive_repeats_the_functions_of_its_draws():
     assert drawn["net/Dense_0.kernel"].shape == (5, 2, 3)
     assert len(np.unique(drawn["f"][:, 0])) == 5
     posterior = {name: value for name, value in drawn.items() if name not in ("f", "y")}
-    again = Predictive(model, posterior, return_sites=["f"])(jax.random.key(1), X[:4], None, prior)
+    again = Predictive(model, posterior, return_sites=["f"])(
+        jax.random.key(1), X[:4], None, prior
+    )
     np.testing.assert_allclose(again["f"], drawn["f"][:, :4], rtol=1e-5, atol=1e-5)
 
 
 def test_float64_is_kept(x64):
-    sites = traced_sites(model, X.astype(np.float64), Y.astype(np.float64), priors.RegularizedHorseshoe())
-    assert {site["value"].dtype for site in sites.values() if site["type"] != "plate"} == {np.dtype("float64")}
+    sites = traced_sites(
+        model, X.astype(np.float64), Y.astype(np.float64), priors.RegularizedHorseshoe()
+    )
+    assert {
+        site["value"].dtype for site in sites.values() if site["type"] != "plate"
+    } == {np.dtype("float64")}
 
 
 def test_networks_of_one_model_have_weights_of_their_own():
-    trace = trace_of(lambda: [random_network(name, NET, (D,)) for name in ("mean", "sd")])
+    trace = trace_of(
+        lambda: [random_network(name, NET, (D,)) for name in ("mean", "sd")]
+    )
     assert {name.split("/")[0] for name in trace} == {"mean", "sd"}
-    assert not np.allclose(trace["mean/Dense_0.kernel"]["value"], trace["sd/Dense_0.kernel"]["value"])
+    assert not np.allclose(
+        trace["mean/Dense_0.kernel"]["value"], trace["sd/Dense_0.kernel"]["value"]
+    )
 
 
-# -- batch statistics -----------------------------------------------------------------------------------
+# -- batch statistics ------------------------------------------------------------------
 
 NORMED = nn.Sequential([nn.Dense(1), nn.BatchNorm(False, False)])
 
 
 def test_predictions_use_the_statistics_of_each_call_in_order():
-    """Also inside blocks and scopes, for a model that calls networks twice (and for four rows three times).
+    """Also inside blocks and scopes, for a model that calls networks twice (and for
+    four rows three times).
 
-    New rows are not judged as data are: one has no statistics of its own, and equal targets are no ratings.
+    New rows are not judged as data are: one has no statistics of its own, and equal
+    targets are no ratings.
     """
 
     def inside(x, y=None):
@@ -158,33 +215,62 @@ def test_predictions_use_the_statistics_of_each_call_in_order():
 
     model = handlers.block(handlers.scope(inside, prefix="a"), hide=["none"])
     random = np.random.default_rng(0)
-    draws = {name: random.uniform(0.1, 1.0, (1, 3, *v.shape)) for name, v in values_of(model, X, Y).items()}
-    axes = {name: ("chain", "draw", *(f"{name}_{axis}" for axis in range(v.ndim - 2))) for name, v in draws.items()}
-    posterior = {name.replace("/", "."): (axes[name], values) for name, values in draws.items()}
-    data = {"observed_data": {"a.y": ("data", Y)}, "constant_data": {"x": (("data", "input"), X)}}
+    draws = {
+        name: random.uniform(0.1, 1.0, (1, 3, *v.shape))
+        for name, v in values_of(model, X, Y).items()
+    }
+    axes = {
+        name: ("chain", "draw", *(f"{name}_{axis}" for axis in range(v.ndim - 2)))
+        for name, v in draws.items()
+    }
+    posterior = {
+        name.replace("/", "."): (axes[name], values) for name, values in draws.items()
+    }
+    data = {
+        "observed_data": {"a.y": ("data", Y)},
+        "constant_data": {"x": (("data", "input"), X)},
+    }
     idata = results({"posterior": posterior, **data})
     found = predict(model, idata, NEW_X, np.ones(5))
     assert np.isfinite(found["a.y_log_likelihood"]).all()
     alone = predict(model, idata, NEW_X[:1])
-    np.testing.assert_allclose(alone["a.y_mean"], found["a.y_mean"][..., :1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        alone["a.y_mean"], found["a.y_mean"][..., :1], rtol=1e-5, atol=1e-5
+    )
 
     def expected(draws, name, factor):
-        params = {key.removeprefix(f"a/{name}/"): value for key, value in draws.items() if name in key}
-        return NORMED.apply(params, factor * NEW_X, NORMED.statistics(params, factor * X))[:, 0]
+        params = {
+            key.removeprefix(f"a/{name}/"): value
+            for key, value in draws.items()
+            if name in key
+        }
+        return NORMED.apply(
+            params, factor * NEW_X, NORMED.statistics(params, factor * X)
+        )[:, 0]
 
     for name, factor, site in (("net", 1, "a.y_mean"), ("other", 2, "a.g")):
-        values = jax.vmap(partial(expected, name=name, factor=factor))({n: v[0] for n, v in draws.items()})
-        np.testing.assert_allclose(found[site].to_numpy()[0], values, rtol=1e-4, atol=1e-5)
+        values = jax.vmap(partial(expected, name=name, factor=factor))(
+            {n: v[0] for n, v in draws.items()}
+        )
+        np.testing.assert_allclose(
+            found[site].to_numpy()[0], values, rtol=1e-4, atol=1e-5
+        )
     with pytest.raises(ValueError, match=r"2 recorded calls .* equally often"):
         predict(model, idata, NEW_X[:4])
 
 
-# -- ready-made models ----------------------------------------------------------------------------------
+# -- ready-made models -----------------------------------------------------------------
 
 
 def prior_of_noise(values):
-    tails = scipy.stats.gamma(2, scale=10).logpdf(values["excess_df"]) if "excess_df" in values else 0
-    return tails + (scipy.stats.halfnorm.logpdf(values["sigma"]) if "sigma" in values else 0)
+    tails = (
+        scipy.stats.gamma(2, scale=10).logpdf(values["excess_df"])
+        if "excess_df" in values
+        else 0
+    )
+    return tails + (
+        scipy.stats.halfnorm.logpdf(values["sigma"]) if "sigma" in values else 0
+    )
 
 
 def log_t(y, f, values):
@@ -206,10 +292,20 @@ STATED = {  # model, targets, log likelihood of outputs and other values
     "noise of each row": (
         lambda: models.regression(TWO, heteroscedastic=True),
         Y,
-        lambda f, values: scipy.stats.norm(f[:, 0], 1e-6 + np.logaddexp(0, f[:, 1])).logpdf(Y),
+        lambda f, values: scipy.stats.norm(
+            f[:, 0], 1e-6 + np.logaddexp(0, f[:, 1])
+        ).logpdf(Y),
     ),
-    "heavy tails": (lambda: models.regression(NET, heavy_tails=True), Y, lambda f, values: log_t(Y, f[:, 0], values)),
-    "two targets": (lambda: models.regression(TWO, heavy_tails=True), BOTH, lambda f, values: log_t(BOTH, f, values)),
+    "heavy tails": (
+        lambda: models.regression(NET, heavy_tails=True),
+        Y,
+        lambda f, values: log_t(Y, f[:, 0], values),
+    ),
+    "two targets": (
+        lambda: models.regression(TWO, heavy_tails=True),
+        BOTH,
+        lambda f, values: log_t(BOTH, f, values),
+    ),
     "classes": (
         lambda: models.classification(nn.MLP([3, 3], "tanh"), 3),
         CLASSES,
@@ -220,13 +316,25 @@ STATED = {  # model, targets, log likelihood of outputs and other values
 
 @pytest.mark.parametrize(("make", "y", "log_likelihood"), STATED.values(), ids=STATED)
 def test_density_of_a_model_is_the_one_it_states(make, y, log_likelihood):
-    """Of t noise with 2 + d degrees of freedom, d ~ Gamma(2, 0.1): the noise has a variance."""
+    """Of t noise with 2 + d degrees of freedom, d ~ Gamma(2, 0.1): the noise has a
+    variance.
+    """
     model = make()
     values = values_of(model, X, y)
     found = jax.jit(lambda values: log_density(model, (X, y), {}, values)[0])(values)
-    weights = {name.removeprefix("net/"): value for name, value in values.items() if name.startswith("net/")}
-    sd = {name: 1.0 if "bias" in name else value.shape[0] ** -0.5 for name, value in weights.items()}
-    prior = sum(scipy.stats.norm(0, sd[name]).logpdf(value).sum() for name, value in weights.items())
+    weights = {
+        name.removeprefix("net/"): value
+        for name, value in values.items()
+        if name.startswith("net/")
+    }
+    sd = {
+        name: 1.0 if "bias" in name else value.shape[0] ** -0.5
+        for name, value in weights.items()
+    }
+    prior = sum(
+        scipy.stats.norm(0, sd[name]).logpdf(value).sum()
+        for name, value in weights.items()
+    )
     hidden = np.tanh(X @ weights["Dense_0.kernel"] + weights["Dense_0.bias"])
     outputs = hidden @ weights["Dense_1.kernel"] + weights["Dense_1.bias"]
     expected = prior + prior_of_noise(values) + log_likelihood(outputs, values).sum()
@@ -234,9 +342,16 @@ def test_density_of_a_model_is_the_one_it_states(make, y, log_likelihood):
 
 
 def test_noise_of_each_row_is_positive_for_any_output():
-    """In float32 a softplus below -104 is 0, which would be no scale: samplers and optimizers do get there."""
-    weights = {"net/Dense_0.kernel": np.zeros((D, 2)), "net/Dense_0.bias": np.array([0.5, -1e4])}
-    model = handlers.substitute(models.regression(nn.MLP([2]), heteroscedastic=True), weights)
+    """In float32 a softplus below -104 is 0, which would be no scale: samplers and
+    optimizers do get there.
+    """
+    weights = {
+        "net/Dense_0.kernel": np.zeros((D, 2)),
+        "net/Dense_0.bias": np.array([0.5, -1e4]),
+    }
+    model = handlers.substitute(
+        models.regression(nn.MLP([2]), heteroscedastic=True), weights
+    )
     fn = trace_of(model, X, Y)["y"]["fn"]
     np.testing.assert_allclose(fn.scale, 1e-6, rtol=1e-5)
     assert np.isfinite(fn.log_prob(Y)).all()
@@ -263,14 +378,18 @@ TARGETS = {  # name: targets, whether most are a few repeated values
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize(("y", "repeats"), TARGETS.values(), ids=TARGETS)
 def test_heavy_tails_of_repeated_targets_are_refused(y, repeats, columns):
-    """At a value that most rows share the density of a t grows without bound as its scale falls."""
+    """At a value that most rows share the density of a t grows without bound as its
+    scale falls.
+    """
     model = models.regression(nn.MLP([4, columns]), heavy_tails=True)
     line = np.linspace(-1, 1, len(y))
     y = y if columns == 1 else np.stack([line, y], 1)
     if not repeats:
         assert "y" in traced_sites(model, line[:, None], y)
         return
-    with pytest.raises(ValueError, match=r"argument `heavy_tails` got True.*repeated values"):
+    with pytest.raises(
+        ValueError, match=r"argument `heavy_tails` got True.*repeated values"
+    ):
         traced_sites(model, line[:, None], y)
 
 
@@ -284,28 +403,40 @@ def three_classes():
 
 LATE = np.arange(N) == N - 1  # the last row, which the first minibatches need not hold
 WRONG_DATA = {
-    "ratings": (STATED["heavy tails"][0], X[:, 0].round(), "argument `heavy_tails` got True"),
+    "ratings": (
+        STATED["heavy tails"][0],
+        X[:, 0].round(),
+        "argument `heavy_tails` got True",
+    ),
     "a missing target": (plain, np.where(LATE, np.nan, Y), "argument `y` got 1 NaN"),
-    "a wrong label": (three_classes, np.where(LATE, 3, CLASSES), "argument `y` got labels from 0 to 3"),
+    "a wrong label": (
+        three_classes,
+        np.where(LATE, 3, CLASSES),
+        "argument `y` got labels from 0 to 3",
+    ),
 }
 METHODS = {
     "SGLD": lambda model, y: run_chains(infer.SGLD(model), X, y),
     "minibatches": lambda model, y: run_chains(infer.SGLD(model), X, y, batch_size=2),
     "MCLMC": lambda model, y: run_chains(infer.MCLMC(model), X, y),
-    "AutoADF": lambda model, y: guides.AutoADF(model).run(jax.random.key(0), X, y, num_epochs=1, progress_bar=False),
+    "AutoADF": lambda model, y: guides.AutoADF(model).run(
+        jax.random.key(0), X, y, num_epochs=1, progress_bar=False
+    ),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fault", WRONG_DATA)
 def test_wrong_data_are_refused_where_they_are_traced(fault, method):
-    """A minibatch need not hold the wrong row, and AutoADF took a label beyond the last class."""
+    """A minibatch need not hold the wrong row, and AutoADF took a label beyond the last
+    class.
+    """
     make, y, message = WRONG_DATA[fault]
     with pytest.raises(ValueError, match=message):
         METHODS[method](make(), y)
 
 
-# -- errors that teach ----------------------------------------------------------------------------------
+# -- errors that teach -----------------------------------------------------------------
 
 WRONG_SHAPES = {
     "missing input": (
@@ -318,17 +449,27 @@ WRONG_SHAPES = {
     "column of targets": (plain, (X, Y[:, None]), "`y` got shape (24, 1)"),
     "empty": (plain, (X[:0], Y[:0]), "empty data"),
     "images": (plain, (X[..., None], Y), "nn.Dense at 'Dense_0'"),
-    "outputs": (lambda: models.regression(nn.MLP([3]), heteroscedastic=True), (X, Y), "must have 2 outputs"),
+    "outputs": (
+        lambda: models.regression(nn.MLP([3]), heteroscedastic=True),
+        (X, Y),
+        "must have 2 outputs",
+    ),
     "batch": (plain, (X, Y, 25), "`batch_size` got 25. Pass a number from 1 to N = 24"),
     "high labels": (three_classes, (X, LABELS + 3), "labels 0..2"),
     "negative labels": (three_classes, (X, LABELS - 1), "labels from -1"),
     "fractions": (three_classes, (X, np.full(N, 0.5)), "integer class labels"),
     "one-hot labels": (three_classes, (X, np.zeros((N, 3), int)), "shape (24, 3)"),
-    "classes": (lambda: models.classification(NET, 3), (X, LABELS), "must have 3 outputs"),
+    "classes": (
+        lambda: models.classification(NET, 3),
+        (X, LABELS),
+        "must have 3 outputs",
+    ),
 }
 
 
-@pytest.mark.parametrize(("make", "data", "message"), WRONG_SHAPES.values(), ids=WRONG_SHAPES)
+@pytest.mark.parametrize(
+    ("make", "data", "message"), WRONG_SHAPES.values(), ids=WRONG_SHAPES
+)
 def test_data_and_heads_that_do_not_fit_a_model_are_refused(make, data, message):
     with pytest.raises(ValueError, match=r"argument|mismatched") as error:
         traced_sites(make(), *data)
@@ -346,24 +487,51 @@ def with_prior(make):
 
 MISSPELLED = {"Dense0.kernel": priors.Laplace(), "*": priors.Normal()}
 REFUSED = {
-    "plate": (in_plate, "argument `name` got 'net' inside plate 'data'. Call it before the plate"),
-    "Flax": (lambda: random_network("net", linen.Dense(1), (D,)), "use NumPyro's `random_flax_module`"),
+    "plate": (
+        in_plate,
+        "argument `name` got 'net' inside plate 'data'. Call it before the plate",
+    ),
+    "Flax": (
+        lambda: random_network("net", linen.Dense(1), (D,)),
+        "use NumPyro's `random_flax_module`",
+    ),
     "name": (lambda: random_network(NET, NET, (D,)), 'Pass a string, e.g. `"net"`'),
-    "input_shape": (lambda: random_network("net", NET, D), "`input_shape` got 2. Pass the shape"),
-    "image": (lambda: random_network("net", NET, (6, 6, 1)), "It takes one axis of features"),
-    "features": (lambda: random_network("net", NET, (D,))(X[:, :1]), "got input shape (24, 1). It takes (..., 2)"),
-    "misspelled prior": (with_prior(lambda: "Horshoe"), "`prior` got 'Horshoe'. Did you mean 'Horseshoe'"),
+    "input_shape": (
+        lambda: random_network("net", NET, D),
+        "`input_shape` got 2. Pass the shape",
+    ),
+    "image": (
+        lambda: random_network("net", NET, (6, 6, 1)),
+        "It takes one axis of features",
+    ),
+    "features": (
+        lambda: random_network("net", NET, (D,))(X[:, :1]),
+        "got input shape (24, 1). It takes (..., 2)",
+    ),
+    "misspelled prior": (
+        with_prior(lambda: "Horshoe"),
+        "`prior` got 'Horshoe'. Did you mean 'Horseshoe'",
+    ),
     "number": (with_prior(lambda: 1.0), "random_network: argument `prior` got '1.0'"),
     "class": (with_prior(lambda: priors.ARD), "Pass an object, `priors.ARD()`"),
-    "misspelled pattern": (with_prior(lambda: MISSPELLED), "'Dense0.kernel'. Did you mean 'Dense_0.kernel'"),
-    "missing pattern": (with_prior(lambda: {"*.kernel": priors.Normal()}), "no pattern for parameter 'Dense_0.bias'"),
+    "misspelled pattern": (
+        with_prior(lambda: MISSPELLED),
+        "'Dense0.kernel'. Did you mean 'Dense_0.kernel'",
+    ),
+    "missing pattern": (
+        with_prior(lambda: {"*.kernel": priors.Normal()}),
+        "no pattern for parameter 'Dense_0.bias'",
+    ),
     "no distribution": (
         with_prior(lambda: lambda name, shape: 1.0),
         "got 1.0 for parameter 'Dense_0.kernel'. A prior is a callable",
     ),
     "shape": (
         with_prior(lambda: dist.Normal(np.zeros(5), 1.0)),
-        "a Normal of shape (5,) for parameter 'Dense_0.kernel'. The parameter has shape (2, 3)",
+        (
+            "a Normal of shape (5,) for parameter 'Dense_0.kernel'. The parameter has "
+            "shape (2, 3)"
+        ),
     ),
     "event shape": (
         with_prior(lambda: dist.MultivariateNormal(np.zeros(1), np.eye(1))),

@@ -1,4 +1,6 @@
-"""Weights that are fixed, around given values, or learned: sites, exact posteriors, symmetries, refusals."""
+"""Weights that are fixed, around given values, or learned: sites, exact posteriors,
+symmetries, refusals.
+"""
 
 import copy
 import pickle
@@ -17,13 +19,26 @@ from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.util import log_density
 from zoo import NET, NEW_X, NOISE, N, X, Y
 
-from numpyro_bnn import guides, infer, infinite, models, nn, priors, random_network, symmetry, to_inference_data
+from numpyro_bnn import (
+    guides,
+    infer,
+    infinite,
+    models,
+    nn,
+    priors,
+    random_network,
+    symmetry,
+    to_inference_data,
+)
 
 pytestmark = pytest.mark.core
 
 D, H = NET.param_shapes((2,))["Dense_0.kernel"]
 _RANDOM = np.random.default_rng(0)
-PARAMS = {name: _RANDOM.normal(size=shape).astype(np.float32) for name, shape in NET.param_shapes((D,)).items()}
+PARAMS = {
+    name: _RANDOM.normal(size=shape).astype(np.float32)
+    for name, shape in NET.param_shapes((D,)).items()
+}
 BODY = {"Dense_0.*": priors.Fixed, "*": priors.Normal}
 LEARNED = {"Dense_0.*": priors.Learned, "*": priors.Normal}
 LAST = {"net/Dense_1.kernel", "net/Dense_1.bias"}
@@ -31,7 +46,10 @@ KINDS = [priors.Fixed, priors.Centered, priors.Learned]
 
 
 def prior_of(kinds, params=PARAMS):
-    return {name: kind() if kind is priors.Normal else kind(params) for name, kind in kinds.items()}
+    return {
+        name: kind() if kind is priors.Normal else kind(params)
+        for name, kind in kinds.items()
+    }
 
 
 def model_of(kinds, params=PARAMS):
@@ -45,26 +63,34 @@ def features(x, params=PARAMS):
 def learned_of(kernel, names=("Dense_0.kernel", "Dense_0.bias")):
     """Values of the learned parameters of a kernel that has run."""
     trace = handlers.trace(handlers.seed(kernel.model, 0)).get_trace(X, Y)
-    assert {name for name, site in trace.items() if site["type"] == "param"} == {f"net/{name}" for name in names}
+    assert {name for name, site in trace.items() if site["type"] == "param"} == {
+        f"net/{name}" for name in names
+    }
     return {name: np.asarray(trace[f"net/{name}"]["value"]) for name in names}
 
 
 def linear_regression(design, y, prior_variance):
     """Mean and covariance of the weights."""
-    covariance = np.linalg.inv(design.T @ design / NOISE**2 + np.diag(1 / np.asarray(prior_variance)))
+    covariance = np.linalg.inv(
+        design.T @ design / NOISE**2 + np.diag(1 / np.asarray(prior_variance))
+    )
     return covariance @ design.T @ y / NOISE**2, covariance
 
 
-# -- what is sampled, and its posterior ----------------------------------------------------------------------
+# -- what is sampled, and its posterior ------------------------------------------------
 
 
 def test_last_layer_of_a_fixed_body_has_the_posterior_of_a_linear_regression():
-    """Joint density over the closed-form posterior is the evidence wherever it is computed."""
+    """Joint density over the closed-form posterior is the evidence wherever it is
+    computed.
+    """
     model, prior_variance = model_of(BODY), [1 / H] * H + [1.0]
     sites = traced_sites(model, X, Y)
     assert {name for name in sites if name.startswith("net/")} == LAST
     design = np.column_stack([features(X), np.ones(N)]).astype(float)
-    posterior = scipy.stats.multivariate_normal(*linear_regression(design, Y, prior_variance))
+    posterior = scipy.stats.multivariate_normal(
+        *linear_regression(design, Y, prior_variance)
+    )
     marginal = design @ np.diag(prior_variance) @ design.T + NOISE**2 * np.eye(N)
     evidence = scipy.stats.multivariate_normal(cov=marginal).logpdf(Y)
     draws = posterior.rvs(5, random_state=0)
@@ -78,8 +104,14 @@ def test_last_layer_of_a_fixed_body_has_the_posterior_of_a_linear_regression():
 
 
 def test_centered_prior_has_pretrained_means():
-    prior = priors.Centered({**PARAMS, "scale": np.full(3, 2.0)}, 0.2, bias_scale=0.3, gain_scale=0.1)
-    for name, sd in {"Dense_0.kernel": 0.2 / D**0.5, "Dense_0.bias": 0.3, "Dense_1.kernel": 0.2 / H**0.5}.items():
+    prior = priors.Centered(
+        {**PARAMS, "scale": np.full(3, 2.0)}, 0.2, bias_scale=0.3, gain_scale=0.1
+    )
+    for name, sd in {
+        "Dense_0.kernel": 0.2 / D**0.5,
+        "Dense_0.bias": 0.3,
+        "Dense_1.kernel": 0.2 / H**0.5,
+    }.items():
         np.testing.assert_array_equal(prior(name, PARAMS[name].shape).loc, PARAMS[name])
         np.testing.assert_allclose(prior(name, PARAMS[name].shape).scale, sd, rtol=1e-6)
     gain = prior("scale", (3,))
@@ -88,12 +120,16 @@ def test_centered_prior_has_pretrained_means():
 
 def flipped(model):
     return infer.OrbitMoves(
-        infer.SGLD(model, steps_per_draw=3), [symmetry.SignFlip(["net/Dense_1.bias"])], exact=False
+        infer.SGLD(model, steps_per_draw=3),
+        [symmetry.SignFlip(["net/Dense_1.bias"])],
+        exact=False,
     )
 
 
 def collapsed(model):
-    return infer.MCLMC(infer.collapse(model, ["net/Dense_1.bias"], X, Y), steps_per_draw=3)
+    return infer.MCLMC(
+        infer.collapse(model, ["net/Dense_1.bias"], X, Y), steps_per_draw=3
+    )
 
 
 HELD = {f"net/{name}": value for name, value in PARAMS.items()}
@@ -101,33 +137,73 @@ STAY = ("MCLMC without warm start", "MCLMC of weights that SVI learned")
 WAYS = {  # way -> kernel, and what it does with the body
     "SGLD": (partial(infer.SGLD, steps_per_draw=3), LEARNED),
     "MCLMC": (partial(infer.MCLMC, steps_per_draw=3), LEARNED),
-    "MCLMC without warm start": (partial(infer.MCLMC, steps_per_draw=3, warm_start=0.0), LEARNED),
-    "MCLMC of weights that SVI learned": (lambda m: infer.MCLMC(handlers.substitute(m, HELD)), LEARNED),
+    "MCLMC without warm start": (
+        partial(infer.MCLMC, steps_per_draw=3, warm_start=0.0),
+        LEARNED,
+    ),
+    "MCLMC of weights that SVI learned": (
+        lambda m: infer.MCLMC(handlers.substitute(m, HELD)),
+        LEARNED,
+    ),
     "OrbitMoves": (flipped, LEARNED),
     "collapse": (collapsed, LEARNED),
     "NUTS": (partial(NUTS, max_tree_depth=2), BODY),
-    "UnitMoves": (lambda m: infer.UnitMoves(infer.GHMC(m, steps_per_draw=2), {"net/Dense_1.bias": 0}), BODY),
-    "tempering": (lambda m: infer.ParallelTempering(infer.GHMC(m, num_steps=2, steps_per_draw=2), 2), BODY),
+    "UnitMoves": (
+        lambda m: infer.UnitMoves(
+            infer.GHMC(m, steps_per_draw=2), {"net/Dense_1.bias": 0}
+        ),
+        BODY,
+    ),
+    "tempering": (
+        lambda m: infer.ParallelTempering(
+            infer.GHMC(m, num_steps=2, steps_per_draw=2), 2
+        ),
+        BODY,
+    ),
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w == "SGLD" else [pytest.mark.slow]) for w in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(w, marks=[] if w == "SGLD" else [pytest.mark.slow]) for w in WAYS],
+)
 def test_every_chain_samples_one_model_with_the_fixed_or_learned_body(way):
-    """The draws are of the last layer; predictions belong to the body, also where the model runs again inside."""
+    """The draws are of the last layer; predictions belong to the body, also where the
+    model runs again inside.
+    """
     make, kinds = WAYS[way]
     kernel, params = make(model_of(kinds)), PARAMS
     method = "parallel" if way == "SGLD" else "sequential"
-    mcmc = MCMC(kernel, num_warmup=20, num_samples=6, num_chains=2, chain_method=method, progress_bar=False)
+    mcmc = MCMC(
+        kernel,
+        num_warmup=20,
+        num_samples=6,
+        num_chains=2,
+        chain_method=method,
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), X, Y)
     if kinds is LEARNED:
         params = learned_of(kernel)
-        assert all(np.any(params[name] != PARAMS[name]) == (way not in STAY) for name in params)
+        assert all(
+            np.any(params[name] != PARAMS[name]) == (way not in STAY) for name in params
+        )
     assert set(mcmc.get_samples()) == LAST
-    idata = to_inference_data(mcmc, {"x": NEW_X}, posterior_predictive=False, log_likelihood=False)
-    assert set(group(idata, "posterior").data_vars) == {name.replace("/", ".") for name in LAST}
+    idata = to_inference_data(
+        mcmc, {"x": NEW_X}, posterior_predictive=False, log_likelihood=False
+    )
+    assert set(group(idata, "posterior").data_vars) == {
+        name.replace("/", ".") for name in LAST
+    }
     assert set(group(idata, "observed_data").data_vars) == {"y"}
-    draws = {name: group(idata, "posterior")[name.replace("/", ".")].to_numpy() for name in LAST}
-    expected = draws["net/Dense_1.kernel"][..., 0] @ features(NEW_X, params).T + draws["net/Dense_1.bias"]
+    draws = {
+        name: group(idata, "posterior")[name.replace("/", ".")].to_numpy()
+        for name in LAST
+    }
+    expected = (
+        draws["net/Dense_1.kernel"][..., 0] @ features(NEW_X, params).T
+        + draws["net/Dense_1.bias"]
+    )
     found = group(idata, "predictions")["y_mean"].to_numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -135,12 +211,24 @@ def test_every_chain_samples_one_model_with_the_fixed_or_learned_body(way):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_a_kernel_learns_the_joint_mode():
-    """Weights without a prior, a bias with one, both linear: the mode is the solution of a least-squares problem."""
-    kinds = {"Dense_0.*": priors.Fixed, "Dense_1.kernel": priors.Learned, "*": priors.Normal}
-    kernel = infer.GHMC(model_of(kinds), steps_per_draw=4, warm_start=infer.WarmStart(0.5, num_steps=4000))
+    """Weights without a prior, a bias with one, both linear: the mode is the solution
+    of a least-squares problem.
+    """
+    kinds = {
+        "Dense_0.*": priors.Fixed,
+        "Dense_1.kernel": priors.Learned,
+        "*": priors.Normal,
+    }
+    kernel = infer.GHMC(
+        model_of(kinds),
+        steps_per_draw=4,
+        warm_start=infer.WarmStart(0.5, num_steps=4000),
+    )
     mcmc = run_chains(kernel, X, Y, num_warmup=200, num_samples=1000, num_chains=1)
     found = learned_of(kernel, ["Dense_1.kernel"])["Dense_1.kernel"][:, 0]
-    mode, _ = linear_regression(np.column_stack([features(X), np.ones(N)]).astype(float), Y, [1e12] * H + [1.0])
+    mode, _ = linear_regression(
+        np.column_stack([features(X), np.ones(N)]).astype(float), Y, [1e12] * H + [1.0]
+    )
     np.testing.assert_allclose(found, mode[:H], atol=2e-3)
     # Given them, the bias has a normal posterior; every tenth draw is independent.
     mean, variance = linear_regression(np.ones((N, 1)), Y - features(X) @ found, [1.0])
@@ -151,65 +239,112 @@ def test_a_kernel_learns_the_joint_mode():
 
 @pytest.mark.slow
 def test_collapsed_sites_have_the_posterior_given_the_learned_values():
-    """The factor of the integrated sites is computed with the values that the kernel holds, not with the start."""
+    """The factor of the integrated sites is computed with the values that the kernel
+    holds, not with the start.
+    """
     model = model_of({"Dense_0.bias": priors.Normal, **LEARNED})
     kernel, bias = PARAMS["Dense_0.kernel"] + 0.5, PARAMS["Dense_0.bias"]
-    held = handlers.substitute(infer.collapse(model, sorted(LAST), X, Y), {"net/Dense_0.kernel": kernel})
-    trace = handlers.trace(handlers.seed(handlers.substitute(held, {"net/Dense_0.bias": bias}), 0)).get_trace(X, Y)
-    (factor,) = (s["fn"].log_factor for s in trace.values() if s["type"] == "sample" and s["is_observed"])
+    held = handlers.substitute(
+        infer.collapse(model, sorted(LAST), X, Y), {"net/Dense_0.kernel": kernel}
+    )
+    trace = handlers.trace(
+        handlers.seed(handlers.substitute(held, {"net/Dense_0.bias": bias}), 0)
+    ).get_trace(X, Y)
+    (factor,) = (
+        s["fn"].log_factor
+        for s in trace.values()
+        if s["type"] == "sample" and s["is_observed"]
+    )
     hidden = features(X, {"Dense_0.kernel": kernel, "Dense_0.bias": bias}).astype(float)
     marginal = hidden @ hidden.T / H + 1 + NOISE**2 * np.eye(N)
-    np.testing.assert_allclose(factor, scipy.stats.multivariate_normal(cov=marginal).logpdf(Y), rtol=1e-4)
+    np.testing.assert_allclose(
+        factor, scipy.stats.multivariate_normal(cov=marginal).logpdf(Y), rtol=1e-4
+    )
 
 
 @pytest.mark.slow
 def test_deterministic_sites_of_a_quotient_have_the_learned_values():
-    """They are computed by a second run inside a quotient: it too has the values that are held."""
+    """They are computed by a second run inside a quotient: it too has the values that
+    are held.
+    """
     net = nn.Sequential([nn.Dense(H), nn.BatchNorm(False, False), "tanh", nn.Dense(1)])
     prior = {"Dense_1.*": priors.Learned(PARAMS), "*": priors.Normal()}
 
     def model(x, y):
-        f = numpyro.deterministic("f", random_network("net", net, (D,), prior)(x)[..., 0])
+        f = numpyro.deterministic(
+            "f", random_network("net", net, (D,), prior)(x)[..., 0]
+        )
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
     free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
     learned = {name: PARAMS[name] + 1.0 for name in ("Dense_1.kernel", "Dense_1.bias")}
-    held = handlers.substitute(free, {f"net/{name}": value for name, value in learned.items()})
+    held = handlers.substitute(
+        free, {f"net/{name}": value for name, value in learned.items()}
+    )
     trace = handlers.trace(handlers.seed(held, 0)).get_trace(X, Y)
-    draw = {name: trace[f"net/{name}"]["value"] for name in ("Dense_0.kernel", "Dense_0.bias")}
-    np.testing.assert_allclose(trace["f"]["value"], net.apply({**draw, **learned}, X)[:, 0], rtol=1e-4, atol=1e-5)
+    draw = {
+        name: trace[f"net/{name}"]["value"]
+        for name in ("Dense_0.kernel", "Dense_0.bias")
+    }
+    np.testing.assert_allclose(
+        trace["f"]["value"],
+        net.apply({**draw, **learned}, X)[:, 0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
-# -- symmetries and kernels of wide networks -----------------------------------------------------------------
+# -- symmetries and kernels of wide networks -------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find. found none")
 def test_units_with_fixed_weights_do_not_move():
-    """Unless the values allow it: biases of zero are equal and odd. Learned ones will not stay zero."""
+    """Unless the values allow it: biases of zero are equal and odd. Learned ones will
+    not stay zero.
+    """
 
     def found(kinds, params=PARAMS):
-        return {type(s) for s in symmetry.find(model_of({**kinds, "*": priors.Normal}, params), X, Y)}
+        return {
+            type(s)
+            for s in symmetry.find(
+                model_of({**kinds, "*": priors.Normal}, params), X, Y
+            )
+        }
 
-    both, zero = {symmetry.SignFlip, symmetry.Permutation}, {"Dense_0.bias": np.zeros(H, np.float32)}
+    both, zero = (
+        {symmetry.SignFlip, symmetry.Permutation},
+        {"Dense_0.bias": np.zeros(H, np.float32)},
+    )
     assert found({"Dense_1.bias": priors.Fixed}) == both
-    assert found({"Dense_0.bias": priors.Fixed}) == found({"Dense_1.kernel": priors.Learned}) == set()
+    assert (
+        found({"Dense_0.bias": priors.Fixed})
+        == found({"Dense_1.kernel": priors.Learned})
+        == set()
+    )
     assert found({"Dense_0.bias": priors.Fixed}, zero) == both
     assert found({"Dense_0.bias": priors.Learned}, zero) == set()
 
 
 def test_tangent_kernel_of_fixed_weights_is_that_of_the_rest():
-    """In closed form, on the features; weights around given values are random as any others."""
+    """In closed form, on the features; weights around given values are random as any
+    others.
+    """
     hidden = features(NEW_X)
     found = infinite.empirical_ntk(NET, PARAMS, NEW_X, prior=prior_of(BODY))
     np.testing.assert_allclose(found, hidden @ hidden.T / H + 1, rtol=1e-4)
     around = prior_of({"Dense_0.*": priors.Fixed, "*": priors.Centered})
-    np.testing.assert_allclose(infinite.empirical_ntk(NET, PARAMS, NEW_X, prior=around), found, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"weights of 'Dense_0\.kernel' that are not random\. .*features"):
+    np.testing.assert_allclose(
+        infinite.empirical_ntk(NET, PARAMS, NEW_X, prior=around), found, rtol=1e-6
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"weights of 'Dense_0\.kernel' that are not random\. .*features",
+    ):
         infinite.nngp(NET, X, prior=prior_of(BODY))
 
 
-# -- errors that teach ---------------------------------------------------------------------------------------
+# -- errors that teach -----------------------------------------------------------------
 
 
 def random_start(x, y=None):
@@ -220,7 +355,12 @@ def random_start(x, y=None):
 
 
 def in_gibbs(model):
-    return Gibbs([(infer.GHMC(model), ["net/Dense_1.kernel"]), (infer.GHMC(model), ["net/Dense_1.bias"])])
+    return Gibbs(
+        [
+            (infer.GHMC(model), ["net/Dense_1.kernel"]),
+            (infer.GHMC(model), ["net/Dense_1.bias"]),
+        ]
+    )
 
 
 INSIDE = r"learned parameter 'net/Dense_0\.kernel' inside another kernel.*SVI"
@@ -228,7 +368,11 @@ RANDOM = r"parameter 'w', which starts at random values.*priors\.Learned"
 FLIP = [symmetry.SignFlip(["b"])]
 REFUSED = {
     "symmetries of fixed weights": (
-        lambda: run_chains(infer.OrbitMoves(NUTS(model_of(BODY)), symmetry.from_network(NET, (D,))), X, Y),
+        lambda: run_chains(
+            infer.OrbitMoves(NUTS(model_of(BODY)), symmetry.from_network(NET, (D,))),
+            X,
+            Y,
+        ),
         r"got 'net/Dense_0\.kernel'.*Known: net/Dense_1\.bias, net/Dense_1\.kernel",
     ),
     "nothing left to sample": (
@@ -236,17 +380,26 @@ REFUSED = {
         r"collapse.*all sites that are sampled.*Leave at least one",
     ),
     "learning in tempering": (
-        lambda: run_chains(infer.ParallelTempering(infer.GHMC(model_of(LEARNED)), 2), X, Y),
+        lambda: run_chains(
+            infer.ParallelTempering(infer.GHMC(model_of(LEARNED)), 2), X, Y
+        ),
         INSIDE,
     ),
-    "learning in Gibbs": (lambda: run_chains(in_gibbs(model_of(LEARNED)), X, Y, num_chains=1), INSIDE),
+    "learning in Gibbs": (
+        lambda: run_chains(in_gibbs(model_of(LEARNED)), X, Y, num_chains=1),
+        INSIDE,
+    ),
     "random start": (lambda: run_chains(infer.SGLD(random_start), X, Y), RANDOM),
     "random start in a wrapper": (
-        lambda: run_chains(infer.OrbitMoves(NUTS(random_start), FLIP, exact=False), X, Y),
+        lambda: run_chains(
+            infer.OrbitMoves(NUTS(random_start), FLIP, exact=False), X, Y
+        ),
         RANDOM,
     ),
     "learning by ADF": (
-        lambda: guides.AutoADF(model_of(LEARNED)).run(jax.random.key(0), X, Y, num_epochs=1, progress_bar=False),
+        lambda: guides.AutoADF(model_of(LEARNED)).run(
+            jax.random.key(0), X, Y, num_epochs=1, progress_bar=False
+        ),
         r"'net/Dense_0\.kernel', a `param` site",
     ),
 }
@@ -261,14 +414,21 @@ def test_what_cannot_be_fixed_or_learned_is_refused(call, message):
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_and_shapes_of_given_values_are_checked(kind):
     call, rest = f"priors.{kind.__name__}", {"*": priors.Normal}
-    wide = {name: np.ones(shape, np.float32) for name, shape in nn.MLP([H + 1, 1]).param_shapes((D,)).items()}
+    wide = {
+        name: np.ones(shape, np.float32)
+        for name, shape in nn.MLP([H + 1, 1]).param_shapes((D,)).items()
+    }
     for kinds, params, message in [
         (
             {"Dense_0.*": kind, **rest},
             {"Dense_0.kernels": wide["Dense_0.kernel"]},
             r"Did you mean 'Dense_0\.kernels'\?",
         ),
-        ({"Dense_0.*": kind, **rest}, wide, r"shape \(2, 4\) for 'Dense_0\.kernel'.*has shape \(2, 3\)"),
+        (
+            {"Dense_0.*": kind, **rest},
+            wide,
+            r"shape \(2, 4\) for 'Dense_0\.kernel'.*has shape \(2, 3\)",
+        ),
     ]:
         with pytest.raises(ValueError, match=rf"{call}.*{message}"):
             traced_sites(model_of(kinds, params), X, Y)

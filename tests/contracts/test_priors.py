@@ -1,4 +1,6 @@
-"""Every prior serves every parameter, in centered and non-centered form, and tells what it cannot take."""
+"""Every prior serves every parameter, in centered and non-centered form, and tells what
+it cannot take.
+"""
 
 import copy
 import pickle
@@ -28,21 +30,35 @@ def model_of(prior, *parameters):
     def model():
         for name, shape in parameters:
             fn = prior(name, shape)
-            numpyro.sample(name, fn.expand(shape[: len(shape) - fn.event_dim]).to_event())
+            numpyro.sample(
+                name, fn.expand(shape[: len(shape) - fn.event_dim]).to_event()
+            )
 
     return model
 
 
 def sites_of(model):
     """Type and shape of every site, without running anything."""
-    return {name: (site["type"], jnp.shape(site["value"])) for name, site in traced_sites(model).items()}
+    return {
+        name: (site["type"], jnp.shape(site["value"]))
+        for name, site in traced_sites(model).items()
+    }
 
 
 def values_of(model, dtype=np.float32):
-    """A positive value of every sample site: inside every support, and no program to draw it."""
+    """A positive value of every sample site: inside every support, and no program to
+    draw it.
+    """
     random = np.random.default_rng(0)
-    shapes = {name: shape for name, (kind, shape) in sites_of(model).items() if kind == "sample"}
-    return {name: random.uniform(0.6, 1.4, shape).astype(dtype) for name, shape in shapes.items()}
+    shapes = {
+        name: shape
+        for name, (kind, shape) in sites_of(model).items()
+        if kind == "sample"
+    }
+    return {
+        name: random.uniform(0.6, 1.4, shape).astype(dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def is_noncentered(row):
@@ -54,28 +70,43 @@ def is_noncentered(row):
 def test_prior_serves_every_parameter_with_its_sites(row):
     """Also a copy of the prior from another process."""
     sites = sites_of(model_of(row.prior, *GIVEN.items()))
-    assert {name: sites[name] for name in GIVEN} == {name: ("sample", shape) for name, shape in GIVEN.items()}
+    assert {name: sites[name] for name in GIVEN} == {
+        name: ("sample", shape) for name, shape in GIVEN.items()
+    }
     assert all(site.startswith(tuple(GIVEN)) for site in sites)
     name = DENSE[0]
-    assert {key: sites[f"{name}_{key}"][1] for key in row.hyper_sites} == dict(row.hyper_sites)
+    assert {key: sites[f"{name}_{key}"][1] for key in row.hyper_sites} == dict(
+        row.hyper_sites
+    )
     assert sum(site.startswith(name) for site in sites) == 1 + len(row.hyper_sites)
     name = CONV[0] if isinstance(row.prior, priors.GPFilters) else name
     noncentered = sites_of(priors.noncenter(model_of(row.prior, *GIVEN.items())))
-    assert noncentered[name][0] == ("deterministic" if is_noncentered(row) else "sample")
+    assert noncentered[name][0] == (
+        "deterministic" if is_noncentered(row) else "sample"
+    )
     assert (f"{name}_base" in noncentered) == is_noncentered(row)
     assert copy.copy(row.prior) == row.prior
-    assert sites_of(model_of(pickle.loads(pickle.dumps(row.prior)), *GIVEN.items())) == sites
+    assert (
+        sites_of(model_of(pickle.loads(pickle.dumps(row.prior)), *GIVEN.items()))
+        == sites
+    )
 
 
 @pytest.mark.parametrize("row", rows(PRIORS, "test_prior_takes_equinox_convolutions"))
 def test_prior_takes_equinox_convolutions(row):
     name, shape = "layers[0].weight", (3, 2, 2, 3)
-    assert sites_of(priors.noncenter(model_of(row.prior, (name, shape))))[name][1] == shape
+    assert (
+        sites_of(priors.noncenter(model_of(row.prior, (name, shape))))[name][1] == shape
+    )
 
 
-@pytest.mark.parametrize("row", [row for row in rows(PRIORS, fast=PRIORS) if is_noncentered(row.values[0])])
+@pytest.mark.parametrize(
+    "row", [row for row in rows(PRIORS, fast=PRIORS) if is_noncentered(row.values[0])]
+)
 def test_centered_and_noncentered_forms_agree(row, x64):
-    """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from autodiff."""
+    """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from
+    autodiff.
+    """
     name, shape = CONV if isinstance(row.prior, priors.GPFilters) else DENSE
     centered = model_of(row.prior, (name, shape))
     noncentered, base = priors.noncenter(centered), f"{name}_base"
@@ -86,12 +117,15 @@ def test_centered_and_noncentered_forms_agree(row, x64):
     @jax.jit
     def both(z):
         def weight(z):
-            return handlers.trace(handlers.substitute(noncentered, {**hyper, base: z})).get_trace()[name]["value"]
+            return handlers.trace(
+                handlers.substitute(noncentered, {**hyper, base: z})
+            ).get_trace()[name]["value"]
 
         jacobian = jax.jacfwd(weight)(z).reshape(prod(shape), prod(shape))
         return (
             log_density(noncentered, (), {}, {**hyper, base: z})[0],
-            log_density(centered, (), {}, {**hyper, name: weight(z)})[0] + jnp.linalg.slogdet(jacobian)[1],
+            log_density(centered, (), {}, {**hyper, name: weight(z)})[0]
+            + jnp.linalg.slogdet(jacobian)[1],
         )
 
     np.testing.assert_allclose(*both(z), rtol=1e-10)
@@ -99,24 +133,34 @@ def test_centered_and_noncentered_forms_agree(row, x64):
 
 def test_densities_are_differentiable_in_the_precision_of_the_run():
     """Of all priors in one program."""
-    models = {row: priors.noncenter(model_of(PRIORS[row].prior, DENSE, CONV)) for row in PRIORS}
+    models = {
+        row: priors.noncenter(model_of(PRIORS[row].prior, DENSE, CONV))
+        for row in PRIORS
+    }
 
     def run(values):
         return {
-            row: jax.value_and_grad(lambda at, model=models[row]: log_density(model, (), {}, at)[0])(given)
+            row: jax.value_and_grad(
+                lambda at, model=models[row]: log_density(model, (), {}, at)[0]
+            )(given)
             for row, given in values.items()
         }
 
     low = jax.jit(run)({row: values_of(model) for row, model in models.items()})
-    finite = {row: all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found)) for row, found in low.items()}
+    finite = {
+        row: all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+        for row, found in low.items()
+    }
     assert finite == dict.fromkeys(PRIORS, True)
     assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {np.dtype("float32")}
     with jax.enable_x64(True):
-        high = jax.eval_shape(run, {row: values_of(model, np.float64) for row, model in models.items()})
+        high = jax.eval_shape(
+            run, {row: values_of(model, np.float64) for row, model in models.items()}
+        )
     assert {leaf.dtype for leaf in jax.tree.leaves(high)} == {np.dtype("float64")}
 
 
-# -- names and layouts ----------------------------------------------------------------------------------
+# -- names and layouts -----------------------------------------------------------------
 
 FAN_IN = {  # of the kernels of our layers, of Flax, NNX and Equinox
     ("Dense_0.kernel", (3, 8)): 3,
@@ -131,7 +175,11 @@ FAN_IN = {  # of the kernels of our layers, of Flax, NNX and Equinox
     ("key.kernel", (6, 12)): 6,
     ("attention.out.kernel", (4, 3, 5)): 12,
 }
-BIASES = [("attention.query.bias", (4, 3)), ("conv.bias", (16, 1, 1)), ("net/Dense_0.bias", (8,))]
+BIASES = [
+    ("attention.query.bias", (4, 3)),
+    ("conv.bias", (16, 1, 1)),
+    ("net/Dense_0.bias", (8,)),
+]
 GAINS = [("norm.weight", (8,)), ("LayerNorm_0.scale", (8,))]
 
 
@@ -140,11 +188,16 @@ def test_names_tell_role_and_fan_in():
     for parameter, fan_in in FAN_IN.items():
         fn = prior(*parameter)
         assert (fn.loc, fn.scale) == (0.0, pytest.approx(2 / fan_in**0.5)), parameter
-    assert {(prior(*parameter).loc, prior(*parameter).scale) for parameter in BIASES} == {(0.0, 0.7)}
-    assert {(prior(*parameter).loc, prior(*parameter).scale) for parameter in GAINS} == {(1.0, 0.3)}
+    assert {
+        (prior(*parameter).loc, prior(*parameter).scale) for parameter in BIASES
+    } == {(0.0, 0.7)}
+    assert {
+        (prior(*parameter).loc, prior(*parameter).scale) for parameter in GAINS
+    } == {(1.0, 0.3)}
 
 
-UNITS = {  # of a horseshoe, parameter: shape of the local scales as they multiply the kernel
+# of a horseshoe, parameter: shape of the local scales as they multiply the kernel
+UNITS = {
     ("input", *DENSE): (4, 1),
     ("output", *DENSE): (1, 3),
     ("input", *CONV): (1, 1, 2, 1),
@@ -160,15 +213,27 @@ UNITS = {  # of a horseshoe, parameter: shape of the local scales as they multip
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize(("unit", "name", "shape"), UNITS, ids=lambda value: str(value))
 def test_weights_of_a_unit_share_a_scale(unit, name, shape, centered):
-    """Of an ARD prior those of one input, of a horseshoe those of either; over the root of the fan-in."""
+    """Of an ARD prior those of one input, of a horseshoe those of either; over the root
+    of the fan-in.
+    """
     shared, fan_in = UNITS[unit, name, shape], priors.Normal()(name, shape).scale ** -2
     local = np.arange(1, max(shared) + 1, dtype=np.float32)
-    given = {priors.Horseshoe(unit=unit, centered=centered): {"global": 0.5, "local": 2 * local}}
+    given = {
+        priors.Horseshoe(unit=unit, centered=centered): {
+            "global": 0.5,
+            "local": 2 * local,
+        }
+    }
     if unit == "input":
         given[priors.ARD(centered=centered)] = {"scale": local}
     for prior, hyper in given.items():
-        values = {f"{name}_{site}": value for site, value in {**hyper, "base": np.ones(shape, np.float32)}.items()}
-        model = handlers.substitute(priors.noncenter(model_of(prior, (name, shape))), values)
+        values = {
+            f"{name}_{site}": value
+            for site, value in {**hyper, "base": np.ones(shape, np.float32)}.items()
+        }
+        model = handlers.substitute(
+            priors.noncenter(model_of(prior, (name, shape))), values
+        )
         site = handlers.trace(handlers.seed(model, 0)).get_trace()[name]
         sd = site["fn"].variance ** 0.5 if centered else site["value"]
         expected = np.broadcast_to(local.reshape(shared) * fan_in**-0.5, shape)
@@ -186,14 +251,18 @@ def test_filters_leave_the_rest_to_the_other_prior():
 
 def test_first_matching_pattern_wins():
     prior = priors.BySite(
-        {"Dense_0.*": priors.Laplace(), "*.kernel": dist.Cauchy(0.0, 2.0), "*": priors.Normal(bias_scale=0.5)}
+        {
+            "Dense_0.*": priors.Laplace(),
+            "*.kernel": dist.Cauchy(0.0, 2.0),
+            "*": priors.Normal(bias_scale=0.5),
+        }
     )
     assert isinstance(prior("Dense_0.kernel", (4, 3)), dist.Laplace)
     assert isinstance(prior("Dense_1.kernel", (4, 3)), dist.Cauchy)
     assert prior("Dense_1.bias", (3,)).scale == 0.5
 
 
-# -- what fits and what does not ------------------------------------------------------------------------
+# -- what fits and what does not -------------------------------------------------------
 
 POSITIVE = {
     "Uniform": lambda: dist.Uniform(0.1, 2.0),
@@ -206,7 +275,12 @@ POSITIVE = {
 @pytest.mark.parametrize("name", POSITIVE)
 def test_scales_on_part_of_the_half_line_are_welcome(name):
     """Also where the prior is made inside a traced model."""
-    assert sites_of(lambda: model_of(priors.Hierarchical(POSITIVE[name]()), DENSE)())[DENSE[0]][1] == DENSE[1]
+    assert (
+        sites_of(lambda: model_of(priors.Hierarchical(POSITIVE[name]()), DENSE)())[
+            DENSE[0]
+        ][1]
+        == DENSE[1]
+    )
 
 
 REFUSED = {
@@ -215,14 +289,26 @@ REFUSED = {
         "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`",
     ),
     "interval": (lambda: priors.ARD(dist.Uniform(-1.0, 1.0)), "`scale_prior`"),
-    "batch of scales": (lambda: priors.ARD(dist.HalfNormal(jnp.ones(3))), "scalar distribution"),
-    "centered and integrated": (lambda: priors.GammaPrecision(centered=True, marginal=True), "pass only one of them"),
+    "batch of scales": (
+        lambda: priors.ARD(dist.HalfNormal(jnp.ones(3))),
+        "scalar distribution",
+    ),
+    "centered and integrated": (
+        lambda: priors.GammaPrecision(centered=True, marginal=True),
+        "pass only one of them",
+    ),
     "layout": (
         lambda: priors.GPFilters()("layers[0].weight", (3, 2, 2, 2)),
         "It takes Flax kernels (h, w, in, out), not Equinox ones",
     ),
-    "list of patterns": (lambda: priors.BySite(["*"]), "priors.BySite: argument `patterns`"),
-    "class in patterns": (lambda: priors.BySite({"*": priors.Normal}), "Pass an object such as"),
+    "list of patterns": (
+        lambda: priors.BySite(["*"]),
+        "priors.BySite: argument `patterns`",
+    ),
+    "class in patterns": (
+        lambda: priors.BySite({"*": priors.Normal}),
+        "Pass an object such as",
+    ),
     "no pattern": (
         lambda: priors.BySite({"Dense_0.*": priors.Normal()})("Dense_1.bias", (3,)),
         "no pattern for parameter 'Dense_1.bias' (patterns: Dense_0.*)",

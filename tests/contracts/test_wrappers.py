@@ -1,4 +1,6 @@
-"""The contract of kernels around kernels, and of transformed models under kernels: one walk of each row."""
+"""The contract of kernels around kernels, and of transformed models under kernels: one
+walk of each row.
+"""
 
 import pickle
 from functools import cache
@@ -19,21 +21,33 @@ from zoo import NET, ZOO, X, Y
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, symmetry
 
-pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Some donated buffers")]
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.filterwarnings("ignore:Some donated buffers"),
+]
 
 WARMUP, DRAWS = 4, 6
 HIDDEN = "net/Dense_0.kernel"
 
 
 def params(names=tuple(WRAPPERS)):
-    return [pytest.param(name, marks=() if name in FAST_WRAPPERS else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(name, marks=() if name in FAST_WRAPPERS else pytest.mark.slow)
+        for name in names
+    ]
 
 
 def of_row(name):
-    """A new kernel, un-pickled where Python can pickle its model, which is no function made inside of another one."""
+    """A new kernel, un-pickled where Python can pickle its model, which is no function
+    made inside of another one.
+    """
     entry = ZOO[WRAPPERS[name].model]
     kernel = WRAPPERS[name].make(entry.model, entry.args)
-    return kernel if name.startswith(("collapse", "quotient")) else pickle.loads(pickle.dumps(kernel))
+    return (
+        kernel
+        if name.startswith(("collapse", "quotient"))
+        else pickle.loads(pickle.dumps(kernel))
+    )
 
 
 def stepping(name, seed):
@@ -56,10 +70,14 @@ def walked(name):
 
 @pytest.mark.parametrize("name", params())
 def test_all_sites_of_the_model_are_drawn(name):
-    """Those that were integrated out, too: as `MCMC` records them, finite and different in all draws."""
+    """Those that were integrated out, too: as `MCMC` records them, finite and different
+    in all draws.
+    """
     row, (kernel, states) = WRAPPERS[name], walked(name)
     entry = ZOO[row.model]
-    z = jax.tree.map(lambda *leaves: np.stack(leaves), *(state.z for state in states[WARMUP:]))
+    z = jax.tree.map(
+        lambda *leaves: np.stack(leaves), *(state.z for state in states[WARMUP:])
+    )
     draws = jax.jit(jax.vmap(kernel.postprocess_fn(entry.args, {})))(z)
     assert {site: draws[site].shape for site in entry.shapes} == {
         s: (DRAWS, *shape) for s, shape in entry.shapes.items()
@@ -67,7 +85,10 @@ def test_all_sites_of_the_model_are_drawn(name):
     assert set(draws) - set(entry.shapes) - {"mean", "precision"} == set(row.new_sites)
     for site in entry.shapes:
         assert np.isfinite(draws[site]).all()
-        assert len(np.unique(np.asarray(draws[site]).reshape(DRAWS, -1)[:, 0])) > DRAWS // 2
+        assert (
+            len(np.unique(np.asarray(draws[site]).reshape(DRAWS, -1)[:, 0]))
+            > DRAWS // 2
+        )
     for stat in row.stats:
         accepted = np.stack([getattr(state, stat) for state in states[WARMUP:]])
         assert ((accepted > 0) & (accepted <= 1 + 1e-6)).all()
@@ -75,7 +96,9 @@ def test_all_sites_of_the_model_are_drawn(name):
 
 @pytest.mark.parametrize("name", params())
 def test_another_kernel_continues_bit_for_bit_from_a_state(name):
-    """As a run does that was stopped: what a kernel knows of its warm-up and of its past is in its state."""
+    """As a run does that was stopped: what a kernel knows of its warm-up and of its
+    past is in its state.
+    """
     _, states = walked(name)
     _, step, _ = stepping(name, 4)
     for middle in (1, WARMUP + 2):
@@ -86,12 +109,18 @@ def test_another_kernel_continues_bit_for_bit_from_a_state(name):
             np.testing.assert_array_equal(state.z[site], value)
 
 
-OF_MODELS = [name for name in WRAPPERS if not name.startswith(("collapse", "quotient")) and "MCLMC" not in name]
+OF_MODELS = [
+    name
+    for name in WRAPPERS
+    if not name.startswith(("collapse", "quotient")) and "MCLMC" not in name
+]
 
 
 @pytest.mark.parametrize("name", params(OF_MODELS))
 def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
-    """By NumPyro's own evaluation of the model at the draw, given what other blocks hold."""
+    """By NumPyro's own evaluation of the model at the draw, given what other blocks
+    hold.
+    """
     entry, state, held = ZOO[WRAPPERS[name].model], walked(name)[1][-1], {}
     while "base" in state._fields:
         state = state.base
@@ -99,16 +128,20 @@ def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
         held, state = {"sigma": state.block_states[0].z["sigma"]}, state.block_states[1]
     state = getattr(state, "base", state)  # moves in a block
     model = handlers.condition(entry.model, held)
-    energy, slope = jax.jit(jax.value_and_grad(lambda z: potential_energy(model, entry.args, {}, z)))(state.z)
+    energy, slope = jax.jit(
+        jax.value_and_grad(lambda z: potential_energy(model, entry.args, {}, z))
+    )(state.z)
     if "z_grad" in state._fields:
         cached, gradient = state.potential_energy, state.z_grad
     else:
         cached, gradient = state.engine.memory.potential, state.engine.memory.gradient
     np.testing.assert_allclose(cached, energy, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(ravel_pytree(gradient)[0], ravel_pytree(slope)[0], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        ravel_pytree(gradient)[0], ravel_pytree(slope)[0], rtol=1e-3, atol=1e-3
+    )
 
 
-# -- under `MCMC` ----------------------------------------------------------------------------------------
+# -- under `MCMC` ----------------------------------------------------------------------
 
 
 def mcmc_of(name, method=None):
@@ -119,7 +152,10 @@ def mcmc_of(name, method=None):
 
 
 def draws_of(mcmc):
-    return {site: np.asarray(value) for site, value in mcmc.get_samples(group_by_chain=True).items()}
+    return {
+        site: np.asarray(value)
+        for site, value in mcmc.get_samples(group_by_chain=True).items()
+    }
 
 
 @cache
@@ -137,36 +173,56 @@ def test_export_has_statistics_and_predictions_of_these_draws(name):
     for stat, dims in row.stats.items():
         values = group(idata, "sample_stats")[stat]
         assert values.dims == ("chain", "draw", *dims)
-        np.testing.assert_array_equal(values, mcmc.get_extra_fields(group_by_chain=True)[stat])
+        np.testing.assert_array_equal(
+            values, mcmc.get_extra_fields(group_by_chain=True)[stat]
+        )
     if name.startswith("OrbitMoves"):
         assert list(group(idata, "sample_stats")["symmetry"].to_numpy()) == [
             f"SignFlip({HIDDEN})",
             f"Permutation({HIDDEN})",
         ]
-        assert idata.attrs["orbit_moves"] == f"SignFlip({HIDDEN}): flip; Permutation({HIDDEN}): order"
+        assert (
+            idata.attrs["orbit_moves"]
+            == f"SignFlip({HIDDEN}): flip; Permutation({HIDDEN}): order"
+        )
     if row.stats:
         assert idata.attrs["inner_kernel"] == type(mcmc.sampler.kernel).__name__
     assert group(idata, "predictions")["y"].shape == (2, DRAWS, 5)
     if row.model == "network":
-        draws = {s.removeprefix("net/"): v for s, v in draws_of(mcmc).items() if s in ZOO["network"].shapes}
+        draws = {
+            s.removeprefix("net/"): v
+            for s, v in draws_of(mcmc).items()
+            if s in ZOO["network"].shapes
+        }
         mean = jax.vmap(jax.vmap(lambda params: NET.apply(params, X)[..., 0]))(draws)
         expected = -0.5 * ((Y - mean) / 0.5) ** 2 - np.log(0.5 * np.sqrt(2 * np.pi))
-        np.testing.assert_allclose(group(idata, "log_likelihood")["y"], expected, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            group(idata, "log_likelihood")["y"], expected, rtol=1e-3, atol=1e-3
+        )
 
 
-SOME = ("OrbitMoves around NUTS", "UnitMoves around Gibbs", "collapse under MCLMC", "quotient under NUTS")
+SOME = (
+    "OrbitMoves around NUTS",
+    "UnitMoves around Gibbs",
+    "collapse under MCLMC",
+    "quotient under NUTS",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_chain_methods_and_kinds_of_keys_agree(name):
-    """In what is sampled: draws of the rest take their random numbers from its last bits."""
+    """In what is sampled: draws of the rest take their random numbers from its last
+    bits.
+    """
     mcmc = mcmc_of(name, "sequential")
     mcmc.run(jax.random.PRNGKey(3), *ZOO[WRAPPERS[name].model].args)
     sampled = set(mcmc.last_state.z) & set(draws_of(mcmc))
     assert sampled
     for site in sampled:
-        np.testing.assert_allclose(draws_of(mcmc)[site], draws_of(finished(name))[site], rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(
+            draws_of(mcmc)[site], draws_of(finished(name))[site], rtol=1e-2, atol=1e-2
+        )
 
 
 @pytest.mark.slow
@@ -177,13 +233,20 @@ def test_a_quotient_under_a_guide():
     svi = SVI(model, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
     fit = svi.run(jax.random.key(0), 60, *entry.args, progress_bar=False)
     assert fit.losses[-10:].mean() < fit.losses[:10].mean()
-    draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(jax.random.key(1), entry.args[0])
-    for site in (gauge.removesuffix("_gauge") for gauge in WRAPPERS["quotient under NUTS"].new_sites):
+    draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(
+        jax.random.key(1), entry.args[0]
+    )
+    for site in (
+        gauge.removesuffix("_gauge")
+        for gauge in WRAPPERS["quotient under NUTS"].new_sites
+    ):
         assert draws[site].shape == (5, *entry.shapes[site])
 
 
 def test_labels_of_moves_inside_of_moves_are_kept():
-    flips = symmetry.SignFlip([(HIDDEN, 1), ("net/Dense_0.bias", 0), ("net/Dense_1.kernel", 0)])
+    flips = symmetry.SignFlip(
+        [(HIDDEN, 1), ("net/Dense_0.bias", 0), ("net/Dense_1.kernel", 0)]
+    )
     inner = infer.OrbitMoves(NUTS(ZOO["network"].model), [flips])
     kernel = infer.UnitMoves(inner, {HIDDEN: 1, "net/Dense_0.bias": 0})
     assert kernel.stat_coords == {"orbit_accept_prob": ("symmetry", [flips.name])}
@@ -193,10 +256,19 @@ def test_labels_of_moves_inside_of_moves_are_kept():
 def test_moves_are_a_block_of_a_vectorized_gibbs():
     """Each chain has its own values of the other block; the moves are planned once."""
     model, args = ZOO["network"].model, ZOO["network"].args
-    flips = symmetry.SignFlip([(HIDDEN, 1), ("net/Dense_0.bias", 0), ("net/Dense_1.kernel", 0)])
+    flips = symmetry.SignFlip(
+        [(HIDDEN, 1), ("net/Dense_0.bias", 0), ("net/Dense_1.kernel", 0)]
+    )
     sites = [HIDDEN, "net/Dense_0.bias", "net/Dense_1.kernel"]
-    moves = infer.OrbitMoves(HMC(model, step_size=0.01, num_steps=2, trajectory_length=None), [flips])
-    gibbs = Gibbs([(moves, sites), (HMC(model, step_size=0.01, num_steps=2, trajectory_length=None), None)])
+    moves = infer.OrbitMoves(
+        HMC(model, step_size=0.01, num_steps=2, trajectory_length=None), [flips]
+    )
+    gibbs = Gibbs(
+        [
+            (moves, sites),
+            (HMC(model, step_size=0.01, num_steps=2, trajectory_length=None), None),
+        ]
+    )
 
     def start(key):
         return gibbs.init(key, 2, None, model_args=args, model_kwargs={})

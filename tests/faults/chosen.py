@@ -1,75 +1,302 @@
 """Faults chosen by people, and faults that change nothing a user could see.
 
-A fault is (function, transformation, number among the places of that transformation in the function). A name that no
-longer exists fails `tests/use/test_repository.py`.
+A fault is (function, transformation, number among the places of that transformation in
+the function). A name that no longer exists fails `tests/use/test_repository.py`.
 """
 
 # Where a wrong sign or factor gives wrong numbers without a word: at most 60.
 IMPORTANT: dict[tuple[str, str, int], str] = {
-    ("estimators.classifier.Classifier.uncertainty", "dropped term", 0): "epistemic entropy is the total",
-    ("estimators.network.Network._conformal_rank", "off by one", 0): "conformal ranks forget the new row",
-    ("estimators.network.copied_rows", "dropped term", 0): "zeros of the other sign are no copies",
-    ("estimators.predictive._log_density", "lost factor", 0): "a Student's t takes its sd for its scale",
-    ("estimators.regressor.Regressor.predict", "dropped term", 0): "the variance of the function is left out",
-    ("guides.adf.moment_matching.Gamma.variance", "off by one", 0): "1 / E precision instead of E of 1 / precision",
-    ("guides.adf.moment_matching.Hyperparameter.log_prior", "dropped term", 0): "a log scale forgets the Jacobian",
-    ("guides.auto_blocks.AutoBlocks._in_block", "sign", 2): "the density of a site in a block adds the Jacobian",
-    ("guides.auto_blocks.AutoBlocks._initial", "dropped term", 0): "conditioned sites start at the prior mean twice",
-    ("guides.blocks.LowRank.distribution", "lost factor", 3): "the diagonal of a low-rank covariance is the sd",
-    ("guides.blocks.LowRank.distribution", "lost factor", 2): "low-rank factors do not follow the scale",
-    ("guides.elbo.elbo._divergence", "dropped term", 2): "KL of normals forgets the distance of the means",
-    ("guides.elbo.elbo.read_terms", "sign", 0): "factors of the guide have the wrong sign",
-    ("guides.fitting._Run._failure", "off by one", 0): "the failed step is named one too early",
-    ("guides.flows.FlowjaxDistribution.log_prob", "sign", 0): "the density of a flow has the wrong sign of its scale",
-    ("guides.flows.FlowjaxDistribution.sample_with_intermediates", "dropped term", 1): "draws forget the scale",
-    ("guides.laplace.tuning.log_evidence", "sign", 0): "the evidence has the wrong sign of the volume",
-    ("guides.laplace.tuning.log_evidence", "lost factor", 1): "the evidence lacks the constant of the unknowns",
-    ("infer.chain.Chain.refresh", "dropped term", 0): "gradients of a refresh are not counted",
-    ("infer.collapse.log_marginal", "dropped term", 0): "the normalization of a prior's power is forgotten",
-    ("infer.collapse.sample", "dropped term", 3): "draws are corrected without the noise of the data",
+    (
+        "estimators.classifier.Classifier.uncertainty",
+        "dropped term",
+        0,
+    ): "epistemic entropy is the total",
+    (
+        "estimators.network.Network._conformal_rank",
+        "off by one",
+        0,
+    ): "conformal ranks forget the new row",
+    (
+        "estimators.network.copied_rows",
+        "dropped term",
+        0,
+    ): "zeros of the other sign are no copies",
+    (
+        "estimators.predictive._log_density",
+        "lost factor",
+        0,
+    ): "a Student's t takes its sd for its scale",
+    (
+        "estimators.regressor.Regressor.predict",
+        "dropped term",
+        0,
+    ): "the variance of the function is left out",
+    (
+        "guides.adf.moment_matching.Gamma.variance",
+        "off by one",
+        0,
+    ): "1 / E precision instead of E of 1 / precision",
+    (
+        "guides.adf.moment_matching.Hyperparameter.log_prior",
+        "dropped term",
+        0,
+    ): "a log scale forgets the Jacobian",
+    (
+        "guides.auto_blocks.AutoBlocks._in_block",
+        "sign",
+        2,
+    ): "the density of a site in a block adds the Jacobian",
+    (
+        "guides.auto_blocks.AutoBlocks._initial",
+        "dropped term",
+        0,
+    ): "conditioned sites start at the prior mean twice",
+    (
+        "guides.blocks.LowRank.distribution",
+        "lost factor",
+        3,
+    ): "the diagonal of a low-rank covariance is the sd",
+    (
+        "guides.blocks.LowRank.distribution",
+        "lost factor",
+        2,
+    ): "low-rank factors do not follow the scale",
+    (
+        "guides.elbo.elbo._divergence",
+        "dropped term",
+        2,
+    ): "KL of normals forgets the distance of the means",
+    (
+        "guides.elbo.elbo.read_terms",
+        "sign",
+        0,
+    ): "factors of the guide have the wrong sign",
+    (
+        "guides.fitting._Run._failure",
+        "off by one",
+        0,
+    ): "the failed step is named one too early",
+    (
+        "guides.flows.FlowjaxDistribution.log_prob",
+        "sign",
+        0,
+    ): "the density of a flow has the wrong sign of its scale",
+    (
+        "guides.flows.FlowjaxDistribution.sample_with_intermediates",
+        "dropped term",
+        1,
+    ): "draws forget the scale",
+    (
+        "guides.laplace.tuning.log_evidence",
+        "sign",
+        0,
+    ): "the evidence has the wrong sign of the volume",
+    (
+        "guides.laplace.tuning.log_evidence",
+        "lost factor",
+        1,
+    ): "the evidence lacks the constant of the unknowns",
+    (
+        "infer.chain.Chain.refresh",
+        "dropped term",
+        0,
+    ): "gradients of a refresh are not counted",
+    (
+        "infer.collapse.log_marginal",
+        "dropped term",
+        0,
+    ): "the normalization of a prior's power is forgotten",
+    (
+        "infer.collapse.sample",
+        "dropped term",
+        3,
+    ): "draws are corrected without the noise of the data",
     ("infer.linear_blocks._joined", "sign", 0): "a sum counts as a difference",
-    ("infer.linear_fit._slope", "dropped term", 0): "the slope of the evidence forgets the log determinant",
-    ("infer.linear_fit._slope", "sign", 1): "the slope of the evidence in the data has the wrong sign",
-    ("infer.mclmc.EnergyTuner._steered", "inverted ratio", 5): "the step size is adapted in the wrong direction",
-    ("infer.mclmc.MCLMC.stable_step_size", "lost factor", 0): "the first step is that of one parameter",
-    ("infer.model_checks.lifted.wrapped.rows", "dropped term", 0): "the axis of a plate ignores the event",
-    ("infer.momentum.SGNHT.dynamics", "lost factor", 0): "the mass of the thermostat does not scale with the step",
-    ("infer.orbit.OrbitMoves._move", "key used twice", 0): "moves of all symmetries share a key",
-    ("infer.precision_gibbs._conditional", "sign", 3): "a variance's children are counted as a precision's",
-    ("infer.target._rows", "dropped term", 0): "plates of latent sites count as plates of data",
-    ("infer.tuning.autocorrelation_time", "off by one", 0): "the first autocorrelation counts twice",
-    ("infer.tuning.largest_curvature", "dropped term", 1): "the mean of half of the quotients divides by all of them",
-    ("infer.unit_moves.UnitMoves._move", "comparison", 0): "moves begin with the warm-up and end after it",
-    ("infer.warm_start.optimize.descend", "sign", 1): "the optimizer climbs the potential",
-    ("infer.warm_start.optimize.descend", "dropped term", 0): "every optimizer step sees the same minibatch",
-    ("infer.wrapper.Wrapper.sample", "input returned", 0): "the inner kernel keeps energies from before the moves",
-    ("infinite.activations._piecewise_linear.slopes", "sign", 0): "rectifiers have the wrong sign of the arcsine",
-    ("infinite.prior_moments._moments", "lost factor", 0): "variances of a prior are not multiplied by the fan-in",
-    ("infinite.regression.GPRegression.log_density", "dropped term", 0): "the density of a process forgets the noise",
-    ("infinite.regression.factorize.attempt", "off by one", 0): "the first jitter is ten times too large",
-    ("infinite.rules._first_dense", "dropped term", 2): "variances of the second inputs without biases",
-    ("infinite.rules._shifted", "dropped term", 1): "gains of LayerNorm are not in the tangent kernel",
-    ("moments.closed_forms._rectified", "dropped term", 1): "the rectifier's variance forgets the squared mean",
-    ("moments.elementwise._mul_independent", "dropped term", 1): "a product of two forgets the product of variances",
-    ("moments.expectation.moments_of", "lost factor", 2): "an affine function scales its variance once",
-    ("moments.rules._product", "dropped term", 1): "a product of random arrays forgets the product of variances",
-    ("nn.norm.standardize", "lost factor", 3): "recorded sds are in units of the normalization",
-    ("priors.base.Prior.fan_in_factor", "factor", 0): "scales divided by the fan-in in the place of its root",
+    (
+        "infer.linear_fit._slope",
+        "dropped term",
+        0,
+    ): "the slope of the evidence forgets the log determinant",
+    (
+        "infer.linear_fit._slope",
+        "sign",
+        1,
+    ): "the slope of the evidence in the data has the wrong sign",
+    (
+        "infer.mclmc.EnergyTuner._steered",
+        "inverted ratio",
+        5,
+    ): "the step size is adapted in the wrong direction",
+    (
+        "infer.mclmc.MCLMC.stable_step_size",
+        "lost factor",
+        0,
+    ): "the first step is that of one parameter",
+    (
+        "infer.model_checks.lifted.wrapped.rows",
+        "dropped term",
+        0,
+    ): "the axis of a plate ignores the event",
+    (
+        "infer.momentum.SGNHT.dynamics",
+        "lost factor",
+        0,
+    ): "the mass of the thermostat does not scale with the step",
+    (
+        "infer.orbit.OrbitMoves._move",
+        "key used twice",
+        0,
+    ): "moves of all symmetries share a key",
+    (
+        "infer.precision_gibbs._conditional",
+        "sign",
+        3,
+    ): "a variance's children are counted as a precision's",
+    (
+        "infer.target._rows",
+        "dropped term",
+        0,
+    ): "plates of latent sites count as plates of data",
+    (
+        "infer.tuning.autocorrelation_time",
+        "off by one",
+        0,
+    ): "the first autocorrelation counts twice",
+    (
+        "infer.tuning.largest_curvature",
+        "dropped term",
+        1,
+    ): "the mean of half of the quotients divides by all of them",
+    (
+        "infer.unit_moves.UnitMoves._move",
+        "comparison",
+        0,
+    ): "moves begin with the warm-up and end after it",
+    (
+        "infer.warm_start.optimize.descend",
+        "sign",
+        1,
+    ): "the optimizer climbs the potential",
+    (
+        "infer.warm_start.optimize.descend",
+        "dropped term",
+        0,
+    ): "every optimizer step sees the same minibatch",
+    (
+        "infer.wrapper.Wrapper.sample",
+        "input returned",
+        0,
+    ): "the inner kernel keeps energies from before the moves",
+    (
+        "infinite.activations._piecewise_linear.slopes",
+        "sign",
+        0,
+    ): "rectifiers have the wrong sign of the arcsine",
+    (
+        "infinite.prior_moments._moments",
+        "lost factor",
+        0,
+    ): "variances of a prior are not multiplied by the fan-in",
+    (
+        "infinite.regression.GPRegression.log_density",
+        "dropped term",
+        0,
+    ): "the density of a process forgets the noise",
+    (
+        "infinite.regression.factorize.attempt",
+        "off by one",
+        0,
+    ): "the first jitter is ten times too large",
+    (
+        "infinite.rules._first_dense",
+        "dropped term",
+        2,
+    ): "variances of the second inputs without biases",
+    (
+        "infinite.rules._shifted",
+        "dropped term",
+        1,
+    ): "gains of LayerNorm are not in the tangent kernel",
+    (
+        "moments.closed_forms._rectified",
+        "dropped term",
+        1,
+    ): "the rectifier's variance forgets the squared mean",
+    (
+        "moments.elementwise._mul_independent",
+        "dropped term",
+        1,
+    ): "a product of two forgets the product of variances",
+    (
+        "moments.expectation.moments_of",
+        "lost factor",
+        2,
+    ): "an affine function scales its variance once",
+    (
+        "moments.rules._product",
+        "dropped term",
+        1,
+    ): "a product of random arrays forgets the product of variances",
+    (
+        "nn.norm.standardize",
+        "lost factor",
+        3,
+    ): "recorded sds are in units of the normalization",
+    (
+        "priors.base.Prior.fan_in_factor",
+        "factor",
+        0,
+    ): "scales divided by the fan-in in the place of its root",
     ("program.rows.Rows.digest", "dropped term", 1): "other rows have the same hash",
     ("results.fit.sample_stats", "off by one", 0): "one tree depth too small",
-    ("runs.blocks.Chains._compiled.advance.transition", "off by one", 0): "thinning keeps the first of each window",
-    ("sgmcmc.dynamics.turn", "off by one", 0): "the microcanonical turn counts P degrees of freedom",
-    ("sgmcmc.metropolis.MALA.step", "dropped term", 3): "MALA forgets the kinetic energy",
-    ("sgmcmc.schedules.polynomial.__call__", "sign", 1): "the power of the polynomial schedule is positive",
-    ("symmetry.canonical._absolute", "sign", 0): "the first reference has its smallest unit first",
+    (
+        "runs.blocks.Chains._compiled.advance.transition",
+        "off by one",
+        0,
+    ): "thinning keeps the first of each window",
+    (
+        "sgmcmc.dynamics.turn",
+        "off by one",
+        0,
+    ): "the microcanonical turn counts P degrees of freedom",
+    (
+        "sgmcmc.metropolis.MALA.step",
+        "dropped term",
+        3,
+    ): "MALA forgets the kinetic energy",
+    (
+        "sgmcmc.schedules.polynomial.__call__",
+        "sign",
+        1,
+    ): "the power of the polynomial schedule is positive",
+    (
+        "symmetry.canonical._absolute",
+        "sign",
+        0,
+    ): "the first reference has its smallest unit first",
     ("symmetry.draws.in_gauge", "sign", 0): "shifts bring the mean to twice itself",
-    ("symmetry.finding._with_scales", "sign", 0): "outgoing scales move the same way as incoming ones",
-    ("symmetry.gig.log_gig", "lost factor", 1): "B = h - p without the square root of ab",
-    ("symmetry.moves._normal_shift", "sign", 4): "a shift is centered at the elements, not opposite to them",
+    (
+        "symmetry.finding._with_scales",
+        "sign",
+        0,
+    ): "outgoing scales move the same way as incoming ones",
+    (
+        "symmetry.gig.log_gig",
+        "lost factor",
+        1,
+    ): "B = h - p without the square root of ab",
+    (
+        "symmetry.moves._normal_shift",
+        "sign",
+        4,
+    ): "a shift is centered at the elements, not opposite to them",
 }
 
 # Faults that lived, and why no user could see them.
-_SCOPES = "a handler that is no scope is ignored, and an outer scope has not named the site yet"
+_SCOPES = (
+    "a handler that is no scope is ignored, and an outer scope has not named the site "
+    "yet"
+)
 HARMLESS: dict[tuple[str, str, int], str] = {
     ("priors.base._NonCenter.process_message", "sign", 0): _SCOPES,
     ("priors.base._NonCenter.process_message", "off by one", 0): _SCOPES,

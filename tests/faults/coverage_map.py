@@ -1,6 +1,8 @@
-"""Which tests run which lines: measured once for a room with the fast tests about it, and kept until asked again.
+"""Which tests run which lines: measured once for a room with the fast tests about it,
+and kept until asked again.
 
-`.ci/changed_tests.py` says which tests are about a room; wrong arguments are about all of them.
+`.ci/changed_tests.py` says which tests are about a room; wrong arguments are about all
+of them.
 """
 
 import importlib.util
@@ -18,11 +20,15 @@ from mutations import PACKAGE, ROOT
 
 STORED = ROOT / ".pytest_cache" / "faults"
 ABOUT_ALL = ("use/test_options.py", "use/test_bad_arguments.py")
-TESTS_PER_FILE = 12  # of the tests of one file that run a line, so many of the quickest are kept
+TESTS_PER_FILE = (
+    12  # of the tests of one file that run a line, so many of the quickest are kept
+)
 
 
 class CoverageMap(NamedTuple):
-    """File of the package -> line -> tests that run it, the quickest first; and seconds of the fast tests by file."""
+    """File of the package -> line -> tests that run it, the quickest first; and seconds
+    of the fast tests by file.
+    """
 
     lines: dict[str, dict[str, list[str]]]
     file_seconds: dict[str, float]
@@ -39,11 +45,22 @@ def seconds_of_tests(junit: Path) -> Counter[str]:
 
 def files_about(room: str) -> list[str]:
     """Test files of a room, those of its parts included."""
-    spec = importlib.util.spec_from_file_location("changed_tests", ROOT / ".ci" / "changed_tests.py")
+    spec = importlib.util.spec_from_file_location(
+        "changed_tests", ROOT / ".ci" / "changed_tests.py"
+    )
     changed_tests = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed_tests)
-    patterns = [p for name, about in changed_tests.TESTS.items() if name.split("/")[0] == room for p in about]
-    files = {file for pattern in (*patterns, *ABOUT_ALL) for file in (ROOT / "tests").glob(pattern)}
+    patterns = [
+        p
+        for name, about in changed_tests.TESTS.items()
+        if name.split("/")[0] == room
+        for p in about
+    ]
+    files = {
+        file
+        for pattern in (*patterns, *ABOUT_ALL)
+        for file in (ROOT / "tests").glob(pattern)
+    }
     return sorted(str(file.relative_to(ROOT)) for file in files)
 
 
@@ -62,17 +79,42 @@ def measure(room: str, workers: int) -> CoverageMap:
     from coverage import CoverageData
 
     with tempfile.TemporaryDirectory() as folder:
-        data_file, junit, settings = (Path(folder) / name for name in ("coverage", "junit.xml", "settings"))
+        data_file, junit, settings = (
+            Path(folder) / name for name in ("coverage", "junit.xml", "settings")
+        )
         settings.write_text(f"[run]\ndata_file = {data_file}\nsource = {PACKAGE}\n")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", str(workers), "--dist", "loadfile"]
-        command += [f"--cov={PACKAGE}", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not slow",
+            "-n",
+            str(workers),
+            "--dist",
+            "loadfile",
+        ]
+        command += [
+            f"--cov={PACKAGE}",
+            f"--cov-config={settings}",
+            "--cov-context=test",
+            "--cov-report=",
+        ]
         command += [f"--junitxml={junit}", *files_about(room)]
-        subprocess.run(command, cwd=ROOT, env=dict(os.environ, COVERAGE_FILE=str(data_file)), check=False)
+        subprocess.run(
+            command,
+            cwd=ROOT,
+            env=dict(os.environ, COVERAGE_FILE=str(data_file)),
+            check=False,
+        )
         seconds, data, lines = seconds_of_tests(junit), CoverageData(str(data_file)), {}
         data.read()
         for name in data.measured_files():
             lines[str(Path(name).relative_to(ROOT))] = {
-                str(line): quickest({context.split("|")[0] for context in contexts if context}, seconds)
+                str(line): quickest(
+                    {context.split("|")[0] for context in contexts if context}, seconds
+                )
                 for line, contexts in data.contexts_by_lineno(name).items()
             }
     file_seconds = Counter[str]()
@@ -82,7 +124,9 @@ def measure(room: str, workers: int) -> CoverageMap:
 
 
 def stored(room: str, workers: int, again: bool) -> CoverageMap:
-    """The map of a room as last measured; measured now if there is none, or if ``again``."""
+    """The map of a room as last measured; measured now if there is none, or if
+    ``again``.
+    """
     path = STORED / f"{room}.json"
     if again or not path.exists():
         STORED.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
-"""Faults as transformations of the syntax tree: what programmers get wrong, at every place where it can go wrong.
+"""Faults as transformations of the syntax tree: what programmers get wrong, at every
+place where it can go wrong.
 
-No list quotes source text: a fault is a function, a transformation and a number, so it survives that code moves.
+No list quotes source text: a fault is a function, a transformation and a number, so it
+survives that code moves.
 """
 
 import ast
@@ -12,7 +14,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "numpyro_bnn"
-Change = Callable[[ast.AST], ast.AST | None]  # what stands in a node's place, or None where it does not apply
+Change = Callable[
+    [ast.AST], ast.AST | None
+]  # what stands in a node's place, or None where it does not apply
 
 
 class Fault(NamedTuple):
@@ -43,12 +47,14 @@ class Fault(NamedTuple):
         return self.function, self.kind, self.number
 
 
-# -- transformations -------------------------------------------------------------------------------------
+# -- transformations -------------------------------------------------------------------
 
 
 def is_text(node: ast.AST) -> bool:
     """Whether an operand is text, which + joins."""
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def binary(node: ast.AST, *operators: type[ast.operator]) -> bool:
@@ -56,38 +62,79 @@ def binary(node: ast.AST, *operators: type[ast.operator]) -> bool:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, operators):
         return False
     no_number = ast.List | ast.Tuple | ast.ListComp
-    return not any(is_text(side) or isinstance(side, no_number) for side in (node.left, node.right))
+    return not any(
+        is_text(side) or isinstance(side, no_number) for side in (node.left, node.right)
+    )
 
 
 def other_sign(node: ast.AST) -> ast.AST | None:
     """a + b for a - b and the other way round; x for -x."""
     if binary(node, ast.Add, ast.Sub):
-        return ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
+        return ast.BinOp(
+            node.left,
+            ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(),
+            node.right,
+        )
     negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
-    return node.operand if negative and not isinstance(node.operand, ast.Constant) else None
+    return (
+        node.operand
+        if negative and not isinstance(node.operand, ast.Constant)
+        else None
+    )
 
 
 def other_factor(node: ast.AST) -> ast.AST | None:
-    """Twice a number that is not an integer, which is a factor rather than an index, a size or a guard."""
+    """Twice a number that is not an integer, which is a factor rather than an index, a
+    size or a guard.
+    """
     number = isinstance(node, ast.Constant) and isinstance(node.value, float)
-    return ast.Constant(2 * node.value) if number and 1e-4 < abs(node.value) < 1e4 else None
+    return (
+        ast.Constant(2 * node.value)
+        if number and 1e-4 < abs(node.value) < 1e4
+        else None
+    )
 
 
-TURNED = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+TURNED = {
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 # The order of their arguments means nothing, or another one raises an error at once.
-COMMUTATIVE = {"maximum", "minimum", "max", "min", "add", "multiply", "isinstance", "logaddexp", "equal"}
+COMMUTATIVE = {
+    "maximum",
+    "minimum",
+    "max",
+    "min",
+    "add",
+    "multiply",
+    "isinstance",
+    "logaddexp",
+    "equal",
+}
 
 
 def turned_comparison(node: ast.AST) -> ast.AST | None:
     """a >= b for a < b, a != b for a == b, and so on."""
     if not isinstance(node, ast.Compare) or type(node.ops[0]) not in TURNED:
         return None
-    return ast.Compare(node.left, [TURNED[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+    return ast.Compare(
+        node.left, [TURNED[type(node.ops[0])](), *node.ops[1:]], node.comparators
+    )
 
 
 def called(node: ast.AST) -> str:
-    """Last name of the function that a node calls with positional arguments, or an empty text."""
-    plain = isinstance(node, ast.Call) and node.args and not any(isinstance(a, ast.Starred) for a in node.args)
+    """Last name of the function that a node calls with positional arguments, or an
+    empty text.
+    """
+    plain = (
+        isinstance(node, ast.Call)
+        and node.args
+        and not any(isinstance(a, ast.Starred) for a in node.args)
+    )
     return ast.unparse(node.func).split(".")[-1] if plain else ""
 
 
@@ -95,7 +142,10 @@ def swapped_arguments(node: ast.AST) -> ast.AST | None:
     """f(b, a) for f(a, b), where both are plain values."""
     if called(node) in {"", *COMMUTATIVE} or len(node.args) != 2 or node.keywords:
         return None
-    plain = all(isinstance(a, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp) for a in node.args)
+    plain = all(
+        isinstance(a, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
+        for a in node.args
+    )
     return ast.Call(node.func, node.args[::-1], []) if plain else None
 
 
@@ -103,26 +153,44 @@ def same_key_again(node: ast.AST) -> ast.AST | None:
     """The key itself for one folded in or split from it: the same randomness twice."""
     if called(node) == "fold_in":
         return node.args[0]
-    if isinstance(node, ast.Assign) and called(node.value) == "split" and isinstance(node.targets[0], ast.Tuple):
+    if (
+        isinstance(node, ast.Assign)
+        and called(node.value) == "split"
+        and isinstance(node.targets[0], ast.Tuple)
+    ):
         names, key = node.targets[0].elts, node.value.args[0]
-        if "key" in ast.unparse(key) and not any(isinstance(name, ast.Starred) for name in names):
-            return ast.Assign(node.targets, ast.Tuple([key] * len(names)), lineno=node.lineno)
+        if "key" in ast.unparse(key) and not any(
+            isinstance(name, ast.Starred) for name in names
+        ):
+            return ast.Assign(
+                node.targets, ast.Tuple([key] * len(names)), lineno=node.lineno
+            )
     return None
 
 
 def other_axis(node: ast.AST) -> ast.AST | None:
     """The first axis for the last and the other way round, in ``axis=``."""
-    for place, keyword in enumerate(node.keywords if isinstance(node, ast.Call) else []):
+    for place, keyword in enumerate(
+        node.keywords if isinstance(node, ast.Call) else []
+    ):
         axis = ast.unparse(keyword.value)
         if keyword.arg == "axis" and axis.lstrip("-").isdigit():
             changed = ast.keyword("axis", ast.Constant(-1 if axis == "0" else 0))
-            return ast.Call(node.func, node.args, [*node.keywords[:place], changed, *node.keywords[place + 1 :]])
+            return ast.Call(
+                node.func,
+                node.args,
+                [*node.keywords[:place], changed, *node.keywords[place + 1 :]],
+            )
     return None
 
 
 def off_by_one(node: ast.AST) -> ast.AST | None:
     """n for n + 1 and n - 1."""
-    one = binary(node, ast.Add, ast.Sub) and isinstance(node.right, ast.Constant) and node.right.value == 1
+    one = (
+        binary(node, ast.Add, ast.Sub)
+        and isinstance(node.right, ast.Constant)
+        and node.right.value == 1
+    )
     return node.left if one else None
 
 
@@ -131,32 +199,43 @@ KINDS: dict[str, Change] = {
     "dropped term": lambda node: node.left if binary(node, ast.Add, ast.Sub) else None,
     "lost factor": lambda node: node.left if binary(node, ast.Mult) else None,
     "factor": other_factor,
-    "inverted ratio": lambda node: ast.BinOp(node.right, ast.Div(), node.left) if binary(node, ast.Div) else None,
+    "inverted ratio": lambda node: (
+        ast.BinOp(node.right, ast.Div(), node.left) if binary(node, ast.Div) else None
+    ),
     "comparison": turned_comparison,
     "swapped arguments": swapped_arguments,
     "key used twice": same_key_again,
     "axis": other_axis,
     "off by one": off_by_one,
-    "branch": lambda n: ast.IfExp(n.test, n.orelse, n.body) if isinstance(n, ast.IfExp) else None,
+    "branch": lambda n: (
+        ast.IfExp(n.test, n.orelse, n.body) if isinstance(n, ast.IfExp) else None
+    ),
 }
 INPUT = "input returned"  # `return x` for `return f(x)`: not a change of one expression
 
 
 def input_of(function: ast.FunctionDef) -> Change:
     """The first parameter for what a function returns, unless it returns it anyway."""
-    names = [argument.arg for argument in function.args.posonlyargs + function.args.args]
+    names = [
+        argument.arg for argument in function.args.posonlyargs + function.args.args
+    ]
     names = [name for name in names if name not in ("self", "cls")]
 
     def change(node: ast.AST) -> ast.AST | None:
         value = node.value if isinstance(node, ast.Return) else None
-        if not names or value is None or isinstance(value, ast.Constant) or ast.unparse(value) == names[0]:
+        if (
+            not names
+            or value is None
+            or isinstance(value, ast.Constant)
+            or ast.unparse(value) == names[0]
+        ):
             return None
         return ast.Return(ast.Name(names[0]))
 
     return change
 
 
-# -- places --------------------------------------------------------------------------------------------
+# -- places ----------------------------------------------------------------------------
 
 
 def is_message(node: ast.AST) -> bool:
@@ -168,12 +247,22 @@ def is_message(node: ast.AST) -> bool:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body in order, without functions inside it, annotations and messages."""
+    """The nodes of a function's body in order, without functions inside it, annotations
+    and messages.
+    """
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_comment", "type_params"):
+        if name in (
+            "annotation",
+            "returns",
+            "decorator_list",
+            "type_comment",
+            "type_params",
+        ):
             continue
         for child in value if isinstance(value, list) else [value]:
-            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            inner = isinstance(
+                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            )
             if isinstance(child, ast.AST) and not inner and not is_message(child):
                 yield child
                 yield from walk(child)
@@ -192,12 +281,19 @@ def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef
 
 
 def spliced(source: str, node: ast.AST, text: str) -> str:
-    """The source with other text in the place of a node; its other lines stay where they are."""
+    """The source with other text in the place of a node; its other lines stay where
+    they are.
+    """
     whole = source.encode()
     lines = whole.splitlines(keepends=True)
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    return (whole[:start] + text.encode() + b"\n" * (node.end_lineno - node.lineno) + whole[end:]).decode()
+    return (
+        whole[:start]
+        + text.encode()
+        + b"\n" * (node.end_lineno - node.lineno)
+        + whole[end:]
+    ).decode()
 
 
 def faults_of(path: Path, root: Path = PACKAGE) -> Iterator[Fault]:
@@ -207,13 +303,24 @@ def faults_of(path: Path, root: Path = PACKAGE) -> Iterator[Fault]:
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     for name, function in functions(ast.parse(source), module):
         numbers = Counter[str]()
-        for node in walk(function) if function.name not in ("__repr__", "__str__") else ():
+        for node in (
+            walk(function) if function.name not in ("__repr__", "__str__") else ()
+        ):
             for kind, change in (*KINDS.items(), (INPUT, input_of(function))):
                 if other := change(node):
                     after = ast.unparse(ast.fix_missing_locations(other))
                     after = after if isinstance(other, ast.stmt) else f"({after})"
                     changed = spliced(source, node, after)
-                    yield Fault(name, kind, numbers[kind], path, node.lineno, ast.unparse(node), after, changed)
+                    yield Fault(
+                        name,
+                        kind,
+                        numbers[kind],
+                        path,
+                        node.lineno,
+                        ast.unparse(node),
+                        after,
+                        changed,
+                    )
                     numbers[kind] += 1
 
 
@@ -228,7 +335,9 @@ def all_faults(rooms: Sequence[str] = (), root: Path = PACKAGE) -> list[Fault]:
 
 
 def drawn(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
-    """So many faults: a kind first, then a place of that kind, so that rare kinds are seen too."""
+    """So many faults: a kind first, then a place of that kind, so that rare kinds are
+    seen too.
+    """
     generator = random.Random(seed)
     by_kind: dict[str, list[Fault]] = {}
     for fault in faults:

@@ -1,7 +1,8 @@
 """Run tests with a changed file of the package, without touching the file.
 
-A server imports what all tests need, then forks one process per fault: imports are paid once. The changed source is
-given to Python's import system, in the process and in every process that its tests start (`site/sitecustomize.py`).
+A server imports what all tests need, then forks one process per fault: imports are paid
+once. The changed source is given to Python's import system, in the process and in every
+process that its tests start (`site/sitecustomize.py`).
 """
 
 import os
@@ -15,10 +16,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TESTS = Path(__file__).resolve().parent.parent
-VARIABLE = "NUMPYRO_BNN_FAULT"  # "original file=changed file", also for processes that tests start
+# "original file=changed file", also for processes that tests start
+VARIABLE = "NUMPYRO_BNN_FAULT"
 PRELOADED = (
-    *("arviz", "equinox", "flax.linen", "flax.nnx", "flowjax", "hypothesis", "jax", "matplotlib.pyplot", "numpyro"),
-    *("numpyro.contrib.module", "numpyro.infer.autoguide", "optax", "pandas", "pytest", "scipy.stats", "sklearn"),
+    *(
+        "arviz",
+        "equinox",
+        "flax.linen",
+        "flax.nnx",
+        "flowjax",
+        "hypothesis",
+        "jax",
+        "matplotlib.pyplot",
+        "numpyro",
+    ),
+    *(
+        "numpyro.contrib.module",
+        "numpyro.infer.autoguide",
+        "optax",
+        "pandas",
+        "pytest",
+        "scipy.stats",
+        "sklearn",
+    ),
     "zarr",
 )
 MARGIN_SECONDS = 120  # of a processor, beyond what the tests of a fault take without it
@@ -29,7 +49,8 @@ class Trial(NamedTuple):
     """A changed file, and the tests that are to notice.
 
     :param file: the original, absolute; ``source`` stands there instead.
-    :param files: test files, absolute; their fast tests run, `first` before the others, until one fails.
+    :param files: test files, absolute; their fast tests run, `first` before the others,
+        until one fails.
     :param first: names of tests as pytest shows them.
     :param seconds: of a processor that these tests take without the fault.
     :param label: whatever the caller wants back.
@@ -44,7 +65,9 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a trial: "caught", "survived" or "no test ran", the seconds it took, and the last line."""
+    """What became of a trial: "caught", "survived" or "no test ran", the seconds it
+    took, and the last line.
+    """
 
     trial: Trial
     status: str
@@ -85,13 +108,32 @@ def run_child(trial: Trial, log: Path, changed: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         changed.write_text(trial.source)
         folders = (Path(__file__).parent / "site", TESTS.parent, TESTS)
-        os.environ |= {VARIABLE: f"{trial.file}={changed}", "PYTHONPATH": os.pathsep.join(map(str, folders))}
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        os.environ |= {
+            VARIABLE: f"{trial.file}={changed}",
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        }
+        os.environ |= {
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         install(str(trial.file), str(changed))
         import pytest
 
-        options = ["-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
-        code = int(pytest.main([*options, *map(str, trial.files)], plugins=[FirstThenOthers(trial.first)]))
+        options = [
+            "-x",
+            "-q",
+            "--no-header",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={TESTS.parent}",
+        ]
+        code = int(
+            pytest.main(
+                [*options, *map(str, trial.files)],
+                plugins=[FirstThenOthers(trial.first)],
+            )
+        )
     except BaseException as error:  # the parent reads it in the log
         print(repr(error), flush=True)
     finally:
@@ -113,7 +155,11 @@ def outcomes(trials: Iterable[Trial], workers: int) -> Iterator[Outcome]:
     os.environ.setdefault("MPLBACKEND", "Agg")
     for name in PRELOADED:
         __import__(name)
-    folder, waiting, running = Path(tempfile.mkdtemp(prefix="faults_")), list(enumerate(trials))[::-1], {}
+    folder, waiting, running = (
+        Path(tempfile.mkdtemp(prefix="faults_")),
+        list(enumerate(trials))[::-1],
+        {},
+    )
     while waiting or running:
         while waiting and len(running) < workers:
             number, trial = waiting.pop()
@@ -125,6 +171,7 @@ def outcomes(trials: Iterable[Trial], workers: int) -> Iterator[Outcome]:
         child, status, _ = os.wait4(-1, 0)
         trial, log, start = running.pop(child)
         code = os.waitstatus_to_exitcode(status)
-        # A process that used up its seconds, or crashed, has noticed; so has a test file that cannot be imported.
+        # A process that used up its seconds, or crashed, has noticed; so has a test
+        # file that cannot be imported.
         word = OUTCOMES.get(code, "caught" if code < 0 or code == 2 else "no test ran")
         yield Outcome(trial, word, time.monotonic() - start, last_line(log))

@@ -1,4 +1,5 @@
-"""AutoADF against the published equations, exact posteriors and integrals; `test_adf_guide.py` has it as a guide.
+"""AutoADF against the published equations, exact posteriors and integrals;
+`test_adf_guide.py` has it as a guide.
 
 `tests/truth` has it under handlers and every likelihood of one predictor.
 """
@@ -36,7 +37,7 @@ def linear_model(x, y=None, likelihood=lambda f: dist.Normal(f, 0.5)):
         numpyro.sample("y", likelihood(x @ w), obs=y)
 
 
-# -- the published equations and figures ---------------------------------------------------------------
+# -- the published equations and figures -----------------------------------------------
 
 
 def published_model(x, y=None, sizes=()):
@@ -45,51 +46,89 @@ def published_model(x, y=None, sizes=()):
     noise = numpyro.sample("noise", dist.Gamma(6.0, 6.0))
     h = x
     for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
-        w = numpyro.sample(f"w{layer}", dist.Normal(0.0, precision**-0.5).expand([outputs, inputs + 1]).to_event(2))
+        w = numpyro.sample(
+            f"w{layer}",
+            dist.Normal(0.0, precision**-0.5).expand([outputs, inputs + 1]).to_event(2),
+        )
         h = jax.nn.relu(h) if layer else h
-        h = jnp.concatenate([h, jnp.ones((x.shape[0], 1))], axis=1) @ w.T / (inputs + 1) ** 0.5
+        h = (
+            jnp.concatenate([h, jnp.ones((x.shape[0], 1))], axis=1)
+            @ w.T
+            / (inputs + 1) ** 0.5
+        )
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", dist.Normal(h[:, 0], noise**-0.5), obs=y)
 
 
 def test_agrees_with_the_published_equations():
-    """Step for step on two hidden layers: means, variances, both Gammas and the evidence; so each tests the other."""
+    """Step for step on two hidden layers: means, variances, both Gammas and the
+    evidence; so each tests the other.
+    """
     sizes, num_epochs, random = (3, 7, 5, 1), 2, np.random.default_rng(1)
     x = random.normal(size=(60, 3))
     y = np.sin(x[:, 0]) + 0.3 * x[:, 1] ** 2
     orders = np.stack([random.permutation(60) for _ in range(num_epochs)])
-    starts = [random.normal(size=(o, i + 1)) / (i + 1) ** 0.5 for i, o in pairwise(sizes)]
+    starts = [
+        random.normal(size=(o, i + 1)) / (i + 1) ** 0.5 for i, o in pairwise(sizes)
+    ]
     reference = Published(starts)
     evidence = [reference.epoch(x, y, order) for order in orders]
     means = {f"w{layer}": mean for layer, mean in enumerate(starts)}
-    _, fit = learn(published_model, x, y, sizes=sizes, num_epochs=num_epochs, means=means, orders=orders)
+    _, fit = learn(
+        published_model,
+        x,
+        y,
+        sizes=sizes,
+        num_epochs=num_epochs,
+        means=means,
+        orders=orders,
+    )
     for layer in range(len(means)):
         weight = fit.state.weights[f"w{layer}"]
         assert weight.mean.dtype == np.float64  # also in a session of float32
-        np.testing.assert_allclose(weight.mean, reference.m[layer], rtol=1e-8, atol=1e-8)
+        np.testing.assert_allclose(
+            weight.mean, reference.m[layer], rtol=1e-8, atol=1e-8
+        )
         np.testing.assert_allclose(weight.var, reference.v[layer], rtol=1e-8, atol=1e-8)
-    np.testing.assert_allclose(fit.state.hyperparameters["noise"], (reference.a, reference.b), rtol=1e-8)
-    np.testing.assert_allclose(fit.state.hyperparameters["precision"], (reference.a_w, reference.b_w), rtol=1e-8)
+    np.testing.assert_allclose(
+        fit.state.hyperparameters["noise"], (reference.a, reference.b), rtol=1e-8
+    )
+    np.testing.assert_allclose(
+        fit.state.hyperparameters["precision"],
+        (reference.a_w, reference.b_w),
+        rtol=1e-8,
+    )
     np.testing.assert_allclose(-fit.losses, evidence, rtol=1e-5)
     assert fit.refused.max() == 0
 
 
 # Sets on which we miss the reference by more than its standard error, and why.
-APART = {"naval": "two constant columns are 0 here; as 1 or -1 (rounding error over rounding error) they give 3.770"}
+APART = {
+    "naval": (
+        "two constant columns are 0 here; as 1 or -1 (rounding error over rounding "
+        "error) they give 3.770"
+    )
+}
 
 
 def test_stored_figures_meet_the_reference():
     """No set is worse than the reference by a standard error."""
     worse = set()
     for row in json.loads((ROOT / "docs" / "adf_uci.json").read_text())["rows"]:
-        (error, margin), (score, score_margin) = row["reference_rmse"], row["reference_log_likelihood"]
-        if row["rmse"][0] > error + margin or row["log_likelihood"][0] < score - score_margin:
+        (error, margin), (score, score_margin) = (
+            row["reference_rmse"],
+            row["reference_log_likelihood"],
+        )
+        if (
+            row["rmse"][0] > error + margin
+            or row["log_likelihood"][0] < score - score_margin
+        ):
             worse.add(row["set"])
         assert row["refused"] < 0.01
     assert worse == set(APART)
 
 
-# -- exact posteriors ------------------------------------------------------------------------------------
+# -- exact posteriors ------------------------------------------------------------------
 
 
 def test_outputs_that_share_a_noise_scale_are_integrated_together():
@@ -104,20 +143,25 @@ def test_outputs_that_share_a_noise_scale_are_integrated_together():
 
     _, fit = learn(model, np.ones(1), y, means={"w": np.zeros(2)})
     u = np.linspace(-6, 6, 20_001)
-    density = stats.norm.pdf(u, 0, 0.5) * stats.norm.pdf(y.T, 0, np.sqrt(1 + np.exp(2 * u))).prod(0)
+    density = stats.norm.pdf(u, 0, 0.5) * stats.norm.pdf(
+        y.T, 0, np.sqrt(1 + np.exp(2 * u))
+    ).prod(0)
     total = np.trapezoid(density, u)
     mean = np.trapezoid(density * u, u) / total
     found = fit.state.hyperparameters["sigma"]
     np.testing.assert_allclose(found.mean, mean, rtol=1e-6)
-    np.testing.assert_allclose(found.var, np.trapezoid(density * (u - mean) ** 2, u) / total, rtol=1e-6)
+    np.testing.assert_allclose(
+        found.var, np.trapezoid(density * (u - mean) ** 2, u) / total, rtol=1e-6
+    )
     assert -float(fit.losses[0]) == pytest.approx(np.log(total), rel=1e-6)
 
 
-# -- many rows: filtering by fine grids ----------------------------------------------------------------
+# -- many rows: filtering by fine grids ------------------------------------------------
 
 
 def filtered(x, y, likelihood):
-    """Assumed density filtering of a linear model with standard normal weights; every integral on 20,001 points.
+    """Assumed density filtering of a linear model with standard normal weights; every
+    integral on 20,001 points.
 
     Some rows move their predictor by more than 12 sd.
     """
@@ -142,16 +186,24 @@ def filtered(x, y, likelihood):
     return mean, np.sqrt(var), evidence
 
 
-# Likelihood, scale of the inputs, and error allowed in posterior sd: the panels are cut at the mode, and not at a
-# narrow transition far from it (the wide Bernoulli).
+# Likelihood, scale of the inputs, and error allowed in posterior sd: the panels are cut
+# at the mode, and not at a narrow transition far from it (the wide Bernoulli).
 LIKELIHOODS = {
     "narrow Laplace": (lambda f: dist.Laplace(f, 0.05), 1, 0.01),
     "narrow Student": (lambda f: dist.StudentT(3.0, f, 0.1), 1, 0.01),
     "Poisson": (lambda f: dist.Poisson(jnp.exp(f + 3)), 1, 0.01),
     "Binomial": (lambda f: dist.Binomial(100, logits=f), 1, 0.01),
     "wide Bernoulli": (lambda f: dist.Bernoulli(logits=f), 100, 0.07),
-    "Bernoulli by probability": (lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)), 1, 0.01),
-    "classes": (lambda f: dist.Categorical(probs=jax.nn.softmax(jnp.stack([0 * f, f, -f], -1))), 1, 0.01),
+    "Bernoulli by probability": (
+        lambda f: dist.Bernoulli(probs=jax.nn.sigmoid(f)),
+        1,
+        0.01,
+    ),
+    "classes": (
+        lambda f: dist.Categorical(probs=jax.nn.softmax(jnp.stack([0 * f, f, -f], -1))),
+        1,
+        0.01,
+    ),
     "scale": (lambda f: dist.Normal(0.2, jnp.exp(f)), 1, 0.01),
 }
 
@@ -159,15 +211,23 @@ LIKELIHOODS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_likelihoods_match_exact_filtering(name):
-    """60 rows; with 64 fixed nodes the log evidence was wrong by 1.1 to 20, and 2 to 90 % of the updates refused."""
+    """60 rows; with 64 fixed nodes the log evidence was wrong by 1.1 to 20, and 2 to 90
+    % of the updates refused.
+    """
     likelihood, scale, tolerance = LIKELIHOODS[name]
     x = np.random.default_rng(0).normal(size=(60, 3)) * scale
     y = np.asarray(likelihood(x @ np.array([0.8, -1.9, 0.5])).sample(jax.random.key(0)))
-    options = {"likelihood": likelihood, "orders": np.arange(60)[None], "means": {"w": np.zeros(3)}}
+    options = {
+        "likelihood": likelihood,
+        "orders": np.arange(60)[None],
+        "means": {"w": np.zeros(3)},
+    }
     _, fit = learn(linear_model, x, y, **options)
     mean, sd, evidence = filtered(x, y, likelihood)
     assert fit.refused.max() == 0
-    np.testing.assert_allclose((fit.state.weights["w"].mean - mean) / sd, 0, atol=tolerance)
+    np.testing.assert_allclose(
+        (fit.state.weights["w"].mean - mean) / sd, 0, atol=tolerance
+    )
     np.testing.assert_allclose(np.sqrt(fit.state.weights["w"].var), sd, rtol=tolerance)
     assert -float(fit.losses[0]) == pytest.approx(evidence, abs=0.02)
 
@@ -178,9 +238,17 @@ def narrow(f):
 
 @pytest.mark.filterwarnings("ignore:AutoADF refused")
 def test_data_that_contradict_the_model_are_refused():
-    """y ~ Laplace(w, 0.01), 40 and 60 prior sd from the mean: beyond 50 of them the weight stays as it was."""
+    """y ~ Laplace(w, 0.01), 40 and 60 prior sd from the mean: beyond 50 of them the
+    weight stays as it was.
+    """
     near, far = (
-        learn(linear_model, np.ones((1, 1)), np.array([y]), likelihood=narrow, means={"w": [0.0]})[1]
+        learn(
+            linear_model,
+            np.ones((1, 1)),
+            np.array([y]),
+            likelihood=narrow,
+            means={"w": [0.0]},
+        )[1]
         for y in (40.0, 60.0)
     )
     mean, sd, _ = filtered(np.ones((1, 1)), [40.0], narrow)
@@ -191,20 +259,29 @@ def test_data_that_contradict_the_model_are_refused():
 
 
 def test_what_the_panels_do_not_resolve_is_refused_and_reported():
-    """A likelihood that oscillates 200 times per unit of the predictor; rows without information are absorbed."""
+    """A likelihood that oscillates 200 times per unit of the predictor; rows without
+    information are absorbed.
+    """
 
     class Wave(dist.Normal):
         def log_prob(self, value):
             return 3 * jnp.sin(1300 * self.loc) * value
 
     y = np.array([1.0, 0.0])
-    with pytest.warns(UserWarning, match="of the updates of weights in epoch 1, more than"):
-        _, fit = learn(linear_model, np.ones((2, 1)), y, likelihood=lambda f: Wave(jnp.tanh(f), 1.0))
+    with pytest.warns(
+        UserWarning, match="of the updates of weights in epoch 1, more than"
+    ):
+        _, fit = learn(
+            linear_model,
+            np.ones((2, 1)),
+            y,
+            likelihood=lambda f: Wave(jnp.tanh(f), 1.0),
+        )
     assert float(fit.refused[0]) == 0.5
     assert np.isfinite(fit.losses).all()
 
 
-# -- classes -------------------------------------------------------------------------------------------
+# -- classes ---------------------------------------------------------------------------
 
 
 def predicts_classes(classes):
@@ -219,27 +296,42 @@ def predicts_classes(classes):
 
 
 def test_two_classes_are_exact(x64):
-    """The difference of two independent normal logits is normal: one integral over it, by SciPy."""
+    """The difference of two independent normal logits is normal: one integral over it,
+    by SciPy.
+    """
     guide, mean = predicts_classes(2), np.array([0.3, -0.8])
     for var in ((0.5, 2.0), (3.0, 0.1), (1.0, 0.0)):
         params = {"w_auto_loc": mean, "w_auto_scale": np.sqrt(var)}
         for chosen in (0, 1):
             away = stats.norm(1.1 * (1 - 2 * chosen), np.sum(var) ** 0.5)
-            expected = integrate.quad(lambda d, away=away: expit(d) * away.pdf(d), -20, 20, epsabs=1e-13)[0]
-            score = guide.log_predictive_density(params, np.ones((1, 1)), np.array([chosen]))
+            expected = integrate.quad(
+                lambda d, away=away: expit(d) * away.pdf(d), -20, 20, epsabs=1e-13
+            )[0]
+            score = guide.log_predictive_density(
+                params, np.ones((1, 1)), np.array([chosen])
+            )
             np.testing.assert_allclose(score[0], np.log(expected), rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_variance_of_class_probabilities():
-    """Logits of small variances: the linearization is off by their order, 0.02. By quadrature over all logits."""
+    """Logits of small variances: the linearization is off by their order, 0.02. By
+    quadrature over all logits.
+    """
     random, classes = np.random.default_rng(3), 3
     mean, var = random.normal(size=classes), random.uniform(0.005, 0.02, classes)
     node, weight = np.polynomial.hermite_e.hermegauss(12)
-    grids = np.stack(np.meshgrid(*[node] * classes, indexing="ij"), -1) * np.sqrt(var) + mean
-    share = np.prod(np.stack(np.meshgrid(*[weight / weight.sum()] * classes, indexing="ij"), -1), -1)
+    grids = (
+        np.stack(np.meshgrid(*[node] * classes, indexing="ij"), -1) * np.sqrt(var)
+        + mean
+    )
+    share = np.prod(
+        np.stack(np.meshgrid(*[weight / weight.sum()] * classes, indexing="ij"), -1), -1
+    )
     probs = np.exp(grids) / np.exp(grids).sum(-1, keepdims=True)
-    first, second = ((share[..., None] * probs**k).sum(tuple(range(classes))) for k in (1, 2))
+    first, second = (
+        (share[..., None] * probs**k).sum(tuple(range(classes))) for k in (1, 2)
+    )
     params = {"w_auto_loc": mean, "w_auto_scale": var**0.5}
     guide = predicts_classes(classes)
     found = guide.predictive_moments(params, np.ones((1, 1)), noise=False)
@@ -250,7 +342,7 @@ def test_variance_of_class_probabilities():
     np.testing.assert_allclose(noisy[1], noisy[0] * (1 - noisy[0]), atol=1e-6)
 
 
-# -- predictions ---------------------------------------------------------------------------------------
+# -- predictions -----------------------------------------------------------------------
 
 
 def log_normal(m, v):
@@ -266,19 +358,32 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("name", ["Normal, random noise", pytest.param("Poisson", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["Normal, random noise", pytest.param("Poisson", marks=pytest.mark.slow)]
+)
 def test_predictive_moments_are_exact(name):
-    """By hand, for parameters of our choice: with the noise of an observation and without it."""
+    """By hand, for parameters of our choice: with the noise of an observation and
+    without it.
+    """
     likelihood, moments = PREDICTED[name]
 
     def model(x, y=None):
-        noise = [numpyro.sample("sigma", dist.HalfNormal(1.0))] if likelihood is dist.Normal else []
+        noise = (
+            [numpyro.sample("sigma", dist.HalfNormal(1.0))]
+            if likelihood is dist.Normal
+            else []
+        )
         linear_model(x, y, lambda f: likelihood(f, *noise))
 
     x = np.array([[1.0, -0.5], [0.3, 2.0]])
     guide, _ = learn(model, x, np.ones(2))
     loc, scale = np.array([0.4, -0.2]), np.array([0.3, 0.1])
-    params = {"w_auto_loc": loc, "w_auto_scale": scale, "sigma_auto_loc": -0.5, "sigma_auto_scale": 0.3}
+    params = {
+        "w_auto_loc": loc,
+        "w_auto_scale": scale,
+        "sigma_auto_loc": -0.5,
+        "sigma_auto_scale": 0.3,
+    }
     mean, noisy, quiet = moments(x @ loc, x**2 @ scale**2)
     for noise, var in ((True, noisy), (False, quiet)):
         found = guide.predictive_moments(params, x, noise=noise)
@@ -303,7 +408,7 @@ def test_one_number_may_be_the_predictor_of_all(outputs):
         np.testing.assert_allclose(part, np.full((3, *outputs), value), rtol=1e-5)
 
 
-# -- priors of the predictor ---------------------------------------------------------------------------
+# -- priors of the predictor -----------------------------------------------------------
 
 
 def moments(at, log_density):
@@ -313,14 +418,21 @@ def moments(at, log_density):
     return mean, (density * (at - mean) ** 2).sum() / density.sum()
 
 
-# Prior of an intercept, its density by SciPy, and errors allowed in posterior sd and variance.
+# Prior of an intercept, its density by SciPy, and errors allowed in posterior sd and
+# variance.
 INTERCEPTS = {
     "mixture": (
-        lambda: dist.MixtureSameFamily(dist.Categorical(jnp.full(2, 0.5)), dist.Normal(0.0, jnp.array([2.0, 6.0]))),
+        lambda: dist.MixtureSameFamily(
+            dist.Categorical(jnp.full(2, 0.5)), dist.Normal(0.0, jnp.array([2.0, 6.0]))
+        ),
         lambda b: np.log(stats.norm.pdf(b, 0, 2) + stats.norm.pdf(b, 0, 6)),
         (0.04, 0.02),
     ),
-    "positive": (lambda: dist.HalfNormal(4.0), lambda b: stats.halfnorm.logpdf(b, scale=4), (0.4, 0.1)),
+    "positive": (
+        lambda: dist.HalfNormal(4.0),
+        lambda b: stats.halfnorm.logpdf(b, scale=4),
+        (0.4, 0.1),
+    ),
 }
 
 
@@ -329,34 +441,49 @@ INTERCEPTS = {
 def test_an_intercept_with_any_prior_is_learned(name):
     """40 points around 5: the posterior of the intercept is one-dimensional.
 
-    A normal of the same moments stands for the prior, of a positive site for that of its logarithm.
+    A normal of the same moments stands for the prior, of a positive site for that of
+    its logarithm.
     """
     prior, log_prior, (of_mean, of_variance) = INTERCEPTS[name]
     y, b = 5 + np.random.default_rng(0).normal(size=40), np.linspace(0.001, 10, 4001)
 
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1e-3))
-        numpyro.sample("y", dist.Normal(x * (w + numpyro.sample("b", prior())), 1.0), obs=y)
+        numpyro.sample(
+            "y", dist.Normal(x * (w + numpyro.sample("b", prior())), 1.0), obs=y
+        )
 
-    guide, fit = learn(model, np.ones(40), y, means={"w": 0.0, "b": 0.0} if name == "mixture" else {"w": 0.0})
+    guide, fit = learn(
+        model,
+        np.ones(40),
+        y,
+        means={"w": 0.0, "b": 0.0} if name == "mixture" else {"w": 0.0},
+    )
     mean, variance = guide.predictive_moments(fit.params, np.ones(1), noise=False)
-    exact, exact_variance = moments(b, log_prior(b) + stats.norm.logpdf(y[:, None], b).sum(0))
+    exact, exact_variance = moments(
+        b, log_prior(b) + stats.norm.logpdf(y[:, None], b).sum(0)
+    )
     np.testing.assert_allclose(mean, exact, rtol=0, atol=of_mean * exact_variance**0.5)
     np.testing.assert_allclose(variance, exact_variance, rtol=of_variance)
 
 
-# -- scales --------------------------------------------------------------------------------------------
+# -- scales ----------------------------------------------------------------------------
 
 
 def test_a_learned_scale_and_its_weights_have_their_exact_moments():
-    """Four weights, each seen with sd 1 in each of two epochs: the cavities are exact, and so are the moments.
+    """Four weights, each seen with sd 1 in each of two epochs: the cavities are exact,
+    and so are the moments.
 
-    Averages over the posterior of the scale, which enters as itself: even a Gamma is refined by quadrature.
+    Averages over the posterior of the scale, which enters as itself: even a Gamma is
+    refined by quadrature.
     """
     loc, away = np.array([0.7, -2.0, 0.0, 1.0]), np.array([0.5, -1.0, 2.0, 5.0])
 
     def model(x, y=None):
-        w = numpyro.sample("w", dist.Normal(loc, numpyro.sample("scale", dist.Gamma(5.0, 5.0))).to_event(1))
+        w = numpyro.sample(
+            "w",
+            dist.Normal(loc, numpyro.sample("scale", dist.Gamma(5.0, 5.0))).to_event(1),
+        )
         numpyro.sample("y", dist.Normal(w[x], 1.0), obs=y)
 
     _, fit = learn(model, np.arange(4), loc + away, means={"w": loc}, num_epochs=2)
@@ -364,7 +491,9 @@ def test_a_learned_scale_and_its_weights_have_their_exact_moments():
     scale = np.exp(u)
     log_density = stats.gamma.logpdf(scale, 5, scale=0.2) + u
     log_density += stats.norm.logpdf(away[:, None], 0, np.sqrt(0.5 + scale**2)).sum(0)
-    np.testing.assert_allclose(fit.state.hyperparameters["scale"], moments(u, log_density), rtol=1e-3)
+    np.testing.assert_allclose(
+        fit.state.hyperparameters["scale"], moments(u, log_density), rtol=1e-3
+    )
     density = np.exp(log_density) / np.exp(log_density).sum()
     var = 1 / (2 + 1 / scale**2)
     mean = loc[:, None] + 2 * var * away[:, None]
@@ -375,11 +504,16 @@ def test_a_learned_scale_and_its_weights_have_their_exact_moments():
 
 @pytest.mark.slow
 def test_sites_in_their_own_plates():
-    """Weights and scales in plates, written by hand; ARD over the features of a linear model."""
+    """Weights and scales in plates, written by hand; ARD over the features of a linear
+    model.
+    """
 
     def model(x, y=None):
         with numpyro.plate("features", x.shape[1]):
-            w = numpyro.sample("w", dist.Normal(0.0, numpyro.sample("tau", dist.Gamma(4.0, 4.0)) ** -0.5))
+            w = numpyro.sample(
+                "w",
+                dist.Normal(0.0, numpyro.sample("tau", dist.Gamma(4.0, 4.0)) ** -0.5),
+            )
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(x @ w, 0.1), obs=y)
 
@@ -387,25 +521,41 @@ def test_sites_in_their_own_plates():
     y = x @ np.array([3.0, 0.0, 0.01])
     _, fit = learn(model, x, y, num_epochs=3)
     tau = fit.state.hyperparameters["tau"]
-    # Given w the mean of tau is (4 + 1/2) / (4 + w^2 / 2): 0.53 and 1.125. The published update of a Gamma takes the
-    # Student t that it implies for w as normal, which costs 3 % at w = 0 and 30 % at w = 3.
+    # Given w the mean of tau is (4 + 1/2) / (4 + w^2 / 2): 0.53 and 1.125. The
+    # published update of a Gamma takes the Student t that it implies for w as normal,
+    # which costs 3 % at w = 0 and 30 % at w = 3.
     np.testing.assert_allclose((tau.concentration / tau.rate)[1:], 1.125, rtol=0.05)
     assert 0.3 < float(tau.concentration[0] / tau.rate[0]) < 0.53
 
 
-# -- masks ---------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------
 
 
 # Likelihood, a value that is seen and one that is masked.
 MASKED = {
     "Normal": (lambda w: dist.Normal(w, 1.0), 1.0, 50.0),
-    "Gamma noise": (lambda w: dist.Normal(w, numpyro.sample("tau", dist.Gamma(6.0, 6.0)) ** -0.5), 1.0, 50.0),
-    "Student t": (lambda w: dist.StudentT(4.0, w, numpyro.sample("s", dist.LogNormal(0.0, 0.25))), 1.0, 50.0),
-    "Categorical, invalid where masked": (lambda w: dist.Categorical(logits=w * jnp.array([0.0, 1.0])), 1, 9),
+    "Gamma noise": (
+        lambda w: dist.Normal(w, numpyro.sample("tau", dist.Gamma(6.0, 6.0)) ** -0.5),
+        1.0,
+        50.0,
+    ),
+    "Student t": (
+        lambda w: dist.StudentT(4.0, w, numpyro.sample("s", dist.LogNormal(0.0, 0.25))),
+        1.0,
+        50.0,
+    ),
+    "Categorical, invalid where masked": (
+        lambda w: dist.Categorical(logits=w * jnp.array([0.0, 1.0])),
+        1,
+        9,
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "Normal" else pytest.mark.slow) for n in MASKED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "Normal" else pytest.mark.slow) for n in MASKED],
+)
 def test_masked_rows_do_not_count(name):
     """Fitting with masked rows is fitting without them, whatever their values."""
     likelihood, seen, hidden = MASKED[name]
@@ -421,36 +571,47 @@ def test_masked_rows_do_not_count(name):
     mask = np.array([False, True, False, True])
     y = np.where(mask, seen, hidden)
     (guide, found), (_, without) = learned(y, mask), learned(y[mask], mask[mask])
-    for one, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(without.state), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(found.state), jax.tree.leaves(without.state), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.losses, without.losses, rtol=1e-6)
     score = np.asarray(guide.log_predictive_density(found.params, y, mask))
     np.testing.assert_array_equal(np.abs(score) < 1e-6, ~mask)
 
 
-@pytest.mark.parametrize("event", [pytest.param(False, id="outputs"), pytest.param(True, id="rows")])
+@pytest.mark.parametrize(
+    "event", [pytest.param(False, id="outputs"), pytest.param(True, id="rows")]
+)
 @pytest.mark.slow
 def test_masked_outputs_of_one_row(event):
-    """Two outputs per row with their own weights: a mask inside ``to_event`` hides outputs, outside whole rows."""
+    """Two outputs per row with their own weights: a mask inside ``to_event`` hides
+    outputs, outside whole rows.
+    """
     y = np.array([[1.0, 50.0], [2.0, 3.0]])
     mask = np.array([True, False]) if event else np.array([[True, False], [True, True]])
 
     def model(x, y, mask):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         fn = dist.Normal(x[:, None] * w, 1.0)
-        numpyro.sample("y", fn.to_event(1).mask(mask) if event else fn.mask(mask).to_event(1), obs=y)
+        numpyro.sample(
+            "y",
+            fn.to_event(1).mask(mask) if event else fn.mask(mask).to_event(1),
+            obs=y,
+        )
 
     _, fit = learn(model, np.ones(2), y, mask, means={"w": np.zeros(2)})
     expected = ((0.5, 25.0), (1 / 2, 1 / 2)) if event else ((1.0, 1.5), (1 / 3, 1 / 2))
     np.testing.assert_allclose(fit.state.weights["w"], expected, rtol=1e-12)
 
 
-# -- random orders ------------------------------------------------------------------------------------
+# -- random orders ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_rows_are_visited_in_a_random_order():
-    """The result is that of one of the six orders of three rows, and 12 keys meet at least three of them.
+    """The result is that of one of the six orders of three rows, and 12 keys meet at
+    least three of them.
 
     Three weights are taken as independent, so that each order has its own result.
     """
@@ -458,10 +619,18 @@ def test_rows_are_visited_in_a_random_order():
     guide, count = guides.AutoADF(linear_model), 12
     orders = np.resize(list(permutations(range(3))), (count, 1, 3))
     keys = jax.random.split(jax.random.key(0), count)
-    options = {"num_epochs": 1, "init_means": {"w": np.zeros((count, 3))}, "progress_bar": False}
+    options = {
+        "num_epochs": 1,
+        "init_means": {"w": np.zeros((count, 3))},
+        "progress_bar": False,
+    }
     given, found = (
-        guide.run(keys, x, y, orders=order, **options).state.weights["w"].mean for order in (orders, None)
+        guide.run(keys, x, y, orders=order, **options).state.weights["w"].mean
+        for order in (orders, None)
     )
-    same = [[np.allclose(one, other, rtol=1e-9, atol=1e-12) for other in given[:6]] for one in found]
+    same = [
+        [np.allclose(one, other, rtol=1e-9, atol=1e-12) for other in given[:6]]
+        for one in found
+    ]
     assert np.sum(same, axis=1).tolist() == [1] * count
     assert np.any(same, axis=0).sum() >= 3

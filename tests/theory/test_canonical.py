@@ -1,6 +1,8 @@
-"""Canonical representatives: the best labels, fixed gauges, R-hat of weights that means something, refusals.
+"""Canonical representatives: the best labels, fixed gauges, R-hat of weights that means
+something, refusals.
 
-That they depend on nothing but the orbit is tested for every network by contracts/test_symmetries.py.
+That they depend on nothing but the orbit is tested for every network by
+contracts/test_symmetries.py.
 """
 
 import jax
@@ -13,30 +15,47 @@ from numpyro.diagnostics import split_gelman_rubin
 from orbits import around, assert_close, scattered
 
 from numpyro_bnn import nn, symmetry
-from numpyro_bnn.symmetry import JointScale, Permutation, Rescale, Scale, Shift, SignFlip, canonical
+from numpyro_bnn.symmetry import (
+    JointScale,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+    SignFlip,
+    canonical,
+)
 
 UNITS = [("w", 1), ("v", 0)]
 
 
 def of_network(net, input_shape, spread=0.1, num_draws=100):
     """Its symmetries, and draws of its parameters."""
-    shapes = {f"net/{name}": shape for name, shape in net.param_shapes(input_shape).items()}
+    shapes = {
+        f"net/{name}": shape for name, shape in net.param_shapes(input_shape).items()
+    }
     return symmetry.from_network(net, input_shape), around(shapes, spread, num_draws)
 
 
 def r_hats(draws):
     """Of all weights that vary."""
-    return np.concatenate([np.ravel(split_gelman_rubin(v)) for v in draws.values() if np.ptp(v) > 1e-6])
+    return np.concatenate(
+        [np.ravel(split_gelman_rubin(v)) for v in draws.values() if np.ptp(v) > 1e-6]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "norm"), [("relu", nn.BatchNorm()), ("tanh", nn.LayerNorm())])
+@pytest.mark.parametrize(
+    ("activation", "norm"), [("relu", nn.BatchNorm()), ("tanh", nn.LayerNorm())]
+)
 def test_chains_that_are_copies_of_one_another_agree_after_canonical(activation, norm):
-    """Independent draws: with 4 half chains of 100 draws R-hat^2 - 1 is about (chi^2_3 / 3 - 1) / 100.
+    """Independent draws: with 4 half chains of 100 draws R-hat^2 - 1 is about (chi^2_3
+    / 3 - 1) / 100.
 
     At most 200 weights: a right answer exceeds 1.05 with probability below 1e-3.
     """
-    symmetries, original = of_network(nn.MLP([6, 5, 2], activation, norm), (3,), num_draws=200)
+    symmetries, original = of_network(
+        nn.MLP([6, 5, 2], activation, norm), (3,), num_draws=200
+    )
     draws = scattered(original, symmetries, by_chain=True)
     assert np.median(r_hats(draws)) > 1.5
     assert r_hats(canonical(draws, symmetries)).max() < 1.05
@@ -46,7 +65,9 @@ def test_chains_that_are_copies_of_one_another_agree_after_canonical(activation,
 
 
 def test_signs_and_order_are_decided_together():
-    """Against all 3! 2^3 elements of the group: no other has a larger inner product with the reference."""
+    """Against all 3! 2^3 elements of the group: no other has a larger inner product
+    with the reference.
+    """
     rng = np.random.default_rng(0)
     draws = {"w": rng.normal(size=(1, 20, 2, 3)), "v": rng.normal(size=(1, 20, 3, 1))}
     reference = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 1))}
@@ -59,49 +80,79 @@ def test_signs_and_order_are_decided_together():
     signs = 1.0 - 2.0 * np.indices((2, 2, 2)).reshape(3, 8).T
     for n in range(20):
         w, v = draws["w"][0, n], draws["v"][0, n]
-        fits = [fit({"w": w[:, o] * sign, "v": v[o] * sign[:, None]}) for o in orders for sign in signs]
-        assert fit({site: placed[site][0, n] for site in placed}) == pytest.approx(max(fits))
+        fits = [
+            fit({"w": w[:, o] * sign, "v": v[o] * sign[:, None]})
+            for o in orders
+            for sign in signs
+        ]
+        assert fit({site: placed[site][0, n] for site in placed}) == pytest.approx(
+            max(fits)
+        )
 
 
 def test_draws_agree_with_their_mean():
-    """No flip or order of a single draw is closer to the mean of the canonical draws, however wide they scatter."""
+    """No flip or order of a single draw is closer to the mean of the canonical draws,
+    however wide they scatter.
+    """
     rng = np.random.default_rng(3)
     center = {"w": rng.normal(size=(2, 3)), "v": rng.normal(size=(3, 2))}
-    draws = {site: value + 1.5 * rng.normal(size=(1, 60, *value.shape)) for site, value in center.items()}
+    draws = {
+        site: value + 1.5 * rng.normal(size=(1, 60, *value.shape))
+        for site, value in center.items()
+    }
     placed = canonical(draws, [SignFlip(UNITS), Permutation(UNITS)], sweeps=100)
     mean = {site: value.mean((0, 1)) for site, value in placed.items()}
-    assert_close(canonical(placed, [SignFlip(UNITS), Permutation(UNITS)], mean), placed, 1e-12)
+    assert_close(
+        canonical(placed, [SignFlip(UNITS), Permutation(UNITS)], mean), placed, 1e-12
+    )
 
 
 def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
-    """Norms of its units fall and sums of cubes are positive; an outlier with another order decides nothing."""
+    """Norms of its units fall and sums of cubes are positive; an outlier with another
+    order decides nothing.
+    """
     w = np.diag([1.0, 2.0, 3.0])
     draws = np.stack([[w, w, w, np.diag([1000.0, 100.0, 1.0])]])
     placed = canonical({"w": draws[..., [1, 0, 2]]}, [Permutation([("w", 1)])])
     np.testing.assert_array_equal(placed["w"], draws[..., ::-1])
-    np.testing.assert_array_equal(canonical({"w": -draws}, [SignFlip([("w", 1)])])["w"], draws)
+    np.testing.assert_array_equal(
+        canonical({"w": -draws}, [SignFlip([("w", 1)])])["w"], draws
+    )
 
 
 def test_gauges():
-    """Norms of the square root of d, means of 0; zero weights stay; hyper-parameters and other sites stay."""
+    """Norms of the square root of d, means of 0; zero weights stay; hyper-parameters
+    and other sites stay.
+    """
     rng = np.random.default_rng(0)
     shapes = {"w": (4, 5), "b": (5,), "v": (5, 2)}
     draws = {site: rng.normal(size=(2, 3, *shape)) for site, shape in shapes.items()}
     draws |= {"s": np.exp(rng.normal(size=(2, 3))), "sigma": np.ones((2, 3))}
     draws["w"][0, 0, :, 1] = draws["b"][0, 0, 1] = 0.0
-    placed = canonical(draws, [Rescale([("w", 1), ("b", 0)], [("v", 0)]), Shift([("v", 0)]), JointScale("w", "s")])
+    placed = canonical(
+        draws,
+        [
+            Rescale([("w", 1), ("b", 0)], [("v", 0)]),
+            Shift([("v", 0)]),
+            JointScale("w", "s"),
+        ],
+    )
     squares = (placed["w"] ** 2).sum(2) + placed["b"] ** 2
     np.testing.assert_allclose(np.delete(squares.ravel(), 1), 5.0)
     assert squares.ravel()[1] == 0.0
     np.testing.assert_allclose(placed["v"].mean(-1), 0.0, atol=1e-12)
     for site in ("s", "sigma"):
         np.testing.assert_array_equal(placed[site], draws[site])
-    np.testing.assert_allclose((canonical(draws, Scale("v"))["v"] ** 2).sum((2, 3)), 10.0)
+    np.testing.assert_allclose(
+        (canonical(draws, Scale("v"))["v"] ** 2).sum((2, 3)), 10.0
+    )
 
 
 def test_scales_are_fixed_in_the_order_of_the_layers():
     """What a layer reads is scaled by an earlier one, whichever is named first."""
-    symmetries, draws = of_network(nn.MLP([4, 3, 1], "relu", nn.BatchNorm()), (2,), num_draws=5)
+    symmetries, draws = of_network(
+        nn.MLP([4, 3, 1], "relu", nn.BatchNorm()), (2,), num_draws=5
+    )
     for listed in (symmetries, symmetries[::-1]):
         placed = canonical(draws, [s for s in listed if s.continuous])
         for layer in (0, 1):
@@ -110,39 +161,56 @@ def test_scales_are_fixed_in_the_order_of_the_layers():
 
 
 def test_draws_of_mcmc_and_of_a_file_keep_their_form():
-    """A non-centered network in single precision: bases and scales stay; ArviZ names and arrays give the same."""
+    """A non-centered network in single precision: bases and scales stay; ArviZ names
+    and arrays give the same.
+    """
     symmetries, draws = of_network(nn.MLP([3, 1], "tanh"), (2,), num_draws=20)
     draws = {site: jnp.asarray(v, jnp.float32) for site, v in draws.items()}
-    draws |= {f"{site}_base": v / 2 for site, v in draws.items() if "kernel" in site} | {"sigma": jnp.ones((2, 20))}
+    draws |= {
+        f"{site}_base": v / 2 for site, v in draws.items() if "kernel" in site
+    } | {"sigma": jnp.ones((2, 20))}
     placed = canonical(draws, symmetries)
-    assert {n: (v.shape, v.dtype) for n, v in placed.items()} == {n: (v.shape, v.dtype) for n, v in draws.items()}
+    assert {n: (v.shape, v.dtype) for n, v in placed.items()} == {
+        n: (v.shape, v.dtype) for n, v in draws.items()
+    }
     for site in ("net/Dense_0.kernel_base", "sigma"):
         np.testing.assert_array_equal(placed[site], draws[site])
     arrays = {
-        site.replace("/", "."): (("chain", "draw", *(f"{site}_{i}" for i in range(v.ndim - 2))), np.asarray(v))
+        site.replace("/", "."): (
+            ("chain", "draw", *(f"{site}_{i}" for i in range(v.ndim - 2))),
+            np.asarray(v),
+        )
         for site, v in draws.items()
     }
     stored = xr.Dataset(arrays)
     from_file = canonical(stored, symmetries)
     for site, value in placed.items():
         np.testing.assert_array_equal(from_file[site.replace("/", ".")], value)
-    assert list(symmetry.invariants(stored, symmetries)) == ["Permutation(net.Dense_0.kernel)"]
+    assert list(symmetry.invariants(stored, symmetries)) == [
+        "Permutation(net.Dense_0.kernel)"
+    ]
 
 
-# -- summaries -----------------------------------------------------------------------------------------
+# -- summaries -------------------------------------------------------------------------
 
 
 def test_invariants_of_one_hidden_layer():
-    """Effective scales are products of norms; one weight counts as one, equal weights count all."""
+    """Effective scales are products of norms; one weight counts as one, equal weights
+    count all.
+    """
     rng = np.random.default_rng(0)
     draws = {"w": rng.normal(size=(1, 4, 3, 2)), "v": rng.normal(size=(1, 4, 2, 1))}
     rescale = Rescale([("w", 1)], [("v", 0)])
     product = np.linalg.norm(draws["w"], axis=2) * np.abs(draws["v"][..., 0])
-    np.testing.assert_allclose(symmetry.invariants(draws, rescale)["Rescale(w)"], product)
+    np.testing.assert_allclose(
+        symmetry.invariants(draws, rescale)["Rescale(w)"], product
+    )
     both = symmetry.invariants(draws, [rescale, Permutation(UNITS)])
     np.testing.assert_allclose(both["Rescale(w)"], -np.sort(-product))
     weights = {"w": np.array([[[[1.0, 2.0], [0.0, -2.0], [0.0, 2.0]]]])}
-    np.testing.assert_allclose(symmetry.invariants(weights, Scale([("w", 1)]))["Scale(w)"], [[[1.0, 3.0]]])
+    np.testing.assert_allclose(
+        symmetry.invariants(weights, Scale([("w", 1)]))["Scale(w)"], [[[1.0, 3.0]]]
+    )
 
 
 def test_orbit_coordinates_move_by_the_group_element(x64):
@@ -162,29 +230,61 @@ def test_orbit_coordinates_move_by_the_group_element(x64):
     }
     point = {site: v[0, 0] for site, v in draws.items()}
     elements = [s.random(jax.random.key(0), s.units(point)) for s in factors]
-    act = jax.vmap(jax.vmap(lambda values: [s.act(values, g) for s, g in zip(factors, elements, strict=True)]))
-    for (s, factor), g, moved in zip(factors.items(), elements, jax.jit(act)(draws), strict=True):
-        before, after = (symmetry.orbit_coordinates(d, [s])[s.name] for d in (draws, draws | moved))
-        np.testing.assert_allclose(after - before, np.broadcast_to(factor * g, before.shape), atol=1e-10)
-    assert symmetry.orbit_coordinates(draws, [SignFlip([("w", 1)]), Permutation([("w", 1)])]) == {}
+    act = jax.vmap(
+        jax.vmap(
+            lambda values: [
+                s.act(values, g) for s, g in zip(factors, elements, strict=True)
+            ]
+        )
+    )
+    for (s, factor), g, moved in zip(
+        factors.items(), elements, jax.jit(act)(draws), strict=True
+    ):
+        before, after = (
+            symmetry.orbit_coordinates(d, [s])[s.name] for d in (draws, draws | moved)
+        )
+        np.testing.assert_allclose(
+            after - before, np.broadcast_to(factor * g, before.shape), atol=1e-10
+        )
+    assert (
+        symmetry.orbit_coordinates(
+            draws, [SignFlip([("w", 1)]), Permutation([("w", 1)])]
+        )
+        == {}
+    )
     alike = [Rescale([("w", 1)], [("v", 0)]), Rescale([("w", 1)], [("b", 0)])]
-    assert list(symmetry.orbit_coordinates(draws, alike)) == ["Rescale(w)", "Rescale(w, b)"]
+    assert list(symmetry.orbit_coordinates(draws, alike)) == [
+        "Rescale(w)",
+        "Rescale(w, b)",
+    ]
 
 
-# -- refusals --------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------
 
 GOOD = {"net/w": np.ones((2, 3, 4)), "b": np.ones((2, 3, 4))}
 
 
-@pytest.mark.parametrize("call", [canonical, symmetry.invariants, symmetry.orbit_coordinates])
+@pytest.mark.parametrize(
+    "call", [canonical, symmetry.invariants, symmetry.orbit_coordinates]
+)
 @pytest.mark.parametrize(
     ("draws", "s", "argument", "fragment"),
     [
         (GOOD, ["net/w"], "symmetries", "got net/w. Pass symmetries"),
         (GOOD, [Scale("net/v")], "symmetries", "got 'net/v'. Did you mean 'net/w'?"),
-        (GOOD, [Scale([("net/w", 1)])], "unit_axes", "axis 1 of site 'net/w' of shape (4,)"),
+        (
+            GOOD,
+            [Scale([("net/w", 1)])],
+            "unit_axes",
+            "axis 1 of site 'net/w' of shape (4,)",
+        ),
         ({"w": np.ones(3)}, [Scale("w")], "draws", "group_by_chain=True"),
-        ({"w": np.ones((2, 3)), "v": np.ones((3, 2))}, [Scale(["w", "v"])], "draws", "{'w': (2, 3), 'v': (3, 2)}"),
+        (
+            {"w": np.ones((2, 3)), "v": np.ones((3, 2))},
+            [Scale(["w", "v"])],
+            "draws",
+            "{'w': (2, 3), 'v': (3, 2)}",
+        ),
         ({"w": np.array([[1.0, np.nan]])}, [Scale("w")], "draws", "got 1 NaN"),
     ],
 )

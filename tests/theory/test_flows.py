@@ -1,4 +1,6 @@
-"""Flows: transforms against autodiff, starts, halves, fits of known targets, NeuTra, flows of flowjax."""
+"""Flows: transforms against autodiff, starts, halves, fits of known targets, NeuTra,
+flows of flowjax.
+"""
 
 import sys
 from functools import cache
@@ -25,14 +27,18 @@ SPREAD = ZOO["spread"]  # w (2,) and sigma > 0
 
 
 def block_of(dim):
-    return guides.Block("b", {"a": (dim,)}, jnp.linspace(-1.0, 2.0, dim), jnp.linspace(0.1, 1.5, dim))
+    return guides.Block(
+        "b", {"a": (dim,)}, jnp.linspace(-1.0, 2.0, dim), jnp.linspace(0.1, 1.5, dim)
+    )
 
 
 def traced(family, dim=DIM):
     """Initial parameters of a family, and its distribution as a function of them."""
     with handlers.seed(rng_seed=3), handlers.trace() as trace:
         family.distribution(block_of(dim))
-    params = {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+    params = {
+        name: site["value"] for name, site in trace.items() if site["type"] == "param"
+    }
 
     def distribution(params):
         with handlers.block(), handlers.substitute(data=params):
@@ -43,10 +49,13 @@ def traced(family, dim=DIM):
 
 def away_from_start(params, seed=1, scale=0.3):
     keys = random.split(random.key(seed), len(params))
-    return {n: v + scale * random.uniform(k, v.shape) for k, (n, v) in zip(keys, params.items(), strict=True)}
+    return {
+        n: v + scale * random.uniform(k, v.shape)
+        for k, (n, v) in zip(keys, params.items(), strict=True)
+    }
 
 
-# -- transforms ------------------------------------------------------------------------------------------
+# -- transforms ------------------------------------------------------------------------
 
 COUPLINGS = {
     "alternating": guides.Coupling(3, (6, 4), bound=1.5),
@@ -54,9 +63,13 @@ COUPLINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["random halves", pytest.param("alternating", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["random halves", pytest.param("alternating", marks=pytest.mark.slow)]
+)
 def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
-    """Density of draws and of other points against the Jacobian of the map from N(0, I)."""
+    """Density of draws and of other points against the Jacobian of the map from N(0,
+    I).
+    """
     params, distribution = traced(COUPLINGS[name])
     params = {n: jnp.asarray(v, float) for n, v in away_from_start(params).items()}
 
@@ -69,8 +82,14 @@ def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
         return {
             "points": (z, flow.inv(y)),
             "single": (flow(z[3]), y[3]),
-            "log det": (flow.log_abs_det_jacobian(z, y), jnp.linalg.slogdet(jax.vmap(jax.jacfwd(flow))(z))[1]),
-            "density": (dist.Normal().log_prob(z).sum(-1) - flow.log_abs_det_jacobian(z, y), q.log_prob(y)),
+            "log det": (
+                flow.log_abs_det_jacobian(z, y),
+                jnp.linalg.slogdet(jax.vmap(jax.jacfwd(flow))(z))[1],
+            ),
+            "density": (
+                dist.Normal().log_prob(z).sum(-1) - flow.log_abs_det_jacobian(z, y),
+                q.log_prob(y),
+            ),
             "of draws": (q.log_prob(draws), q.log_prob(draws, passed)),
         }
 
@@ -84,7 +103,10 @@ def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
 @pytest.mark.parametrize("mask", ["alternating", "random"])
 def test_two_layers_change_all_numbers(mask):
     params, distribution = traced(guides.Coupling(2, (4,), mask))
-    params = away_from_start(params) | {"b_loc": jnp.zeros(DIM), "b_scale": jnp.ones(DIM)}
+    params = away_from_start(params) | {
+        "b_loc": jnp.zeros(DIM),
+        "b_scale": jnp.ones(DIM),
+    }
     z = random.normal(random.key(7), (DIM,))
     y = dist.transforms.ComposeTransform(distribution(params).transforms)(z)
     assert np.abs(y[:, None] - z).min(1).min() > 1e-4
@@ -95,9 +117,16 @@ def test_a_layer_scales_by_at_most_its_bound():
     bound = 0.5
     params, distribution = traced(guides.Coupling(1, (4,), bound=bound))
     given = jnp.array([1000.0, -1000.0, 0.01, 0.0, 0.0, 0.0])
-    q = distribution(params | {"b_flow0_bias1": given, "b_loc": jnp.zeros(DIM), "b_scale": jnp.ones(DIM)})
-    y = dist.transforms.ComposeTransform(q.transforms)(jnp.array([0.3, -0.7, 1.0, 1.0, 1.0]))
-    np.testing.assert_allclose(y, [0.3, -0.7, np.exp(bound), np.exp(-bound), np.exp(0.01)], rtol=1e-5)
+    q = distribution(
+        params
+        | {"b_flow0_bias1": given, "b_loc": jnp.zeros(DIM), "b_scale": jnp.ones(DIM)}
+    )
+    y = dist.transforms.ComposeTransform(q.transforms)(
+        jnp.array([0.3, -0.7, 1.0, 1.0, 1.0])
+    )
+    np.testing.assert_allclose(
+        y, [0.3, -0.7, np.exp(bound), np.exp(-bound), np.exp(0.01)], rtol=1e-5
+    )
 
 
 def test_a_coupling_flow_starts_as_the_mean_field():
@@ -105,42 +134,56 @@ def test_a_coupling_flow_starts_as_the_mean_field():
     q, block = distribution(params), block_of(DIM)
     expected = dist.Normal(block.loc, block.scale).to_event(1)
     x = block.loc + 3.0 * block.scale * random.normal(random.key(0), (20, DIM))
-    np.testing.assert_allclose(q.log_prob(x), expected.log_prob(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        q.log_prob(x), expected.log_prob(x), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_number_of_parameters_is_linear():
     """4 layers: kernels (D / 2, 32) and (32, D) with biases; loc and scale."""
     params, _ = traced(guides.Coupling(), 40)
-    assert sum(map(np.size, params.values())) == 4 * (20 * 32 + 32 + 32 * 40 + 40) + 2 * 40
+    assert (
+        sum(map(np.size, params.values())) == 4 * (20 * 32 + 32 + 32 * 40 + 40) + 2 * 40
+    )
 
 
-# -- guides ----------------------------------------------------------------------------------------------
+# -- guides ----------------------------------------------------------------------------
 
 
 def started(guide, *args):
     """Parameters of a guide at its start."""
     trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args)
-    return {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+    return {
+        name: site["value"] for name, site in trace.items() if site["type"] == "param"
+    }
 
 
 def test_blocks_share_flows_and_the_rest_is_mean_field():
     def shapes(blocks):
         guide = guides.AutoCoupling(SPREAD.model, blocks, num_flows=1, hidden=(3,))
-        return {name: value.shape for name, value in started(guide, *SPREAD.args).items()}
+        return {
+            name: value.shape for name, value in started(guide, *SPREAD.args).items()
+        }
 
-    network = {f"flow0_{part}": shape for part, shape in {"kernel0": (1, 3), "kernel1": (3, 2)}.items()}
+    network = {
+        f"flow0_{part}": shape
+        for part, shape in {"kernel0": (1, 3), "kernel1": (3, 2)}.items()
+    }
     chosen = shapes("w")
     assert chosen == shapes(["w"])
     assert chosen.keys() >= {f"auto_w_{part}" for part in ("loc", *network)}
     assert {name: chosen[f"auto_w_{name}"] for name in network} == network
     assert chosen["sigma_auto_loc"] == chosen["sigma_auto_scale"] == ()
-    assert shapes(("w", "sigma"))["auto_w|sigma_loc"] == shapes(None)["auto_loc"] == (3,)
+    assert (
+        shapes(("w", "sigma"))["auto_w|sigma_loc"] == shapes(None)["auto_loc"] == (3,)
+    )
     with refused("blocks", "needs two halves"):
         shapes("sigma")
 
 
 def test_neutra_density_is_that_of_the_model():
-    """What NUTS sees behind the flow is the model's density at the mapped point times |det|.
+    """What NUTS sees behind the flow is the model's density at the mapped point times
+    |det|.
 
     One block with a flow, the rest by mean field.
     """
@@ -157,12 +200,18 @@ def test_neutra_density_is_that_of_the_model():
         return jnp.linalg.slogdet(jacobian)[1]
 
     def densities(z):
-        behind = log_density(neutra.reparam(SPREAD.model), SPREAD.args, {}, {"auto_shared_latent": z})[0]
-        return behind, log_density(SPREAD.model, SPREAD.args, {}, sites(z))[0] + log_det(z)
+        behind = log_density(
+            neutra.reparam(SPREAD.model), SPREAD.args, {}, {"auto_shared_latent": z}
+        )[0]
+        return behind, log_density(SPREAD.model, SPREAD.args, {}, sites(z))[
+            0
+        ] + log_det(z)
 
     z = random.normal(random.key(3), (guide.latent_dim,))
     np.testing.assert_allclose(*jax.jit(densities)(z), rtol=1e-5)
-    np.testing.assert_allclose(neutra.transform_sample(jnp.stack([z, z]))["w"][1], sites(z)["w"], rtol=1e-5)
+    np.testing.assert_allclose(
+        neutra.transform_sample(jnp.stack([z, z]))["w"][1], sites(z)["w"], rtol=1e-5
+    )
 
 
 def test_neutra_refuses_maps_that_depend_on_data():
@@ -178,7 +227,7 @@ def test_neutra_refuses_maps_that_depend_on_data():
         NeuTraReparam(guide, params)
 
 
-# -- flowjax ---------------------------------------------------------------------------------------------
+# -- flowjax ---------------------------------------------------------------------------
 
 
 @cache
@@ -187,22 +236,37 @@ def flowjax_flow(dim=3, **options):
     from flowjax.flows import coupling_flow
 
     base = StandardNormal((dim,))
-    return coupling_flow(random.key(0), base_dist=base, flow_layers=2, nn_width=4, **options)
+    return coupling_flow(
+        random.key(0), base_dist=base, flow_layers=2, nn_width=4, **options
+    )
 
 
 @pytest.mark.slow
 def test_a_flow_of_flowjax_serves_as_a_guide():
     """SVI, Predictive with a legacy key, posterior draws."""
-    guide = guides.AutoBlocks(SPREAD.model, {"*": guides.Flowjax(flowjax_flow(invert=False))})
+    guide = guides.AutoBlocks(
+        SPREAD.model, {"*": guides.Flowjax(flowjax_flow(invert=False))}
+    )
     svi = SVI(SPREAD.model, guide, optax.adam(0.01), Trace_ELBO())
-    start, result = (guides.fit(svi, random.key(0), n, *SPREAD.args, progress_bar=False) for n in (1, 60))
+    start, result = (
+        guides.fit(svi, random.key(0), n, *SPREAD.args, progress_bar=False)
+        for n in (1, 60)
+    )
     arrays = [name for name in result.params if name.startswith("auto_flow")]
-    assert len(arrays) == 4  # two layers of a network, stacked over the layers of the flow
+    assert (
+        len(arrays) == 4
+    )  # two layers of a network, stacked over the layers of the flow
     assert all((start.params[name] != result.params[name]).any() for name in arrays)
-    assert jnp.median(result.losses[-20:]) < jnp.median(result.losses[:20])  # its scales have no bound
-    draws = Predictive(guide, params=result.params, num_samples=5)(random.PRNGKey(1), *SPREAD.args)
+    assert jnp.median(result.losses[-20:]) < jnp.median(
+        result.losses[:20]
+    )  # its scales have no bound
+    draws = Predictive(guide, params=result.params, num_samples=5)(
+        random.PRNGKey(1), *SPREAD.args
+    )
     assert len(np.unique(draws["w"], axis=0)) == 5
-    posterior = guide.sample_posterior(random.key(1), result.params, sample_shape=(3, 2))
+    posterior = guide.sample_posterior(
+        random.key(1), result.params, sample_shape=(3, 2)
+    )
     assert posterior["w"].shape == (3, 2, 2)
     assert (posterior["sigma"] > 0).all()
 
@@ -216,16 +280,23 @@ def test_flowjax_density_is_that_of_flowjax():
     z = random.normal(random.key(1), (6, 3))
     np.testing.assert_allclose(bare.log_prob(z), flow.log_prob(z), rtol=1e-5)
     expected = flow.log_prob(z) - jnp.log(block.scale).sum()
-    np.testing.assert_allclose(placed.log_prob(block.loc + block.scale * z), expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        placed.log_prob(block.loc + block.scale * z), expected, rtol=1e-4
+    )
     draws, passed = placed.sample_with_intermediates(random.key(2), (6,))
-    np.testing.assert_allclose(placed.log_prob(draws, passed), placed.log_prob(draws), rtol=1e-4)
+    np.testing.assert_allclose(
+        placed.log_prob(draws, passed), placed.log_prob(draws), rtol=1e-4
+    )
     np.testing.assert_array_equal(placed.sample(random.key(2), (6,)), draws)
 
 
 def test_what_is_not_trainable_is_no_parameter():
     from paramax import non_trainable
 
-    assert set(traced(guides.Flowjax(non_trainable(flowjax_flow())), 3)[0]) == {"b_loc", "b_scale"}
+    assert set(traced(guides.Flowjax(non_trainable(flowjax_flow())), 3)[0]) == {
+        "b_loc",
+        "b_scale",
+    }
 
 
 def test_unfit_flows_are_refused(monkeypatch):

@@ -17,10 +17,12 @@ from numpyro_bnn import guides, nn, priors, random_network
 def first_params(guide, *args):
     """Parameters before any step."""
     trace = handlers.trace(handlers.seed(guide, 0)).get_trace(*args)
-    return {name: site["value"] for name, site in trace.items() if site["type"] == "param"}
+    return {
+        name: site["value"] for name, site in trace.items() if site["type"] == "param"
+    }
 
 
-# -- blocks, and sites that follow their scales ------------------------------------------------------------
+# -- blocks, and sites that follow their scales ----------------------------------------
 
 
 def test_a_structured_guide_has_a_block_for_each_layer():
@@ -28,11 +30,16 @@ def test_a_structured_guide_has_a_block_for_each_layer():
         random_network("net", nn.MLP([2, 1], "tanh"), (3,), priors.Normal())
 
     params = first_params(guides.AutoStructured(model))
-    assert [value.shape for name, value in params.items() if name.endswith("tril")] == [(8, 8), (3, 3)]
+    assert [value.shape for name, value in params.items() if name.endswith("tril")] == [
+        (8, 8),
+        (3, 3),
+    ]
 
 
 def levels(batch_size=None):
-    """Three levels, all Gaussian given a scale that is log-normal; the last has a site per row."""
+    """Three levels, all Gaussian given a scale that is log-normal; the last has a site
+    per row.
+    """
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
     mu = numpyro.sample("mu", dist.Normal(1.0, tau))
     numpyro.sample("w", dist.Normal(mu, 2 * tau).expand([4]).to_event(1))
@@ -41,18 +48,30 @@ def levels(batch_size=None):
 
 
 def test_a_guide_that_follows_its_scales_contains_them_all():
-    """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of a minibatch 0."""
-    guide, batch_size = guides.AutoBlocks(levels, {"w": guides.FullRank()}, condition_on_scales=True), 2
+    """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of
+    a minibatch 0.
+    """
+    guide, batch_size = (
+        guides.AutoBlocks(levels, {"w": guides.FullRank()}, condition_on_scales=True),
+        2,
+    )
     params = first_params(guide, batch_size)
     assert params["z_auto_loc"].shape == (6,)
-    params = {name: jnp.full_like(value, float(name.endswith("scale"))) for name, value in params.items()}
+    params = {
+        name: jnp.full_like(value, float(name.endswith("scale")))
+        for name, value in params.items()
+    }
     params |= {"auto_w_scale_tril": jnp.eye(4)}
 
     def loss(key):
         return Trace_ELBO().loss(key, params, levels, guide, batch_size)
 
-    np.testing.assert_allclose(jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(0), 5)), 0.0, atol=1e-4)
-    found = guides.evidence(guide, params, batch_size, rng_key=jax.random.key(1), num_samples=5)
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(loss))(jax.random.split(jax.random.key(0), 5)), 0.0, atol=1e-4
+    )
+    found = guides.evidence(
+        guide, params, batch_size, rng_key=jax.random.key(1), num_samples=5
+    )
     np.testing.assert_allclose(found.log_weights, 0.0, atol=1e-4)
 
 
@@ -64,20 +83,34 @@ def scaled_about_a_mean():
 
 
 # Blocks, prefix of the parameters of `w`, and what its standard deviations are.
-CONDITIONED = {"mean field": ({}, "w_auto", "scale"), "block": ({"w": guides.FullRank()}, "auto_w", "scale_tril")}
+CONDITIONED = {
+    "mean field": ({}, "w_auto", "scale"),
+    "block": ({"w": guides.FullRank()}, "auto_w", "scale_tril"),
+}
 
 
 @pytest.mark.parametrize("form", CONDITIONED)
 def test_conditioned_weights_follow_their_scale_and_mean(form):
-    """With u nearly constant, w = mean + scale loc in every draw. A start w = 1, 2, 3 with mean 0.5 and scale 2 is
-    u = (w - 0.5) / 2; the sd of w, 0.1, is 0.05 of u."""
+    """With u nearly constant, w = mean + scale loc in every draw. A start w = 1, 2, 3
+    with mean 0.5 and scale 2 is u = (w - 0.5) / 2; the sd of w, 0.1, is 0.05 of u.
+    """
     blocks, prefix, of_scale = CONDITIONED[form]
-    start = init_to_value(values={"w": jnp.array([1.0, 2.0, 3.0]), "mean": jnp.array(0.5), "scale": jnp.array(2.0)})
-    guide = guides.AutoBlocks(scaled_about_a_mean, blocks, condition_on_scales=True, init_loc_fn=start)
+    start = init_to_value(
+        values={
+            "w": jnp.array([1.0, 2.0, 3.0]),
+            "mean": jnp.array(0.5),
+            "scale": jnp.array(2.0),
+        }
+    )
+    guide = guides.AutoBlocks(
+        scaled_about_a_mean, blocks, condition_on_scales=True, init_loc_fn=start
+    )
     params = first_params(guide)
     np.testing.assert_allclose(params[f"{prefix}_loc"], [0.25, 0.75, 1.25], rtol=1e-5)
     first = params[f"{prefix}_{of_scale}"]
-    np.testing.assert_allclose(np.diagonal(first) if first.ndim == 2 else first, 0.05, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.diagonal(first) if first.ndim == 2 else first, 0.05, rtol=1e-5
+    )
     loc = jnp.array([0.4, -1.0, 2.0])
     at = params | {f"{prefix}_loc": loc, f"{prefix}_{of_scale}": 1e-6 * jnp.sign(first)}
     draws = guide.sample_posterior(jax.random.key(1), at, sample_shape=(20,))
@@ -86,23 +119,31 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
     np.testing.assert_allclose(draws["w"], expected, rtol=1e-4, atol=1e-4)
 
 
-# -- starts ----------------------------------------------------------------------------------------------
+# -- starts ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_wide_layers_start_with_unit_preactivations():
-    """With n = 400 inputs of variance 1: sum w_i^2 is 1, where NumPyro's own start gives n 4 / 3."""
+    """With n = 400 inputs of variance 1: sum w_i^2 is 1, where NumPyro's own start
+    gives n 4 / 3.
+    """
     x = jax.random.normal(jax.random.key(0), (100, 400))
 
     def wide(x):
-        w = [numpyro.sample(f"w{i}", dist.Normal(0.0, 1.0).expand([400, 400])) for i in range(2)]
-        numpyro.deterministic("shift", numpyro.sample("b", dist.Normal(0.5, 1.0).expand([400])))
+        w = [
+            numpyro.sample(f"w{i}", dist.Normal(0.0, 1.0).expand([400, 400]))
+            for i in range(2)
+        ]
+        numpyro.deterministic(
+            "shift", numpyro.sample("b", dist.Normal(0.5, 1.0).expand([400]))
+        )
         first = numpyro.deterministic("first", x @ w[0])
         numpyro.deterministic("second", jnp.tanh(first) @ w[1])
 
     guide = guides.AutoMeanField(wide)
     found = guide.median(first_params(guide, x))
-    # The mean of 40,000 squares with correlated inputs and weights: relative sd about (2/400)^1/2 / 400^1/2 twice.
+    # The mean of 40,000 squares with correlated inputs and weights: relative sd about
+    # (2/400)^1/2 / 400^1/2 twice.
     assert np.var(found["first"]) == pytest.approx(1.0, rel=0.05)
     tanh = float(np.mean(np.tanh(np.random.default_rng(0).normal(size=10**6)) ** 2))
     assert np.var(found["second"]) == pytest.approx(tanh, rel=0.05)
@@ -114,7 +155,9 @@ def test_hierarchical_kernels_start_at_fan_in_scale(centered):
     """The kernel itself, also when the model samples it as scale times unit normal."""
 
     def model():
-        prior = priors.Hierarchical(dist.LogNormal(3.0, 0.1), centered=centered, fan_in_scaling=False)
+        prior = priors.Hierarchical(
+            dist.LogNormal(3.0, 0.1), centered=centered, fan_in_scaling=False
+        )
         random_network("net", nn.Dense(50), (100,), prior)
 
     guide = guides.AutoMeanField(model)
@@ -123,18 +166,25 @@ def test_hierarchical_kernels_start_at_fan_in_scale(centered):
 
 
 def test_spread_of_a_base_is_that_of_its_weight():
-    """A weight 3 z of 100 inputs, z of sd 2: z is uncertain by a tenth of 0.1 / 3, which gives the weight the sd 0.1
-    of its fan-in; never by more than a tenth of 1."""
+    """A weight 3 z of 100 inputs, z of sd 2: z is uncertain by a tenth of 0.1 / 3,
+    which gives the weight the sd 0.1 of its fan-in; never by more than a tenth of 1.
+    """
     z = 2.0 * jax.random.normal(jax.random.key(0), (100, 50))
 
     def model():
         for name, factor in (("large", 3.0), ("small", 0.01)):
-            base = numpyro.sample(f"{name}_base", dist.Normal(0.0, 1.0).expand(z.shape).to_event(2))
+            base = numpyro.sample(
+                f"{name}_base", dist.Normal(0.0, 1.0).expand(z.shape).to_event(2)
+            )
             numpyro.deterministic(name, factor * base)
 
-    guide = guides.AutoMeanField(model, init_loc_fn=init_to_value(values={"large_base": z, "small_base": z}))
+    guide = guides.AutoMeanField(
+        model, init_loc_fn=init_to_value(values={"large_base": z, "small_base": z})
+    )
     params = first_params(guide)
-    np.testing.assert_allclose(params["large_base_auto_scale"], 0.1 * 0.1 / 3, rtol=1e-5)
+    np.testing.assert_allclose(
+        params["large_base_auto_scale"], 0.1 * 0.1 / 3, rtol=1e-5
+    )
     np.testing.assert_allclose(params["small_base_auto_scale"], 0.1, rtol=1e-5)
 
 
@@ -145,7 +195,9 @@ def test_first_scales_by_site():
         numpyro.sample("s", dist.HalfNormal(1.0))
 
     def scales(init_scale, **options):
-        params = first_params(guides.AutoMeanField(model, init_scale=init_scale, **options))
+        params = first_params(
+            guides.AutoMeanField(model, init_scale=init_scale, **options)
+        )
         return {name: params[f"{name}_auto_scale"] for name in ("w", "v", "s")}, params
 
     for name, value in {"w": 0.2 * 0.5, "v": 0.2 * 0.01, "s": 0.2}.items():
@@ -160,22 +212,29 @@ def test_first_scales_by_site():
     np.testing.assert_allclose(params["w_auto_loc"], chosen, rtol=1e-5)
 
 
-# -- closed forms ----------------------------------------------------------------------------------------
+# -- closed forms ----------------------------------------------------------------------
 
 
 def test_low_rank_covariance_is_the_published_form():
     """diag(s) (I + F F') diag(s)."""
-    scale, factor = jnp.array([0.5, 2.0, 1.5]), jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]])
+    scale, factor = (
+        jnp.array([0.5, 2.0, 1.5]),
+        jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]]),
+    )
     block = guides.Block("b", {"a": (3,)}, jnp.zeros(3), jnp.ones(3))
     given = {"b_scale": scale, "b_cov_factor": factor}
-    fn = handlers.seed(handlers.substitute(guides.LowRank(2).distribution, given), 0)(block)
+    fn = handlers.seed(handlers.substitute(guides.LowRank(2).distribution, given), 0)(
+        block
+    )
     expected = jnp.diag(scale) @ (jnp.eye(3) + factor @ factor.T) @ jnp.diag(scale)
     np.testing.assert_allclose(fn.covariance_matrix, expected, rtol=1e-5)
 
 
 @pytest.mark.core
 def test_mean_field_is_numpyros_auto_normal_with_another_start():
-    """The same parameters by the same names, densities and draws, in plates with local sites too."""
+    """The same parameters by the same names, densities and draws, in plates with local
+    sites too.
+    """
 
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -186,10 +245,14 @@ def test_mean_field_is_numpyros_auto_normal_with_another_start():
     y = jnp.ones(6)
     ours, theirs = guides.AutoMeanField(model), AutoNormal(model)
     params = first_params(ours, y, 2)
-    assert {n: v.shape for n, v in params.items()} == {n: v.shape for n, v in first_params(theirs, y, 2).items()}
+    assert {n: v.shape for n, v in params.items()} == {
+        n: v.shape for n, v in first_params(theirs, y, 2).items()
+    }
     assert params["z_auto_loc"].shape == (6,)
     traces = [
-        handlers.trace(handlers.seed(handlers.substitute(guide, params), 1)).get_trace(y, 2)
+        handlers.trace(handlers.seed(handlers.substitute(guide, params), 1)).get_trace(
+            y, 2
+        )
         for guide in (ours, theirs)
     ]
     assert list(traces[0]) == list(traces[1])
@@ -197,7 +260,9 @@ def test_mean_field_is_numpyros_auto_normal_with_another_start():
         np.testing.assert_allclose(traces[0][name]["value"], site["value"], rtol=1e-6)
         if site["type"] == "sample":
             expected = site["fn"].log_prob(site["value"])
-            np.testing.assert_allclose(traces[0][name]["fn"].log_prob(site["value"]), expected, rtol=1e-6)
+            np.testing.assert_allclose(
+                traces[0][name]["fn"].log_prob(site["value"]), expected, rtol=1e-6
+            )
             assert traces[0][name]["scale"] == site["scale"]
 
 
@@ -220,7 +285,7 @@ def test_quantiles_behind_falling_and_mixing_transforms():
     assert float(guide.median(params)["shares"].sum()) == pytest.approx(1.0, abs=1e-6)
 
 
-# -- refusals --------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------
 
 
 def several():
@@ -233,7 +298,9 @@ def several():
 
 def imputed():
     a = numpyro.sample("a", dist.Normal(0.0, 1.0))
-    numpyro.sample("y", dist.Normal(a, 1.0), obs=jnp.ones(2), obs_mask=jnp.array([True, False]))
+    numpyro.sample(
+        "y", dist.Normal(a, 1.0), obs=jnp.ones(2), obs_mask=jnp.array([True, False])
+    )
 
 
 def huge():
@@ -243,13 +310,37 @@ def huge():
 FULL, Blocks, MeanField = guides.FullRank(), guides.AutoBlocks, guides.AutoMeanField
 # What is wrong: argument, part of the message, guide.
 ERRORS = {
-    "pattern": ("blocks", "'b*'. Known: a, s, z", lambda: Blocks(several, {"b*": FULL})),
-    "overlap": ("blocks", "site 'a' in", lambda: Blocks(several, [("a", FULL), (("s", "a"), FULL)])),
-    "local site": ("blocks", "'z' inside the subsampled plate 'data'", lambda: Blocks(several, {"*": FULL})),
-    "family": ("blocks", "dictionary from patterns to families", lambda: Blocks(several, {"a": "full"})),
+    "pattern": (
+        "blocks",
+        "'b*'. Known: a, s, z",
+        lambda: Blocks(several, {"b*": FULL}),
+    ),
+    "overlap": (
+        "blocks",
+        "site 'a' in",
+        lambda: Blocks(several, [("a", FULL), (("s", "a"), FULL)]),
+    ),
+    "local site": (
+        "blocks",
+        "'z' inside the subsampled plate 'data'",
+        lambda: Blocks(several, {"*": FULL}),
+    ),
+    "family": (
+        "blocks",
+        "dictionary from patterns to families",
+        lambda: Blocks(several, {"a": "full"}),
+    ),
     "size": ("block", "LowRank", lambda: guides.AutoStructured(huge)),
-    "no site": ("init_scale", "Known: a, s, z", lambda: MeanField(several, init_scale={"sigma": 0.1})),
-    "array": ("init_scale", "unconstrained shape (2,)", lambda: MeanField(several, init_scale={"a": np.ones(3)})),
+    "no site": (
+        "init_scale",
+        "Known: a, s, z",
+        lambda: MeanField(several, init_scale={"sigma": 0.1}),
+    ),
+    "array": (
+        "init_scale",
+        "unconstrained shape (2,)",
+        lambda: MeanField(several, init_scale={"a": np.ones(3)}),
+    ),
     "imputed": ("model", "'y_unobserved' of `obs_mask`", lambda: MeanField(imputed)),
 }
 

@@ -1,4 +1,6 @@
-"""The health report: every check fires on a failure made for it, and all are silent where all is well."""
+"""The health report: every check fires on a failure made for it, and all are silent
+where all is well.
+"""
 
 import json
 import warnings
@@ -20,13 +22,16 @@ from numpyro_bnn.metrics import HealthWarning, health
 
 pytestmark = pytest.mark.core
 
-# ------------------------------------------------------------------------------------- results made of arrays
+# -------------------------------------------------------------------------------------
+# results made of arrays
 
 C, S, N, SAMPLE = 4, 200, 40, ("chain", "draw")
 
 
 class Made:
-    """A healthy result of a linear network, whose parts a test replaces; draws are independent."""
+    """A healthy result of a linear network, whose parts a test replaces; draws are
+    independent.
+    """
 
     def __init__(self, draws=S, chains=C):
         rng = self.rng = np.random.default_rng(0)
@@ -44,28 +49,64 @@ class Made:
             "configurational_temperature": 1 + 0.1 * rng.normal(size=shape),
             "kinetic_temperature": 1 + 0.1 * rng.normal(size=shape),
         }
-        self.attrs = {"algorithm": "MCLMC", "num_chains": chains, "temperature": 1.0, "temperature_band_high": 1.2}
-        self.attrs |= {"target_energy_variance": 4.5e-4, "mean_energy_variance": str([4e-4] * chains)}
-        self.attrs |= {"implied_bias": 0.05, "max_tree_depth": 10, "pareto_k": 0.3, "elbo_rise": 0.0}
+        self.attrs = {
+            "algorithm": "MCLMC",
+            "num_chains": chains,
+            "temperature": 1.0,
+            "temperature_band_high": 1.2,
+        }
+        self.attrs |= {
+            "target_energy_variance": 4.5e-4,
+            "mean_energy_variance": str([4e-4] * chains),
+        }
+        self.attrs |= {
+            "implied_bias": 0.05,
+            "max_tree_depth": 10,
+            "pareto_k": 0.3,
+            "elbo_rise": 0.0,
+        }
         self.attrs |= {"explained_by_members": json.dumps({"y": [0.95] * chains})}
-        self.attrs |= {"base_step_size": str([0.1] * chains), "restarts": str([0.0] * chains)}
+        self.attrs |= {
+            "base_step_size": str([0.1] * chains),
+            "restarts": str([0.0] * chains),
+        }
         self.attrs |= {"refused_steps": str([0.01] * chains), "max_energy_error": 5.0}
-        self.attrs |= {"variance_covered": str([0.9] * chains), "mean_accept_prob": str([0.6] * chains)}
-        self.attrs |= {"frozen_chains": "[]", "steps_kept": 20_000, "steps_needed": 10_000.0}
+        self.attrs |= {
+            "variance_covered": str([0.9] * chains),
+            "mean_accept_prob": str([0.6] * chains),
+        }
+        self.attrs |= {
+            "frozen_chains": "[]",
+            "steps_kept": 20_000,
+            "steps_needed": 10_000.0,
+        }
 
     def idata(self, dtype=np.float64, without=()):
         rows = {"x": (("data", "x_dim_1"), self.x), "y": (("data",), self.y)}
         groups = {
             "posterior": {self.weight: ((*SAMPLE, "in"), self.w)},
-            "sample_stats": {name: (SAMPLE, value) for name, value in self.stats.items()},
-            "posterior_predictive": {"y": ((*SAMPLE, "data"), self.f), "y_mean": ((*SAMPLE, "data"), self.f)},
-            "log_likelihood": {"y": ((*SAMPLE, "data"), -0.5 * ((self.f - self.y) / 0.3) ** 2 + self.impossible)},
+            "sample_stats": {
+                name: (SAMPLE, value) for name, value in self.stats.items()
+            },
+            "posterior_predictive": {
+                "y": ((*SAMPLE, "data"), self.f),
+                "y_mean": ((*SAMPLE, "data"), self.f),
+            },
+            "log_likelihood": {
+                "y": (
+                    (*SAMPLE, "data"),
+                    -0.5 * ((self.f - self.y) / 0.3) ** 2 + self.impossible,
+                )
+            },
             "observed_data": {"y": rows["y"]},
             "constant_data": {"x": rows["x"]},
             "predictions_constant_data": {"x": (("new", "x_dim_1"), self.new)},
         }
         cast = {
-            group: {n: (dims, v.astype(dtype) if v.dtype.kind == "f" else v) for n, (dims, v) in held.items()}
+            group: {
+                n: (dims, v.astype(dtype) if v.dtype.kind == "f" else v)
+                for n, (dims, v) in held.items()
+            }
             for group, held in groups.items()
             if group not in without
         }
@@ -86,7 +127,9 @@ def off(idata):
 def test_a_healthy_result_is_silent_and_every_check_is_made(dtype):
     made = health(Made().idata(dtype))
     assert made.warnings == ()
-    assert {finding.name for finding in made.findings if finding.verdict == "ok"} == all_checks()
+    assert {
+        finding.name for finding in made.findings if finding.verdict == "ok"
+    } == all_checks()
 
 
 def attrs(**changes):
@@ -104,7 +147,9 @@ def hot(name):
 
 
 def energy(value, bias=0.05):
-    return attrs(mean_energy_variance=f"[0.0004, {value}, 0.0004, 0.0004]", implied_bias=bias)
+    return attrs(
+        mean_energy_variance=f"[0.0004, {value}, 0.0004, 0.0004]", implied_bias=bias
+    )
 
 
 def impossible(value):
@@ -135,7 +180,9 @@ def nearly_frozen(made):
 
 
 def dead(*chains):
-    """As good as constant; with one such chain the mean over the chains still explains most."""
+    """As good as constant; with one such chain the mean over the chains still explains
+    most.
+    """
 
     def change(made):
         for c in chains:
@@ -192,38 +239,126 @@ def far(made):
 FAILURES = {
     "a diverged chain": (diverged, ["diverged"], "chain 2 at step 17"),
     "a chain of NaN": (nan_chain, ["diverged"], "chain 1)"),
-    "an observation without a density": (impossible(np.nan), ["support"], "0.50% of the draws of chain 2 have log"),
-    "an impossible observation": (impossible(-np.inf), ["support"], "that are NaN or infinite"),
-    "a constant chain": (holds(1, slice(0, S)), ["frozen"], "chain 1 holds one draw for 200 of its 200"),
-    "a long run of one draw": (holds(3, slice(20, 60)), ["frozen"], "chain 3 holds one draw for 40 of"),
+    "an observation without a density": (
+        impossible(np.nan),
+        ["support"],
+        "0.50% of the draws of chain 2 have log",
+    ),
+    "an impossible observation": (
+        impossible(-np.inf),
+        ["support"],
+        "that are NaN or infinite",
+    ),
+    "a constant chain": (
+        holds(1, slice(0, S)),
+        ["frozen"],
+        "chain 1 holds one draw for 200 of its 200",
+    ),
+    "a long run of one draw": (
+        holds(3, slice(20, 60)),
+        ["frozen"],
+        "chain 3 holds one draw for 40 of",
+    ),
     "a tenth at one point": (holds(3, slice(20, 40)), ["frozen"], "chain 3"),
     "a chain that moves by rounding errors": (nearly_frozen, ["frozen"], "chain 0"),
-    "divergent transitions": (stats("diverging", (1, slice(30)), True), ["divergences"], "15.0%"),
-    "a chain that hardly moved": (attrs(frozen_chains="[2]"), ["moved"], "chains [2] accept below 1 %"),
-    "a first replica": (attrs(frozen_chains="[3, 4]", num_replicas=2), ["moved"], "chains [2] accept"),
-    "a chain that rejects": (attrs(mean_accept_prob="[0.6, 0.6, 0.6, 0.04]"), ["acceptance"], "chain 3 accepts 4.0%"),
-    "a chain that covers little": (attrs(variance_covered="[0.9, 0.21, 0.9, 0.9]"), ["covered"], "1 covers 21%"),
+    "divergent transitions": (
+        stats("diverging", (1, slice(30)), True),
+        ["divergences"],
+        "15.0%",
+    ),
+    "a chain that hardly moved": (
+        attrs(frozen_chains="[2]"),
+        ["moved"],
+        "chains [2] accept below 1 %",
+    ),
+    "a first replica": (
+        attrs(frozen_chains="[3, 4]", num_replicas=2),
+        ["moved"],
+        "chains [2] accept",
+    ),
+    "a chain that rejects": (
+        attrs(mean_accept_prob="[0.6, 0.6, 0.6, 0.04]"),
+        ["acceptance"],
+        "chain 3 accepts 4.0%",
+    ),
+    "a chain that covers little": (
+        attrs(variance_covered="[0.9, 0.21, 0.9, 0.9]"),
+        ["covered"],
+        "1 covers 21%",
+    ),
     "an energy variance of NaN": (energy("nan"), ["energy_variance"], "chain 1 is nan"),
-    "an energy variance far above": (energy("0.1", 0.4), ["energy_variance"], "(implied error of a variance 0.4)"),
-    "an energy variance far below": (energy("1e-10"), ["energy_variance"], "chain 1 is 1e-10"),
-    "an implied bias that is large by design": (energy("0.0004", 1.66), ["energy_variance"], "a variance 1.7"),
-    "refused steps": (attrs(refused_steps="[0.0, 0.4, 0.0, 0.0]"), ["refused_steps"], "chain 1 refused 40%"),
-    "too few steps on minibatches": (attrs(steps_needed=50_000.0), ["steps"], "the gradient noise asks for 5e+04"),
-    "a configurational temperature": (hot("configurational_temperature"), ["temperature"], "chain 1 is -7.5"),
-    "a kinetic temperature": (hot("kinetic_temperature"), ["temperature"], "kinetic temperature of chain 1"),
-    "a dead chain": (dead(1), ["fit"], "chain 1 explains 0%, its member or the best chain 9"),
+    "an energy variance far above": (
+        energy("0.1", 0.4),
+        ["energy_variance"],
+        "(implied error of a variance 0.4)",
+    ),
+    "an energy variance far below": (
+        energy("1e-10"),
+        ["energy_variance"],
+        "chain 1 is 1e-10",
+    ),
+    "an implied bias that is large by design": (
+        energy("0.0004", 1.66),
+        ["energy_variance"],
+        "a variance 1.7",
+    ),
+    "refused steps": (
+        attrs(refused_steps="[0.0, 0.4, 0.0, 0.0]"),
+        ["refused_steps"],
+        "chain 1 refused 40%",
+    ),
+    "too few steps on minibatches": (
+        attrs(steps_needed=50_000.0),
+        ["steps"],
+        "the gradient noise asks for 5e+04",
+    ),
+    "a configurational temperature": (
+        hot("configurational_temperature"),
+        ["temperature"],
+        "chain 1 is -7.5",
+    ),
+    "a kinetic temperature": (
+        hot("kinetic_temperature"),
+        ["temperature"],
+        "kinetic temperature of chain 1",
+    ),
+    "a dead chain": (
+        dead(1),
+        ["fit"],
+        "chain 1 explains 0%, its member or the best chain 9",
+    ),
     "dead chains": (dead(*range(C)), ["fit"], "its member or the best chain 95%"),
     "a chain in another mode": (other_mode, ["rhat"], "within a chain)"),
     "chains that drift": (drifting, ["rhat"], "(at most 2"),
     "correlated draws": (correlated, ["ess"], "800 draws are worth"),
-    "saturated trees": (stats("n_steps", (slice(C), slice(0, S, 4)), 1023), ["tree_depth"], "25% of the trees of"),
+    "saturated trees": (
+        stats("n_steps", (slice(C), slice(0, S, 4)), 1023),
+        ["tree_depth"],
+        "25% of the trees of",
+    ),
     "a guide that misses the tails": (heavy_weights, ["pareto_k"], "0.90"),
     "an ELBO that rises": (attrs(elbo_rise=30.0), ["elbo"], "changes by +30 nats"),
     "an ELBO that falls": (attrs(elbo_rise=-30.0), ["elbo"], "changes by -30 nats"),
-    "inputs far from 0": (years, ["standardized"], "1 of 2 columns of x are off: column 1 has mean 2e+03"),
-    "an infinite input": (infinite_input, ["standardized", "extrapolation"], "1 of 2 columns of x are off: column 1"),
-    "targets on a large scale": (large_targets, ["standardized"], "1 of 1 columns of y are off: column 0"),
-    "a constant input": (constant_column, ["constant_inputs"], "constant columns: 1 of x"),
+    "inputs far from 0": (
+        years,
+        ["standardized"],
+        "1 of 2 columns of x are off: column 1 has mean 2e+03",
+    ),
+    "an infinite input": (
+        infinite_input,
+        ["standardized", "extrapolation"],
+        "1 of 2 columns of x are off: column 1",
+    ),
+    "targets on a large scale": (
+        large_targets,
+        ["standardized"],
+        "1 of 1 columns of y are off: column 0",
+    ),
+    "a constant input": (
+        constant_column,
+        ["constant_inputs"],
+        "constant columns: 1 of x",
+    ),
     "predictions far outside": (far, ["extrapolation"], "5 of 50 new rows of x"),
 }
 
@@ -241,8 +376,12 @@ def test_every_check_fires_on_its_failure(failure):
 
 def test_small_energy_variances_and_values_of_other_replicas_are_well():
     healthy = Made()
-    healthy.attrs["mean_energy_variance"] = "[1e-7, 1e-7, 1e-7, 1e-7]"  # above a millionth of its target
-    healthy.attrs["refused_steps"] = "[0, 0.4, 0, 0, 0, 0, 0, 0]"  # two replicas a chain, the first exported
+    healthy.attrs["mean_energy_variance"] = (
+        "[1e-7, 1e-7, 1e-7, 1e-7]"  # above a millionth of its target
+    )
+    healthy.attrs["refused_steps"] = (
+        "[0, 0.4, 0, 0, 0, 0, 0, 0]"  # two replicas a chain, the first exported
+    )
     del healthy.attrs["temperature"]  # then it is 1
     assert off(healthy.idata()) == []
 
@@ -255,11 +394,17 @@ def test_every_check_has_a_failure():
 def test_notes_are_in_the_table_and_do_not_warn():
     many = Made()
     many.attrs |= {"pareto_k": 0.9, "restarts": str([0.0, 2.0, 0.0, 0.0])}
-    notes = {f.name: f.what for f in health(many.idata()).findings if f.verdict == "note"}
+    notes = {
+        f.name: f.what for f in health(many.idata()).findings if f.verdict == "note"
+    }
     assert notes.keys() == {"pareto_k", "restarts"}
     assert notes["restarts"] == "chain 1 started again 2 times in warm-up"
-    found = {finding.name: finding for finding in health(Made(draws=12).idata()).findings}
-    assert {name for name, finding in found.items() if finding.verdict != "ok"} == {"few_draws"}
+    found = {
+        finding.name: finding for finding in health(Made(draws=12).idata()).findings
+    }
+    assert {name for name, finding in found.items() if finding.verdict != "ok"} == {
+        "few_draws"
+    }
     assert "rhat" not in found  # few draws are not judged by their mixing
     assert "12 draws in each chain" in found["few_draws"].what
 
@@ -270,13 +415,17 @@ def test_faults_of_the_data_are_reported_at_any_number_of_draws():
     assert off(made.idata()) == ["standardized", "constant_inputs", "extrapolation"]
 
 
-@pytest.mark.parametrize("group", ["posterior_predictive", "log_likelihood", "sample_stats", "observed_data"])
+@pytest.mark.parametrize(
+    "group", ["posterior_predictive", "log_likelihood", "sample_stats", "observed_data"]
+)
 @pytest.mark.parametrize("chains", [1, 2])
 def test_checks_need_no_group_and_no_second_chain(group, chains):
     assert off(Made(chains=chains).idata(without=(group,))) == []
     made = Made(chains=chains)
     drifting(made)
-    assert "rhat" in off(made.idata(without=(group,)))  # of the function, or of the log likelihood
+    assert "rhat" in off(
+        made.idata(without=(group,))
+    )  # of the function, or of the log likelihood
 
 
 def test_inputs_of_models_without_network_are_their_own_affair():
@@ -306,13 +455,16 @@ def test_several_sites_and_classes():
     made = Made()
     idata = made.idata()
     labels = (made.x[:, 0] > 0).astype(int)
-    good = np.broadcast_to(np.eye(2)[labels] * 0.8 + 0.1, (C, S, N, 2)) + 0.01 * made.rng.normal(size=(C, S, N, 1))
+    good = np.broadcast_to(
+        np.eye(2)[labels] * 0.8 + 0.1, (C, S, N, 2)
+    ) + 0.01 * made.rng.normal(size=(C, S, N, 1))
     dead = good.copy()
     dead[2] = [0.9, 0.1] + 0.01 * made.rng.normal(size=(S, 1, 1))
     for probs, expected in ((good, []), (dead, ["fit"])):
         groups = {name: group(idata, name) for name in group_names(idata)}
         groups["posterior_predictive"] = groups["posterior_predictive"].assign(
-            z=((*SAMPLE, "data"), probs.argmax(-1)), z_probs=((*SAMPLE, "data", "class"), probs)
+            z=((*SAMPLE, "data"), probs.argmax(-1)),
+            z_probs=((*SAMPLE, "data", "class"), probs),
         )
         groups["observed_data"] = groups["observed_data"].assign(z=(("data",), labels))
         assert off(results(groups, made.attrs)) == expected
@@ -321,19 +473,27 @@ def test_several_sites_and_classes():
 def test_the_rise_of_noisy_losses_is_that_between_the_last_tenths():
     """The means of 500 losses of unit noise differ with a standard error of 0.063.
 
-    It is estimated from differences of neighbors among means of 50, which have the variance 2 / 50, and here a trend
-    of 0.5; four times the estimate is taken off.
+    It is estimated from differences of neighbors among means of 50, which have the
+    variance 2 / 50, and here a trend of 0.5; four times the estimate is taken off.
     """
     rng, steps = np.random.default_rng(0), np.arange(5000)
     noise, error = rng.normal(size=5000), (2 / 500) ** 0.5
     guide = guides.AutoMeanField(ZOO["line"].model)
 
     def rise(losses):
-        fit = SVIRunResult({"w_auto_loc": jnp.ones(2), "w_auto_scale": jnp.ones(2)}, None, losses)
-        options = {"num_samples": 2, "log_likelihood": False, "posterior_predictive": False}
+        fit = SVIRunResult(
+            {"w_auto_loc": jnp.ones(2), "w_auto_scale": jnp.ones(2)}, None, losses
+        )
+        options = {
+            "num_samples": 2,
+            "log_likelihood": False,
+            "posterior_predictive": False,
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HealthWarning)
-            return bnn.to_inference_data(fit, guide=guide, args=ZOO["line"].args, **options).attrs["elbo_rise"]
+            return bnn.to_inference_data(
+                fit, guide=guide, args=ZOO["line"].args, **options
+            ).attrs["elbo_rise"]
 
     assert rise(noise) == 0
     expected = 5 - 4 * ((2 / 50 + 0.5**2) / 10) ** 0.5
@@ -341,10 +501,13 @@ def test_the_rise_of_noisy_losses_is_that_between_the_last_tenths():
     assert rise(noise + 0.01 * steps) == pytest.approx(-expected, abs=5 * error)
 
 
-# --------------------------------------------------------------------------------------------------- real runs
+# --------------------------------------------------------------------------------------
+# real runs
 
 X = np.random.default_rng(1).normal(size=(60, 2)).astype(np.float32)
-Y = (X @ [1.0, -0.5] + 0.3 * np.random.default_rng(2).normal(size=60)).astype(np.float32)
+Y = (X @ [1.0, -0.5] + 0.3 * np.random.default_rng(2).normal(size=60)).astype(
+    np.float32
+)
 model = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.Normal(1.0))
 
 
@@ -366,20 +529,29 @@ def as_json(report):
 
 tanh = bnn.models.regression(bnn.nn.MLP([2, 1], "tanh"), bnn.priors.Normal(1.0))
 fixed = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.Normal(1.0), noise=0.3)
-scaled = bnn.models.regression(bnn.nn.Dense(1), bnn.priors.GammaPrecision(centered=True))
+scaled = bnn.models.regression(
+    bnn.nn.Dense(1), bnn.priors.GammaPrecision(centered=True)
+)
 SCALES = ["net/kernel_precision", "net/bias_precision", "sigma"]
 
 HEALTHY = {
     "NUTS": partial(NUTS, model),
     "HMC": partial(HMC, model, trajectory_length=1.5),
     "BarkerMH": partial(BarkerMH, model),
-    **{name: partial(getattr(infer, name), model) for name in ("SGLD", "PSGLD", "SGHMC", "SGNHT")},
-    **{name: partial(getattr(infer, name), model) for name in ("MALA", "GHMC", "MCLMC")},
+    **{
+        name: partial(getattr(infer, name), model)
+        for name in ("SGLD", "PSGLD", "SGHMC", "SGNHT")
+    },
+    **{
+        name: partial(getattr(infer, name), model) for name in ("MALA", "GHMC", "MCLMC")
+    },
     "CyclicalSGLD": partial(infer.CyclicalSGLD, model, 1e-3),
     "OrbitMoves": lambda: infer.OrbitMoves(NUTS(tanh), bnn.symmetry.find(tanh, X, Y)),
     "ParallelTempering": lambda: infer.ParallelTempering(NUTS(model), num_replicas=3),
     "UnitMoves": lambda: infer.UnitMoves(NUTS(tanh), {"net/Dense_1.kernel": 0}),
-    "PrecisionGibbs": lambda: Gibbs([(infer.PrecisionGibbs(scaled), SCALES), (NUTS(scaled), None)]),
+    "PrecisionGibbs": lambda: Gibbs(
+        [(infer.PrecisionGibbs(scaled), SCALES), (NUTS(scaled), None)]
+    ),
 }
 MINIBATCH = ("SGLD", "PSGLD", "SGHMC", "SGNHT", "MCLMC")
 CASES = [(kernel, None) for kernel in HEALTHY] + [(kernel, 20) for kernel in MINIBATCH]
@@ -390,12 +562,27 @@ CASES = [(kernel, None) for kernel in HEALTHY] + [(kernel, 20) for kernel in MIN
 def test_healthy_runs_are_silent(kernel, batch_size):
     draws = 1000 if kernel in ("BarkerMH", "MALA") else 200
     made = HEALTHY[kernel]()
-    fields = ("num_steps",) if kernel == "NUTS" else ("base.num_steps",) if kernel == "OrbitMoves" else ()
+    fields = (
+        ("num_steps",)
+        if kernel == "NUTS"
+        else ("base.num_steps",)
+        if kernel == "OrbitMoves"
+        else ()
+    )
     mcmc = run(made, X, Y, batch_size, draws=draws, fields=fields)
     idata = bnn.to_inference_data(mcmc, predictions={"x": X[:9]})  # no warning
     found = verdicts(idata)
     assert set(found.values()) == {"ok"}
-    assert {"diverged", "frozen", "fit", "rhat", "ess", "standardized", "extrapolation", "few_draws"} <= set(found)
+    assert {
+        "diverged",
+        "frozen",
+        "fit",
+        "rhat",
+        "ess",
+        "standardized",
+        "extrapolation",
+        "few_draws",
+    } <= set(found)
     assert ("tree_depth" in found) == bool(fields)
     assert ("temperature" in found) == isinstance(made, infer.SGMCMCKernel)
     assert ("energy_variance" in found) == isinstance(made, infer.MCLMC)
@@ -420,20 +607,48 @@ GUIDES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_healthy_fits_are_silent(name):
-    """A linear model: small correlations apart the guides hold its posterior. More epochs of ADF count rows twice."""
+    """A linear model: small correlations apart the guides hold its posterior. More
+    epochs of ADF count rows twice.
+    """
     guide = GUIDES[name](fixed)
     adf = {"num_epochs": 1, "progress_bar": False}
-    result = guide.run(jax.random.key(0), X, Y, **adf) if name == "AutoADF" else fitted(guide)
-    expected = {"diverged", "support", "fit", "pareto_k", "standardized", "constant_inputs", "few_draws"}
-    found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))  # no warning
-    assert found == dict.fromkeys(expected | (set() if name == "AutoADF" else {"elbo"}), "ok")
+    result = (
+        guide.run(jax.random.key(0), X, Y, **adf)
+        if name == "AutoADF"
+        else fitted(guide)
+    )
+    expected = {
+        "diverged",
+        "support",
+        "fit",
+        "pareto_k",
+        "standardized",
+        "constant_inputs",
+        "few_draws",
+    }
+    found = verdicts(
+        bnn.to_inference_data(result, guide=guide, args=(X, Y))
+    )  # no warning
+    assert found == dict.fromkeys(
+        expected | (set() if name == "AutoADF" else {"elbo"}), "ok"
+    )
 
 
 def test_a_fit_that_is_not_finished_is_reported_once():
-    guide, says = guides.AutoMeanField(fixed), r"1 of \d+ checks failed:\n- elbo: at the end .* by \+[\d.]+ nats"
+    guide, says = (
+        guides.AutoMeanField(fixed),
+        r"1 of \d+ checks failed:\n- elbo: at the end .* by \+[\d.]+ nats",
+    )
     with pytest.warns(HealthWarning, match=says) as caught:
-        idata = bnn.to_inference_data(fitted(guide, 300, rate=0.003), guide=guide, args=(X, Y), log_likelihood=False)
-    assert [warning.filename for warning in caught] == [__file__]  # it points at the user's line
+        idata = bnn.to_inference_data(
+            fitted(guide, 300, rate=0.003),
+            guide=guide,
+            args=(X, Y),
+            log_likelihood=False,
+        )
+    assert [warning.filename for warning in caught] == [
+        __file__
+    ]  # it points at the user's line
     assert verdicts(idata)["elbo"] == "warning"
 
 
@@ -472,7 +687,11 @@ def test_advice_fits_the_kernel():
     other_mode(apart)
     for noisy in (0, 1):
         apart.attrs["noisy_gradients"] = noisy
-        (advice[noisy],) = [found.advice for found in health(apart.idata()).warnings if found.name == "rhat"]
+        (advice[noisy],) = [
+            found.advice
+            for found in health(apart.idata()).warnings
+            if found.name == "rhat"
+        ]
     assert advice == {0: f"{advice[1][:-1]}, or `ParallelTempering`.", 1: advice[1]}
     assert advice[1].endswith("a longer warm start.")
 
@@ -481,4 +700,6 @@ def test_one_infinite_value_of_many_is_reported():
     """All parameters are looked at, whichever are judged."""
     w = np.random.default_rng(0).normal(size=(2, 50, 1000))
     w[1, 20, 751] = np.inf
-    assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (1,)
+    assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (
+        1,
+    )

@@ -1,4 +1,6 @@
-"""Kernels of infinitely wide networks: closed forms, integration, networks of the prior, derivatives, errors."""
+"""Kernels of infinitely wide networks: closed forms, integration, networks of the
+prior, derivatives, errors.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +28,39 @@ def residual(*layers, **options):
 NETWORKS = {
     "relu": lambda h: nn.MLP([h, h, OUTPUTS], "relu"),
     "branches": lambda h: chain(
-        nn.Dense(h), "relu", residual(nn.Dense(h), "softplus"), nn.LayerNorm(), nn.Dense(h), "tanh"
+        nn.Dense(h),
+        "relu",
+        residual(nn.Dense(h), "softplus"),
+        nn.LayerNorm(),
+        nn.Dense(h),
+        "tanh",
     ),
     "steep": lambda h: chain(nn.Dense(h), nn.Activation("leaky_relu", 0.4)),
-    "norm without gain": lambda h: nn.MLP([h, h, OUTPUTS], "relu", nn.LayerNorm(False, False)),
-    "norm of activations": lambda h: chain(nn.Dense(h), "gelu", nn.LayerNorm(), nn.Dense(h), "relu"),
+    "norm without gain": lambda h: nn.MLP(
+        [h, h, OUTPUTS], "relu", nn.LayerNorm(False, False)
+    ),
+    "norm of activations": lambda h: chain(
+        nn.Dense(h), "gelu", nn.LayerNorm(), nn.Dense(h), "relu"
+    ),
     "residual": lambda h: chain(nn.Dense(h), residual("relu", nn.Dense(h)), "erf"),
-    "shortcut": lambda h: chain(nn.Residual(nn.MLP([h, h], "erf"), nn.Dense(h)), "relu"),
-    "pooled inputs": lambda h: chain(nn.MaxPool((2, 1)), "tanh", nn.Flatten(), nn.Dense(h), "relu"),
+    "shortcut": lambda h: chain(
+        nn.Residual(nn.MLP([h, h], "erf"), nn.Dense(h)), "relu"
+    ),
+    "pooled inputs": lambda h: chain(
+        nn.MaxPool((2, 1)), "tanh", nn.Flatten(), nn.Dense(h), "relu"
+    ),
 }
-EACH = pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "branches" else slow) for n in NETWORKS])
+EACH = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "branches" else slow) for n in NETWORKS]
+)
 PRIOR = priors.Normal(1.3, bias_scale=0.4, gain_scale=0.3)
 
 
 def data(name="relu", rows=4, seed=0):
     """Rows of which the last repeats the first."""
-    x = np.random.default_rng(seed).normal(size=(rows - 1, *((4, 3, 2) if name == "pooled inputs" else (3,))))
+    x = np.random.default_rng(seed).normal(
+        size=(rows - 1, *((4, 3, 2) if name == "pooled inputs" else (3,)))
+    )
     return np.concatenate([x, x[:1]])
 
 
@@ -49,7 +68,10 @@ def data(name="relu", rows=4, seed=0):
 def test_kernels_are_symmetric_positive_and_the_same_in_blocks(name, x64):
     net, x = NETWORKS[name](8), data(name, 7)
     for kernel in (nngp, ntk):
-        block, across = (np.asarray(kernel(net, x[:4], *other, prior=PRIOR)) for other in ((), (x[3:],)))
+        block, across = (
+            np.asarray(kernel(net, x[:4], *other, prior=PRIOR))
+            for other in ((), (x[3:],))
+        )
         np.testing.assert_array_equal(block, block.T)
         whole = kernel(net, x, prior=PRIOR, block_size=4)
         assert isinstance(whole, np.ndarray)
@@ -57,50 +79,75 @@ def test_kernels_are_symmetric_positive_and_the_same_in_blocks(name, x64):
         np.testing.assert_allclose(whole[:4, :4], block, rtol=1e-12)
         # Near equal inputs the tangent kernel of ReLU has the root of rounding errors.
         np.testing.assert_allclose(whole[:4, 3:], across, rtol=1e-6)
-        np.testing.assert_allclose(kernel(net, x, x[3:], prior=PRIOR, block_size=4), whole[:, 3:], rtol=1e-6)
+        np.testing.assert_allclose(
+            kernel(net, x, x[3:], prior=PRIOR, block_size=4), whole[:, 3:], rtol=1e-6
+        )
         assert np.linalg.eigvalsh(whole)[0] > -1e-7 * whole.trace()
 
 
 @EACH
 def test_derivatives_hold_where_inputs_meet(name, x64):
-    """Along a smooth path of inputs, through a kernel whose rows include each input itself."""
+    """Along a smooth path of inputs, through a kernel whose rows include each input
+    itself.
+    """
     net, (x, direction) = NETWORKS[name](8), (data(name, 4, seed=s) for s in (0, 1))
     wanted = np.random.default_rng(2).normal(size=(4, 4))
-    value = jax.jit(lambda t: jnp.sum(wanted * nngp(net, x + t * direction, prior=PRIOR)))
+    value = jax.jit(
+        lambda t: jnp.sum(wanted * nngp(net, x + t * direction, prior=PRIOR))
+    )
     difference = (value(1e-5) - value(-1e-5)) / 2e-5
-    np.testing.assert_allclose(jax.jit(jax.grad(value))(0.0), difference, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(value))(0.0), difference, rtol=1e-5, atol=1e-6
+    )
 
 
-# -- published closed forms, and integration -------------------------------------------------------------
+# -- published closed forms, and integration -------------------------------------------
 
 
 def test_arc_cosine_kernels(x64):
-    """Cho & Saul (2009), equations (3) and (6), orders 0 and 1; theirs are twice the expectations of relu."""
+    """Cho & Saul (2009), equations (3) and (6), orders 0 and 1; theirs are twice the
+    expectations of relu.
+    """
     angles = np.array([0.0, 0.3, np.pi / 2, 2.5, np.pi])
     x = np.array([[2.0, 0.0], *(3.0 * np.stack([np.cos(angles), np.sin(angles)], 1))])
-    net = nn.Sequential([nn.Dense(8, use_bias=False), "relu", nn.Dense(1, use_bias=False)])
-    prior = priors.Normal(2**0.5)  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    net = nn.Sequential(
+        [nn.Dense(8, use_bias=False), "relu", nn.Dense(1, use_bias=False)]
+    )
+    prior = priors.Normal(
+        2**0.5
+    )  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
     order1 = 2.0 * 3.0 / np.pi * (np.sin(angles) + (np.pi - angles) * np.cos(angles))
-    np.testing.assert_allclose(nngp(net, x, prior=prior)[0, 1:], order1, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        nngp(net, x, prior=prior)[0, 1:], order1, rtol=1e-12, atol=1e-14
+    )
     tangent = order1 + 2.0 * 3.0 * np.cos(angles) * (1 - angles / np.pi)
     # arccos near its ends knows an angle to the root of the rounding error only.
-    np.testing.assert_allclose(ntk(net, x, prior=prior)[0, 1:], tangent, rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(
+        ntk(net, x, prior=prior)[0, 1:], tangent, rtol=1e-7, atol=1e-7
+    )
 
 
 def test_arcsine_kernel(x64):
-    """Williams (1997), equation (11): (2 / pi) arcsin(2 x'Sy / sqrt((1 + 2 x'Sx)(1 + 2 y'Sy))), here 4 times it."""
+    """Williams (1997), equation (11): (2 / pi) arcsin(2 x'Sy / sqrt((1 + 2 x'Sx)(1 + 2
+    y'Sy))), here 4 times it.
+    """
     x = data(rows=5)
     net = nn.Sequential([nn.Dense(8), "erf", nn.Dense(1, use_bias=False)])
     s = 1.7 * x @ x.T / 3 + 0.25
     width = np.sqrt(1 + 2 * np.diagonal(s))
     expected = 4 * 2 / np.pi * np.arcsin(2 * s / np.outer(width, width))
-    prior = {"Dense_0.kernel": dist.Normal(0.0, (1.7 / 3) ** 0.5), "Dense_0.bias": dist.Normal(0.0, 0.5)}
+    prior = {
+        "Dense_0.kernel": dist.Normal(0.0, (1.7 / 3) ** 0.5),
+        "Dense_0.bias": dist.Normal(0.0, 0.5),
+    }
     prior["Dense_1.kernel"] = priors.Normal(2.0)
     np.testing.assert_allclose(nngp(net, x, prior=prior), expected, rtol=1e-12)
 
 
 def test_linear_networks_with_a_shortcut(x64):
-    """K -> K + 1 and T -> T + K + 1 in each layer of unit variances; a shortcut adds both once more."""
+    """K -> K + 1 and T -> T + K + 1 in each layer of unit variances; a shortcut adds
+    both once more.
+    """
     x, net = data(), nn.Sequential([nn.Dense(8), residual(nn.Dense(8)), nn.Dense(1)])
     gram = x @ x.T / 3
     np.testing.assert_allclose(nngp(net, x), 2 * gram + 4, rtol=1e-12)
@@ -108,8 +155,9 @@ def test_linear_networks_with_a_shortcut(x64):
 
 
 def test_gains_and_biases_of_a_norm_are_trained(x64):
-    """Units u = h / sd have K / sd sd' and T / sd sd'; times a gain N(1, v) plus a bias N(0, c), both parameters:
-    K -> (1 + v) K + c and T -> (1 + v) T + v K + c."""
+    """Units u = h / sd have K / sd sd' and T / sd sd'; times a gain N(1, v) plus a bias
+    N(0, c), both parameters: K -> (1 + v) K + c and T -> (1 + v) T + v K + c.
+    """
     x, net = data(), nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(1)])
     weight, c, v = 1.3**2, 0.4**2, 0.3**2
     first = weight * x @ x.T / 3 + 0.4**2
@@ -117,83 +165,141 @@ def test_gains_and_biases_of_a_norm_are_trained(x64):
     unit = first / np.outer(sd, sd)
     second = weight * ((1 + v) * unit + c) + 0.4**2
     np.testing.assert_allclose(nngp(net, x, prior=PRIOR), second, rtol=1e-10)
-    np.testing.assert_allclose(ntk(net, x, prior=PRIOR), weight * ((1 + 2 * v) * unit + c) + second, rtol=1e-10)
+    np.testing.assert_allclose(
+        ntk(net, x, prior=PRIOR), weight * ((1 + 2 * v) * unit + c) + second, rtol=1e-10
+    )
 
 
 # -0.9: far from the diagonal; 2.9 near it.
-PAIRS = np.array([(0.4, 1.3, 0.7), (-0.9, 1.0, 1.1), (2.9, 3.0, 3.0), (0.8, 2.0, 1.0)])  # covariance, variances
+PAIRS = np.array(
+    [(0.4, 1.3, 0.7), (-0.9, 1.0, 1.1), (2.9, 3.0, 3.0), (0.8, 2.0, 1.0)]
+)  # covariance, variances
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "leaky_relu" else slow) for n in nn.ACTIVATIONS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "leaky_relu" else slow) for n in nn.ACTIVATIONS],
+)
 def test_activations_agree_with_integration(name, x64):
-    """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on a fine grid."""
+    """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on
+    a fine grid.
+    """
     layer = nn.Activation(name, 0.2) if name == "leaky_relu" else name
-    fn = (lambda u: jax.nn.leaky_relu(u, 0.2)) if name == "leaky_relu" else nn.ACTIVATIONS[name]
+    fn = (
+        (lambda u: jax.nn.leaky_relu(u, 0.2))
+        if name == "leaky_relu"
+        else nn.ACTIVATIONS[name]
+    )
     first, last = nn.Dense(8, use_bias=False), nn.Dense(1, use_bias=False)
-    x = np.concatenate([np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS])  # rows 2 i and 2 i + 1 are a pair
+    x = np.concatenate(
+        [np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS]
+    )  # rows 2 i and 2 i + 1 are a pair
     at = (np.arange(0, len(x), 2), np.arange(1, len(x), 2))
-    options = {"prior": priors.Normal(2**0.5)}  # the first kernel is x.x', the last weights have variance 2
-    plain, norm = (nn.Sequential([first, layer, *more, last]) for more in ((), (nn.LayerNorm(False, False),)))
+    options = {
+        "prior": priors.Normal(2**0.5)
+    }  # the first kernel is x.x', the last weights have variance 2
+    plain, norm = (
+        nn.Sequential([first, layer, *more, last])
+        for more in ((), (nn.LayerNorm(False, False),))
+    )
     kernel, tangent = (np.asarray(f(plain, x, **options)) for f in (nngp, ntk))
     z = np.arange(-9, 9, 0.02) + 0.01  # kinks are between the nodes
     u, v = np.meshgrid(z, z, indexing="ij")
     weight = np.exp(-0.5 * (u**2 + v**2)) / np.exp(-0.5 * (u**2 + v**2)).sum()
     slope = jax.jit(jax.vmap(jax.vmap(jax.grad(fn))))
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if "relu" in name else {"rtol": 1e-9, "atol": 1e-12}
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-4}
+        if "relu" in name
+        else {"rtol": 1e-9, "atol": 1e-12}
+    )
     for (k, a, b), i, j in zip(PAIRS, *at, strict=True):
         one, other = np.sqrt(a) * u, k / np.sqrt(a) * u + np.sqrt(b - k**2 / a) * v
         product = (weight * fn(one) * fn(other)).sum()
         np.testing.assert_allclose(kernel[i, j] / 2, product, **tolerance)
         slopes = (weight * slope(one) * slope(other)).sum()
-        loose = {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance  # of a function that jumps
+        loose = (
+            {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance
+        )  # of a function that jumps
         np.testing.assert_allclose((tangent - kernel)[i, j] / (2 * k), slopes, **loose)
         if name != "identity":  # with E f and E f^2 of both
             means = [(weight * fn(units)).sum() for units in (one, other)]
             squares = [(weight * fn(units) ** 2).sum() for units in (one, other)]
             sds = np.sqrt(np.array(squares) - np.square(means))
             expected = (product - means[0] * means[1]) / (sds[0] * sds[1])
-            np.testing.assert_allclose(nngp(norm, x, **options)[i, j] / 2, expected, **tolerance)
+            np.testing.assert_allclose(
+                nngp(norm, x, **options)[i, j] / 2, expected, **tolerance
+            )
 
 
-# -- networks drawn from the prior -----------------------------------------------------------------------
+# -- networks drawn from the prior -----------------------------------------------------
 
 
 @slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_drawn_networks_have_these_kernels_in_the_limit(name, x64):
-    """Covariances E f f' and tangent kernels of 150 networks of widths 32 and 128: 4/3 and -1/3 have no error
-    of order 1 / width; six standard errors."""
+    """Covariances E f f' and tangent kernels of 150 networks of widths 32 and 128: 4/3
+    and -1/3 have no error of order 1 / width; six standard errors.
+    """
     x, found = data(name, 3), []
     for width in (32, 128):
         net = NETWORKS[name](width)
         shapes = net.param_shapes(x.shape[1:])
-        keys = dict(zip(shapes, jax.random.split(jax.random.key(width), len(shapes)), strict=True))
-        draws = {n: np.asarray(PRIOR(n, s).expand(s).sample(keys[n], (150,))) for n, s in shapes.items()}
-        f = jax.jit(jax.vmap(lambda params, net=net: net.apply(params, jnp.asarray(x))))(draws)
-        tangents = [empirical_ntk(net, {n: v[i] for n, v in draws.items()}, x, prior=PRIOR) for i in range(150)]
+        keys = dict(
+            zip(
+                shapes,
+                jax.random.split(jax.random.key(width), len(shapes)),
+                strict=True,
+            )
+        )
+        draws = {
+            n: np.asarray(PRIOR(n, s).expand(s).sample(keys[n], (150,)))
+            for n, s in shapes.items()
+        }
+        f = jax.jit(
+            jax.vmap(lambda params, net=net: net.apply(params, jnp.asarray(x)))
+        )(draws)
+        tangents = [
+            empirical_ntk(net, {n: v[i] for n, v in draws.items()}, x, prior=PRIOR)
+            for i in range(150)
+        ]
         both = np.stack([np.einsum("snk,smk->snm", f, f) / OUTPUTS, tangents], 1)
         found.append((both.mean(0), both.std(0) / 150**0.5))
     (one, error), (other, second) = found
-    kernels = np.stack([kernel(NETWORKS[name](1), x, prior=PRIOR) for kernel in (nngp, ntk)])
+    kernels = np.stack(
+        [kernel(NETWORKS[name](1), x, prior=PRIOR) for kernel in (nngp, ntk)]
+    )
     allowed = 6 * np.hypot(error, 4 * second) / 3
     assert (np.abs((4 * other - one) / 3 - kernels) < allowed).all()
-    assert (allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))).all()  # so that it can fail
+    assert (
+        allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))
+    ).all()  # so that it can fail
 
 
-# -- priors ----------------------------------------------------------------------------------------------
+# -- priors ----------------------------------------------------------------------------
 
 SMALL = nn.MLP([8, 1], "erf")
 SCALES = np.array([0.1, 1.0, 3.0])
 UNITS = np.linspace(0.1, 3.0, 8)
 EQUAL = {
     "given scales": lambda: (
-        {"prior": priors.Hierarchical(), "scales": {"Dense_0.kernel_scale": 0.7, "Dense_1.kernel_scale": 1.9}},
+        {
+            "prior": priors.Hierarchical(),
+            "scales": {"Dense_0.kernel_scale": 0.7, "Dense_1.kernel_scale": 1.9},
+        },
         {"prior": {"Dense_0.*": priors.Normal(0.7), "Dense_1.*": priors.Normal(1.9)}},
     ),
-    # Of hidden weights only the mean square matters; without fan-in scaling the width of the specification counts.
+    # Of hidden weights only the mean square matters; without fan-in scaling the width
+    # of the specification counts.
     "weights that are not normal": lambda: (
         {"prior": {"Dense_1.kernel": priors.ScaleMixture(0.5, 1.2, 0.3), "*": PRIOR}},
-        {"prior": {"Dense_1.kernel": priors.Normal((8 * (0.5 * 1.2**2 + 0.5 * 0.3**2)) ** 0.5), "*": PRIOR}},
+        {
+            "prior": {
+                "Dense_1.kernel": priors.Normal(
+                    (8 * (0.5 * 1.2**2 + 0.5 * 0.3**2)) ** 0.5
+                ),
+                "*": PRIOR,
+            }
+        },
     ),
 }
 
@@ -208,31 +314,71 @@ def test_scales_by_input_multiply_the_inputs(x64):
     """... and inside a model the kernel adds no site."""
     prior = priors.BySite({"Dense_0.kernel": priors.ARD()}, default=priors.Normal())
     with handlers.seed(rng_seed=1), handlers.trace() as trace:
-        found = nngp(SMALL, data(), prior=prior, scales={"Dense_0.kernel_scale": SCALES})
+        found = nngp(
+            SMALL, data(), prior=prior, scales={"Dense_0.kernel_scale": SCALES}
+        )
     np.testing.assert_allclose(found, nngp(SMALL, data() * SCALES), rtol=1e-12)
     assert not trace
 
 
-# -- errors ----------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("net", "options", "message"),
     [
-        (SMALL, lambda: {"prior": priors.Hierarchical()}, r"scales=\{'Dense_0.kernel_scale': 1.0\}"),
-        (SMALL, lambda: {"prior": priors.Normal(), "scales": {"a": 1.0}}, "no hyper-sites"),
-        (SMALL, lambda: {"prior": priors.Hierarchical(), "scales": {"b": 1.0}}, "Dense_0.kernel_scale"),
-        (SMALL, lambda: {"prior": priors.Laplace()}, "'Dense_0.kernel' that are not normal"),
+        (
+            SMALL,
+            lambda: {"prior": priors.Hierarchical()},
+            r"scales=\{'Dense_0.kernel_scale': 1.0\}",
+        ),
+        (
+            SMALL,
+            lambda: {"prior": priors.Normal(), "scales": {"a": 1.0}},
+            "no hyper-sites",
+        ),
+        (
+            SMALL,
+            lambda: {"prior": priors.Hierarchical(), "scales": {"b": 1.0}},
+            "Dense_0.kernel_scale",
+        ),
+        (
+            SMALL,
+            lambda: {"prior": priors.Laplace()},
+            "'Dense_0.kernel' that are not normal",
+        ),
         (SMALL, lambda: {"prior": priors.StudentT(df=2.0)}, "infinite variance"),
         (SMALL, lambda: {"prior": dist.Normal(1.0, 1.0)}, "mean other than 0"),
-        (SMALL, lambda: {"prior": {"Dense_0.kernel": dist.Normal(0, UNITS), "*": PRIOR}}, "alike"),
+        (
+            SMALL,
+            lambda: {"prior": {"Dense_0.kernel": dist.Normal(0, UNITS), "*": PRIOR}},
+            "alike",
+        ),
         (nn.MLP([8, 1], "relu", nn.BatchNorm()), dict, "BatchNorm_0'.*LayerNorm"),
         (nn.Sequential([nn.Dense(8), "relu"]), dict, "End it with `nn.Dense`"),
-        (nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]), dict, "needs normal inputs.*without activation"),
+        (
+            nn.Sequential([nn.Dense(8), "relu", "tanh", nn.Dense(1)]),
+            dict,
+            "needs normal inputs.*without activation",
+        ),
         (nn.Sequential([nn.LayerNorm(), nn.Dense(1)]), dict, "use_scale=False"),
-        (nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]), dict, "before the block"),
-        (nn.Sequential([nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]), dict, "needs weights"),
-        (nn.CNN([4], [1]), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "Conv2d_0.*Layers with a limit: Dense"),
+        (
+            nn.Sequential([nn.Residual(nn.Dense(3)), nn.Dense(1)]),
+            dict,
+            "before the block",
+        ),
+        (
+            nn.Sequential(
+                [nn.Dense(8), nn.Residual(nn.Activation("relu")), nn.Dense(1)]
+            ),
+            dict,
+            "needs weights",
+        ),
+        (
+            nn.CNN([4], [1]),
+            lambda: {"x1": np.zeros((2, 4, 4, 1))},
+            "Conv2d_0.*Layers with a limit: Dense",
+        ),
         (nn.MaxPool(2), lambda: {"x1": np.zeros((2, 4, 4, 1))}, "outputs of shape"),
         (SMALL, lambda: {"x1": np.full((2, 3), np.nan)}, "NaN"),
         (SMALL, lambda: {"x1": np.zeros(3)}, r"x\[:, None\]"),

@@ -1,4 +1,6 @@
-"""Regression with infinitely wide networks: exactness, trained ensembles, scales from the data, results for ArviZ."""
+"""Regression with infinitely wide networks: exactness, trained ensembles, scales from
+the data, results for ArviZ.
+"""
 
 from functools import cache
 
@@ -27,32 +29,47 @@ def process():
     return gp_regression(NET, X[:20], Y[:20], noise_sd=0.3, prior=PRIOR)
 
 
-# -- exact regression ------------------------------------------------------------------------------------
+# -- exact regression ------------------------------------------------------------------
 
 
 def test_regression_is_conditioning():
-    """Against the joint normal of training and new targets, conditioned by dense linear algebra."""
+    """Against the joint normal of training and new targets, conditioned by dense linear
+    algebra.
+    """
     gp = process()
     with jax.enable_x64(True):
         k = np.asarray(nngp(NET, X, prior=PRIOR))
     a = k[:20, :20] + 0.09 * np.eye(20)
     mean, covariance = gp.predict(NEW)
-    np.testing.assert_allclose(mean, k[20:, :20] @ np.linalg.solve(a, Y[:20]), rtol=1e-9)
+    np.testing.assert_allclose(
+        mean, k[20:, :20] @ np.linalg.solve(a, Y[:20]), rtol=1e-9
+    )
     expected = k[20:, 20:] - k[20:, :20] @ np.linalg.solve(a, k[:20, 20:])
     np.testing.assert_allclose(covariance, expected, rtol=1e-8, atol=1e-12)
-    np.testing.assert_allclose(gp.predict(NEW, diagonal=True).covariance, np.diagonal(expected), rtol=1e-8)
+    np.testing.assert_allclose(
+        gp.predict(NEW, diagonal=True).covariance, np.diagonal(expected), rtol=1e-8
+    )
     joint = stats.multivariate_normal(np.zeros(20), a)
-    np.testing.assert_allclose(gp.log_marginal_likelihood, joint.logpdf(Y[:20]), rtol=1e-10)
+    np.testing.assert_allclose(
+        gp.log_marginal_likelihood, joint.logpdf(Y[:20]), rtol=1e-10
+    )
     density = stats.norm(mean, np.sqrt(np.diagonal(expected) + 0.09)).logpdf(Y[20:])
     np.testing.assert_allclose(gp.log_density(NEW, Y[20:]), density, rtol=1e-8)
     assert gp.jitter == 0
 
 
 def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
-    """A second output is the first, times -2. Six standard errors of 4000 draws, for means and second moments."""
-    one, both = process(), gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR)
+    """A second output is the first, times -2. Six standard errors of 4000 draws, for
+    means and second moments.
+    """
+    one, both = (
+        process(),
+        gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR),
+    )
     mean, covariance = both.predict(NEW)
-    np.testing.assert_allclose(mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9)
+    np.testing.assert_allclose(
+        mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9
+    )
     other = gp_regression(NET, X[:20], -2 * Y[:20], noise_sd=0.3, prior=PRIOR)
     total = one.log_marginal_likelihood + other.log_marginal_likelihood
     np.testing.assert_allclose(both.log_marginal_likelihood, total, rtol=1e-10)
@@ -65,11 +82,19 @@ def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
 
 
 def test_jitter_is_no_more_than_is_needed_and_is_reported():
-    """Two copies of every input and next to no noise: the kernel is singular to rounding."""
+    """Two copies of every input and next to no noise: the kernel is singular to
+    rounding.
+    """
     double = gp_regression(NET, np.repeat(X, 2, 0), np.repeat(Y, 2), noise_sd=1e-12)
     assert 0 < double.jitter < 1e-10
-    # For K = diag(1, 0), the noise being lost to rounding, N rounding errors of the mean of the diagonal are enough.
-    exact = gp_regression(nn.Dense(1, use_bias=False), np.array([[1.0], [0.0]]), np.zeros(2), noise_sd=1e-170)
+    # For K = diag(1, 0), the noise being lost to rounding, N rounding errors of the
+    # mean of the diagonal are enough.
+    exact = gp_regression(
+        nn.Dense(1, use_bias=False),
+        np.array([[1.0], [0.0]]),
+        np.zeros(2),
+        noise_sd=1e-170,
+    )
     np.testing.assert_allclose(exact.jitter, np.finfo(float).eps, rtol=1e-12)
 
 
@@ -77,17 +102,41 @@ def test_jitter_is_no_more_than_is_needed_and_is_reported():
     ("message", "call"),
     [
         ("mismatched", lambda: gp_regression(NET, X, np.zeros(3), noise_sd=0.1)),
-        ("NaN or infinite", lambda: gp_regression(NET, X, np.full(25, np.inf), noise_sd=0.1)),
-        (r"\(N, K\)", lambda: gp_regression(NET, X, np.zeros((25, 1, 1)), noise_sd=0.1)),
+        (
+            "NaN or infinite",
+            lambda: gp_regression(NET, X, np.full(25, np.inf), noise_sd=0.1),
+        ),
+        (
+            r"\(N, K\)",
+            lambda: gp_regression(NET, X, np.zeros((25, 1, 1)), noise_sd=0.1),
+        ),
         ("like the data", lambda: process().predict(np.zeros((2, 3)))),
-        # NumPy would broadcast these, to densities of every pair or of one number at all inputs.
-        (r"log_density: argument `y` got shape .*Pass \(5,\)", lambda: process().log_density(NEW, np.ones((5, 1)))),
-        (r"log_density: argument `y` got shape .*Pass \(5,\)", lambda: process().log_density(NEW, np.ones(()))),
-        ("'z'", lambda: to_inference_data(process(), predictions={"z": np.zeros((2, 2))})),
+        # NumPy would broadcast these, to densities of every pair or of one number at
+        # all inputs.
+        (
+            r"log_density: argument `y` got shape .*Pass \(5,\)",
+            lambda: process().log_density(NEW, np.ones((5, 1))),
+        ),
+        (
+            r"log_density: argument `y` got shape .*Pass \(5,\)",
+            lambda: process().log_density(NEW, np.ones(())),
+        ),
+        (
+            "'z'",
+            lambda: to_inference_data(process(), predictions={"z": np.zeros((2, 2))}),
+        ),
         ("'x'", lambda: to_inference_data(process(), predictions={"y": np.zeros(2)})),
-        ("one row per new point", lambda: to_inference_data(process(), predictions={"x": np.zeros((2, 3))})),
+        (
+            "one row per new point",
+            lambda: to_inference_data(process(), predictions={"x": np.zeros((2, 3))}),
+        ),
         ("LayerNorm", lambda: prior_fit(nn.MLP([4, 1], "relu", nn.BatchNorm()), X, Y)),
-        ("begins with", lambda: prior_fit(nn.Sequential([nn.LayerNorm(False, False), NET]), X, Y, ard=True)),
+        (
+            "begins with",
+            lambda: prior_fit(
+                nn.Sequential([nn.LayerNorm(False, False), NET]), X, Y, ard=True
+            ),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(message, call):
@@ -95,109 +144,167 @@ def test_what_does_not_fit_is_refused(message, call):
         call()
 
 
-# -- the tangent kernel of finite width ------------------------------------------------------------------
+# -- the tangent kernel of finite width ------------------------------------------------
 
 
 def test_empirical_kernel_is_the_product_of_jacobians():
     x = jnp.asarray(X[:5], jnp.float32)
     net = nn.Sequential([nn.Dense(4), nn.LayerNorm(), "tanh", nn.Dense(3)])
     shapes = net.param_shapes((2,))
-    params = {name: value + 0.1 for name, value in net.init(jax.random.key(0), (2,)).items()}
+    params = {
+        name: value + 0.1 for name, value in net.init(jax.random.key(0), (2,)).items()
+    }
     sds = {name: PRIOR(name, shape).scale for name, shape in shapes.items()}
     jacobians = jax.jit(jax.jacobian(lambda p: net.apply(p, x)))(params)
-    flat = {name: np.asarray(jacobians[name]).reshape(5, 3, -1) * np.asarray(sds[name]) for name in params}
+    flat = {
+        name: np.asarray(jacobians[name]).reshape(5, 3, -1) * np.asarray(sds[name])
+        for name in params
+    }
     full = sum(np.einsum("akp,blp->abkl", part, part) for part in flat.values())
     found = empirical_ntk(net, params, x, prior=PRIOR, full=True, block_size=3)
     np.testing.assert_allclose(found, full, rtol=1e-4, atol=1e-5)
     mean = np.einsum("abkk->ab", full) / 3
-    np.testing.assert_allclose(empirical_ntk(net, params, x, x[:2], prior=PRIOR), mean[:, :2], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        empirical_ntk(net, params, x, x[:2], prior=PRIOR),
+        mean[:, :2],
+        rtol=1e-4,
+        atol=1e-5,
+    )
     with pytest.raises(ValueError, match="one array for each"):
         empirical_ntk(net, params | {"Dense_0.kernel": np.zeros((2, 3))}, x)
 
 
-# -- scales from the data --------------------------------------------------------------------------------
+# -- scales from the data --------------------------------------------------------------
 
 
 def test_scales_are_found():
-    """Targets drawn from the process: the evidence is at least that of the truth, and no direction improves it."""
+    """Targets drawn from the process: the evidence is at least that of the truth, and
+    no direction improves it.
+    """
     rng, net = np.random.default_rng(1), nn.MLP([8, 1], "erf")
     x = rng.normal(size=(60, 2))
-    truth = {"Dense_0.*": priors.Normal(2.0, bias_scale=0.5), "Dense_1.*": priors.Normal(3.0, bias_scale=0.2)}
+    truth = {
+        "Dense_0.*": priors.Normal(2.0, bias_scale=0.5),
+        "Dense_1.*": priors.Normal(3.0, bias_scale=0.2),
+    }
     with jax.enable_x64(True):
         k = np.asarray(nngp(net, x, prior=truth))
-    y = np.linalg.cholesky(k + 0.04 * np.eye(60)) @ rng.normal(size=(60, 2))  # two outputs
+    y = np.linalg.cholesky(k + 0.04 * np.eye(60)) @ rng.normal(
+        size=(60, 2)
+    )  # two outputs
     found = prior_fit(net, x, y, log_sd=float("inf"))
     true = gp_regression(net, x, y, noise_sd=0.2, prior=truth).log_marginal_likelihood
     assert found.converged
-    assert found.start < true < found.log_marginal_likelihood < true + 12  # five parameters: chi^2 / 2, 1e-4
+    assert (
+        found.start < true < found.log_marginal_likelihood < true + 12
+    )  # five parameters: chi^2 / 2, 1e-4
 
     def evidence(noise=1.0, **factors):
         prior = {site: priors.Normal(1.0) for site in ("Dense_0.*", "Dense_1.*")}
         for layer in prior:
-            weight, bias = (found.scales[f"{layer[:-1]}{part}"] for part in ("kernel", "bias"))
+            weight, bias = (
+                found.scales[f"{layer[:-1]}{part}"] for part in ("kernel", "bias")
+            )
             factor = factors.get(layer[:-2], 1.0)
-            prior[layer] = priors.Normal(factor * float(weight), bias_scale=factor * float(bias))
-        return gp_regression(net, x, y, noise_sd=noise * found.noise_sd, prior=prior).log_marginal_likelihood
+            prior[layer] = priors.Normal(
+                factor * float(weight), bias_scale=factor * float(bias)
+            )
+        return gp_regression(
+            net, x, y, noise_sd=noise * found.noise_sd, prior=prior
+        ).log_marginal_likelihood
 
     np.testing.assert_allclose(evidence(), found.log_marginal_likelihood, atol=1e-6)
     assert abs(found.noise_sd - 0.2) < 6 * 0.2 / 240**0.5
     for name in ("noise", "Dense_0", "Dense_1"):
-        assert max(evidence(**{name: factor}) for factor in (0.98, 1.02)) < found.log_marginal_likelihood, name
+        assert (
+            max(evidence(**{name: factor}) for factor in (0.98, 1.02))
+            < found.log_marginal_likelihood
+        ), name
 
 
 @pytest.mark.slow
 def test_found_prior_serves_networks():
-    """By input, with a normalization, and nested names: `random_network` takes what is returned."""
+    """By input, with a normalization, and nested names: `random_network` takes what is
+    returned.
+    """
     block = nn.Residual(nn.Sequential([nn.LayerNorm(), "relu", nn.Dense(6)]))
     net = nn.Sequential([nn.Dense(6), block, nn.Dense(1)])
     found = prior_fit(net, X, Y, ard=True, max_steps=3)
     assert found.scales["Dense_0.kernel"].shape == (2,)
     with handlers.seed(rng_seed=0), handlers.trace() as trace:
-        assert np.isfinite(random_network("net", net, (2,), found.prior)(jnp.asarray(X, jnp.float32))).all()
+        assert np.isfinite(
+            random_network("net", net, (2,), found.prior)(jnp.asarray(X, jnp.float32))
+        ).all()
     assert set(trace) == {f"net/{name}" for name in net.param_shapes((2,))}
     sd = np.sqrt(trace["net/Dense_0.kernel"]["fn"].variance)
-    np.testing.assert_allclose(sd[:, 0] * 2**0.5, found.scales["Dense_0.kernel"], rtol=1e-5)
+    np.testing.assert_allclose(
+        sd[:, 0] * 2**0.5, found.scales["Dense_0.kernel"], rtol=1e-5
+    )
 
 
 def test_a_strong_prior_holds_the_scales_and_leaves_the_noise():
-    """Scales stay within 0.01 of the start of their logarithms; the noise, begun at 3, is the best given them."""
+    """Scales stay within 0.01 of the start of their logarithms; the noise, begun at 3,
+    is the best given them.
+    """
     found = prior_fit(NET, X[:20], Y[:20], prior=PRIOR, noise_sd=3.0, log_sd=1e-3)
     for name in ("Dense_0.kernel", "Dense_1.kernel"):
         assert abs(np.log(found.scales[name] / PRIOR.scale)) < 0.01
     for factor in (0.98, 1.02):
-        moved = gp_regression(NET, X[:20], Y[:20], noise_sd=factor * found.noise_sd, prior=found.prior)
+        moved = gp_regression(
+            NET, X[:20], Y[:20], noise_sd=factor * found.noise_sd, prior=found.prior
+        )
         assert moved.log_marginal_likelihood < found.log_marginal_likelihood
 
 
-# -- results ---------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------
 
 
 @pytest.mark.core
 def test_results_hold_the_draws_of_the_process():
-    """Six standard errors of 800 draws; the log density of new points is that of the closed form."""
+    """Six standard errors of 800 draws; the log density of new points is that of the
+    closed form.
+    """
     gp = process()
     idata = to_inference_data(gp, predictions={"x": NEW, "y": Y[20:]}, num_samples=800)
-    names = {"posterior", "posterior_predictive", "predictions", "log_likelihood", "observed_data", "constant_data"}
+    names = {
+        "posterior",
+        "posterior_predictive",
+        "predictions",
+        "log_likelihood",
+        "observed_data",
+        "constant_data",
+    }
     assert names | {"predictions_constant_data"} == group_names(idata)
     mean, covariance = gp.predict(NEW)
     predicted = group(idata, "predictions")
     drawn = predicted["y_mean"].to_numpy()[0]
-    assert (np.abs(drawn.mean(0) - mean) < 6 * np.sqrt(np.diagonal(covariance) / 800)).all()
-    assert (np.abs(predicted["y"].to_numpy()[0].var(0) / (np.diagonal(covariance) + 0.09) - 1) < 6 / 400**0.5).all()
+    assert (
+        np.abs(drawn.mean(0) - mean) < 6 * np.sqrt(np.diagonal(covariance) / 800)
+    ).all()
+    assert (
+        np.abs(
+            predicted["y"].to_numpy()[0].var(0) / (np.diagonal(covariance) + 0.09) - 1
+        )
+        < 6 / 400**0.5
+    ).all()
     at_data = group(idata, "posterior")["f"].to_numpy()[0]
     for found, f, y in (
         (predicted["y_log_likelihood"], drawn, Y[20:]),
         (group(idata, "log_likelihood")["y"], at_data, Y[:20]),
     ):
-        np.testing.assert_allclose(found.to_numpy()[0], stats.norm(f, 0.3).logpdf(y), rtol=1e-6)
+        np.testing.assert_allclose(
+            found.to_numpy()[0], stats.norm(f, 0.3).logpdf(y), rtol=1e-6
+        )
     assert idata.attrs["algorithm"] == "GPRegression"
     assert idata.attrs["log_marginal_likelihood"] == gp.log_marginal_likelihood
 
 
 def test_functions_at_new_rows_and_noise_are_drawn_independently():
-    """Predicted at the data: f in both groups, and the noise of both, four pairs of 300 x 20 independent numbers.
+    """Predicted at the data: f in both groups, and the noise of both, four pairs of 300
+    x 20 independent numbers.
 
-    Numbers of one draw are divided by their Cholesky factor; failure rate 6e-7 for each pair.
+    Numbers of one draw are divided by their Cholesky factor; failure rate 6e-7 for each
+    pair.
     """
     idata = to_inference_data(process(), predictions={"x": X[:20]}, num_samples=300)
     mean, covariance = process().predict()

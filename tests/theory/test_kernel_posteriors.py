@@ -1,8 +1,10 @@
-"""Posteriors of the kernels against exact ones: conjugate regression, theory of the bias, temperatures.
+"""Posteriors of the kernels against exact ones: conjugate regression, theory of the
+bias, temperatures.
 
-Linear-Gaussian problems are solved exactly, step by step, for every finite step size (`overdamped`, `underdamped`
-below), so biased kernels are held to their bias and not to a tolerance. Bands of 4 standard errors over independent
-chains fail with probability 6e-5 each; seeds are fixed.
+Linear-Gaussian problems are solved exactly, step by step, for every finite step size
+(`overdamped`, `underdamped` below), so biased kernels are held to their bias and not to
+a tolerance. Bands of 4 standard errors over independent chains fail with probability
+6e-5 each; seeds are fixed.
 """
 
 import jax.numpy as jnp
@@ -28,13 +30,18 @@ MEAN = np.linalg.solve(HESSIAN, INPUTS.T @ TARGETS / NOISE**2)
 SLOPES = -INPUTS * (TARGETS - INPUTS @ MEAN)[:, None] / NOISE**2
 
 
-# -- exact second moments of minibatch Langevin dynamics on a quadratic -----------------------------
+# -- exact second moments of minibatch Langevin dynamics on a quadratic ----------------
 
 
 def gradient_noise(position):
-    """Covariance of the minibatch gradient when the position has mean MEAN and this covariance."""
+    """Covariance of the minibatch gradient when the position has mean MEAN and this
+    covariance.
+    """
     mean = CURVATURES.mean(0)
-    curvature = np.einsum("nij,jk,nlk->il", CURVATURES, position, CURVATURES) / N - mean @ position @ mean
+    curvature = (
+        np.einsum("nij,jk,nlk->il", CURVATURES, position, CURVATURES) / N
+        - mean @ position @ mean
+    )
     return N**2 / BATCH * (curvature + np.cov(SLOPES.T, bias=True))
 
 
@@ -51,7 +58,9 @@ def overdamped(schedule, steps, preconditioner=1.0):
 
 
 def underdamped(eps, decay, steps):
-    """Covariance of the position after many steps of SGHMC; the last gradient of a step is the next one's first."""
+    """Covariance of the position after many steps of SGHMC; the last gradient of a step
+    is the next one's first.
+    """
     h, eye, zero = eps**0.5, np.eye(P), np.zeros((P, P))
     a = 1 - decay
     noise = (1 - a**2) * T
@@ -81,18 +90,32 @@ DIAGONAL = np.array([2.0, 0.5])
 SHORT = {"warm_start": 0.0}
 LONG = {"warm_start": 0.0, "steps_per_draw": 50}
 DECREASING = (6e-3, 20.0, 0.7)
-# Kernel, its options, and exact covariances (draws, P, P) of the draws after (draws,) steps.
+# Kernel, its options, and exact covariances (draws, P, P) of the draws after (draws,)
+# steps.
 LINEAR = {
-    "SGLD": (infer.SGLD, {"step_size": EPS, **LONG}, lambda steps: overdamped(lambda s: EPS, steps[-1])[steps - 1]),
+    "SGLD": (
+        infer.SGLD,
+        {"step_size": EPS, **LONG},
+        lambda steps: overdamped(lambda s: EPS, steps[-1])[steps - 1],
+    ),
     "SGLD with decreasing steps": (
         infer.SGLD,
         {"step_size": infer.schedules.polynomial(*DECREASING), **LONG},
-        lambda steps: overdamped(sgmcmc.schedules.polynomial(*DECREASING), steps[-1])[steps - 1],
+        lambda steps: overdamped(sgmcmc.schedules.polynomial(*DECREASING), steps[-1])[
+            steps - 1
+        ],
     ),
     "CyclicalSGLD": (
         infer.CyclicalSGLD,
-        {"step_size": 3 * EPS, "cycle_length": 120, "draws_per_cycle": 2, "explore": 0.5},
-        lambda steps: overdamped(sgmcmc.schedules.cyclical(3 * EPS, 120, 1), steps[-1])[steps - 1],
+        {
+            "step_size": 3 * EPS,
+            "cycle_length": 120,
+            "draws_per_cycle": 2,
+            "explore": 0.5,
+        },
+        lambda steps: overdamped(sgmcmc.schedules.cyclical(3 * EPS, 120, 1), steps[-1])[
+            steps - 1
+        ],
     ),
     "PSGLD": (
         infer.PSGLD,
@@ -106,15 +129,28 @@ LINEAR = {
     ),
     "MALA": (infer.MALA, {"step_size": 1e-2, "steps_per_draw": 15, **SHORT}, exact),
     "GHMC": (
-        infer.GHMC, {"step_size": 1.2e-2, "num_steps": 4, "momentum_decay": 0.5, "steps_per_draw": 8, **SHORT}, exact
+        infer.GHMC,
+        {
+            "step_size": 1.2e-2,
+            "num_steps": 4,
+            "momentum_decay": 0.5,
+            "steps_per_draw": 8,
+            **SHORT,
+        },
+        exact,
     ),
-}  # fmt: skip
+}
 FAST = ("SGLD", "MALA")  # a biased and an exact kernel
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LINEAR])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LINEAR],
+)
 def test_conjugate_regression_with_minibatches(name):
-    """Mean and mean squares of all draws, standardized by the exact ones, chain by chain."""
+    """Mean and mean squares of all draws, standardized by the exact ones, chain by
+    chain.
+    """
     kind, options, theory = LINEAR[name]
     kernel, warmup = kind(LINE.model, temperature=T, **options), 6
     start = {"w": jnp.broadcast_to(jnp.asarray(MEAN, jnp.float32), (CHAINS, P))}
@@ -135,7 +171,11 @@ def test_conjugate_regression_with_minibatches(name):
     for power, expected in ((1, 0.0), (2, 1.0)):
         by_chain = (standard**power).mean((0, 2))
         error = by_chain.std() / CHAINS**0.5
-        assert abs(by_chain.mean() - expected) < 4 * error, (power, by_chain.mean(), error)
+        assert abs(by_chain.mean() - expected) < 4 * error, (
+            power,
+            by_chain.mean(),
+            error,
+        )
         assert error < 0.04
     bias = np.trace(HESSIAN @ covariances[-1]) / P / T - 1
     if kernel.exact:
@@ -144,19 +184,23 @@ def test_conjugate_regression_with_minibatches(name):
         assert bias > 0.05  # or the test would not see that the bias is as it should be
 
 
-# -- temperature ------------------------------------------------------------------------------------
+# -- temperature -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("size", "level"), [(3, 0.95), (500, 0.5)])
 def test_temperature_band_is_the_one_of_chi_squared(size, level):
     exact = 0.5 * stats.chi2.ppf([0.5 - level / 2, 0.5 + level / 2], size) / size
     # Wilson and Hilferty's cube root is good to about 0.02 / P on this scale.
-    np.testing.assert_allclose(infer.temperature_band(size, 0.5, level), exact, atol=0.05 / size)
+    np.testing.assert_allclose(
+        infer.temperature_band(size, 0.5, level), exact, atol=0.05 / size
+    )
 
 
 @pytest.mark.optimized
 def test_a_positive_site_at_another_temperature():
-    """Mean and variance of its log, by quadrature, within 5 MCSE: failure rate 6e-7 each; the acceptance of MALA."""
+    """Mean and variance of its log, by quadrature, within 5 MCSE: failure rate 6e-7
+    each; the acceptance of MALA.
+    """
     observed, temperature = np.array([1.5, -2.5]), 0.4
 
     def model():
@@ -166,7 +210,9 @@ def test_a_positive_site_at_another_temperature():
 
     z = np.linspace(-12, 8, 50_001)
     s = np.exp(z)
-    log_joint = stats.gamma(0.5).logpdf(s) + stats.norm(0.0, s[:, None]).logpdf(observed).sum(1)
+    log_joint = stats.gamma(0.5).logpdf(s) + stats.norm(0.0, s[:, None]).logpdf(
+        observed
+    ).sum(1)
     weight = np.exp((log_joint - log_joint.max()) / temperature + z)
     weight /= weight.sum()
     mean = (weight * z).sum()

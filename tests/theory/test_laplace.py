@@ -1,6 +1,8 @@
-"""AutoLaplace against exact posteriors: precision, draws of every structure, predictions.
+"""AutoLaplace against exact posteriors: precision, draws of every structure,
+predictions.
 
-In float64, so that tolerances are those of rounding. `test_random_models.py` has its precision by dense Jacobians.
+In float64, so that tolerances are those of rounding. `test_random_models.py` has its
+precision by dense Jacobians.
 """
 
 import pickle
@@ -23,18 +25,26 @@ from zoo import CLASSES, NEW_X, NOISE, ZOO, N, X
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, nn, priors
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")]
+pytestmark = [
+    pytest.mark.usefixtures("x64"),
+    pytest.mark.filterwarnings("ignore:.*posterior sds from the mode"),
+]
 
 
 STRUCTURES = ("full", "kron", "diag", "low_rank")
 
 
 def data_of(name):
-    return [jnp.asarray(part, float if part.dtype.kind == "f" else None) for part in ZOO[name].data]
+    return [
+        jnp.asarray(part, float if part.dtype.kind == "f" else None)
+        for part in ZOO[name].data
+    ]
 
 
 def run(model, structure, args, mode=None, rank=50, **settings):
-    """A guide and its result, at a given point if there is one: without a search little is compiled."""
+    """A guide and its result, at a given point if there is one: without a search little
+    is compiled.
+    """
     guide = guides.AutoLaplace(model, structure, rank=rank)
     settings |= {"num_epochs": 0, "init_params": mode} if mode else {}
     return guide, guide.run(jax.random.key(0), *args, progress_bar=False, **settings)
@@ -47,14 +57,21 @@ def searched(name):
 
 @cache
 def placed(name, structure="full", rank=50):
-    """Guide and result at a point of our choice, and that point: what holds at the mode holds at every point."""
+    """Guide and result at a point of our choice, and that point: what holds at the mode
+    holds at every point.
+    """
     random = np.random.default_rng(5)
-    point = {site: 0.5 * random.normal(size=shape) for site, shape in ZOO[name].shapes.items()}
+    point = {
+        site: 0.5 * random.normal(size=shape)
+        for site, shape in ZOO[name].shapes.items()
+    }
     return *run(ZOO[name].model, structure, data_of(name), point, rank), point
 
 
 def covariance(guide, params, *args, **kwargs):
-    """(P, P) of the weights in the order of their names, by the curvature of the density of the guide."""
+    """(P, P) of the weights in the order of their names, by the curvature of the
+    density of the guide.
+    """
 
     def trace_at(values):
         guide_at = handlers.substitute(guide, data={**params, **values})
@@ -63,37 +80,57 @@ def covariance(guide, params, *args, **kwargs):
     def is_drawn(site):
         return site["type"] == "sample" and not isinstance(site["fn"], dist.Delta)
 
-    start = {name: site["value"] for name, site in trace_at({}).items() if is_drawn(site)}
+    start = {
+        name: site["value"] for name, site in trace_at({}).items() if is_drawn(site)
+    }
     flat, back = ravel_pytree(start)
 
     def density(flat):
         trace = trace_at(back(flat))
-        return sum(jnp.sum(trace[name]["fn"].log_prob(value)) for name, value in back(flat).items())
+        return sum(
+            jnp.sum(trace[name]["fn"].log_prob(value))
+            for name, value in back(flat).items()
+        )
 
     def weights(flat):
         sites = trace_at(back(flat)).items()
-        drawn = {n: s["value"] for n, s in sites if s["type"] == "sample" and not s["infer"].get("is_auxiliary")}
+        drawn = {
+            n: s["value"]
+            for n, s in sites
+            if s["type"] == "sample" and not s["infer"].get("is_auxiliary")
+        }
         return ravel_pytree(drawn)[0]
 
-    precision, image = jax.jit(lambda flat: (-jax.hessian(density)(flat), jax.jacfwd(weights)(flat)))(flat)
+    precision, image = jax.jit(
+        lambda flat: (-jax.hessian(density)(flat), jax.jacfwd(weights)(flat))
+    )(flat)
     return np.asarray(image) @ np.linalg.inv(precision) @ np.asarray(image).T
 
 
-# -- closed forms --------------------------------------------------------------------------------------
+# -- closed forms ----------------------------------------------------------------------
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(("name", "structure"), [("line", "full"), ("masked", "kron")])
 def test_linear_regression_is_exact(name, structure):
-    """Posterior, evidence and predictions; ``w`` is a layer of one output, so that kron is exact too.
+    """Posterior, evidence and predictions; ``w`` is a layer of one output, so that kron
+    is exact too.
 
     Rows that are masked do not count, in neither factor.
     """
     entry = ZOO[name]
     mean, sd = entry.exact.mean["w"], entry.exact.sd["w"]
-    guide, fit = searched(name) if name == "line" else run(entry.model, structure, data_of(name), {"w": mean})
-    np.testing.assert_allclose(guide.median(fit.params)["w"], mean, rtol=1e-5)  # the exact answer is of float32 data
-    np.testing.assert_allclose(guide.quantiles(fit.params, [0.975])["w"][0], mean + 1.959964 * sd, rtol=1e-5)
+    guide, fit = (
+        searched(name)
+        if name == "line"
+        else run(entry.model, structure, data_of(name), {"w": mean})
+    )
+    np.testing.assert_allclose(
+        guide.median(fit.params)["w"], mean, rtol=1e-5
+    )  # the exact answer is of float32 data
+    np.testing.assert_allclose(
+        guide.quantiles(fit.params, [0.975])["w"][0], mean + 1.959964 * sd, rtol=1e-5
+    )
     np.testing.assert_allclose(fit.log_evidence, entry.exact.log_evidence, rtol=1e-6)
     assert fit.converged
     known = data_of("masked")[1] if name == "masked" else np.ones(N, bool)
@@ -102,44 +139,68 @@ def test_linear_regression_is_exact(name, structure):
     new = np.asarray(NEW_X, float)
     found = guide.predictive(fit.params, new, *entry.new[1:], covariance=True)
     np.testing.assert_allclose(found.mean, new @ mean, rtol=1e-5)
-    np.testing.assert_allclose(found.covariance[:, 0, :, 0], new @ exact @ new.T, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(found.variance, np.diag(new @ exact @ new.T) + NOISE**2, rtol=1e-6)
-    score = guide.log_predictive_density(fit.params, new, *entry.new[1:], np.arange(5.0))
-    np.testing.assert_allclose(score, stats.norm.logpdf(np.arange(5.0), found.mean, found.variance**0.5))
+    np.testing.assert_allclose(
+        found.covariance[:, 0, :, 0], new @ exact @ new.T, rtol=1e-6, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        found.variance, np.diag(new @ exact @ new.T) + NOISE**2, rtol=1e-6
+    )
+    score = guide.log_predictive_density(
+        fit.params, new, *entry.new[1:], np.arange(5.0)
+    )
+    np.testing.assert_allclose(
+        score, stats.norm.logpdf(np.arange(5.0), found.mean, found.variance**0.5)
+    )
 
 
 def information(name, point):
-    """Minus the Hessian of log p(y, w) of a linear model with a canonical link, by hand, (2 K, 2 K)."""
+    """Minus the Hessian of log p(y, w) of a linear model with a canonical link, by
+    hand, (2 K, 2 K).
+    """
     x, w = np.asarray(X, float), point["w"]
     f = (x @ w).reshape(N, -1)
     if name == "softmax":
         p = np.asarray(jax.nn.softmax(f))
         of_outputs = np.eye(3) * p[:, None] - p[:, None] * p[:, :, None]
     else:
-        of_outputs = (np.exp(f) if name == "counts" else expit(f) * expit(-f))[..., None]
-    return np.einsum("ni,nde,nj->idje", x, of_outputs, x).reshape(w.size, w.size) + np.eye(w.size)
+        of_outputs = (np.exp(f) if name == "counts" else expit(f) * expit(-f))[
+            ..., None
+        ]
+    return np.einsum("ni,nde,nj->idje", x, of_outputs, x).reshape(
+        w.size, w.size
+    ) + np.eye(w.size)
 
 
-@pytest.mark.parametrize("name", ["counts", pytest.param("softmax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["counts", pytest.param("softmax", marks=pytest.mark.slow)]
+)
 def test_canonical_links_give_the_hessian(name):
-    """The Gauss-Newton matrix of a linear model with a canonical link is the Hessian of the log density."""
+    """The Gauss-Newton matrix of a linear model with a canonical link is the Hessian of
+    the log density.
+    """
     guide, fit, point = placed(name)
     new, hessian = np.asarray(NEW_X, float), information(name, point)
     cov = np.linalg.inv(hessian).reshape(2, hessian.shape[0] // 2, 2, -1)
     found = guide.predictive(fit.params, new, covariance=True).covariance
-    np.testing.assert_allclose(found, np.einsum("ni,idje,mj->ndme", new, cov, new), rtol=1e-8, atol=1e-12)
+    np.testing.assert_allclose(
+        found, np.einsum("ni,idje,mj->ndme", new, cov, new), rtol=1e-8, atol=1e-12
+    )
     joint = log_density(ZOO[name].model, data_of(name), {}, point)[0]
-    laplace = joint + len(hessian) / 2 * np.log(2 * np.pi) - np.linalg.slogdet(hessian)[1] / 2
+    laplace = (
+        joint + len(hessian) / 2 * np.log(2 * np.pi) - np.linalg.slogdet(hessian)[1] / 2
+    )
     np.testing.assert_allclose(fit.log_evidence, laplace, rtol=1e-9)
 
 
-# -- structures of the precision -----------------------------------------------------------------------
+# -- structures of the precision -------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_factors_of_a_convolution_are_those_of_all_its_patches():
     x, y = np.random.default_rng(2).normal(size=(5, 4, 4, 2)), CLASSES[:5]
-    net = nn.Sequential([nn.Conv2d(3, 2), "tanh", nn.AvgPool(None), nn.Flatten(), nn.Dense(3)])
+    net = nn.Sequential(
+        [nn.Conv2d(3, 2), "tanh", nn.AvgPool(None), nn.Flatten(), nn.Dense(3)]
+    )
 
     def model(x, y=None):
         f = bnn.random_network("net", net, x.shape[1:], priors.Normal())(x)
@@ -147,22 +208,35 @@ def test_factors_of_a_convolution_are_those_of_all_its_patches():
             numpyro.sample("y", dist.Categorical(logits=f), obs=y)
 
     random = np.random.default_rng(5)
-    point = {f"net/{name}": random.normal(size=shape) for name, shape in net.param_shapes((4, 4, 2)).items()}
+    point = {
+        f"net/{name}": random.normal(size=shape)
+        for name, shape in net.param_shapes((4, 4, 2)).items()
+    }
     kernel, bias = point["net/Conv2d_0.kernel"], point["net/Conv2d_0.bias"]
 
     def log_probs(before):
-        out = jnp.tanh(before).mean(axis=0) @ point["net/Dense_0.kernel"] + point["net/Dense_0.bias"]
+        out = (
+            jnp.tanh(before).mean(axis=0) @ point["net/Dense_0.kernel"]
+            + point["net/Dense_0.bias"]
+        )
         return jax.nn.log_softmax(out)
 
     padded = np.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0)))
-    windows = np.stack([padded[:, a : a + 4, b : b + 4] for a in range(2) for b in range(2)], axis=3)
+    windows = np.stack(
+        [padded[:, a : a + 4, b : b + 4] for a in range(2) for b in range(2)], axis=3
+    )
     inputs = windows.reshape(5, 16, 8)  # (height, width, channel) of the window
     before = inputs @ kernel.reshape(8, 3) + bias
-    p, grads = np.exp(jax.vmap(log_probs)(before)), jax.vmap(jax.jacrev(log_probs))(before)
+    p, grads = (
+        np.exp(jax.vmap(log_probs)(before)),
+        jax.vmap(jax.jacrev(log_probs))(before),
+    )
     fisher = np.eye(3) * p[:, None] - p[:, None] * p[:, :, None]
     left = np.einsum("nti,ntj->ij", inputs, inputs)
     right = np.einsum("ndto,nde,netp->op", grads, fisher, grads) / (5 * 16)
-    expected = np.linalg.inv(np.kron(left, right) + 8 * np.eye(kernel.size))  # the prior variance is 1 / fan-in
+    expected = np.linalg.inv(
+        np.kron(left, right) + 8 * np.eye(kernel.size)
+    )  # the prior variance is 1 / fan-in
     guide, fit = run(model, "kron", (x, y), point)
     place = np.arange(3, 3 + kernel.size)  # behind the bias
     found = covariance(guide, fit.params, x, y)[np.ix_(place, place)]
@@ -172,20 +246,33 @@ def test_factors_of_a_convolution_are_those_of_all_its_patches():
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
-    """Also when gradient steps have moved its parameters; five standard errors of 20,000 draws."""
+    """Also when gradient steps have moved its parameters; five standard errors of
+    20,000 draws.
+    """
     guide, fit, point = placed("noisy network", structure, 1000)
     random = np.random.default_rng(3)
-    params = {name: value * random.uniform(0.7, 1.0, value.shape) for name, value in fit.params.items()}
+    params = {
+        name: value * random.uniform(0.7, 1.0, value.shape)
+        for name, value in fit.params.items()
+    }
     exact = covariance(guide, params, *data_of("noisy network"))
     median, upper = guide.median(params), guide.quantiles(params, [0.975])
     draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(20_000,))
-    flat = np.concatenate([np.reshape(draws[name], (20_000, -1)) for name in sorted(point)], axis=1)
+    flat = np.concatenate(
+        [np.reshape(draws[name], (20_000, -1)) for name in sorted(point)], axis=1
+    )
     scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)) + exact**2)
-    np.testing.assert_array_less(np.abs(np.cov(flat.T) - exact), 5 * scale / 20_000**0.5)
+    np.testing.assert_array_less(
+        np.abs(np.cov(flat.T) - exact), 5 * scale / 20_000**0.5
+    )
     mean = ravel_pytree({name: median[name] for name in point})[0]
-    np.testing.assert_array_less(np.abs(flat.mean(0) - mean), 5 * np.sqrt(np.diag(exact) / 20_000))
+    np.testing.assert_array_less(
+        np.abs(flat.mean(0) - mean), 5 * np.sqrt(np.diag(exact) / 20_000)
+    )
     found = ravel_pytree({name: upper[name][0] for name in point})[0]
-    np.testing.assert_allclose(found, mean + 1.959964 * np.sqrt(np.diag(exact)), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, mean + 1.959964 * np.sqrt(np.diag(exact)), rtol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -193,14 +280,23 @@ def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
 def test_minibatches_have_the_precision_of_all_rows(structure):
     name = "noisy network"
     guide, fit, point = placed(name, structure, 1000)
-    _, of_batches = run(ZOO[name].model, structure, data_of(name), point, 1000, batch_size=5)
+    _, of_batches = run(
+        ZOO[name].model, structure, data_of(name), point, 1000, batch_size=5
+    )
     for field in ("log_evidence", "effective_parameters", "grad_norm", "distance"):
-        np.testing.assert_allclose(getattr(of_batches, field), getattr(fit, field), rtol=1e-8)
-    together, rows = (guide.predictive(fit.params, data_of(name)[0], covariance=c).covariance for c in (True, False))
-    np.testing.assert_allclose(rows, together[np.arange(N), :, np.arange(N)], rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(
+            getattr(of_batches, field), getattr(fit, field), rtol=1e-8
+        )
+    together, rows = (
+        guide.predictive(fit.params, data_of(name)[0], covariance=c).covariance
+        for c in (True, False)
+    )
+    np.testing.assert_allclose(
+        rows, together[np.arange(N), :, np.arange(N)], rtol=1e-6, atol=1e-9
+    )
 
 
-# -- sites and scales ----------------------------------------------------------------------------------
+# -- sites and scales ------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -208,19 +304,33 @@ def test_minibatches_have_the_precision_of_all_rows(structure):
 def test_centered_and_noncentered_scales_are_one_posterior(structure):
     """Of a weight whose scale is learned the coordinate is u = w / s in both forms."""
     random, args, found = np.random.default_rng(5), data_of("network"), []
-    point = {name: 0.5 * random.normal(size=shape) for name, shape in ZOO["hierarchical"].shapes.items()}
-    point |= {name: np.exp(value) for name, value in point.items() if name.endswith(("scale", "sigma"))}
+    point = {
+        name: 0.5 * random.normal(size=shape)
+        for name, shape in ZOO["hierarchical"].shapes.items()
+    }
+    point |= {
+        name: np.exp(value)
+        for name, value in point.items()
+        if name.endswith(("scale", "sigma"))
+    }
     for centered in (False, True):
-        model = bnn.models.regression(nn.MLP([3, 1], "tanh"), priors.Hierarchical(centered=centered))
+        model = bnn.models.regression(
+            nn.MLP([3, 1], "tanh"), priors.Hierarchical(centered=centered)
+        )
         guide, fit = run(model, structure, args, point, 1000)
         found.append((fit.log_evidence, guide.predictive(fit.params, args[0]).variance))
-        trace = handlers.trace(handlers.seed(handlers.substitute(model, point), 0)).get_trace(*args)
-        point = {name.removesuffix("_base"): trace[name.removesuffix("_base")]["value"] for name in point}
+        trace = handlers.trace(
+            handlers.seed(handlers.substitute(model, point), 0)
+        ).get_trace(*args)
+        point = {
+            name.removesuffix("_base"): trace[name.removesuffix("_base")]["value"]
+            for name in point
+        }
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-8)
 
 
-# -- predictions ---------------------------------------------------------------------------------------
+# -- predictions -----------------------------------------------------------------------
 
 
 def averaged(function, mean, sd):
@@ -242,36 +352,56 @@ def test_predictions_of_classes():
     guide, fit, mean, sd = linear_predictor("logistic", new)
     exact = averaged(jax.nn.sigmoid, mean, sd)
     probit = guide.predictive(fit.params, new)
-    np.testing.assert_allclose(probit.mean, jax.nn.sigmoid(mean / np.sqrt(1 + np.pi / 8 * sd**2)), rtol=1e-8)
-    np.testing.assert_allclose(probit.mean, exact, atol=0.02)  # the error of the approximation itself
-    drawn = guide.predictive(fit.params, new, link="sample", rng_key=jax.random.key(1), num_samples=20_000)
+    np.testing.assert_allclose(
+        probit.mean, jax.nn.sigmoid(mean / np.sqrt(1 + np.pi / 8 * sd**2)), rtol=1e-8
+    )
+    np.testing.assert_allclose(
+        probit.mean, exact, atol=0.02
+    )  # the error of the approximation itself
+    drawn = guide.predictive(
+        fit.params, new, link="sample", rng_key=jax.random.key(1), num_samples=20_000
+    )
     np.testing.assert_allclose(drawn.mean, exact, atol=5 * 0.5 / 20_000**0.5)
     score = guide.log_predictive_density(fit.params, new, np.ones(5, int))
     np.testing.assert_allclose(score, np.log(exact), rtol=1e-4)
 
 
 def test_predictions_of_counts():
-    """Mean and variance of a count whose log rate is normal, against their integrals."""
+    """Mean and variance of a count whose log rate is normal, against
+    their integrals.
+    """
     new = np.asarray(NEW_X, float)
     guide, fit, mean, sd = linear_predictor("counts", new)
-    first, second = averaged(np.exp, mean, sd), averaged(lambda f: np.exp(f) + np.exp(2 * f), mean, sd)
+    first, second = (
+        averaged(np.exp, mean, sd),
+        averaged(lambda f: np.exp(f) + np.exp(2 * f), mean, sd),
+    )
     found = guide.predictive(fit.params, new)
     np.testing.assert_allclose(found.mean, first, rtol=1e-6)
     np.testing.assert_allclose(found.variance, second - first**2, rtol=1e-6)
-    assert np.all(found.variance > 1.001 * found.mean)  # the rate is uncertain enough for the test to see it
-    for call in (guide.predictive, lambda *args: guide.log_predictive_density(*args, np.ones(5, int))):
+    assert np.all(
+        found.variance > 1.001 * found.mean
+    )  # the rate is uncertain enough for the test to see it
+    for call in (
+        guide.predictive,
+        lambda *args: guide.log_predictive_density(*args, np.ones(5, int)),
+    ):
         with refused("args", "1 NaN or infinite values"):
             call(fit.params, np.where(np.arange(10).reshape(5, 2) == 2, np.inf, new))
 
 
 @pytest.mark.slow
 def test_densities_follow_the_covariance_of_location_and_scale():
-    """Location and log scale of one weight, against sums over a grid of both; two targets against their normal."""
+    """Location and log scale of one weight, against sums over a grid of both; two
+    targets against their normal.
+    """
 
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, 0.5 * jnp.exp(w[0] + 0.5 * w[1])), obs=y)
+            numpyro.sample(
+                "y", dist.Normal(x @ w, 0.5 * jnp.exp(w[0] + 0.5 * w[1])), obs=y
+            )
 
     def targets(x, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -282,34 +412,64 @@ def test_densities_follow_the_covariance_of_location_and_scale():
     x, point = np.array([[1.0, 0.0]]), {"w": np.array([0.2, -0.1])}
     guide, fit = run(model, "full", (x, np.zeros(1)), point)
     found = guide.predictive(fit.params, x)
-    mean, cov = [float(part[0]) for part in found.outputs.values()], np.asarray(found.covariance[0])
+    mean, cov = (
+        [float(part[0]) for part in found.outputs.values()],
+        np.asarray(found.covariance[0]),
+    )
     assert cov[0, 1] / np.sqrt(cov[0, 0] * cov[1, 1]) > 0.5
-    axes = [center + np.linspace(-9, 9, 1201) * sd for center, sd in zip(mean, np.sqrt(np.diag(cov)), strict=True)]
+    axes = [
+        center + np.linspace(-9, 9, 1201) * sd
+        for center, sd in zip(mean, np.sqrt(np.diag(cov)), strict=True)
+    ]
     loc, log_scale = np.meshgrid(*axes, indexing="ij")
-    weight = stats.multivariate_normal(mean, cov).pdf(np.stack([loc, log_scale], axis=-1))
+    weight = stats.multivariate_normal(mean, cov).pdf(
+        np.stack([loc, log_scale], axis=-1)
+    )
     for y in (mean[0] - 3.0, mean[0] + 3.0):
-        exact = np.log(np.sum(weight * stats.norm.pdf(y, loc, np.exp(log_scale))) / weight.sum())
-        np.testing.assert_allclose(guide.log_predictive_density(fit.params, x, np.array([y])), exact, rtol=1e-4)
+        exact = np.log(
+            np.sum(weight * stats.norm.pdf(y, loc, np.exp(log_scale))) / weight.sum()
+        )
+        np.testing.assert_allclose(
+            guide.log_predictive_density(fit.params, x, np.array([y])), exact, rtol=1e-4
+        )
     guide, fit = run(targets, "full", (x, np.zeros((1, 2))), point)
     found = guide.predictive(fit.params, x)
-    exact = stats.multivariate_normal(found.mean[0], found.covariance[0] + NOISE**2 * np.eye(2)).logpdf([1.0, -1.0])
+    exact = stats.multivariate_normal(
+        found.mean[0], found.covariance[0] + NOISE**2 * np.eye(2)
+    ).logpdf([1.0, -1.0])
     found = guide.log_predictive_density(fit.params, x, np.array([[1.0, -1.0]]))
     np.testing.assert_allclose(found, exact, rtol=1e-8)
 
 
 @pytest.mark.core
 def test_results_reach_arviz_and_the_evidence_and_survive_pickling():
-    """The guide is the posterior of the line: every draw has the same weight, which is the evidence."""
+    """The guide is the posterior of the line: every draw has the same weight, which is
+    the evidence.
+    """
     guide, fit = searched("line")
     args = data_of("line")
-    idata = bnn.to_inference_data(fit, guide=guide, args=args, num_samples=5, posterior_predictive=False)
+    idata = bnn.to_inference_data(
+        fit, guide=guide, args=args, num_samples=5, posterior_predictive=False
+    )
     assert group(idata, "posterior")["w"].shape == (1, 5, 2)
-    found = guides.evidence(guide, fit.params, *args, rng_key=jax.random.key(0), num_samples=50)
+    found = guides.evidence(
+        guide, fit.params, *args, rng_key=jax.random.key(0), num_samples=50
+    )
     np.testing.assert_allclose(found.log_weights, fit.log_evidence, rtol=1e-7)
     restored = pickle.loads(pickle.dumps(guide))
     expected = guide.predictive(fit.params, args[0]).mean
-    np.testing.assert_array_equal(restored.predictive(fit.params, args[0]).mean, expected)
-    options = {"linearized": False, "rng_key": jax.random.key(0), "num_samples": 10}  # by draws of the weights
+    np.testing.assert_array_equal(
+        restored.predictive(fit.params, args[0]).mean, expected
+    )
+    options = {
+        "linearized": False,
+        "rng_key": jax.random.key(0),
+        "num_samples": 10,
+    }  # by draws of the weights
     assert guide.predictive(fit.params, args[0], **options).mean.shape == (N,)
-    again = restored.run(jax.random.key(0), args[0], 2 * args[1], progress_bar=False)  # a run of its own data
-    np.testing.assert_allclose(restored.median(again.params)["w"], 2 * guide.median(fit.params)["w"], rtol=1e-6)
+    again = restored.run(
+        jax.random.key(0), args[0], 2 * args[1], progress_bar=False
+    )  # a run of its own data
+    np.testing.assert_allclose(
+        restored.median(again.params)["w"], 2 * guide.median(fit.params)["w"], rtol=1e-6
+    )

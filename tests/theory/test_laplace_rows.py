@@ -1,4 +1,6 @@
-"""AutoLaplace knows its rows by the program of the model: linear models whose axes have equal lengths, in NumPy."""
+"""AutoLaplace knows its rows by the program of the model: linear models whose axes have
+equal lengths, in NumPy.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,14 @@ RANDOM = 3  # seed of all data
 
 
 def exact(design, targets):
-    """Mean, covariance, and log evidence of weights N(0, I) by rows (N, P) with noise of a known sd."""
+    """Mean, covariance, and log evidence of weights N(0, I) by rows (N, P) with noise
+    of a known sd.
+    """
     covariance = np.linalg.inv(design.T @ design / NOISE**2 + np.eye(design.shape[1]))
     marginal = design @ design.T + NOISE**2 * np.eye(len(design))
-    evidence = stats.multivariate_normal(np.zeros(len(design)), marginal).logpdf(targets)
+    evidence = stats.multivariate_normal(np.zeros(len(design)), marginal).logpdf(
+        targets
+    )
     return covariance @ design.T @ targets / NOISE**2, covariance, evidence
 
 
@@ -36,13 +42,15 @@ def weights(name, *shape):
     return numpyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event())
 
 
-# -- time axes -----------------------------------------------------------------------------------------
+# -- time axes -------------------------------------------------------------------------
 
 OUT = np.array([1.0, -0.5, 2.0])
 
 
 def time_major(x, y=None, batch_size=None):
-    """Sums over time of a dense layer whose inputs are (T, N, 2), as recurrent layers take them."""
+    """Sums over time of a dense layer whose inputs are (T, N, 2), as recurrent layers
+    take them.
+    """
     w = weights("w", 2, 3)
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         hidden = jnp.swapaxes(x[i], 0, 1) @ w
@@ -51,31 +59,48 @@ def time_major(x, y=None, batch_size=None):
 
 
 def design_of_time(x):
-    return np.einsum("t,nti,o->nio", 1.0 + np.arange(x.shape[1]), x, OUT).reshape(len(x), -1)
+    return np.einsum("t,nti,o->nio", 1.0 + np.arange(x.shape[1]), x, OUT).reshape(
+        len(x), -1
+    )
 
 
 def slow_but(fast, values):
-    return [pytest.param(value, marks=[] if value == fast else pytest.mark.slow) for value in values]
+    return [
+        pytest.param(value, marks=[] if value == fast else pytest.mark.slow)
+        for value in values
+    ]
 
 
 @pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 3]))
 @pytest.mark.parametrize("length", slow_but(2, [2, 3, 7]))
 def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
-    """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as times, and one by one."""
+    """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as
+    times, and one by one.
+    """
     random = np.random.default_rng(RANDOM)
-    x, y, new = random.normal(size=(7, length, 2)), random.normal(size=7), random.normal(size=(length, length, 2))
+    x, y, new = (
+        random.normal(size=(7, length, 2)),
+        random.normal(size=7),
+        random.normal(size=(length, length, 2)),
+    )
     mean, covariance, evidence = exact(design_of_time(x), y)
     guide, fit = run(time_major, "full", (x, y, batch_size), {"w": mean.reshape(2, 3)})
     np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
     variance = np.diag(design_of_time(new) @ covariance @ design_of_time(new).T)
     found = guide.predictive(fit.params, new)
     np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-8)
-    np.testing.assert_allclose(guide.predictive(fit.params, new[:1]).output_variance["loc"], variance[:1], rtol=1e-8)
+    np.testing.assert_allclose(
+        guide.predictive(fit.params, new[:1]).output_variance["loc"],
+        variance[:1],
+        rtol=1e-8,
+    )
 
 
 @pytest.mark.parametrize("batch_size", slow_but(3, [None, 3]))
 def test_factors_of_time_major_layers(batch_size):
-    """Inputs of all rows and times, gradients of them all, as the definition of the factors says."""
+    """Inputs of all rows and times, gradients of them all, as the definition of the
+    factors says.
+    """
     random = np.random.default_rng(RANDOM)
     x, y = random.normal(size=(7, 3, 2)), random.normal(size=7)
     mean, _, _ = exact(design_of_time(x), y)
@@ -84,19 +109,29 @@ def test_factors_of_time_major_layers(batch_size):
     right = np.outer(OUT, OUT) * np.mean((1.0 + np.arange(3)) ** 2) / NOISE**2
     covariance = np.linalg.inv(np.kron(left, right) + np.eye(6))
     variance = np.diag(design_of_time(x) @ covariance @ design_of_time(x).T)
-    np.testing.assert_allclose(guide.predictive(fit.params, x[:3]).output_variance["loc"], variance[:3], rtol=1e-8)
+    np.testing.assert_allclose(
+        guide.predictive(fit.params, x[:3]).output_variance["loc"],
+        variance[:3],
+        rtol=1e-8,
+    )
 
 
 @pytest.mark.slow
 def test_a_recurrent_layer_in_minibatches():
-    """Rows that are carried through a loop over time do not mix; the state before the last time is damped."""
+    """Rows that are carried through a loop over time do not mix; the state before the
+    last time is damped.
+    """
 
     def recurrent(x, y=None, batch_size=None):
         w = weights("w", 2)
         with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
             inputs = jnp.swapaxes(x[i], 0, 1) @ w
-            mean, _ = jax.lax.scan(lambda h, u: (0.5 * h + u, None), jnp.zeros(len(i)), inputs)
-            numpyro.sample("y", dist.Normal(mean, NOISE), obs=None if y is None else y[i])
+            mean, _ = jax.lax.scan(
+                lambda h, u: (0.5 * h + u, None), jnp.zeros(len(i)), inputs
+            )
+            numpyro.sample(
+                "y", dist.Normal(mean, NOISE), obs=None if y is None else y[i]
+            )
 
     random = np.random.default_rng(RANDOM)
     x, y = random.normal(size=(6, 2, 2)), random.normal(size=6)
@@ -105,18 +140,24 @@ def test_a_recurrent_layer_in_minibatches():
     np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
 
 
-# -- plates --------------------------------------------------------------------------------------------
+# -- plates ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("structure", "inner"), [("kron", "out"), pytest.param("full", "data", marks=pytest.mark.slow)]
+    ("structure", "inner"),
+    [("kron", "out"), pytest.param("full", "data", marks=pytest.mark.slow)],
 )
 def test_the_plate_of_the_data_has_the_rows(structure, inner):
-    """Of plates in one another; the targets are independent, so that a Kronecker product is exact."""
+    """Of plates in one another; the targets are independent, so that a Kronecker
+    product is exact.
+    """
 
     def model(x, y=None):
         w = weights("w", 2, 3)
-        plates = numpyro.plate("data", x.shape[0], dim=-2), numpyro.plate("out", 3, dim=-1)
+        plates = (
+            numpyro.plate("data", x.shape[0], dim=-2),
+            numpyro.plate("out", 3, dim=-1),
+        )
         first, second = plates if inner == "out" else plates[::-1]
         with first, second:
             numpyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
@@ -131,13 +172,21 @@ def test_the_plate_of_the_data_has_the_rows(structure, inner):
     found = guide.predictive(fit.params, x[:4])
     variance = np.diag(x[:4] @ covariance @ x[:4].T)
     np.testing.assert_allclose(found.mean, x[:4] @ w, rtol=1e-9)
-    np.testing.assert_allclose(found.output_variance["loc"], np.repeat(variance[:, None], 3, axis=1), rtol=1e-8)
-    density = stats.norm.logpdf(y[:4], x[:4] @ w, np.sqrt(variance + NOISE**2)[:, None]).sum(1)
-    np.testing.assert_allclose(guide.log_predictive_density(fit.params, x[:4], y[:4]), density, rtol=1e-8)
+    np.testing.assert_allclose(
+        found.output_variance["loc"], np.repeat(variance[:, None], 3, axis=1), rtol=1e-8
+    )
+    density = stats.norm.logpdf(
+        y[:4], x[:4] @ w, np.sqrt(variance + NOISE**2)[:, None]
+    ).sum(1)
+    np.testing.assert_allclose(
+        guide.log_predictive_density(fit.params, x[:4], y[:4]), density, rtol=1e-8
+    )
 
 
 def test_crossed_plates_and_sites_of_other_rows():
-    """Rows and columns of a table, as many as each other, and rows of another measurement of the same weights."""
+    """Rows and columns of a table, as many as each other, and rows of another
+    measurement of the same weights.
+    """
 
     def model(x, z, extra, y=None, more=None):
         a, b = weights("a", 2), weights("b", 2)
@@ -152,10 +201,14 @@ def test_crossed_plates_and_sites_of_other_rows():
     table = np.concatenate([np.repeat(x, 3, axis=0), np.tile(z, (3, 1))], axis=1)
     design = np.concatenate([table, np.pad(extra, ((0, 0), (0, 2)))])
     mean, covariance, evidence = exact(design, np.concatenate([y.ravel(), more]))
-    guide, fit = run(model, "full", (x, z, extra, y, more), {"a": mean[:2], "b": mean[2:]})
+    guide, fit = run(
+        model, "full", (x, z, extra, y, more), {"a": mean[:2], "b": mean[2:]}
+    )
     np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
     found = guide.predictive(fit.params, x, z, extra, site="y").output_variance["loc"]
-    np.testing.assert_allclose(found, np.diag(table @ covariance @ table.T).reshape(3, 3), rtol=1e-8)
+    np.testing.assert_allclose(
+        found, np.diag(table @ covariance @ table.T).reshape(3, 3), rtol=1e-8
+    )
 
 
 def test_rows_that_influence_one_another_are_refused_in_every_chunk():
@@ -165,7 +218,9 @@ def test_rows_that_influence_one_another_are_refused_in_every_chunk():
         w = weights("w", 3)
         with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
             mean = (x[i] - x[i].mean(0)) @ w
-            numpyro.sample("y", dist.Normal(mean, NOISE), obs=None if y is None else y[i])
+            numpyro.sample(
+                "y", dist.Normal(mean, NOISE), obs=None if y is None else y[i]
+            )
 
     x, y = np.random.default_rng(RANDOM).normal(size=(7, 3)), np.zeros(7)
     with pytest.raises(ValueError, match="one row changes the outputs of others"):
@@ -173,7 +228,9 @@ def test_rows_that_influence_one_another_are_refused_in_every_chunk():
 
 
 def test_predictions_normalize_by_the_training_rows():
-    """One new row among others, or alone: mean and variance by the statistics of the rows of the run."""
+    """One new row among others, or alone: mean and variance by the statistics of the
+    rows of the run.
+    """
     first, last = nn.Dense(2, use_bias=False), nn.Dense(1, use_bias=False)
     net = nn.Sequential([first, nn.BatchNorm(False, False), "tanh", last])
 
@@ -183,18 +240,29 @@ def test_predictions_normalize_by_the_training_rows():
             numpyro.sample("y", dist.Normal(f(x)[..., 0], NOISE), obs=y)
 
     random = np.random.default_rng(RANDOM)
-    x, y, new = random.normal(size=(9, 2)), random.normal(size=9), random.normal(size=(3, 2))
-    point = {"net/Dense_0.kernel": random.normal(size=(2, 2)), "net/Dense_1.kernel": random.normal(size=(2, 1))}
+    x, y, new = (
+        random.normal(size=(9, 2)),
+        random.normal(size=9),
+        random.normal(size=(3, 2)),
+    )
+    point = {
+        "net/Dense_0.kernel": random.normal(size=(2, 2)),
+        "net/Dense_1.kernel": random.normal(size=(2, 1)),
+    }
 
     def by_hand(flat, rows):
         first, second = flat[:4].reshape(2, 2), flat[4:]
-        return jnp.tanh((rows - x.mean(0)) @ first / jnp.std(x @ first, axis=0)) @ second
+        return (
+            jnp.tanh((rows - x.mean(0)) @ first / jnp.std(x @ first, axis=0)) @ second
+        )
 
     flat = jnp.concatenate([value.ravel() for value in point.values()])
     jacobian = jax.jacrev(by_hand)(flat, x)
     covariance = np.linalg.inv(jacobian.T @ jacobian / NOISE**2 + np.eye(6))
     half = jax.jacrev(by_hand)(flat, new)
-    with pytest.raises(ValueError, match=r"one row changes the outputs of others.*batch normalization"):
+    with pytest.raises(
+        ValueError, match=r"one row changes the outputs of others.*batch normalization"
+    ):
         run(model, "kron", (x, y), point)
     with pytest.warns(UserWarning, match="posterior sds from the mode"):
         guide, fit = run(model, "full", (x, y), point)
@@ -204,11 +272,17 @@ def test_predictions_normalize_by_the_training_rows():
         variance = np.einsum("np,pq,nq->n", half[rows], covariance, half[rows])
         np.testing.assert_allclose(found.output_variance["loc"], variance, rtol=1e-7)
     density = stats.norm.logpdf(0.0, found.mean, np.sqrt(found.variance))
-    np.testing.assert_allclose(guide.log_predictive_density(fit.params, new[:1], np.zeros(1)), density, rtol=1e-7)
+    np.testing.assert_allclose(
+        guide.log_predictive_density(fit.params, new[:1], np.zeros(1)),
+        density,
+        rtol=1e-7,
+    )
 
 
 class Normalized(nnx.Module):
-    """Batch normalization of Flax, whose statistics are state that the model changes, or constants."""
+    """Batch normalization of Flax, whose statistics are state that the model changes,
+    or constants.
+    """
 
     def __init__(self, constant):
         rngs = nnx.Rngs(0)
@@ -232,8 +306,12 @@ def test_state_that_a_module_changes_is_refused():
 
         guide = guides.AutoLaplace(model, "diag")
         if constant:
-            fit = guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)
-            whole, part = (guide.predictive(fit.params, rows).mean for rows in (x, x[:2]))
+            fit = guide.run(
+                jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False
+            )
+            whole, part = (
+                guide.predictive(fit.params, rows).mean for rows in (x, x[:2])
+            )
             np.testing.assert_allclose(part, whole[:2], rtol=1e-6)
             continue
         with refused("model", "['n"):

@@ -1,4 +1,6 @@
-"""AutoLaplace on its way: the search for the mode, tuned priors and noise, and the models it refuses."""
+"""AutoLaplace on its way: the search for the mode, tuned priors and noise, and the
+models it refuses.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,10 @@ from zoo import NOISE, ZOO, X, Y
 
 from numpyro_bnn import guides
 
-pytestmark = [pytest.mark.usefixtures("x64"), pytest.mark.filterwarnings("ignore:.*posterior sds from the mode")]
+pytestmark = [
+    pytest.mark.usefixtures("x64"),
+    pytest.mark.filterwarnings("ignore:.*posterior sds from the mode"),
+]
 
 
 def run(model, structure, *args, **settings):
@@ -28,11 +33,13 @@ def smooth():
     return jnp.asarray(X, float), jnp.asarray(np.sin(2 * X[:, 0]) + X[:, 1], float)
 
 
-# -- the search ----------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------
 
 
 def network(x, y=None, unit=jnp.tanh, noise=0.01, w=1.0, v=1.0):
-    """With little noise the posterior is in a narrow curved valley, and its mode hard to find."""
+    """With little noise the posterior is in a narrow curved valley, and its mode hard
+    to find.
+    """
     first = numpyro.sample("w", dist.Normal(0.0, w).expand([2, 4]).to_event(2))
     last = numpyro.sample("v", dist.Normal(0.0, v).expand([4]).to_event(1))
     with numpyro.plate("data", x.shape[0]):
@@ -41,7 +48,9 @@ def network(x, y=None, unit=jnp.tanh, noise=0.01, w=1.0, v=1.0):
 
 @pytest.mark.slow
 def test_a_dense_precision_finds_the_mode():
-    """Twenty steps of L-BFGS are far from it; the damped steps of Newton that follow are not, and only go down."""
+    """Twenty steps of L-BFGS are far from it; the damped steps of Newton that follow
+    are not, and only go down.
+    """
     _, fit = run(network, "full", *smooth(), num_epochs=20)
     assert fit.converged
     assert fit.losses[-1] < fit.losses[:20].min() - 10
@@ -63,7 +72,9 @@ def test_a_search_that_overflows_ends_at_its_lowest_point():
 
     def model(y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-        numpyro.sample("y", dist.Normal(jnp.where(w > 2.0, jnp.nan, 50.0 * w), 30.0), obs=y)
+        numpyro.sample(
+            "y", dist.Normal(jnp.where(w > 2.0, jnp.nan, 50.0 * w), 30.0), obs=y
+        )
 
     guide, fit = run(model, "diag", jnp.asarray(140.0))
     assert np.all(np.isfinite(fit.losses))
@@ -74,7 +85,13 @@ def test_a_search_that_overflows_ends_at_its_lowest_point():
 
 def test_a_start_far_from_the_mode_is_marked():
     with pytest.warns(UserWarning, match="posterior sds from the mode"):
-        _, fit = run(ZOO["line"].model, "full", *data(), init_params={"w": jnp.full(2, 9.0)}, num_epochs=0)
+        _, fit = run(
+            ZOO["line"].model,
+            "full",
+            *data(),
+            init_params={"w": jnp.full(2, 9.0)},
+            num_epochs=0,
+        )
     assert not fit.converged
     x, y = data()
     gradient = x.T @ (x @ np.full(2, 9.0) - y) / NOISE**2 + 9.0
@@ -82,7 +99,9 @@ def test_a_start_far_from_the_mode_is_marked():
 
 
 def nearly_equal_inputs():
-    """Three inputs that differ by a thousandth, little noise, and the exact mode and precision."""
+    """Three inputs that differ by a thousandth, little noise, and the exact mode and
+    precision.
+    """
     random = np.random.default_rng(0)
     x = random.normal(size=(200, 1)) + 1e-3 * random.normal(size=(200, 3))
     y = x @ np.array([1.0, -1.0, 0.5]) + 0.01 * random.normal(size=200)
@@ -96,33 +115,49 @@ def precise(x, y=None):
         numpyro.sample("y", dist.Normal(x @ w, 0.01), obs=y)
 
 
-@pytest.mark.parametrize("structure", ["diag", pytest.param("kron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "structure", ["diag", pytest.param("kron", marks=pytest.mark.slow)]
+)
 def test_the_distance_counts_directions_that_a_structure_leaves_out(structure):
-    """Twenty sds from the mode where the posterior is wide, which the diagonal of the precision does not see."""
+    """Twenty sds from the mode where the posterior is wide, which the diagonal of the
+    precision does not see.
+    """
     x, y, mode, precision = nearly_equal_inputs()
     variances, vectors = np.linalg.eigh(np.linalg.inv(precision))
     away = 20.0 * np.sqrt(variances[-1]) * vectors[:, -1]
     with pytest.warns(UserWarning, match="posterior sds from the mode"):
-        _, fit = run(precise, structure, x, y, init_params={"w": mode + away}, num_epochs=0)
+        _, fit = run(
+            precise, structure, x, y, init_params={"w": mode + away}, num_epochs=0
+        )
     assert not fit.converged
-    np.testing.assert_allclose(fit.distance, 20.0 / 3**0.5, rtol=0.06)  # a tenth of the square is left open
+    np.testing.assert_allclose(
+        fit.distance, 20.0 / 3**0.5, rtol=0.06
+    )  # a tenth of the square is left open
 
 
 def test_lost_digits_are_announced():
     """In float32 the sds are up to 17 percent wrong."""
     x, y, mode, _ = nearly_equal_inputs()
-    args, options = [jnp.asarray(v, jnp.float32) for v in (x, y)], {"init_params": {"w": mode}, "num_epochs": 0}
-    with jax.enable_x64(False), pytest.warns(UserWarning, match=r"rounding changes variances.*Use float64"):
+    args, options = (
+        [jnp.asarray(v, jnp.float32) for v in (x, y)],
+        {"init_params": {"w": mode}, "num_epochs": 0},
+    )
+    with (
+        jax.enable_x64(False),
+        pytest.warns(UserWarning, match=r"rounding changes variances.*Use float64"),
+    ):
         run(precise, "low_rank", *args, **options)
 
 
-# -- tuned priors and noise ----------------------------------------------------------------------------
+# -- tuned priors and noise ------------------------------------------------------------
 
 
 def log_marginal(prior_sd, noise=NOISE, rows=24):
     """Of a line whose weights have the prior N(0, prior_sd^2)."""
     x, y = X[:rows].astype(float), Y[:rows].astype(float)
-    return stats.multivariate_normal(np.zeros(len(y)), noise**2 * np.eye(len(y)) + prior_sd**2 * x @ x.T).logpdf(y)
+    return stats.multivariate_normal(
+        np.zeros(len(y)), noise**2 * np.eye(len(y)) + prior_sd**2 * x @ x.T
+    ).logpdf(y)
 
 
 def test_tuned_prior_maximizes_the_evidence():
@@ -130,7 +165,10 @@ def test_tuned_prior_maximizes_the_evidence():
     rows = [part[:5] for part in data()]
     _, fit = run(ZOO["line"].model, "full", *rows, tune_prior=True, num_rounds=50)
     assert fit.effective_parameters < 1.9  # of two: the prior matters
-    evidences = [log_marginal(fit.prior_precision["w"] ** -0.5 * factor, rows=5) for factor in np.exp(GRID)]
+    evidences = [
+        log_marginal(fit.prior_precision["w"] ** -0.5 * factor, rows=5)
+        for factor in np.exp(GRID)
+    ]
     assert abs(int(np.argmax(evidences)) - 20) <= 1
     np.testing.assert_allclose(fit.log_evidence, max(evidences), atol=1e-3)
 
@@ -141,14 +179,29 @@ GRID = np.linspace(-0.2, 0.2, 41)
 @pytest.mark.slow
 @pytest.mark.parametrize("structure", ["kron", "low_rank"])
 def test_tuned_priors_of_a_network_are_at_a_maximum_of_the_evidence(structure):
-    """At the same weights, where one epoch keeps them, another prior sd of any site has less."""
+    """At the same weights, where one epoch keeps them, another prior sd of any site has
+    less.
+    """
     random = np.random.default_rng(5)
-    options = {"init_params": {"w": random.normal(size=(2, 4)), "v": random.normal(size=4)}, "noise": NOISE}
-    _, fit = run(network, structure, *data(), tune_prior=True, num_rounds=2, num_epochs=1, **options)
+    options = {
+        "init_params": {"w": random.normal(size=(2, 4)), "v": random.normal(size=4)},
+        "noise": NOISE,
+    }
+    _, fit = run(
+        network,
+        structure,
+        *data(),
+        tune_prior=True,
+        num_rounds=2,
+        num_epochs=1,
+        **options,
+    )
     tuned = {name: value**-0.5 for name, value in fit.prior_precision.items()}
 
     def evidence(sds):
-        return run(network, structure, *data(), num_epochs=0, **options, **sds)[1].log_evidence
+        return run(network, structure, *data(), num_epochs=0, **options, **sds)[
+            1
+        ].log_evidence
 
     best = evidence(tuned)
     np.testing.assert_allclose(best, fit.log_evidence, atol=1e-6)
@@ -159,18 +212,28 @@ def test_tuned_priors_of_a_network_are_at_a_maximum_of_the_evidence(structure):
 
 @pytest.mark.slow
 def test_tuned_noise_maximizes_the_evidence():
-    """Of a line with noise to be learned: no other noise sd (times its prior) has more; the joint mode is smaller."""
-    guide, fit = run(ZOO["spread"].model, "full", *data(), tune_prior=True, num_rounds=100)
-    scale, sigma = fit.prior_precision["w"] ** -0.5, float(guide.median(fit.params)["sigma"])
+    """Of a line with noise to be learned: no other noise sd (times its prior) has more;
+    the joint mode is smaller.
+    """
+    guide, fit = run(
+        ZOO["spread"].model, "full", *data(), tune_prior=True, num_rounds=100
+    )
+    scale, sigma = (
+        fit.prior_precision["w"] ** -0.5,
+        float(guide.median(fit.params)["sigma"]),
+    )
     # The mode is that of the coordinate log sigma.
-    joint = [log_marginal(scale, s) + stats.halfnorm.logpdf(s) + np.log(s) for s in sigma * np.exp(GRID)]
+    joint = [
+        log_marginal(scale, s) + stats.halfnorm.logpdf(s) + np.log(s)
+        for s in sigma * np.exp(GRID)
+    ]
     assert abs(int(np.argmax(joint)) - 20) <= 1
     other, plain = run(ZOO["spread"].model, "full", *data())
     assert other.median(plain.params)["sigma"] < 0.98 * sigma
     assert fit.converged
 
 
-# -- models --------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------
 
 
 def with_param(x, y=None):
@@ -204,7 +267,9 @@ def noise(f):
     return dist.Normal(f, 1.0)
 
 
-def observed(likelihood=noise, prior=lambda: dist.Normal(0.0, 1.0), also=lambda w: None):
+def observed(
+    likelihood=noise, prior=lambda: dist.Normal(0.0, 1.0), also=lambda w: None
+):
     """y ~ likelihood(x w)."""
 
     def model(x, y=None):
@@ -218,7 +283,9 @@ def observed(likelihood=noise, prior=lambda: dist.Normal(0.0, 1.0), also=lambda 
 
 def local(x, y=None):
     with numpyro.plate("data", x.shape[0], subsample_size=4) as i:
-        numpyro.sample("y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=y[i])
+        numpyro.sample(
+            "y", dist.Normal(numpyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=y[i]
+        )
 
 
 def discrete(w):
@@ -235,16 +302,56 @@ def heavy():
 
 # Model, structure and options, and the refusal.
 REFUSED = {
-    "likelihood": (observed(lambda f: dist.Cauchy(f, 1.0)), "full", {}, "a Cauchy likelihood.*AutoLaplaceApprox"),
-    "factor": (observed(also=lambda w: numpyro.factor("extra", -jnp.sum(w**4))), "full", {}, "'extra' with a factor"),
+    "likelihood": (
+        observed(lambda f: dist.Cauchy(f, 1.0)),
+        "full",
+        {},
+        "a Cauchy likelihood.*AutoLaplaceApprox",
+    ),
+    "factor": (
+        observed(also=lambda w: numpyro.factor("extra", -jnp.sum(w**4))),
+        "full",
+        {},
+        "'extra' with a factor",
+    ),
     "discrete": (observed(also=discrete), "full", {}, "the discrete latent site 'on'"),
     "local": (local, "full", {}, "the local site 'z' in plate 'data'"),
-    "Laplace prior": (observed(prior=dist.Laplace), "full", {}, "'w' with a Laplace prior, which has no second"),
-    "scale of another family": (observed(prior=heavy), "full", {}, "'w', whose StudentT prior depends on {'scale'}"),
-    "other prior in kron": (observed(prior=student), "kron", {}, "'w', whose prior is not Normal with one scale"),
-    "parameter": (with_param, "full", {}, "a model with the parameter 'shift', and no value for it"),
-    "random numbers": (ZOO["random inside"].model, "full", {}, "random numbers of its own"),
-    "nothing to tune": (observed(prior=student), "full", {"tune_prior": True}, "without a site that has a Normal"),
+    "Laplace prior": (
+        observed(prior=dist.Laplace),
+        "full",
+        {},
+        "'w' with a Laplace prior, which has no second",
+    ),
+    "scale of another family": (
+        observed(prior=heavy),
+        "full",
+        {},
+        "'w', whose StudentT prior depends on {'scale'}",
+    ),
+    "other prior in kron": (
+        observed(prior=student),
+        "kron",
+        {},
+        "'w', whose prior is not Normal with one scale",
+    ),
+    "parameter": (
+        with_param,
+        "full",
+        {},
+        "a model with the parameter 'shift', and no value for it",
+    ),
+    "random numbers": (
+        ZOO["random inside"].model,
+        "full",
+        {},
+        "random numbers of its own",
+    ),
+    "nothing to tune": (
+        observed(prior=student),
+        "full",
+        {"tune_prior": True},
+        "without a site that has a Normal",
+    ),
 }
 
 
@@ -256,5 +363,10 @@ def test_models_it_cannot_take_are_refused(name):
 
 
 def test_too_many_unknowns_of_a_dense_precision_are_refused():
-    with pytest.raises(ValueError, match=r"'full' for 10001 unknowns.*Use .kron., .low_rank. or .diag., or `sites=`"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"'full' for 10001 unknowns.*Use .kron., .low_rank. or .diag., or `sites=`"
+        ),
+    ):
         run(observed(), "full", jnp.ones((3, 10_001)), jnp.ones(3))

@@ -1,6 +1,8 @@
-"""AutoLaplace against laplace-torch 0.3 on the same weights: linearized outputs and evidence.
+"""AutoLaplace against laplace-torch 0.3 on the same weights: linearized outputs and
+evidence.
 
-The numbers of `laplace_torch.json` are made by `examples/benchmarks/laplace_torch.py`, which also makes the data.
+The numbers of `laplace_torch.json` are made by `examples/benchmarks/laplace_torch.py`,
+which also makes the data.
 """
 
 import json
@@ -17,7 +19,9 @@ import numpyro_bnn as bnn
 from numpyro_bnn import guides, nn
 
 CASES = [
-    f"{kind} {structure}" for kind in ("normal", "categorical") for structure in ("full", "kron", "diag", "last")
+    f"{kind} {structure}"
+    for kind in ("normal", "categorical")
+    for structure in ("full", "kron", "diag", "last")
 ]
 
 
@@ -40,7 +44,11 @@ def test_outputs_and_evidence_are_those_of_laplace_torch(name, x64):
         )
         with numpyro.plate("data", x.shape[0]):
             f = net(x)
-            fn = dist.Normal(f[:, 0], made.NOISE) if likelihood == "normal" else dist.Categorical(logits=f)
+            fn = (
+                dist.Normal(f[:, 0], made.NOISE)
+                if likelihood == "normal"
+                else dist.Categorical(logits=f)
+            )
             numpyro.sample("y", fn, obs=y)
 
     x, y, layers = made.data(likelihood, widths, made.ROWS)
@@ -50,15 +58,34 @@ def test_outputs_and_evidence_are_those_of_laplace_torch(name, x64):
         for part, value in zip(("kernel", "bias"), layer, strict=True)
     ]
     sites = "net/Dense_2.*" if structure == "last" else None
-    guide = guides.AutoLaplace(model, "full" if structure == "last" else structure, sites)
+    guide = guides.AutoLaplace(
+        model, "full" if structure == "last" else structure, sites
+    )
     args = jnp.asarray(x, float), jnp.asarray(y[:, 0] if likelihood == "normal" else y)
-    fit = guide.run(jax.random.key(0), *args, num_epochs=0, init_params=dict(parts), progress_bar=False)
-    found = guide.predictive(fit.params, jnp.asarray(made.data(likelihood, widths, made.NEW, seed=1)[0], float))
+    fit = guide.run(
+        jax.random.key(0),
+        *args,
+        num_epochs=0,
+        init_params=dict(parts),
+        progress_bar=False,
+    )
+    found = guide.predictive(
+        fit.params,
+        jnp.asarray(made.data(likelihood, widths, made.NEW, seed=1)[0], float),
+    )
     outputs = found.outputs["loc" if likelihood == "normal" else "logits"]
-    expected = json.loads((Path(__file__).parent / "laplace_torch.json").read_text())[name]
-    np.testing.assert_allclose(outputs.reshape(made.NEW, -1), expected["mean"], rtol=1e-4)
-    np.testing.assert_allclose(found.covariance, expected["covariance"], rtol=1e-4, atol=1e-8)
+    expected = json.loads((Path(__file__).parent / "laplace_torch.json").read_text())[
+        name
+    ]
+    np.testing.assert_allclose(
+        outputs.reshape(made.NEW, -1), expected["mean"], rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        found.covariance, expected["covariance"], rtol=1e-4, atol=1e-8
+    )
     np.testing.assert_allclose(fit.log_evidence, expected["log_evidence"], rtol=1e-4)
     if structure == "last":  # all other layers are held
         draws = guide.sample_posterior(jax.random.key(0), fit.params, sample_shape=(2,))
-        np.testing.assert_array_equal(draws["net/Dense_0.kernel"][1], jnp.asarray(layers[0][0], float))
+        np.testing.assert_array_equal(
+            draws["net/Dense_0.kernel"][1], jnp.asarray(layers[0][0], float)
+        )

@@ -1,4 +1,6 @@
-"""Latent sites inside subsampled plates: chains of the model that declares them outside, exactly."""
+"""Latent sites inside subsampled plates: chains of the model that declares them
+outside, exactly.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +45,24 @@ def effects(inside):
 
 
 def several(inside):
-    """Vectors of effects; positive effects, of which one prior depends on the data of the group and one on another
-    effect; priors that some groups lack."""
+    """Vectors of effects; positive effects, of which one prior depends on the data of
+    the group and one on another effect; priors that some groups lack.
+    """
 
     def model(x, y, batch_size=B):
         def draw(x):
-            prior = dist.MultivariateNormal(jnp.zeros(2), jnp.array([[1.0, 0.3], [0.3, 0.5]]))
+            prior = dist.MultivariateNormal(
+                jnp.zeros(2), jnp.array([[1.0, 0.3], [0.3, 0.5]])
+            )
             s = numpyro.sample("s", dist.LogNormal(x[:, 0], 0.5))
             with handlers.mask(mask=x[:, 0] > 0):
                 c = numpyro.sample("c", dist.Normal(0.3, 0.7))
-            return s, numpyro.sample("t", dist.Gamma(2.0, s)), numpyro.sample("b", prior), c
+            return (
+                s,
+                numpyro.sample("t", dist.Gamma(2.0, s)),
+                numpyro.sample("b", prior),
+                c,
+            )
 
         with numpyro.plate("all", G):
             outside = None if inside else draw(x)
@@ -77,8 +87,14 @@ def crossed(inside):
         with rows as i:
             effect = numpyro.sample("b", dist.Normal(0.0, 1.0)) if inside else b[i]
             with columns as j:
-                cell = numpyro.sample("c", dist.LogNormal(0.0, 1.0)) if inside else c[i[:, None], j]
-                numpyro.sample("y", dist.Normal(effect + cell, 1.0), obs=y[i[:, None], j])
+                cell = (
+                    numpyro.sample("c", dist.LogNormal(0.0, 1.0))
+                    if inside
+                    else c[i[:, None], j]
+                )
+                numpyro.sample(
+                    "y", dist.Normal(effect + cell, 1.0), obs=y[i[:, None], j]
+                )
 
     return model
 
@@ -90,7 +106,9 @@ def missing(inside):
         mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
         with numpyro.plate("all", G):
             if not inside:
-                missed = numpyro.sample("y_unobserved", dist.Normal(mu * x[:, 1], 1.0).mask(x[:, 0] <= 0))
+                missed = numpyro.sample(
+                    "y_unobserved", dist.Normal(mu * x[:, 1], 1.0).mask(x[:, 0] <= 0)
+                )
         with numpyro.plate("groups", G, subsample_size=batch_size) as i:
             seen, fn = x[i, 0] > 0, dist.Normal(mu * x[i, 1], 1.0)
             if inside:
@@ -109,27 +127,47 @@ def scoped(inside):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [several, crossed, missing, scoped], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [several, crossed, missing, scoped], ids=lambda make: make.__name__
+)
 def test_chains_are_those_of_the_model_with_locals_outside(make):
-    """With control variates: the gradient of all groups at the start, then that of minibatches."""
+    """With control variates: the gradient of all groups at the start, then that of
+    minibatches.
+    """
     args = data()
 
     def moved(inside):
-        options = {"temperature": 0.5, "gradient": "control_variates", "warm_start": 0.0, "steps_per_draw": 1}
+        options = {
+            "temperature": 0.5,
+            "gradient": "control_variates",
+            "warm_start": 0.0,
+            "steps_per_draw": 1,
+        }
         kernel = infer.SGLD(make(inside), 0.02, **options)
         start = kernel.init(jax.random.key(0), 0, None, args, {}).z
-        return walk(kernel, 4, args, start={name: 0.3 * jnp.ones_like(value) for name, value in start.items()})[1]
+        return walk(
+            kernel,
+            4,
+            args,
+            start={name: 0.3 * jnp.ones_like(value) for name, value in start.items()},
+        )[1]
 
     found, expected = moved(True), moved(False)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], value, rtol=1e-4, atol=1e-5, err_msg=name
+        )
 
 
 def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_some():
-    """Without noise from effects of 0; some groups are in no minibatch, but none has the gradient of another."""
+    """Without noise from effects of 0; some groups are in no minibatch, but none has
+    the gradient of another.
+    """
     x, y = data()
-    kernel = infer.SGLD(effects(True), 0.02, temperature=0.0, steps_per_draw=1, warm_start=0.0)
+    kernel = infer.SGLD(
+        effects(True), 0.02, temperature=0.0, steps_per_draw=1, warm_start=0.0
+    )
     _, draws = walk(kernel, 1, (x, y), start={"tau": jnp.zeros(()), "b": jnp.zeros(G)})
     prior, likelihood = 0.3, G / B * (np.asarray(x) * np.asarray(y)).sum(1) / 0.25
     in_batch = np.abs(draws["b"][0] - 0.01 * (prior + likelihood)) < 1e-5
@@ -140,22 +178,31 @@ def test_a_step_follows_the_prior_of_all_groups_and_the_scaled_likelihood_of_som
 @pytest.mark.slow
 @pytest.mark.core
 def test_draws_are_exported_by_group():
-    """Each draw of the group's effects, and the log likelihood of all groups at it; groups may be held out."""
+    """Each draw of the group's effects, and the log likelihood of all groups at it;
+    groups may be held out.
+    """
     x, y = data()
-    kernel = infer.SGLD(effects(True), warm_start=infer.WarmStart(0.5, held_out=0.3), steps_per_draw=3)
+    kernel = infer.SGLD(
+        effects(True), warm_start=infer.WarmStart(0.5, held_out=0.3), steps_per_draw=3
+    )
     mcmc = MCMC(kernel, num_warmup=8, num_samples=5, progress_bar=False)
     mcmc.run(jax.random.key(0), x, y)
     draws = mcmc.get_samples()
-    assert {name: value.shape for name, value in draws.items()} == {"b": (5, G), "tau": (5,)}
+    assert {name: value.shape for name, value in draws.items()} == {
+        "b": (5, G),
+        "tau": (5,),
+    }
     found = to_inference_data(mcmc)
     posterior = group(found, "posterior")["b"]
     assert posterior.dims == ("chain", "draw", "groups")
     np.testing.assert_array_equal(posterior[0], draws["b"])
     density = stats.norm(np.asarray(draws["b"])[..., None] * x, 0.5).logpdf(y).sum(-1)
-    np.testing.assert_allclose(group(found, "log_likelihood")["y"][0], density, rtol=1e-4)
+    np.testing.assert_allclose(
+        group(found, "log_likelihood")["y"][0], density, rtol=1e-4
+    )
 
 
-# -- what is refused --------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,7 +216,10 @@ def test_draws_are_exported_by_group():
 def test_likelihoods_that_would_be_wrong_are_refused_with_locals_too(fault, message):
     def model(x, y):
         with numpyro.plate("groups", G, subsample_size=B) as i:
-            b = numpyro.sample("b", dist.Bernoulli(0.5) if fault == "discrete" else dist.Normal(0.0, 1.0))
+            b = numpyro.sample(
+                "b",
+                dist.Bernoulli(0.5) if fault == "discrete" else dist.Normal(0.0, 1.0),
+            )
             observe(y, jnp.arange(B) if fault == "fixed rows" else i, b[:, None] * x[i])
         if fault == "outside":
             numpyro.factor("penalty", -jnp.sum(b**2))

@@ -1,4 +1,6 @@
-"""Scores against closed forms and independent references; each statistical tolerance states its failure rate."""
+"""Scores against closed forms and independent references; each statistical tolerance
+states its failure rate.
+"""
 
 import arviz as az
 import numpy as np
@@ -9,8 +11,9 @@ import sklearn.metrics
 
 from numpyro_bnn import metrics
 
-# A normal value leaves +-4.5 standard errors with probability 7e-6; with one such check per test and fixed
-# seeds the suite fails by chance, for a new set of seeds, less than once in 5000.
+# A normal value leaves +-4.5 standard errors with probability 7e-6; with one such check
+# per test and fixed seeds the suite fails by chance, for a new set of seeds, less than
+# once in 5000.
 SIGMAS = 4.5
 RATE = 1e-5  # of a Kolmogorov-Smirnov test
 
@@ -21,10 +24,16 @@ def rng():
 
 
 def within(values, expected):
-    """The mean of independent values agrees with ``expected`` to SIGMAS of its standard error."""
+    """The mean of independent values agrees with ``expected`` to SIGMAS of its standard
+    error.
+    """
     values = np.asarray(values)
     error = values.std(ddof=1) / np.sqrt(values.size)
-    assert abs(values.mean() - expected) < SIGMAS * error, (values.mean(), expected, error)
+    assert abs(values.mean() - expected) < SIGMAS * error, (
+        values.mean(),
+        expected,
+        error,
+    )
 
 
 # --- regression
@@ -33,21 +42,31 @@ def within(values, expected):
 def test_rmse_and_its_standard_error(rng):
     errors = rng.normal(scale=2.0, size=(400, 200))
     scores = [metrics.rmse(row, np.zeros(200)) for row in errors]
-    np.testing.assert_allclose(scores[0].value, np.sqrt(sklearn.metrics.mean_squared_error(errors[0], np.zeros(200))))
+    np.testing.assert_allclose(
+        scores[0].value,
+        np.sqrt(sklearn.metrics.mean_squared_error(errors[0], np.zeros(200))),
+    )
     np.testing.assert_array_equal(scores[0].pointwise, np.abs(errors[0]))
-    # The spread of 400 values has a relative error of 1 / sqrt(800) = 3.5 %: 16 % is 4.5 of those.
+    # The spread of 400 values has a relative error of 1 / sqrt(800) = 3.5 %: 16 % is
+    # 4.5 of those.
     spread = np.std([score.value for score in scores], ddof=1)
-    np.testing.assert_allclose(np.mean([score.standard_error for score in scores]), spread, rtol=0.16)
+    np.testing.assert_allclose(
+        np.mean([score.standard_error for score in scores]), spread, rtol=0.16
+    )
     assert metrics.rmse([1.0, 2.0], [1.0, 2.0])[:2] == (0.0, 0.0)
 
 
 def test_lppd_of_float32_draws_by_chain_is_the_log_of_the_mixture_in_float64(rng):
     log_lik = rng.normal(-50, 20, size=(4, 250, 5)).astype(np.float32)
     score = metrics.lppd(log_lik)
-    direct = scipy.special.logsumexp(log_lik.reshape(-1, 5).astype(np.float64), axis=0) - np.log(1000)
+    direct = scipy.special.logsumexp(
+        log_lik.reshape(-1, 5).astype(np.float64), axis=0
+    ) - np.log(1000)
     np.testing.assert_allclose(score.pointwise, direct, rtol=1e-13)
     np.testing.assert_allclose(score.value, direct.mean(), rtol=1e-13)
-    np.testing.assert_allclose(score.standard_error, scipy.stats.sem(direct), rtol=1e-12)
+    np.testing.assert_allclose(
+        score.standard_error, scipy.stats.sem(direct), rtol=1e-12
+    )
     assert np.isnan(metrics.lppd(log_lik[..., :1]).standard_error)
 
 
@@ -72,12 +91,20 @@ def test_crps_equals_its_definition(rng):
 
 @pytest.mark.parametrize("size", [2, 20])
 def test_crps_is_unbiased_for_any_number_of_draws(rng, size):
-    """40,000 estimates of one score, of which Gneiting and Raftery (2007), section 4.2, have the closed form."""
+    """40,000 estimates of one score, of which Gneiting and Raftery (2007), section 4.2,
+    have the closed form.
+    """
     y, mean, scale = 0.7, 1.0, 2.0
-    fair = metrics.crps(rng.normal(mean, scale, size=(size, 40_000)), np.full(40_000, y)).pointwise
+    fair = metrics.crps(
+        rng.normal(mean, scale, size=(size, 40_000)), np.full(40_000, y)
+    ).pointwise
     z, normal = (y - mean) / scale, scipy.stats.norm
-    within(fair, scale * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z) - 1 / np.sqrt(np.pi)))
-    # The usual estimator, with S^2 pairs, is off by E|X - X'| / (2 S): the check above can see that.
+    within(
+        fair,
+        scale * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z) - 1 / np.sqrt(np.pi)),
+    )
+    # The usual estimator, with S^2 pairs, is off by E|X - X'| / (2 S): the check above
+    # can see that.
     bias = scale * 2 / np.sqrt(np.pi) / (2 * size)
     assert bias > 2 * SIGMAS * fair.std() / np.sqrt(40_000)
 
@@ -85,8 +112,9 @@ def test_crps_is_unbiased_for_any_number_of_draws(rng, size):
 @pytest.mark.parametrize("size", [19, 400])
 @pytest.mark.parametrize("level", [0.5, 0.9])
 def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, level):
-    # 20 000 independent points whose targets are exchangeable with their draws. (S + 1)(1 - level) / 2 is whole
-    # for the first size, where coverage is exact; for the second interpolation errs by less than 1e-4.
+    # 20 000 independent points whose targets are exchangeable with their draws. (S +
+    # 1)(1 - level) / 2 is whole for the first size, where coverage is exact; for the
+    # second interpolation errs by less than 1e-4.
     points = 20_000
     values = rng.normal(size=(size + 1, points))
     result = metrics.interval_coverage(values[1:], values[0], level)
@@ -97,28 +125,49 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
 
 @pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (18, 0.9)])
 def test_levels_that_so_few_draws_do_not_reach_are_refused(rng, size, level):
-    """Between the least and the largest of S draws lies a new one with probability (S - 1) / (S + 1)."""
+    """Between the least and the largest of S draws lies a new one with probability (S -
+    1) / (S + 1).
+    """
     held = f"{(size - 1) / (size + 1):.2f}"
-    with pytest.raises(ValueError, match=f"`draws` got {size} draws of y, which hold .* {held}"):
+    with pytest.raises(
+        ValueError, match=f"`draws` got {size} draws of y, which hold .* {held}"
+    ):
         metrics.interval_coverage(rng.normal(size=(size, 30)), np.zeros(30), level)
-    metrics.interval_coverage(rng.normal(size=(size + 1, 30)), np.zeros(30), size / (size + 2))
+    metrics.interval_coverage(
+        rng.normal(size=(size + 1, 30)), np.zeros(30), size / (size + 2)
+    )
 
 
 def test_coverage_sees_overconfidence_and_its_width_is_the_closed_form(rng):
     draws, y = rng.normal(size=(4, 5000, 400)), rng.normal(scale=2.0, size=400)
     result = metrics.interval_coverage(draws, y, 0.9)
-    # A quantile of 20 000 draws has error sqrt(p q / S) / density = 0.015; the mean of 400 widths, 0.0011.
-    np.testing.assert_allclose(result.mean_width, 2 * scipy.stats.norm.ppf(0.95), atol=5e-3)
+    # A quantile of 20 000 draws has error sqrt(p q / S) / density = 0.015; the mean of
+    # 400 widths, 0.0011.
+    np.testing.assert_allclose(
+        result.mean_width, 2 * scipy.stats.norm.ppf(0.95), atol=5e-3
+    )
     expected = 2 * scipy.stats.norm.cdf(1.645 / 2) - 1
-    assert abs(result.coverage - expected) < SIGMAS * np.sqrt(expected * (1 - expected) / 400)
+    assert abs(result.coverage - expected) < SIGMAS * np.sqrt(
+        expected * (1 - expected) / 400
+    )
 
 
 @pytest.mark.parametrize("size", [1, 200])
 def test_pit_is_uniform_for_calibrated_draws(rng, size):
     """Also of counts, with many ties."""
-    for values in (rng.normal(size=(size + 1, 4000)), rng.poisson(0.8, size=(size + 1, 4000))):
-        assert scipy.stats.kstest(metrics.pit(values[1:], values[0], rng), "uniform").pvalue > RATE
-        np.testing.assert_array_equal(metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5))
+    for values in (
+        rng.normal(size=(size + 1, 4000)),
+        rng.poisson(0.8, size=(size + 1, 4000)),
+    ):
+        assert (
+            scipy.stats.kstest(
+                metrics.pit(values[1:], values[0], rng), "uniform"
+            ).pvalue
+            > RATE
+        )
+        np.testing.assert_array_equal(
+            metrics.pit(values[1:], values[0], 5), metrics.pit(values[1:], values[0], 5)
+        )
 
 
 @pytest.mark.parametrize("scale", [0.7, 1.4])
@@ -134,7 +183,9 @@ def test_pit_rejects_overconfident_and_underconfident_draws(rng, scale):
 def classes():
     """Draws (C, S, N, K) of class probabilities, and labels drawn from their mean."""
     rng = np.random.default_rng(3)
-    logits = rng.normal(scale=1.5, size=(1, 1, 3000, 4)) + 0.5 * rng.normal(size=(2, 5, 3000, 4))
+    logits = rng.normal(scale=1.5, size=(1, 1, 3000, 4)) + 0.5 * rng.normal(
+        size=(2, 5, 3000, 4)
+    )
     probs = scipy.special.softmax(logits, axis=-1)
     mean = probs.mean(axis=(0, 1))
     labels = (mean.cumsum(axis=1) < rng.random((3000, 1))).sum(axis=1)
@@ -142,7 +193,9 @@ def classes():
 
 
 CLASS_SCORES = {
-    "accuracy": lambda mean, labels: sklearn.metrics.accuracy_score(labels, mean.argmax(axis=1)),
+    "accuracy": lambda mean, labels: sklearn.metrics.accuracy_score(
+        labels, mean.argmax(axis=1)
+    ),
     "log_score": lambda mean, labels: -sklearn.metrics.log_loss(labels, mean),
     "brier": lambda mean, labels: ((mean - np.eye(4)[labels]) ** 2).sum(axis=1).mean(),
 }
@@ -155,7 +208,9 @@ def test_class_scores_are_those_of_scikit_learn_for_draws_of_any_rank(classes, n
     for form in (mean, probs, probs.reshape(10, 3000, 4), probs.astype(np.float32)):
         result = score(form, labels)
         assert result.value == pytest.approx(expected, rel=1e-6)
-        np.testing.assert_allclose(result.pointwise, score(mean, labels).pointwise, rtol=1e-5)
+        np.testing.assert_allclose(
+            result.pointwise, score(mean, labels).pointwise, rtol=1e-5
+        )
         assert result.standard_error == pytest.approx(scipy.stats.sem(result.pointwise))
 
 
@@ -163,7 +218,9 @@ def test_class_scores_of_two_classes_and_of_what_was_impossible(classes):
     _, mean, labels = classes
     known = (labels == 0).astype(int)
     two = 2 * sklearn.metrics.brier_score_loss(known, mean[:, 0])
-    assert metrics.brier(np.stack([1 - mean[:, 0], mean[:, 0]], axis=1), known).value == pytest.approx(two)
+    assert metrics.brier(
+        np.stack([1 - mean[:, 0], mean[:, 0]], axis=1), known
+    ).value == pytest.approx(two)
     assert metrics.log_score([[1.0, 0.0]], [1]).value == -np.inf
 
 
@@ -202,15 +259,22 @@ def test_auroc_matches_scikit_learn(rng, ties):
     known, foreign = rng.normal(size=300), rng.normal(0.8, 1.0, size=200)
     if ties:
         known, foreign = known.round(), foreign.round()
-    expected = sklearn.metrics.roc_auc_score(np.repeat([0, 1], [300, 200]), np.concatenate([known, foreign]))
+    expected = sklearn.metrics.roc_auc_score(
+        np.repeat([0, 1], [300, 200]), np.concatenate([known, foreign])
+    )
     assert metrics.auroc(known, foreign).value == pytest.approx(expected, abs=1e-14)
     assert metrics.auroc(foreign, known).value == pytest.approx(1 - expected, abs=1e-14)
 
 
 def test_auroc_standard_error_is_the_spread_over_repeats(rng):
-    repeats = [metrics.auroc(rng.normal(size=80), rng.normal(1.0, 1.0, size=60)) for _ in range(400)]
+    repeats = [
+        metrics.auroc(rng.normal(size=80), rng.normal(1.0, 1.0, size=60))
+        for _ in range(400)
+    ]
     spread = np.std([result.value for result in repeats], ddof=1)
-    np.testing.assert_allclose(np.mean([result.standard_error for result in repeats]), spread, rtol=0.16)
+    np.testing.assert_allclose(
+        np.mean([result.standard_error for result in repeats]), spread, rtol=0.16
+    )
     within([result.value for result in repeats], scipy.stats.norm.cdf(1 / np.sqrt(2)))
     assert metrics.auroc([0.0, 1.0], [2.0, 3.0]) == (1.0, 0.0)
 
@@ -218,43 +282,70 @@ def test_auroc_standard_error_is_the_spread_over_repeats(rng):
 def test_uncertainty_splits_entropy(classes):
     probs, mean, _ = classes
     result = metrics.uncertainty(probs)
-    np.testing.assert_allclose(result.total, scipy.stats.entropy(mean, axis=-1), rtol=1e-12)
-    np.testing.assert_allclose(result.aleatoric, scipy.stats.entropy(probs, axis=-1).mean(axis=(0, 1)), rtol=1e-12)
+    np.testing.assert_allclose(
+        result.total, scipy.stats.entropy(mean, axis=-1), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        result.aleatoric,
+        scipy.stats.entropy(probs, axis=-1).mean(axis=(0, 1)),
+        rtol=1e-12,
+    )
     # The mutual information is also the mean divergence of the draws from their mean.
-    divergence = scipy.stats.entropy(probs, np.broadcast_to(mean, probs.shape), axis=-1).mean(axis=(0, 1))
-    np.testing.assert_allclose(result.mutual_information, divergence, rtol=1e-9, atol=1e-14)
+    divergence = scipy.stats.entropy(
+        probs, np.broadcast_to(mean, probs.shape), axis=-1
+    ).mean(axis=(0, 1))
+    np.testing.assert_allclose(
+        result.mutual_information, divergence, rtol=1e-9, atol=1e-14
+    )
     for part in metrics.uncertainty(np.broadcast_to(np.eye(3), (4, 3, 3))):
         np.testing.assert_array_equal(part, 0.0)  # certain draws that agree
 
 
 def test_relative_logit_variance_is_that_of_normal_logits(rng):
-    """For l = m + sd z it is sd^2 (K - 1) / |m centered|^2, whatever shift each draw has."""
-    mean, sd, draws = np.array([[3.0, 0.0, 0.0], [0.3, 0.0, 0.0]]), np.array([[0.5], [2.0]]), 40_000
+    """For l = m + sd z it is sd^2 (K - 1) / |m centered|^2, whatever shift each draw
+    has.
+    """
+    mean, sd, draws = (
+        np.array([[3.0, 0.0, 0.0], [0.3, 0.0, 0.0]]),
+        np.array([[0.5], [2.0]]),
+        40_000,
+    )
     shift = rng.normal(scale=100.0, size=(draws, 2, 1))
     logits = mean + sd * rng.normal(size=(draws, 2, 3)) + shift
     result = metrics.relative_logit_variance(logits)
     square = ((mean - mean.mean(-1, keepdims=True)) ** 2).sum(-1)
     expected = 2 * sd[:, 0] ** 2 / square
-    # The variance has a relative sd of 1 / sqrt(S) = .005 (2 S degrees of freedom), the mean logits one of sd / (|m|
-    # sqrt(S)), doubled by the square: .001 and .08 here. Five of them.
+    # The variance has a relative sd of 1 / sqrt(S) = .005 (2 S degrees of freedom), the
+    # mean logits one of sd / (|m| sqrt(S)), doubled by the square: .001 and .08 here.
+    # Five of them.
     np.testing.assert_allclose(result[0], expected[0], rtol=5 * 0.0055)
     np.testing.assert_allclose(result[1], expected[1], rtol=5 * 0.082)
     by_chain = logits.reshape(4, -1, 2, 3)
-    np.testing.assert_allclose(metrics.relative_logit_variance(7 * by_chain), result, rtol=1e-9)
-    agree_or_cancel = np.array([[[1.0, 0.0], [1.0, 0.0], [5.0, 5.0]], [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])
-    np.testing.assert_array_equal(metrics.relative_logit_variance(agree_or_cancel), [0.0, np.inf, 0.0])
+    np.testing.assert_allclose(
+        metrics.relative_logit_variance(7 * by_chain), result, rtol=1e-9
+    )
+    agree_or_cancel = np.array(
+        [[[1.0, 0.0], [1.0, 0.0], [5.0, 5.0]], [[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]]
+    )
+    np.testing.assert_array_equal(
+        metrics.relative_logit_variance(agree_or_cancel), [0.0, np.inf, 0.0]
+    )
 
 
 # --- function space
 
 
 def reference_rhat(draws):
-    """Rank-normalized split R-hat of one column, from Vehtari et al. (2021), with SciPy's ranks and normal."""
+    """Rank-normalized split R-hat of one column, from Vehtari et al. (2021), with
+    SciPy's ranks and normal.
+    """
 
     def plain(chains):
         within_chains = chains.var(axis=1, ddof=1).mean()
         between = chains.mean(axis=1).var(ddof=1)
-        return np.sqrt((chains.shape[1] - 1) / chains.shape[1] + between / within_chains)
+        return np.sqrt(
+            (chains.shape[1] - 1) / chains.shape[1] + between / within_chains
+        )
 
     def scaled(chains):
         ranks = scipy.stats.rankdata(chains).reshape(chains.shape)
@@ -267,17 +358,27 @@ def reference_rhat(draws):
 
 @pytest.mark.core
 def test_function_space_is_rhat_and_ess_column_by_column(rng):
-    """Four chains, one of them shifted in one column and wider in another; one chain compares its halves."""
+    """Four chains, one of them shifted in one column and wider in another; one chain
+    compares its halves.
+    """
     draws = rng.normal(size=(4, 301, 3))
     draws[1, :, 0] += 2.0
     draws[2, :, 1] *= 4.0
     for chains in (draws, draws[:1]):
         result = metrics.function_space(chains)
         columns = [chains[..., column] for column in range(3)]
-        halves = [np.concatenate([c[:, :150], c[:, 151:]]) if len(c) == 1 else c for c in columns]
-        np.testing.assert_allclose(result.rhat, [reference_rhat(half) for half in halves], rtol=1e-10)
+        halves = [
+            np.concatenate([c[:, :150], c[:, 151:]]) if len(c) == 1 else c
+            for c in columns
+        ]
+        np.testing.assert_allclose(
+            result.rhat, [reference_rhat(half) for half in halves], rtol=1e-10
+        )
         bulk = [float(az.ess(column, method="bulk")) for column in columns]
-        tail = [float(az.ess(column, method="tail", prob=(0.05, 0.95))) for column in columns]
+        tail = [
+            float(az.ess(column, method="tail", prob=(0.05, 0.95)))
+            for column in columns
+        ]
         np.testing.assert_allclose(result.ess_bulk, bulk, rtol=1e-12)
         np.testing.assert_allclose(result.ess_tail, tail, rtol=1e-12)
     result = metrics.function_space(draws[..., None, :])
@@ -306,30 +407,66 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: metrics.rmse([[1.0]], [1.0]), r"rmse: argument `predictions` got shape \(1, 1\).*\(N,\)"),
-        (lambda: metrics.rmse([1.0, 2.0], [1.0]), "mismatched lengths .predictions has 2, y has 1"),
+        (
+            lambda: metrics.rmse([[1.0]], [1.0]),
+            r"rmse: argument `predictions` got shape \(1, 1\).*\(N,\)",
+        ),
+        (
+            lambda: metrics.rmse([1.0, 2.0], [1.0]),
+            "mismatched lengths .predictions has 2, y has 1",
+        ),
         (lambda: metrics.rmse([1.0], [NAN]), "`y` got 1 NaN"),
         (lambda: metrics.lppd([1.0]), r"\(S, N\), or \(C, S, N\) by chain"),
         (lambda: metrics.lppd([[NAN, 0.0]]), r"NaN or plus infinite values .*\(0, 0\)"),
         (lambda: metrics.lppd(np.zeros((0, 3))), "empty data"),
         (lambda: metrics.crps([[1.0]], [1.0]), "one draw.*absolute error"),
         (lambda: metrics.crps([[1.0], [NAN]], [1.0]), "`draws` got 1 NaN"),
-        (lambda: metrics.interval_coverage(np.zeros((5, 2)), np.zeros(2), 90), "`level` got 90"),
-        (lambda: metrics.pit(np.zeros((5, 2, 2, 2)), np.zeros(2), 0), "pit: argument `draws` got shape"),
-        (lambda: metrics.accuracy([0.5, 0.5], [1]), r"\(N, K\) or \(S, N, K\) or \(C, S, N, K\)"),
+        (
+            lambda: metrics.interval_coverage(np.zeros((5, 2)), np.zeros(2), 90),
+            "`level` got 90",
+        ),
+        (
+            lambda: metrics.pit(np.zeros((5, 2, 2, 2)), np.zeros(2), 0),
+            "pit: argument `draws` got shape",
+        ),
+        (
+            lambda: metrics.accuracy([0.5, 0.5], [1]),
+            r"\(N, K\) or \(S, N, K\) or \(C, S, N, K\)",
+        ),
         (lambda: metrics.brier([[0.5, 0.6]], [1]), "one sums to 1.1"),
-        (lambda: metrics.accuracy([[0.5, 0.5], [0.25, 0.25]], [0, 1]), r"do not sum to 1 \(one sums to 0\.5\)"),
-        (lambda: metrics.brier([[1.5, -0.5]], [1]), r"negative value \(-0.5\).*softmax"),
-        (lambda: metrics.log_score([[0.5, 0.5]], [2]), "With 2 classes pass labels 0..1"),
+        (
+            lambda: metrics.accuracy([[0.5, 0.5], [0.25, 0.25]], [0, 1]),
+            r"do not sum to 1 \(one sums to 0\.5\)",
+        ),
+        (
+            lambda: metrics.brier([[1.5, -0.5]], [1]),
+            r"negative value \(-0.5\).*softmax",
+        ),
+        (
+            lambda: metrics.log_score([[0.5, 0.5]], [2]),
+            "With 2 classes pass labels 0..1",
+        ),
         (lambda: metrics.log_score([[0.5, 0.5]], [1.0]), "dtype float64"),
         (lambda: metrics.ece([[0.5, 0.5]], [1], bins=0), "`bins` got 0"),
         (lambda: metrics.auroc([1.0, NAN], [1.0]), "`scores_in` got 1 NaN"),
         (lambda: metrics.auroc([1.0], []), "`scores_out` got empty data"),
         (lambda: metrics.uncertainty([[0.5, 0.5]]), r"\(S, N, K\) or \(C, S, N, K\)"),
-        (lambda: metrics.relative_logit_variance(np.zeros((4, 5))), r"\(S, N, K\) or \(C, S, N, K\)"),
-        (lambda: metrics.relative_logit_variance(np.zeros((1, 5, 3))), "at least two draws"),
-        (lambda: metrics.function_space(np.zeros((4, 5))), r"\(C, S, N, \.\.\.\), chains first"),
-        (lambda: metrics.function_space(np.full((2, 5, 1), NAN)), "function_space: argument `draws` got 10 NaN"),
+        (
+            lambda: metrics.relative_logit_variance(np.zeros((4, 5))),
+            r"\(S, N, K\) or \(C, S, N, K\)",
+        ),
+        (
+            lambda: metrics.relative_logit_variance(np.zeros((1, 5, 3))),
+            "at least two draws",
+        ),
+        (
+            lambda: metrics.function_space(np.zeros((4, 5))),
+            r"\(C, S, N, \.\.\.\), chains first",
+        ),
+        (
+            lambda: metrics.function_space(np.full((2, 5, 1), NAN)),
+            "function_space: argument `draws` got 10 NaN",
+        ),
     ],
 )
 def test_errors_say_what_to_write(call, message):

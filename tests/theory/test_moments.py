@@ -1,4 +1,6 @@
-"""Moments of networks: exact where theory says so, a stated gap elsewhere; tails, derivatives, errors, own rules."""
+"""Moments of networks: exact where theory says so, a stated gap elsewhere; tails,
+derivatives, errors, own rules.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -12,26 +14,39 @@ from scipy import stats
 from scipy.integrate import quad
 
 from numpyro_bnn import nn
-from numpyro_bnn.moments import Gaussian, Interpreter, propagate, register, register_elementwise
+from numpyro_bnn.moments import (
+    Gaussian,
+    Interpreter,
+    propagate,
+    register,
+    register_elementwise,
+)
 
 X = np.linspace(-1.5, 1.7, 6).reshape(2, 3)
 RANDOM_X = Gaussian(X, np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
 
 
 def weights(dtype=np.float64):
-    """Gaussian weights of `nn.MLP([4, 3])` on three inputs; one of the biases is known."""
+    """Gaussian weights of `nn.MLP([4, 3])` on three inputs; one of the
+    biases is known.
+    """
     rng = np.random.default_rng(1)
     shapes = nn.MLP([4, 3]).param_shapes((3,))
-    found = {name: Gaussian(rng.normal(size=s), rng.uniform(0.01, 1.5, s)) for name, s in shapes.items()}
+    found = {
+        name: Gaussian(rng.normal(size=s), rng.uniform(0.01, 1.5, s))
+        for name, s in shapes.items()
+    }
     found["Dense_0.bias"].var[1] = 0.0
     return jax.tree.map(lambda leaf: leaf.astype(dtype), found)
 
 
-# -- networks --------------------------------------------------------------------------------------------
+# -- networks --------------------------------------------------------------------------
 
 
 def unit_moments(fn, mean, var):
-    """E f and Var f of normal pre-activations, by the trapezoid rule; 3e-7 at a kink."""
+    """E f and Var f of normal pre-activations, by the trapezoid rule;
+    3e-7 at a kink.
+    """
     z = np.linspace(-9, 9, 8001)
     weight = np.exp(-0.5 * z * z) / np.exp(-0.5 * z * z).sum()
     values = np.asarray(fn(mean + np.sqrt(var) * z[:, None, None]))
@@ -42,10 +57,17 @@ def unit_moments(fn, mean, var):
 @pytest.mark.core
 @pytest.mark.parametrize("name", ["relu", "tanh"])
 def test_two_layers_and_a_residual_block_are_exact(name, x64):
-    """Given the inputs, hidden units share no weights: they are independent, and so the second layer is exact."""
+    """Given the inputs, hidden units share no weights: they are independent, and so the
+    second layer is exact.
+    """
     random, net = weights(), nn.MLP([4, 3], name)
-    w1, b1, w2, b2 = (random[key] for key in ("Dense_0.kernel", "Dense_0.bias", "Dense_1.kernel", "Dense_1.bias"))
-    hidden, spread = unit_moments(nn.ACTIVATIONS[name], X @ w1.mean + b1.mean, X**2 @ w1.var + b1.var)
+    w1, b1, w2, b2 = (
+        random[key]
+        for key in ("Dense_0.kernel", "Dense_0.bias", "Dense_1.kernel", "Dense_1.bias")
+    )
+    hidden, spread = unit_moments(
+        nn.ACTIVATIONS[name], X @ w1.mean + b1.mean, X**2 @ w1.var + b1.var
+    )
     mean = X + hidden @ w2.mean + b2.mean
     var = spread @ (w2.mean**2 + w2.var) + hidden**2 @ w2.var + b2.var
     found = propagate(lambda p: X + net.apply(p, X))(random)
@@ -67,8 +89,12 @@ DEEP = {
     "dense 10, 10, 1": lambda name: nn.MLP([10, 10, 1], name),
     "two residual blocks of 8": blocks,
     "convolution of a convolution": lambda name: convolutional(name, nn.Conv2d(2, 3)),
-    "convolution, maximum pooling": lambda name: convolutional(name, nn.MaxPool(2), *HEAD),
-    "convolution, global average pooling": lambda name: convolutional(name, nn.AvgPool(None), *HEAD),
+    "convolution, maximum pooling": lambda name: convolutional(
+        name, nn.MaxPool(2), *HEAD
+    ),
+    "convolution, global average pooling": lambda name: convolutional(
+        name, nn.AvgPool(None), *HEAD
+    ),
 }
 
 
@@ -76,65 +102,100 @@ DEEP = {
 def documented_gaps():
     """(network, sd) -> bounds of the errors, from the table of the page."""
     page = Path(__file__).parents[2] / "docs" / "moments.md"
-    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in page.read_text().splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("| ").split("|")]
+        for line in page.read_text().splitlines()
+    ]
     return {
-        (cells[0], cells[1]): tuple(map(float, cells[2:])) for cells in lines if len(cells) == 5 and cells[0] in DEEP
+        (cells[0], cells[1]): tuple(map(float, cells[2:]))
+        for cells in lines
+        if len(cells) == 5 and cells[0] in DEEP
     }
 
 
 def test_every_deep_network_has_its_documented_gap():
-    assert set(documented_gaps()) == {(name, sd) for name in DEEP for sd in ("0.2", "1")}
+    assert set(documented_gaps()) == {
+        (name, sd) for name in DEEP for sd in ("0.2", "1")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sd", ["0.2", "1"])
 @pytest.mark.parametrize("name", DEEP)
 def test_gap_of_deep_networks_is_as_documented(name, sd):
-    """No theory bounds it: measured with 100,000 draws (standard error of the variance 0.005), rounded outwards."""
+    """No theory bounds it: measured with 100,000 draws (standard error of the variance
+    0.005), rounded outwards.
+    """
     bound, low, high = documented_gaps()[name, sd]
     size = (1, 3) if "conv" not in name else (1, 4, 4, 1)
-    x = jnp.array([[0.5, -1.0, 2.0]]) if len(size) == 2 else jnp.sin(jnp.arange(16.0)).reshape(size)
+    x = (
+        jnp.array([[0.5, -1.0, 2.0]])
+        if len(size) == 2
+        else jnp.sin(jnp.arange(16.0)).reshape(size)
+    )
     for activation in ("relu", "tanh"):
         net = DEEP[name](activation)
         params = net.init(jax.random.key(0), size[1:])
-        fan_in = {key: max(np.prod(value.shape[:-1]), 1) for key, value in params.items()}
+        fan_in = {
+            key: max(np.prod(value.shape[:-1]), 1) for key, value in params.items()
+        }
         random = {
-            key: Gaussian(value, jnp.full(value.shape, float(sd) ** 2 / fan_in[key])) for key, value in params.items()
+            key: Gaussian(value, jnp.full(value.shape, float(sd) ** 2 / fan_in[key]))
+            for key, value in params.items()
         }
 
         @jax.jit
         def draw(key, net=net, random=random):
             keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
             drawn = {
-                n: g.mean + jnp.sqrt(g.var) * jax.random.normal(keys[n], g.mean.shape) for n, g in random.items()
+                n: g.mean + jnp.sqrt(g.var) * jax.random.normal(keys[n], g.mean.shape)
+                for n, g in random.items()
             }
             return net.apply(drawn, x)
 
         draws = np.concatenate(
-            [jax.vmap(draw)(jax.random.split(key, 20_000)) for key in jax.random.split(jax.random.key(7), 5)]
+            [
+                jax.vmap(draw)(jax.random.split(key, 20_000))
+                for key in jax.random.split(jax.random.key(7), 5)
+            ]
         )
         found = propagate(lambda p, net=net: net.apply(p, x))(random)
         gap = np.asarray(found.var) / draws.var(0) - 1
-        assert (np.abs(found.mean - draws.mean(0)) / draws.std(0)).max() < bound, activation
+        assert (np.abs(found.mean - draws.mean(0)) / draws.std(0)).max() < bound, (
+            activation
+        )
         assert low < gap.min() <= gap.max() < high, activation
 
 
-# -- hard tails ------------------------------------------------------------------------------------------
+# -- hard tails ------------------------------------------------------------------------
 
 # Both sides of the thresholds, the far tails, and the middle; alpha = mean / sd.
-ALPHAS = np.concatenate([[-40, -37, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013])
-AT_ENDS = ([-2.0, 3.0, -1e4, 1e4, 1.0], [0.0, 0.0, 1e-30, 1e-30, 1e30])  # means and variances
+ALPHAS = np.concatenate(
+    [[-40, -37, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013]
+)
+AT_ENDS = (
+    [-2.0, 3.0, -1e4, 1e4, 1.0],
+    [0.0, 0.0, 1e-30, 1e-30, 1e30],
+)  # means and variances
 
 
 def exact_rectifier(alpha, sd):
-    """Mean and variance of max(x, 0), x ~ N(alpha sd, sd^2), and their derivatives by (mean, variance).
+    """Mean and variance of max(x, 0), x ~ N(alpha sd, sd^2), and their derivatives by
+    (mean, variance).
 
-    Integrals of positive functions, in which nothing cancels, and the derivatives by Price's theorem.
+    Integrals of positive functions, in which nothing cancels, and the derivatives by
+    Price's theorem.
     """
     t = abs(alpha)
     first, second = (
         stats.norm.pdf(t)
-        * quad(lambda u, p=p: u**p * np.exp(-u * t - u * u / 2), 0, np.inf, epsabs=0, epsrel=1e-13)[0]
+        * quad(
+            lambda u, p=p: u**p * np.exp(-u * t - u * u / 2),
+            0,
+            np.inf,
+            epsabs=0,
+            epsrel=1e-13,
+        )[0]
         for p in (1, 2)
     )
     if alpha < 0:
@@ -142,17 +203,29 @@ def exact_rectifier(alpha, sd):
     else:  # max(x, 0) = x + max(-x, 0)
         mean, var = alpha + first, 1 - 2 * alpha * first - first**2 - second
     cdf, pdf = stats.norm.cdf(alpha), stats.norm.pdf(alpha)
-    return [sd * mean, sd**2 * var, cdf, pdf / 2 / sd, 2 * sd * mean * stats.norm.sf(alpha), cdf - mean * pdf]
+    return [
+        sd * mean,
+        sd**2 * var,
+        cdf,
+        pdf / 2 / sd,
+        2 * sd * mean * stats.norm.sf(alpha),
+        cdf - mean * pdf,
+    ]
 
 
 def moments_and_gradients(fn, mean, var):
-    """(6, N): mean and variance of a function, and the derivatives of both by (mean, variance) of its argument."""
+    """(6, N): mean and variance of a function, and the derivatives of both by (mean,
+    variance) of its argument.
+    """
 
     @jax.jit
     def of(mean, var):
         moments = propagate(fn)(Gaussian(mean, var))
         slopes = [
-            jax.grad(lambda m, v, i=i: propagate(fn)(Gaussian(m, v))[i].sum(), (0, 1))(mean, var) for i in (0, 1)
+            jax.grad(lambda m, v, i=i: propagate(fn)(Gaussian(m, v))[i].sum(), (0, 1))(
+                mean, var
+            )
+            for i in (0, 1)
         ]
         return jnp.stack([*moments, *slopes[0], *slopes[1]])
 
@@ -161,25 +234,43 @@ def moments_and_gradients(fn, mean, var):
 
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 2e-5), ("float64", 2e-12)])
 def test_rectifier_is_accurate_in_both_tails_and_at_both_ends(dtype, relative):
-    """Relative to rounding times the cancellation that the thresholds allow (measured 7e-6 and 7e-13)."""
+    """Relative to rounding times the cancellation that the thresholds allow (measured
+    7e-6 and 7e-13).
+    """
     sd = np.where(np.arange(len(ALPHAS)) % 4, 1.0, 4.0)
     with jax.enable_x64(dtype == "float64"):
         mean, var = (
-            jnp.asarray(np.concatenate(part), dtype) for part in zip((ALPHAS * sd, sd**2), AT_ENDS, strict=True)
+            jnp.asarray(np.concatenate(part), dtype)
+            for part in zip((ALPHAS * sd, sd**2), AT_ENDS, strict=True)
         )
         found = moments_and_gradients(jax.nn.relu, mean, var)
         rounded = np.asarray(mean, float)[: len(sd)] / sd
     assert np.isfinite(found).all()
     assert (found[:2] >= 0).all()
-    expected = np.array([exact_rectifier(*pair) for pair in zip(rounded, sd, strict=True)]).T
+    expected = np.array(
+        [exact_rectifier(*pair) for pair in zip(rounded, sd, strict=True)]
+    ).T
     tiny = np.finfo(dtype).tiny / np.finfo(dtype).eps
-    tails, known = found[:, : len(sd)], expected[:2] > tiny  # representable with all their digits
+    tails, known = (
+        found[:, : len(sd)],
+        expected[:2] > tiny,
+    )  # representable with all their digits
     np.testing.assert_allclose(tails[:2][known], expected[:2][known], rtol=relative)
     assert (tails[:2][~known] <= 16 * tiny).all()
-    # Derivatives are of size 1 at most, times the sd; in the upper tail those of the variance by m are 0 to rounding.
-    np.testing.assert_allclose(tails[2:], expected[2:], rtol=relative, atol=120 * np.finfo(dtype).eps)
-    np.testing.assert_allclose(found[:2, len(sd) : -1], [[0, 3, 0, 1e4], [0, 0, 0, 1e-30]], rtol=1e-6, atol=1e-36)
-    np.testing.assert_allclose(found[[2, 5], len(sd) : -1], [[0, 1, 0, 1]] * 2, atol=1e-6)
+    # Derivatives are of size 1 at most, times the sd; in the upper tail those of the
+    # variance by m are 0 to rounding.
+    np.testing.assert_allclose(
+        tails[2:], expected[2:], rtol=relative, atol=120 * np.finfo(dtype).eps
+    )
+    np.testing.assert_allclose(
+        found[:2, len(sd) : -1],
+        [[0, 3, 0, 1e4], [0, 0, 0, 1e-30]],
+        rtol=1e-6,
+        atol=1e-36,
+    )
+    np.testing.assert_allclose(
+        found[[2, 5], len(sd) : -1], [[0, 1, 0, 1]] * 2, atol=1e-6
+    )
 
 
 def test_larger_of_two_known_numbers_is_exact(x64):
@@ -190,36 +281,51 @@ def test_larger_of_two_known_numbers_is_exact(x64):
 
     found = larger(np.array([1.0, 2.0]))
     np.testing.assert_allclose(np.array(found), [[3, 2], [0, 0]])
-    np.testing.assert_allclose(jax.grad(lambda m: larger(m).mean.sum())(np.array([1.0, 2.0])), [0, 0.5])
+    np.testing.assert_allclose(
+        jax.grad(lambda m: larger(m).mean.sum())(np.array([1.0, 2.0])), [0, 0.5]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("fn", [jnp.tanh, *(pytest.param(f, marks=pytest.mark.slow) for f in (jax.nn.elu, jnp.exp))])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        jnp.tanh,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (jax.nn.elu, jnp.exp)),
+    ],
+)
 def test_moments_and_gradients_hold_down_to_zero_variance(fn, dtype):
-    """To first order in v: E f = f + f'' v / 2 and Var f = f'^2 v, also where sqrt(v) is below rounding."""
+    """To first order in v: E f = f + f'' v / 2 and Var f = f'^2 v, also where sqrt(v)
+    is below rounding.
+    """
     points, variances = np.array([0.7, -0.4]), np.array([0.0, 1e-30, 1e-12, 1e-5])
     with jax.enable_x64(dtype == "float64"):
         mean = jnp.asarray(np.repeat(points, 4), dtype)
         var = jnp.asarray(np.tile(variances, 2), dtype)
         found = moments_and_gradients(fn, mean, var)
         value, slope, bend = (
-            np.asarray(jax.vmap(f)(mean), float) for f in (fn, jax.grad(fn), jax.grad(jax.grad(fn)))
+            np.asarray(jax.vmap(f)(mean), float)
+            for f in (fn, jax.grad(fn), jax.grad(jax.grad(fn)))
         )
     np.testing.assert_allclose(found[0], value, rtol=1e-4)
-    np.testing.assert_allclose(found[1], slope**2 * np.asarray(var), rtol=2e-4, atol=1e-36)
+    np.testing.assert_allclose(
+        found[1], slope**2 * np.asarray(var), rtol=2e-4, atol=1e-36
+    )
     np.testing.assert_allclose(found[2], slope, rtol=1e-3)
     np.testing.assert_allclose(found[3], bend / 2, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(found[5], slope**2, rtol=1e-3, atol=1e-7)
 
 
-# -- transformations of JAX ------------------------------------------------------------------------------
+# -- transformations of JAX ------------------------------------------------------------
 
 
 @pytest.mark.core
 def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
     random, apply = weights(), nn.MLP([4, 3], "tanh").apply
     expected = propagate(apply)(random, RANDOM_X)
-    direction = jax.tree.map(lambda leaf: np.cos(np.arange(leaf.size)).reshape(leaf.shape), random)
+    direction = jax.tree.map(
+        lambda leaf: np.cos(np.arange(leaf.size)).reshape(leaf.shape), random
+    )
 
     def total(step, random):
         moved = jax.tree.map(lambda w, d: w * (1 + step * d), random, direction)
@@ -230,8 +336,15 @@ def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
     def everything(random, x):
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), random)
         by_row = jax.vmap(propagate(apply), (None, 0))(random, x)
-        by_weight = jax.tree.map(lambda leaf: leaf[0], jax.vmap(propagate(apply), (0, None))(stacked, x))
-        return propagate(apply)(random, x), by_row, by_weight, jax.grad(total)(0.0, random)
+        by_weight = jax.tree.map(
+            lambda leaf: leaf[0], jax.vmap(propagate(apply), (0, None))(stacked, x)
+        )
+        return (
+            propagate(apply)(random, x),
+            by_row,
+            by_weight,
+            jax.grad(total)(0.0, random),
+        )
 
     *moments, slope = everything(random, RANDOM_X)
     for found in moments:
@@ -239,7 +352,9 @@ def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
     up, down = (total(step, random) for step in (1e-5, -1e-5))
     np.testing.assert_allclose(slope, (up - down) / 2e-5, rtol=1e-7)
     with jax.enable_x64(False):
-        single = jax.jit(propagate(apply))(weights(np.float32), jax.tree.map(np.float32, RANDOM_X))
+        single = jax.jit(propagate(apply))(
+            weights(np.float32), jax.tree.map(np.float32, RANDOM_X)
+        )
     assert single.mean.dtype == single.var.dtype == "float32"
     np.testing.assert_allclose(single.mean, expected.mean, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(single.var, expected.var, rtol=1e-5)
@@ -248,7 +363,9 @@ def test_jit_vmap_and_precision_change_nothing_and_gradients_are_right(x64):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_large_arrays_have_the_moments_of_small_ones(x64):
-    """Beyond 2^24 evaluations nodes are summed one after another; values and gradients are the same."""
+    """Beyond 2^24 evaluations nodes are summed one after another; values and gradients
+    are the same.
+    """
     x = Gaussian(*(np.tile(part.reshape(6), 36_000) for part in RANDOM_X))
 
     @jax.jit
@@ -257,7 +374,9 @@ def test_large_arrays_have_the_moments_of_small_ones(x64):
         return found, back(Gaussian(jnp.zeros_like(x.mean), jnp.ones_like(x.mean)))[0]
 
     large, small = of(x), of(Gaussian(*(part[:6] for part in x)))
-    for found, expected in zip(jax.tree.leaves(large), jax.tree.leaves(small), strict=True):
+    for found, expected in zip(
+        jax.tree.leaves(large), jax.tree.leaves(small), strict=True
+    ):
         np.testing.assert_allclose(found[-6:], expected, rtol=1e-8, atol=1e-10)
 
 
@@ -270,30 +389,44 @@ wave.defvjp(lambda x: (wave(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.vmap, lambda fn: jax.jit(jax.jit(fn))])
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, jax.vmap, lambda fn: jax.jit(jax.jit(fn))]
+)
 def test_calls_are_descended_into(wrap):
     def fn(x):
         return jax.nn.relu(wave(x) + x @ np.ones((3, 3)))
 
-    for found, expected in zip(propagate(wrap(fn))(RANDOM_X), propagate(fn)(RANDOM_X), strict=True):
+    for found, expected in zip(
+        propagate(wrap(fn))(RANDOM_X), propagate(fn)(RANDOM_X), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_functions_of_one_variable_are_not_products_of_two(x64):
-    """However the function is spread over lines and calls; the affine function of itself is exact as well."""
+    """However the function is spread over lines and calls; the affine function of
+    itself is exact as well.
+    """
     gate = jax.jit(jax.nn.sigmoid)
     found = propagate(lambda x: x * gate(x) + x - x)(RANDOM_X)
     for moment, expected in zip(found, propagate(jax.nn.silu)(RANDOM_X), strict=True):
         np.testing.assert_allclose(moment, expected, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(propagate(lambda x: 3 * x - (x + x))(RANDOM_X).var, RANDOM_X.var, rtol=1e-12)
+    np.testing.assert_allclose(
+        propagate(lambda x: 3 * x - (x + x))(RANDOM_X).var, RANDOM_X.var, rtol=1e-12
+    )
 
 
 def test_outputs_keep_the_tree_and_plain_values_stay_plain():
     def fn(data, *, shift, name):
         assert name == "a"
-        return {"random": data["x"] * 2 + shift, "plain": jnp.sin(shift), "both": (data["n"], shift, 3)}
+        return {
+            "random": data["x"] * 2 + shift,
+            "plain": jnp.sin(shift),
+            "both": (data["n"], shift, 3),
+        }
 
-    out = propagate(fn)({"x": Gaussian(jnp.ones(2), jnp.ones(2)), "n": 4}, shift=jnp.ones(2), name="a")
+    out = propagate(fn)(
+        {"x": Gaussian(jnp.ones(2), jnp.ones(2)), "n": 4}, shift=jnp.ones(2), name="a"
+    )
     assert out["random"].mean.tolist() == [3, 3]
     assert out["random"].var.tolist() == [4, 4]
     np.testing.assert_allclose(out["plain"], np.sin(1.0), rtol=1e-6)
@@ -301,7 +434,7 @@ def test_outputs_keep_the_tree_and_plain_values_stay_plain():
     assert propagate(lambda x: x + 1)(1.0) == 2  # nothing is random
 
 
-# -- errors ----------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------
 
 
 def centered(x):
@@ -311,16 +444,28 @@ def centered(x):
 REFUSED = {
     "sort": (jnp.sort, "`sort` at "),
     "argmax": (lambda x: jnp.argmax(x), "`argmax` at "),
-    "scan": (lambda x: lax.scan(lambda c, v: (c + v, v), jnp.zeros(3), x)[0], "`scan` at "),
+    "scan": (
+        lambda x: lax.scan(lambda c, v: (c + v, v), jnp.zeros(3), x)[0],
+        "`scan` at ",
+    ),
     "comparison": (lambda x: x > 0, "`gt` at .* turns random numbers into bool"),
-    "integers": (lambda x: x.astype(int), "`convert_element_type` at .* turns random numbers into int"),
+    "integers": (
+        lambda x: x.astype(int),
+        "`convert_element_type` at .* turns random numbers into int",
+    ),
     "reciprocal": (lambda x: 1 / x, "`div` at .* has no moments"),
     "power -1": (lambda x: (2 * x + 1) ** -1, "`integer_pow` at .* has no moments"),
     "logarithm": (lambda x: jnp.log(x), "`log` at .* has no moments"),
     "quotient": (lambda x: x[0] / x[1], "`div` at .* joins two"),
-    "random choice": (lambda x: jnp.where(x[0] > 0, x[1], 0.0), "`select_n` at .* joins two"),
+    "random choice": (
+        lambda x: jnp.where(x[0] > 0, x[1], 0.0),
+        "`select_n` at .* joins two",
+    ),
     "square of a matrix": (lambda x: x @ x.T, "`dot_general` at .* with itself"),
-    "reshaped or sliced alike": (lambda x: x[:, :2] * jnp.tanh(x)[:, :2], "`mul` at .* reshaped or sliced alike"),
+    "reshaped or sliced alike": (
+        lambda x: x[:, :2] * jnp.tanh(x)[:, :2],
+        "`mul` at .* reshaped or sliced alike",
+    ),
     "mean": (centered, "`sub` at .* reduction of itself"),
     "random index": (lambda x: jnp.arange(3)[x[0].astype(int)], "`.*` at "),
     "BatchNorm": (lambda x: nn.BatchNorm(False, False).apply({}, x), "norm.py"),
@@ -353,20 +498,26 @@ def test_error_names_the_line_of_the_user():
         with pytest.raises(ValueError, match=f"test_moments.py:{line} ") as error:
             propagate(lambda x, fn=fn: 2 * fn(x))(RANDOM_X)
         assert str(error.value).startswith("moments.propagate: argument `fn` got `")
-    # A traced model contains much that the output does not need: there the unsupported sort is not even looked at.
-    assert propagate(lambda x: jax.jit(lambda x: (jnp.sort(x), x + 1))(x)[1])(RANDOM_X).mean.shape == (2, 3)
+    # A traced model contains much that the output does not need: there the unsupported
+    # sort is not even looked at.
+    assert propagate(lambda x: jax.jit(lambda x: (jnp.sort(x), x + 1))(x)[1])(
+        RANDOM_X
+    ).mean.shape == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("mean", "var", "kind", "argument"),
-    [(np.ones(2), np.ones(3), ValueError, "var"), (np.arange(2), np.arange(2), TypeError, "mean")],
+    [
+        (np.ones(2), np.ones(3), ValueError, "var"),
+        (np.arange(2), np.arange(2), TypeError, "mean"),
+    ],
 )
 def test_gaussians_that_do_not_fit_are_refused(mean, var, kind, argument):
     with pytest.raises(kind, match=f"argument `{argument}`"):
         propagate(jnp.sin)(Gaussian(jnp.asarray(mean), jnp.asarray(var)))
 
 
-# -- rules of the user -----------------------------------------------------------------------------------
+# -- rules of the user -----------------------------------------------------------------
 
 
 def test_user_adds_rules():
@@ -383,7 +534,9 @@ def test_user_adds_rules():
 
 
 def test_interpreter_serves_other_rules():
-    """Local reparameterization: where a Gaussian weight meets a product, the output is sampled."""
+    """Local reparameterization: where a Gaussian weight meets a product, the output is
+    sampled.
+    """
     seen = []
 
     def sampled(equation, x, w):
@@ -393,8 +546,16 @@ def test_interpreter_serves_other_rules():
     def refuse(equation, *operands):
         raise equation.refuse("is not a product", "Use the weight in a product first.")
 
-    walk = Interpreter({"dot_general": sampled}, lambda v: isinstance(v, Gaussian), "guides.example", refuse)
-    weight, x = Gaussian(jnp.ones((3, 1)), jnp.ones((3, 1))), jnp.array([[2.0, 0.0, 0.0]])
+    walk = Interpreter(
+        {"dot_general": sampled},
+        lambda v: isinstance(v, Gaussian),
+        "guides.example",
+        refuse,
+    )
+    weight, x = (
+        Gaussian(jnp.ones((3, 1)), jnp.ones((3, 1))),
+        jnp.array([[2.0, 0.0, 0.0]]),
+    )
 
     def run(fn):
         jaxpr = jax.make_jaxpr(fn)(weight.mean)
@@ -402,5 +563,7 @@ def test_interpreter_serves_other_rules():
 
     assert run(jax.jit(lambda w: jnp.tanh(x @ w))).tolist() == [[float(jnp.tanh(4.0))]]
     assert seen == ["dot_general"]
-    with pytest.raises(ValueError, match=r"guides.example: .* `mul` at .* is not a product"):
+    with pytest.raises(
+        ValueError, match=r"guides.example: .* `mul` at .* is not a product"
+    ):
         run(lambda w: x @ (2 * w))

@@ -1,6 +1,8 @@
-"""Moves along symmetries: exact densities on the orbit, priors that stay, walks that adapt; quotients likewise.
+"""Moves along symmetries: exact densities on the orbit, priors that stay, walks that
+adapt; quotients likewise.
 
-Where the likelihood ignores all sites the posterior is the prior; moves run around a kernel that stays where it is.
+Where the likelihood ignores all sites the posterior is the prior; moves run around a
+kernel that stays where it is.
 """
 
 from functools import cache
@@ -18,7 +20,15 @@ from orbits import Still, after_moves
 from scipy import stats
 
 from numpyro_bnn import infer, symmetry
-from numpyro_bnn.symmetry import JointRescale, JointScale, Permutation, Rescale, Scale, Shift, SignFlip
+from numpyro_bnn.symmetry import (
+    JointRescale,
+    JointScale,
+    Permutation,
+    Rescale,
+    Scale,
+    Shift,
+    SignFlip,
+)
 
 RATE = 1e-6  # failure rate of a comparison
 
@@ -42,10 +52,12 @@ def prior_draws(model, size=4000, args=()):
         trace = handlers.trace(handlers.seed(model, key)).get_trace(*args)
         return {name: site["value"] for name, site in trace.items() if name != "y"}
 
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(draw))(random.split(random.key(0), size)))
+    return jax.tree.map(
+        np.asarray, jax.jit(jax.vmap(draw))(random.split(random.key(0), size))
+    )
 
 
-# -- from one point: the density on the orbit ------------------------------------------------------------
+# -- from one point: the density on the orbit ------------------------------------------
 
 LOC, SD = np.array([[0.4, -1.0], [2.0, 0.3]]), np.array([[0.5, 2.0], [1.5, 0.8]])
 W, V = np.array([[0.3, -1.2], [0.7, 1.9]]), np.array([[1.1], [-0.6]])
@@ -56,7 +68,8 @@ def log_normal(value, loc, sd):
     return -0.5 * ((value - loc) / sd) ** 2
 
 
-# Symmetry, method, and the log density of the group element g of unit u with respect to the Haar measure.
+# Symmetry, method, and the log density of the group element g of unit u with respect to
+# the Haar measure.
 EXACT_DRAWS = {
     "radius": (
         Scale([("radius w", 1)]),
@@ -77,7 +90,11 @@ EXACT_DRAWS = {
         "normal",
         lambda g, u: log_normal(g + W[:, [u]], LOC[:, [u]], SD[:, [u]]).sum(0),
     ),
-    "shift of one element": (Shift([("one v", 0)]), "prior", lambda g, u: log_normal(g + V[u], 0.0, 0.7)),
+    "shift of one element": (
+        Shift([("one v", 0)]),
+        "prior",
+        lambda g, u: log_normal(g + V[u], 0.0, 0.7),
+    ),
 }
 REDRAWN, SIGNS = JointScale("weights", "precision", -2.0), SignFlip([("radius w", 1)])
 
@@ -85,7 +102,9 @@ REDRAWN, SIGNS = JointScale("weights", "precision", -2.0), SignFlip([("radius w"
 def independent(y=None):
     for name in ("radius", "factor", "shift"):
         loc = LOC if name == "shift" else 0 * LOC
-        numpyro.sample(f"{name} w", dist.Normal(jnp.asarray(loc), jnp.asarray(SD)).to_event(2))
+        numpyro.sample(
+            f"{name} w", dist.Normal(jnp.asarray(loc), jnp.asarray(SD)).to_event(2)
+        )
     for name in ("factor", "one"):
         numpyro.sample(f"{name} v", dist.Normal(jnp.zeros((2, 1)), 0.7).to_event(2))
     precision = numpyro.sample("precision", dist.Gamma(2.0, 2.0))
@@ -102,8 +121,17 @@ START = {
 
 
 def from_one_point(symmetries, **options):
-    draws = {name: jnp.broadcast_to(jnp.float32(value), (CHAINS, *value.shape)) for name, value in START.items()}
-    return after_moves(moves(symmetries, **options.pop("moves", {})), independent, draws, (0.3,), **options)
+    draws = {
+        name: jnp.broadcast_to(jnp.float32(value), (CHAINS, *value.shape))
+        for name, value in START.items()
+    }
+    return after_moves(
+        moves(symmetries, **options.pop("moves", {})),
+        independent,
+        draws,
+        (0.3,),
+        **options,
+    )
 
 
 @cache
@@ -116,7 +144,9 @@ def elements_of(name, after):
     site = EXACT_DRAWS[name][0].sites[0]
     now = after[site][:, 0] if site.endswith("w") else after[site][..., 0]
     before = W[0] if site.endswith("w") else V[:, 0]
-    return np.log(np.abs(now / before)) if name in ("radius", "factor") else now - before
+    return (
+        np.log(np.abs(now / before)) if name in ("radius", "factor") else now - before
+    )
 
 
 def assert_density_on_the_orbit(name, after):
@@ -126,7 +156,12 @@ def assert_density_on_the_orbit(name, after):
         log_density = EXACT_DRAWS[name][2](grid, unit)
         density = np.exp(log_density - log_density.max())
         cdf = np.cumsum(density) / density.sum()
-        assert stats.kstest(drawn[:, unit], lambda x, cdf=cdf: np.interp(x, grid, cdf)).pvalue > RATE
+        assert (
+            stats.kstest(
+                drawn[:, unit], lambda x, cdf=cdf: np.interp(x, grid, cdf)
+            ).pvalue
+            > RATE
+        )
     assert abs(np.corrcoef(drawn.T)[0, 1]) < 5 / np.sqrt(CHAINS)
 
 
@@ -140,20 +175,28 @@ def test_exact_draws_have_the_density_on_the_orbit(name):
 def test_a_redrawn_precision_keeps_the_standardized_weights():
     described, after, _ = one_transition()
     assert methods(described)[-2:] == ["scale prior", "flip"]
-    assert stats.kstest(after["precision"], stats.gamma(2.0, scale=0.5).cdf).pvalue > RATE
+    assert (
+        stats.kstest(after["precision"], stats.gamma(2.0, scale=0.5).cdf).pvalue > RATE
+    )
     standard = after["weights"] * np.sqrt(after["precision"] / 3.0)[:, None]
-    np.testing.assert_allclose(standard, np.broadcast_to(START["weights"], standard.shape), rtol=1e-5)
+    np.testing.assert_allclose(
+        standard, np.broadcast_to(START["weights"], standard.shape), rtol=1e-5
+    )
 
 
 def test_moves_of_one_transition_are_independent_and_follow_one_another():
-    """Signs move after radii of the same site; elements of all symmetries are uncorrelated."""
+    """Signs move after radii of the same site; elements of all symmetries are
+    uncorrelated.
+    """
     _, after, _ = one_transition()
     signs = np.sign(after["radius w"][:, 0] / W[0])
     np.testing.assert_array_equal(signs, np.sign(after["radius w"][:, 1] / W[1]))
     for column in signs.T:
         assert stats.binomtest(int((column > 0).sum()), CHAINS).pvalue > RATE
     assert (after["factor w"] / W > 0).all()
-    elements = np.column_stack([*(elements_of(name, after) for name in EXACT_DRAWS), signs, after["precision"]])
+    elements = np.column_stack(
+        [*(elements_of(name, after) for name in EXACT_DRAWS), signs, after["precision"]]
+    )
     correlations = np.corrcoef(elements.T) - np.eye(elements.shape[1])
     # 55 pairs of at most standard correlation errors each: five of them, 6e-7 each.
     assert np.abs(correlations).max() < 5.5 / np.sqrt(CHAINS)
@@ -161,19 +204,24 @@ def test_moves_of_one_transition_are_independent_and_follow_one_another():
 
 def test_walks_have_the_density_of_exact_draws():
     """Where the likelihood enters the ratio moves are walks; it ignores these sites."""
-    described, after, _ = from_one_point([EXACT_DRAWS["factor"][0]], moves={"exact": False}, transitions=60)
+    described, after, _ = from_one_point(
+        [EXACT_DRAWS["factor"][0]], moves={"exact": False}, transitions=60
+    )
     assert methods(described) == ["walk"]
     assert_density_on_the_orbit("factor", after)
 
 
-# -- from draws of the prior: it stays the prior ---------------------------------------------------------
+# -- from draws of the prior: it stays the prior ---------------------------------------
 
 COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
-RING = np.eye(4) + 0.4 * (np.roll(np.eye(4), 1, axis=0) + np.roll(np.eye(4), -1, axis=0))
+RING = np.eye(4) + 0.4 * (
+    np.roll(np.eye(4), 1, axis=0) + np.roll(np.eye(4), -1, axis=0)
+)
 HIGH = np.array([1.0, 1.2])
 
 
-# Orders are accepted only if all orders are equally likely: neither one exchange of units nor a rotation shows it.
+# Orders are accepted only if all orders are equally likely: neither one exchange of
+# units nor a rotation shows it.
 UNITS = {  # how a site of dependent units, or of units with means of their own, moves
     "flip": (SignFlip, "flip", np.zeros(3), COUPLED),
     "ring": (Permutation, "shuffle", np.zeros(4), RING),
@@ -183,14 +231,19 @@ UNITS = {  # how a site of dependent units, or of units with means of their own,
 
 @cache
 def from_the_prior():
-    """Draws of one model before and after four transitions, and how often moves were accepted."""
+    """Draws of one model before and after four transitions, and how often moves were
+    accepted.
+    """
 
     def model(y=None):
         for name, (_, _, loc, covariance) in UNITS.items():
             if (covariance == np.eye(len(loc))).all():
                 numpyro.sample(name, dist.Normal(jnp.asarray(loc), 1.0).to_event(1))
             else:
-                numpyro.sample(name, dist.MultivariateNormal(jnp.asarray(loc), jnp.asarray(covariance)))
+                numpyro.sample(
+                    name,
+                    dist.MultivariateNormal(jnp.asarray(loc), jnp.asarray(covariance)),
+                )
         s = numpyro.sample("s", dist.Gamma(3.0, 2.0))
         numpyro.sample("w", dist.Normal(0.0, s).expand([2]).to_event(1))
         numpyro.sample("t", dist.HalfNormal(s))
@@ -198,46 +251,75 @@ def from_the_prior():
         numpyro.sample("u", dist.Uniform(0.0, r))
         numpyro.sample("v", dist.Normal(0.0, r).expand([2]).to_event(1))
         numpyro.sample("bounded", dist.Uniform(0.0, jnp.asarray(HIGH)).to_event(1))
-        a, b, _ = (numpyro.sample(n, dist.HalfCauchy(1.0).expand([3]).to_event(1)) for n in ("a", "b", "other"))
+        a, b, _ = (
+            numpyro.sample(n, dist.HalfCauchy(1.0).expand([3]).to_event(1))
+            for n in ("a", "b", "other")
+        )
         numpyro.sample("in", dist.Normal(0.0, a).expand([2, 3]).to_event(2))
         numpyro.sample("out", dist.Normal(0.0, b[:, None]).expand([3, 4]).to_event(2))
         ignored(y)
 
     before = prior_draws(model, 10_000)
     symmetries = [group([(name, 0)]) for name, (group, *_) in UNITS.items()]
-    symmetries += [JointScale("w", "s"), JointScale("v", "r"), Permutation([("bounded", 0)])]
+    symmetries += [
+        JointScale("w", "s"),
+        JointScale("v", "r"),
+        Permutation([("bounded", 0)]),
+    ]
     symmetries += [Permutation([("in", 1), ("out", 0)])]
     with jax.debug_key_reuse(True):  # no move uses a key twice
         described, after, accepted = after_moves(
-            moves(symmetries), model, before, (0.3,), transitions=4, read=lambda state: state.orbit_accept_prob
+            moves(symmetries),
+            model,
+            before,
+            (0.3,),
+            transitions=4,
+            read=lambda state: state.orbit_accept_prob,
         )
     expected = [method for _, method, *_ in UNITS.values()]
-    assert methods(described) == [*expected, "hyperprior", "hyperprior", "shuffle", "order"]
+    assert methods(described) == [
+        *expected,
+        "hyperprior",
+        "hyperprior",
+        "shuffle",
+        "order",
+    ]
     return before, after, accepted
 
 
 @pytest.mark.parametrize("name", UNITS)
 def test_dependent_units_keep_their_prior(name):
-    """First and second moments within 5 standard errors (6e-7 each); Var(x y) = 1 + r^2 of standard normals."""
+    """First and second moments within 5 standard errors (6e-7 each); Var(x y) = 1 + r^2
+    of standard normals.
+    """
     before, after = (draws[name] for draws in from_the_prior()[:2])
     (_, _, loc, covariance), number = UNITS[name], len(after)
     centered, error = after - loc, np.sqrt((1 + covariance**2) / number)
     np.testing.assert_allclose(centered.mean(0), 0.0, atol=5 / np.sqrt(number))
-    np.testing.assert_array_less(np.abs(centered.T @ centered / number - covariance), 5 * error)
+    np.testing.assert_array_less(
+        np.abs(centered.T @ centered / number - covariance), 5 * error
+    )
     changed = np.abs(after - before) > 1e-5
     assert (changed.mean(0)[:2] > 0.2).all()
-    assert name != "two of three" or changed[:, 2].mean() < 0.01  # it is 6 sd apart, and keeps its place
+    assert (
+        name != "two of three" or changed[:, 2].mean() < 0.01
+    )  # it is 6 sd apart, and keeps its place
 
 
 def test_moves_are_corrected_for_densities_and_supports_of_sites_that_stay():
-    """Scales that are redrawn above a density and above a support; orders of units that only supports tell apart."""
+    """Scales that are redrawn above a density and above a support; orders of units that
+    only supports tell apart.
+    """
     before, after, _ = from_the_prior()
     for name in ("t", "u"):
         np.testing.assert_allclose(after[name], before[name], rtol=1e-4, atol=1e-6)
     for name in ("s", "r"):
         assert (np.abs(after[name] / before[name] - 1) > 1e-4).mean() > 0.5
     assert stats.kstest(after["s"], stats.gamma(3.0, scale=0.5).cdf).pvalue > RATE
-    assert stats.kstest((after["w"] / after["s"][:, None]).ravel(), stats.norm.cdf).pvalue > RATE
+    assert (
+        stats.kstest((after["w"] / after["s"][:, None]).ravel(), stats.norm.cdf).pvalue
+        > RATE
+    )
     assert stats.kstest(after["t"] / after["s"], stats.halfnorm.cdf).pvalue > RATE
     assert stats.kstest(after["r"], stats.uniform(0.5, 1.5).cdf).pvalue > RATE
     assert stats.kstest(after["u"] / after["r"], stats.uniform.cdf).pvalue > RATE
@@ -253,7 +335,9 @@ def test_scales_of_single_units_move_with_the_units():
         # A unit is known by its first scale.
         where = np.argsort(before["a"][n])[np.argsort(np.argsort(after["a"][n]))]
         for name, axis in (("a", 0), ("b", 0), ("in", 1), ("out", 0)):
-            np.testing.assert_allclose(after[name][n], before[name][n].take(where, axis), rtol=1e-4)
+            np.testing.assert_allclose(
+                after[name][n], before[name][n].take(where, axis), rtol=1e-4
+            )
     assert (np.abs(after["a"] - before["a"]) > 1e-6).any()
     np.testing.assert_allclose(after["other"], before["other"], rtol=1e-4)
 
@@ -268,11 +352,20 @@ def test_each_walk_finds_its_width_in_warm_up_and_keeps_it():
         numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         ignored(y)
 
-    start = {"narrow": jnp.full((40, 2), 2.0), "wide": jnp.ones(40), "w": jnp.ones((40, 2))}
+    start = {
+        "narrow": jnp.full((40, 2), 2.0),
+        "wide": jnp.ones(40),
+        "w": jnp.ones((40, 2)),
+    }
     described, _, (accepted, widths) = after_moves(
-        moves([Scale("narrow"), Scale("wide"), Scale("w")]), model, start, (0.3,), transitions=400, num_warmup=200,
+        moves([Scale("narrow"), Scale("wide"), Scale("w")]),
+        model,
+        start,
+        (0.3,),
+        transitions=400,
+        num_warmup=200,
         read=lambda state: (state.orbit_accept_prob, state.orbit_width),
-    )  # fmt: skip
+    )
     assert methods(described) == ["walk", "walk", "gig"]
     # Independent chains: their mean has a standard error near 0.003.
     np.testing.assert_allclose(accepted[:, 200:, :2].mean((0, 1)), 0.44, atol=0.03)
@@ -282,7 +375,7 @@ def test_each_walk_finds_its_width_in_warm_up_and_keeps_it():
     assert (widths[:, -1, 1] > 10 * widths[:, -1, 0]).all()
 
 
-# -- quotients -------------------------------------------------------------------------------------------
+# -- quotients -------------------------------------------------------------------------
 
 # A scale and a bias are not sampled, and the walk reads their densities.
 IN_ANY_ORDER = {
@@ -303,11 +396,19 @@ def scales_and_weights(y=None):
 
 @pytest.mark.parametrize(
     "order",
-    [("walk", "scale"), *(pytest.param(o, marks=pytest.mark.slow) for o in [("walk", "bias"), ("radius", "scale")])],
+    [
+        ("walk", "scale"),
+        *(
+            pytest.param(o, marks=pytest.mark.slow)
+            for o in [("walk", "bias"), ("radius", "scale")]
+        ),
+    ],
     ids=" then ".join,
 )
 def test_a_quotient_has_the_prior_in_any_order_of_its_symmetries(order):
-    free = symmetry.quotient(scales_and_weights, [IN_ANY_ORDER[name] for name in order], 0.3)
+    free = symmetry.quotient(
+        scales_and_weights, [IN_ANY_ORDER[name] for name in order], 0.3
+    )
     draws = prior_draws(free)
     for name in "uwb":
         scale = draws[f"{name} scale"]
@@ -317,8 +418,13 @@ def test_a_quotient_has_the_prior_in_any_order_of_its_symmetries(order):
 
 
 def own_random_numbers(x, y=None, batch_size=None):
-    """Two odd units with dropout on a minibatch, and two weights without an effect; returns what it drew."""
-    w, v = (numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1)) for name in "wv")
+    """Two odd units with dropout on a minibatch, and two weights without an effect;
+    returns what it drew.
+    """
+    w, v = (
+        numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        for name in "wv"
+    )
     for name in ("first", "second"):
         numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
     other = numpyro.sample("other", dist.Normal(0.0, 1.0))
@@ -333,28 +439,44 @@ def own_random_numbers(x, y=None, batch_size=None):
 
 @pytest.mark.slow
 def test_deterministic_sites_of_a_quotient_belong_to_the_recorded_weights():
-    """Of the same rows and the same dropout, wherever on the orbit the draw lies; orbits are drawn independently."""
+    """Of the same rows and the same dropout, wherever on the orbit the draw lies;
+    orbits are drawn independently.
+    """
     x, units = jnp.linspace(-1.0, 1.5, 6), [("w", 0), ("v", 0)]
     symmetries = [SignFlip(units), Permutation(units), Scale("first"), Scale("second")]
     free = symmetry.quotient(own_random_numbers, symmetries, x, jnp.sin(x))
-    draws = prior_draws(lambda: numpyro.deterministic("run", free(x, jnp.sin(x), 2)), 2000)
+    draws = prior_draws(
+        lambda: numpyro.deterministic("run", free(x, jnp.sin(x), 2)), 2000
+    )
     index, keep = draws["run"]
     assert index.shape == (2000, 2)
     rows = np.asarray(x)[index]
-    f = np.einsum("nr,nru,nu->nr", keep, np.tanh(rows[..., None] * draws["w"][:, None]), draws["v"])
+    f = np.einsum(
+        "nr,nru,nu->nr",
+        keep,
+        np.tanh(rows[..., None] * draws["w"][:, None]),
+        draws["v"],
+    )
     np.testing.assert_allclose(draws["f"], f, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(draws["of one unit"], rows * draws["w"][:, :1], rtol=1e-5)
+    np.testing.assert_allclose(
+        draws["of one unit"], rows * draws["w"][:, :1], rtol=1e-5
+    )
     np.testing.assert_allclose(draws["twice"], 2.0 * draws["other"], rtol=1e-6)
     radii = [np.linalg.norm(draws[name], axis=1) for name in ("first", "second")]
     assert abs(np.corrcoef(*radii)[0, 1]) < 5 / np.sqrt(2000)
 
 
-# -- refusals --------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------
 
 
 def two_units(x, y):
-    w, v = (numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1)) for name in "wv")
-    numpyro.sample("y", dist.Normal(jnp.tanh(x[:, None] * w) @ v, 0.5).to_event(1), obs=y)
+    w, v = (
+        numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        for name in "wv"
+    )
+    numpyro.sample(
+        "y", dist.Normal(jnp.tanh(x[:, None] * w) @ v, 0.5).to_event(1), obs=y
+    )
 
 
 @pytest.mark.parametrize(
@@ -365,7 +487,11 @@ def two_units(x, y):
         (lambda: started(["w"]), "symmetries", "symmetry.find"),
         (lambda: started([Scale("ww")]), "site", "Did you mean"),
         (lambda: started([Scale([("w", 5)])]), "unit_axes", "Count the axes"),
-        (lambda: jax.jit(lambda y: started([SignFlip("w")], y))(jnp.ones(6)), "model_args", "outside"),
+        (
+            lambda: jax.jit(lambda y: started([SignFlip("w")], y))(jnp.ones(6)),
+            "model_args",
+            "outside",
+        ),
     ],
     ids=["no kernel", "none", "no symmetry", "unknown site", "axis", "traced data"],
 )
@@ -376,7 +502,9 @@ def test_what_moves_cannot_use_is_refused(make, argument, fragment):
 
 def started(symmetries, y=None):
     y = jnp.ones(6) if y is None else y
-    return infer.OrbitMoves(Still(two_units), symmetries).init(random.key(0), 0, {}, (jnp.ones(6), y), {})
+    return infer.OrbitMoves(Still(two_units), symmetries).init(
+        random.key(0), 0, {}, (jnp.ones(6), y), {}
+    )
 
 
 def test_a_symmetry_that_nearly_holds_is_refused_with_the_way_out():

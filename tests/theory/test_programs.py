@@ -1,4 +1,6 @@
-"""Programs compiled once and used again, by equal computations and by no others; models that are read, not run."""
+"""Programs compiled once and used again, by equal computations and by no others; models
+that are read, not run.
+"""
 
 from functools import partial
 
@@ -28,11 +30,13 @@ def times(factor):
     return lambda given, args, kwargs: given * (factor * args[0]).sum()
 
 
-# -- equal computations share a program, others do not ---------------------------------------------------------
+# -- equal computations share a program, others do not ---------------------------------
 
 
 def test_equal_computations_share_a_program(compiled):
-    """Another function, other data of the same shape, another value: nothing is compiled."""
+    """Another function, other data of the same shape, another value: nothing is
+    compiled.
+    """
     run(times(2.0), jnp.float32(1.0), (THREE,), {})
     before = len(compiled)
     assert float(run(times(2.0), jnp.float32(3.0), (THREE + 1,), {})) == 36.0
@@ -40,7 +44,9 @@ def test_equal_computations_share_a_program(compiled):
 
 
 def test_programs_that_run_once_are_kept_for_themselves(compiled):
-    """A kernel must not be slow because the same computation was compiled quickly before, also inside another one."""
+    """A kernel must not be slow because the same computation was compiled quickly
+    before, also inside another one.
+    """
     fn, counts = times(5.0), []
     for once in (True, False, True):
         before = len(compiled)
@@ -54,13 +60,17 @@ CLOSED_OVER = {
     "number": lambda n: n,
     "NumPy array": lambda n: np.full(5000, n, np.float32),
     "JAX array": lambda n: jnp.full(5000, n, jnp.float32),
-    "long arrays that print alike": lambda n: np.where(np.arange(5000) == 1000 + n, 5000, 0),
+    "long arrays that print alike": lambda n: np.where(
+        np.arange(5000) == 1000 + n, 5000, 0
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", CLOSED_OVER)
 def test_what_a_function_closes_over_is_a_part_of_it(kind):
-    """Numbers and arrays, also inside a program of its own, and surroundings that change between two calls."""
+    """Numbers and arrays, also inside a program of its own, and surroundings that
+    change between two calls.
+    """
     weights, surroundings = np.arange(5000, dtype=np.float32), {}
 
     def fn(given, args, kwargs):
@@ -71,7 +81,9 @@ def test_what_a_function_closes_over_is_a_part_of_it(kind):
             factor = CLOSED_OVER[kind](number)
             surroundings["product"] = wrap(lambda x, factor=factor: (factor * x).mean())
             expected = 2 * (np.asarray(factor) * weights).mean(dtype=float)
-            assert float(run(fn, 2.0, (weights,), {})) == pytest.approx(expected, rel=1e-5)
+            assert float(run(fn, 2.0, (weights,), {})) == pytest.approx(
+                expected, rel=1e-5
+            )
 
 
 def test_host_functions_and_derivatives_of_an_author_are_never_shared():
@@ -79,7 +91,11 @@ def test_host_functions_and_derivatives_of_an_author_are_never_shared():
     for number in (1.0, 2.0):
 
         def on_host(given, args, kwargs, add=number):
-            return jax.pure_callback(lambda x: np.float32(x + add), jax.ShapeDtypeStruct((), jnp.float32), given)
+            return jax.pure_callback(
+                lambda x: np.float32(x + add),
+                jax.ShapeDtypeStruct((), jnp.float32),
+                given,
+            )
 
         assert float(run(on_host, jnp.float32(1.0), (THREE,), {})) == 1.0 + number
 
@@ -87,8 +103,12 @@ def test_host_functions_and_derivatives_of_an_author_are_never_shared():
         def f(x):
             return x
 
-        f.defjvp(lambda primals, tangents, slope=number: (primals[0], slope * tangents[0]))
-        found = jax.grad(lambda z, f=f: run(lambda given, args, kwargs: f(given), z, (), {}))(1.0)
+        f.defjvp(
+            lambda primals, tangents, slope=number: (primals[0], slope * tangents[0])
+        )
+        found = jax.grad(
+            lambda z, f=f: run(lambda given, args, kwargs: f(given), z, (), {})
+        )(1.0)
         assert float(found) == number
 
 
@@ -111,7 +131,7 @@ def test_a_shared_function_is_traced_once_for_its_shapes(compiled):
         assert call(1.0).dtype == jnp.float64
 
 
-# -- what is compiled for a kernel, a guide, an export ---------------------------------------------------------
+# -- what is compiled for a kernel, a guide, an export ---------------------------------
 
 
 def exact_log_likelihood(idata, x, y):
@@ -124,7 +144,12 @@ def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
     counts = []
     for seed in range(2):
         x, y, new = X + seed, Y - seed, X[:8] + seed
-        mcmc = MCMC(infer.SGLD(line, step_size=1e-3), num_warmup=2, num_samples=2, progress_bar=False)
+        mcmc = MCMC(
+            infer.SGLD(line, step_size=1e-3),
+            num_warmup=2,
+            num_samples=2,
+            progress_bar=False,
+        )
         start = len(compiled)
         mcmc.run(random.key(seed), x, y)
         middle = len(compiled)
@@ -132,14 +157,20 @@ def test_a_second_kernel_and_export_compile_only_the_loop_of_mcmc(compiled):
         counts.append((middle - start, len(compiled) - middle))
         np.testing.assert_array_equal(group(found, "observed_data")["y"], y)
         mean = group(found, "posterior")["w"].to_numpy() @ new.T
-        np.testing.assert_allclose(group(found, "predictions")["y_mean"], mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            group(found, "predictions")["y_mean"], mean, rtol=1e-5, atol=1e-6
+        )
         expected = exact_log_likelihood(found, x, y)
-        np.testing.assert_allclose(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
+        np.testing.assert_allclose(
+            group(found, "log_likelihood")["y"], expected, rtol=1e-4
+        )
     assert counts[1] == (1, 0) < counts[0]
 
 
 def test_a_second_guide_and_export_compile_nothing(compiled):
-    """A new guide, other parameters, other data of the same shape; the first export compiles few programs."""
+    """A new guide, other parameters, other data of the same shape; the first export
+    compiles few programs.
+    """
     counts, params = [], []
     for seed in range(2):
         guide = guides.AutoMeanField(line)
@@ -152,7 +183,9 @@ def test_a_second_guide_and_export_compile_nothing(compiled):
         counts.append((middle - start, len(compiled) - middle))
         params.append(result.params)
         expected = exact_log_likelihood(found, x, y)
-        np.testing.assert_allclose(group(found, "log_likelihood")["y"], expected, rtol=1e-4)
+        np.testing.assert_allclose(
+            group(found, "log_likelihood")["y"], expected, rtol=1e-4
+        )
     assert counts[1] == (0, 0) < counts[0]
     assert 0 < counts[0][1] <= 10
     assert all(np.any(params[0][name] != params[1][name]) for name in params[0])
@@ -163,7 +196,9 @@ def fit_adf(seed, x, y):
 
 
 def prepare_moves(seed, x, y):
-    kernel = infer.OrbitMoves(infer.MALA(network, step_size=0.1), symmetry.find(network, x, y))
+    kernel = infer.OrbitMoves(
+        infer.MALA(network, step_size=0.1), symmetry.find(network, x, y)
+    )
     kernel.init(random.key(seed), 1, None, (x, y))
 
 
@@ -180,15 +215,25 @@ def test_other_data_compile_nothing(call, most, compiled):
 
 @pytest.mark.slow
 def test_models_that_compute_shapes_from_data():
-    """The number of groups follows from values, which a program of the data as inputs does not have."""
+    """The number of groups follows from values, which a program of the data as inputs
+    does not have.
+    """
 
     def model(group, y):
-        effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+        effect = numpyro.sample(
+            "effect", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1)
+        )
         with numpyro.plate("data", len(y)):
             numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
 
-    for labels, make in (([0, 1, 1], infer.MALA), ([0, 1, 2], infer.MALA), ([0, 1, 1], infer.SGLD)):
-        mcmc = MCMC(make(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False)
+    for labels, make in (
+        ([0, 1, 1], infer.MALA),
+        ([0, 1, 2], infer.MALA),
+        ([0, 1, 1], infer.SGLD),
+    ):
+        mcmc = MCMC(
+            make(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False
+        )
         mcmc.run(random.key(0), np.array(labels), THREE)
         assert mcmc.get_samples()["effect"].shape == (2, len(set(labels)))
     exported = to_inference_data(mcmc)
@@ -197,14 +242,23 @@ def test_models_that_compute_shapes_from_data():
 
 
 def test_changed_data_are_read_again():
-    """A second run of one ``MCMC`` on other data, and on the same table with other values, does not see the first."""
+    """A second run of one ``MCMC`` on other data, and on the same table with other
+    values, does not see the first.
+    """
     x, exact = X.copy(), ZOO["line"].exact
-    mcmc = MCMC(infer.MALA(line, warm_start=0.5), num_warmup=20, num_samples=200, progress_bar=False)
+    mcmc = MCMC(
+        infer.MALA(line, warm_start=0.5),
+        num_warmup=20,
+        num_samples=200,
+        progress_bar=False,
+    )
 
     def check(sign, y):
         mcmc.run(random.key(0), x, y)
         error = np.abs(mcmc.get_samples()["w"].mean(0) - sign * exact.mean["w"])
-        assert np.all(error < 5 * exact.sd["w"] / np.sqrt(20))  # at least 20 effective draws
+        assert np.all(
+            error < 5 * exact.sd["w"] / np.sqrt(20)
+        )  # at least 20 effective draws
 
     check(1, Y)
     check(-1, -Y)
@@ -213,12 +267,16 @@ def test_changed_data_are_read_again():
 
 
 def constants_of(closed):
-    """The arrays that a program and its inner programs hold themselves; references are inputs."""
+    """The arrays that a program and its inner programs hold themselves; references are
+    inputs.
+    """
     for const in closed.consts:
         if not isinstance(const, jax.Ref):
             yield const
     for equation in closed.jaxpr.eqns:
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda part: isinstance(part, ClosedJaxpr)):
+        for inner in jax.tree.leaves(
+            equation.params, is_leaf=lambda part: isinstance(part, ClosedJaxpr)
+        ):
             if isinstance(inner, ClosedJaxpr):
                 yield from constants_of(inner)
 
@@ -231,9 +289,14 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
+)
 def test_data_are_no_constants_of_the_program(name):
-    """Of 4,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs many times their memory."""
+    """Of 4,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
+    many times their memory.
+    """
     kernel, data = KERNELS[name](), (jnp.zeros((4000, 2)), jnp.zeros(4000))
     state = kernel.init(random.key(0), 1, None, data)
     program = jax.make_jaxpr(lambda state: kernel.sample(state, data, {}))(state)
@@ -241,7 +304,7 @@ def test_data_are_no_constants_of_the_program(name):
     assert max((np.size(part) for part in constants_of(program)), default=0) < 4000
 
 
-# -- models are read -------------------------------------------------------------------------------------------
+# -- models are read -------------------------------------------------------------------
 
 
 class Note(Messenger):
@@ -259,7 +322,11 @@ def precisions(x, y=None, batch_size=None):
     w = numpyro.sample("w", dist.Normal(0.0, tau**-0.5).expand([1, 4]).to_event(2))
     v = numpyro.sample("v", dist.Normal(0.0, 1.0).expand([4]).to_event(1))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(jnp.tanh(x[i, None] @ w) @ v, 1.0), obs=None if y is None else y[i])
+        numpyro.sample(
+            "y",
+            dist.Normal(jnp.tanh(x[i, None] @ w) @ v, 1.0),
+            obs=None if y is None else y[i],
+        )
 
 
 UNITS = [symmetry.Permutation([("w", 1), ("v", 0)])]
@@ -269,22 +336,34 @@ READERS = {
     "find": (lambda model: symmetry.find(model, THREE, THREE), 2),
     "quotient": (lambda model: symmetry.quotient(model, UNITS, THREE, THREE), 2),
     "collapse": (lambda model: infer.collapse(model, ["v"], THREE, THREE), 1),
-    "conjugate_sites": (lambda model: infer.PrecisionGibbs(model).conjugate_sites(THREE, THREE), 1),
+    "conjugate_sites": (
+        lambda model: infer.PrecisionGibbs(model).conjugate_sites(THREE, THREE),
+        1,
+    ),
     "MALA": (MALA, 3),
     "OrbitMoves": (lambda model: infer.OrbitMoves(MALA(model), UNITS), 5),
     "UnitMoves": (lambda model: infer.UnitMoves(MALA(model), {"w": 1}), 4),
     # Once more for the codes of all rows.
-    "minibatches": (lambda model: infer.SGLD(partial(model, batch_size=2), step_size=1e-3), 4),
+    "minibatches": (
+        lambda model: infer.SGLD(partial(model, batch_size=2), step_size=1e-3),
+        4,
+    ),
 }
 SLOW_READERS = {"quotient", "find", "OrbitMoves"}  # others read in the same ways
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_READERS else []) for n in READERS]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in SLOW_READERS else [])
+        for n in READERS
+    ],
 )
 def test_models_are_read_without_running_them(name):
-    """No model is run operation by operation, each of which would be compiled; nor is it called again and again."""
+    """No model is run operation by operation, each of which would be compiled; nor is
+    it called again and again.
+    """
     calls = []
 
     def model(*args, **kwargs):
@@ -315,27 +394,41 @@ def test_values_reach_the_inside_of_loops():
     reading = Reading(model, (THREE,))
     assert reading.latent == ("s", "z")
     assert float(reading.at({"z": jnp.array([5.0, 6.0, 7.0])})["last"]["value"]) == 7.0
-    depends = reading.depends(lambda sites: {"last": sites["last"]["value"], "y": sites["y"]["fn"]})
-    assert all("z" in used for used in depends.values())  # a loop mixes what it is given
+    depends = reading.depends(
+        lambda sites: {"last": sites["last"]["value"], "y": sites["y"]["fn"]}
+    )
+    assert all(
+        "z" in used for used in depends.values()
+    )  # a loop mixes what it is given
 
 
 def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
-    """The sites follow from the data that are inputs; each is known by its place among the arguments."""
+    """The sites follow from the data that are inputs; each is known by its place among
+    the arguments.
+    """
 
     def model(group, x, y):
-        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1))
+        w = numpyro.sample(
+            "w", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1)
+        )
         f = numpyro.deterministic("f", w[group] * x)
         numpyro.sample("y", dist.Normal(f, 1.0).to_event(1), obs=y)
 
     data = np.array([0, 1, 1]), THREE, 2 * THREE
     reading = Reading(model, data[:2], {"y": data[2]})
-    sources = reading.sources(lambda sites: {name: site["value"] for name, site in sites.items()})
+    sources = reading.sources(
+        lambda sites: {name: site["value"] for name, site in sites.items()}
+    )
     assert sources == {"w": set(), "f": {"_[1]"}, "y": {"y"}}
-    np.testing.assert_array_equal(reading.at({"w": jnp.array([1.0, 2.0])})["f"]["value"], [0.0, 2.0, 4.0])
+    np.testing.assert_array_equal(
+        reading.at({"w": jnp.array([1.0, 2.0])})["f"]["value"], [0.0, 2.0, 4.0]
+    )
     assert reading.shapes()["w"].shape == (2,)
     first, second = reading.draw([0, 1])
     assert bool((first["w"] != second["w"]).all())
-    expected = handlers.trace(handlers.seed(model, random.key(1))).get_trace(*data)["w"]["value"]
+    expected = handlers.trace(handlers.seed(model, random.key(1))).get_trace(*data)[
+        "w"
+    ]["value"]
     np.testing.assert_allclose(second["w"], expected, rtol=1e-6)
 
 
@@ -357,5 +450,7 @@ def test_distributions_of_users_are_read():
         numpyro.sample("w", Laplace(2 * s))
 
     reading = Reading(model)
-    assert reading.depends(lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()})["w"] == {"s"}
+    assert reading.depends(
+        lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()}
+    )["w"] == {"s"}
     assert float(reading.at({"s": 4.0})["w"]["fn"].loc) == 8.0

@@ -1,8 +1,10 @@
-"""Small random models against NumPy and plain NumPyro: export, predict, evidence, collapsed sites, filtering.
+"""Small random models against NumPy and plain NumPyro: export, predict, evidence,
+collapsed sites, filtering.
 
-A model is drawn by a seed: plates nested and crossed, masks, scales, events, several observed sites, groups, batch
-normalization, weights used twice, time axes as long as the rows. What a room answers is right, refused with an error
-that teaches, or wrong. `python tests/theory/test_random_models.py 100 200` counts them for those seeds.
+A model is drawn by a seed: plates nested and crossed, masks, scales, events, several
+observed sites, groups, batch normalization, weights used twice, time axes as long as
+the rows. What a room answers is right, refused with an error that teaches, or wrong.
+`python tests/theory/test_random_models.py 100 200` counts them for those seeds.
 """
 
 import sys
@@ -38,8 +40,10 @@ class Spec(NamedTuple):
     :param rows: N; ``outputs`` K; ``features`` D.
     :param layout: where the plates and the outputs are, see ``LAYOUTS``.
     :param net: how the network is used, see ``forward``.
-    :param mask: ``rows`` or ``elements`` that are left out; ``scale``: a number or ``rows``.
-    :param second: whether there is another observed site; ``grouped``: an effect of groups.
+    :param mask: ``rows`` or ``elements`` that are left out; ``scale``: a number or
+        ``rows``.
+    :param second: whether there is another observed site; ``grouped``: an effect of
+        groups.
     :param size: rows in a minibatch.
     """
 
@@ -73,7 +77,11 @@ def random_spec(random):
     rows = int(random.integers(4, 7))
     net = str(random.choice(NETS))
     layout = str(random.choice(list(LAYOUTS)))
-    family = str(random.choice(["normal", "sigma", "two heads", "bernoulli", "poisson", "classes"]))
+    family = str(
+        random.choice(
+            ["normal", "sigma", "two heads", "bernoulli", "poisson", "classes"]
+        )
+    )
     if family == "classes":
         layout = "rows"
     outputs = int(random.choice([2, 3, rows]))
@@ -94,7 +102,11 @@ def random_spec(random):
 
 
 def layer_of(spec):
-    width = CLASSES if spec.family == "classes" else spec.outputs * (1 + (spec.family == "two heads"))
+    width = (
+        CLASSES
+        if spec.family == "classes"
+        else spec.outputs * (1 + (spec.family == "two heads"))
+    )
     if spec.net in ("linear", "no bias"):
         return nn.Sequential([nn.Dense(width, use_bias=spec.net == "linear")])
     norm = nn.BatchNorm() if spec.net == "normalized" else None
@@ -102,7 +114,9 @@ def layer_of(spec):
 
 
 def forward(net, net_name, x):
-    """(N, width) outputs of rows; times are (N, T, D), or (T, N, D) with the times first."""
+    """(N, width) outputs of rows; times are (N, T, D), or (T, N, D) with the times
+    first.
+    """
     if net_name == "twice":
         return net(x) + net(-0.5 * x)
     if net_name in ("times", "times first"):
@@ -114,8 +128,17 @@ def model_of(spec):
     plates, lie = LAYOUTS[spec.layout]
 
     def model(x, y=None, z=None, g=None, known=None, weight=None, size=None):
-        net = bnn.random_network("net", layer_of(spec), (spec.features,), priors.Normal(0.8, fan_in_scaling=False))
-        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0)) if spec.family == "sigma" else SIGMA
+        net = bnn.random_network(
+            "net",
+            layer_of(spec),
+            (spec.features,),
+            priors.Normal(0.8, fan_in_scaling=False),
+        )
+        sigma = (
+            numpyro.sample("sigma", dist.HalfNormal(1.0))
+            if spec.family == "sigma"
+            else SIGMA
+        )
         if spec.grouped:
             with numpyro.plate("groups", GROUPS):
                 effect = numpyro.sample("effect", dist.Normal(0.0, 0.7))
@@ -126,8 +149,14 @@ def model_of(spec):
 
         with ExitStack() as stack:
             data = numpyro.plate("data", rows, size, dim=plates["data"])
-            outer = [numpyro.plate("outputs", spec.outputs, dim=plates["outputs"])] if "outputs" in plates else []
-            i = stack.enter_context(data) if spec.rows % 2 else None  # around the other plate, or in it
+            outer = (
+                [numpyro.plate("outputs", spec.outputs, dim=plates["outputs"])]
+                if "outputs" in plates
+                else []
+            )
+            i = (
+                stack.enter_context(data) if spec.rows % 2 else None
+            )  # around the other plate, or in it
             for plate in outer:
                 stack.enter_context(plate)
             i = stack.enter_context(data) if i is None else i
@@ -138,7 +167,9 @@ def model_of(spec):
             fn = {
                 "normal": lambda: dist.Normal(target, sigma),
                 "sigma": lambda: dist.Normal(target, sigma),
-                "two heads": lambda: dist.Normal(target, jnp.exp(0.3 * lie(out[:, out.shape[1] // 2 :]))),
+                "two heads": lambda: dist.Normal(
+                    target, jnp.exp(0.3 * lie(out[:, out.shape[1] // 2 :]))
+                ),
                 "bernoulli": lambda: dist.Bernoulli(logits=target),
                 "poisson": lambda: dist.Poisson(jnp.exp(target)),
                 "classes": lambda: dist.Categorical(logits=out),
@@ -147,16 +178,28 @@ def model_of(spec):
             def along(values):  # rows first, as the outputs lie
                 last = spec.layout in ("nested", "left")
                 part = values[..., i] if last else values[i]
-                return part[:, None] if spec.layout in ("beside", "crossed") and part.ndim == 1 else part
+                return (
+                    part[:, None]
+                    if spec.layout in ("beside", "crossed") and part.ndim == 1
+                    else part
+                )
 
             if spec.mask:
                 mask = along(known)
-                fn = fn.mask(mask[:, None] if spec.layout == "event" and spec.mask == "rows" else mask)
+                fn = fn.mask(
+                    mask[:, None]
+                    if spec.layout == "event" and spec.mask == "rows"
+                    else mask
+                )
             if spec.layout == "event":
                 fn = fn.to_event(1)
             if spec.scale != 1.0:
                 by_rows = spec.scale == "rows"
-                stack.enter_context(handlers.scale(scale=along(weight) if by_rows else float(spec.scale)))
+                stack.enter_context(
+                    handlers.scale(
+                        scale=along(weight) if by_rows else float(spec.scale)
+                    )
+                )
             at = (slice(None), i) if spec.layout in ("nested", "left") else i
             numpyro.sample("y", fn, obs=taken(y, at))
         if spec.second:
@@ -171,9 +214,16 @@ def data_of(spec, random, rows, times=None):
     """The arguments, with targets, of so many rows."""
     shapes = {"times": (rows, spec.times), "times first": (spec.times, rows)}
     x = random.normal(size=(*shapes.get(spec.net, (rows,)), spec.features))
-    shape = {"rows": (rows,), "nested": (spec.outputs, rows), "left": (spec.outputs, rows)}
+    shape = {
+        "rows": (rows,),
+        "nested": (spec.outputs, rows),
+        "left": (spec.outputs, rows),
+    }
     shape = shape.get(spec.layout, (rows, spec.outputs))
-    draw = {"bernoulli": lambda: random.integers(0, 2, shape), "poisson": lambda: random.poisson(1.0, shape)}
+    draw = {
+        "bernoulli": lambda: random.integers(0, 2, shape),
+        "poisson": lambda: random.poisson(1.0, shape),
+    }
     draw["classes"] = lambda: random.integers(0, CLASSES, shape)
     data = {"x": x, "y": draw.get(spec.family, lambda: random.normal(size=shape))()}
     if spec.second:
@@ -188,18 +238,25 @@ def data_of(spec, random, rows, times=None):
     return data
 
 
-# -- the same by hand ------------------------------------------------------------------------------------
+# -- the same by hand ------------------------------------------------------------------
 
 
 def by_hand(spec, weights, data, training, xp=np):
-    """Location, log standard deviation (or ``None``) shaped like y, or logits (N, K), and the mean of z."""
+    """Location, log standard deviation (or ``None``) shaped like y, or logits (N, K),
+    and the mean of z.
+    """
 
     def net(x, seen):
         if spec.net in ("linear", "no bias"):
             return x @ weights[f"{HIDDEN}.kernel"] + weights.get(f"{HIDDEN}.bias", 0.0)
-        h, h_seen = (a @ weights[f"{HIDDEN}.kernel"] + weights[f"{HIDDEN}.bias"] for a in (x, seen))
+        h, h_seen = (
+            a @ weights[f"{HIDDEN}.kernel"] + weights[f"{HIDDEN}.bias"]
+            for a in (x, seen)
+        )
         if spec.net == "normalized":
-            gain, shift = (weights[f"net/BatchNorm_0.{part}"] for part in ("scale", "bias"))
+            gain, shift = (
+                weights[f"net/BatchNorm_0.{part}"] for part in ("scale", "bias")
+            )
             h = gain * (h - h_seen.mean(0)) / h_seen.std(0) + shift
         return xp.tanh(h) @ weights[f"{OUTPUT}.kernel"] + weights[f"{OUTPUT}.bias"]
 
@@ -208,7 +265,11 @@ def by_hand(spec, weights, data, training, xp=np):
         out = net(x, seen) + net(-0.5 * x, seen)
     else:
         out = net(x, seen)
-        out = out.mean({"times": 1, "times first": 0}[spec.net]) if spec.net.startswith("times") else out
+        out = (
+            out.mean({"times": 1, "times first": 0}[spec.net])
+            if spec.net.startswith("times")
+            else out
+        )
     second = out.sum(-1)
     if spec.grouped:
         out = out + weights["effect"][data["g"]][:, None]
@@ -239,13 +300,21 @@ def densities(spec, weights, data, training):
 
 def spread_over(spec, values, shape):
     """A mask or weights, by rows or elements, in the shape of y."""
-    if np.ndim(values) == 1 and len(shape) == 2 and spec.layout not in ("nested", "left"):
+    if (
+        np.ndim(values) == 1
+        and len(shape) == 2
+        and spec.layout not in ("nested", "left")
+    ):
         values = np.asarray(values)[:, None]
     return np.broadcast_to(values, shape)
 
 
 def kept_of(spec, data):
-    return spread_over(spec, data["known"], data["y"].shape) if spec.mask else np.ones(data["y"].shape, bool)
+    return (
+        spread_over(spec, data["known"], data["y"].shape)
+        if spec.mask
+        else np.ones(data["y"].shape, bool)
+    )
 
 
 def powers_of(spec, data):
@@ -255,7 +324,9 @@ def powers_of(spec, data):
 
 
 def pointwise(spec, weights, data, training):
-    """Log likelihood of y as ArviZ has it: of events, and without elements that a mask leaves out."""
+    """Log likelihood of y as ArviZ has it: of events, and without elements that a mask
+    leaves out.
+    """
     logs, _ = densities(spec, weights, data, training)
     kept = kept_of(spec, data)
     logs = np.where(kept, logs, 0.0)
@@ -264,7 +335,7 @@ def pointwise(spec, weights, data, training):
     return logs if kept.all() else logs[kept]
 
 
-# -- what rooms answer -----------------------------------------------------------------------------------
+# -- what rooms answer -----------------------------------------------------------------
 
 
 COMPARED = Counter()  # answers that were compared, by kind
@@ -278,8 +349,14 @@ def near(found, expected, what, rtol=2e-6):
 def draws_of(idata):
     """Values by site of each draw."""
     posterior = group(idata, "posterior")
-    names = {str(name).replace("net.", "net/"): posterior[name].to_numpy()[0] for name in posterior.data_vars}
-    return [{name: value[s] for name, value in names.items()} for s in range(len(posterior["draw"]))]
+    names = {
+        str(name).replace("net.", "net/"): posterior[name].to_numpy()[0]
+        for name in posterior.data_vars
+    }
+    return [
+        {name: value[s] for name, value in names.items()}
+        for s in range(len(posterior["draw"]))
+    ]
 
 
 class Case:
@@ -292,7 +369,9 @@ class Case:
         self.data = data_of(self.spec, random, self.spec.rows)
         sizes = [3, self.spec.rows, 7]
         if self.spec.layout in ("nested", "left") or self.spec.net == "times first":
-            sizes = [self.spec.rows]  # the export takes other numbers of rows along the first axis
+            sizes = [
+                self.spec.rows
+            ]  # the export takes other numbers of rows along the first axis
         self.new = data_of(self.spec, random, int(random.choice(sizes)))
         self.random = random
 
@@ -303,15 +382,29 @@ class Case:
 
     def point(self):
         """Weights by site, drawn anew from a normal distribution."""
-        sites = handlers.trace(handlers.seed(self.model, 0)).get_trace(**self.arguments).items()
-        latent = {n: np.shape(s["value"]) for n, s in sites if s["type"] == "sample" and not s["is_observed"]}
-        values = {name: 0.7 * self.random.normal(size=shape) for name, shape in latent.items()}
+        sites = (
+            handlers.trace(handlers.seed(self.model, 0))
+            .get_trace(**self.arguments)
+            .items()
+        )
+        latent = {
+            n: np.shape(s["value"])
+            for n, s in sites
+            if s["type"] == "sample" and not s["is_observed"]
+        }
+        values = {
+            name: 0.7 * self.random.normal(size=shape) for name, shape in latent.items()
+        }
         return values | ({"sigma": np.array(0.6)} if "sigma" in values else {})
 
     def exported(self):
         guide = guides.AutoMeanField(self.model)
         start = handlers.trace(handlers.seed(guide, 0)).get_trace(**self.arguments)
-        params = {name: site["value"] for name, site in start.items() if site["type"] == "param"}
+        params = {
+            name: site["value"]
+            for name, site in start.items()
+            if site["type"] == "param"
+        }
         return bnn.to_inference_data(
             SimpleNamespace(params=params),
             self.new,
@@ -323,7 +416,9 @@ class Case:
 
 
 def check_export(case):
-    """Log likelihood, mean, predictions and their log likelihood, and the log joint, at two draws."""
+    """Log likelihood, mean, predictions and their log likelihood, and the log joint, at
+    two draws.
+    """
     spec, data, new = case.spec, case.data, case.new
     idata = case.exported()
     mean = "y_probs" if spec.family == "classes" else "y_mean"
@@ -336,42 +431,85 @@ def check_export(case):
             "mean",
         )
         predictions = group(idata, "predictions")
-        near(predictions[mean].to_numpy()[0, s], densities(spec, weights, new, data)[1], "predicted mean")
-        near(predictions["y_log_likelihood"].to_numpy()[0, s], pointwise(spec, weights, new, data), "new likelihood")
+        near(
+            predictions[mean].to_numpy()[0, s],
+            densities(spec, weights, new, data)[1],
+            "predicted mean",
+        )
+        near(
+            predictions["y_log_likelihood"].to_numpy()[0, s],
+            pointwise(spec, weights, new, data),
+            "new likelihood",
+        )
         if spec.second:
-            near(predictions["z_mean"].to_numpy()[0, s], by_hand(spec, weights, new, data)[2], "mean of z")
-        joint, _ = log_density(handlers.seed(case.model, 0), (), {**case.arguments, "size": None}, weights)
-        jacobian = np.log(weights.get("sigma", 1.0))  # lp is of unconstrained values, as NUTS has it
-        near(group(idata, "sample_stats")["lp"].to_numpy()[0, s], joint + jacobian, "log joint")
+            near(
+                predictions["z_mean"].to_numpy()[0, s],
+                by_hand(spec, weights, new, data)[2],
+                "mean of z",
+            )
+        joint, _ = log_density(
+            handlers.seed(case.model, 0), (), {**case.arguments, "size": None}, weights
+        )
+        jacobian = np.log(
+            weights.get("sigma", 1.0)
+        )  # lp is of unconstrained values, as NUTS has it
+        near(
+            group(idata, "sample_stats")["lp"].to_numpy()[0, s],
+            joint + jacobian,
+            "log joint",
+        )
         logs, _ = densities(spec, weights, data, data)
         prior = joint - (powers_of(spec, data) * logs).sum()
         if spec.second:
-            prior -= stats.norm.logpdf(data["z"], by_hand(spec, weights, data, data)[2], SIGMA).sum()
+            prior -= stats.norm.logpdf(
+                data["z"], by_hand(spec, weights, data, data)[2], SIGMA
+            ).sum()
         near(prior, log_prior(case, weights), "log prior", 1e-5)
-    again = bnn.predict(case.model, idata, **{name: value for name, value in new.items() if name not in ("y", "z")})
-    near(again[mean].to_numpy(), group(idata, "predictions")[mean].to_numpy(), "predict")
+    again = bnn.predict(
+        case.model,
+        idata,
+        **{name: value for name, value in new.items() if name not in ("y", "z")},
+    )
+    near(
+        again[mean].to_numpy(), group(idata, "predictions")[mean].to_numpy(), "predict"
+    )
 
 
 def log_prior(case, weights, jax_values=False):
     """By plain NumPyro."""
     placed = handlers.substitute(handlers.seed(case.model, 0), data=weights)
     sites = handlers.trace(placed).get_trace(**{**case.arguments, "size": None})
-    total = sum(jnp.sum(sites[name]["fn"].log_prob(value)) for name, value in weights.items())
+    total = sum(
+        jnp.sum(sites[name]["fn"].log_prob(value)) for name, value in weights.items()
+    )
     return total if jax_values else float(total)
 
 
 def coordinates(weights):
-    return {name: np.log(value) if name == "sigma" else value for name, value in weights.items()}
+    return {
+        name: np.log(value) if name == "sigma" else value
+        for name, value in weights.items()
+    }
 
 
 def outputs_of(case, data, training):
-    """The natural outputs (E,) as a function of coordinates: those of y, its log scales, those of z."""
+    """The natural outputs (E,) as a function of coordinates: those of y, its log
+    scales, those of z.
+    """
 
     def outputs(v):
-        weights = {name: jnp.exp(value) if name == "sigma" else value for name, value in v.items()}
+        weights = {
+            name: jnp.exp(value) if name == "sigma" else value
+            for name, value in v.items()
+        }
         f, log_sd, second = by_hand(case.spec, weights, data, training, jnp)
         parts = [f] if log_sd is None else [f, log_sd]
-        return jnp.concatenate([jnp.ravel(part) for part in [*parts, *([second] if case.spec.second else [])]])
+        return jnp.concatenate(
+            [
+                jnp.ravel(part)
+                for part in [*parts, *([second] if case.spec.second else [])]
+            ]
+        )
 
     return outputs
 
@@ -383,12 +521,16 @@ def information(case, weights):
     power = powers_of(spec, data)
     if spec.family == "classes":
         p = np.exp(log_softmax(f, -1))
-        blocks = [w * (np.diag(row) - np.outer(row, row)) for w, row in zip(power, p, strict=True)]
+        blocks = [
+            w * (np.diag(row) - np.outer(row, row))
+            for w, row in zip(power, p, strict=True)
+        ]
         found = jax.scipy.linalg.block_diag(*blocks)
     else:
-        parts = {"bernoulli": lambda: [expit(f) * expit(-f)], "poisson": lambda: [np.exp(f)]}.get(
-            spec.family, lambda: [np.exp(-2 * log_sd), np.full(f.shape, 2.0)]
-        )()
+        parts = {
+            "bernoulli": lambda: [expit(f) * expit(-f)],
+            "poisson": lambda: [np.exp(f)],
+        }.get(spec.family, lambda: [np.exp(-2 * log_sd), np.full(f.shape, 2.0)])()
         found = np.diag(np.concatenate([np.ravel(power * part) for part in parts]))
     if spec.second:
         found = jax.scipy.linalg.block_diag(found, np.eye(spec.rows) / SIGMA**2)
@@ -396,10 +538,14 @@ def information(case, weights):
 
 
 def check_laplace(case):
-    """Evidence, and variances of the outputs at new rows, by the whole Gauss-Newton matrix in NumPy."""
+    """Evidence, and variances of the outputs at new rows, by the whole Gauss-Newton
+    matrix in NumPy.
+    """
     spec, weights = case.spec, case.point()
     plain = spec.family == "normal" and not (spec.mask or spec.second or spec.grouped)
-    structures = ["full", "diag", "low_rank"] + 2 * ["kron"] * (plain and spec.net == "no bias")  # where it is exact
+    structures = ["full", "diag", "low_rank"] + 2 * ["kron"] * (
+        plain and spec.net == "no bias"
+    )  # where it is exact
     structure = str(case.random.choice(structures))
     guide = guides.AutoLaplace(case.model, structure)
     with warnings.catch_warnings():
@@ -410,13 +556,18 @@ def check_laplace(case):
 
     def joint_prior(flat):
         v = back(flat)
-        values = {name: jnp.exp(value) if name == "sigma" else value for name, value in v.items()}
+        values = {
+            name: jnp.exp(value) if name == "sigma" else value
+            for name, value in v.items()
+        }
         return log_prior(case, values, True) + v.get("sigma", 0.0)
 
     @jax.jit
     def parts(flat):
         at = [outputs_of(case, data, case.data) for data in (case.data, case.new)]
-        return jax.hessian(joint_prior)(flat), *(jax.jacobian(lambda flat, f=f: f(back(flat)))(flat) for f in at)
+        return jax.hessian(joint_prior)(flat), *(
+            jax.jacobian(lambda flat, f=f: f(back(flat)))(flat) for f in at
+        )
 
     prior, here, there = map(np.asarray, parts(flat))
     precision = here.T @ information(case, weights) @ here - prior
@@ -424,23 +575,40 @@ def check_laplace(case):
     logs, _ = densities(spec, weights, case.data, case.data)
     joint = (powers_of(spec, case.data) * logs).sum() + float(joint_prior(flat))
     if spec.second:
-        joint += stats.norm.logpdf(case.data["z"], by_hand(spec, weights, case.data, case.data)[2], SIGMA).sum()
-    evidence = joint + 0.5 * len(flat) * np.log(2 * np.pi) - 0.5 * np.linalg.slogdet(precision)[1]
+        joint += stats.norm.logpdf(
+            case.data["z"], by_hand(spec, weights, case.data, case.data)[2], SIGMA
+        ).sum()
+    evidence = (
+        joint
+        + 0.5 * len(flat) * np.log(2 * np.pi)
+        - 0.5 * np.linalg.slogdet(precision)[1]
+    )
     near(fit.log_evidence, evidence, f"evidence {structure}", 1e-5)
     new = {name: value for name, value in case.new.items() if name not in ("y", "z")}
     found = guide.predictive(fit.params, **new, site="y" if spec.second else None)
-    expected = np.diag(there @ np.linalg.inv(precision) @ there.T)[: np.size(next(iter(found.outputs.values())))]
+    expected = np.diag(there @ np.linalg.inv(precision) @ there.T)[
+        : np.size(next(iter(found.outputs.values())))
+    ]
     f, _, _ = by_hand(spec, weights, case.new, case.data)
     name = next(iter(found.outputs))
     rows_first = np.moveaxis(f, -1, 0) if spec.layout in ("nested", "left") else f
     variance = expected.reshape(f.shape)
-    variance = np.moveaxis(variance, -1, 0) if spec.layout in ("nested", "left") else variance
+    variance = (
+        np.moveaxis(variance, -1, 0) if spec.layout in ("nested", "left") else variance
+    )
     near(np.reshape(found.outputs[name], rows_first.shape), rows_first, "outputs")
-    near(np.reshape(found.output_variance[name], rows_first.shape), variance, f"variances {structure}", 1e-5)
+    near(
+        np.reshape(found.output_variance[name], rows_first.shape),
+        variance,
+        f"variances {structure}",
+        1e-5,
+    )
 
 
 def check_collapse(case):
-    """The density of the model without its last layer, or all but the groups: a normal integral."""
+    """The density of the model without its last layer, or all but the groups: a normal
+    integral.
+    """
     spec, data, weights = case.spec, case.data, case.point()
     last = HIDDEN if spec.net in ("linear", "no bias") else OUTPUT
     sites = [name for name in weights if name.startswith(last)]
@@ -452,37 +620,62 @@ def check_collapse(case):
 
     def means(inside):
         f, _, second = by_hand(spec, {**others, **back(inside)}, data, data, jnp)
-        return jnp.concatenate([jnp.ravel(f), second] if spec.second else [jnp.ravel(f)])
+        return jnp.concatenate(
+            [jnp.ravel(f), second] if spec.second else [jnp.ravel(f)]
+        )
 
     zero = jnp.zeros(inside.shape)
-    base, slope = map(np.asarray, jax.jit(lambda zero: (means(zero), jax.jacobian(means)(zero)))(zero))
+    base, slope = map(
+        np.asarray, jax.jit(lambda zero: (means(zero), jax.jacobian(means)(zero)))(zero)
+    )
     sd = float(weights.get("sigma", SIGMA))
     power, noise = powers_of(spec, data).ravel(), np.full(data["y"].size, sd**2)
     y = data["y"].ravel()
     if spec.second:
-        y, power = np.concatenate([y, data["z"]]), np.concatenate([power, np.ones(spec.rows)])
+        y, power = (
+            np.concatenate([y, data["z"]]),
+            np.concatenate([power, np.ones(spec.rows)]),
+        )
         noise = np.concatenate([noise, np.full(spec.rows, SIGMA**2)])
     kept = power > 0
-    base, slope, y, power, noise = (part[kept] for part in (base, slope, y, power, noise))
-    trace = handlers.trace(handlers.substitute(handlers.seed(case.model, 0), weights)).get_trace(**arguments)
-    prior = {name: jnp.broadcast_to(trace[name]["fn"].variance, weights[name].shape) for name in sites}
+    base, slope, y, power, noise = (
+        part[kept] for part in (base, slope, y, power, noise)
+    )
+    trace = handlers.trace(
+        handlers.substitute(handlers.seed(case.model, 0), weights)
+    ).get_trace(**arguments)
+    prior = {
+        name: jnp.broadcast_to(trace[name]["fn"].variance, weights[name].shape)
+        for name in sites
+    }
     variance = np.asarray(ravel_pytree(prior)[0])
     covariance = slope @ np.diag(variance) @ slope.T + np.diag(noise / power)
     integral = stats.multivariate_normal.logpdf(y, base, covariance)
-    integral += (0.5 * (1 - power) * np.log(2 * np.pi * noise) - 0.5 * np.log(power)).sum()
+    integral += (
+        0.5 * (1 - power) * np.log(2 * np.pi * noise) - 0.5 * np.log(power)
+    ).sum()
     everything = log_prior(case, weights)
     inner = stats.norm.logpdf(inside, 0.0, np.sqrt(variance)).sum()
     near(found, everything - inner + integral, "collapsed density", 1e-5)
 
 
 def check_adf(case):
-    """One pass over a line is exact for one weight; moments at new rows are those of a line."""
+    """One pass over a line is exact for one weight; moments at new rows are those of a
+    line.
+    """
     spec = case.spec
     guide = guides.AutoADF(case.model)
-    # It starts at random means, which break the symmetry of units; one weight is exact from its prior mean.
+    # It starts at random means, which break the symmetry of units; one weight is exact
+    # from its prior mean.
     shape = (spec.features, layer_of(spec).output_shape((spec.features,))[0])
     start = {f"{HIDDEN}.kernel": np.zeros(shape)} if spec.net == "no bias" else None
-    fit = guide.run(jax.random.key(0), num_epochs=1, init_means=start, progress_bar=False, **case.arguments)
+    fit = guide.run(
+        jax.random.key(0),
+        num_epochs=1,
+        init_means=start,
+        progress_bar=False,
+        **case.arguments,
+    )
     if spec.family not in ("normal", "sigma"):
         return
     if spec.net == "tanh":
@@ -491,7 +684,9 @@ def check_adf(case):
         return
     mean = {name: np.asarray(value) for name, value in guide.median(fit.params).items()}
     upper = guide.quantiles(fit.params, [stats.norm.cdf(1.0)])
-    variance = {name: (np.asarray(value)[0] - mean[name]) ** 2 for name, value in upper.items()}
+    variance = {
+        name: (np.asarray(value)[0] - mean[name]) ** 2 for name, value in upper.items()
+    }
     new = {name: value for name, value in case.new.items() if name not in ("y", "z")}
     found, spread = guide.predictive_moments(fit.params, **new, noise=False)
     f, _, _ = by_hand(spec, mean, case.new, case.data)
@@ -499,41 +694,77 @@ def check_adf(case):
     v, _, _ = by_hand(spec, variance, squared, case.data)
     near(np.reshape(found, f.shape), f, "means", 1e-4)
     near(np.reshape(spread, f.shape), v, "variances", 1e-3)
-    if spec.family == "normal" and spec.net == "no bias" and spec.features == spec.outputs == 1:
+    if (
+        spec.family == "normal"
+        and spec.net == "no bias"
+        and spec.features == spec.outputs == 1
+    ):
         x, y, kept = case.data["x"][:, 0], case.data["y"], kept_of(spec, case.data)
         precision = (x[kept] ** 2).sum() / SIGMA**2 + 1 / 0.8**2
-        near(mean[f"{HIDDEN}.kernel"].ravel(), (x[kept] * y[kept]).sum() / SIGMA**2 / precision, "posterior", 1e-4)
-        near(variance[f"{HIDDEN}.kernel"].ravel(), 1 / precision, "posterior variance", 1e-3)
+        near(
+            mean[f"{HIDDEN}.kernel"].ravel(),
+            (x[kept] * y[kept]).sum() / SIGMA**2 / precision,
+            "posterior",
+            1e-4,
+        )
+        near(
+            variance[f"{HIDDEN}.kernel"].ravel(),
+            1 / precision,
+            "posterior variance",
+            1e-3,
+        )
         marginal = stats.multivariate_normal(
-            None, 0.8**2 * np.outer(x, x)[np.ix_(kept, kept)] + SIGMA**2 * np.eye(kept.sum())
+            None,
+            0.8**2 * np.outer(x, x)[np.ix_(kept, kept)] + SIGMA**2 * np.eye(kept.sum()),
         )
         near(-fit.losses[-1], marginal.logpdf(y[kept]), "evidence", 1e-4)
 
 
 def check_moments(case, guide, params):
-    """Moments of a network with one hidden layer are exact; five standard errors of 4000 draws."""
+    """Moments of a network with one hidden layer are exact; five standard errors of
+    4000 draws.
+    """
     draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(4000,))
     new = {name: value for name, value in case.new.items() if name not in ("y", "z")}
-    mean, variance = (np.asarray(part).ravel() for part in guide.predictive_moments(params, **new, noise=False))
+    mean, variance = (
+        np.asarray(part).ravel()
+        for part in guide.predictive_moments(params, **new, noise=False)
+    )
     draws = {name: np.asarray(value) for name, value in draws.items()}
-    f = [by_hand(case.spec, {n: v[s] for n, v in draws.items()}, case.new, case.data)[0].ravel() for s in range(4000)]
+    f = [
+        by_hand(case.spec, {n: v[s] for n, v in draws.items()}, case.new, case.data)[
+            0
+        ].ravel()
+        for s in range(4000)
+    ]
     f = np.stack(f)
     COMPARED["moments by draws"] += 1
     assert np.all(np.abs(f.mean(0) - mean) < 5 * f.std(0) / 4000**0.5), "means"
     squares = (f - f.mean(0)) ** 2
-    assert np.all(np.abs(squares.mean(0) - variance) < 5 * squares.std(0) / 4000**0.5), "variances"
+    assert np.all(
+        np.abs(squares.mean(0) - variance) < 5 * squares.std(0) / 4000**0.5
+    ), "variances"
 
 
-ROOMS = {"export": check_export, "laplace": check_laplace, "collapse": check_collapse, "adf": check_adf}
+ROOMS = {
+    "export": check_export,
+    "laplace": check_laplace,
+    "collapse": check_collapse,
+    "adf": check_adf,
+}
 
 
 def answer(seed, room):
-    """``right``, ``refused``, ``wrong`` or, where nothing can be compared, ``accepted``; and why."""
+    """``right``, ``refused``, ``wrong`` or, where nothing can be compared,
+    ``accepted``; and why.
+    """
     case, before = Case(seed), COMPARED.total()
     try:
         ROOMS[room](case)
     except (TypeError, ValueError) as error:
-        return ("refused" if ": argument `" in str(error) else "wrong"), f"{type(error).__name__}: {error}"
+        return (
+            "refused" if ": argument `" in str(error) else "wrong"
+        ), f"{type(error).__name__}: {error}"
     except Exception as error:
         return "wrong", f"{type(error).__name__}: {error}"
     return ("right" if COMPARED.total() > before else "accepted"), ""
@@ -541,15 +772,24 @@ def answer(seed, room):
 
 # Two in `make test`; in `make test-all` every room on the first models.
 FAST = {(15, "export"), (743, "adf")}
-SLOW = [(seed, room) for seed in range(25) for room in ROOMS if (seed, room) not in FAST]
-SLOW += [(seed, "laplace") for seed in (99, 582, 604, 720, 743, 1183, 1357)]  # nested plates; where kron is exact
+SLOW = [
+    (seed, room) for seed in range(25) for room in ROOMS if (seed, room) not in FAST
+]
+SLOW += [
+    (seed, "laplace") for seed in (99, 582, 604, 720, 743, 1183, 1357)
+]  # nested plates; where kron is exact
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.filterwarnings("ignore:Missing a plate statement")  # NumPyro's, of axes that have none
-@pytest.mark.filterwarnings("ignore:AutoADF refused")  # few rows, few epochs: it says so
+@pytest.mark.filterwarnings(
+    "ignore:Missing a plate statement"
+)  # NumPyro's, of axes that have none
+@pytest.mark.filterwarnings(
+    "ignore:AutoADF refused"
+)  # few rows, few epochs: it says so
 @pytest.mark.parametrize(
-    ("seed", "room"), [*sorted(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+    ("seed", "room"),
+    [*sorted(FAST), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
 )
 def test_what_a_room_says_of_a_random_model_is_right_or_refused(seed, room):
     verdict, why = answer(seed, room)

@@ -9,7 +9,10 @@ from numpyro_bnn.datasets import Scaler
 
 def test_scaler_agrees_with_scikit_learn():
     rng = np.random.default_rng(1)
-    train, test = rng.normal([3, -40, 0.01], [2, 1e-3, 70], (50, 3)), rng.normal(size=(20, 3))
+    train, test = (
+        rng.normal([3, -40, 0.01], [2, 1e-3, 70], (50, 3)),
+        rng.normal(size=(20, 3)),
+    )
     ours, theirs = Scaler.fit(train), StandardScaler().fit(train)
     np.testing.assert_allclose(ours.mean, theirs.mean_, rtol=1e-13)
     np.testing.assert_allclose(ours.scale_factor, theirs.scale_, rtol=1e-12)
@@ -41,14 +44,22 @@ def test_constant_column_is_centered_exactly(value):
 
 def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
     rng = np.random.default_rng(3)
-    target, inputs = Scaler.fit(rng.normal(5, 3, 30)), Scaler.fit(rng.normal(5, 3, (30, 4)))
+    target, inputs = (
+        Scaler.fit(rng.normal(5, 3, 30)),
+        Scaler.fit(rng.normal(5, 3, (30, 4))),
+    )
     draws = rng.normal(size=(2, 5, 7)).astype(np.float32)  # (C, S, N)
     assert target.inverse(draws).dtype == np.float32
-    np.testing.assert_allclose(target.transform(target.inverse(draws)), draws, atol=2e-6)  # 5 eps |y| / scale
+    np.testing.assert_allclose(
+        target.transform(target.inverse(draws)), draws, atol=2e-6
+    )  # 5 eps |y| / scale
     assert inputs.inverse(np.zeros((2, 5, 7, 4))).shape == (2, 5, 7, 4)
     assert inputs.transform(np.arange(4)).dtype == np.float64
     for method, argument in ((inputs.transform, "x"), (inputs.inverse, "z")):
-        with pytest.raises(ValueError, match=rf"argument `{argument}` got shape \(4, 3\).* ends in \(4,\)"):
+        with pytest.raises(
+            ValueError,
+            match=rf"argument `{argument}` got shape \(4, 3\).* ends in \(4,\)",
+        ):
             method(np.zeros((4, 3)))
     with pytest.raises(ValueError, match=r"got shape \(\)"):
         inputs.transform(1.0)
@@ -56,14 +67,18 @@ def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
 
 @pytest.mark.parametrize("exponent", [-1000, 532])
 def test_units_do_not_matter(exponent):
-    """Powers of two from 1e-301 to 1e301: standardized values are the same to the last bit."""
+    """Powers of two from 1e-301 to 1e301: standardized values are the same to the last
+    bit.
+    """
     values = np.random.default_rng(5).normal(3, 2, (20, 3))
     expected = Scaler.fit(values).transform(values)
     scaled = np.ldexp(values, exponent)
     np.testing.assert_array_equal(Scaler.fit(scaled).transform(scaled), expected)
 
 
-@pytest.mark.parametrize("train", [1.0, np.zeros((0, 3)), [1.0, np.nan], [np.inf, 1.0], [1.7e308, -1.7e308]])
+@pytest.mark.parametrize(
+    "train", [1.0, np.zeros((0, 3)), [1.0, np.nan], [np.inf, 1.0], [1.7e308, -1.7e308]]
+)
 def test_scaler_refuses_what_has_no_statistics(train):
     with pytest.raises(ValueError, match=r"^Scaler\.fit: argument `train`"):
         Scaler.fit(train)

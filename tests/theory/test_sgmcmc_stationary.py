@@ -1,8 +1,8 @@
 """Stationary distributions against the exact theory of each discretization.
 
-The targets are products of P equal coordinates, so that one flat chain holds P independent ones: the standard error
-of a moment is the spread over coordinates / sqrt(P). Bands of 4 standard errors fail with probability 6e-5 each;
-seeds are fixed.
+The targets are products of P equal coordinates, so that one flat chain holds P
+independent ones: the standard error of a moment is the spread over coordinates /
+sqrt(P). Bands of 4 standard errors fail with probability 6e-5 each; seeds are fixed.
 """
 
 import jax
@@ -13,7 +13,17 @@ from helpers import squares_of
 from scipy import optimize, special
 from scipy.linalg import solve_discrete_lyapunov
 
-from numpyro_bnn.sgmcmc import BAOAB, HMC, MALA, Full, Minibatch, NoseHoover, Overdamped, RMSProp, build
+from numpyro_bnn.sgmcmc import (
+    BAOAB,
+    HMC,
+    MALA,
+    Full,
+    Minibatch,
+    NoseHoover,
+    Overdamped,
+    RMSProp,
+    build,
+)
 from numpyro_bnn.sgmcmc.streams import Keys
 
 LAM = 1.3
@@ -29,10 +39,14 @@ def quartic(q):
 
 
 def noisy(potential, variance):
-    """An estimator whose gradient has independent noise of the given variance in each coordinate."""
+    """An estimator whose gradient has independent noise of the given variance in each
+    coordinate.
+    """
 
     def potential_fn(q, key):
-        return potential(q) + jnp.sqrt(variance) * jnp.vdot(q, jax.random.normal(key, q.shape))
+        return potential(q) + jnp.sqrt(variance) * jnp.vdot(
+            q, jax.random.normal(key, q.shape)
+        )
 
     return Minibatch(potential_fn, Keys())
 
@@ -50,21 +64,31 @@ def assert_mean(values, expected):
 
 def test_sgld_has_the_theoretical_variance():
     eps, variance, temperature = 0.5, 2.0, 0.5
-    sampler = build(noisy(gaussian, variance), Overdamped(), schedule=eps, temperature=temperature)
+    sampler = build(
+        noisy(gaussian, variance), Overdamped(), schedule=eps, temperature=temperature
+    )
     squares, _ = moments(sampler, 4096, 60, 150)
     eta = eps / 2
-    assert_mean(squares, (2 * eta * temperature + eta**2 * variance) / (1 - (1 - eta * LAM) ** 2))
+    assert_mean(
+        squares,
+        (2 * eta * temperature + eta**2 * variance) / (1 - (1 - eta * LAM) ** 2),
+    )
 
 
 def kernel_of(h, rate, variance, spread):
-    """(A, noise covariance) of the linear map of (x, r, g), g the gradient shared by two kicks."""
+    """(A, noise covariance) of the linear map of (x, r, g), g the gradient shared by
+    two kicks.
+    """
     x, r, g = np.eye(3)
     kicked = r - h / 2 * g
     fresh = np.exp(-rate) * kicked
     x_new, x_noise = x + h / 2 * (kicked + fresh), h / 2 * spread
     g_new, g_noise = LAM * x_new, LAM * x_noise
     r_new, r_noise = fresh - h / 2 * g_new, spread - h / 2 * g_noise
-    sources = [np.array([x_noise, r_noise, g_noise]), np.sqrt(variance) * np.array([0, -h / 2, 1])]
+    sources = [
+        np.array([x_noise, r_noise, g_noise]),
+        np.sqrt(variance) * np.array([0, -h / 2, 1]),
+    ]
     return np.stack([x_new, r_new, g_new]), sum(np.outer(s, s) for s in sources)
 
 
@@ -72,20 +96,32 @@ def test_underdamped_has_the_theoretical_moments():
     eps, friction, variance, temperature = 0.64, 1.5, 3.0, 0.5
     h = eps**0.5
     spread = np.sqrt((1 - np.exp(-2 * friction * h)) * temperature)
-    quiet = solve_discrete_lyapunov(*kernel_of(h, friction * h, 0.0, spread))  # the published closed forms
-    np.testing.assert_allclose(np.diag(quiet)[:2], [temperature / LAM, (1 - eps * LAM / 4) * temperature])
+    quiet = solve_discrete_lyapunov(
+        *kernel_of(h, friction * h, 0.0, spread)
+    )  # the published closed forms
+    np.testing.assert_allclose(
+        np.diag(quiet)[:2], [temperature / LAM, (1 - eps * LAM / 4) * temperature]
+    )
     theory = solve_discrete_lyapunov(*kernel_of(h, friction * h, variance, spread))
-    sampler = build(noisy(gaussian, variance), BAOAB(friction), schedule=eps, temperature=temperature)
+    sampler = build(
+        noisy(gaussian, variance),
+        BAOAB(friction),
+        schedule=eps,
+        temperature=temperature,
+    )
     squares, state = moments(sampler, 4096, 40, 120)
     assert_mean(squares, theory[0, 0])
-    # Time average of the kinetic temperature over 4096 coordinates; correlated steps counted as 120 / 8.
+    # Time average of the kinetic temperature over 4096 coordinates; correlated steps
+    # counted as 120 / 8.
     error = theory[1, 1] * (2 / (4096 * 120 / 8)) ** 0.5
     assert abs(float(state.statistics.kinetic_temperature) - theory[1, 1]) < 4 * error
 
 
 @slow
 def test_nose_hoover_corrects_unknown_gradient_noise():
-    """For P -> infinity xi is constant, and the chain is BAOAB with noise A and friction xi: a linear problem."""
+    """For P -> infinity xi is constant, and the chain is BAOAB with noise A and
+    friction xi: a linear problem.
+    """
     eps, friction, variance = 0.09, 1.0, 4.0
     h = eps**0.5
 
@@ -98,16 +134,24 @@ def test_nose_hoover_corrects_unknown_gradient_noise():
         return cov[0, 0], kicked, (kicked + fresh) / 2 - 1
 
     xi = optimize.brentq(lambda value: theory(value)[2], 0.5, 5)
-    np.testing.assert_allclose(xi, friction + h * variance / 2, rtol=h**2)  # the text-book value, up to order h^2
+    np.testing.assert_allclose(
+        xi, friction + h * variance / 2, rtol=h**2
+    )  # the text-book value, up to order h^2
     sampler = build(noisy(gaussian, variance), NoseHoover(friction), schedule=eps)
     squares, state = moments(sampler, 8192, 150, 300)
     position, kicked, _ = theory(xi)
     assert_mean(squares, position)
-    # A step ends half a thermostat step after its refresh; xi fluctuates by 1 / sqrt(P), 4 of which are allowed.
-    np.testing.assert_allclose(state.memory.friction, xi - h / 2 * (kicked - 1), atol=4 / 8192**0.5)
-    # Without the thermostat the same noise heats the positions by about h V / (2 A), 60 %; with it by order h^2.
+    # A step ends half a thermostat step after its refresh; xi fluctuates by 1 /
+    # sqrt(P), 4 of which are allowed.
+    np.testing.assert_allclose(
+        state.memory.friction, xi - h / 2 * (kicked - 1), atol=4 / 8192**0.5
+    )
+    # Without the thermostat the same noise heats the positions by about h V / (2 A), 60
+    # %; with it by order h^2.
     assert abs(squares.mean() * LAM - 1) < h**2 / 2
-    hot, _ = moments(build(noisy(gaussian, variance), BAOAB(friction), schedule=eps), 8192, 150, 100)
+    hot, _ = moments(
+        build(noisy(gaussian, variance), BAOAB(friction), schedule=eps), 8192, 150, 100
+    )
     assert hot.mean() * LAM > 1.5
 
 
@@ -125,19 +169,30 @@ def test_metropolis_tests_leave_no_bias(name):
             state = sampler.step(state)
             return state, state.position[0] ** 2
 
-        state = sampler.init(0.5 * jax.random.normal(key, (1,)), jax.random.fold_in(key, 1))
+        state = sampler.init(
+            0.5 * jax.random.normal(key, (1,)), jax.random.fold_in(key, 1)
+        )
         state, squares = jax.lax.scan(body, state, None, num_steps)
         return squares[num_steps // 2 :].mean(), state.statistics.accept_prob
 
-    squares, accept = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(2), 4000))
+    squares, accept = jax.jit(jax.vmap(chain))(
+        jax.random.split(jax.random.key(2), 4000)
+    )
     assert 0.3 < accept.mean() < 0.97  # some rejections, or nothing is tested
-    assert_mean(np.asarray(squares, np.float64), 2 * special.gamma(0.75) / special.gamma(0.25) * temperature**0.5)
+    assert_mean(
+        np.asarray(squares, np.float64),
+        2 * special.gamma(0.75) / special.gamma(0.25) * temperature**0.5,
+    )
 
 
 @slow
-@pytest.mark.parametrize(("running", "low", "high"), [(False, 0.65, 0.71), (True, 1.0, 1.5)])
+@pytest.mark.parametrize(
+    ("running", "low", "high"), [(False, 0.65, 0.71), (True, 1.0, 1.5)]
+)
 def test_rmsprop_frozen_is_right_and_running_is_not(running, low, high):
-    """Target exp(-x^4 / 4), E[x^2] = 0.676. The band of the frozen form is 5 %: step-size bias 2 %, 4 MCSE 2 %."""
+    """Target exp(-x^4 / 4), E[x^2] = 0.676. The band of the frozen form is 5 %:
+    step-size bias 2 %, 4 MCSE 2 %.
+    """
     preconditioner = RMSProp(decay=0.9, damping=1e-1, running=running)
     sampler = build(Full(quartic), Overdamped(), preconditioner, schedule=0.02)
     squares, _ = moments(sampler, 2048, 1500, 400, thin=5, num_warmup=500)

@@ -1,7 +1,9 @@
-"""Steps of each dynamics beside its equations, written again in NumPy; and the engine that makes many of them.
+"""Steps of each dynamics beside its equations, written again in NumPy; and the engine
+that makes many of them.
 
-In the first part the potential is not quadratic, the preconditioner is a Cholesky factor (so that L and L' differ),
-the temperature is not 1, and a minibatch adds a linear potential. All is in float64: a step agrees to rounding.
+In the first part the potential is not quadratic, the preconditioner is a Cholesky
+factor (so that L and L' differ), the temperature is not 1, and a minibatch adds a
+linear potential. All is in float64: a step agrees to rounding.
 """
 
 import math
@@ -14,7 +16,15 @@ from helpers import refused
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.sgmcmc import BAOAB, HMC, MALA, Microcanonical, NoseHoover, Overdamped, build
+from numpyro_bnn.sgmcmc import (
+    BAOAB,
+    HMC,
+    MALA,
+    Microcanonical,
+    NoseHoover,
+    Overdamped,
+    build,
+)
 from numpyro_bnn.sgmcmc.dynamics import LastGradient, Momentum, Thermostat
 from numpyro_bnn.sgmcmc.engine import LOST, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import separate
@@ -27,7 +37,10 @@ L = np.linalg.cholesky(np.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 0.
 POSITION, R = np.array([0.4, -0.9, 1.2]), np.array([1.1, -0.3, 0.5])
 NOISE = np.random.default_rng(0).normal(size=(3, 3))
 SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
-ALWAYS, NEVER = 1e-300, 1.0  # uniform numbers: every proposal is accepted, or none that raises the energy
+ALWAYS, NEVER = (
+    1e-300,
+    1.0,
+)  # uniform numbers: every proposal is accepted, or none that raises the energy
 
 
 def potential(q, batch=0.0):
@@ -42,7 +55,9 @@ def context(eps=EPS, temperature=TEMPERATURE):
     root = jnp.asarray(L)
     numbers = (jnp.asarray(eps), jnp.asarray(temperature), jnp.asarray(False))
     evaluate = lambda q, batch: Evaluation(q, potential(q, batch), slope(q, batch), ())  # noqa: E731
-    return StepContext(evaluate, lambda _, v: root @ v, lambda _, v: root.T @ v, (), *numbers)
+    return StepContext(
+        evaluate, lambda _, v: root @ v, lambda _, v: root.T @ v, (), *numbers
+    )
 
 
 def one_step(dynamics, memory, noise, batch=0.0, uniform=ALWAYS, **options):
@@ -52,7 +67,9 @@ def one_step(dynamics, memory, noise, batch=0.0, uniform=ALWAYS, **options):
 
 def refresh(r, time, noise, temperature=TEMPERATURE):
     """Ornstein-Uhlenbeck over a time, at the temperature."""
-    return math.exp(-time) * r + math.sqrt((1 - math.exp(-2 * time)) * temperature) * noise
+    return (
+        math.exp(-time) * r + math.sqrt((1 - math.exp(-2 * time)) * temperature) * noise
+    )
 
 
 def kick(r, q, time, batch=0.0):
@@ -63,18 +80,27 @@ def same(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"])
+@pytest.mark.parametrize(
+    "temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"]
+)
 def test_overdamped(temperature, x64):
     last = LastGradient(jnp.asarray(slope(POSITION)))
     found = one_step(Overdamped(), last, NOISE[:1], SHIFT, temperature=temperature)
-    q = POSITION + L @ (-EPS / 2 * L.T @ slope(POSITION) + math.sqrt(EPS * temperature) * NOISE[0])
+    q = POSITION + L @ (
+        -EPS / 2 * L.T @ slope(POSITION) + math.sqrt(EPS * temperature) * NOISE[0]
+    )
     same(found.position, q)
     same(found.memory.gradient, slope(q, SHIFT))
 
 
 @pytest.mark.parametrize(
     ("friction", "temperature"),
-    [(FRICTION, TEMPERATURE), (0.0, TEMPERATURE), (math.inf, TEMPERATURE), (FRICTION, 0.0)],
+    [
+        (FRICTION, TEMPERATURE),
+        (0.0, TEMPERATURE),
+        (math.inf, TEMPERATURE),
+        (FRICTION, 0.0),
+    ],
     ids=["Langevin", "leapfrog", "fresh momenta", "damped descent"],
 )
 def test_baoab(friction, temperature, x64):
@@ -91,16 +117,22 @@ def test_baoab(friction, temperature, x64):
 
 def test_momenta_start_at_the_temperature(x64):
     """... and so at rest at zero."""
-    randomness = StepRandomness(jnp.asarray(NOISE[:1]), jnp.asarray(0.0), jnp.asarray(1.0))
+    randomness = StepRandomness(
+        jnp.asarray(NOISE[:1]), jnp.asarray(0.0), jnp.asarray(1.0)
+    )
     for dynamics in (BAOAB(1.0), NoseHoover(1.0), HMC(2)):
         for temperature in (TEMPERATURE, 0.0):
-            memory = dynamics.init(context(temperature=temperature), jnp.asarray(POSITION), randomness)
+            memory = dynamics.init(
+                context(temperature=temperature), jnp.asarray(POSITION), randomness
+            )
             same(dynamics.momentum(memory), math.sqrt(temperature) * NOISE[0])
 
 
 @pytest.mark.parametrize("xi", [0.8, -0.5, 0.0])
 def test_thermostat(xi, x64):
-    """Also at xi = 0 after its first half step, where the spread of the refresh is a limit, 2 A h."""
+    """Also at xi = 0 after its first half step, where the spread of the refresh is a
+    limit, 2 A h.
+    """
     kicked = kick(R, POSITION, H / 2)
     warm = H / 2 / 1.4 * (kicked @ kicked / 3 - TEMPERATURE)
     start = xi if xi else -warm
@@ -126,13 +158,20 @@ def probability(start, end):
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
 def test_mala(uniform, x64):
     h = 0.3**0.5
-    memory = Evaluation(*map(jnp.asarray, (POSITION, potential(POSITION), slope(POSITION))), ())
+    memory = Evaluation(
+        *map(jnp.asarray, (POSITION, potential(POSITION), slope(POSITION))), ()
+    )
     found = one_step(MALA(), memory, NOISE[2:3], uniform=uniform, eps=0.3)
     start = math.sqrt(TEMPERATURE) * NOISE[2]
     kicked = kick(start, POSITION, h / 2)
     q = POSITION + h * L @ kicked
     end = kick(kicked, q, h / 2)
-    same(found.accept_prob, probability(potential(POSITION) + start @ start / 2, potential(q) + end @ end / 2))
+    same(
+        found.accept_prob,
+        probability(
+            potential(POSITION) + start @ start / 2, potential(q) + end @ end / 2
+        ),
+    )
     same(found.position, q if uniform == ALWAYS else POSITION)
     same(found.memory.potential, potential(np.asarray(found.position)))
 
@@ -140,7 +179,13 @@ def test_mala(uniform, x64):
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
 def test_hmc(uniform, x64):
     """A rejected trajectory goes back to its start with the momentum reversed."""
-    found = one_step(HMC(3, 0.3, jitter=0.2), Phase(jnp.asarray(R)), NOISE[:2], uniform=uniform, eps=0.5)
+    found = one_step(
+        HMC(3, 0.3, jitter=0.2),
+        Phase(jnp.asarray(R)),
+        NOISE[:2],
+        uniform=uniform,
+        eps=0.5,
+    )
     h = 0.5**0.5 * (1 + 0.2 * (2 * norm.cdf(NOISE[1, 0]) - 1))
     start = 0.7 * R + math.sqrt((1 - 0.7**2) * TEMPERATURE) * NOISE[0]
     q, r = POSITION, start
@@ -148,12 +193,15 @@ def test_hmc(uniform, x64):
         r = kick(r, q, h / 2)
         q = q + h * L @ r
         r = kick(r, q, h / 2)
-    same(found.accept_prob, probability(potential(POSITION) + start @ start / 2, potential(q) + r @ r / 2))
+    same(
+        found.accept_prob,
+        probability(potential(POSITION) + start @ start / 2, potential(q) + r @ r / 2),
+    )
     same(found.position, q if uniform == ALWAYS else POSITION)
     same(found.memory.momentum, r if uniform == ALWAYS else -start)
 
 
-# -- the engine ------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------
 
 N = 40
 DATA = np.random.default_rng(0).normal(1.0, 1.0, (N, 3)).astype(np.float32)
@@ -161,7 +209,9 @@ START = np.array([0.5, -0.5, 1.0], np.float32)
 
 
 def of_rows(q, index):
-    return 0.5 * q @ q + (N / index.shape[0]) * 0.5 * jnp.sum((jnp.asarray(DATA)[index] - q[None]) ** 2)
+    return 0.5 * q @ q + (N / index.shape[0]) * 0.5 * jnp.sum(
+        (jnp.asarray(DATA)[index] - q[None]) ** 2
+    )
 
 
 def of_all(q):
@@ -175,19 +225,30 @@ ALL = sgmcmc.Full(of_all)
 SCALES = sgmcmc.Diagonal(np.array([1.0, 2.0, 0.5], np.float32))
 # One row per kind of sampler, and the gradients of each step.
 SAMPLERS = {
-    "pSGLD": (build(PLAIN, Overdamped(), sgmcmc.RMSProp(num_data=N, damping=0.1), schedule=0.01), 1),
+    "pSGLD": (
+        build(
+            PLAIN, Overdamped(), sgmcmc.RMSProp(num_data=N, damping=0.1), schedule=0.01
+        ),
+        1,
+    ),
     "BAOAB on epochs": (build(EPOCHS, BAOAB(1.0), SCALES, schedule=0.01), 1),
     "thermostat": (build(VARIATES, NoseHoover(1.0), schedule=0.01), 2),
     "MALA": (build(ALL, MALA(), schedule=0.05), 1),
     "HMC": (build(ALL, HMC(4, momentum_decay=0.5), SCALES, schedule=0.05), 5),
     "MCLMC": (build(ALL, Microcanonical(1.0), SCALES, schedule=0.05), 2),
-    "MCLMC on minibatches": (build(PLAIN, Microcanonical(1.0, "leapfrog", fresh=True), schedule=0.05), 2),
+    "MCLMC on minibatches": (
+        build(PLAIN, Microcanonical(1.0, "leapfrog", fresh=True), schedule=0.05),
+        2,
+    ),
 }
 EXACT = ("MALA", "HMC")
 
 
 def rows(*fast):
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in SAMPLERS]
+    return [
+        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
+        for name in SAMPLERS
+    ]
 
 
 @jax.jit(static_argnums=0)
@@ -213,9 +274,15 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", rows("BAOAB on epochs"))
 def test_a_run_is_its_single_steps_and_goes_on_where_it_stopped(name):
-    """131 steps take three blocks of random numbers, the last of them shorter; new seeds give another chain."""
+    """131 steps take three blocks of random numbers, the last of them shorter; new
+    seeds give another chain.
+    """
     sampler, num_gradients = SAMPLERS[name]
-    with jax.numpy_rank_promotion("raise"), jax.debug_key_reuse(True), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.debug_key_reuse(True),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         start = begin(sampler, START, jax.random.key(0))
         whole = run(sampler, start, 131)
         single = steps(sampler, start, 131)
@@ -234,27 +301,40 @@ def test_a_run_is_its_single_steps_and_goes_on_where_it_stopped(name):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_float64_stays_float64(name, x64):
     sampler, _ = SAMPLERS[name]
-    shapes = jax.eval_shape(lambda q, key: sampler.init(q, key, num_warmup=5), jnp.zeros(3), jax.random.key(0))
+    shapes = jax.eval_shape(
+        lambda q, key: sampler.init(q, key, num_warmup=5),
+        jnp.zeros(3),
+        jax.random.key(0),
+    )
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(shapes)]
-    assert dtypes == [leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(sampler.step, shapes))]
+    assert dtypes == [
+        leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(sampler.step, shapes))
+    ]
     assert shapes.position.dtype == jnp.float64
     assert jnp.float32 not in dtypes
 
 
 @pytest.mark.parametrize("name", rows("BAOAB on epochs", "MALA"))
 def test_refresh_renews_what_is_cached_of_the_target(name):
-    """After a move from outside: gradients and potentials as at a fresh start, momenta kept."""
+    """After a move from outside: gradients and potentials as at a fresh start, momenta
+    kept.
+    """
     sampler, _ = SAMPLERS[name]
     state = steps(sampler, begin(sampler, START, jax.random.key(0)), 1)
     moved = state._replace(position=state.position + 1.0)
     fresh = jax.jit(sampler.refresh)(moved)
-    old, new = (dict(zip(s.memory._fields, s.memory, strict=True)) if s.memory else {} for s in (moved, fresh))
+    old, new = (
+        dict(zip(s.memory._fields, s.memory, strict=True)) if s.memory else {}
+        for s in (moved, fresh)
+    )
     for kept in ("momentum", "direction", "friction", "length"):
         np.testing.assert_array_equal(new.get(kept, 0.0), old.get(kept, 0.0))
     if "potential" in new and name != "MCLMC on minibatches":
         np.testing.assert_allclose(new["potential"], of_all(moved.position), rtol=1e-5)
     if "gradient" in new and sampler.gradient is ALL:
-        np.testing.assert_allclose(new["gradient"], jax.grad(of_all)(moved.position), rtol=1e-5)
+        np.testing.assert_allclose(
+            new["gradient"], jax.grad(of_all)(moved.position), rtol=1e-5
+        )
     elif "gradient" in new and name != "pSGLD":
         assert np.abs(np.asarray(new["gradient"] - old["gradient"])).min() > 1
     np.testing.assert_array_equal(fresh.position, moved.position)
@@ -268,11 +348,15 @@ def test_statistics_are_means_of_what_happened():
         state = steps(sampler, state, 1)
         kinetic.append(float(state.memory.momentum @ state.memory.momentum) / 3)
         virial.append(float(state.position @ state.memory.gradient) / 3)
-    np.testing.assert_allclose(state.statistics.kinetic_temperature, np.mean(kinetic), rtol=1e-5)
-    np.testing.assert_allclose(state.statistics.configurational_temperature, np.mean(virial), rtol=1e-5)
+    np.testing.assert_allclose(
+        state.statistics.kinetic_temperature, np.mean(kinetic), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        state.statistics.configurational_temperature, np.mean(virial), rtol=1e-5
+    )
 
 
-# -- steps that are not finite ---------------------------------------------------------------------------
+# -- steps that are not finite ---------------------------------------------------------
 
 
 class Odd:
@@ -286,9 +370,15 @@ def stretched(q):
     return 0.5 * jnp.vdot(q, jnp.array([1.0, 2.0, 3.0]) * q) + 0.1 * jnp.sum(q**4)
 
 
-@pytest.mark.parametrize("dynamics", [Overdamped(), BAOAB(1.0)], ids=["overdamped", "BAOAB"])
+@pytest.mark.parametrize(
+    "dynamics", [Overdamped(), BAOAB(1.0)], ids=["overdamped", "BAOAB"]
+)
 def test_a_chain_that_keeps_failing_is_marked_and_the_step_is_named(dynamics):
-    sampler = build(sgmcmc.Full(stretched), dynamics, schedule=lambda t: jnp.where(t < 10, 0.01, 1e3))
+    sampler = build(
+        sgmcmc.Full(stretched),
+        dynamics,
+        schedule=lambda t: jnp.where(t < 10, 0.01, 1e3),
+    )
     state = steps(sampler, sampler.init(jnp.asarray(START), jax.random.key(0)), 10)
     assert (int(state.refused_in_a_row), int(state.statistics.num_refused)) == (0, 0)
     failing = steps(sampler, state, LOST)
@@ -300,18 +390,30 @@ def test_a_chain_that_keeps_failing_is_marked_and_the_step_is_named(dynamics):
     assert np.isfinite(np.asarray(after.position)).all()
     assert (int(after.step), int(after.statistics.num_steps)) == (40 + LOST, 40 + LOST)
     assert int(after.statistics.num_refused) == count + 30
-    # In warm-up it goes on trying, and the first of the steps that failed is named when warm-up is over.
+    # In warm-up it goes on trying, and the first of the steps that failed is named when
+    # warm-up is over.
     longer = steps(sampler, state._replace(num_warmup=jnp.int32(40 + LOST)), LOST + 30)
-    assert (int(longer.first_divergence), int(longer.refused_in_a_row)) == (-1, count + 30)
+    assert (int(longer.first_divergence), int(longer.refused_in_a_row)) == (
+        -1,
+        count + 30,
+    )
     assert int(steps(sampler, longer, 1).first_divergence) == 10 + LOST - count
 
 
-@pytest.mark.parametrize("dynamics", [Overdamped(), BAOAB(1.0)], ids=["overdamped", "BAOAB"])
+@pytest.mark.parametrize(
+    "dynamics", [Overdamped(), BAOAB(1.0)], ids=["overdamped", "BAOAB"]
+)
 def test_a_gradient_that_is_not_finite_is_seen(dynamics):
-    sampler = build(sgmcmc.Full(lambda q: jnp.sum(jnp.sqrt(q))), dynamics, schedule=0.01)
+    sampler = build(
+        sgmcmc.Full(lambda q: jnp.sum(jnp.sqrt(q))), dynamics, schedule=0.01
+    )
     before = sampler.init(jnp.array([1.0, -1.0]), jax.random.key(0))
     state = steps(sampler, before, 1)
-    assert (int(state.refused_in_a_row), int(state.statistics.num_refused), int(state.step)) == (1, 1, 1)
+    assert (
+        int(state.refused_in_a_row),
+        int(state.statistics.num_refused),
+        int(state.step),
+    ) == (1, 1, 1)
     np.testing.assert_array_equal(state.position, [1.0, -1.0])
     if dynamics.momentum(state.memory) is not None:
         np.testing.assert_array_equal(state.memory.momentum, -before.memory.momentum)
@@ -323,8 +425,14 @@ def test_a_gradient_that_is_not_finite_is_seen(dynamics):
     ids=["overdamped", "BAOAB", "SGNHT"],
 )
 def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
-    """Behind 0 the potential has no value, and its gradient, which pulls there, does."""
-    pulls = sgmcmc.Full(lambda q: jnp.sum(q) + jnp.where(jnp.all(q > 0), 0.0, jax.lax.stop_gradient(behind)))
+    """Behind 0 the potential has no value, and its gradient, which pulls
+    there, does.
+    """
+    pulls = sgmcmc.Full(
+        lambda q: (
+            jnp.sum(q) + jnp.where(jnp.all(q > 0), 0.0, jax.lax.stop_gradient(behind))
+        )
+    )
     sampler = build(pulls, dynamics, schedule=0.5)
     state = steps(sampler, sampler.init(jnp.ones(2), jax.random.key(0)), 300)
     assert (np.asarray(state.position) > 0).all()
@@ -333,7 +441,9 @@ def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
 
 def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
     """Its gradient is not finite: the chain goes on without it until its next step."""
-    broken = sgmcmc.Minibatch(lambda q, i: jnp.sum(q * q) * jnp.where(i[0] > 0, 1.0, jnp.nan), Odd())
+    broken = sgmcmc.Minibatch(
+        lambda q, i: jnp.sum(q * q) * jnp.where(i[0] > 0, 1.0, jnp.nan), Odd()
+    )
     sampler = build(broken, BAOAB(1.0), schedule=0.01)
     state = sampler.init(jnp.ones(3), jax.random.key(0))
     np.testing.assert_array_equal(state.memory.gradient, np.zeros(3))
@@ -341,9 +451,13 @@ def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
 
 
 def test_a_momentum_that_is_not_finite_is_seen():
-    """A wide preconditioner makes an infinite momentum of a finite gradient: no later step would be finite."""
+    """A wide preconditioner makes an infinite momentum of a finite gradient: no later
+    step would be finite.
+    """
     steep = sgmcmc.Full(lambda q: 1e30 * jnp.sum(jnp.where(q > 1, q, 0.0)))
-    sampler = build(steep, BAOAB(1.0), sgmcmc.Diagonal(1e20), schedule=0.01, temperature=1e-26)
+    sampler = build(
+        steep, BAOAB(1.0), sgmcmc.Diagonal(1e20), schedule=0.01, temperature=1e-26
+    )
     before = sampler.init(jnp.array([1.0]), jax.random.key(0))
     before = before._replace(memory=before.memory._replace(momentum=jnp.array([1e-12])))
     after = steps(sampler, before, 1)
@@ -357,7 +471,9 @@ def half_a_gaussian(q):
 
 @pytest.mark.parametrize("dynamics", [BAOAB(2.0), MALA()], ids=["BAOAB", "MALA"])
 def test_a_chain_that_takes_steps_in_between_is_not_marked(dynamics):
-    """With steps as long as the density is wide. Metropolis rejects what has no potential, and reports nothing."""
+    """With steps as long as the density is wide. Metropolis rejects what has no
+    potential, and reports nothing.
+    """
     sampler = build(sgmcmc.Full(half_a_gaussian), dynamics, schedule=1.0)
     state = steps(sampler, sampler.init(jnp.ones(1), jax.random.key(0)), 1500)
     assert (int(state.first_divergence), int(state.statistics.num_steps)) == (-1, 1500)
@@ -368,31 +484,47 @@ def test_a_chain_that_takes_steps_in_between_is_not_marked(dynamics):
         assert float(state.statistics.accept_prob) < 0.99
 
 
-# -- the part of a minibatch potential that is hoisted out of the steps ----------------------------------
+# -- the part of a minibatch potential that is hoisted out of the steps ----------------
 
 
 def in_a_loop(q, i):
     return jax.lax.fori_loop(
-        0, 3, lambda k, total: total + jnp.sum(jnp.sin(q) * jnp.asarray(DATA)[jnp.asarray(i)[k]]), 0.0
+        0,
+        3,
+        lambda k, total: (
+            total + jnp.sum(jnp.sin(q) * jnp.asarray(DATA)[jnp.asarray(i)[k]])
+        ),
+        0.0,
     )
 
 
 def on_host(q, i):
     """A call into Python, which need not know how to run for many steps at once."""
-    rows = jax.pure_callback(lambda i: DATA[np.asarray(i)], jax.ShapeDtypeStruct((4, 3), jnp.float32), i)
+    rows = jax.pure_callback(
+        lambda i: DATA[np.asarray(i)], jax.ShapeDtypeStruct((4, 3), jnp.float32), i
+    )
     return jnp.sum((rows - q) ** 2)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "potential", [lambda q, i: jax.jit(of_rows)(q, i) + jnp.sum(q), lambda q, i: jnp.sum(q**2), in_a_loop, on_host]
+    "potential",
+    [
+        lambda q, i: jax.jit(of_rows)(q, i) + jnp.sum(q),
+        lambda q, i: jnp.sum(q**2),
+        in_a_loop,
+        on_host,
+    ],
 )
 def test_what_is_prepared_and_what_is_left_make_the_whole(potential):
     index = np.array([4, 39, 0, 4])
     prepare, finish = separate(potential, jnp.zeros(3), jnp.zeros(4, int))
-    prepared = jax.tree.map(lambda leaf: leaf[1], jax.jit(jax.vmap(prepare))(np.stack([0 * index, index])))
+    prepared = jax.tree.map(
+        lambda leaf: leaf[1], jax.jit(jax.vmap(prepare))(np.stack([0 * index, index]))
+    )
     found, expected = (
-        jax.jit(jax.value_and_grad(f))(START) for f in (lambda q: finish(q, prepared), lambda q: potential(q, index))
+        jax.jit(jax.value_and_grad(f))(START)
+        for f in (lambda q: finish(q, prepared), lambda q: potential(q, index))
     )
     assert_same(found, expected)
 
@@ -401,17 +533,28 @@ def inner_loops(jaxpr):
     """Bodies of the loops that hold no other loop."""
     found = []
     for equation in jaxpr.eqns:
-        bodies = [v.jaxpr for v in jax.tree.leaves(list(equation.params.values())) if hasattr(v, "jaxpr")]
+        bodies = [
+            v.jaxpr
+            for v in jax.tree.leaves(list(equation.params.values()))
+            if hasattr(v, "jaxpr")
+        ]
         deeper = [loop for body in bodies for loop in inner_loops(body)]
-        found += deeper or (bodies if equation.primitive.name in ("while", "scan") else [])
+        found += deeper or (
+            bodies if equation.primitive.name in ("while", "scan") else []
+        )
     return found
 
 
 @pytest.mark.core
 def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
-    """No number in the loop over steps is as long as the data, of which the block around it picks the rows."""
+    """No number in the loop over steps is as long as the data, of which the block
+    around it picks the rows.
+    """
     x = np.zeros((100_000, 3), np.float32)
-    gradient = sgmcmc.Minibatch(lambda q, i: jnp.sum((jnp.asarray(x)[i] - q) ** 2), sgmcmc.WithReplacement(len(x), 8))
+    gradient = sgmcmc.Minibatch(
+        lambda q, i: jnp.sum((jnp.asarray(x)[i] - q) ** 2),
+        sgmcmc.WithReplacement(len(x), 8),
+    )
     sampler = build(gradient, Overdamped(), schedule=0.01)
     state = jax.eval_shape(sampler.init, jnp.zeros(3), jax.random.key(0))
     jaxpr = jax.make_jaxpr(lambda state: sampler.run(state, 1000))(state).jaxpr
@@ -421,7 +564,7 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
     assert not any("100000" in str(loop) for loop in loops)
 
 
-# -- parts that do not fit together ----------------------------------------------------------------------
+# -- parts that do not fit together ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -430,12 +573,34 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
         ("temperature", lambda: build(ALL, MALA(), schedule=0.1, temperature=0.0)),
         ("gradient", lambda: build(PLAIN, MALA(), schedule=0.1)),
         ("gradient", lambda: build(PLAIN, HMC(2), schedule=0.1)),
-        ("preconditioner", lambda: build(ALL, MALA(), sgmcmc.RMSProp(running=True), schedule=0.1)),
-        ("position", lambda: build(ALL, Microcanonical(), schedule=0.1).init(jnp.ones(1), jax.random.key(0))),
-        ("position", lambda: SAMPLERS["MALA"][0].init(jnp.zeros((2, 2)), jax.random.key(0))),
-        ("position", lambda: SAMPLERS["MALA"][0].init(jnp.arange(3), jax.random.key(0))),
-        ("num_warmup", lambda: SAMPLERS["pSGLD"][0].init(jnp.zeros(3), jax.random.key(0))),
-        ("rng_key", lambda: SAMPLERS["MALA"][0].init(jnp.zeros(3), jax.random.split(jax.random.key(0)))),
+        (
+            "preconditioner",
+            lambda: build(ALL, MALA(), sgmcmc.RMSProp(running=True), schedule=0.1),
+        ),
+        (
+            "position",
+            lambda: build(ALL, Microcanonical(), schedule=0.1).init(
+                jnp.ones(1), jax.random.key(0)
+            ),
+        ),
+        (
+            "position",
+            lambda: SAMPLERS["MALA"][0].init(jnp.zeros((2, 2)), jax.random.key(0)),
+        ),
+        (
+            "position",
+            lambda: SAMPLERS["MALA"][0].init(jnp.arange(3), jax.random.key(0)),
+        ),
+        (
+            "num_warmup",
+            lambda: SAMPLERS["pSGLD"][0].init(jnp.zeros(3), jax.random.key(0)),
+        ),
+        (
+            "rng_key",
+            lambda: SAMPLERS["MALA"][0].init(
+                jnp.zeros(3), jax.random.split(jax.random.key(0))
+            ),
+        ),
         ("rng_key", lambda: SAMPLERS["MALA"][0].init(jnp.zeros(3), 0)),
     ],
 )

@@ -1,4 +1,6 @@
-"""Chains that survive: steps that are not finite, chains that start again, divergences that are reported."""
+"""Chains that survive: steps that are not finite, chains that start again, divergences
+that are reported.
+"""
 
 import warnings
 from functools import partial
@@ -18,9 +20,16 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, metrics
-from numpyro_bnn.sgmcmc import BAOAB, Full, Microcanonical, NoseHoover, Overdamped, build
+from numpyro_bnn.sgmcmc import (
+    BAOAB,
+    Full,
+    Microcanonical,
+    NoseHoover,
+    Overdamped,
+    build,
+)
 
-# -- the density up to a border -------------------------------------------------------------------------
+# -- the density up to a border --------------------------------------------------------
 
 
 def walled(q):
@@ -41,8 +50,9 @@ def walled(q):
     ],
 )
 def test_the_density_up_to_a_border_is_the_truncated_one(dynamics, size, eps, bias):
-    """A chain that stays and turns back is a Metropolis rejection. With another momentum, up to twice the mass would
-    lie within a step of the border."""
+    """A chain that stays and turns back is a Metropolis rejection. With another
+    momentum, up to twice the mass would lie within a step of the border.
+    """
     chains, number = 128, 1500
     sampler = build(Full(walled), dynamics, schedule=eps)
 
@@ -63,44 +73,60 @@ def test_the_density_up_to_a_border_is_the_truncated_one(dynamics, size, eps, bi
     assert (x < 1).all()
     width = eps if size > 1 else eps**0.5
     near, share = (x > 1 - width).mean(1), 1 - exact.cdf(1 - width)
-    for values, target, allowed in ((x.mean(1), exact.mean(), bias), (near / share, 1.0, bias)):
+    for values, target, allowed in (
+        (x.mean(1), exact.mean(), bias),
+        (near / share, 1.0, bias),
+    ):
         error = values.std(ddof=1) / chains**0.5
         assert abs(values.mean() - target) < allowed + 4.5 * error
         assert error < 0.05
 
 
-# -- chains that start again ----------------------------------------------------------------------------
+# -- chains that start again -----------------------------------------------------------
 
 
 def unit(size=3):
-    """Full-batch SGLD multiplies the position by 1 - eps / 2: without noise all is known."""
+    """Full-batch SGLD multiplies the position by 1 - eps / 2: without noise all is
+    known.
+    """
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [infer.SGLD, infer.SGNHT], ids=["SGLD", "SGNHT"])
 def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
-    """One of two chains gets far too long steps; the other is the same, bit for bit, as beside a healthy one."""
+    """One of two chains gets far too long steps; the other is the same, bit for bit, as
+    beside a healthy one.
+    """
     kernel = make(unit, steps_per_draw=20, warm_start=0.2)
-    state = kernel.init(jax.random.split(jax.random.key(0), 2), 200, {"w": jnp.ones((2, 3))}, (), {})
+    state = kernel.init(
+        jax.random.split(jax.random.key(0), 2), 200, {"w": jnp.ones((2, 3))}, (), {}
+    )
 
     def transition(lost, state, i):
         far = lost & (jnp.arange(2) == 0) & (i == 74)
-        state = state._replace(base_step_size=jnp.where(far, 1e12, state.base_step_size))
+        state = state._replace(
+            base_step_size=jnp.where(far, 1e12, state.base_step_size)
+        )
         state = kernel.sample(state, (), {})
         return state, (state.z["w"], state.refused_steps, state.base_step_size)
 
-    run = jax.jit(lambda state, lost: lax.scan(partial(transition, lost), state, jnp.arange(230)))
+    run = jax.jit(
+        lambda state, lost: lax.scan(partial(transition, lost), state, jnp.arange(230))
+    )
     healthy, (calm, refused, sizes) = jax.device_get(run(state, jnp.asarray(False)))
     end, (w, failing, found) = jax.device_get(run(state, jnp.asarray(True)))
     assert not refused.any()
     np.testing.assert_array_equal(w[:, 1], calm[:, 1])
     np.testing.assert_array_equal(end.num_gradients, healthy.num_gradients)
     assert np.isfinite(w).all()
-    # Chains are looked at every ten transitions: at 80, after fewer than 200 steps that failed, and at 90.
+    # Chains are looked at every ten transitions: at 80, after fewer than 200 steps that
+    # failed, and at 90.
     np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(74, 90))
     assert not end.diverging.any()
-    np.testing.assert_allclose(found[90, 0], 0.5 * sizes[74, 0], rtol=1e-4)  # the curvature is 1 everywhere
+    np.testing.assert_allclose(
+        found[90, 0], 0.5 * sizes[74, 0], rtol=1e-4
+    )  # the curvature is 1 everywhere
     np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)
     assert np.abs(w[90:, 0]).max() < 6
     assert kernel.describe(end)["restarts"] == "[1.0, 0.0]"
@@ -108,14 +134,18 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
 
 @pytest.mark.slow
 def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
-    """It starts again while there is warm-up left, with the step size that was asked for, and is marked after it."""
+    """It starts again while there is warm-up left, with the step size that was asked
+    for, and is marked after it.
+    """
     kernel = infer.SGLD(unit, 1e6, steps_per_draw=50, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=32, num_samples=10, progress_bar=False)
     mcmc.run(jax.random.key(0))
     assert np.isnan(mcmc.get_samples()["w"]).all()
     with pytest.warns(metrics.HealthWarning, match=r"diverged \(chain 0 at step"):
         idata = bnn.to_inference_data(mcmc)
-    assert idata.attrs["restarts"] == "[2.0]"  # at transitions 8 and 16, of 4, 8, ..., 20
+    assert (
+        idata.attrs["restarts"] == "[2.0]"
+    )  # at transitions 8 and 16, of 4, 8, ..., 20
     assert idata.attrs["base_step_size"] == "[1000000.0]"
     assert idata.attrs["refused_steps"] == "[1.0]"
     np.testing.assert_array_equal(group(idata, "posterior")["marked"], [True])
@@ -134,37 +164,61 @@ def test_a_diverging_warm_start_is_undone_and_reported():
     assert (report["restarts"].verdict, report["restarts"].value) == ("note", 2)
 
 
-# -- divergences ----------------------------------------------------------------------------------------
+# -- divergences -----------------------------------------------------------------------
 
 
 def test_divergence_is_reported_with_chain_and_step():
     eps = 2.0 * (1 + 1e6)  # each step multiplies by -1e6
     kernel = infer.SGLD(unit, eps, temperature=0.0, steps_per_draw=100, warm_start=0.0)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=4, num_chains=3, chain_method="vectorized", progress_bar=False)
-    # |w|^2 leaves float32 (3.4e38) when |w| > 1.8e19: from 1 at the fourth step, from 1e9 at the second.
-    begin = {"w": jnp.stack([jnp.array([1.0, 1.0, 0.0]), jnp.array([1e9, 0.0, 0.0]), jnp.zeros(3)])}
+    mcmc = MCMC(
+        kernel,
+        num_warmup=0,
+        num_samples=4,
+        num_chains=3,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    # |w|^2 leaves float32 (3.4e38) when |w| > 1.8e19: from 1 at the fourth step, from
+    # 1e9 at the second.
+    begin = {
+        "w": jnp.stack(
+            [jnp.array([1.0, 1.0, 0.0]), jnp.array([1e9, 0.0, 0.0]), jnp.zeros(3)]
+        )
+    }
     mcmc.run(jax.random.key(0), init_params=begin)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
     fields = mcmc.get_extra_fields(group_by_chain=True)
-    diverged, refused = np.asarray(fields["diverging"]), np.asarray(fields["refused_steps"])
+    diverged, refused = (
+        np.asarray(fields["diverging"]),
+        np.asarray(fields["refused_steps"]),
+    )
     # After 200 steps that are not taken.
-    np.testing.assert_array_equal(diverged, [[False, False, True, True], [False, False, True, True], [False] * 4])
+    np.testing.assert_array_equal(
+        diverged, [[False, False, True, True], [False, False, True, True], [False] * 4]
+    )
     np.testing.assert_allclose(refused, [[0.97, 1, 1, 1], [0.99, 1, 1, 1], [0] * 4])
     np.testing.assert_array_equal(np.isnan(draws).all(-1), diverged)
     np.testing.assert_array_equal(draws[2], 0.0)
-    expected = r"SGLD diverged \(chain 0 at step 3, chain 1 at step 1\).*NaN.*smaller `step_size`"
+    expected = (
+        r"SGLD diverged \(chain 0 at step 3, chain 1 at step 1\).*NaN.*smaller "
+        r"`step_size`"
+    )
     with pytest.warns(UserWarning, match=expected) as caught:
         idata = bnn.to_inference_data(mcmc)
     assert caught[0].filename == __file__  # it points at the user's line
     assert idata.attrs["first_divergence"] == "[3, 1, -1]"
     np.testing.assert_array_equal(group(idata, "sample_stats")["diverging"], diverged)
     single = jax.tree.map(lambda leaf: leaf[0], mcmc.last_state)
-    assert kernel.get_diagnostics_str(single) == "100 steps of size 2.00e+06, DIVERGED at step 3"
+    assert (
+        kernel.get_diagnostics_str(single)
+        == "100 steps of size 2.00e+06, DIVERGED at step 3"
+    )
 
 
 def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
-    """Export with predictions, file, scores; the first chain is at a place from which no step is finite, although
-    NumPyro refuses a normal distribution whose mean is NaN."""
+    """Export with predictions, file, scores; the first chain is at a place from which
+    no step is finite, although NumPyro refuses a normal distribution whose mean is NaN.
+    """
     lost = [True, False, False]
 
     def model(x, y=None):
@@ -172,9 +226,19 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(w[0] * x, 1.0), obs=y)
 
-    x, start = jnp.linspace(-1.0, 1.0, 9), {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])}
-    options = {"num_warmup": 0, "num_samples": 30, "num_chains": 3, "run_options": {"init_params": start}}
-    mcmc = run_chains(infer.SGHMC(model, 0.01, steps_per_draw=50, warm_start=0.0), x, x, **options)
+    x, start = (
+        jnp.linspace(-1.0, 1.0, 9),
+        {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])},
+    )
+    options = {
+        "num_warmup": 0,
+        "num_samples": 30,
+        "num_chains": 3,
+        "run_options": {"init_params": start},
+    }
+    mcmc = run_chains(
+        infer.SGHMC(model, 0.01, steps_per_draw=50, warm_start=0.0), x, x, **options
+    )
     with pytest.warns(metrics.HealthWarning, match=r"diverged \(chain 0 at step 0\)"):
         idata = bnn.to_inference_data(mcmc, predictions={"x": x, "y": x})
     refused = group(idata, "sample_stats")["refused_steps"]
@@ -185,7 +249,9 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
         np.testing.assert_array_equal(group(idata, name)["marked"], lost)
     assert metrics.health(idata).marked == (0,)
     predictions = group(idata, "predictions")
-    assert np.isnan(predictions["y_mean"][0, 4:]).all()  # after 200 steps that were not taken
+    assert np.isnan(
+        predictions["y_mean"][0, 4:]
+    ).all()  # after 200 steps that were not taken
     assert np.isfinite(predictions["y_mean"][1:]).all()
     densities = predictions["y_log_likelihood"]
     with pytest.warns(metrics.HealthWarning, match="left out chains 0, "):
@@ -193,32 +259,60 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
     assert score.value == metrics.lppd(densities.to_numpy()[1:]).value
 
 
-# -- bounded likelihoods ----------------------------------------------------------------------------------
+# -- bounded likelihoods ---------------------------------------------------------------
 
-# The distribution of an observation given a weight, the bounds of the weight, and observations. Beyond the bounds
-# some log densities are NaN and others finite: NumPyro clamps probabilities, and gamma functions are defined below 0.
+# The distribution of an observation given a weight, the bounds of the weight, and
+# observations. Beyond the bounds some log densities are NaN and others finite: NumPyro
+# clamps probabilities, and gamma functions are defined below 0.
 BOUNDED = {
     "Poisson": (dist.Poisson, (0, np.inf), lambda rng: rng.poisson(0.6, 20)),
-    "Exponential": (dist.Exponential, (0, np.inf), lambda rng: rng.exponential(1.4, 20)),
-    "Gamma": (partial(dist.Gamma, 0.5), (0, np.inf), lambda rng: rng.gamma(0.5, 1.4, 20)),
+    "Exponential": (
+        dist.Exponential,
+        (0, np.inf),
+        lambda rng: rng.exponential(1.4, 20),
+    ),
+    "Gamma": (
+        partial(dist.Gamma, 0.5),
+        (0, np.inf),
+        lambda rng: rng.gamma(0.5, 1.4, 20),
+    ),
     "Bernoulli": (dist.BernoulliProbs, (0, 1), lambda rng: np.arange(20) % 10 == 0),
-    "Beta": (lambda w: dist.Beta(w, 1.0), (0, np.inf), lambda rng: rng.beta(0.3, 1.0, 20)),
-    "Uniform": (partial(dist.Uniform, 0.0), (0.95, np.inf), lambda rng: np.linspace(0.0, 0.95, 20)),
+    "Beta": (
+        lambda w: dist.Beta(w, 1.0),
+        (0, np.inf),
+        lambda rng: rng.beta(0.3, 1.0, 20),
+    ),
+    "Uniform": (
+        partial(dist.Uniform, 0.0),
+        (0.95, np.inf),
+        lambda rng: np.linspace(0.0, 0.95, 20),
+    ),
 }
 BOUNDED_KERNELS = {
     "SGLD": infer.SGLD,
     "PSGLD": infer.PSGLD,
-    "CyclicalSGLD": partial(infer.CyclicalSGLD, step_size=0.005, cycle_length=600, draws_per_cycle=10),
+    "CyclicalSGLD": partial(
+        infer.CyclicalSGLD, step_size=0.005, cycle_length=600, draws_per_cycle=10
+    ),
     "SGHMC": infer.SGHMC,
     "SGNHT": infer.SGNHT,
     "MALA": infer.MALA,
     "GHMC": partial(infer.GHMC, num_steps=10),
     "MCLMC": infer.MCLMC,
 }
-# Every kernel on a likelihood that is NaN behind the border and on one that is finite there; every likelihood.
-CELLS = [(kernel, name, batch) for kernel in BOUNDED_KERNELS for name in ("Poisson", "Beta") for batch in (None, 5)]
+# Every kernel on a likelihood that is NaN behind the border and on one that is finite
+# there; every likelihood.
+CELLS = [
+    (kernel, name, batch)
+    for kernel in BOUNDED_KERNELS
+    for name in ("Poisson", "Beta")
+    for batch in (None, 5)
+]
 CELLS += [
-    (kernel, name, None) for kernel in ("SGHMC", "MCLMC") for name in BOUNDED if name not in ("Poisson", "Beta")
+    (kernel, name, None)
+    for kernel in ("SGHMC", "MCLMC")
+    for name in BOUNDED
+    if name not in ("Poisson", "Beta")
 ]
 FAST = ("SGLD", "Poisson", None)
 
@@ -242,7 +336,10 @@ def bounded(name):
 def moments_within_bounds(name):
     (family, (low, high), _), y = BOUNDED[name], observations(name)
     w = np.linspace(low, min(high, 8.0), 40_002)[1:-1]
-    log_p = np.asarray(family(jnp.asarray(w)[:, None]).log_prob(y).sum(1), np.float64) - 0.5 * (w - 0.5) ** 2
+    log_p = (
+        np.asarray(family(jnp.asarray(w)[:, None]).log_prob(y).sum(1), np.float64)
+        - 0.5 * (w - 0.5) ** 2
+    )
     p = np.exp(log_p - log_p.max())
     mean = (p / p.sum()) @ w
     return mean, ((p / p.sum()) @ (w - mean) ** 2) ** 0.5
@@ -250,16 +347,33 @@ def moments_within_bounds(name):
 
 @pytest.mark.parametrize(
     ("kernel", "name", "batch"),
-    [pytest.param(*cell, marks=() if cell == FAST else pytest.mark.slow) for cell in CELLS],
+    [
+        pytest.param(*cell, marks=() if cell == FAST else pytest.mark.slow)
+        for cell in CELLS
+    ],
 )
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
-    """Right within errors and a bias of .2 sd, or reported; no draw behind the border on all data."""
+    """Right within errors and a bias of .2 sd, or reported; no draw behind the border
+    on all data.
+    """
     low, high = BOUNDED[name][1]
     chains, options = 8, {"chain_method": "vectorized", "progress_bar": False}
-    mcmc = MCMC(BOUNDED_KERNELS[kernel](bounded(name)), num_warmup=200, num_samples=300, num_chains=chains, **options)
-    mcmc.run(jax.random.key(1), observations(name), **({} if batch is None else {"batch_size": batch}))
+    mcmc = MCMC(
+        BOUNDED_KERNELS[kernel](bounded(name)),
+        num_warmup=200,
+        num_samples=300,
+        num_chains=chains,
+        **options,
+    )
+    mcmc.run(
+        jax.random.key(1),
+        observations(name),
+        **({} if batch is None else {"batch_size": batch}),
+    )
     w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
-    outside = (w < np.float32(low)) | (w > high)  # a chain may stop on the border itself
+    outside = (w < np.float32(low)) | (
+        w > high
+    )  # a chain may stop on the border itself
     assert batch is not None or not outside.any()
     mean, sd = moments_within_bounds(name)
     error = w.mean(1).std(ddof=1) / chains**0.5
@@ -268,7 +382,10 @@ def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = metrics.health(bnn.to_inference_data(mcmc))
-        stuck, lost = {"frozen", "moved", "covered", "rhat"}, {"diverged", "support", "refused_steps", "temperature"}
+        stuck, lost = (
+            {"frozen", "moved", "covered", "rhat"},
+            {"diverged", "support", "refused_steps", "temperature"},
+        )
         assert {finding.name for finding in report.warnings} & (stuck | lost)
 
 
@@ -276,7 +393,13 @@ def test_a_start_outside_of_the_bounds_is_refused():
     kernel = infer.SGLD(bounded("Beta"), warm_start=0.0)
     start = {"w": jnp.array([1.0, -1.0]), "other": jnp.zeros(2)}
     with refused("init_params", "a start of chain 1 where the log density is "):
-        kernel.init(jax.random.split(jax.random.key(0), 2), 0, start, (observations("Beta"),), {})
+        kernel.init(
+            jax.random.split(jax.random.key(0), 2),
+            0,
+            start,
+            (observations("Beta"),),
+            {},
+        )
 
 
 def test_an_optimizer_goes_back_where_the_density_ends():
@@ -290,15 +413,26 @@ def test_an_optimizer_goes_back_where_the_density_ends():
     warm = infer.WarmStart(0.5, num_steps=60, optimizer=optax.sgd(1.0))
     kernel = infer.SGHMC(model, 1e-4, steps_per_draw=2, warm_start=warm)
     y = jnp.full(20, 0.01)
-    state, w = walk(kernel, 3, (y,), warmup=4, start={"w": jnp.array(1.0)}, keep=lambda state: state.z["w"])
+    state, w = walk(
+        kernel,
+        3,
+        (y,),
+        warmup=4,
+        start={"w": jnp.array(1.0)},
+        keep=lambda state: state.z["w"],
+    )
     assert (w > 0).all()
     assert np.isfinite(state.optimizer.position).all()
-    assert state.num_gradients >= 2 * 31  # those that look at the ends of transitions count
+    assert (
+        state.num_gradients >= 2 * 31
+    )  # those that look at the ends of transitions count
 
 
 @pytest.mark.slow
 def test_mclmc_handles_a_mode_on_a_border():
-    """The density is largest at a rate of 0: steps end behind it as often as in front."""
+    """The density is largest at a rate of 0: steps end behind it as often
+    as in front.
+    """
 
     def model(y):
         w = numpyro.sample("w", dist.Normal(0.5, 1.0))
@@ -308,11 +442,15 @@ def test_mclmc_handles_a_mode_on_a_border():
 
     keep = lambda state: (state.z["w"], state.base_step_size)  # noqa: E731
     kernel = infer.MCLMC(model, steps_per_draw=50)
-    state, (w, sizes) = walk(kernel, 500, (jnp.zeros(20),), warmup=200, chains=4, keep=keep)
+    state, (w, sizes) = walk(
+        kernel, 500, (jnp.zeros(20),), warmup=200, chains=4, keep=keep
+    )
     w = np.asarray(w[200:], np.float64)
     assert not state.diverging.any()
     assert (w >= 0).all()
     assert sizes[-1].min() > 1e-4
     error = w.mean(0).std(ddof=1) / 2
-    assert abs(w.mean() - 0.0510) < 5.8 * error + 0.005  # t with 3 degrees of freedom, one in a hundred
+    assert (
+        abs(w.mean() - 0.0510) < 5.8 * error + 0.005
+    )  # t with 3 degrees of freedom, one in a hundred
     assert error < 0.02

@@ -1,4 +1,6 @@
-"""ParallelTempering: exchanges, the ladder, targets of all replicas, crossing between modes, inner kernels."""
+"""ParallelTempering: exchanges, the ladder, targets of all replicas, crossing between
+modes, inner kernels.
+"""
 
 import pickle
 
@@ -23,7 +25,12 @@ from numpyro_bnn.program.reading import CONDITIONED
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, method="vectorized"):
-    options = {"num_warmup": warmup, "num_samples": draws, "num_chains": chains, "chain_method": method}
+    options = {
+        "num_warmup": warmup,
+        "num_samples": draws,
+        "num_chains": chains,
+        "chain_method": method,
+    }
     mcmc = MCMC(kernel, progress_bar=False, **options)
     mcmc.run(jax.random.key(0), *args)
     return mcmc
@@ -39,7 +46,7 @@ def still(model):
     return HMC(model, step_size=1e-9, trajectory_length=1e-9, **fixed)
 
 
-# -- exchanges and the ladder -----------------------------------------------------------------------------
+# -- exchanges and the ladder ----------------------------------------------------------
 
 
 def bordered():
@@ -49,21 +56,32 @@ def bordered():
 
 
 def log_ratios(betas, log_density):
-    return (betas[..., :-1] - betas[..., 1:]) * (log_density[..., 1:] - log_density[..., :-1])
+    return (betas[..., :-1] - betas[..., 1:]) * (
+        log_density[..., 1:] - log_density[..., :-1]
+    )
 
 
-def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_ladder_that_warm_up_sets():
-    """Replicas that stay where they are, in 64 chains; a half of these has a replica without a density.
+def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_set_ladder():
+    """Replicas that stay where they are, in 64 chains; a half of these has a replica
+    without a density.
 
-    The ladder is spaced after 2, 4, 8 and 16 transitions by the rejections since the last time, and never afterwards.
+    The ladder is spaced after 2, 4, 8 and 16 transitions by the rejections since the
+    last time, and never afterwards.
     """
-    kernel, chains, warmup, size = infer.ParallelTempering(still(bordered), 4), 64, 20, 4
+    kernel, chains, warmup, size = (
+        infer.ParallelTempering(still(bordered), 4),
+        64,
+        20,
+        4,
+    )
     places = np.tile(np.array([1.6, 0.7, 0.3, -0.4], np.float32), (chains, 1))
     places[: chains // 2, 2] = 3.5
 
     def at(state):
         base = state.base._replace(z={"w": jnp.asarray(places)})
-        return kernel.refresh(state._replace(base=base, z={"w": base.z["w"][:, 0]}), (), {})
+        return kernel.refresh(
+            state._replace(base=base, z={"w": base.z["w"][:, 0]}), (), {}
+        )
 
     def keep(state):
         return state.base.z["w"], state._replace(base=(), rng_key=())
@@ -83,19 +101,26 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_ladder_that
     assert not swapped[~turn[:, None].repeat(chains, 1)].any()
     due = turn[:, None].repeat(chains, 1)
     error = np.sqrt((accepted * (1 - accepted))[due].sum())
-    assert abs(swapped[due].sum() - accepted[due].sum()) < 5 * error  # failure rate 6e-7
-    np.testing.assert_array_equal(np.sort(w, -1), np.sort(before, -1))  # nothing but exchanges
+    assert (
+        abs(swapped[due].sum() - accepted[due].sum()) < 5 * error
+    )  # failure rate 6e-7
+    np.testing.assert_array_equal(
+        np.sort(w, -1), np.sort(before, -1)
+    )  # nothing but exchanges
     assert swapped[due & (accepted > 0.9999)].all()
     assert not swapped[accepted == 0].any()
 
     moved = np.flatnonzero(np.abs(np.diff(betas, axis=0)).max((1, 2)) > 1e-5) + 1
     np.testing.assert_array_equal(moved, [2, 4, 8, 16])
     total = np.zeros((chains, size - 1))
-    for i, (accept_prob, rejections) in enumerate(zip(accepted, seen.rejections, strict=True), 1):
+    for i, (accept_prob, rejections) in enumerate(
+        zip(accepted, seen.rejections, strict=True), 1
+    ):
         total = np.zeros_like(total) if i in moved else total + 1 - accept_prob
         np.testing.assert_allclose(rejections, total, rtol=1e-3, atol=1e-4)
 
-    # A state that was at the last temperature and comes back to the first has made a round trip.
+    # A state that was at the last temperature and comes back to the first has made a
+    # round trip.
     been, trips = np.zeros((chains, size), bool), np.zeros(chains, int)
     for i in range(150):
         source = np.argmax(before[i][:, None] == w[i][:, :, None], -1)
@@ -106,18 +131,27 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_ladder_that
     assert trips[chains // 2 :].min() > 0
     assert trips[: chains // 2].max() == 0
 
-    # What the replicas cache belongs to their values and temperatures, also where other kernels move the first.
+    # What the replicas cache belongs to their values and temperatures, also where other
+    # kernels move the first.
     fresh = kernel.refresh(end, (), {})
-    np.testing.assert_allclose(end.base.potential_energy, fresh.base.potential_energy, rtol=1e-5)
+    np.testing.assert_allclose(
+        end.base.potential_energy, fresh.base.potential_energy, rtol=1e-5
+    )
     there = kernel.refresh(end._replace(z={"w": jnp.full(chains, 0.7)}), (), {})
-    np.testing.assert_allclose(there.base.z["w"], np.c_[np.full(chains, 0.7), end.base.z["w"][:, 1:]])
-    potential = 0.5 * 0.7**2 + 0.5 * ((0.7 - 1) / 0.5) ** 2 + np.log(2 * np.pi) + np.log(0.5)
+    np.testing.assert_allclose(
+        there.base.z["w"], np.c_[np.full(chains, 0.7), end.base.z["w"][:, 1:]]
+    )
+    potential = (
+        0.5 * 0.7**2 + 0.5 * ((0.7 - 1) / 0.5) ** 2 + np.log(2 * np.pi) + np.log(0.5)
+    )
     np.testing.assert_allclose(there.base.potential_energy[:, 0], potential, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_sites_that_other_blocks_hold_are_not_tempered():
-    """As a block of ``Gibbs``, exchanges and replicas agree: what is given is no data."""
+    """As a block of ``Gibbs``, exchanges and replicas agree: what is
+    given is no data.
+    """
 
     def model():
         u = numpyro.sample("u", dist.Normal(0.0, 1.0))
@@ -125,8 +159,16 @@ def test_sites_that_other_blocks_hold_are_not_tempered():
         numpyro.sample("y", dist.Normal(w + u, 1.0), obs=1.0)
 
     kernel = infer.ParallelTempering(still(model).wrap_model(conditioned), 3)
-    keep = {"keep": lambda state: (state.base.z["u"], state.inverse_temperatures, state.swap_accept_prob)}
-    _, (u, betas, accepted) = walk(kernel, 10, kwargs={CONDITIONED: {"w": jnp.array(2.0)}}, **keep)
+    keep = {
+        "keep": lambda state: (
+            state.base.z["u"],
+            state.inverse_temperatures,
+            state.swap_accept_prob,
+        )
+    }
+    _, (u, betas, accepted) = walk(
+        kernel, 10, kwargs={CONDITIONED: {"w": jnp.array(2.0)}}, **keep
+    )
     ratios = log_ratios(betas[:-1], stats.norm.logpdf(1.0, 2.0 + u[:-1]))
     assert np.abs(ratios).max() > 0.01
     np.testing.assert_allclose(accepted[1:], np.exp(np.minimum(ratios, 0)), rtol=1e-3)
@@ -138,7 +180,11 @@ def test_values_of_all_blocks_of_a_gibbs_are_exchanged_together():
 
     def model():
         s = numpyro.sample("s", dist.HalfNormal(2.0))
-        numpyro.sample("y", dist.Normal(s * numpyro.sample("w", dist.Normal(0.0, 1.0)), 5.0), obs=1.0)
+        numpyro.sample(
+            "y",
+            dist.Normal(s * numpyro.sample("w", dist.Normal(0.0, 1.0)), 5.0),
+            obs=1.0,
+        )
 
     def stay(rng_key, gibbs_sites, hmc_sites):
         return gibbs_sites
@@ -146,12 +192,14 @@ def test_values_of_all_blocks_of_a_gibbs_are_exchanged_together():
     gibbs = Gibbs([(CustomGibbs(stay), ["s"]), (still(model), None)])
     kernel = infer.ParallelTempering(gibbs, 3)
     mcmc = run(kernel, warmup=0, draws=60)
-    pairs = np.stack([np.asarray(mcmc.get_samples()[name]) for name in ("s", "w")], 1).round(4)
+    pairs = np.stack(
+        [np.asarray(mcmc.get_samples()[name]) for name in ("s", "w")], 1
+    ).round(4)
     assert len(np.unique(pairs, axis=0)) == len(np.unique(pairs[:, 1])) == 3
     assert pairs[:, 0].min() > 0
 
 
-# -- what it targets --------------------------------------------------------------------------------------
+# -- what it targets -------------------------------------------------------------------
 
 
 def positive_scale():
@@ -167,7 +215,9 @@ def test_warm_up_makes_a_ladder_of_equal_rates():
     betas = np.asarray(mcmc.last_state.inverse_temperatures)
     assert betas[0] == 1
     assert (np.diff(betas) < 0).all()
-    assert np.ptp(np.asarray(mcmc.get_extra_fields()["swap_accept_prob"]).mean(0)) < 0.25
+    assert (
+        np.ptp(np.asarray(mcmc.get_extra_fields()["swap_accept_prob"]).mean(0)) < 0.25
+    )
 
 
 def simplex():
@@ -191,13 +241,21 @@ def scanned():
 
 
 def scoped():
-    handlers.scope(handlers.scope(positive_scale, prefix="a", divider="."), prefix="b")()
+    handlers.scope(
+        handlers.scope(positive_scale, prefix="a", divider="."), prefix="b"
+    )()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temper", ["likelihood", "joint"])
-@pytest.mark.parametrize("model", [simplex, interval_and_factor, scanned, scoped], ids=lambda model: model.__name__)
-def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(model, temper):
+@pytest.mark.parametrize(
+    "model",
+    [simplex, interval_and_factor, scanned, scoped],
+    ids=lambda model: model.__name__,
+)
+def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(
+    model, temper
+):
     """Whatever the supports, handlers and names."""
     kernel = infer.ParallelTempering(hmc(model), 3, lowest=0.1, temper=temper)
     state = kernel.init(jax.random.key(1), 0)
@@ -206,22 +264,33 @@ def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(mode
     place = {name: value[0] for name, value in same.items()}
     values = constrain_fn(model, (), {}, place)
     densities, sites = compute_log_probs(model, (), {}, values)
-    tempered = sum(value for name, value in densities.items() if temper == "joint" or sites[name]["is_observed"])
+    tempered = sum(
+        value
+        for name, value in densities.items()
+        if temper == "joint" or sites[name]["is_observed"]
+    )
     assert abs(tempered) > 0.01
     transforms = {name: dist.biject_to(sites[name]["fn"].support) for name in place}
     jacobian = sum(
-        jnp.sum(transforms[name].log_abs_det_jacobian(value, values[name])) for name, value in place.items()
+        jnp.sum(transforms[name].log_abs_det_jacobian(value, values[name]))
+        for name, value in place.items()
     )
-    whole = sum(densities.values()) + (there.inverse_temperatures - 1) * tempered + jacobian
-    np.testing.assert_allclose(there.base.potential_energy, -whole, rtol=1e-4, atol=1e-5)
+    whole = (
+        sum(densities.values()) + (there.inverse_temperatures - 1) * tempered + jacobian
+    )
+    np.testing.assert_allclose(
+        there.base.potential_energy, -whole, rtol=1e-4, atol=1e-5
+    )
 
 
-# -- inner kernels, refusals ------------------------------------------------------------------------------
+# -- inner kernels, refusals -----------------------------------------------------------
 
 
 def gibbs_of(entry):
     """The precisions by their conditionals, the rest by HMC."""
-    model = models.regression(nn.MLP([2, 1], "tanh"), priors.GammaPrecision(centered=True))
+    model = models.regression(
+        nn.MLP([2, 1], "tanh"), priors.GammaPrecision(centered=True)
+    )
     sites = infer.PrecisionGibbs(model).conjugate_sites(*entry.args)
     return Gibbs([(infer.PrecisionGibbs(model), sites), (hmc(model, 0.5), None)])
 
@@ -230,7 +299,9 @@ INNER = {
     "NUTS": (lambda entry: NUTS(entry.model, max_tree_depth=3), "parallel"),
     "Gibbs": (gibbs_of, "vectorized"),
     "OrbitMoves": (
-        lambda entry: infer.OrbitMoves(hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)),
+        lambda entry: infer.OrbitMoves(
+            hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)
+        ),
         "vectorized",
     ),
     "MALA": (lambda entry: infer.MALA(entry.model, steps_per_draw=2), "sequential"),
@@ -250,7 +321,11 @@ def test_any_kernel_with_a_model_may_be_inside(name):
         assert np.isfinite(values).all()
         assert len(np.unique(values[:, -1])) > 1  # chains differ
     idata = bnn.to_inference_data(mcmc, posterior_predictive=False)
-    assert group(idata, "sample_stats")["swap_accept_prob"].dims == ("chain", "draw", "neighbors")
+    assert group(idata, "sample_stats")["swap_accept_prob"].dims == (
+        "chain",
+        "draw",
+        "neighbors",
+    )
     assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
     assert idata.attrs["num_replicas"] == 3
 

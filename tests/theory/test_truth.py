@@ -1,4 +1,5 @@
-"""Exact answers under every wrapping: each way to a posterior crossed with models whose posteriors are known.
+"""Exact answers under every wrapping: each way to a posterior crossed with models whose
+posteriors are known.
 
 The table is `docs/what_works.md`; `make truth` measures all of it again.
 """
@@ -17,7 +18,11 @@ def recorded():
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(c, id=c.key, marks=[] if c.key in FAST else pytest.mark.slow) for c in cells()]
+    "cell",
+    [
+        pytest.param(c, id=c.key, marks=[] if c.key in FAST else pytest.mark.slow)
+        for c in cells()
+    ],
 )
 def test_answer_is_right_or_refused_as_the_page_says(cell):
     kind, text = outcome(cell)
@@ -33,5 +38,9 @@ def test_the_table_explains_itself():
     keys = {cell.key for cell in cells()}
     assert set(recorded()) == keys
     assert keys >= FAST
-    unexplained = {key for key, row in recorded().items() if row["outcome"] not in ("right", "refused")}
+    unexplained = {
+        key
+        for key, row in recorded().items()
+        if row["outcome"] not in ("right", "refused")
+    }
     assert unexplained == KNOWN_FAILURES.keys()

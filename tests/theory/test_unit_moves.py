@@ -1,4 +1,6 @@
-"""Moves that redraw hidden units from their prior: exact conditionals, modes, and what they refuse."""
+"""Moves that redraw hidden units from their prior: exact conditionals, modes, and what
+they refuse.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ def unit_moves(units, num_moves, **options):
 
 
 def parent():
-    """One weight, whose prior has a scale of its own, and a site below it that stays."""
+    """One weight, whose prior has a scale of its own, and a site below it
+    that stays.
+    """
     with handlers.scale(scale=0.3):
         w = numpyro.sample("w", dist.Normal(0.3, 1.0).expand([1]).to_event(1))
     numpyro.sample("v", dist.Normal(w[0], 10.0))
@@ -31,25 +35,41 @@ def parent():
 
 
 def test_moves_leave_an_exact_conditional_as_it_is():
-    """Of a weight given data and a site below it, by quadrature; the weaker the prior, the weaker the data."""
+    """Of a weight given data and a site below it, by quadrature; the weaker the prior,
+    the weaker the data.
+    """
     w, v = np.linspace(-9, 9, 40_001), 0.4
     log_density = 0.3 * scipy.stats.norm.logpdf(w, 0.3)
-    log_density += scipy.stats.norm.logpdf(v, w, 10.0) + scipy.stats.norm.logpdf(1.5, w**2, 10.0)
+    log_density += scipy.stats.norm.logpdf(v, w, 10.0) + scipy.stats.norm.logpdf(
+        1.5, w**2, 10.0
+    )
     cdf = scipy.integrate.cumulative_trapezoid(np.exp(log_density), w, initial=0)
     cdf /= cdf[-1]
-    start = np.interp(np.random.default_rng(0).permutation((np.arange(20_000) + 0.5) / 20_000), cdf, w)
+    start = np.interp(
+        np.random.default_rng(0).permutation((np.arange(20_000) + 0.5) / 20_000), cdf, w
+    )
     draws = {"w": jnp.asarray(start[:, None], jnp.float32), "v": jnp.full(20_000, v)}
     # The first of the two transitions is warm-up, in which nothing moves.
     _, found, on_the_way = after_moves(
-        unit_moves({"w": 0}, 10), parent, draws, transitions=2, num_warmup=1, read=lambda s: s.z["w"]
+        unit_moves({"w": 0}, 10),
+        parent,
+        draws,
+        transitions=2,
+        num_warmup=1,
+        read=lambda s: s.z["w"],
     )
     np.testing.assert_array_equal(on_the_way[:, 0], draws["w"])
     assert np.mean(np.abs(found["w"][:, 0] - start) > 1e-5) > 0.2
-    assert scipy.stats.kstest(found["w"][:, 0], lambda at: np.interp(at, w, cdf)).pvalue > RATE
+    assert (
+        scipy.stats.kstest(found["w"][:, 0], lambda at: np.interp(at, w, cdf)).pvalue
+        > RATE
+    )
 
 
 def test_moves_of_weights_with_a_common_scale_leave_their_radius():
-    """Without data every move is accepted; sums of squares have the F distribution of their prior."""
+    """Without data every move is accepted; sums of squares have the F distribution of
+    their prior.
+    """
 
     def model():
         numpyro.sample("w", priors.GroupStudentT(3.0, 0.5, (4,)))
@@ -71,14 +91,18 @@ def test_moves_stay_where_the_data_are_possible():
         fn = dist.Uniform(w[0] - 1.0, w[0] + 1.0, validate_args=False)
         numpyro.sample("y", fn, obs=jnp.array(0.5))
 
-    _, found, _ = after_moves(unit_moves({"w": 0}, 10), model, {"w": jnp.full((200, 1), 0.5)})
+    _, found, _ = after_moves(
+        unit_moves({"w": 0}, 10), model, {"w": jnp.full((200, 1), 0.5)}
+    )
     assert np.abs(found["w"] - 0.5).max() <= 1
     assert np.std(found["w"]) > 0.3
 
 
 @pytest.mark.parametrize("wrapper", ["UnitMoves", "OrbitMoves"])
 def test_sites_with_bounds_that_move_keep_their_values(wrapper):
-    """A site that the moves leave alone, between bounds that depend on those that they move."""
+    """A site that the moves leave alone, between bounds that depend on those that they
+    move.
+    """
 
     def model(y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
@@ -88,9 +112,15 @@ def test_sites_with_bounds_that_move_keep_their_values(wrapper):
 
     wrap = {
         "UnitMoves": unit_moves({"w": 0}, 5),
-        "OrbitMoves": lambda kernel: infer.OrbitMoves(kernel, [symmetry.Shift("w")], exact=False),
+        "OrbitMoves": lambda kernel: infer.OrbitMoves(
+            kernel, [symmetry.Shift("w")], exact=False
+        ),
     }[wrapper]
-    draws = {"w": jnp.zeros((50, 1)), "u": jnp.full((50, 2), 0.3), "v": jnp.full(50, 0.7)}
+    draws = {
+        "w": jnp.zeros((50, 1)),
+        "u": jnp.full((50, 2), 0.3),
+        "v": jnp.full(50, 0.7),
+    }
     _, after, _ = after_moves(wrap, model, draws, (1.5,))
     assert (np.abs(after["w"]) > 1e-3).any()
     for name in ("u", "v"):

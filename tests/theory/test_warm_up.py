@@ -1,4 +1,6 @@
-"""What a warm-up chooses: step sizes from curvature and noise, preconditioners, the end of the optimizer."""
+"""What a warm-up chooses: step sizes from curvature and noise, preconditioners, the end
+of the optimizer.
+"""
 
 import warnings
 from functools import partial
@@ -23,19 +25,30 @@ NOISY = ["SGLD", "SGHMC", "SGNHT", "MCLMC"]
 
 
 def slow_but(fast, names):
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+        for name in names
+    ]
 
 
 def quadratic(slopes, curvature, batch_size=None):
-    """Rows with gradients ``slopes[i]``, a common curvature, and so a noise that is the same everywhere."""
-    w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), slopes.shape[1:]))
+    """Rows with gradients ``slopes[i]``, a common curvature, and so a noise that is the
+    same everywhere.
+    """
+    w = numpyro.sample(
+        "w", dist.ImproperUniform(constraints.real_vector, (), slopes.shape[1:])
+    )
     numpyro.factor("curvature", -0.5 * w @ curvature @ w)
     with numpyro.plate("data", slopes.shape[0], subsample_size=batch_size) as i:
         numpyro.factor("slope", slopes[i] @ w)
 
 
 def problem(slopes, curvature, batch_size=B):
-    return jnp.asarray(slopes, jnp.float32), jnp.asarray(curvature, jnp.float32), batch_size
+    return (
+        jnp.asarray(slopes, jnp.float32),
+        jnp.asarray(curvature, jnp.float32),
+        batch_size,
+    )
 
 
 def in_one_direction(noise, curvature):
@@ -45,7 +58,7 @@ def in_one_direction(noise, curvature):
     return problem(slopes, curvature * np.eye(2))
 
 
-# -- step sizes from curvature and noise ------------------------------------------------------------------
+# -- step sizes from curvature and noise -----------------------------------------------
 
 TOLERANCE, HEAT, DECAY = 0.01, 2.0, 0.1
 
@@ -57,82 +70,134 @@ def bias_of_sgld(eps, curvature, noise):
 
 
 def bias_of_sghmc(eps, curvature, noise):
-    """The stationary covariance of BAOAB, from a discrete Lyapunov equation. The tolerance is that of the momenta;
-    their refresh, a = 1 - decay, leaves (1 + a)^2 / 4 of it to the positions.
+    """The stationary covariance of BAOAB, from a discrete Lyapunov equation. The
+    tolerance is that of the momenta; their refresh, a = 1 - decay, leaves (1 + a)^2 / 4
+    of it to the positions.
     """
     h, refresh = eps**0.5, np.diag([1, 1 - DECAY])
-    drift, kick = np.array([[1, h / 2], [0, 1]]), np.array([[1, 0], [-h * curvature, 1]])
-    whole, source = drift @ refresh @ drift, (1 - (1 - DECAY) ** 2) * HEAT * np.diag([0, 1.0])
+    drift, kick = (
+        np.array([[1, h / 2], [0, 1]]),
+        np.array([[1, 0], [-h * curvature, 1]]),
+    )
+    whole, source = (
+        drift @ refresh @ drift,
+        (1 - (1 - DECAY) ** 2) * HEAT * np.diag([0, 1.0]),
+    )
     added = drift @ source @ drift.T + whole @ np.diag([0, h**2 * noise]) @ whole.T
     variance = linalg.solve_discrete_lyapunov(whole @ kick, added)[0, 0]
     return (variance * curvature / HEAT - 1) / (1 - DECAY / 2) ** 2
 
 
 def bias_of_mclmc(eps, curvature, noise):
-    """A refresh turns by 2 eps / L = 1/5 in squared angle, noise V by eps^2 V / (P T^2)."""
+    """A refresh turns by 2 eps / L = 1/5 in squared angle, noise V by eps^2 V / (P
+    T^2).
+    """
     squared = eps**2 / (2 * HEAT**2)
     return (squared * noise + 0.2) / (squared * noise / 2 + 0.2) - 1
 
 
 @pytest.mark.parametrize("name", slow_but(["SGLD"], ["SGLD", "SGHMC", "MCLMC"]))
 def test_chosen_steps_have_the_bias_they_state(name):
-    """Where one direction has the noise. It is measured from 128 gradients by each of 256 chains; an estimate of the
-    largest direction that errs does so upwards, so biases may come out a fifth smaller, and never 3 % larger."""
+    """Where one direction has the noise. It is measured from 128 gradients by each of
+    256 chains; an estimate of the largest direction that errs does so upwards, so
+    biases may come out a fifth smaller, and never 3 % larger.
+    """
     theory, options, (curvature, noise) = {
         "SGLD": (bias_of_sgld, {}, (1.0, 40.0)),
         "SGHMC": (bias_of_sghmc, {"momentum_decay": DECAY}, (1.0, 500.0)),
         "MCLMC": (bias_of_mclmc, {}, (1e-6, 500.0)),
     }[name]
-    options |= {"bias_tolerance": TOLERANCE, "temperature": HEAT, "preconditioner": "identity"}
-    kernel = getattr(infer, name)(quadratic, steps_per_draw=1, warm_start=0.0, **options)
+    options |= {
+        "bias_tolerance": TOLERANCE,
+        "temperature": HEAT,
+        "preconditioner": "identity",
+    }
+    kernel = getattr(infer, name)(
+        quadratic, steps_per_draw=1, warm_start=0.0, **options
+    )
     state, _ = walk(kernel, 1, in_one_direction(noise, curvature), chains=256)
-    power = 2 if name == "MCLMC" else 1  # inverse powers of the step are linear in the noise
+    power = (
+        2 if name == "MCLMC" else 1
+    )  # inverse powers of the step are linear in the noise
     eps = np.mean(np.asarray(state.step_size, float) ** -power) ** (-1 / power)
     assert 0.8 * TOLERANCE < theory(eps, curvature, noise) < 1.03 * TOLERANCE
 
 
 def test_steps_are_chosen_by_the_curvature_behind_the_preconditioner():
-    """The largest eigenvalue of L' H L, for a Hessian whose largest one is elsewhere: 4 * 0.05 over it."""
+    """The largest eigenvalue of L' H L, for a Hessian whose largest one is elsewhere: 4
+    * 0.05 over it.
+    """
     hessian = np.array([[4.0, 1.0, 0.0], [1.0, 3.0, 0.5], [0.0, 0.5, 30.0]])
     metric = np.array([[9.0, 2.0, 0.0], [2.0, 5.0, 0.1], [0.0, 0.1, 0.05]])
-    kernel = infer.SGLD(quadratic, preconditioner=metric, warm_start=0.0, steps_per_draw=1)
+    kernel = infer.SGLD(
+        quadratic, preconditioner=metric, warm_start=0.0, steps_per_draw=1
+    )
     state, _ = walk(kernel, 1, problem(np.zeros((N, 3)), hessian, None))
     root = np.linalg.cholesky(metric)
-    assert float(state.step_size) == pytest.approx(0.2 / np.linalg.eigvalsh(root.T @ hessian @ root)[-1], rel=1e-3)
+    assert float(state.step_size) == pytest.approx(
+        0.2 / np.linalg.eigvalsh(root.T @ hessian @ root)[-1], rel=1e-3
+    )
 
 
 @pytest.mark.slow
 def test_noise_is_measured_behind_the_preconditioner():
-    """Its mean over coordinates, and its ratio to the gradient, which shortens stable steps on the way to the typical
-    set; within 5 standard errors of the exact covariance: failure rate 6e-7 each."""
+    """Its mean over coordinates, and its ratio to the gradient, which shortens stable
+    steps on the way to the typical set; within 5 standard errors of the exact
+    covariance: failure rate 6e-7 each.
+    """
     size, batches = 200, 128
-    slopes = np.random.default_rng(0).normal(3.0, 1.0, (N, size)) * np.linspace(0.5, 2.0, size)
+    slopes = np.random.default_rng(0).normal(3.0, 1.0, (N, size)) * np.linspace(
+        0.5, 2.0, size
+    )
     metric = np.linspace(20.0, 3.0, size)
-    options = {"preconditioner": metric, "warm_start": 0.0, "steps_per_draw": 1, "bias_tolerance": 1e-6}
-    args = problem(slopes, np.diag(1 / metric))  # behind the preconditioner the curvature is 1
-    state, _ = walk(infer.SGLD(quadratic, **options), 1, args, start={"w": jnp.zeros(size)}, warmup=4)
+    options = {
+        "preconditioner": metric,
+        "warm_start": 0.0,
+        "steps_per_draw": 1,
+        "bias_tolerance": 1e-6,
+    }
+    args = problem(
+        slopes, np.diag(1 / metric)
+    )  # behind the preconditioner the curvature is 1
+    state, _ = walk(
+        infer.SGLD(quadratic, **options),
+        1,
+        args,
+        start={"w": jnp.zeros(size)},
+        warmup=4,
+    )
     white = slopes * np.sqrt(metric)
     covariance = N**2 / B * np.cov(white.T, bias=True)
     total, mean = np.trace(covariance), N * white.mean(0)
     error = np.sqrt(2 / (batches - 1) * np.sum(covariance**2)) / total
     assert error < 0.05
     assert float(state.gradient_noise) == pytest.approx(total / size, rel=5 * error)
-    # The squared length of the mean of the estimates is too large by the noise of that mean.
+    # The squared length of the mean of the estimates is too large by the noise of that
+    # mean.
     relative = total / (mean @ mean + total / batches)
-    assert 1 / float(state.step_size) - 1 == pytest.approx(relative, rel=5 * error + 0.1)
+    assert 1 / float(state.step_size) - 1 == pytest.approx(
+        relative, rel=5 * error + 0.1
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGHMC", "SGNHT"])
 def test_frictions_are_per_unit_of_time(name):
-    """On a flat density paths in units of h = sqrt(eps) do not depend on it, nor the steps in which momenta and
-    thermostat change; with one constant force in the place of noise, velocities relax by the decay per step."""
+    """On a flat density paths in units of h = sqrt(eps) do not depend on it, nor the
+    steps in which momenta and thermostat change; with one constant force in the place
+    of noise, velocities relax by the decay per step.
+    """
 
     def flat(force):
-        numpyro.factor("f", force * numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ())))
+        numpyro.factor(
+            "f",
+            force * numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ())),
+        )
 
     def path(eps, force, **options):
-        kernel = getattr(infer, name)(flat, eps, momentum_decay=0.3, steps_per_draw=1, warm_start=0.0, **options)
+        kernel = getattr(infer, name)(
+            flat, eps, momentum_decay=0.3, steps_per_draw=1, warm_start=0.0, **options
+        )
         return walk(kernel, 60, (force,), start={"w": jnp.zeros(())})[1]["w"] / eps**0.5
 
     short, long = path(1e-4, 0.0), path(0.04, 0.0)
@@ -143,19 +208,30 @@ def test_frictions_are_per_unit_of_time(name):
         np.testing.assert_allclose(gains[1:] / gains[:-1], 0.7, rtol=1e-2)
 
 
-# -- preconditioners --------------------------------------------------------------------------------------
+# -- preconditioners -------------------------------------------------------------------
 
 
 def test_scales_belong_to_the_sites_they_are_given_for():
-    """Without noise, on a slope of 1 everywhere: a step moves by G eps / 2, whatever the order of the sites."""
+    """Without noise, on a slope of 1 everywhere: a step moves by G eps / 2, whatever
+    the order of the sites.
+    """
 
     def slope():
         for name, size in (("b", 2), ("a", 3), ("c", 1)):
-            w = numpyro.sample(name, dist.ImproperUniform(constraints.real_vector, (), (size,)))
+            w = numpyro.sample(
+                name, dist.ImproperUniform(constraints.real_vector, (), (size,))
+            )
             numpyro.factor(f"f_{name}", w.sum())
 
     scales = {"b": jnp.array([4.0, 9.0]), "a": 25.0}
-    kernel = infer.SGLD(slope, 0.2, preconditioner=scales, temperature=0.0, steps_per_draw=1, warm_start=0.0)
+    kernel = infer.SGLD(
+        slope,
+        0.2,
+        preconditioner=scales,
+        temperature=0.0,
+        steps_per_draw=1,
+        warm_start=0.0,
+    )
     start = {"b": jnp.zeros(2), "a": jnp.zeros(3), "c": jnp.zeros(1)}
     _, draws = walk(kernel, 1, start=start)
     for name, moved in {"b": [0.4, 0.9], "a": [2.5] * 3, "c": [0.1]}.items():
@@ -164,7 +240,8 @@ def test_scales_belong_to_the_sites_they_are_given_for():
 
 @pytest.mark.slow
 def test_scales_come_from_the_squared_gradients_of_the_warm_start():
-    """An optimizer that stays: G is one over 1e-5 and the root mean square of the gradients per row, of mean 1.
+    """An optimizer that stays: G is one over 1e-5 and the root mean square of the
+    gradients per row, of mean 1.
 
     Signs of the rows are random, so their mean gradient says nothing about the squares.
     """
@@ -172,12 +249,27 @@ def test_scales_come_from_the_squared_gradients_of_the_warm_start():
     lengths = np.array([1.0, 3.0, 0.2]) * size
     slopes = np.random.default_rng(0).choice([-1.0, 1.0], (N, 3)) * lengths
     warm = infer.WarmStart(0.5, num_steps=400, optimizer=optax.sgd(0.0))
-    options = {"preconditioner": "warm_start", "warm_start": warm, "temperature": 0.0, "steps_per_draw": 1}
+    options = {
+        "preconditioner": "warm_start",
+        "warm_start": warm,
+        "temperature": 0.0,
+        "steps_per_draw": 1,
+    }
     kernel = infer.PSGLD(quadratic, 1e-3 / size, **options)
-    _, draws = walk(kernel, 2, problem(slopes, np.zeros((3, 3)), 1), start={"w": jnp.zeros(3)}, warmup=2)
+    _, draws = walk(
+        kernel,
+        2,
+        problem(slopes, np.zeros((3, 3)), 1),
+        start={"w": jnp.zeros(3)},
+        warmup=2,
+    )
     np.testing.assert_array_equal(draws["w"][0], 0.0)
     scale = 1 / (1e-5 + lengths)
-    np.testing.assert_allclose(np.abs(draws["w"][1]), 5e-4 / size * scale / scale.mean() * N * lengths, rtol=1e-3)
+    np.testing.assert_allclose(
+        np.abs(draws["w"][1]),
+        5e-4 / size * scale / scale.mean() * N * lengths,
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.slow
@@ -198,7 +290,8 @@ def test_a_thousand_parameters_get_a_diagonal(name):
 
 @pytest.mark.slow
 def test_large_gradients_of_the_start_are_forgotten():
-    """A second transition has all the weight: what is left of 1e9 in a float32 would exceed the new moment.
+    """A second transition has all the weight: what is left of 1e9 in a float32 would
+    exceed the new moment.
 
     With one gradient g, G is the inverse of g g', of which 0.27 are its diagonal.
     """
@@ -207,9 +300,17 @@ def test_large_gradients_of_the_start_are_forgotten():
     def two_slopes():
         w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), (3,)))
         with numpyro.plate("data", N, subsample_size=B) as i:
-            numpyro.factor("f", jnp.ones(N)[i] / N * jnp.where(w[0] > 0, w @ far, w @ near))
+            numpyro.factor(
+                "f", jnp.ones(N)[i] / N * jnp.where(w[0] > 0, w @ far, w @ near)
+            )
 
-    kernel = infer.SGLD(two_slopes, 1e-7, preconditioner="gradient_noise", warm_start=0.0, steps_per_draw=1)
+    kernel = infer.SGLD(
+        two_slopes,
+        1e-7,
+        preconditioner="gradient_noise",
+        warm_start=0.0,
+        steps_per_draw=1,
+    )
     state, _ = walk(kernel, 1, start={"w": jnp.ones(3)}, warmup=8)
     state = kernel.refresh(state._replace(z={"w": -jnp.ones(3)}), (), {})
     for _ in range(2):
@@ -220,8 +321,12 @@ def test_large_gradients_of_the_start_are_forgotten():
 
 
 def uneven_noise():
-    """Slopes of correlated rows whose noise differs by 10^8 between directions, and curvatures of the same shape."""
-    mixed = np.array([[1e3, 2e2, 0, 0], [0, 10.0, 1.0, 0], [0, 0, 1.0, 0.05], [0, 0, 0, 0.1]])
+    """Slopes of correlated rows whose noise differs by 10^8 between directions, and
+    curvatures of the same shape.
+    """
+    mixed = np.array(
+        [[1e3, 2e2, 0, 0], [0, 10.0, 1.0, 0], [0, 0, 1.0, 0.05], [0, 0, 0, 0.1]]
+    )
     slopes = np.random.default_rng(0).normal(size=(N, 4)) @ mixed
     slopes = slopes - slopes.mean(0)
     return slopes, slopes.T @ slopes
@@ -231,28 +336,38 @@ def uneven_noise():
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", NOISY)
 def test_chains_move_in_all_directions_of_uneven_noise_within_the_tolerated_bias(name):
-    """Chosen steps: variances 1 to 1.05 along each exact principal axis, within 4 standard errors over 300 chains."""
+    """Chosen steps: variances 1 to 1.05 along each exact principal axis, within 4
+    standard errors over 300 chains.
+    """
     slopes, curvature = uneven_noise()
     kernel = getattr(infer, name)(quadratic, steps_per_draw=60, warm_start=0.0)
     options = {"start": {"w": jnp.zeros((300, 4))}, "chains": 300, "warmup": 40}
     state, draws = walk(kernel, 120, problem(slopes, curvature), **options)
-    squares = ((np.asarray(draws["w"][80:], float) @ np.linalg.cholesky(curvature)) ** 2).mean(0)
+    squares = (
+        (np.asarray(draws["w"][80:], float) @ np.linalg.cholesky(curvature)) ** 2
+    ).mean(0)
     error = squares.std(0) / 300**0.5
     assert (error < 0.06).all()
     assert (squares.mean(0) > 1 - 4 * error).all()
     assert (squares.mean(0) < 1.05 + 4 * error).all()
     if (
         name == "MCLMC"
-    ):  # by noise averaged over 30 gradients, of which one place may show one and a half times as much
+        # by noise averaged over 30 gradients, of which one place may show one and a
+        # half times as much
+    ):
         assert np.median(state.step_size) > 0.5
 
 
-# -- the warm start ---------------------------------------------------------------------------------------
+# -- the warm start --------------------------------------------------------------------
 
 
 def one_weight_per_row(num_rows, batch_size):
-    """The potential falls in direction i by N / B for each row i of a minibatch. Groups have a latent site."""
-    w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), (num_rows,)))
+    """The potential falls in direction i by N / B for each row i of a minibatch. Groups
+    have a latent site.
+    """
+    w = numpyro.sample(
+        "w", dist.ImproperUniform(constraints.real_vector, (), (num_rows,))
+    )
     with numpyro.plate("groups", 2, dim=-2):
         a = numpyro.sample("a", dist.ImproperUniform(constraints.real, (), ()))
         with numpyro.plate("data", num_rows, subsample_size=batch_size, dim=-1) as i:
@@ -273,16 +388,23 @@ def test_every_optimizer_step_has_a_minibatch_of_its_own():
         np.testing.assert_allclose(count, count.round(), atol=1e-3)
         assert count.sum() == pytest.approx(number, rel=1e-4)
     first, both = draws["w"]
-    # The share of the most frequent of 30 rows in 30 draws is above a third with probability 1e-7.
+    # The share of the most frequent of 30 rows in 30 draws is above a third with
+    # probability 1e-7.
     assert first.max() < 10
     assert np.abs(both - 2 * first).max() > 0.5
 
 
 def learned_of(num_rows, share, batch_size=None):
-    """How far gradient descent moves the weight of each row, on average over 200 steps."""
-    warm = infer.WarmStart(0.5, num_steps=200, optimizer=optax.sgd(1 / 200), held_out=share)
+    """How far gradient descent moves the weight of each row, on average
+    over 200 steps.
+    """
+    warm = infer.WarmStart(
+        0.5, num_steps=200, optimizer=optax.sgd(1 / 200), held_out=share
+    )
     kernel = infer.SGLD(one_weight_per_row, 1e-3, steps_per_draw=1, warm_start=warm)
-    return walk(kernel, 1, (num_rows, batch_size), start=zeros(num_rows), warmup=2)[1]["w"][0]
+    return walk(kernel, 1, (num_rows, batch_size), start=zeros(num_rows), warmup=2)[1][
+        "w"
+    ][0]
 
 
 @pytest.mark.slow
@@ -293,18 +415,26 @@ def test_held_out_rows_are_not_learned_and_the_others_weigh_as_much_as_all(batch
     assert moved.sum() == pytest.approx(20, rel=1e-3)
     if batch_size is None:
         np.testing.assert_allclose(moved[moved > 0], 20 / 15, rtol=1e-3)
-    np.testing.assert_array_equal(moved == 0, learned_of(20, 0.25) == 0)  # the same rows in each run
+    np.testing.assert_array_equal(
+        moved == 0, learned_of(20, 0.25) == 0
+    )  # the same rows in each run
 
 
 def up(steps):
     """An optimizer that moves up by ``steps``, whatever the gradient."""
     return optax.GradientTransformation(
-        lambda p: (), lambda g, s, p=None: (jax.tree.map(lambda leaf: steps * jnp.ones_like(leaf), g), s)
+        lambda p: (),
+        lambda g, s, p=None: (
+            jax.tree.map(lambda leaf: steps * jnp.ones_like(leaf), g),
+            s,
+        ),
     )
 
 
 def measured(y, random=False):
-    """The mean of some rows, which one half of the masks of a random model hide, in plates with a latent site."""
+    """The mean of some rows, which one half of the masks of a random model hide, in
+    plates with a latent site.
+    """
     with numpyro.plate("groups", 2, dim=-2):
         a = numpyro.sample("a", dist.Normal(0.0, 100.0))
         kept = 2.0 * jax.random.bernoulli(numpyro.prng_key()) if random else 1.0
@@ -314,29 +444,41 @@ def measured(y, random=False):
 
 @pytest.mark.parametrize("random", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_starts_where_held_out_rows_were_predicted_best(random):
-    """At 3, the mean of the held-out rows, not at that of the others, nor at the last step. Masks of a random model
-    are averaged over: with one of them, every second chain would see no row at all, and stay at its first step."""
+    """At 3, the mean of the held-out rows, not at that of the others, nor at the last
+    step. Masks of a random model are averaged over: with one of them, every second
+    chain would see no row at all, and stay at its first step.
+    """
     learned = learned_of(8, 0.25) > 0
     y = jnp.where(learned, 5.0, 3.0)
-    warm = infer.WarmStart(0.6, num_steps=6, optimizer=up(0.5 if random else 1.0), held_out=0.25)
-    kernel = infer.SGLD(partial(measured, random=random), 1e-9, steps_per_draw=1, warm_start=warm)
+    warm = infer.WarmStart(
+        0.6, num_steps=6, optimizer=up(0.5 if random else 1.0), held_out=0.25
+    )
+    kernel = infer.SGLD(
+        partial(measured, random=random), 1e-9, steps_per_draw=1, warm_start=warm
+    )
     start = {"a": jnp.zeros((8, 2, 1))}
     _, draws = walk(kernel, 6, (y,), start=start, chains=8, warmup=10)
     path = np.array([1, 2, 3, 4, 5, 3]) * (0.5 if random else 1.0)
-    np.testing.assert_allclose(draws["a"], np.broadcast_to(path[:, None, None, None], (6, 8, 2, 1)), rtol=1e-3)
+    np.testing.assert_allclose(
+        draws["a"], np.broadcast_to(path[:, None, None, None], (6, 8, 2, 1)), rtol=1e-3
+    )
 
 
 def test_starts_are_spread():
     def start(spread):
         kernel = infer.SGLD(quadratic, 1e-3, warm_start=infer.WarmStart(spread=spread))
-        return kernel.init(jax.random.key(0), 4, None, problem(np.ones((N, 2)), np.eye(2)), {}).z["w"]
+        return kernel.init(
+            jax.random.key(0), 4, None, problem(np.ones((N, 2)), np.eye(2)), {}
+        ).z["w"]
 
     np.testing.assert_allclose(start(3.0), 3.0 * start(1.0), rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_one_huge_gradient_at_the_start_is_forgotten():
-    """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for 10,000s of steps."""
+    """A wall of slope 1e12 at the start: the scale of Adam alone would remember it for
+    10,000s of steps.
+    """
 
     def beside_a_wall():
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -347,12 +489,14 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
         state, _ = walk(kernel, 10, start={"w": jnp.array([2.0, 1.0])}, warmup=20)
         return np.ravel(kernel.members(state, (), {})["w"])
 
-    np.testing.assert_allclose(end_of(infer.WarmStart(0.5, num_steps=1000)), 0.0, atol=0.02)
+    np.testing.assert_allclose(
+        end_of(infer.WarmStart(0.5, num_steps=1000)), 0.0, atol=0.02
+    )
     plain = end_of(infer.WarmStart(0.5, num_steps=1000, optimizer=optax.adam(0.01)))
     assert plain[0] > 1.8
 
 
-# -- gradients that measurements use ----------------------------------------------------------------------
+# -- gradients that measurements use ---------------------------------------------------
 
 
 @pytest.mark.slow
@@ -368,30 +512,54 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
     ],
     ids=["minibatch", "given", "control variates", "metropolis", "microcanonical"],
 )
-def test_gradients_of_measurements_are_counted(make, batch_size, step, refresh, noise, curvature):
-    """Of 24 products with the Hessian, two each; where the step size is adapted, it needs the curvature once."""
+def test_gradients_of_measurements_are_counted(
+    make, batch_size, step, refresh, noise, curvature
+):
+    """Of 24 products with the Hessian, two each; where the step size is adapted, it
+    needs the curvature once.
+    """
     kernel = make(quadratic, steps_per_draw=10, preconditioner="identity")
-    args = problem(np.random.default_rng(0).normal(size=(N, 3)), 9 * np.eye(3), batch_size)
-    _, (counts, sizes) = walk(kernel, 6, args, warmup=4, keep=lambda state: (state.num_gradients, state.step_size))
-    # Ten steps of the optimizer in the first transition, and a look at their end; measured before the second, third
-    # and fifth.
+    args = problem(
+        np.random.default_rng(0).normal(size=(N, 3)), 9 * np.eye(3), batch_size
+    )
+    _, (counts, sizes) = walk(
+        kernel,
+        6,
+        args,
+        warmup=4,
+        keep=lambda state: (state.num_gradients, state.step_size),
+    )
+    # Ten steps of the optimizer in the first transition, and a look at their end;
+    # measured before the second, third and fifth.
     products = 48 * (2 if noise == 256 else 1)
     found = [refresh + noise + products * (number < curvature) for number in range(3)]
-    expected = np.cumsum([11, 10 * step + found[0], 10 * step + found[1], 10 * step, 10 * step + found[2], 10 * step])
+    expected = np.cumsum(
+        [
+            11,
+            10 * step + found[0],
+            10 * step + found[1],
+            10 * step,
+            10 * step + found[2],
+            10 * step,
+        ]
+    )
     np.testing.assert_array_equal(counts, expected)
     if make is infer.MCLMC:  # steps of h = 2 / sqrt(9) are stable, of length h sqrt(P)
         assert sizes[1] == pytest.approx(2 / 3 / 4 * 3**0.5, rel=1e-3)
 
 
-# ------------------------------------------------------------------------------------ chains that move, or say so
+# ------------------------------------------------------------------------------------
+# chains that move, or say so
 
 
 @pytest.mark.parametrize("name", slow_but(["SGNHT"], ["SGHMC", "SGNHT"]))
 def test_minibatch_kernels_stay_where_a_rescaling_leaves_the_network_as_it_is(name):
-    """The error of a ReLU network with learned scales is below half that of a constant, 0.86, for each chain.
+    """The error of a ReLU network with learned scales is below half that of a constant,
+    0.86, for each chain.
 
-    Along these directions gradients have no noise. A preconditioner that is its inverse takes steps so long that they
-    leave the curved orbits: errors of 1e2 to 1e6 for some chain of each kernel with momentum.
+    Along these directions gradients have no noise. A preconditioner that is its inverse
+    takes steps so long that they leave the curved orbits: errors of 1e2 to 1e6 for some
+    chain of each kernel with momentum.
     """
     x = jax.random.normal(jax.random.key(0), (1500, 8))
     f = jnp.sin(x[:, 0]) + 0.5 * x[:, 1] * x[:, 2]
@@ -420,9 +588,11 @@ def test_minibatch_kernels_stay_where_a_rescaling_leaves_the_network_as_it_is(na
 @pytest.mark.optimized
 @pytest.mark.parametrize(("batch_size", "steps"), [(20, 5000), (None, 0)])
 def test_too_few_steps_for_the_gradient_noise_are_reported(batch_size, steps):
-    """One row in 100: a position is forgotten in 101 * 2 / 0.2 steps; five times that are 5000, not 1000.
+    """One row in 100: a position is forgotten in 101 * 2 / 0.2 steps; five times that
+    are 5000, not 1000.
 
-    Inputs of three sizes make gradient noise of 1 : 100 : 10,000; gradients of all the data have no noise.
+    Inputs of three sizes make gradient noise of 1 : 100 : 10,000; gradients of all the
+    data have no noise.
     """
 
     def model(x, y, batch_size=None):
@@ -432,14 +602,19 @@ def test_too_few_steps_for_the_gradient_noise_are_reported(batch_size, steps):
 
     x = jax.random.normal(jax.random.key(0), (2000, 3)) * np.array([0.1, 1.0, 10.0])
     y = x @ jnp.array([1.0, -1.0, 0.5]) + jax.random.normal(jax.random.key(1), (2000,))
-    mcmc = MCMC(infer.SGLD(model, steps_per_draw=50), num_warmup=200, num_samples=20, **CHAINS)
+    mcmc = MCMC(
+        infer.SGLD(model, steps_per_draw=50), num_warmup=200, num_samples=20, **CHAINS
+    )
     mcmc.run(jax.random.key(2), x, y, batch_size)
     about = mcmc.sampler.describe(mcmc.last_state)
     assert about["steps_kept"] == 1000
     assert about["steps_needed"] == pytest.approx(steps, rel=0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", metrics.HealthWarning)
-        checks = {finding.name: finding for finding in metrics.health(to_inference_data(mcmc)).findings}
+        checks = {
+            finding.name: finding
+            for finding in metrics.health(to_inference_data(mcmc)).findings
+        }
     assert "steps" in checks if steps else "steps" not in checks
     if steps:
         assert checks["steps"].verdict == "warning"

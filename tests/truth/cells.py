@@ -1,4 +1,6 @@
-"""The table: which ways are crossed with which problems, how a cell ends, and the known failures."""
+"""The table: which ways are crossed with which problems, how a cell ends, and the known
+failures.
+"""
 
 import re
 import time
@@ -33,8 +35,14 @@ class Cell(NamedTuple):
 
 
 # Cause and size of what is wrong. A cell that is right again fails the suite.
-_SCALED = "NumPyro adds the Jacobian as a factor inside the model, where `handlers.scale` multiplies it"
-_JUMP = "the density has a jump, which gradients do not see; kernels that accept or reject are right"
+_SCALED = (
+    "NumPyro adds the Jacobian as a factor inside the model, where `handlers.scale` "
+    "multiplies it"
+)
+_JUMP = (
+    "the density has a jump, which gradients do not see; kernels that accept or reject "
+    "are right"
+)
 KNOWN_FAILURES: dict[str, str] = {
     "NUTS of NumPyro | centered scale, scaled": f"{_SCALED}: 0.5 sd",
     "NUTS of NumPyro | precision of a weight, scaled": f"{_SCALED}: 0.6 sd",
@@ -42,7 +50,8 @@ KNOWN_FAILURES: dict[str, str] = {
     "SGLD | precision of the noise, in pieces": f"{_JUMP}: 0.16 sd",
     "MCLMC | precision of the noise, in pieces": f"{_JUMP}: 0.2 sd",
 }
-# What `make test` runs of the table: the density that all kernels share, one exact kernel, one refusal.
+# What `make test` runs of the table: the density that all kernels share, one exact
+# kernel, one refusal.
 FAST = {
     "density of our kernels | half-line",
     "density of our kernels | numpyro.subsample",
@@ -60,19 +69,28 @@ GROUPS: dict[str, dict[str, Callable[[Problem], Figure]]] = {
 }
 _THREE = ("supports", "learned scales", "handlers")
 FAMILIES_OF: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ways.RESULTS, tuple(family for family in FAMILIES if family != "random inside")),
+    **dict.fromkeys(
+        ways.RESULTS, tuple(family for family in FAMILIES if family != "random inside")
+    ),
     **dict.fromkeys(ways.KERNELS, ("supports",)),
-    # Some kernels are also crossed with the rest: all of ours share one density, which is tested on every problem.
+    # Some kernels are also crossed with the rest: all of ours share one density, which
+    # is tested on every problem.
     "NUTS of NumPyro": ("supports", "learned scales"),
     "MALA": (*_THREE, "random inside"),
     **dict.fromkeys(("SGLD", "MCLMC"), (*_THREE, "random inside", "plates")),
-    **{name: ("hidden units",) for name in ways.WRAPPERS if "Orbit" in name or "quotient" in name},
+    **{
+        name: ("hidden units",)
+        for name in ways.WRAPPERS
+        if "Orbit" in name or "quotient" in name
+    },
     "UnitMoves": ("hidden units", "supports"),
     "collapse": ("handlers", "learned scales"),
     **{name: ("learned scales",) for name in ways.WRAPPERS if "PrecisionGibbs" in name},
     **{name: _THREE for name in ways.WRAPPERS if name.startswith("ParallelTempering")},
     **dict.fromkeys(ways.GUIDES, ("supports", "learned scales")),
-    **dict.fromkeys(("AutoMeanField", "AutoCoupling", "AutoADF"), (*_THREE, "likelihoods")),
+    **dict.fromkeys(
+        ("AutoMeanField", "AutoCoupling", "AutoADF"), (*_THREE, "likelihoods")
+    ),
 }
 
 
@@ -81,13 +99,21 @@ def cells(group: str | None = None) -> Iterator[Cell]:
     for name, table in GROUPS.items():
         if group in (None, name):
             for way, run in table.items():
-                applies = ways.APPLIES.get(getattr(run, "func", run), lambda problem: True)
+                applies = ways.APPLIES.get(
+                    getattr(run, "func", run), lambda problem: True
+                )
                 for family in FAMILIES_OF[way]:
-                    yield from (Cell(name, way, problem.name) for problem in FAMILIES[family] if applies(problem))
+                    yield from (
+                        Cell(name, way, problem.name)
+                        for problem in FAMILIES[family]
+                        if applies(problem)
+                    )
 
 
 def outcome(cell: Cell) -> tuple[str, str]:
-    """Run a cell: "right", "refused", "wrong" or "crash", and the figure or the message."""
+    """Run a cell: "right", "refused", "wrong" or "crash", and the figure or the
+    message.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a way warns of is tested in its own file
         try:
@@ -103,7 +129,11 @@ def timed(cell: Cell) -> tuple[Cell, dict[str, Any]]:
     """Run a cell: its outcome and its seconds."""
     started = time.perf_counter()
     kind, text = outcome(cell)
-    return cell, {"outcome": kind, "text": text, "seconds": round(time.perf_counter() - started, 1)}
+    return cell, {
+        "outcome": kind,
+        "text": text,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
 def prepare() -> None:

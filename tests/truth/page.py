@@ -23,7 +23,7 @@ model) is crossed with a way to sample, approximate or export it:
 - Empty: not crossed, as the way has nothing to say about the model.
 
 `make truth` measures all of it again and writes this page; the models are in `tests/truth/problems.py`.
-"""
+"""  # noqa: E501
 
 
 def tables(family: str, kinds: Mapping[str, str]) -> list[str]:
@@ -31,12 +31,27 @@ def tables(family: str, kinds: Mapping[str, str]) -> list[str]:
     lines = []
     names = [problem.name for problem in FAMILIES[family]]
     for group, ways in GROUPS.items():
-        marks = {(c.way, c.problem): MARKS.get(kinds.get(c.key, ""), "?") for c in cells(group) if c.problem in names}
-        columns = [way for way in ways if family in FAMILIES_OF[way] and any(w == way for w, _ in marks)]
+        marks = {
+            (c.way, c.problem): MARKS.get(kinds.get(c.key, ""), "?")
+            for c in cells(group)
+            if c.problem in names
+        }
+        columns = [
+            way
+            for way in ways
+            if family in FAMILIES_OF[way] and any(w == way for w, _ in marks)
+        ]
         if columns:
-            lines += [f"### {family.capitalize()}: {group}", "", f"| | {' | '.join(columns)} |"]
+            lines += [
+                f"### {family.capitalize()}: {group}",
+                "",
+                f"| | {' | '.join(columns)} |",
+            ]
             lines += [f"| --- |{' :-: |' * len(columns)}"]
-            lines += [f"| {n} | {' | '.join(marks.get((way, n), '') for way in columns)} |" for n in names]
+            lines += [
+                f"| {n} | {' | '.join(marks.get((way, n), '') for way in columns)} |"
+                for n in names
+            ]
             lines.append("")
     return lines
 
@@ -48,7 +63,12 @@ def refusals(found: Mapping[str, Mapping]) -> list[str]:
         row = found.get(cell.key, {})
         if row.get("outcome") == "refused":
             about.setdefault((cell.way, row["text"]), []).append(cell.problem)
-    lines = ["## What is refused, and why", "", "| way | models | message |", "| --- | --- | --- |"]
+    lines = [
+        "## What is refused, and why",
+        "",
+        "| way | models | message |",
+        "| --- | --- | --- |",
+    ]
     for (way, text), problems in about.items():
         message = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
         lines.append(f"| {way} | {', '.join(problems)} | {message} |")
@@ -57,12 +77,27 @@ def refusals(found: Mapping[str, Mapping]) -> list[str]:
 
 def write_page(found: Mapping[str, Mapping]) -> None:
     """Write the page from the outcomes."""
-    kinds = {key: "known failure" if key in KNOWN_FAILURES else row["outcome"] for key, row in found.items()}
-    minutes, counts = sum(row["seconds"] for row in found.values()) / 60, Counter(kinds.values())
-    shown = ", ".join(f"{counts[kind]} {kind}{'s' * (kind == 'known failure')}" for kind in MARKS)
-    lines = [INTRODUCTION, f"{len(found)} cells: {shown}; {minutes:.0f} minutes of one core.", ""]
+    kinds = {
+        key: "known failure" if key in KNOWN_FAILURES else row["outcome"]
+        for key, row in found.items()
+    }
+    minutes, counts = (
+        sum(row["seconds"] for row in found.values()) / 60,
+        Counter(kinds.values()),
+    )
+    shown = ", ".join(
+        f"{counts[kind]} {kind}{'s' * (kind == 'known failure')}" for kind in MARKS
+    )
+    lines = [
+        INTRODUCTION,
+        f"{len(found)} cells: {shown}; {minutes:.0f} minutes of one core.",
+        "",
+    ]
     for family in FAMILIES:
         lines += [f"## {family.capitalize()}", "", *tables(family, kinds)]
     lines += [*refusals(found), "## Known failures", ""]
-    lines += [f"- {key.replace(' | ', ', ')}: {cause}" for key, cause in KNOWN_FAILURES.items()]
+    lines += [
+        f"- {key.replace(' | ', ', ')}: {cause}"
+        for key, cause in KNOWN_FAILURES.items()
+    ]
     PAGE.write_text("\n".join([*lines, ""]))

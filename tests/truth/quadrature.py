@@ -1,4 +1,6 @@
-"""Exact posteriors by quadrature in NumPy, over at most three coordinates: the truth that every way is held to."""
+"""Exact posteriors by quadrature in NumPy, over at most three coordinates: the truth
+that every way is held to.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,14 +21,20 @@ class Axis(NamedTuple):
 
 
 def joined(first: Axis, second: Axis) -> Axis:
-    """The nodes of two intervals side by side: where they meet, the integrand may have a kink or a step."""
+    """The nodes of two intervals side by side: where they meet, the integrand may have
+    a kink or a step.
+    """
     return Axis(*map(np.concatenate, zip(first, second, strict=True)))
 
 
 def line(low: float, high: float, size: int = 160) -> Axis:
-    """Gauss-Legendre quadrature on an interval, which must hold practically all of the mass."""
+    """Gauss-Legendre quadrature on an interval, which must hold practically all of the
+    mass.
+    """
     nodes, weights = np.polynomial.legendre.leggauss(size)
-    return Axis((high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2))
+    return Axis(
+        (high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2)
+    )
 
 
 def positive(low: float, high: float, size: int = 160) -> Axis:
@@ -45,13 +53,17 @@ class Problem:
     """A NumPyro model with its data, and its log joint density in NumPy.
 
     :param axes: the coordinates (at most three).
-    :param log_joint: (G,) of coordinates (G,): log density of data and coordinates. It is written by hand and shares
-        no code with NumPyro.
-    :param sites: values of the latent sites, (G, *event), of coordinates (G,); by default the coordinates.
-    :param rows: (G, ...) log likelihood of each row, if exports are compared; they sum to the likelihood.
+    :param log_joint: (G,) of coordinates (G,): log density of data and coordinates. It
+        is written by hand and shares no code with NumPyro.
+    :param sites: values of the latent sites, (G, *event), of coordinates (G,); by
+        default the coordinates.
+    :param rows: (G, ...) log likelihood of each row, if exports are compared; they sum
+        to the likelihood.
     :param completed: adds other latent sites to draws, given a random generator.
-    :param batch: for models that take ``batch_size``: rows of a minibatch; ways that need all rows leave it out.
-    :param log_volume: log of the volume element of the sites by that of the coordinates, (G,).
+    :param batch: for models that take ``batch_size``: rows of a minibatch; ways that
+        need all rows leave it out.
+    :param log_volume: log of the volume element of the sites by that of the
+        coordinates, (G,).
     """
 
     name: str
@@ -67,21 +79,29 @@ class Problem:
 
     @property
     def args(self) -> tuple:
-        """The arguments of the model; arrays on the device, which are made only when they are asked for."""
+        """The arguments of the model; arrays on the device, which are made only when
+        they are asked for.
+        """
         return tuple(map(jnp.asarray, self.data))
 
     @cached_property
     def coordinates(self) -> dict[str, np.ndarray]:
         """All nodes of the tensor product, (G,) by coordinate."""
-        meshes = np.meshgrid(*(axis.nodes for axis in self.axes.values()), indexing="ij")
+        meshes = np.meshgrid(
+            *(axis.nodes for axis in self.axes.values()), indexing="ij"
+        )
         return dict(zip(self.axes, (mesh.ravel() for mesh in meshes), strict=True))
 
     @cached_property
     def log_mass(self) -> np.ndarray:
         """Log of the joint density times the weight of each node, (G,)."""
-        weights = np.meshgrid(*(axis.log_weights for axis in self.axes.values()), indexing="ij")
+        weights = np.meshgrid(
+            *(axis.log_weights for axis in self.axes.values()), indexing="ij"
+        )
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            return self.log_joint(self.coordinates) + sum(weight.ravel() for weight in weights)
+            return self.log_joint(self.coordinates) + sum(
+                weight.ravel() for weight in weights
+            )
 
     @cached_property
     def log_evidence(self) -> float:
@@ -96,12 +116,17 @@ class Problem:
     @cached_property
     def nodes(self) -> dict[str, np.ndarray]:
         """Values of the latent sites at the nodes, (G, *event)."""
-        return {name: np.asarray(value) for name, value in self.sites(self.coordinates).items()}
+        return {
+            name: np.asarray(value)
+            for name, value in self.sites(self.coordinates).items()
+        }
 
     @cached_property
     def site_names(self) -> set[str]:
         """Names of the sites that are integrated."""
-        return set(self.sites({name: axis.nodes[:1] for name, axis in self.axes.items()}))
+        return set(
+            self.sites({name: axis.nodes[:1] for name, axis in self.axes.items()})
+        )
 
     def draws(self, size: int) -> dict[str, np.ndarray]:
         """Values of the sites at nodes drawn from the posterior, (size, *event)."""
@@ -113,6 +138,10 @@ class Problem:
 
 def features(sites: Values) -> np.ndarray:
     """What is compared: all elements of all sites and their products, (draws, F)."""
-    elements = np.concatenate([np.reshape(sites[k], (len(sites[k]), -1)) for k in sorted(sites)], axis=1)
+    elements = np.concatenate(
+        [np.reshape(sites[k], (len(sites[k]), -1)) for k in sorted(sites)], axis=1
+    )
     first, second = np.triu_indices(elements.shape[1])
-    return np.concatenate([elements, elements[:, first] * elements[:, second]], axis=1).astype(np.float64)
+    return np.concatenate(
+        [elements, elements[:, first] * elements[:, second]], axis=1
+    ).astype(np.float64)

@@ -1,8 +1,10 @@
-"""Ways to a posterior: densities, kernels, wrappers, guides, AutoADF and exports, each held to the exact answer.
+"""Ways to a posterior: densities, kernels, wrappers, guides, AutoADF and exports, each
+held to the exact answer.
 
-A way is a function of a problem that returns a :class:`Figure`; what it cannot do it refuses with an error of the
-package. Chains start at exact draws of the posterior, many side by side: a kernel that leaves the posterior invariant
-keeps its moments, whatever its mixing, and the chains are independent, which gives an honest standard error.
+A way is a function of a problem that returns a :class:`Figure`; what it cannot do it
+refuses with an error of the package. Chains start at exact draws of the posterior, many
+side by side: a kernel that leaves the posterior invariant keeps its moments, whatever
+its mixing, and the chains are independent, which gives an honest standard error.
 """
 
 import itertools
@@ -27,17 +29,21 @@ from numpyro_bnn.program.plates import full_plates
 from truth.quadrature import Problem, features
 
 WIDEST = 5.0  # standard errors: one of a million right figures is beyond
-MOST_ALIKE = 0.95  # correlation of the first and the last draws of chains that show anything
+MOST_ALIKE = (
+    0.95  # correlation of the first and the last draws of chains that show anything
+)
 
 
 class Figure(NamedTuple):
-    """How far a way is from the truth, in units of its own tolerance: at most 1 is right; and the figure to show."""
+    """How far a way is from the truth, in units of its own tolerance: at most 1 is
+    right; and the figure to show.
+    """
 
     error: float
     text: str
 
 
-# -- chains -----------------------------------------------------------------------------------------
+# -- chains ----------------------------------------------------------------------------
 
 
 def beyond_chance(means: np.ndarray, problem: Problem, allowed: float) -> Figure:
@@ -49,19 +55,32 @@ def beyond_chance(means: np.ndarray, problem: Problem, allowed: float) -> Figure
     if not np.all(np.isfinite(means)):
         return Figure(np.inf, "draws are not finite")
     if np.max(standard_error / sd) > 0.15:
-        return Figure(np.inf, f"standard error of {np.max(standard_error / sd):.2f} sd says nothing")
+        return Figure(
+            np.inf,
+            f"standard error of {np.max(standard_error / sd):.2f} sd says nothing",
+        )
     off = np.abs(means.mean(0) - exact)
     errors = off / (WIDEST * standard_error + allowed * sd)
     worst = int(np.argmax(errors))
-    text = f"z = {off[worst] / standard_error[worst]:.1f}, {off[worst] / sd[worst]:.3f} sd"
+    text = (
+        f"z = {off[worst] / standard_error[worst]:.1f}, {off[worst] / sd[worst]:.3f} sd"
+    )
     return Figure(float(errors[worst]), text)
 
 
 def has_moved(start: dict[str, np.ndarray], samples: dict[str, Any]) -> bool:
-    """Whether the last draws of the chains are little correlated with the first, for every element."""
+    """Whether the last draws of the chains are little correlated with the first, for
+    every element.
+    """
     for name, value in start.items():
-        first, last = (np.reshape(v, (len(value), -1)).T for v in (value, np.asarray(samples[name])[:, -1]))
-        if any(np.corrcoef(*pair)[0, 1] > MOST_ALIKE for pair in zip(first, last, strict=True)):
+        first, last = (
+            np.reshape(v, (len(value), -1)).T
+            for v in (value, np.asarray(samples[name])[:, -1])
+        )
+        if any(
+            np.corrcoef(*pair)[0, 1] > MOST_ALIKE
+            for pair in zip(first, last, strict=True)
+        ):
             return False
     return True
 
@@ -71,7 +90,9 @@ def options_of(problem: Problem, minibatch: bool = True) -> dict[str, Any]:
     return {"batch_size": problem.batch} if minibatch and problem.batch else {}
 
 
-def unconstrained(problem: Problem, sites: dict[str, np.ndarray], kwargs: dict[str, Any]) -> dict[str, Any]:
+def unconstrained(
+    problem: Problem, sites: dict[str, np.ndarray], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Draws of the sites as samplers represent them, (draws, ...)."""
     model = full_plates(handlers.seed(problem.model, 0))
     values = {name: jnp.asarray(value, jnp.float32) for name, value in sites.items()}
@@ -95,8 +116,10 @@ def chains(
 ) -> Figure:
     """Run a kernel from exact draws and compare the means of its own draws.
 
-    :param allowed: bias of a kernel that is not exact, in posterior standard deviations.
-    :param constrained: whether the kernel takes initial values as the model has them, as ``Gibbs`` does.
+    :param allowed: bias of a kernel that is not exact, in posterior standard
+        deviations.
+    :param constrained: whether the kernel takes initial values as the model has them,
+        as ``Gibbs`` does.
     :param without: a site that the kernel does not sample.
     """
     kwargs, exact, start = options_of(problem, minibatch), problem.draws(number), None
@@ -104,24 +127,44 @@ def chains(
         start = exact if constrained else unconstrained(problem, exact, kwargs)
         start = {name: value for name, value in start.items() if name != without}
     options = {"num_chains": number, "chain_method": method, "progress_bar": False}
-    mcmc = MCMC(make(model or problem.model), num_warmup=warmup, num_samples=draws, **options)
+    mcmc = MCMC(
+        make(model or problem.model), num_warmup=warmup, num_samples=draws, **options
+    )
     mcmc.run(random.key(1), *problem.args, init_params=start, **kwargs)
     samples = mcmc.get_samples(group_by_chain=True)
     if from_exact and not has_moved(exact, samples):
         return Figure(np.inf, "the chains hardly moved: nothing is shown")
-    flat = {name: np.reshape(samples[name], (number * draws, -1)).astype(np.float64) for name in problem.nodes}
-    return beyond_chance(features(flat).reshape(number, draws, -1).mean(1), problem, allowed)
+    flat = {
+        name: np.reshape(samples[name], (number * draws, -1)).astype(np.float64)
+        for name in problem.nodes
+    }
+    return beyond_chance(
+        features(flat).reshape(number, draws, -1).mean(1), problem, allowed
+    )
 
 
-# -- densities --------------------------------------------------------------------------------------
+# -- densities -------------------------------------------------------------------------
 
 
 def density(problem: Problem) -> Figure:
-    """The kernels' potential against the exact log joint density; on minibatches its mean over all of them."""
+    """The kernels' potential against the exact log joint density; on minibatches its
+    mean over all of them.
+    """
     kwargs = options_of(problem)
-    target, start = bind("infer.SGLD", problem.model, random.key(0), init_to_uniform, problem.args, kwargs)
-    chosen = np.random.default_rng(0).choice(len(problem.probabilities), 50, p=problem.probabilities)
-    z = unconstrained(problem, {name: value[chosen] for name, value in problem.nodes.items()}, kwargs)
+    target, start = bind(
+        "infer.SGLD",
+        problem.model,
+        random.key(0),
+        init_to_uniform,
+        problem.args,
+        kwargs,
+    )
+    chosen = np.random.default_rng(0).choice(
+        len(problem.probabilities), 50, p=problem.probabilities
+    )
+    z = unconstrained(
+        problem, {name: value[chosen] for name, value in problem.nodes.items()}, kwargs
+    )
     if start.keys() != z.keys():
         return Figure(np.inf, f"latent sites {sorted(start)}, right {sorted(z)}")
     coordinates = {name: value[chosen] for name, value in problem.coordinates.items()}
@@ -129,30 +172,54 @@ def density(problem: Problem) -> Figure:
     sites = handlers.trace(handlers.seed(problem.model, 0)).get_trace(*problem.args)
     for name in problem.nodes:
         bijection = biject_to(sites[name]["fn"].support)
-        jacobian = jax.vmap(lambda u, b=bijection: jnp.sum(b.log_abs_det_jacobian(u, b(u))))
+        jacobian = jax.vmap(
+            lambda u, b=bijection: jnp.sum(b.log_abs_det_jacobian(u, b(u)))
+        )
         exact = exact + np.asarray(jacobian(z[name]), np.float64)
-    rows = [itertools.combinations(range(plate.size), plate.batch_size) for plate in target.plates.values()]
-    batches = [dict(zip(target.plates, map(jnp.asarray, chosen), strict=True)) for chosen in itertools.product(*rows)]
-    potentials = [jax.vmap(target.potential(problem.args, kwargs, batch))(z) for batch in batches]
+    rows = [
+        itertools.combinations(range(plate.size), plate.batch_size)
+        for plate in target.plates.values()
+    ]
+    batches = [
+        dict(zip(target.plates, map(jnp.asarray, chosen), strict=True))
+        for chosen in itertools.product(*rows)
+    ]
+    potentials = [
+        jax.vmap(target.potential(problem.args, kwargs, batch))(z) for batch in batches
+    ]
     off = np.abs(np.mean(np.asarray(potentials, np.float64), 0) + exact).max()
     return Figure(off / 1e-4, f"{off:.0e} nats")
 
 
-# -- wrappers ---------------------------------------------------------------------------------------
+# -- wrappers --------------------------------------------------------------------------
 
 
 def inner_kernel(model: Callable) -> infer.GHMC:
-    """Hamiltonian Monte Carlo with a step size that suits all problems, inside of the wrappers."""
-    return infer.GHMC(model, step_size=0.03, num_steps=6, warm_start=0.0, steps_per_draw=1)
+    """Hamiltonian Monte Carlo with a step size that suits all problems, inside of the
+    wrappers.
+    """
+    return infer.GHMC(
+        model, step_size=0.03, num_steps=6, warm_start=0.0, steps_per_draw=1
+    )
 
 
 def symmetries_of(problem: Problem) -> list[symmetry.Symmetry]:
-    """Symmetries of a problem: those found in a network, or orders of units written by hand."""
-    return [symmetry.Permutation([("w", 0)])] if "w" in problem.nodes else symmetry.find(problem.model, *problem.args)
+    """Symmetries of a problem: those found in a network, or orders of units written by
+    hand.
+    """
+    return (
+        [symmetry.Permutation([("w", 0)])]
+        if "w" in problem.nodes
+        else symmetry.find(problem.model, *problem.args)
+    )
 
 
-def tempered(inner: Callable, problem: Problem, temper: str | None, alone: int = 0, **options) -> Figure:
-    """A kernel in parallel tempering with three replicas, given the temperatures; or so many chains of it alone."""
+def tempered(
+    inner: Callable, problem: Problem, temper: str | None, alone: int = 0, **options
+) -> Figure:
+    """A kernel in parallel tempering with three replicas, given the temperatures; or so
+    many chains of it alone.
+    """
 
     def make(model):
         return infer.ParallelTempering(inner(model), 3, lowest=0.25, temper=temper)
@@ -163,7 +230,9 @@ def tempered(inner: Callable, problem: Problem, temper: str | None, alone: int =
 
 
 def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
-    """Moves along the symmetries after each transition, alone or inside of parallel tempering."""
+    """Moves along the symmetries after each transition, alone or inside of parallel
+    tempering.
+    """
     symmetries = symmetries_of(problem)
 
     def make(model):
@@ -174,18 +243,30 @@ def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
 
 def redrawn_units(problem: Problem) -> Figure:
     """Units redrawn from their prior."""
-    units = {"w": 0} if "w" in problem.nodes else {"net/Dense_0.kernel": 1, "net/Dense_1.kernel": 0}
-    return chains(lambda model: infer.UnitMoves(inner_kernel(model), units, num_moves=5), problem, draws=80)
+    units = (
+        {"w": 0}
+        if "w" in problem.nodes
+        else {"net/Dense_0.kernel": 1, "net/Dense_1.kernel": 0}
+    )
+    return chains(
+        lambda model: infer.UnitMoves(inner_kernel(model), units, num_moves=5),
+        problem,
+        draws=80,
+    )
 
 
 def on_quotient(problem: Problem) -> Figure:
     """NUTS on the model without its symmetries."""
     free = symmetry.quotient(problem.model, symmetries_of(problem), *problem.args)
-    return chains(NUTS, problem, model=free, warmup=150, draws=40, number=128, from_exact=False)
+    return chains(
+        NUTS, problem, model=free, warmup=150, draws=40, number=128, from_exact=False
+    )
 
 
 def collapsed(problem: Problem) -> Figure:
-    """A sampler of the sites that remain without one that enters linearly; the draws have it back."""
+    """A sampler of the sites that remain without one that enters linearly; the draws
+    have it back.
+    """
     linear = "w" if "w" in problem.site_names else "b"
     free = infer.collapse(problem.model, [linear], *problem.args)
     return chains(inner_kernel, problem, model=free, number=1024, without=linear)
@@ -196,34 +277,52 @@ def blocks_of_precisions(problem: Problem, temper: str | None = None) -> Figure:
     (site,) = problem.site_names & {"s", "tau"}
 
     def make(model):
-        return Gibbs([(infer.PrecisionGibbs(model), [site]), (inner_kernel(model), None)])
+        return Gibbs(
+            [(infer.PrecisionGibbs(model), [site]), (inner_kernel(model), None)]
+        )
 
-    return tempered(make, problem, temper, alone=512, draws=40, method=jax.vmap, constrained=True)
+    return tempered(
+        make, problem, temper, alone=512, draws=40, method=jax.vmap, constrained=True
+    )
 
 
-# -- guides -----------------------------------------------------------------------------------------
+# -- guides ----------------------------------------------------------------------------
 
 
 def evidence_of(make: Callable, problem: Problem) -> Figure:
-    """The evidence by importance weights of a fitted guide: unbiased if its density and the model's are right."""
+    """The evidence by importance weights of a fitted guide: unbiased if its density and
+    the model's are right.
+    """
     guide = make(problem.model)
     svi = SVI(problem.model, guide, optax.adam(0.03), Trace_ELBO(num_particles=8))
     fit = guides.fit(svi, random.key(0), 300, *problem.args, progress_bar=False)
-    result = guides.evidence(guide, fit.params, *problem.args, rng_key=random.key(1), num_samples=10_000)
+    result = guides.evidence(
+        guide, fit.params, *problem.args, rng_key=random.key(1), num_samples=10_000
+    )
     exact = problem.log_evidence
     above = (result.elbo - exact) / (WIDEST * result.elbo_se + 1e-4)
-    text = f"log Z {result.iw_bound - exact:+.3f} ± {result.iw_se:.3f}, ELBO {result.elbo - exact:+.2f}"
-    if result.pareto_k > 0.5:  # the variance of the weights may be infinite: only the bound can be checked
-        return Figure(float(above), f"ELBO {result.elbo - exact:+.2f}, k-hat {result.pareto_k:.2f}")
+    text = (
+        f"log Z {result.iw_bound - exact:+.3f} ± {result.iw_se:.3f}, ELBO "
+        f"{result.elbo - exact:+.2f}"
+    )
+    if (
+        result.pareto_k > 0.5
+    ):  # the variance of the weights may be infinite: only the bound can be checked
+        return Figure(
+            float(above),
+            f"ELBO {result.elbo - exact:+.2f}, k-hat {result.pareto_k:.2f}",
+        )
     off = abs(result.iw_bound - result.iw_bias - exact) / (WIDEST * result.iw_se + 1e-4)
     return Figure(float(max(above, off)), text)
 
 
-# -- AutoADF ----------------------------------------------------------------------------------------
+# -- AutoADF ---------------------------------------------------------------------------
 
 
 def dense_adf(problem: Problem, size: int = 160) -> tuple[np.ndarray, np.ndarray]:
-    """One pass over the rows by dense quadrature: means and variances of a and b after moment matching of each."""
+    """One pass over the rows by dense quadrature: means and variances of a and b after
+    moment matching of each.
+    """
     mean, variance = np.array([0.0, 0.5]), np.ones(2)
     unit = np.linspace(-9, 9, 12 * size + 1)[::12]
     first, second = (mesh.ravel() for mesh in np.meshgrid(unit, unit, indexing="ij"))
@@ -231,7 +330,9 @@ def dense_adf(problem: Problem, size: int = 160) -> tuple[np.ndarray, np.ndarray
     for row in range(6):
         sd = np.sqrt(variance)
         a, b = mean[0] + sd[0] * first, mean[1] + sd[1] * second
-        weight = base + np.nan_to_num(problem.rows({"a": a, "b": b})[:, row], nan=0.0, neginf=-1e30)
+        weight = base + np.nan_to_num(
+            problem.rows({"a": a, "b": b})[:, row], nan=0.0, neginf=-1e30
+        )
         weight = np.exp(weight - weight.max())
         weight /= weight.sum()
         mean = np.array([weight @ a, weight @ b])
@@ -241,72 +342,135 @@ def dense_adf(problem: Problem, size: int = 160) -> tuple[np.ndarray, np.ndarray
 
 def adf(problem: Problem) -> Figure:
     """`AutoADF` after one pass in the order of the rows, against the dense one."""
-    guide, options = guides.AutoADF(problem.model), {"orders": np.arange(6)[None], "progress_bar": False}
-    result = guide.run(random.key(0), *problem.args, num_epochs=1, init_means={"a": 0.0, "b": 0.5}, **options)
+    guide, options = (
+        guides.AutoADF(problem.model),
+        {"orders": np.arange(6)[None], "progress_bar": False},
+    )
+    result = guide.run(
+        random.key(0),
+        *problem.args,
+        num_epochs=1,
+        init_means={"a": 0.0, "b": 0.5},
+        **options,
+    )
     mean, variance = dense_adf(problem)
-    draws = guide.sample_posterior(random.key(1), result.params, sample_shape=(100_000,))
-    found = np.array([[np.mean(draws[k]), np.var(draws[k])] for k in "ab"], np.float64).T
-    off = np.abs(found - np.array([mean, variance])) / np.array([np.sqrt(variance), variance])
+    draws = guide.sample_posterior(
+        random.key(1), result.params, sample_shape=(100_000,)
+    )
+    found = np.array(
+        [[np.mean(draws[k]), np.var(draws[k])] for k in "ab"], np.float64
+    ).T
+    off = np.abs(found - np.array([mean, variance])) / np.array(
+        [np.sqrt(variance), variance]
+    )
     chance = WIDEST * np.sqrt(np.array([[1.0], [2.0]]) / 100_000)
     return Figure(float((off / chance).max()), f"{off.max():.3f} sd")
 
 
-# -- exports ----------------------------------------------------------------------------------------
+# -- exports ---------------------------------------------------------------------------
 
 
 def exported(problem: Problem) -> Figure:
-    """Log likelihoods in ArviZ's format against those by hand, at the draws of a short run."""
+    """Log likelihoods in ArviZ's format against those by hand, at the draws of a short
+    run.
+    """
     mcmc = MCMC(NUTS(problem.model), num_warmup=2, num_samples=10, progress_bar=False)
     mcmc.run(random.key(0), *problem.args)
     idata = to_inference_data(mcmc)
-    exact = problem.rows({name: np.asarray(mcmc.get_samples()[name], np.float64) for name in problem.axes})
+    exact = problem.rows(
+        {
+            name: np.asarray(mcmc.get_samples()[name], np.float64)
+            for name in problem.axes
+        }
+    )
     # A site of which all rows are masked is left out.
-    found = np.asarray(idata["log_likelihood"]["y"]) if hasattr(idata, "log_likelihood") else exact[:, :0]
-    found, exact = (x[:, ~np.isnan(x).all(0)] for x in (found.reshape(len(exact), -1), exact.reshape(len(exact), -1)))
+    found = (
+        np.asarray(idata["log_likelihood"]["y"])
+        if hasattr(idata, "log_likelihood")
+        else exact[:, :0]
+    )
+    found, exact = (
+        x[:, ~np.isnan(x).all(0)]
+        for x in (found.reshape(len(exact), -1), exact.reshape(len(exact), -1))
+    )
     if found.shape != exact.shape:
         return Figure(np.inf, f"log likelihoods {found.shape}, right {exact.shape}")
     off = float(np.abs(found - exact).max()) if exact.size else 0.0
     return Figure(off / 1e-3, f"{off:.0e} nats")
 
 
-# -- the table --------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------
 
 # Ways that have something to say about some problems only.
 APPLIES: dict[Callable, Callable[[Problem], bool]] = {
     density: lambda problem: problem.completed is None,
     exported: lambda problem: problem.rows is not None,
     adf: lambda problem: problem.rows is not None and problem.site_names == {"a", "b"},
-    collapsed: lambda problem: len(problem.site_names) > 1 and bool(problem.site_names & {"w", "b"}),
-    redrawn_units: lambda problem: bool(problem.site_names & {"w", "net/Dense_0.kernel"}),
+    collapsed: lambda problem: (
+        len(problem.site_names) > 1 and bool(problem.site_names & {"w", "b"})
+    ),
+    redrawn_units: lambda problem: bool(
+        problem.site_names & {"w", "net/Dense_0.kernel"}
+    ),
 }
 
 _NOISY = {"allowed": 0.03, "minibatch": True}
 _SHORT = {"warm_start": 0.0, "step_size": 5e-4, "steps_per_draw": 300}
 _MOMENTUM = {"warm_start": 0.0, "step_size": 1e-3, "steps_per_draw": 50}
-_MICROCANONICAL = {"warm_start": 0.0, "step_size": 0.025, "decoherence_length": 1.0, "steps_per_draw": 120}
+_MICROCANONICAL = {
+    "warm_start": 0.0,
+    "step_size": 0.025,
+    "decoherence_length": 1.0,
+    "steps_per_draw": 120,
+}
 
 
 KERNELS: dict[str, Callable[[Problem], Figure]] = {
     "NUTS of NumPyro": partial(
-        chains, partial(NUTS, step_size=0.2, adapt_step_size=False, max_tree_depth=4), number=512
+        chains,
+        partial(NUTS, step_size=0.2, adapt_step_size=False, max_tree_depth=4),
+        number=512,
     ),
     "SGLD": partial(chains, partial(infer.SGLD, **_SHORT), **_NOISY),
-    "PSGLD": partial(chains, partial(infer.PSGLD, **_SHORT), warmup=5, draws=100, **_NOISY),
+    "PSGLD": partial(
+        chains, partial(infer.PSGLD, **_SHORT), warmup=5, draws=100, **_NOISY
+    ),
     "SGHMC": partial(chains, partial(infer.SGHMC, **_MOMENTUM), **_NOISY),
     "SGNHT": partial(chains, partial(infer.SGNHT, **_MOMENTUM), **_NOISY),
     "CyclicalSGLD": partial(
-        chains, partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=400, draws_per_cycle=4), **_NOISY
+        chains,
+        partial(
+            infer.CyclicalSGLD, step_size=1e-3, cycle_length=400, draws_per_cycle=4
+        ),
+        **_NOISY,
     ),
-    "MALA": partial(chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)),
-    "GHMC": partial(chains, partial(infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5)),
-    "MCLMC": partial(chains, partial(infer.MCLMC, **_MICROCANONICAL), allowed=0.05, minibatch=True),
+    "MALA": partial(
+        chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)
+    ),
+    "GHMC": partial(
+        chains,
+        partial(
+            infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5
+        ),
+    ),
+    "MCLMC": partial(
+        chains, partial(infer.MCLMC, **_MICROCANONICAL), allowed=0.05, minibatch=True
+    ),
 }
 WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
-    "ParallelTempering, likelihood": partial(tempered, inner_kernel, temper="likelihood", draws=25),
-    "ParallelTempering, joint": partial(tempered, inner_kernel, temper="joint", draws=25),
+    "ParallelTempering, likelihood": partial(
+        tempered, inner_kernel, temper="likelihood", draws=25
+    ),
+    "ParallelTempering, joint": partial(
+        tempered, inner_kernel, temper="joint", draws=25
+    ),
     "PrecisionGibbs": blocks_of_precisions,
-    "PrecisionGibbs in ParallelTempering, likelihood": partial(blocks_of_precisions, temper="likelihood"),
-    "PrecisionGibbs in ParallelTempering, joint": partial(blocks_of_precisions, temper="joint"),
+    "PrecisionGibbs in ParallelTempering, likelihood": partial(
+        blocks_of_precisions, temper="likelihood"
+    ),
+    "PrecisionGibbs in ParallelTempering, joint": partial(
+        blocks_of_precisions, temper="joint"
+    ),
     "OrbitMoves": partial(moved, exact=True),
     "OrbitMoves, exact=False": partial(moved, exact=False),
     "OrbitMoves in ParallelTempering": partial(moved, exact=False, temper="likelihood"),
@@ -317,8 +481,15 @@ WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
 GUIDES: dict[str, Callable[[Problem], Figure]] = {
     "AutoMeanField": partial(evidence_of, guides.AutoMeanField),
     "AutoStructured": partial(evidence_of, guides.AutoStructured),
-    "AutoBlocks, full rank": partial(evidence_of, partial(guides.AutoBlocks, blocks={"*": guides.FullRank()})),
-    "AutoCoupling": partial(evidence_of, partial(guides.AutoCoupling, num_flows=4, hidden=(8,))),
+    "AutoBlocks, full rank": partial(
+        evidence_of, partial(guides.AutoBlocks, blocks={"*": guides.FullRank()})
+    ),
+    "AutoCoupling": partial(
+        evidence_of, partial(guides.AutoCoupling, num_flows=4, hidden=(8,))
+    ),
     "AutoADF": adf,
 }
-RESULTS: dict[str, Callable[[Problem], Figure]] = {"density of our kernels": density, "to_inference_data": exported}
+RESULTS: dict[str, Callable[[Problem], Figure]] = {
+    "density of our kernels": density,
+    "to_inference_data": exported,
+}

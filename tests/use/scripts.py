@@ -1,4 +1,6 @@
-"""The scripts of examples/ as tests run them: options for a tiny run, and what is checked of it beside its scores."""
+"""The scripts of examples/ as tests run them: options for a tiny run, and what is
+checked of it beside its scores.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,8 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-SHORT_CHAINS = "ignore:to_inference_data"  # chains this short are not healthy, and say so
-NOT_AT_THE_MODE = "ignore:.*posterior sds from the mode"  # nor are fits of a few steps at the mode
+SHORT_CHAINS = (
+    "ignore:to_inference_data"  # chains this short are not healthy, and say so
+)
+NOT_AT_THE_MODE = (
+    "ignore:.*posterior sds from the mode"  # nor are fits of a few steps at the mode
+)
 PIXELS = "ignore:to_inference_data.*\n- standardized"  # they share a scale
 FEW_ROWS = "ignore:.*rows lie more than 3 standard deviations"
 
@@ -17,11 +23,13 @@ class Script(NamedTuple):
     """A script and a tiny run of it.
 
     :param options: of the command line.
-    :param refused: options that the script answers with "must be at least", with their values.
+    :param refused: options that the script answers with "must be at least", with their
+        values.
     :param says: what it prints, in part.
     :param needs_data: it reads the folder of benchmark data.
     :param warnings: filters for what a run this small warns of.
-    :param check: called with the result, the page, and the output path; asserts what is special.
+    :param check: called with the result, the page, and the output path; asserts what is
+        special.
     :param runs: False if another test runs it.
     """
 
@@ -34,33 +42,46 @@ class Script(NamedTuple):
     runs: bool = True
 
 
-# -- checks ----------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------
 
 
 def check_demo(run):
     import arviz as az
 
     assert len(run.result) == 6
-    assert az.from_netcdf(run.output / "demo.nc")["predictions"]["y_mean"].sizes["rows"] == 700
+    assert (
+        az.from_netcdf(run.output / "demo.nc")["predictions"]["y_mean"].sizes["rows"]
+        == 700
+    )
     assert "6 of 6: gradient boosting" in run.errors
 
 
 def check_minibatch(run):
     import arviz as az
 
-    assert [row.method for row in run.result] == ["SGLD", "PSGLD", "SGHMC", "NUTS, 40 rows"]
+    assert [row.method for row in run.result] == [
+        "SGLD",
+        "PSGLD",
+        "SGHMC",
+        "NUTS, 40 rows",
+    ]
     for row in run.result[:3]:
         assert row.gradients == 2 * (10 + 12) * 30  # chains x draws x steps
         assert row.passes == pytest.approx(row.gradients * 64 / 353, rel=1e-2)
         saved = az.from_netcdf(run.output / f"minibatch_{row.method.lower()}.nc")
-        assert dict(saved["predictions"]["y_mean"].sizes) == {"chain": 2, "draw": 12, "data": 30}
+        assert dict(saved["predictions"]["y_mean"].sizes) == {
+            "chain": 2,
+            "draw": 12,
+            "data": 30,
+        }
 
 
 def check_ensembles(run):
     ensemble, chains, _ = run.result
     assert ensemble.gradients == 2 * 600
-    # 6 transitions of 100 steps of Adam, 14 + 12 of 4 steps of two gradients; 24 products with the Hessian, and a
-    # gradient at each of the 6 ends of a window of the warm-up.
+    # 6 transitions of 100 steps of Adam, 14 + 12 of 4 steps of two gradients; 24
+    # products with the Hessian, and a gradient at each of the 6 ends of a window of the
+    # warm-up.
     assert chains.gradients == 2 * (6 * 100 + 26 * 4 * 2 + 24 * 2 + 6)
     assert np.isnan(ensemble.median_ess)
 
@@ -70,25 +91,38 @@ def check_microcanonical(run):
     assert case["equal_gradients"]["gradients"] == 2 * 12 * 25 * 2
     assert case["equal_seconds"]["seconds"] >= case["equal_gradients"]["seconds"]
     flops = run.result["step_costs"]["energy, 1x20"]["flops"]
-    assert flops["step, mclachlan"] < 2.5 * flops["gradient"]  # not much more arithmetic than two gradients
+    assert (
+        flops["step, mclachlan"] < 2.5 * flops["gradient"]
+    )  # not much more arithmetic than two gradients
 
 
 def check_collapse_cost(run):
     assert [(row["hidden"], row["outputs"]) for row in run.result] == [(50, 1), (50, 3)]
-    # Counted by the compiler, not timed: without derivatives by directions, and outputs apart from each other.
-    assert all(row["flops_ratio"] < limit for row, limit in zip(run.result, (12, 25), strict=True))
+    # Counted by the compiler, not timed: without derivatives by directions, and outputs
+    # apart from each other.
+    assert all(
+        row["flops_ratio"] < limit
+        for row, limit in zip(run.result, (12, 25), strict=True)
+    )
 
 
 def check_gradient_cost(run):
     assert [row["n"] for row in run.result] == [455, 455, 5000]
-    # Counted by the compiler, not timed: our models do no more arithmetic than the hand-written ones.
+    # Counted by the compiler, not timed: our models do no more arithmetic than the
+    # hand-written ones.
     assert all(row["flops_ratio"] < 1.05 for row in run.result)
 
 
 def check_minibatches(run):
-    spent = {row["method"]: row["spent"] for row in run.result["rows"] if row["method"] in ("SGNHT", "MCLMC")}
+    spent = {
+        row["method"]: row["spent"]
+        for row in run.result["rows"]
+        if row["method"] in ("SGNHT", "MCLMC")
+    }
     assert len(spent) == 2
-    assert all(0.75 * 4000 < value < 1.25 * 4000 for value in spent.values())  # what was asked for
+    assert all(
+        0.75 * 4000 < value < 1.25 * 4000 for value in spent.values()
+    )  # what was asked for
 
 
 def check_variational(run):
@@ -98,19 +132,29 @@ def check_variational(run):
 
 
 def check_last_layer(run):
-    assert [row.random_weights for row in run.result] == [0, 30, 30, 300, 300]  # 64-4-2-10: 260 + 10 + 30
+    assert [row.random_weights for row in run.result] == [
+        0,
+        30,
+        30,
+        300,
+        300,
+    ]  # 64-4-2-10: 260 + 10 + 30
 
 
 def check_lotka_volterra(run):
     for pelts in run.result["pelts"].values():
-        assert all(low <= mean <= high for mean, low, high in pelts["intervals"].values())
+        assert all(
+            low <= mean <= high for mean, low, high in pelts["intervals"].values()
+        )
 
 
 def check_active_learning(run):
     assert run.result["labels"] == [16, 19]
     assert run.result["programs"][0] > 0
     assert sum(run.result["programs"][2:]) == 0  # the second seed compiles nothing
-    assert [row[0] for row in run.result["random"]] == [row[0] for row in run.result["uncertain"]]
+    assert [row[0] for row in run.result["random"]] == [
+        row[0] for row in run.result["uncertain"]
+    ]
 
 
 def check_bayesian_optimization(run):
@@ -121,16 +165,27 @@ def check_bayesian_optimization(run):
     assert (regrets >= 0).all()
     assert (np.diff(regrets) <= 0).all()
     # The published minima.
-    minima = {"branin": [0.5427728, 0.151667], "hartmann": [0.20169, 0.150011, 0.476874, 0.275332, 0.311652, 0.6573]}
+    minima = {
+        "branin": [0.5427728, 0.151667],
+        "hartmann": [0.20169, 0.150011, 0.476874, 0.275332, 0.311652, 0.6573],
+    }
     for name, point in minima.items():
-        np.testing.assert_allclose(FUNCTIONS[name].value(np.array([point])), FUNCTIONS[name].least, atol=1e-4)
+        np.testing.assert_allclose(
+            FUNCTIONS[name].value(np.array([point])), FUNCTIONS[name].least, atol=1e-4
+        )
 
 
 def check_coupling_step(run):
     from examples.benchmarks.coupling_step import ratio_to_fastest
 
-    assert len(set(run.result["rows"][0]["parameters"].values())) == 1  # the flows compared have the same size
-    times = {"AutoCoupling": [2.0, 2.0, 9.0], "a": [4.0, 4.0, 4.0], "b": [5.0, 1.0, 5.0]}
+    assert (
+        len(set(run.result["rows"][0]["parameters"].values())) == 1
+    )  # the flows compared have the same size
+    times = {
+        "AutoCoupling": [2.0, 2.0, 9.0],
+        "a": [4.0, 4.0, 4.0],
+        "b": [5.0, 1.0, 5.0],
+    }
     assert ratio_to_fastest(times) == 0.5
 
 
@@ -145,7 +200,9 @@ def check_horseshoe(run):
     for name, draws in (("gibbs", 24), ("nuts", 16)):
         part = run.result[name]
         assert part["draws"] == draws
-        assert part["ess per second"]["tau"] == pytest.approx(part["ess"]["tau"] / part["cost"]["sampling"])
+        assert part["ess per second"]["tau"] == pytest.approx(
+            part["ess"]["tau"] / part["cost"]["sampling"]
+        )
     assert run.result["gibbs"]["cost"]["gradients"] == 0
     assert 16 <= run.result["nuts"]["cost"]["gradients"] <= 16 * 3
     tops = (("gibbs", [4, 1, 0, 2, 3, 6]), ("nuts", [5, 1, 0, 2, 3]))
@@ -160,14 +217,19 @@ def check_symmetries(run):
         for ess in row["ess"].values():
             assert ess["median_per_draw"] >= ess["min_per_draw"] >= 0
     written, page = run.output / "symmetries.json", run.output / "table.md"
-    assert symmetries.main(["--summarize", str(written), "--table", str(page)]) == run.result
+    assert (
+        symmetries.main(["--summarize", str(written), "--table", str(page)])
+        == run.result
+    )
     assert symmetries.table(run.result, "relu") in page.read_text()
 
 
 def check_neal(run):
     for part in run.result.values():
         # Averaged probabilities of the label score at least the average score (Jensen).
-        first, second, both = (scores["log_probability"][0] for scores in part["test"].values())
+        first, second, both = (
+            scores["log_probability"][0] for scores in part["test"].values()
+        )
         assert both > (first + second) / 2
     assert "Neal's run" not in run.printed  # nothing to compare made-up cases with
 
@@ -177,12 +239,15 @@ def check_runs(run):
     assert run.result["mean_field_same"]
 
 
-# -- scripts ---------------------------------------------------------------------------------------------
+# -- scripts ---------------------------------------------------------------------------
 
 BENCHMARK = "examples.benchmarks"
 SCRIPTS: dict[str, Script] = {
     "examples.demo": Script(
-        "--held-out 700 --effort 0.004", ("--held-out 1",), says="Health of the chains", check=check_demo
+        "--held-out 700 --effort 0.004",
+        ("--held-out 1",),
+        says="Health of the chains",
+        check=check_demo,
     ),
     "examples.tabular": Script("--splits 2 --effort 0.004 --trees 3", ("--splits 0",)),
     "examples.minibatch": Script(
@@ -199,7 +264,11 @@ SCRIPTS: dict[str, Script] = {
         check=check_ensembles,
     ),
     "examples.symmetries": Script(
-        "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples 8 --max-tree-depth 2",
+        (
+            "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples "
+            "8 "
+            "--max-tree-depth 2"
+        ),
         ("--num-chains 1",),
         check=check_symmetries,
     ),
@@ -209,13 +278,17 @@ SCRIPTS: dict[str, Script] = {
         says="diabetes data instead",
     ),
     "examples.neal": Script(
-        "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2", ("--num-samples 3",), check=check_neal
+        "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
+        ("--num-samples 3",),
+        check=check_neal,
     ),
     "examples.two_modes": Script(
-        "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3 --max-tree-depth 2"
+        "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3 "
+        "--max-tree-depth 2"
     ),
     "examples.last_layer": Script(
-        "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 --max-tree-depth 2"
+        "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 "
+        "--max-tree-depth 2"
         " --steps-per-draw 5",
         ("--train-rows 9",),
         warnings=(PIXELS,),
@@ -235,93 +308,149 @@ SCRIPTS: dict[str, Script] = {
     "examples.bayesian_optimization": Script(
         "--seeds 2 --start 6 --evaluations 8 --candidates 32 --width 2 --effort 0.02",
         ("--evaluations 3", "--start 5"),
-        warnings=(FEW_ROWS, "ignore:.*rows hardly show", "ignore:.*worse than by a constant"),
+        warnings=(
+            FEW_ROWS,
+            "ignore:.*rows hardly show",
+            "ignore:.*worse than by a constant",
+        ),
         check=check_bayesian_optimization,
     ),
     "examples.nnx_module": Script(
-        "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 --num-chains 2 --steps-per-draw 3",
+        (
+            "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 "
+            "--num-chains 2 --steps-per-draw 3"
+        ),
         ("--splits 1",),
     ),
     "examples.groups": Script(
-        "--groups 4 --batch-size 10 --steps-per-draw 3 --num-warmup 8 --num-samples 6 --num-chains 2",
+        (
+            "--groups 4 --batch-size 10 --steps-per-draw 3 --num-warmup 8 "
+            "--num-samples 6 "
+            "--num-chains 2"
+        ),
         ("--groups 2",),
         warnings=(SHORT_CHAINS,),
     ),
     "examples.unknown_digits": Script(
-        "--pairs 2 --train-rows 40 --width 3 --members 2 --optimizer-steps 20 --num-chains 2"
+        "--pairs 2 --train-rows 40 --width 3 --members 2 --optimizer-steps 20 "
+        "--num-chains 2"
         " --num-warmup 8 --num-samples 6 --steps-per-draw 3",
         ("--pairs 1",),
         warnings=(SHORT_CHAINS,),
     ),
     "examples.variational": Script(
-        "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 --num-samples 8",
+        (
+            "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 "
+            "--num-samples 8"
+        ),
         ("--points 3",),
         check=check_variational,
     ),
     "examples.image_classification": Script(
-        "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1 --test-images 40",
+        (
+            "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1 "
+            "--test-images 40"
+        ),
         ("--num-epochs 0",),
         says="small digits instead",
     ),
     "examples.image_chains": Script(
-        "--methods ensemble SGHMC --num-epochs 1 --chain-epochs 1 --members 2 --chains 2"
+        "--methods ensemble SGHMC --num-epochs 1 --chain-epochs 1 --members 2 --chains "
+        "2"
         " --num-draws 2 --batch-size 200 --test-images 40 --foreign-images 30",
         ("--members 1",),
         runs=False,
     ),
     "examples.infinite_width": Script(
-        "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 --nuts-warmup 5 --nuts-samples 5",
+        (
+            "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 "
+            "--nuts-warmup 5 --nuts-samples 5"
+        ),
         ("--widths 4 0",),
     ),
     f"{BENCHMARK}.microcanonical": Script(
-        "--sets energy --nets 1x20 --methods MCLMC --gradients 1200 --draws 12 --num-chains 2 --rounds 1 --steps 4",
+        (
+            "--sets energy --nets 1x20 --methods MCLMC --gradients 1200 --draws 12 "
+            "--num-chains 2 --rounds 1 --steps 4"
+        ),
         ("--gradients 10",),
         check=check_microcanonical,
     ),
     f"{BENCHMARK}.function_agreement": Script(
-        "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4 --max-tree-depth 3",
+        (
+            "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4 "
+            "--max-tree-depth 3"
+        ),
         ("--num-chains 2",),
     ),
-    f"{BENCHMARK}.gradient_cost": Script("--repeats 1 --calls 2 --steps 2", check=check_gradient_cost),
+    f"{BENCHMARK}.gradient_cost": Script(
+        "--repeats 1 --calls 2 --steps 2", check=check_gradient_cost
+    ),
     f"{BENCHMARK}.collapse_cost": Script(
-        "--repeats 1 --calls 2 --rows 1000 --hidden 50 --outputs 1 3", check=check_collapse_cost
+        "--repeats 1 --calls 2 --rows 1000 --hidden 50 --outputs 1 3",
+        check=check_collapse_cost,
     ),
     f"{BENCHMARK}.mixing": Script(
         "--sets energy --ways collapsed exchange smc --seconds 1 --num-chains 2"
         " --steps 3 --moves 4 --replicas 2 --leapfrogs 2 --particles 6 --mutations 1",
         ("--particles 2",),
     ),
-    f"{BENCHMARK}.compilation": Script("--kernels NUTS --rows 6 --width 1 --num-chains 1", runs=False),
-    f"{BENCHMARK}.first_draw": Script("--ways NUTS AutoMeanField --rows 6 --width 1", ("--rows 0",), runs=False),
-    f"{BENCHMARK}.gauntlet": Script("--seeds 45 46 --methods ADF Laplace,\\ diag", ("--most-rows 0",), "ADF"),
+    f"{BENCHMARK}.compilation": Script(
+        "--kernels NUTS --rows 6 --width 1 --num-chains 1", runs=False
+    ),
+    f"{BENCHMARK}.first_draw": Script(
+        "--ways NUTS AutoMeanField --rows 6 --width 1", ("--rows 0",), runs=False
+    ),
+    f"{BENCHMARK}.gauntlet": Script(
+        "--seeds 45 46 --methods ADF Laplace,\\ diag", ("--most-rows 0",), "ADF"
+    ),
     f"{BENCHMARK}.minibatches": Script(
-        "--rows 40 --gradients 4000 --width 2 --batch-size 8 --num-chains 2 --reference-gradients 6000"
+        "--rows 40 --gradients 4000 --width 2 --batch-size 8 --num-chains 2 "
+        "--reference-gradients 6000"
         " --methods SGNHT MCLMC long\\ chain deep\\ ensemble AutoMeanField",
         ("--gradients 0",),
         check=check_minibatches,
     ),
-    f"{BENCHMARK}.runs": Script("--rows 600 --rounds 1 --draws 2 --data rows", ("--rows 0",), check=check_runs),
+    f"{BENCHMARK}.runs": Script(
+        "--rows 600 --rounds 1 --draws 2 --data rows", ("--rows 0",), check=check_runs
+    ),
     f"{BENCHMARK}.scale": Script("--rows 60 --rounds 1 --draws 2", ("--rounds 0",)),
     f"{BENCHMARK}.sgld_step": Script(
-        "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20 --sizes 64 640",
+        (
+            "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20 "
+            "--sizes 64 640"
+        ),
         ("--rounds 0", "--run-steps 3", "--sizes 3"),
     ),
     f"{BENCHMARK}.variational_uci": Script(
-        "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6 --num-samples 6 --max-tree-depth 2",
+        (
+            "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6 "
+            "--num-samples 6 --max-tree-depth 2"
+        ),
         ("--splits 0",),
         needs_data=True,
     ),
     f"{BENCHMARK}.infinite_uci": Script(
-        "--sets yacht --variants relu erf-ard --splits 1 --max-steps 2", ("--splits 0",), runs=False
+        "--sets yacht --variants relu erf-ard --splits 1 --max-steps 2",
+        ("--splits 0",),
+        runs=False,
     ),
     f"{BENCHMARK}.estimators": Script(
-        "--sets yacht --splits 1 --method mean_field --effort 0.01", ("--splits 0",), needs_data=True
+        "--sets yacht --splits 1 --method mean_field --effort 0.01",
+        ("--splits 0",),
+        needs_data=True,
     ),
     f"{BENCHMARK}.classification": Script(
         "--sets wine --splits 2 --effort 0.01", ("--splits 0",), warnings=("default",)
     ),
-    f"{BENCHMARK}.infinite_kernel": Script("--points 60 --depth 2 --block-size 25", ("--points 0",)),
-    f"{BENCHMARK}.adf_uci": Script("--sets boston --splits 2 --epochs 2 --width 5", ("--epochs 0",), needs_data=True),
+    f"{BENCHMARK}.infinite_kernel": Script(
+        "--points 60 --depth 2 --block-size 25", ("--points 0",)
+    ),
+    f"{BENCHMARK}.adf_uci": Script(
+        "--sets boston --splits 2 --epochs 2 --width 5",
+        ("--epochs 0",),
+        needs_data=True,
+    ),
     f"{BENCHMARK}.laplace_uci": Script(
         "--sets yacht --splits 1 --rounds 2 --steps 5 --widths 3",
         ("--rounds 0",),
@@ -331,9 +460,14 @@ SCRIPTS: dict[str, Script] = {
     f"{BENCHMARK}.laplace_torch": Script(
         "ours --structures diag --rows 8 --batch-size 4", warnings=(NOT_AT_THE_MODE,)
     ),
-    f"{BENCHMARK}.adf_speed": Script("--rounds 1 --splits 2 --rows 30 --width 4", ("--rounds 0",)),
+    f"{BENCHMARK}.adf_speed": Script(
+        "--rounds 1 --splits 2 --rows 30 --width 4", ("--rounds 0",)
+    ),
     f"{BENCHMARK}.gradient_variance": Script(
-        "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1 --networks mlp",
+        (
+            "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1 "
+            "--networks mlp"
+        ),
         ("--draws 1", "--rounds 0"),
     ),
     f"{BENCHMARK}.orbit_moves": Script(
@@ -342,17 +476,27 @@ SCRIPTS: dict[str, Script] = {
         ("--tree-depth 0", "--batches 65"),
     ),
     f"{BENCHMARK}.hierarchical_hmc": Script(
-        "--sets boston --ways long persistent --num-chains 2 --num-warmup 8 --num-samples 8 --num-steps 4",
+        (
+            "--sets boston --ways long persistent --num-chains 2 --num-warmup 8 "
+            "--num-samples 8 --num-steps 4"
+        ),
         check=check_hierarchical_hmc,
     ),
     f"{BENCHMARK}.horseshoe": Script(
-        "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 --nuts-draws 8 --max-tree-depth 2",
+        (
+            "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "
+            "--nuts-draws "
+            "8 --max-tree-depth 2"
+        ),
         ("--inputs 5", "--sweeps 3"),
         check=check_horseshoe,
     ),
     f"{BENCHMARK}.uci": Script("--sets yacht --splits 1 --no-progress-bar", runs=False),
     f"{BENCHMARK}.coupling_step": Script(
-        "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2 --rows 3",
+        (
+            "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2 "
+            "--rows 3"
+        ),
         ("--widths 3 0",),
         check=check_coupling_step,
     ),

@@ -1,4 +1,6 @@
-"""What benchmarks compute and print is right: scores, comparisons, distributions, and the tables of the pages."""
+"""What benchmarks compute and print is right: scores, comparisons, distributions, and
+the tables of the pages.
+"""
 
 import importlib
 import inspect
@@ -31,12 +33,20 @@ def without_data_folder(monkeypatch):
 
 @pytest.mark.slow
 def test_members_are_observed_several_times():
-    """An interval of probability 0.9 needs 19 draws; the noise of each is new, the mean is that of its member."""
+    """An interval of probability 0.9 needs 19 draws; the noise of each is new, the mean
+    is that of its member.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 1))
     network = bnn.models.regression(bnn.nn.MLP([1, 1]))
-    mcmc = MCMC(bnn.infer.SGLD(network, 1e-4, warm_start=0.5), num_warmup=4, num_samples=4, num_chains=2,
-                chain_method="vectorized", progress_bar=False)  # fmt: skip
+    mcmc = MCMC(
+        bnn.infer.SGLD(network, 1e-4, warm_start=0.5),
+        num_warmup=4,
+        num_samples=4,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), x, x[:, 0] + rng.normal(size=20))
     from examples.shared import observations_of_members
 
@@ -44,26 +54,43 @@ def test_members_are_observed_several_times():
     assert y.shape == (24, 20)
     assert len(np.unique(y)) == y.size
     members = bnn.to_inference_data(mcmc, {"x": x}, members=True)
-    mean, sd = members["predictions"]["y_mean"].to_numpy()[:, 0], members["posterior"]["sigma"].to_numpy()[:, :1]
+    mean, sd = (
+        members["predictions"]["y_mean"].to_numpy()[:, 0],
+        members["posterior"]["sigma"].to_numpy()[:, :1],
+    )
     scaled = (y.reshape(12, 2, 20) - mean) / sd
     assert abs(scaled.mean()) < 4 / 480**0.5  # fails for one seed in 16,000
     assert abs((scaled**2).mean() - 1) < 4 * (2 / 480) ** 0.5
 
 
 def test_interval_score_is_smallest_for_the_true_quantiles():
-    """Mean score of normal observations, for intervals of several kinds; that of the true ones is 2 phi(z) / .05."""
+    """Mean score of normal observations, for intervals of several kinds; that of the
+    true ones is 2 phi(z) / .05.
+    """
     from examples.tabular import interval_score
 
-    y = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000)  # the distribution itself, without noise
+    y = stats.norm.ppf(
+        (np.arange(20_000) + 0.5) / 20_000
+    )  # the distribution itself, without noise
     z = stats.norm.ppf(0.95)
-    found = {ends: interval_score(np.float64(ends[0]), np.float64(ends[1]), y).mean() for ends in
-             ((-z, z), (-z + 0.1, z), (-z, z + 0.1), (-z - 0.1, z + 0.1), (-z + 0.1, z + 0.1))}  # fmt: skip
+    found = {
+        ends: interval_score(np.float64(ends[0]), np.float64(ends[1]), y).mean()
+        for ends in (
+            (-z, z),
+            (-z + 0.1, z),
+            (-z, z + 0.1),
+            (-z - 0.1, z + 0.1),
+            (-z + 0.1, z + 0.1),
+        )
+    }
     assert min(found, key=found.get) == (-z, z)
     assert found[-z, z] == pytest.approx(2 * stats.norm.pdf(z) / 0.05, rel=1e-3)
 
 
 def test_demo_compares_in_megapascal():
-    """An exact prediction with a known sd has the density of that normal; ends and means are in the units of y."""
+    """An exact prediction with a known sd has the density of that normal; ends and
+    means are in the units of y.
+    """
     from examples import demo
 
     rows = demo.load(0, 309)
@@ -72,17 +99,25 @@ def test_demo_compares_in_megapascal():
     found = demo.from_moments(rows.y_new, np.full(309, 0.25), rows)
     mpa = rows.y_new * rows.scale + rows.center
     assert 2 < mpa.min() < mpa.max() < 83
-    np.testing.assert_allclose(found.log_density, stats.norm.logpdf(0, scale=0.5 * rows.scale), rtol=1e-5)
-    np.testing.assert_allclose(found.high - found.mean, 1.645 * 0.5 * rows.scale, rtol=1e-5)
+    np.testing.assert_allclose(
+        found.log_density, stats.norm.logpdf(0, scale=0.5 * rows.scale), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found.high - found.mean, 1.645 * 0.5 * rows.scale, rtol=1e-5
+    )
     made = demo.scores(found, found, rows, 1.0)
     assert made["coverage"] == 1
     assert made["rmse"] == pytest.approx(0, abs=1e-4)
     worse = demo.from_moments(rows.y_new + 0.5, np.full(309, 0.25), rows)
-    assert demo.scores(worse, found, rows, 1.0)["behind"] == pytest.approx(0.5, rel=1e-4)
+    assert demo.scores(worse, found, rows, 1.0)["behind"] == pytest.approx(
+        0.5, rel=1e-4
+    )
 
 
 def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
-    """Chains of autocorrelated normal draws: the root mean square of t is what Welch's t has, a shift raises it."""
+    """Chains of autocorrelated normal draws: the root mean square of t is what Welch's
+    t has, a shift raises it.
+    """
     from examples.benchmarks.function_agreement import compare
 
     rng = np.random.default_rng(0)
@@ -96,7 +131,9 @@ def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
 
 @pytest.mark.slow
 def test_annealing_finds_evidence_and_posterior_of_a_linear_model():
-    """Log evidence and mean of eight populations, within four standard errors (and the bias of a log, var / 2)."""
+    """Log evidence and mean of eight populations, within four standard errors (and the
+    bias of a log, var / 2).
+    """
     from examples.benchmarks.annealing import Clock, anneal
 
     rng = np.random.default_rng(0)
@@ -112,56 +149,82 @@ def test_annealing_finds_evidence_and_posterior_of_a_linear_model():
     options = SimpleNamespace(leapfrogs=5, mutations=4, effective=0.7, seed=0)
     start = rng.normal(size=(8, 200, 3)).astype(np.float32)
     now, _ = anneal(start, potential, prior, options, Clock())
-    exact = stats.multivariate_normal(np.zeros(12), design @ design.T + noise**2 * np.eye(12)).logpdf(y)
+    exact = stats.multivariate_normal(
+        np.zeros(12), design @ design.T + noise**2 * np.eye(12)
+    ).logpdf(y)
     variance = now.log_evidence.var(ddof=1)
     assert (now.beta == 1).all()
     assert variance < 0.5
-    assert abs(now.log_evidence.mean() + variance / 2 - exact) < 4 * (variance / 8) ** 0.5
+    assert (
+        abs(now.log_evidence.mean() + variance / 2 - exact) < 4 * (variance / 8) ** 0.5
+    )
     covariance = np.linalg.inv(np.eye(3) + design.T @ design / noise**2)
     means, sd = now.q.mean(1), np.diag(covariance) ** 0.5
-    z = (means.mean(0) - covariance @ design.T @ y / noise**2) / (means.std(0, ddof=1) / 8**0.5)
+    z = (means.mean(0) - covariance @ design.T @ y / noise**2) / (
+        means.std(0, ddof=1) / 8**0.5
+    )
     assert np.abs(z).max() < 5  # t with 7 degrees of freedom: 5 has a p-value of 0.0016
     assert np.allclose(now.q.std(1).mean(0), sd, rtol=0.1)
 
 
 @pytest.mark.slow
 def test_exchanges_of_units_follow_the_density_of_all_chains():
-    """A chain that prefers large biases gets them, by the exact odds: of two exchangeable states, e^2 : 1."""
+    """A chain that prefers large biases gets them, by the exact odds: of two
+    exchangeable states, e^2 : 1.
+    """
     from examples.benchmarks import mixing
 
     case = SimpleNamespace(potential=lambda q: -2.0 * q[0] * q[1])  # biases come first
-    z = {mixing.BIAS: np.array([[1.0], [0.0]]), mixing.KERNEL: np.array([[[1.0]], [[0.0]]])}
+    z = {
+        mixing.BIAS: np.array([[1.0], [0.0]]),
+        mixing.KERNEL: np.array([[[1.0]], [[0.0]]]),
+    }
     z = jax.tree.map(jax.numpy.asarray, z)
     _, accepted = mixing.exchange_units(case, z, jax.random.key(0), 50)
     assert accepted == 1.0  # both have the same density, whichever chain has the unit
     tilted = SimpleNamespace(potential=lambda q: -q[0] * q[2])
     z["side"] = jax.numpy.array([2.0, 0.0])  # of the first chain alone
-    ends = jax.vmap(lambda key: mixing.exchange_units(tilted, z, key, 21)[0][mixing.BIAS][0, 0])
+    ends = jax.vmap(
+        lambda key: mixing.exchange_units(tilted, z, key, 21)[0][mixing.BIAS][0, 0]
+    )
     share = float(ends(jax.random.split(jax.random.key(1), 2000)).mean())
     expected = math.exp(2) / (1 + math.exp(2))
-    # After n moves the share of one state is off by at most (-e^-2)^n: nothing after 21.
+    # After n moves the share of one state is off by at most (-e^-2)^n: nothing after
+    # 21.
     assert abs(share - expected) < 4 * (expected * (1 - expected) / 2000) ** 0.5
 
 
 @pytest.mark.slow
 def test_summaries_of_independent_draws():
-    """Draws from the prior: every ESS is that of independent draws, the scale has its exact mean."""
+    """Draws from the prior: every ESS is that of independent draws, the scale has its
+    exact mean.
+    """
     from examples import symmetries
 
     args = symmetries.parse(["--width", "3"])
     data, net = symmetries.load_data(args), symmetries.make_net("relu", args)
     model = symmetries.make_model(net, centered=True)
     sites = Predictive(model, num_samples=2000)(jax.random.key(0), data.x_train[:9])
-    sites = {k: np.asarray(v).reshape(2, 1000, *v.shape[1:]) for k, v in sites.items() if k != "y"}
+    sites = {
+        k: np.asarray(v).reshape(2, 1000, *v.shape[1:])
+        for k, v in sites.items()
+        if k != "y"
+    }
     fit = symmetries.Fit(sites, 3, 7.0, 1.0, 2.0, 4.0)
-    found = [s for s in symmetry.from_network(net, data.x_train.shape[1:]) if not isinstance(s, symmetry.Permutation)]
+    found = [
+        s
+        for s in symmetry.from_network(net, data.x_train.shape[1:])
+        if not isinstance(s, symmetry.Permutation)
+    ]
     values = symmetries.statistics_of("relu", fit, found)
     function = symmetries.predictor(net, data)(fit.sites)
     assert function.shape == (2, 1000, symmetries.TEST_POINTS)
     summary = symmetries.summarize(fit, values, function)
     for ess in summary["ess"].values():
         assert 0.7 < ess["min_per_draw"] <= ess["median_per_draw"] < 1.4
-        assert ess["median_per_second"] == pytest.approx(ess["median_per_draw"] * 2000 / 4)
+        assert ess["median_per_second"] == pytest.approx(
+            ess["median_per_draw"] * 2000 / 4
+        )
     # log |N(0, 1)| has variance pi^2 / 8; failure rate 1e-5.
     error = np.pi / 8**0.5 / 2000**0.5
     assert abs(summary["scale_mean"] - symmetries.EXACT_MEAN) < 4.5 * error
@@ -180,15 +243,19 @@ def test_place_on_an_orbit_is_the_distribution_function_of_scipy():
         root = np.exp(draws.uniform(-3, 4, size=12))
         u = stats.geninvgauss.rvs(p, root, random_state=draws)
         np.testing.assert_allclose(
-            place_on_orbit(p, root * u, root / u), stats.geninvgauss.cdf(u, p, root), atol=2e-4
+            place_on_orbit(p, root * u, root / u),
+            stats.geninvgauss.cdf(u, p, root),
+            atol=2e-4,
         )
 
 
 @pytest.mark.slow
 def test_neal_scales_the_ard_prior_as_he_does():
-    """His x0.2:0.5:1 with four inputs: width 0.2 / 4, because alpha is 1 (section on priors of his documentation).
+    """His x0.2:0.5:1 with four inputs: width 0.2 / 4, because alpha is 1 (section on
+    priors of his documentation).
 
-    The precision of an input over that they share is Gamma(0.5) of mean 1, whatever the width.
+    The precision of an input over that they share is Gamma(0.5) of mean 1, whatever the
+    width.
     """
     neal = importlib.import_module("examples.neal")
 
@@ -199,33 +266,65 @@ def test_neal_scales_the_ard_prior_as_he_does():
     shared, each = jax.vmap(draw)(jax.random.split(jax.random.key(0), 2000))
     # Two tests at 1e-4: a seed in 5000 fails.
     assert stats.kstest(shared * 0.25 * 0.05**2, stats.gamma(0.25).cdf).pvalue > 1e-4
-    assert stats.kstest(np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf).pvalue > 1e-4
+    assert (
+        stats.kstest(
+            np.ravel(0.5 * each / shared[:, None]), stats.gamma(0.5).cdf
+        ).pvalue
+        > 1e-4
+    )
 
 
 def test_classification_is_split_by_class_and_scored():
     """The number of test rows of each class is the same in all splits."""
-    from examples.benchmarks.classification import held_out_fifth, log_loss, scores, split_of
+    from examples.benchmarks.classification import (
+        held_out_fifth,
+        log_loss,
+        scores,
+        split_of,
+    )
 
     first, second = (split_of("wine", split, 0.2) for split in (0, 1))
-    assert np.bincount(first.y_test).tolist() == np.bincount(second.y_test).tolist() == [12, 14, 10]
+    assert (
+        np.bincount(first.y_test).tolist()
+        == np.bincount(second.y_test).tolist()
+        == [12, 14, 10]
+    )
     assert not np.array_equal(first.x_test, second.x_test)
     rows, held_out = held_out_fifth(first, 0)
     assert [len(rows[1]), len(held_out[1])] == [113, 29]
 
     probs, labels = np.array([[0.75, 0.25], [0.5, 0.5]]), np.array([0, 1])
     found = scores(probs, labels)
-    assert found["log_loss"] == pytest.approx(-np.log(0.75 * 0.5) / 2) == pytest.approx(log_loss(probs, labels))
+    assert (
+        found["log_loss"]
+        == pytest.approx(-np.log(0.75 * 0.5) / 2)
+        == pytest.approx(log_loss(probs, labels))
+    )
     assert found["accuracy"] == 0.5
 
 
 def uci_line(name, run_name, method, split, value, head="hetero"):
-    about = {"rmse": 2 - value, "coverage": 0.9, "seconds": 3.0, "seed": 0, "effort": 1.0, "head": head}
+    about = {
+        "rmse": 2 - value,
+        "coverage": 0.9,
+        "seconds": 3.0,
+        "seed": 0,
+        "effort": 1.0,
+        "head": head,
+    }
     about |= {"machine": {"cores": 2, "device": "cpu"}, "versions": {"jax": "1"}}
-    return {"set": name, "run": run_name, "method": method, "split": split, "log_likelihood": value} | about
+    return {
+        "set": name,
+        "run": run_name,
+        "method": method,
+        "split": split,
+        "log_likelihood": value,
+    } | about
 
 
 def test_uci_tables_compare_with_boosting_split_by_split():
-    """Boosting is never the best of ours, only the splits of ours count, and few splits or known test rows do not.
+    """Boosting is never the best of ours, only the splits of ours count, and few splits
+    or known test rows do not.
 
     All tables are those of the pages, by the test of files below.
     """
@@ -233,7 +332,10 @@ def test_uci_tables_compare_with_boosting_split_by_split():
 
     values = [
         *(("yacht", "mclmc", "MCLMC", split, 0.5 + 0.1 * split) for split in (0, 1)),
-        *(("yacht", "ngboost", "NGBoost", split, 0.2 + 0.4 * split) for split in (0, 1, 2)),
+        *(
+            ("yacht", "ngboost", "NGBoost", split, 0.2 + 0.4 * split)
+            for split in (0, 1, 2)
+        ),
         *(("yacht", "catboost", "CatBoost", split, -9.0) for split in (0, 1)),
         ("yacht", "other", "other", 0, 5.0),  # one split of two
         ("yacht", "nngp", "NNGP", 0, 2.0),  # knows its test rows
@@ -244,10 +346,14 @@ def test_uci_tables_compare_with_boosting_split_by_split():
     row = made["uci_summary"].splitlines()[2]
     assert "MCLMC, hetero (2)" in row
     assert row.endswith("| 0.400, NGBoost | +0.150 ± 0.150 (2) |")
-    assert "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]  # of two splits, not of three
+    assert (
+        "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]
+    )  # of two splits, not of three
     expected = "| yacht | MCLMC, hetero | - | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
     assert made["uci_paired_log_likelihood"].splitlines()[2] == expected
-    assert made["uci_paired_rmse"].splitlines()[2] == expected.replace("+0", "-0").replace("+9", "-9")
+    assert made["uci_paired_rmse"].splitlines()[2] == expected.replace(
+        "+0", "-0"
+    ).replace("+9", "-9")
     assert "but not those of boosting" in made["uci_cost"]
 
     # Without others, or a common split, nothing is compared.
@@ -256,7 +362,9 @@ def test_uci_tables_compare_with_boosting_split_by_split():
 
 
 def test_scores_of_a_mixture_of_normal_densities():
-    """One member: the normal scores; two members: the density is their mean, and so is the distribution function."""
+    """One member: the normal scores; two members: the density is their mean, and so is
+    the distribution function.
+    """
     from examples import loaders
     from examples.benchmarks.boosting import mixture_scores
 
@@ -265,7 +373,11 @@ def test_scores_of_a_mixture_of_normal_densities():
     data = loaders.standardize(loaders.Dataset(x[:40], y[:40], x[40:], y[40:], "mine"))
     mean, variance = rng.normal(size=(2, 20)), rng.gamma(3.0, size=(2, 20)) / 3
     one = mixture_scores(mean[:1], variance[:1], data)
-    scale, errors, sd = data.y_scaler.scale_factor, data.y_test - mean[0], np.sqrt(variance[0])
+    scale, errors, sd = (
+        data.y_scaler.scale_factor,
+        data.y_test - mean[0],
+        np.sqrt(variance[0]),
+    )
     expected = {
         "rmse": scale * np.sqrt(np.mean(errors**2)),
         "log_likelihood": stats.norm.logpdf(errors, scale=sd).mean() - np.log(scale),
@@ -274,7 +386,9 @@ def test_scores_of_a_mixture_of_normal_densities():
     assert one == pytest.approx(expected, rel=1e-5)
     two = mixture_scores(mean, variance, data)
     density = stats.norm.pdf(data.y_test, mean, np.sqrt(variance)).mean(axis=0)
-    assert two["log_likelihood"] == pytest.approx(np.log(density).mean() - np.log(data.y_scaler.scale_factor))
+    assert two["log_likelihood"] == pytest.approx(
+        np.log(density).mean() - np.log(data.y_scaler.scale_factor)
+    )
 
 
 def test_boosting_is_tuned_by_held_out_rows_and_fitted_again_to_all():
@@ -307,8 +421,19 @@ def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
 
     def row(method, score, error="", warnings=(), seed=0):
         ahead = None if score is None else score + 1.0  # the linear model has -1
-        errors = {"ahead_of_linear": ahead, "standard_error": 0.01, "error": error, "warnings": list(warnings)}
-        return {"seed": seed, "method": method, "score": score, "seconds": 1.0, **errors}
+        errors = {
+            "ahead_of_linear": ahead,
+            "standard_error": 0.01,
+            "error": error,
+            "warnings": list(warnings),
+        }
+        return {
+            "seed": seed,
+            "method": method,
+            "score": score,
+            "seconds": 1.0,
+            **errors,
+        }
 
     rows = [
         row("NUTS", -0.5),
@@ -321,7 +446,10 @@ def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
         row("ensemble", None),
         row("NUTS", -1.05, seed=1),
     ]
-    words = {name: [word for word, _ in found] for name, found in gauntlet.verdicts(rows).items()}
+    words = {
+        name: [word for word, _ in found]
+        for name, found in gauntlet.verdicts(rows).items()
+    }
     assert words == {
         "NUTS": ["good", "good"],
         "SGNHT": ["good"],
@@ -336,7 +464,9 @@ def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
 
 
 def test_one_door_to_all_measurements(capsys, tmp_path):
-    """Every benchmark has a name there, every option is one of its script, every table of a page is made by one."""
+    """Every benchmark has a name there, every option is one of its script, every table
+    of a page is made by one.
+    """
     from examples.benchmarks.__main__ import MEASUREMENTS, command, main
 
     modules = {f"examples.{found.module}" for found in MEASUREMENTS.values()}
@@ -354,13 +484,21 @@ def test_one_door_to_all_measurements(capsys, tmp_path):
     assert stopped.value.code == 2
 
     pages = [FOLDER.parent / "README.md", *(DOCS).glob("*.md")]
-    tables = {name for page in pages for name in re.findall("table of (.*): begin", page.read_text())}
+    tables = {
+        name
+        for page in pages
+        for name in re.findall("table of (.*): begin", page.read_text())
+    }
     sources = "".join(path.read_text() for path in FOLDER.rglob("*.py"))
     assert len(tables) > 10
-    assert all(f'"{name}"' in sources or (name.startswith("uci_") and name[4:] in sources) for name in tables)
+    assert all(
+        f'"{name}"' in sources or (name.startswith("uci_") and name[4:] in sources)
+        for name in tables
+    )
 
 
-# Where the figures of a page lie, and what writes its tables; others are of files too large to be kept.
+# Where the figures of a page lie, and what writes its tables; others are of files too
+# large to be kept.
 KEPT = {
     "adf_speed": "adf.md",
     "adf_uci": "adf.md",
@@ -390,11 +528,18 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_tables_of_pages_are_those_of_their_files(name):
-    """Nothing is typed: file, table function and page agree, and what the figures are of stands below."""
+    """Nothing is typed: file, table function and page agree, and what the figures are
+    of stands below.
+    """
     from examples.benchmarks.shared import provenance
 
-    script = {"microcanonical_cost": "microcanonical", "estimators_rows": "estimators"}.get(name, name)
-    module = importlib.import_module(f"examples.{'' if name == 'image_chains' else 'benchmarks.'}{script}")
+    script = {
+        "microcanonical_cost": "microcanonical",
+        "estimators_rows": "estimators",
+    }.get(name, name)
+    module = importlib.import_module(
+        f"examples.{'' if name == 'image_chains' else 'benchmarks.'}{script}"
+    )
     if name == "uci":
         made = module.tables(module.lines_of(DOCS / "uci.jsonl"))
     else:
@@ -403,12 +548,22 @@ def test_tables_of_pages_are_those_of_their_files(name):
             made = module.tables(report)
         else:
             first = next(iter(inspect.signature(module.table).parameters))
-            more = [module.nuts_of(DOCS / "variational_uci.json")] if name == "infinite_uci" else []
+            more = (
+                [module.nuts_of(DOCS / "variational_uci.json")]
+                if name == "infinite_uci"
+                else []
+            )
             made = {name: module.table(report.get(first, report), *more)}
         if name != "laplace_uci":  # its rows are of several runs, and say so themselves
-            made = {table: f"{text}\n\n{provenance([report])}" for table, text in made.items()}
+            made = {
+                table: f"{text}\n\n{provenance([report])}"
+                for table, text in made.items()
+            }
     if script == "microcanonical":  # one script, two runs
         made = {name: made[name]}
     page = (DOCS / KEPT[name]).read_text()
     for table, text in made.items():
-        assert f"<!-- table of {table}: begin -->\n{text}\n<!-- table of {table}: end -->" in page
+        assert (
+            f"<!-- table of {table}: begin -->\n{text}\n<!-- table of {table}: end -->"
+            in page
+        )

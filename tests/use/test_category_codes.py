@@ -1,4 +1,6 @@
-"""Codes of categories that have no level: JAX answers with another level, or with NaN; every room refuses them."""
+"""Codes of categories that have no level: JAX answers with another level, or with NaN;
+every room refuses them.
+"""
 
 from types import SimpleNamespace
 
@@ -23,13 +25,18 @@ from numpyro_bnn.runs import Rows
 
 LEVELS = 4
 KNOWN = np.arange(N) % LEVELS
-UNKNOWN = {"high": np.where(KNOWN == 3, 4, KNOWN), "missing": np.where(KNOWN == 3, -1, KNOWN)}
+UNKNOWN = {
+    "high": np.where(KNOWN == 3, 4, KNOWN),
+    "missing": np.where(KNOWN == 3, -1, KNOWN),
+}
 
 
 def grouped(x, code, y=None, batch_size=None):
     net = bnn.random_network("net", NET, (2,), priors.Normal())
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
-    effect = numpyro.sample("effect", dist.Normal(0.0, 1.0).expand([LEVELS]).to_event(1))
+    effect = numpyro.sample(
+        "effect", dist.Normal(0.0, 1.0).expand([LEVELS]).to_event(1)
+    )
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         f = net(x[i])[..., 0] + effect[code[i]]
         numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
@@ -52,33 +59,53 @@ UNSAFE = {
         jnp.ones((N, 1)) * table[:, 0], code[:, None], axis=1
     )[:, 0],
     "another table": lambda table, code, known: table[jnp.arange(LEVELS)[code], 1],
-    "one of two columns": lambda table, code, known: table[jnp.stack([code, code[::-1]], 1)[:, 0], 0],
+    "one of two columns": lambda table, code, known: table[
+        jnp.stack([code, code[::-1]], 1)[:, 0], 0
+    ],
     "jit": lambda table, code, known: jax.jit(lambda t, c: t[c, 0])(table, code),
     "vmap": lambda table, code, known: jax.vmap(lambda c: table[c, 0])(code),
-    "scan": lambda table, code, known: jax.lax.scan(lambda h, c: (h, table[c, 0]), 0.0, code)[1],
-    "equinox": lambda table, code, known: jax.vmap(eqx.nn.Embedding(weight=table))(code)[:, 0],
+    "scan": lambda table, code, known: jax.lax.scan(
+        lambda h, c: (h, table[c, 0]), 0.0, code
+    )[1],
+    "equinox": lambda table, code, known: jax.vmap(eqx.nn.Embedding(weight=table))(
+        code
+    )[:, 0],
     "nnx": lambda table, code, known: nnx_embedding(table, code),
-    "linen": lambda table, code, known: linen.Embed(LEVELS, 2).apply({"params": {"embedding": table}}, code)[:, 0],
+    "linen": lambda table, code, known: linen.Embed(LEVELS, 2).apply(
+        {"params": {"embedding": table}}, code
+    )[:, 0],
 }
 SAFE = {
     "clipped": lambda table, code, known: table[jnp.clip(code, 0, LEVELS - 1), 0],
-    "taken clipped": lambda table, code, known: jnp.take(table, code, axis=0, mode="clip")[:, 0],
-    "filled": lambda table, code, known: table.at[code].get(mode="fill", fill_value=0.0)[:, 0],
+    "taken clipped": lambda table, code, known: jnp.take(
+        table, code, axis=0, mode="clip"
+    )[:, 0],
+    "filled": lambda table, code, known: table.at[code].get(
+        mode="fill", fill_value=0.0
+    )[:, 0],
     "replaced before": lambda table, code, known: table[jnp.where(known, code, 0), 0],
-    "replaced after": lambda table, code, known: jnp.where(known, jnp.take(table, code, axis=0)[:, 0], 0.0),
+    "replaced after": lambda table, code, known: jnp.where(
+        known, jnp.take(table, code, axis=0)[:, 0], 0.0
+    ),
     "one hot": lambda table, code, known: (jax.nn.one_hot(code, LEVELS) @ table)[:, 0],
-    "from the end": lambda table, code, known: table[jnp.minimum(code, 3) - 1, 0] + table[ROWS % 4 - 1, 0],
+    "from the end": lambda table, code, known: (
+        table[jnp.minimum(code, 3) - 1, 0] + table[ROWS % 4 - 1, 0]
+    ),
     "masked": lambda table, code, known: table[code, 0],
 }
 
 
 def lookup(name):
     def model(code, known, batch_size=None):
-        table = numpyro.sample("table", dist.Normal(0.0, 1.0).expand([LEVELS, 2]).to_event(2))
+        table = numpyro.sample(
+            "table", dist.Normal(0.0, 1.0).expand([LEVELS, 2]).to_event(2)
+        )
         f = (UNSAFE | SAFE)[name](table, code, known)
         with numpyro.plate("data", N, subsample_size=batch_size) as i:
             y = dist.Normal(f[i], 1.0)
-            numpyro.sample("y", y.mask(known[i]) if name == "masked" else y, obs=jnp.asarray(Y)[i])
+            numpyro.sample(
+                "y", y.mask(known[i]) if name == "masked" else y, obs=jnp.asarray(Y)[i]
+            )
 
     return model
 
@@ -87,13 +114,21 @@ def lookup(name):
 def test_codes_without_a_level(name):
     for code in (KNOWN, *UNKNOWN.values()):
         given = code, (code >= 0) & (code < LEVELS)
-        computed = name == "counted from 1" and code.min() < 0  # from the end, as `x[i - 1]`
+        computed = (
+            name == "counted from 1" and code.min() < 0
+        )  # from the end, as `x[i - 1]`
         for options in ({}, {"batch_size": BATCH}):
             read = lambda: Reading(lookup(name), given, options, full=not options)  # noqa: B023, E731
             if name in SAFE or code is KNOWN or computed:
                 read()
                 continue
-            with refused("code", f"codes from {code.min()} to {code.max()}, which look up {LEVELS} levels"):
+            with refused(
+                "code",
+                (
+                    f"codes from {code.min()} to {code.max()}, which look up {LEVELS} "
+                    f"levels"
+                ),
+            ):
                 read()
 
 
@@ -112,7 +147,9 @@ def export(**options):
     svi = SVI(grouped, guide, optax.adam(1e-2), Trace_ELBO())
     params = svi.get_params(svi.init(jax.random.key(0), X, KNOWN, Y))
     result = SimpleNamespace(params=params)
-    return bnn.to_inference_data(result, guide=guide, args=(X, KNOWN, Y), num_samples=2, **options)
+    return bnn.to_inference_data(
+        result, guide=guide, args=(X, KNOWN, Y), num_samples=2, **options
+    )
 
 
 def laplace(code):
@@ -126,7 +163,9 @@ ROOMS = {
     "minibatches": lambda code: start(X, code, Y, BATCH),
     "on disk": lambda code: start(Rows(X), Rows(code), Rows(Y), BATCH),
     "fit": fit,
-    "AutoADF.run": lambda code: guides.AutoADF(grouped).run(jax.random.key(0), X, code, Y),
+    "AutoADF.run": lambda code: guides.AutoADF(grouped).run(
+        jax.random.key(0), X, code, Y
+    ),
     "AutoLaplace.predictive": laplace,
     "collapse": lambda code: infer.collapse(grouped, ["effect"], X, code, Y),
     "export": lambda code: export(predictions={"x": X, "code": code}),

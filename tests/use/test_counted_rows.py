@@ -1,4 +1,6 @@
-"""Observed sites whose values would count many times, because shapes were broadcast: refused by every room."""
+"""Observed sites whose values would count many times, because shapes were broadcast:
+refused by every room.
+"""
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -27,16 +29,22 @@ pytestmark = pytest.mark.core
 
 COLUMN = Y[:, None]
 OUTPUT = ["net/Dense_1.kernel", "net/Dense_1.bias"]
-SHAPES = {f"net/{name}": shape for name, shape in NET.param_shapes((2,)).items()} | {"sigma": ()}
+SHAPES = {f"net/{name}": shape for name, shape in NET.param_shapes((2,)).items()} | {
+    "sigma": ()
+}
 UNITS = [("net/Dense_0.kernel", 1), ("net/Dense_0.bias", 0), (OUTPUT[0], 0)]
 
 
 def doubled(x, y=None, batch_size=None):
-    """The most common mistake: outputs (N, 1) and targets (N, 1) in a plate of N rows are N x N terms."""
+    """The most common mistake: outputs (N, 1) and targets (N, 1) in a plate of N rows
+    are N x N terms.
+    """
     net = bnn.random_network("net", NET, (2,), priors.Normal())
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        numpyro.sample("y", dist.Normal(net(x[i]), sigma), obs=None if y is None else y[i])
+        numpyro.sample(
+            "y", dist.Normal(net(x[i]), sigma), obs=None if y is None else y[i]
+        )
 
 
 def start(kernel, *args, **kwargs):
@@ -44,7 +52,9 @@ def start(kernel, *args, **kwargs):
 
 
 def set_up(guide, **kwargs):
-    SVI(doubled, guide, optax.adam(1e-2), Trace_ELBO()).init(jax.random.key(0), X, COLUMN, **kwargs)
+    SVI(doubled, guide, optax.adam(1e-2), Trace_ELBO()).init(
+        jax.random.key(0), X, COLUMN, **kwargs
+    )
 
 
 def near_one(x, y=None):
@@ -54,12 +64,18 @@ def near_one(x, y=None):
 
 
 def loss(elbo):
-    elbo.loss(jax.random.key(0), {}, doubled, near_one, jnp.asarray(X), jnp.asarray(COLUMN))
+    elbo.loss(
+        jax.random.key(0), {}, doubled, near_one, jnp.asarray(X), jnp.asarray(COLUMN)
+    )
 
 
 def exported():
     """The export of a guide of NumPyro alone, which fits whatever shapes there are."""
-    params = {f"{name}_auto_{part}": jnp.ones(shape) for name, shape in SHAPES.items() for part in ("loc", "scale")}
+    params = {
+        f"{name}_auto_{part}": jnp.ones(shape)
+        for name, shape in SHAPES.items()
+        for part in ("loc", "scale")
+    }
     options = {"guide": AutoNormal(doubled), "args": (X, COLUMN), "num_samples": 2}
     return bnn.to_inference_data(SimpleNamespace(params=params), **options)
 
@@ -67,37 +83,74 @@ def exported():
 def predicted():
     """From one draw of every site, as an export would have it."""
     shapes = {name.replace("/", "."): (1, 1, *shape) for name, shape in SHAPES.items()}
-    axes = {n: ["chain", "draw", *(f"{n}_{i}" for i in range(len(s) - 2))] for n, s in shapes.items()}
+    axes = {
+        n: ["chain", "draw", *(f"{n}_{i}" for i in range(len(s) - 2))]
+        for n, s in shapes.items()
+    }
     posterior = {n: (axes[n], np.ones(s)) for n, s in shapes.items()}
     data = {"y": (["data", "y_dim_1"], COLUMN)}
-    idata = results({"posterior": posterior, "observed_data": data, "constant_data": {"x": (["data", "x_dim"], X)}})
+    idata = results(
+        {
+            "posterior": posterior,
+            "observed_data": data,
+            "constant_data": {"x": (["data", "x_dim"], X)},
+        }
+    )
     return bnn.predict(doubled, idata, NEW_X)
 
 
 ROOMS = {
-    **{name: partial(start, row.make(doubled), X, COLUMN) for name, row in KERNELS.items()},
-    **{f"minibatches, {name}": partial(start, row.make(doubled), X, COLUMN, BATCH) for name, row in KERNELS.items()},
+    **{
+        name: partial(start, row.make(doubled), X, COLUMN)
+        for name, row in KERNELS.items()
+    },
+    **{
+        f"minibatches, {name}": partial(start, row.make(doubled), X, COLUMN, BATCH)
+        for name, row in KERNELS.items()
+    },
     **{name: lambda row=row: set_up(row.make(doubled)) for name, row in GUIDES.items()},
-    "OrbitMoves": lambda: start(infer.OrbitMoves(NUTS(doubled), [symmetry.SignFlip(UNITS)]), X, COLUMN),
-    "UnitMoves": lambda: start(infer.UnitMoves(NUTS(doubled), {UNITS[0][0]: -1, UNITS[1][0]: 0}), X, COLUMN),
-    "ParallelTempering": lambda: start(infer.ParallelTempering(NUTS(doubled), 2), X, COLUMN),
+    "OrbitMoves": lambda: start(
+        infer.OrbitMoves(NUTS(doubled), [symmetry.SignFlip(UNITS)]), X, COLUMN
+    ),
+    "UnitMoves": lambda: start(
+        infer.UnitMoves(NUTS(doubled), {UNITS[0][0]: -1, UNITS[1][0]: 0}), X, COLUMN
+    ),
+    "ParallelTempering": lambda: start(
+        infer.ParallelTempering(NUTS(doubled), 2), X, COLUMN
+    ),
     "PrecisionGibbs": lambda: start(
-        Gibbs([(infer.PrecisionGibbs(doubled), ["sigma"]), (NUTS(doubled), None)]), X, COLUMN
+        Gibbs([(infer.PrecisionGibbs(doubled), ["sigma"]), (NUTS(doubled), None)]),
+        X,
+        COLUMN,
     ),
-    "ensemble": lambda: infer.ensemble(doubled, 1000, progress_bar=False).run(jax.random.key(0), X, COLUMN),
+    "ensemble": lambda: infer.ensemble(doubled, 1000, progress_bar=False).run(
+        jax.random.key(0), X, COLUMN
+    ),
     "AutoADF.run": lambda: guides.AutoADF(doubled).run(jax.random.key(0), X, COLUMN),
-    "AutoLaplace.run": lambda: guides.AutoLaplace(doubled).run(jax.random.key(0), X, COLUMN),
-    "fit": lambda: guides.fit(
-        SVI(doubled, near_one, optax.adam(1e-2), Trace_ELBO()), jax.random.key(0), 2, X, COLUMN
+    "AutoLaplace.run": lambda: guides.AutoLaplace(doubled).run(
+        jax.random.key(0), X, COLUMN
     ),
-    "minibatches, a guide": lambda: set_up(guides.AutoMeanField(doubled), batch_size=BATCH),
+    "fit": lambda: guides.fit(
+        SVI(doubled, near_one, optax.adam(1e-2), Trace_ELBO()),
+        jax.random.key(0),
+        2,
+        X,
+        COLUMN,
+    ),
+    "minibatches, a guide": lambda: set_up(
+        guides.AutoMeanField(doubled), batch_size=BATCH
+    ),
     "TraceLocalReparam_ELBO": partial(loss, guides.TraceLocalReparam_ELBO()),
     "TraceFlipout_ELBO": partial(loss, guides.TraceFlipout_ELBO()),
-    "evidence": lambda: guides.evidence(near_one, {}, X, COLUMN, model=doubled, rng_key=jax.random.key(0)),
+    "evidence": lambda: guides.evidence(
+        near_one, {}, X, COLUMN, model=doubled, rng_key=jax.random.key(0)
+    ),
     "collapse": lambda: infer.collapse(doubled, OUTPUT, X, COLUMN),
     "find": lambda: symmetry.find(doubled, X, COLUMN),
     "check": lambda: symmetry.check(doubled, [symmetry.SignFlip(UNITS)], (X, COLUMN)),
-    "quotient": lambda: symmetry.quotient(doubled, [symmetry.SignFlip(UNITS)], X, COLUMN),
+    "quotient": lambda: symmetry.quotient(
+        doubled, [symmetry.SignFlip(UNITS)], X, COLUMN
+    ),
     "export": exported,
     "predict": predicted,
 }
@@ -110,7 +163,11 @@ READ_ALIKE -= {"SGLD", "NUTS", "AutoMeanField", "AutoCoupling", "minibatches, SG
 
 @pytest.mark.filterwarnings("ignore:Missing a plate")
 @pytest.mark.parametrize(
-    "room", [pytest.param(room, marks=pytest.mark.slow if room in READ_ALIKE else ()) for room in ROOMS]
+    "room",
+    [
+        pytest.param(room, marks=pytest.mark.slow if room in READ_ALIKE else ())
+        for room in ROOMS
+    ],
 )
 def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
     with refused("obs", "the site 'y' with a distribution of shape (") as caught:
@@ -122,11 +179,13 @@ def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
         assert remedy in str(caught.value)
 
 
-# -- which shapes are refused: by counting, in NumPy -------------------------------------------------------
+# -- which shapes are refused: by counting, in NumPy -----------------------------------
 
 
 class Shapes(NamedTuple):
-    """An observed site; ``plates`` maps dims to sizes, ``own`` is the shape of the location."""
+    """An observed site; ``plates`` maps dims to sizes, ``own`` is the shape of the
+    location.
+    """
 
     plates: dict[int, int]
     own: tuple[int, ...]
@@ -152,20 +211,38 @@ def model_of(case):
 
 
 def counts_often(case):
-    """Whether some value is in more terms than the plates say along which all values are repeated."""
-    rank = max(map(len, (case.own, case.data, case.mask, case.scale, *((1,) * -dim for dim in case.plates))))
+    """Whether some value is in more terms than the plates say along which all values
+    are repeated.
+    """
+    rank = max(
+        map(
+            len,
+            (
+                case.own,
+                case.data,
+                case.mask,
+                case.scale,
+                *((1,) * -dim for dim in case.plates),
+            ),
+        )
+    )
     plates = [case.plates.get(axis - rank, 1) for axis in range(rank)]
     total = np.broadcast_shapes(case.own, case.data, case.mask, case.scale, plates)
     places = np.broadcast_to(np.arange(np.prod(case.data)).reshape(case.data), total)
     data = (1,) * (rank - len(case.data)) + case.data
     declared = [size for size, values in zip(plates, data, strict=True) if values == 1]
-    beside = any(values > 1 and axis - rank not in case.plates for axis, values in enumerate(data))
+    beside = any(
+        values > 1 and axis - rank not in case.plates
+        for axis, values in enumerate(data)
+    )
     return np.bincount(places.ravel()).max() > (1 if beside else np.prod(declared))
 
 
 def random_case(random):
     """Plates at some dims, and shapes that broadcast against them."""
-    sizes = random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)  # lengths may coincide
+    sizes = (
+        random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)
+    )  # lengths may coincide
     dims = random.choice([-1, -2, -3], random.integers(1, 4), replace=False)
 
     def shape(most=4):
@@ -173,12 +250,21 @@ def random_case(random):
         return tuple(int(s) if random.random() < 0.6 else 1 for s in sizes[4 - rank :])
 
     plates = {int(dim): int(sizes[dim]) for dim in dims}
-    return Shapes(plates, shape(), shape() or (1,), *((shape(), shape()) if random.random() < 0.3 else ()))
+    return Shapes(
+        plates,
+        shape(),
+        shape() or (1,),
+        *((shape(), shape()) if random.random() < 0.3 else ()),
+    )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 10))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 10))]
+)
 def test_values_that_count_more_often_than_their_plates_say_are_refused(seed):
-    """Random shapes: all that count right are accepted, all others refused; NumPy counts."""
+    """Random shapes: all that count right are accepted, all others refused; NumPy
+    counts.
+    """
     random, wrong = np.random.default_rng(seed), 0
     for _ in range(30):
         case = random_case(random)

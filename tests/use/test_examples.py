@@ -1,4 +1,6 @@
-"""Every script of examples/ helps, refuses what it cannot use before working, runs tiny, and writes what it says."""
+"""Every script of examples/ helps, refuses what it cannot use before working, runs
+tiny, and writes what it says.
+"""
 
 import contextlib
 import importlib
@@ -19,12 +21,22 @@ import pytest
 from use.scripts import NOT_AT_THE_MODE, SCRIPTS
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
-PARTS = ("shared", "loaders", "annealing", "boosting", "uci_gap", "uci_table", "__main__")  # of scripts
+PARTS = (
+    "shared",
+    "loaders",
+    "annealing",
+    "boosting",
+    "uci_gap",
+    "uci_table",
+    "__main__",
+)  # of scripts
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """Scripts set the number of devices through the environment, and may find a data folder there."""
+    """Scripts set the number of devices through the environment, and may find a data
+    folder there.
+    """
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -42,25 +54,39 @@ def run(script, *options):
 def page_with(folder, *names):
     """A page with places for tables; by default for all tables of the docs."""
     page = folder / "page.md"
-    texts = "".join(path.read_text() for path in [FOLDER.parent / "README.md", *FOLDER.parent.glob("docs/*.md")])
+    texts = "".join(
+        path.read_text()
+        for path in [FOLDER.parent / "README.md", *FOLDER.parent.glob("docs/*.md")]
+    )
     names = names or set(re.findall("table of (.*): begin", texts))
-    marks = "".join(f"<!-- table of {name}: begin -->\nold\n<!-- table of {name}: end -->\n" for name in names)
+    marks = "".join(
+        f"<!-- table of {name}: begin -->\nold\n<!-- table of {name}: end -->\n"
+        for name in names
+    )
     page.write_text(f"above\n{marks}below\n")
     return page
 
 
 def test_every_script_has_a_row():
-    paths = [path.relative_to(FOLDER.parent) for path in FOLDER.rglob("*.py") if path.stem not in PARTS]
+    paths = [
+        path.relative_to(FOLDER.parent)
+        for path in FOLDER.rglob("*.py")
+        if path.stem not in PARTS
+    ]
     assert {".".join(path.with_suffix("").parts) for path in paths} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_refusals_come_before_the_work(script, tmp_path, monkeypatch, capsys):
-    """Numbers that are too small, and an output where a file is in the place of a folder."""
+    """Numbers that are too small, and an output where a file is in the place of a
+    folder.
+    """
     module = importlib.import_module(script)
     for name in ("load_data", "fit_network", "compare", "compare_steps", "learn_set"):
         if hasattr(module, name):
-            monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("work has begun"))
+            monkeypatch.setattr(
+                module, name, lambda *_, **__: pytest.fail("work has begun")
+            )
     for options in SCRIPTS[script].refused:
         with pytest.raises(SystemExit, match="2"):
             run(script, *options.split())
@@ -74,15 +100,22 @@ def test_help_and_refusals_come_before_the_work(script, tmp_path, monkeypatch, c
     assert stopped.value.args[0]
 
 
-# -- tiny runs -------------------------------------------------------------------------------------------
+# -- tiny runs -------------------------------------------------------------------------
 
 FINITE = (-math.inf, math.inf)
 RANGES = dict.fromkeys(("accuracy", "auroc", "coverage", "ece"), (0, 1))
-RANGES |= {"rmse": (0, math.inf), "log_score": FINITE, "log_likelihood": FINITE, "log_loss": (0, math.inf)}
+RANGES |= {
+    "rmse": (0, math.inf),
+    "log_score": FINITE,
+    "log_likelihood": FINITE,
+    "log_loss": (0, math.inf),
+}
 
 
 def scores_of(value, name=""):
-    """(name, number) of all numbers of a result, named by the key or field that holds them."""
+    """(name, number) of all numbers of a result, named by the key or field that holds
+    them.
+    """
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -96,31 +129,51 @@ def scores_of(value, name=""):
 
 
 def check_run(script, tmp_path, *options):
-    """Run a script: scores are possible, and what it wrote and printed is what its row and its result say."""
+    """Run a script: scores are possible, and what it wrote and printed is what its row
+    and its result say.
+    """
     module, row = importlib.import_module(script), SCRIPTS[script]
     of_benchmark = "benchmarks" in script
-    output, page = tmp_path / "new" / ("out.json" if of_benchmark else ""), page_with(tmp_path)
+    output, page = (
+        tmp_path / "new" / ("out.json" if of_benchmark else ""),
+        page_with(tmp_path),
+    )
     options = [*options, "--output", output]
-    tables = hasattr(module.parse([*shlex.split(row.options), *map(str, options)]), "docs")
+    tables = hasattr(
+        module.parse([*shlex.split(row.options), *map(str, options)]), "docs"
+    )
     printed, errors = io.StringIO(), io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(errors),
+    ):
         for entry in row.warnings:
             action, _, message = entry.partition(":")
             warnings.filterwarnings(action, message)
         result = run(script, *options, *(["--docs", page] if tables else []))
     text = page.read_text()
     about = {"result": result, "output": output, "page": text}
-    finished = SimpleNamespace(**about, printed=printed.getvalue(), errors=errors.getvalue())
+    finished = SimpleNamespace(
+        **about, printed=printed.getvalue(), errors=errors.getvalue()
+    )
     assert row.says in finished.printed
     for name, value in scores_of(result):
         low, high = RANGES.get(name, (None, None))
-        assert low is None or (math.isfinite(value) and low <= value <= high), (name, value)
+        assert low is None or (math.isfinite(value) and low <= value <= high), (
+            name,
+            value,
+        )
     written = list((tmp_path / "new").glob("*.json"))
     assert (output in written) or not of_benchmark
     for path in written:
-        expected = json.loads(json.dumps(result, default=lambda value: np.asarray(value).tolist()))
+        expected = json.loads(
+            json.dumps(result, default=lambda value: np.asarray(value).tolist())
+        )
         found = json.loads(path.read_text())
-        shared = [key for key in found if isinstance(expected, dict) and key in expected]
+        shared = [
+            key for key in found if isinstance(expected, dict) and key in expected
+        ]
         assert all(found[key] == expected[key] for key in shared)
     pictures = [path.stat().st_size for path in (tmp_path / "new").glob("*.png")]
     assert written or pictures
@@ -133,7 +186,9 @@ def check_run(script, tmp_path, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [name for name, row in SCRIPTS.items() if row.runs and not row.needs_data])
+@pytest.mark.parametrize(
+    "script", [name for name, row in SCRIPTS.items() if row.runs and not row.needs_data]
+)
 def test_a_tiny_run_writes_what_it_says(script, tmp_path, monkeypatch):
     monkeypatch.delenv("CI", raising=False)  # there progress bars are off
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -142,8 +197,12 @@ def test_a_tiny_run_writes_what_it_says(script, tmp_path, monkeypatch):
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [name for name, row in SCRIPTS.items() if row.runs and row.needs_data])
-def test_a_tiny_run_on_benchmark_data_writes_what_it_says(script, tmp_path, data_folder):
+@pytest.mark.parametrize(
+    "script", [name for name, row in SCRIPTS.items() if row.runs and row.needs_data]
+)
+def test_a_tiny_run_on_benchmark_data_writes_what_it_says(
+    script, tmp_path, data_folder
+):
     check_run(script, tmp_path, "--data", data_folder)
 
 
@@ -160,17 +219,37 @@ def test_a_second_run_keeps_the_rows_of_the_first(script, tmp_path):
 @pytest.mark.slow
 def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
     """Two methods, then two more in a second call, which trains nothing again."""
-    module, page = importlib.import_module("examples.image_chains"), page_with(tmp_path, "image_chains")
+    module, page = (
+        importlib.import_module("examples.image_chains"),
+        page_with(tmp_path, "image_chains"),
+    )
     options = ("--output", tmp_path / "out", "--docs", page)
     first = run("examples.image_chains", *options)["rows"]
     monkeypatch.setattr(module, "trained", lambda *_: pytest.fail("trained again"))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", NOT_AT_THE_MODE.partition(":")[2])
-        report = run("examples.image_chains", *options, "--methods", "ensemble", "network", "last-layer-Laplace")
+        report = run(
+            "examples.image_chains",
+            *options,
+            "--methods",
+            "ensemble",
+            "network",
+            "last-layer-Laplace",
+        )
     rows = report["rows"]
     assert rows[:2] == first
-    assert [row["method"] for row in rows] == ["ensemble", "SGHMC", "network", "last-layer-Laplace"]
-    assert [(row["draws"], row["epochs"]) for row in rows] == [(2, 2), (4, 4), (1, 1), (4, 2)]
+    assert [row["method"] for row in rows] == [
+        "ensemble",
+        "SGHMC",
+        "network",
+        "last-layer-Laplace",
+    ]
+    assert [(row["draws"], row["epochs"]) for row in rows] == [
+        (2, 2),
+        (4, 4),
+        (1, 1),
+        (4, 2),
+    ]
     for row in rows:
         assert 0 <= row["accuracy"] <= 1
         assert row["path"][-1] == row["NLL"] <= row["NLL of a draw"]
@@ -180,8 +259,12 @@ def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_is_set_by_the_draws_alone():
-    """Compiled working memory does not grow with the steps, nor what is kept with the steps per draw."""
-    memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(640)
+    """Compiled working memory does not grow with the steps, nor what is kept with the
+    steps per draw.
+    """
+    memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(
+        640
+    )
     short, long, longest = memory["temporary_bytes_by_steps"].values()
     assert longest <= 1.1 * short
     assert long <= 1.1 * short
@@ -190,16 +273,20 @@ def test_memory_is_set_by_the_draws_alone():
     assert 1.8 * few < double < 2.2 * few
 
 
-# -- benchmarks that start processes -----------------------------------------------------------------------
+# -- benchmarks that start processes ---------------------------------------------------
 
 
 def pretend_processes(monkeypatch, module, answer):
-    """Replace the processes that a benchmark starts by the answer to their words; returns what was asked."""
+    """Replace the processes that a benchmark starts by the answer to their words;
+    returns what was asked.
+    """
     asked = []
 
     def started(words, env=None, **kwargs):
         asked.append((words, env))
-        return subprocess.CompletedProcess(words, 0, f"noise\n{json.dumps(answer(len(asked)))}\n")
+        return subprocess.CompletedProcess(
+            words, 0, f"noise\n{json.dumps(answer(len(asked)))}\n"
+        )
 
     monkeypatch.setattr(module.subprocess, "run", started)
     return asked
@@ -212,7 +299,13 @@ def test_compilation_is_measured_with_and_without_a_cache(tmp_path, monkeypatch)
     module.environment([])  # Python may start a process to name the platform, once
     asked = pretend_processes(monkeypatch, module, lambda number: [number, 0.5])
     page = page_with(tmp_path, "compilation")
-    report = run("examples.benchmarks.compilation", "--output", tmp_path / "out.json", "--docs", page)
+    report = run(
+        "examples.benchmarks.compilation",
+        "--output",
+        tmp_path / "out.json",
+        "--docs",
+        page,
+    )
     assert [row["first"] for row in report["rows"]] == [1, 2, 4, 6]
     assert [row["data_as_arguments"] for row in report["rows"]] == [False, True] * 2
     jobs = [json.loads(words[-1]) for words, _ in asked]
@@ -229,20 +322,37 @@ def test_first_draw_starts_a_process_for_each_way(tmp_path, monkeypatch):
     module = importlib.import_module("examples.benchmarks.first_draw")
     module.environment([])  # Python may start a process to name the platform, once
     phases = {"import": [0.25, 0], "other_data": [1.0, 1]}
-    asked = pretend_processes(monkeypatch, module, lambda number: {**phases, "first": [4.0 / number, 30]})
+    asked = pretend_processes(
+        monkeypatch, module, lambda number: {**phases, "first": [4.0 / number, 30]}
+    )
     path, page = tmp_path / "out.json", page_with(tmp_path, "first_draw")
     report = run("examples.benchmarks.first_draw", "--output", path, "--docs", page)
     assert json.loads(path.read_text()) == report
-    assert [words[words.index("--job") + 1] for words, _ in asked] == ["NUTS", "AutoMeanField"]
+    assert [words[words.index("--job") + 1] for words, _ in asked] == [
+        "NUTS",
+        "AutoMeanField",
+    ]
     assert not any("JAX_COMPILATION_CACHE_DIR" in env for _, env in asked)
     assert all(env["JAX_ENABLE_COMPILATION_CACHE"] == "false" for _, env in asked)
-    assert "| AutoMeanField | 0.25 | 2.00 (30) | 0.50 | 1.00 (1) |  |  |" in page.read_text()
+    assert (
+        "| AutoMeanField | 0.25 | 2.00 (30) | 0.50 | 1.00 (1) |  |  |"
+        in page.read_text()
+    )
 
 
 @pytest.mark.slow
 def test_a_process_of_compilation_prints_its_seconds(capsys):
-    job = {"kernel": "NUTS", "rows": 6, "width": 1, "num_chains": 1, "data_as_arguments": False, "seeds": [0]}
-    importlib.import_module("examples.benchmarks.compilation").main(["--job", json.dumps(job)])
+    job = {
+        "kernel": "NUTS",
+        "rows": 6,
+        "width": 1,
+        "num_chains": 1,
+        "data_as_arguments": False,
+        "seeds": [0],
+    }
+    importlib.import_module("examples.benchmarks.compilation").main(
+        ["--job", json.dumps(job)]
+    )
     (seconds,) = json.loads(capsys.readouterr().out)
     assert seconds > 0
 
@@ -260,14 +370,16 @@ def test_a_process_of_first_draw_prints_its_phases(way, capsys):
     assert phases["first"][0] > 0
 
 
-# -- UCI ---------------------------------------------------------------------------------------------------
+# -- UCI -------------------------------------------------------------------------------
 
 UCI = "examples.benchmarks.uci"
 
 
 @pytest.mark.data
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:to_inference_data.* checks failed")  # so little effort is not enough
+@pytest.mark.filterwarnings(
+    "ignore:to_inference_data.* checks failed"
+)  # so little effort is not enough
 @pytest.mark.parametrize(
     ("name", "head", "methods"),
     [
@@ -279,7 +391,16 @@ UCI = "examples.benchmarks.uci"
     ],
 )
 def test_uci_runs_every_kind_of_method(name, head, methods, tmp_path, data_folder):
-    options = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--heads", head, "--effort", 0.01)
+    options = (
+        "--data",
+        data_folder,
+        "--output",
+        tmp_path / "uci.jsonl",
+        "--heads",
+        head,
+        "--effort",
+        0.01,
+    )
     lines = run(UCI, *options, "--methods", name)
     assert [line["method"] for line in lines] == methods
     for line in lines:
@@ -293,7 +414,16 @@ def test_uci_runs_every_kind_of_method(name, head, methods, tmp_path, data_folde
 def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     names = [f"uci_{score}" for score in ("rmse", "log_likelihood", "cost", "summary")]
     path, page = tmp_path / "new" / "uci.jsonl", page_with(tmp_path, *names)
-    options = ("--data", data_folder, "--output", path, "--docs", page, "--effort", 0.05)
+    options = (
+        "--data",
+        data_folder,
+        "--output",
+        path,
+        "--docs",
+        page,
+        "--effort",
+        0.05,
+    )
     first = run(UCI, *options, "--methods", "adf")
     assert [(line["method"], line["head"]) for line in first] == [("AutoADF", "homo")]
     # A line that was cut is computed again; whole ones are not.
@@ -311,7 +441,16 @@ def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
 @pytest.mark.data
 @pytest.mark.slow
 def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
-    options = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", "adf", "--effort", 0.02)
+    options = (
+        "--data",
+        data_folder,
+        "--output",
+        tmp_path / "uci.jsonl",
+        "--methods",
+        "adf",
+        "--effort",
+        0.02,
+    )
     first = run(UCI, *options, "--splits-of", "gap")
     assert [(line["splits_of"], line["split"]) for line in first] == [("gap", 0)]
     assert run(UCI, *options, "--splits-of", "gap") == first
@@ -325,7 +464,11 @@ def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
 @pytest.mark.data
 @pytest.mark.slow
 def test_infinite_uci_compares_with_nuts(tmp_path, data_folder):
-    path, nuts, page = tmp_path / "uci.json", tmp_path / "nuts.json", page_with(tmp_path, "infinite_uci")
+    path, nuts, page = (
+        tmp_path / "uci.json",
+        tmp_path / "nuts.json",
+        page_with(tmp_path, "infinite_uci"),
+    )
     scores = {"rmse": [1.0, 3.0], "log_likelihood": [-1.0, -1.0]}
     nuts.write_text(json.dumps({"rows": [{"set": "yacht", "NUTS": scores}]}))
     options = ("--data", data_folder, "--output", path, "--docs", page, "--nuts", nuts)
@@ -339,7 +482,9 @@ def test_infinite_uci_compares_with_nuts(tmp_path, data_folder):
 @pytest.mark.slow
 def test_estimators_on_random_rows_compare_two_networks(tmp_path, data_folder):
     options = ["--output", tmp_path / "rows.json", "--rows", 40, "--effort", 0.01]
-    deep, shallow = run("examples.benchmarks.estimators", "--data", data_folder, *options)["rows"]
+    deep, shallow = run(
+        "examples.benchmarks.estimators", "--data", data_folder, *options
+    )["rows"]
     assert (deep["network"], shallow["network"]) == ("deep", "shallow")
     assert deep["rmse"] != shallow["rmse"]
 
@@ -349,6 +494,13 @@ def test_absent_boosting_is_named(package, monkeypatch, tmp_path, data_folder):
     """They are in none of our extras, and are run only if they are named."""
     monkeypatch.setitem(sys.modules, package, None)
     assert package not in importlib.import_module(UCI).parse([]).methods
-    options = ("--data", data_folder, "--output", tmp_path / "uci.jsonl", "--methods", package)
+    options = (
+        "--data",
+        data_folder,
+        "--output",
+        tmp_path / "uci.jsonl",
+        "--methods",
+        package,
+    )
     with pytest.raises(ImportError, match=f"pip install {package}"):
         run(UCI, *options)

@@ -1,4 +1,6 @@
-"""`to_inference_data`: fixed weights, names, coordinates and arguments that would go wrong without an error."""
+"""`to_inference_data`: fixed weights, names, coordinates and arguments that would go
+wrong without an error.
+"""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -46,7 +48,9 @@ def by_guide(model, predictions):
 
 @pytest.fixture(scope="module")
 def run():
-    """A run, after the tiny programs with which a model is read were compiled by a refusal."""
+    """A run, after the tiny programs with which a model is read were compiled by a
+    refusal.
+    """
     done = sample(line, X, Y)
     with pytest.raises(ValueError, match="`dims` got 'v'"):
         bnn.to_inference_data(done, {"x": X[:5]}, dims={"v": ["unit"]})
@@ -70,7 +74,7 @@ def draws_not_evaluated(compiled):
     return context
 
 
-# -- fixed values ------------------------------------------------------------------------------------------
+# -- fixed values ----------------------------------------------------------------------
 
 
 def within(x, y=None):
@@ -80,47 +84,78 @@ def within(x, y=None):
 
 FIXED = {
     "data": lambda: handlers.condition(line, {"w": W}),
-    "function": lambda: handlers.condition(line, condition_fn=lambda site: W if site["name"] == "w" else None),
+    "function": lambda: handlers.condition(
+        line, condition_fn=lambda site: W if site["name"] == "w" else None
+    ),
     "within": lambda: within,
     "seed inside": lambda: handlers.condition(handlers.seed(line, 0), {"w": W}),
     "block": lambda: handlers.block(handlers.condition(line, {"w": W}), hide=["w"]),
-    "scope outside": lambda: handlers.scope(handlers.condition(line, {"w": W}), prefix="a"),
+    "scope outside": lambda: handlers.scope(
+        handlers.condition(line, {"w": W}), prefix="a"
+    ),
     "do": lambda: handlers.do(line, {"w": W}),
 }
 
 
 def fixed(guide, *fast):
     marks = {how: () if how in fast else pytest.mark.slow for how in FIXED}
-    return [pytest.param(how, guide, marks=marks[how], id=f"{how}{guide * ', guide'}") for how in FIXED]
+    return [
+        pytest.param(how, guide, marks=marks[how], id=f"{how}{guide * ', guide'}")
+        for how in FIXED
+    ]
 
 
-@pytest.mark.parametrize(("how", "guide"), [*fixed(False, "data"), *fixed(True, "within", "block")[:5]])
+@pytest.mark.parametrize(
+    ("how", "guide"), [*fixed(False, "data"), *fixed(True, "within", "block")[:5]]
+)
 def test_fixed_weights_are_part_of_the_model(how, guide):
     model, new = FIXED[how](), {"x": X[:5], "y": Y[:5]}
-    idata = by_guide(model, new) if guide else bnn.to_inference_data(sample(model, X, Y), new)
+    idata = (
+        by_guide(model, new)
+        if guide
+        else bnn.to_inference_data(sample(model, X, Y), new)
+    )
     at = "a." if "scope" in how else ""
     b = group(idata, "posterior")[f"{at}b"].to_numpy()[..., None]
     assert names(idata, "observed_data") == names(idata, "log_likelihood") == {f"{at}y"}
-    assert names(idata, "predictions") == {f"{at}y", f"{at}y_mean", f"{at}y_log_likelihood"}
+    assert names(idata, "predictions") == {
+        f"{at}y",
+        f"{at}y_mean",
+        f"{at}y_log_likelihood",
+    }
     for part, x in {"posterior_predictive": X, "predictions": X[:5]}.items():
-        np.testing.assert_allclose(group(idata, part)[f"{at}y_mean"], W * x + b, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            group(idata, part)[f"{at}y_mean"], W * x + b, rtol=1e-5, atol=1e-5
+        )
     if how == "data" and not guide:
-        assert bnn.predict(model, idata, X[:5], y=Y[:5]).equals(group(idata, "predictions"))
+        assert bnn.predict(model, idata, X[:5], y=Y[:5]).equals(
+            group(idata, "predictions")
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:init_to_uniform")
 def test_substituted_weights_follow_the_sampler():
-    """NumPyro's kernels sample a site in spite of `substitute`; a parameter keeps the value."""
-    idata = bnn.to_inference_data(sample(handlers.substitute(line, {"w": W}), X, Y), {"x": X[:5]})
+    """NumPyro's kernels sample a site in spite of `substitute`; a parameter keeps the
+    value.
+    """
+    idata = bnn.to_inference_data(
+        sample(handlers.substitute(line, {"w": W}), X, Y), {"x": X[:5]}
+    )
     held = group(idata, "posterior")
     expected = held["w"].to_numpy()[..., None] * X[:5] + held["b"].to_numpy()[..., None]
-    np.testing.assert_allclose(group(idata, "predictions")["y_mean"], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        group(idata, "predictions")["y_mean"], expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_assumed_density_filtering_refuses_fixed_weights():
-    plain = bnn.models.regression(bnn.nn.MLP([3, 1], "relu"), bnn.priors.Normal(1.0), noise=0.5)
-    guide = bnn.guides.AutoADF(handlers.condition(plain, {"net/Dense_1.bias": jnp.asarray([4.0])}))
+    plain = bnn.models.regression(
+        bnn.nn.MLP([3, 1], "relu"), bnn.priors.Normal(1.0), noise=0.5
+    )
+    guide = bnn.guides.AutoADF(
+        handlers.condition(plain, {"net/Dense_1.bias": jnp.asarray([4.0])})
+    )
     with pytest.raises(ValueError, match="2 observed sites"):
         guide.run(jax.random.key(0), X[:, None], Y)
 
@@ -129,9 +164,13 @@ def closed():
     line(X, Y)
 
 
-@pytest.mark.parametrize(("model", "args"), [(handlers.condition(line, {"y": Y}), (X,)), (closed, ())])
+@pytest.mark.parametrize(
+    ("model", "args"), [(handlers.condition(line, {"y": Y}), (X,)), (closed, ())]
+)
 def test_observations_may_be_conditioned_on(model, args):
-    """Nothing else depends on them, so they are no fixed values; neither are data that are not arguments."""
+    """Nothing else depends on them, so they are no fixed values; neither are data that
+    are not arguments.
+    """
     idata = bnn.to_inference_data(sample(model, *args))
     np.testing.assert_array_equal(group(idata, "observed_data")["y"], Y)
     assert names(idata, "log_likelihood") == {"y"}
@@ -143,16 +182,20 @@ def test_observations_may_be_conditioned_on(model, args):
 def test_observed_inputs_are_those_that_were_given():
     def model(x, y=None):
         spread = numpyro.sample("b", dist.Normal(0.0, 10.0)) ** 2 + 1
-        x = numpyro.sample("x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x)
+        x = numpyro.sample(
+            "x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x
+        )
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
 
     idata = by_guide(model, {"x": X[:5] + 3})
-    np.testing.assert_allclose(group(idata, "predictions")["y_mean"][0, 0], W * (X[:5] + 3), rtol=1e-6)
+    np.testing.assert_allclose(
+        group(idata, "predictions")["y_mean"][0, 0], W * (X[:5] + 3), rtol=1e-6
+    )
     assert names(idata, "log_likelihood") == {"x", "y"}
 
 
-# -- names and arguments -----------------------------------------------------------------------------------
+# -- names and arguments ---------------------------------------------------------------
 
 
 def beside(name, plate="data", site=numpyro.deterministic):
@@ -195,10 +238,15 @@ def test_a_latent_site_may_be_called_like_a_mean():
         with numpyro.plate("data", len(x)):
             numpyro.sample("w", dist.Normal(mean * x, 0.5), obs=y)
 
-    guide, params = AutoNormal(model), {"w_mean_auto_loc": 0.2, "w_mean_auto_scale": 0.1}
+    guide, params = (
+        AutoNormal(model),
+        {"w_mean_auto_loc": 0.2, "w_mean_auto_scale": 0.1},
+    )
     options = {"guide": guide, "args": (X, Y), "num_samples": DRAWS}
     idata = bnn.to_inference_data(SimpleNamespace(params=params), **options)
-    latent, mean = (group(idata, part)["w_mean"] for part in ("posterior", "posterior_predictive"))
+    latent, mean = (
+        group(idata, part)["w_mean"] for part in ("posterior", "posterior_predictive")
+    )
     assert mean.dims == ("chain", "draw", "data")
     np.testing.assert_allclose(mean, latent.to_numpy()[..., None] * X, rtol=1e-5)
 
@@ -207,17 +255,39 @@ def test_a_latent_site_may_be_called_like_a_mean():
     ("options", "message", "kind"),
     [
         ({"draws_per_chunk": 0}, "`draws_per_chunk` got 0", ValueError),
-        ({"coords": {"data": [1, 2]}}, "2 labels of 'data', which has 5 or 12", ValueError),
-        ({"coords": {"date": range(N)}}, "`coords` got 'date'.*Did you mean 'data'", ValueError),
+        (
+            {"coords": {"data": [1, 2]}},
+            "2 labels of 'data', which has 5 or 12",
+            ValueError,
+        ),
+        (
+            {"coords": {"date": range(N)}},
+            "`coords` got 'date'.*Did you mean 'data'",
+            ValueError,
+        ),
         ({"coords": {"draw": [1]}}, "1 labels of 'draw', which has 4", ValueError),
-        ({"prediction_coords": {"data": range(N)}}, "12 labels of 'data', which has 5", ValueError),
-        ({"prediction_coords": {"rows": range(5)}}, "`prediction_coords` got 'rows'", ValueError),
+        (
+            {"prediction_coords": {"data": range(N)}},
+            "12 labels of 'data', which has 5",
+            ValueError,
+        ),
+        (
+            {"prediction_coords": {"rows": range(5)}},
+            "`prediction_coords` got 'rows'",
+            ValueError,
+        ),
         ({"dims": {"v": ["unit"]}}, "`dims` got 'v'", ValueError),
         ({"dims": {"w": ["unit"]}}, r"\('unit',\) for 'w' of shape \(\)", ValueError),
-        ({"predictions": X[:5]}, r"`predictions` got ndarray.*\{\"x\": x_test\}", TypeError),
+        (
+            {"predictions": X[:5]},
+            r"`predictions` got ndarray.*\{\"x\": x_test\}",
+            TypeError,
+        ),
     ],
 )
-def test_options_without_effect_are_refused(run, options, message, kind, draws_not_evaluated):
+def test_options_without_effect_are_refused(
+    run, options, message, kind, draws_not_evaluated
+):
     with draws_not_evaluated(), pytest.raises(kind, match=message):
         bnn.to_inference_data(run, **{"predictions": {"x": X[:5]}, **options})
 
@@ -225,11 +295,15 @@ def test_options_without_effect_are_refused(run, options, message, kind, draws_n
 def test_new_arguments_with_which_the_model_fails_are_refused(draws_not_evaluated):
     def model(x, y=None):
         with numpyro.plate("data", N):
-            numpyro.sample("y", dist.Normal(numpyro.sample("w", dist.Normal()) * x, 0.5), obs=y)
+            numpyro.sample(
+                "y", dist.Normal(numpyro.sample("w", dist.Normal()) * x, 0.5), obs=y
+            )
 
     done = sample(model, X, Y)
     message = r"`predictions` got arguments with which the model fails.*one row per new"
-    with pytest.raises(ValueError, match=message):  # compiles the tiny programs with which a model is read
+    with pytest.raises(
+        ValueError, match=message
+    ):  # compiles the tiny programs with which a model is read
         bnn.to_inference_data(done, {"x": X[:4]})
     with draws_not_evaluated(), pytest.raises(ValueError, match=message):
         bnn.to_inference_data(done, {"x": X[:5]})
@@ -237,7 +311,9 @@ def test_new_arguments_with_which_the_model_fails_are_refused(draws_not_evaluate
 
 def over_time(x, knots, offset, y=None):
     """Bumps at as many knots as training rows, of inputs (T, N)."""
-    kernel = numpyro.sample("net/kernel", dist.Normal(0.0, 10.0).expand([len(knots)]).to_event(1))
+    kernel = numpyro.sample(
+        "net/kernel", dist.Normal(0.0, 10.0).expand([len(knots)]).to_event(1)
+    )
     bumps = jnp.exp(-((x.mean(0)[:, None] - knots[:, 0]) ** 2))
     with numpyro.plate("data", x.shape[1]) as i:
         numpyro.sample("y", dist.Normal((bumps @ kernel)[i] + offset[i], 0.5), obs=y)
@@ -245,24 +321,38 @@ def over_time(x, knots, offset, y=None):
 
 def export_over_time(new, model=over_time):
     args = np.stack([X, X + 1, X - 1]), np.stack([X, np.ones(N)], 1), Y, Y
-    params = {"net/kernel_auto_loc": np.linspace(-1, 1, N), "net/kernel_auto_scale": np.full(N, 0.1)}
+    params = {
+        "net/kernel_auto_loc": np.linspace(-1, 1, N),
+        "net/kernel_auto_scale": np.full(N, 0.1),
+    }
     options = {"guide": AutoNormal(model), "args": args, "num_samples": DRAWS}
     return bnn.to_inference_data(SimpleNamespace(params=params), new, **options)
 
 
-@pytest.mark.parametrize("knots", [{}, {"knots": np.stack([X, np.ones(N)], 1)}], ids=["kept", "given"])
+@pytest.mark.parametrize(
+    "knots", [{}, {"knots": np.stack([X, np.ones(N)], 1)}], ids=["kept", "given"]
+)
 def test_rows_are_followed_through_the_model_and_not_found_by_length(knots):
     new = {"x": np.stack([X, X + 1, X - 1])[:, :5], "offset": Y[:5], **knots}
     idata = export_over_time(new)
     kernel = group(idata, "posterior")["net.kernel"].to_numpy()
-    expected = np.einsum("mk,csk->csm", np.exp(-((X[:5, None] - X) ** 2)), kernel) + Y[:5]
-    np.testing.assert_allclose(group(idata, "predictions")["y_mean"], expected, rtol=1e-4, atol=1e-4)
+    expected = (
+        np.einsum("mk,csk->csm", np.exp(-((X[:5, None] - X) ** 2)), kernel) + Y[:5]
+    )
+    np.testing.assert_allclose(
+        group(idata, "predictions")["y_mean"], expected, rtol=1e-4, atol=1e-4
+    )
     for part, rows in {"constant_data": N, "predictions_constant_data": 5}.items():
         data = group(idata, part)
         assert data["x"].dims == ("x_dim_0", "data")
         assert data["x"].shape == (3, rows)
-        assert data.get("knots", data["x"]).dims in [("knots_dim_0", "knots_dim_1"), ("x_dim_0", "data")]
-    found = {finding.name: finding.value for finding in bnn.metrics.health(idata).findings}
+        assert data.get("knots", data["x"]).dims in [
+            ("knots_dim_0", "knots_dim_1"),
+            ("x_dim_0", "data"),
+        ]
+    found = {
+        finding.name: finding.value for finding in bnn.metrics.health(idata).findings
+    }
     assert found["constant_inputs"] == 0  # of inputs, and not of knots
 
 
@@ -277,17 +367,24 @@ def by_kernel(x, knots, offset, y=None):
 
 @pytest.mark.parametrize("model", [over_time, by_mean, by_kernel])
 def test_old_rows_beside_as_many_new_ones_are_refused(model):
-    with pytest.raises(ValueError, match="no value for 'offset', which has one row per training point"):
+    with pytest.raises(
+        ValueError, match="no value for 'offset', which has one row per training point"
+    ):
         export_over_time({"x": np.stack([X, X, X])}, model)
 
 
-# -- predict -----------------------------------------------------------------------------------------------
+# -- predict ---------------------------------------------------------------------------
 
 
 def network(activation="tanh", factor=1.0):
     def model(x, y=None, known=None):
-        f = bnn.random_network("net", bnn.nn.MLP([3, 1], activation), (1,), bnn.priors.Normal(1.0))
-        with numpyro.plate("data", len(x)), handlers.mask(mask=True if known is None else known):
+        f = bnn.random_network(
+            "net", bnn.nn.MLP([3, 1], activation), (1,), bnn.priors.Normal(1.0)
+        )
+        with (
+            numpyro.plate("data", len(x)),
+            handlers.mask(mask=True if known is None else known),
+        ):
             numpyro.sample("y", dist.Normal(factor * f(x)[:, 0], 0.5), obs=y)
 
     return model
@@ -295,21 +392,33 @@ def network(activation="tanh", factor=1.0):
 
 @pytest.fixture(scope="module")
 def exported():
-    return bnn.to_inference_data(sample(network(), X[:, None], Y), {"x": X[:5, None], "y": Y[:5]})
+    return bnn.to_inference_data(
+        sample(network(), X[:, None], Y), {"x": X[:5, None], "y": Y[:5]}
+    )
 
 
 def test_predictions_of_an_export_are_those_of_the_run(exported, tmp_path):
     exported.to_netcdf(str(tmp_path / "fit.nc"))
     expected = group(exported, "predictions")
-    assert bnn.predict(network(), str(tmp_path / "fit.nc"), X[:5, None], y=Y[:5]).equals(expected)
-    assert bnn.predict(network(), exported, X[:5, None]).equals(expected.drop_vars("y_log_likelihood"))
+    assert bnn.predict(
+        network(), str(tmp_path / "fit.nc"), X[:5, None], y=Y[:5]
+    ).equals(expected)
+    assert bnn.predict(network(), exported, X[:5, None]).equals(
+        expected.drop_vars("y_log_likelihood")
+    )
 
 
 @pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_model_of_the_same_sites_is_refused(masked, exported):
-    """By what the result holds of some draws at the training rows, also of a part of the draws."""
+    """By what the result holds of some draws at the training rows, also of a part of
+    the draws.
+    """
     known = {"known": jnp.arange(N) > 2}
-    idata = bnn.to_inference_data(sample(network(), X[:, None], Y, **known)) if masked else exported
+    idata = (
+        bnn.to_inference_data(sample(network(), X[:, None], Y, **known))
+        if masked
+        else exported
+    )
     part = idata.isel(draw=slice(1, None))
     compared = "posterior_predictive" if masked else "log_likelihood"
     assert bnn.predict(network(), part, X[:5, None]).attrs["model_compared"] == compared
@@ -317,7 +426,12 @@ def test_another_model_of_the_same_sites_is_refused(masked, exported):
     for other in (network("relu"), network("tanh", 1.1)):
         with pytest.raises(ValueError, match=another):
             bnn.predict(other, part, X[:5, None])
-    groups = results({name: group(idata, name) for name in ("posterior", "observed_data", "constant_data")})
+    groups = results(
+        {
+            name: group(idata, name)
+            for name in ("posterior", "observed_data", "constant_data")
+        }
+    )
     assert bnn.predict(network(), groups, X[:5, None]).attrs["model_compared"] == "no"
 
 
@@ -327,11 +441,20 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
         line(x, y)
 
     def wide(x):
-        return numpyro.sample("b", dist.Normal(jnp.zeros(2), 1.0)) + numpyro.sample("w", dist.Normal())
+        return numpyro.sample("b", dist.Normal(jnp.zeros(2), 1.0)) + numpyro.sample(
+            "w", dist.Normal()
+        )
 
     idata = bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
     for model, result, message in (
-        (line, exported, r"no draws of the sites b, w; variables that are no sites net\.Dense_0\.bias"),
+        (
+            line,
+            exported,
+            (
+                r"no draws of the sites b, w; variables that are no sites "
+                r"net\.Dense_0\.bias"
+            ),
+        ),
         (learned, idata, "no values of the parameters s"),
         (wide, idata, r"'b' is \(\), not \(2,\)"),
     ):
@@ -341,7 +464,7 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
     assert bnn.predict(fixed, idata, X[:5]).equals(bnn.predict(line, idata, X[:5]))
 
 
-# -- what other kernels do not refuse ----------------------------------------------------------------------
+# -- what other kernels do not refuse --------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -349,13 +472,18 @@ def test_state_that_the_model_changes_is_refused(step):
     """MCMC held it, and so a key or a count that stays as it is does no harm."""
 
     def stateful(x, y=None):
-        state = numpyro.primitives.mutable("net$state", {"key": jax.random.key(0), "count": jnp.zeros(())})
+        state = numpyro.primitives.mutable(
+            "net$state", {"key": jax.random.key(0), "count": jnp.zeros(())}
+        )
         state["count"] = state["count"] + step
         line(x + state["count"], y)
 
     run = sample(stateful, X, Y)
     if step:
-        with pytest.raises(ValueError, match=r"`result` got the state .*net\$state\['count'\].*the model changes"):
+        with pytest.raises(
+            ValueError,
+            match=r"`result` got the state .*net\$state\['count'\].*the model changes",
+        ):
             bnn.to_inference_data(run)
     else:
         assert "y_mean" in names(bnn.to_inference_data(run), "posterior_predictive")

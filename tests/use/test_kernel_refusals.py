@@ -1,4 +1,6 @@
-"""Models and data that the kernels refuse because their chains would be silently wrong, and those they must not."""
+"""Models and data that the kernels refuse because their chains would be silently wrong,
+and those they must not.
+"""
 
 import re
 
@@ -34,7 +36,9 @@ def observed(name, mean, value):
 
 
 def inside(body, size=B, rows=N):
-    """A model with one weight, and what ``body(w, x, y, i)`` does in a subsampled plate."""
+    """A model with one weight, and what ``body(w, x, y, i)`` does in a subsampled
+    plate.
+    """
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -45,10 +49,15 @@ def inside(body, size=B, rows=N):
 
 
 def then(body, outside=False):
-    """A site on rows of the minibatch, and another one as ``body`` says: in the plate, entered twice, or outside."""
+    """A site on rows of the minibatch, and another one as ``body`` says: in the plate,
+    entered twice, or outside.
+    """
 
     def model(x, y):
-        w, plate = numpyro.sample("w", dist.Normal(0.0, 1.0)), numpyro.plate("data", N, subsample_size=B)
+        w, plate = (
+            numpyro.sample("w", dist.Normal(0.0, 1.0)),
+            numpyro.plate("data", N, subsample_size=B),
+        )
         with plate as i:
             observed("y", w * x[i, 0], y[i])
         if outside:
@@ -61,7 +70,9 @@ def then(body, outside=False):
 
 
 def under(handler):
-    """A second site whose rows are right, under a handler that ``handler(x)`` makes of the first rows."""
+    """A second site whose rows are right, under a handler that ``handler(x)`` makes of
+    the first rows.
+    """
 
     def body(w, x, y, i):
         with handler(x):
@@ -70,7 +81,7 @@ def under(handler):
     return then(body)
 
 
-# -- models that would be silently wrong ------------------------------------------------------------
+# -- models that would be silently wrong -----------------------------------------------
 
 
 def discrete(x, y):
@@ -124,16 +135,24 @@ WRONG = {
         "plate 'data', whose indices",
     ),
     "short": (
-        inside(lambda w, x, y, i: observed("y", w, jnp.take(y, i, mode="clip")), rows=2 * N),
+        inside(
+            lambda w, x, y, i: observed("y", w, jnp.take(y, i, mode="clip")), rows=2 * N
+        ),
         f"plate 'data' of size {2 * N} that indexes an array with {N} rows",
     ),
-    "short columns": (short_columns, "plate 'columns' of size 5 that indexes an array with 2 rows"),
+    "short columns": (
+        short_columns,
+        "plate 'columns' of size 5 that indexes an array with 2 rows",
+    ),
     "outside": (
         then(lambda w, x, y, i: observed("v", w * x[i, 0], y[i]), outside=True),
         "'v' outside of plate 'data', whose indices",
     ),
     "factor": (
-        then(lambda w, x, y, i: numpyro.factor("f", log_density(w, y[i]).sum()), outside=True),
+        then(
+            lambda w, x, y, i: numpyro.factor("f", log_density(w, y[i]).sum()),
+            outside=True,
+        ),
         "'f' outside of plate 'data', whose indices",
     ),
     "latent": (latent_outside, "'w' outside of plate 'data', whose indices"),
@@ -147,16 +166,24 @@ WRONG = {
     for name, model in {
         "shared by all rows": then(lambda w, x, y, i: observed("v", w, y.mean())),
         "first rows": then(lambda w, x, y, i: observed("v", w * x[i, 0], y[:B])),
-        "predictor of first rows": then(lambda w, x, y, i: observed("v", w * x[:B, 0], y[i])),
+        "predictor of first rows": then(
+            lambda w, x, y, i: observed("v", w * x[:B, 0], y[i])
+        ),
         "mask of first rows": under(lambda x: handlers.mask(mask=(x[:, 0] > 0)[:B])),
         "scale of first rows": under(lambda x: handlers.scale(scale=x[:B, 0] ** 2)),
-        "sum as factor": then(lambda w, x, y, i: numpyro.factor("v", log_density(w, y[i]).sum())),
-        "factor of first rows": then(lambda w, x, y, i: numpyro.factor("v", log_density(w, y[:B]))),
+        "sum as factor": then(
+            lambda w, x, y, i: numpyro.factor("v", log_density(w, y[i]).sum())
+        ),
+        "factor of first rows": then(
+            lambda w, x, y, i: numpyro.factor("v", log_density(w, y[:B]))
+        ),
     }.items()
 }
 
 
-@pytest.mark.parametrize("kernel", [infer.SGLD, pytest.param(infer.MCLMC, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernel", [infer.SGLD, pytest.param(infer.MCLMC, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", WRONG)
 def test_models_that_would_be_silently_wrong_are_refused(name, kernel):
     model, message = WRONG[name]
@@ -173,7 +200,11 @@ def test_modules_that_change_their_state_are_refused(kernel, size):
 
     def model(x, y, hold):
         norm = nnx.BatchNorm(2, use_running_average=hold, rngs=nnx.Rngs(0))
-        f = random_nnx_module("net", nnx.Sequential(norm, nnx.Linear(2, 1, rngs=nnx.Rngs(0))), bnn.priors.Normal())
+        f = random_nnx_module(
+            "net",
+            nnx.Sequential(norm, nnx.Linear(2, 1, rngs=nnx.Rngs(0))),
+            bnn.priors.Normal(),
+        )
         with numpyro.plate("data", N, subsample_size=size) as i:
             observed("y", f(x[i])[..., 0], y[i])
 
@@ -188,12 +219,18 @@ def test_wrappers_refuse_changing_state_around_kernels_of_numpyro():
     def model(x, y):
         state = numpyro.primitives.mutable("count", {"calls": jnp.zeros(())})
         state["calls"] = state["calls"] + 1
-        net = bnn.random_network("net", bnn.nn.MLP([3, 1], "tanh"), (2,), bnn.priors.Normal())
+        net = bnn.random_network(
+            "net", bnn.nn.MLP([3, 1], "tanh"), (2,), bnn.priors.Normal()
+        )
         with numpyro.plate("data", N):
             observed("y", net(x)[..., 0] + state["calls"], y)
 
     with refused("kernel", "count['calls']"):
-        started(model, *LINE.args, kernel=infer.OrbitMoves(NUTS(model), bnn.symmetry.find(model, *LINE.args)))
+        started(
+            model,
+            *LINE.args,
+            kernel=infer.OrbitMoves(NUTS(model), bnn.symmetry.find(model, *LINE.args)),
+        )
 
 
 @pytest.mark.parametrize("indexed", ["x", "y"])
@@ -209,7 +246,10 @@ def test_arrays_that_are_not_indexed_are_named_where_shapes_clash(indexed):
 
 def test_errors_of_a_model_stay_its_own():
     with pytest.raises(TypeError, match="dot_general"):
-        started(inside(lambda w, x, y, i: observed("y", x[i] @ jnp.ones(3), y[i])), *LINE.args)
+        started(
+            inside(lambda w, x, y, i: observed("y", x[i] @ jnp.ones(3), y[i])),
+            *LINE.args,
+        )
 
 
 def test_pre_seeded_models_are_refused():
@@ -217,11 +257,15 @@ def test_pre_seeded_models_are_refused():
     kernel = infer.SGLD(handlers.seed(LINE.model, 7), 1e-4)
     keys = jax.random.split(jax.random.key(0), 1)
     with refused("model", "already seeded"):
-        jax.vmap(lambda key: kernel.init(key, 0, None, LINE.args, {"batch_size": B}).z)(keys)
+        jax.vmap(lambda key: kernel.init(key, 0, None, LINE.args, {"batch_size": B}).z)(
+            keys
+        )
 
 
 def test_batch_sizes_above_the_data_are_refused():
-    with pytest.raises(ValueError, match=rf"subsample_size` got {N + 1} for plate 'data' of size {N}"):
+    with pytest.raises(
+        ValueError, match=rf"subsample_size` got {N + 1} for plate 'data' of size {N}"
+    ):
         started(LINE.model, *LINE.args, batch_size=N + 1)
     with pytest.raises(ValueError, match="batch_size"):
         started(bnn.models.regression(bnn.nn.MLP([1])), *LINE.args, batch_size=N + 1)
@@ -237,7 +281,10 @@ def test_changed_sizes_are_refused_on_resume():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda model: infer.MALA(model, 0.1), lambda model: infer.SGLD(model, 0.1, gradient="control_variates")],
+    [
+        lambda model: infer.MALA(model, 0.1),
+        lambda model: infer.SGLD(model, 0.1, gradient="control_variates"),
+    ],
     ids=["MALA", "control variates"],
 )
 def test_random_potentials_are_refused_where_one_value_is_needed(make):
@@ -246,11 +293,13 @@ def test_random_potentials_are_refused_where_one_value_is_needed(make):
         started(entry.model, *entry.args, kernel=make(entry.model))
 
 
-# -- what must not be refused -----------------------------------------------------------------------
+# -- what must not be refused ----------------------------------------------------------
 
 
 def groups(w, x, y, i):
-    """The group of a data point is data; an effect by group is shorter than the data, and right."""
+    """The group of a data point is data; an effect by group is shorter than the data,
+    and right.
+    """
     observed("y", (w * jnp.arange(3.0))[(jnp.arange(N) % 3)[i]], y[i])
 
 
@@ -263,12 +312,18 @@ def table(x, y):
 
 
 def normalized(x, y):
-    """Batch normalization: every row depends on the whole minibatch, whatever its order."""
-    bnn.models.regression(bnn.nn.MLP([4, 1], norm=bnn.nn.BatchNorm()))(x, y, batch_size=B)
+    """Batch normalization: every row depends on the whole minibatch, whatever its
+    order.
+    """
+    bnn.models.regression(bnn.nn.MLP([4, 1], norm=bnn.nn.BatchNorm()))(
+        x, y, batch_size=B
+    )
 
 
 def compiled_parts(x, y):
-    """One compiled function gives the mean of the rows and a penalty that does not depend on them."""
+    """One compiled function gives the mean of the rows and a penalty that does not
+    depend on them.
+    """
     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
     with numpyro.plate("data", N, subsample_size=B) as i:
         mean, penalty = jax.jit(lambda x, i, w: (w * x[i, 0], jnp.square(w)))(x, i, w)
@@ -283,7 +338,11 @@ RIGHT = {
     "normalized": normalized,
     "compiled parts": compiled_parts,
     "factor": then(lambda w, x, y, i: numpyro.factor("v", log_density(w, y[i]))),
-    "subsample": then(lambda w, x, y, i: observed("v", w * numpyro.subsample(x, event_dim=1)[:, 0], y[i])),
+    "subsample": then(
+        lambda w, x, y, i: observed(
+            "v", w * numpyro.subsample(x, event_dim=1)[:, 0], y[i]
+        )
+    ),
 }
 
 
@@ -291,7 +350,11 @@ LONGER = ("seeded, on all data", "normalized", "compiled parts")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else ()) for name in RIGHT]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONGER else ())
+        for name in RIGHT
+    ],
 )
 def test_right_models_are_accepted(name):
     state = started(RIGHT[name], *LINE.args)
@@ -311,7 +374,7 @@ def test_deterministic_sites_of_one_minibatch_are_left_out_of_the_draws():
     assert set(kernel.postprocess_fn(LINE.args, {})(state.z)) == {"w", "square"}
 
 
-# -- options that do not fit the model; those that do not fit together are in `test_bad_arguments.py` ---------
+# -- options that do not fit the model; those that do not fit together are in `test_bad_
 
 
 @pytest.mark.parametrize(
@@ -328,15 +391,27 @@ def test_deterministic_sites_of_one_minibatch_are_left_out_of_the_draws():
 )
 def test_preconditioners_that_do_not_fit_the_model_are_refused(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        started(LINE.model, *LINE.args, kernel=infer.SGLD(LINE.model, 0.1, preconditioner=make()))
+        started(
+            LINE.model,
+            *LINE.args,
+            kernel=infer.SGLD(LINE.model, 0.1, preconditioner=make()),
+        )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda model: infer.PSGLD(model, 0.1), "num_warmup"),
-        (lambda model: infer.MALA(model, 0.1, preconditioner=sgmcmc.RMSProp(running=True)), "frozen"),
-        (lambda model: infer.MCLMC(model, preconditioner="gradient_noise"), "have no noise"),
+        (
+            lambda model: infer.MALA(
+                model, 0.1, preconditioner=sgmcmc.RMSProp(running=True)
+            ),
+            "frozen",
+        ),
+        (
+            lambda model: infer.MCLMC(model, preconditioner="gradient_noise"),
+            "have no noise",
+        ),
     ],
 )
 def test_preconditioners_that_a_run_cannot_learn_are_refused(make, message):
@@ -366,7 +441,12 @@ def test_members_need_a_warm_start():
     state = kernel.init(jax.random.key(0), 4, None, LINE.args, {})
     with pytest.raises(ValueError, match="without warm start"):
         kernel.members(state, LINE.args, {})
-    mcmc = MCMC(NUTS(LINE.model, max_tree_depth=1), num_warmup=2, num_samples=2, progress_bar=False)
+    mcmc = MCMC(
+        NUTS(LINE.model, max_tree_depth=1),
+        num_warmup=2,
+        num_samples=2,
+        progress_bar=False,
+    )
     mcmc.run(jax.random.key(0), *LINE.args)
     with pytest.raises(ValueError, match="kernel without warm start"):
         bnn.to_inference_data(mcmc, members=True)

@@ -1,4 +1,6 @@
-"""Loaders of the examples: shapes and splits as published, and every damaged file refused with a reason."""
+"""Loaders of the examples: shapes and splits as published, and every damaged file
+refused with a reason.
+"""
 
 import hashlib
 import os
@@ -40,11 +42,18 @@ NEAL = {
     "xdata": (3000, 13000, 2, 2),
 }
 # name: (N, D, classes or 0)
-SKLEARN = {"diabetes": (442, 10, 0), "breast_cancer": (569, 30, 2), "wine": (178, 13, 3), "digits": (1797, 64, 10)}
+SKLEARN = {
+    "diabetes": (442, 10, 0),
+    "breast_cancer": (569, 30, 2),
+    "wine": (178, 13, 3),
+    "digits": (1797, 64, 10),
+}
 
 
 def published_splits(num_rows, num_splits):
-    """The generator behind the standard splits: they must not depend on the file that lists them."""
+    """The generator behind the standard splits: they must not depend on the file that
+    lists them.
+    """
     state = np.random.RandomState(1)
     cut = round(num_rows * 0.9)
     for _ in range(num_splits):
@@ -77,12 +86,17 @@ def test_uci_has_the_published_rows_and_splits(name, data_folder):
         np.testing.assert_array_equal(data.y_test, y[test])
     assert data.x_train.dtype == data.y_train.dtype == np.float64
     assert (data.name, len(data.feature_names)) == (name, num_features)
-    with pytest.raises(ValueError, match=rf"argument `split` got {num_splits}\..*from 0 to {num_splits - 1}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"argument `split` got {num_splits}\..*from 0 to {num_splits - 1}",
+    ):
         load_uci(name, num_splits, data_folder)
 
 
 def write_uci(folder, **changes):
-    """A yacht file of ten rows and two splits; ``changes`` replace arrays, ``None`` leaves one out."""
+    """A yacht file of ten rows and two splits; ``changes`` replace arrays, ``None``
+    leaves one out.
+    """
     rng = np.random.default_rng(0)
     order = np.stack([rng.permutation(10), rng.permutation(10)])
     arrays = {"X": rng.normal(size=(10, 3)), "y": rng.normal(size=10)}
@@ -94,17 +108,25 @@ def write_uci(folder, **changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tested"), [("gap", [3, 4, 5]), ("tail", [0, 1, 8, 9])], ids=["middle third", "outer sixths"]
+    ("kind", "tested"),
+    [("gap", [3, 4, 5]), ("tail", [0, 1, 8, 9])],
+    ids=["middle third", "outer sixths"],
 )
 def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
     order = np.random.default_rng(1).permutation(10)
-    x = np.stack([np.zeros(10), order], axis=1)  # the row with the smallest value is tested or not by its place
+    x = np.stack(
+        [np.zeros(10), order], axis=1
+    )  # the row with the smallest value is tested or not by its place
     write_uci(tmp_path, X=x, y=10.0 * order)
     data = load_uci_gap("yacht", 1, kind, tmp_path)
     assert data.x_test[:, 1].tolist() == tested
     assert data.y_test.tolist() == [10 * value for value in tested]
-    assert data.x_train[:, 1].tolist() == [value for value in range(10) if value not in tested]
-    ties = load_uci_gap("yacht", 0, kind, tmp_path)  # equal values keep the order of the file
+    assert data.x_train[:, 1].tolist() == [
+        value for value in range(10) if value not in tested
+    ]
+    ties = load_uci_gap(
+        "yacht", 0, kind, tmp_path
+    )  # equal values keep the order of the file
     assert ties.y_test.tolist() == (10.0 * order[tested]).tolist()
     with pytest.raises(ValueError, match=r"argument `column` got 2\..*from 0 to 1"):
         load_uci_gap("yacht", 2, kind, tmp_path)
@@ -113,10 +135,19 @@ def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
 
 
 BAD_ARRAYS = {
-    "overlap": ({"test_idx": np.zeros((2, 2), int)}, "not disjoint covers of its 10 rows"),
-    "row missing": ({"train_idx": [[*range(7)]] * 2, "test_idx": [[7, 8]] * 2}, "not disjoint covers of its 10 rows"),
+    "overlap": (
+        {"test_idx": np.zeros((2, 2), int)},
+        "not disjoint covers of its 10 rows",
+    ),
+    "row missing": (
+        {"train_idx": [[*range(7)]] * 2, "test_idx": [[7, 8]] * 2},
+        "not disjoint covers of its 10 rows",
+    ),
     "no y": ({"y": None}, "must hold"),
-    "NaN": ({"X": np.full((10, 3), np.nan)}, r"`yacht.npz\[X\]` got 30 NaN or infinite"),
+    "NaN": (
+        {"X": np.full((10, 3), np.nan)},
+        r"`yacht.npz\[X\]` got 30 NaN or infinite",
+    ),
     "text": ({"X": np.full((10, 3), "a")}, "Store numbers"),
     "rank of X": ({"X": np.zeros(10)}, "rank 2"),
     "float index": ({"test_idx": np.zeros((2, 2))}, "integer row numbers"),
@@ -149,7 +180,9 @@ def test_damaged_archive_is_refused(how, tmp_path):
     path = write_uci(tmp_path)
     load_uci("yacht", 0, tmp_path)
     damage(path, how)
-    with pytest.raises(ValueError, match=r"(?s)^load_uci: argument `folder` .*yacht.npz.*intact"):
+    with pytest.raises(
+        ValueError, match=r"(?s)^load_uci: argument `folder` .*yacht.npz.*intact"
+    ):
         load_uci("yacht", 0, tmp_path)
 
 
@@ -189,11 +222,15 @@ LOADERS = {
 def test_folder_errors_say_what_to_do(call, tmp_path, monkeypatch):
     load = LOADERS[call]
     monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
-    with pytest.raises(ValueError, match=f"^{call}: argument `folder` got None.*NUMPYRO_BNN_DATA"):
+    with pytest.raises(
+        ValueError, match=f"^{call}: argument `folder` got None.*NUMPYRO_BNN_DATA"
+    ):
         load(None)
     with pytest.raises(ValueError, match=f"^{call}: .*absent.*No such folder"):
         load(tmp_path / "absent")
-    with pytest.raises(ValueError, match=rf"^{call}: .*It holds no file '.*\.npz'.*no file known here"):
+    with pytest.raises(
+        ValueError, match=rf"^{call}: .*It holds no file '.*\.npz'.*no file known here"
+    ):
         load(tmp_path)
 
 
@@ -207,20 +244,29 @@ def test_folder_errors_say_what_to_do(call, tmp_path, monkeypatch):
     ],
 )
 def test_unknown_name_offers_the_closest(load, typo, close):
-    with pytest.raises(ValueError, match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'",
+    ):
         load(typo)
 
 
 def test_standardize_uses_training_rows_only_and_leaves_labels():
     raw = load_sklearn("diabetes")
-    raw = replace(raw, x_train=np.c_[raw.x_train, np.ones(len(raw.x_train))], x_test=np.c_[raw.x_test, raw.y_test])
+    raw = replace(
+        raw,
+        x_train=np.c_[raw.x_train, np.ones(len(raw.x_train))],
+        x_test=np.c_[raw.x_test, raw.y_test],
+    )
     scaled = standardize(raw)
     np.testing.assert_allclose(scaled.x_train[:, :-1].mean(0), 0, atol=1e-12)
     np.testing.assert_allclose(scaled.x_train[:, :-1].std(0), 1)
     assert (scaled.x_train[:, -1] == 0).all()  # a constant column
     assert scaled.x_scaler.scale[-1] == 1
     assert scaled.y_train.std() == pytest.approx(1)
-    np.testing.assert_allclose(scaled.y_scaler.inverse(scaled.y_test), raw.y_test, rtol=1e-12)
+    np.testing.assert_allclose(
+        scaled.y_scaler.inverse(scaled.y_test), raw.y_test, rtol=1e-12
+    )
     moved = standardize(replace(raw, x_test=raw.x_test + 1e6, y_test=raw.y_test - 1e6))
     np.testing.assert_array_equal(scaled.x_train, moved.x_train)
     assert scaled.y_scaler.scale_factor == moved.y_scaler.scale_factor
@@ -228,12 +274,19 @@ def test_standardize_uses_training_rows_only_and_leaves_labels():
     scaled = standardize(labeled, targets=False)
     assert scaled.y_train is labeled.y_train
     assert scaled.y_scaler is None
-    with pytest.raises(ValueError, match=r"argument `targets` got True for class labels.*`targets=False`"):
+    with pytest.raises(
+        ValueError,
+        match=r"argument `targets` got True for class labels.*`targets=False`",
+    ):
         standardize(labeled)
-    with pytest.raises(ValueError, match="argument `dataset` got a standardized data set"):
+    with pytest.raises(
+        ValueError, match="argument `dataset` got a standardized data set"
+    ):
         standardize(scaled)
     with pytest.raises(ValueError, match="'wine' without training rows"):
-        standardize(replace(labeled, x_train=labeled.x_train[:0], y_train=labeled.y_train[:0]))
+        standardize(
+            replace(labeled, x_train=labeled.x_train[:0], y_train=labeled.y_train[:0])
+        )
 
 
 # -- scikit-learn --------------------
@@ -253,18 +306,24 @@ def test_sklearn_sets_are_cut_into_disjoint_covers(name):
     assert data.x_train.dtype == np.float64
     assert data.y_train.dtype == (np.int32 if num_classes else np.float64)
     assert len(data.feature_names) == num_features
-    together = sorted_rows(np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test])
+    together = sorted_rows(
+        np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test]
+    )
     np.testing.assert_array_equal(together, sorted_rows(bunch.data, bunch.target))
     if num_classes:
         assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
 
 
 def test_seed_decides_the_cut():
-    first, again, other = (load_sklearn("diabetes", seed=seed) for seed in (5, np.int64(5), 6))
+    first, again, other = (
+        load_sklearn("diabetes", seed=seed) for seed in (5, np.int64(5), 6)
+    )
     np.testing.assert_array_equal(first.x_test, again.x_test)
     assert not np.array_equal(first.x_test, other.x_test)
     age = first.x_train[:, first.feature_names.index("age")]
-    assert 18 <= age.min() < age.max() < 90  # years, not scikit-learn's unit-norm columns, which know the test rows
+    assert (
+        18 <= age.min() < age.max() < 90
+    )  # years, not scikit-learn's unit-norm columns, which know the test rows
 
 
 def test_missing_scikit_learn_names_the_extra(monkeypatch):
@@ -283,10 +342,17 @@ def test_california(data_folder):
     assert data.x_test.shape == (2064, 8)
     x, y = np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test]
     with np.load(data_folder / "california_housing.npz", allow_pickle=False) as raw:
-        np.testing.assert_array_equal(sorted_rows(x, y), sorted_rows(raw["X"], raw["y"]))
+        np.testing.assert_array_equal(
+            sorted_rows(x, y), sorted_rows(raw["X"], raw["y"])
+        )
     # Column means of scikit-learn's copy, printed to six decimals.
     means = dict(zip(data.feature_names, x.mean(0), strict=True)) | {"target": y.mean()}
-    published = {"MedInc": 3.870671, "AveRooms": 5.429000, "Longitude": -119.569704, "target": 2.068558}
+    published = {
+        "MedInc": 3.870671,
+        "AveRooms": 5.429000,
+        "Longitude": -119.569704,
+        "target": 2.068558,
+    }
     for name, value in published.items():
         assert means[name] == pytest.approx(value, abs=6e-7)
 
@@ -302,8 +368,12 @@ def test_neal(name, data_folder):
     if num_classes:
         assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
     with np.load(data_folder / "extra" / "neal_fbm.npz", allow_pickle=False) as raw:
-        np.testing.assert_array_equal(np.r_[data.x_train, data.x_test], raw[f"{name}_X"])
-        np.testing.assert_array_equal(np.r_[data.y_train, data.y_test], raw[f"{name}_y"])
+        np.testing.assert_array_equal(
+            np.r_[data.x_train, data.x_test], raw[f"{name}_X"]
+        )
+        np.testing.assert_array_equal(
+            np.r_[data.y_train, data.y_test], raw[f"{name}_y"]
+        )
 
 
 # -- images --------------------
@@ -311,7 +381,10 @@ def test_neal(name, data_folder):
 # name: (test images, test labels): md5 sums of the original IDX files.
 ORIGINALS = {
     "mnist": ("2646ac647ad5339dbf082846283269ea", "27ae3e4e09519cfbb04c329615203637"),
-    "fashion_mnist": ("8181f5470baa50b63fa0f6fddb340f0a", "15d484375f8d13e6eb1aabb0c3f46965"),
+    "fashion_mnist": (
+        "8181f5470baa50b63fa0f6fddb340f0a",
+        "15d484375f8d13e6eb1aabb0c3f46965",
+    ),
 }
 
 
@@ -325,10 +398,21 @@ def as_idx(array):
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_images_are_the_originals(name, data_folder):
     data = load_images(name, data_folder)
-    assert (data.x_train.shape, data.x_test.shape) == ((60000, 28, 28, 1), (10000, 28, 28, 1))
+    assert (data.x_train.shape, data.x_test.shape) == (
+        (60000, 28, 28, 1),
+        (10000, 28, 28, 1),
+    )
     assert (data.x_test.dtype, data.y_train.dtype) == (np.float32, np.int32)
     assert (data.x_train.min(), data.x_train.max()) == (0, 1)
-    assert load_images("kmnist", data_folder).x_train.shape == (0, 28, 28, 1)  # it has test rows only
+    assert load_images("kmnist", data_folder).x_train.shape == (
+        0,
+        28,
+        28,
+        1,
+    )  # it has test rows only
     pixels = np.rint(data.x_test[..., 0] * 255).astype(np.uint8)
     contents = as_idx(pixels), as_idx(data.y_test.astype(np.uint8))
-    assert tuple(hashlib.md5(c, usedforsecurity=False).hexdigest() for c in contents) == ORIGINALS[name]
+    assert (
+        tuple(hashlib.md5(c, usedforsecurity=False).hexdigest() for c in contents)
+        == ORIGINALS[name]
+    )

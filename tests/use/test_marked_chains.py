@@ -1,4 +1,6 @@
-"""Scores and figures of results in which a chain is at fault: it is left out, and a warning names it."""
+"""Scores and figures of results in which a chain is at fault: it is left out, and a
+warning names it.
+"""
 
 import warnings
 
@@ -12,14 +14,24 @@ SOUND, ROWS = [0, 2], 12
 
 
 def faulty(value=np.nan, marked=False):
-    """Predictions of chains 4, 5 and 6, of which the second has a value that is not finite, or is marked."""
+    """Predictions of chains 4, 5 and 6, of which the second has a value that is not
+    finite, or is marked.
+    """
     rng = np.random.default_rng(0)
     y = rng.normal(size=ROWS)
-    draws, probs = y + rng.normal(size=(3, 50, ROWS)), rng.dirichlet(np.ones(3), size=(3, 50, ROWS))
+    draws, probs = (
+        y + rng.normal(size=(3, 50, ROWS)),
+        rng.dirichlet(np.ones(3), size=(3, 50, ROWS)),
+    )
     draws[1, 20:], probs[1, 3] = value, value
     dims = ("chain", "draw", "data")
     predictions = xr.Dataset(
-        {"y": (dims, draws), "y_mean": (dims, 0.5 * draws), "c_probs": ((*dims, "k"), probs)}, {"chain": [4, 5, 6]}
+        {
+            "y": (dims, draws),
+            "y_mean": (dims, 0.5 * draws),
+            "c_probs": ((*dims, "k"), probs),
+        },
+        {"chain": [4, 5, 6]},
     )
     if marked:
         predictions = predictions.assign_coords(marked=("chain", [False, True, False]))
@@ -29,21 +41,29 @@ def faulty(value=np.nan, marked=False):
 SCORES = {
     "lppd": lambda draws, y, *_: metrics.lppd(-((draws - y) ** 2)).pointwise,
     "crps": lambda draws, y, *_: metrics.crps(draws, y).pointwise,
-    "interval_coverage": lambda draws, y, *_: metrics.interval_coverage(draws, y).inside,
+    "interval_coverage": lambda draws, y, *_: (
+        metrics.interval_coverage(draws, y).inside
+    ),
     "pit": lambda draws, y, *_: metrics.pit(draws, y, 0),
     "function_space": lambda draws, *_: metrics.function_space(draws).ess_bulk,
-    "log_score": lambda draws, y, probs, labels: metrics.log_score(probs, labels).pointwise,
+    "log_score": lambda draws, y, probs, labels: (
+        metrics.log_score(probs, labels).pointwise
+    ),
     "ece": lambda draws, y, probs, labels: metrics.ece(probs, labels).confidence,
     "uncertainty": lambda draws, y, probs, labels: metrics.uncertainty(probs).total,
 }
 
 
-@pytest.mark.parametrize(("value", "marked"), [(np.nan, False), (0.25, True)], ids=["nan", "marked"])
+@pytest.mark.parametrize(
+    ("value", "marked"), [(np.nan, False), (0.25, True)], ids=["nan", "marked"]
+)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_leave_out_a_chain_at_fault(name, value, marked):
     """They equal those of the other chains alone."""
     given, y, labels = faulty(value, marked)
-    with pytest.warns(metrics.HealthWarning, match=f"^{name}: left out chains 5, which") as caught:
+    with pytest.warns(
+        metrics.HealthWarning, match=f"^{name}: left out chains 5, which"
+    ) as caught:
         found = SCORES[name](given["y"], y, given["c_probs"], labels)
     assert len(caught) == 1
     sound = given.isel(chain=SOUND)
@@ -64,28 +84,55 @@ def test_arrays_name_chains_by_their_position():
 
 def test_without_a_sound_chain_the_error_says_what_to_do():
     marked = faulty(0.25, marked=True)[0]["y"][1:2]
-    with pytest.raises(ValueError, match=r"lppd.*no chain to use \(at fault: 5\).*metrics.health"):
+    with pytest.raises(
+        ValueError, match=r"lppd.*no chain to use \(at fault: 5\).*metrics.health"
+    ):
         metrics.lppd(marked)
     with pytest.raises(ValueError, match="NaN"):
         metrics.lppd(np.full((2, 5, 4), np.nan))
 
 
-@pytest.mark.parametrize(("value", "marked"), [(np.nan, False), (0.25, True)], ids=["nan", "marked"])
+@pytest.mark.parametrize(
+    ("value", "marked"), [(np.nan, False), (0.25, True)], ids=["nan", "marked"]
+)
 def test_figures_leave_out_a_chain_at_fault(value, marked, closed_figures):
     import arviz as az
 
     predictions, y, labels = faulty(value, marked)
-    targets = {"y": ("data", y), "c": ("data", labels), "x": ("data", np.arange(float(ROWS)))}
+    targets = {
+        "y": ("data", y),
+        "c": ("data", labels),
+        "x": ("data", np.arange(float(ROWS))),
+    }
     observed = {name: targets[name] for name in ("y", "c")}
-    groups = {"predictions": predictions, "predictions_constant_data": xr.Dataset(targets)}
+    groups = {
+        "predictions": predictions,
+        "predictions_constant_data": xr.Dataset(targets),
+    }
     groups["observed_data"] = xr.Dataset(observed)
-    idata = az.InferenceData(**groups) if hasattr(az, "InferenceData") else xr.DataTree.from_dict(groups)
+    idata = (
+        az.InferenceData(**groups)
+        if hasattr(az, "InferenceData")
+        else xr.DataTree.from_dict(groups)
+    )
     drawn = {}
-    for name, site in (("predictive_band", "y"), ("predicted_vs_observed", "y"), ("calibration", "c")):
-        with pytest.warns(metrics.HealthWarning, match=f"^plots.{name}: left out chains 5, ") as caught:
-            axes = getattr(plots, name)(idata, site=site, **({"x": "x"} if name == "predictive_band" else {}))
+    for name, site in (
+        ("predictive_band", "y"),
+        ("predicted_vs_observed", "y"),
+        ("calibration", "c"),
+    ):
+        with pytest.warns(
+            metrics.HealthWarning, match=f"^plots.{name}: left out chains 5, "
+        ) as caught:
+            axes = getattr(plots, name)(
+                idata, site=site, **({"x": "x"} if name == "predictive_band" else {})
+            )
         assert len(caught) == 1
         drawn[name] = np.ravel(axes)[-1]
-    mean = next(line for line in drawn["predictive_band"].lines if line.get_label() == "function mean")
+    mean = next(
+        line
+        for line in drawn["predictive_band"].lines
+        if line.get_label() == "function mean"
+    )
     expected = predictions["y_mean"].to_numpy()[SOUND].mean((0, 1))
     np.testing.assert_allclose(mean.get_ydata(), expected, rtol=1e-12)

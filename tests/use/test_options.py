@@ -1,4 +1,6 @@
-"""Plain options of all public functions: each is declared, refuses wrong values before any work, takes right ones."""
+"""Plain options of all public functions: each is declared, refuses wrong values before
+any work, takes right ones.
+"""
 
 import inspect
 from fnmatch import fnmatchcase
@@ -19,7 +21,8 @@ from numpyro_bnn import guides, infer, nn, priors, random_network, sgmcmc, symme
 
 pytestmark = pytest.mark.core
 
-# Options of the plain kind (a number, a flag or a name by default) that are checked by code of their own, and why.
+# Options of the plain kind (a number, a flag or a name by default) that are checked by
+# code of their own, and why.
 NOT_DECLARED = {
     "Auto*.init_scale": "a number, or standard deviations by pattern",
     "*.window": "a number, a pair, or the whole image",
@@ -31,23 +34,36 @@ NOT_DECLARED = {
     "Sampler.init.num_warmup": "may be traced",
     "Sampler.refresh.recenter": "may be traced",
 }
-# The range of each number, by its name wherever it is an option, or for one function: what users rely on.
+# The range of each number, by its name wherever it is an option, or for one function:
+# what users rely on.
 RANGES = {
     "integer from 0": "AutoLaplace.run.num_epochs num_observations seed",
-    "integer from 1": "batch_size bins block_size blocks channels cycle_length draws_per_chunk draws_per_cycle"
-    " max_steps num_chains num_cycles num_data num_epochs num_flows num_moves num_parameters num_particles num_rounds"
+    (
+        "integer from 1"
+    ): "batch_size bins block_size blocks channels cycle_length draws_per_chunk "
+    "draws_per_cycle"
+    " max_steps num_chains num_cycles num_data num_epochs num_flows num_moves "
+    "num_parameters num_particles num_rounds"
     " num_rows num_samples num_steps outputs patience rank steps_per_draw sweeps units",
     "integer from 2": "evidence.num_samples num_classes num_nodes num_replicas",
     "integer from 100": "num_gradients",
     "finite number": "negative_slope power",
     "finite number at least 0": "NoseHoover.friction temperature value",
     "finite number at least 0 or infinity": "check.tolerance friction",
-    "finite number at least 0 and below 1": "decay explore held_out jitter share warm_start",
+    ("finite number at least 0 and below 1"): (
+        "decay explore held_out jitter share warm_start"
+    ),
     "finite number at least 0 and at most 1": "max_refused momentum_decay",
-    "finite number above 0": "GPFilters.jitter RMSProp.num_data a alpha b bias_scale bias_tolerance block_seconds"
-    " damping df effort gain_scale global_scale initial mass narrow_scale noise_sd scale schedule slab_df slab_scale"
+    (
+        "finite number above 0"
+    ): "GPFilters.jitter RMSProp.num_data a alpha b bias_scale bias_tolerance "
+    "block_seconds"
+    " damping df effort gain_scale global_scale initial mass narrow_scale noise_sd "
+    "scale schedule slab_df slab_scale"
     " spread step_size tolerance wide_scale",
-    "finite number above 0 or infinity": "bound decoherence_length length log_sd max_energy_error",
+    ("finite number above 0 or infinity"): (
+        "bound decoherence_length length log_sd max_energy_error"
+    ),
     "finite number above 0 and below 1": "level lowest weight",
     "finite number above 0.5": "gamma",
 }
@@ -80,21 +96,41 @@ NOT_TAKEN |= {
 
 def taken(name, call):
     """The options of a call."""
-    return {argument: of for argument, of in declared(call).items() if argument not in NOT_TAKEN.get(name, ())}
+    return {
+        argument: of
+        for argument, of in declared(call).items()
+        if argument not in NOT_TAKEN.get(name, ())
+    }
 
 
 def test_every_plain_option_is_declared():
     missing = []
     for room in ROOMS:
         for name, _, call in calls(room):
-            plain = [p.name for p in parameters(call).values() if isinstance(p.default, bool | int | float | str)]
-            missing += [f"{name}.{argument}" for argument in set(plain) - declared(call).keys()]
-    assert [name for name in missing if not any(fnmatchcase(name, known) for known in NOT_DECLARED)] == []
-    assert [known for known in NOT_DECLARED if not any(fnmatchcase(name, known) for name in missing)] == []
+            plain = [
+                p.name
+                for p in parameters(call).values()
+                if isinstance(p.default, bool | int | float | str)
+            ]
+            missing += [
+                f"{name}.{argument}" for argument in set(plain) - declared(call).keys()
+            ]
+    assert [
+        name
+        for name in missing
+        if not any(fnmatchcase(name, known) for known in NOT_DECLARED)
+    ] == []
+    assert [
+        known
+        for known in NOT_DECLARED
+        if not any(fnmatchcase(name, known) for name in missing)
+    ] == []
 
 
 def range_of(option):
-    """The numbers that an option allows, in words; none for flags, names and objects."""
+    """The numbers that an option allows, in words; none for flags, names
+    and objects.
+    """
     if type(option).__name__ == "Count":
         return f"integer from {option.minimum}"
     if type(option).__name__ == "Number":
@@ -108,7 +144,11 @@ def test_numbers_have_the_ranges_that_users_rely_on():
     for room in ROOMS:
         for name, _, call in calls(room):
             for argument, (option, _) in declared(call).items():
-                known = f"{name}.{argument}" if f"{name}.{argument}" in expected else argument
+                known = (
+                    f"{name}.{argument}"
+                    if f"{name}.{argument}" in expected
+                    else argument
+                )
                 used.add(known)
                 if range_of(option) != expected.get(known):
                     different[f"{name}.{argument}"] = range_of(option)
@@ -116,7 +156,7 @@ def test_numbers_have_the_ranges_that_users_rely_on():
     assert expected.keys() - used == set()
 
 
-# -- values ----------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------
 
 
 def is_object(option):
@@ -129,9 +169,15 @@ def is_right(option, value):
     kind = type(option).__name__
     number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if kind == "Count":
-        return number and isinstance(value, int | np.integer) and value >= option.minimum
+        return (
+            number and isinstance(value, int | np.integer) and value >= option.minimum
+        )
     if kind == "Number":
-        above = number and value >= option.minimum and not (option.strict and value == option.minimum)
+        above = (
+            number
+            and value >= option.minimum
+            and not (option.strict and value == option.minimum)
+        )
         below = number and value < option.below and value <= option.most
         return above and (below or (option.infinite and value == np.inf))
     if kind == "Choice":
@@ -140,28 +186,75 @@ def is_right(option, value):
         is_class = isinstance(option.kind, type) or hasattr(option.kind, "__args__")
         return isinstance(value, option.kind) if is_class else option.kind(value)
     assert kind == "PositiveScalar", f"say which values {option} allows"
-    return isinstance(value, dist.HalfNormal) or (option.fixed and number and 0 < value < np.inf)
+    return isinstance(value, dist.HalfNormal) or (
+        option.fixed and number and 0 < value < np.inf
+    )
 
 
 def wrong_values(option, classes):
-    """Values of all kinds, and numbers around the limits, of which the option allows none."""
+    """Values of all kinds, and numbers around the limits, of which the option allows
+    none.
+    """
     random = np.random.default_rng(0)
-    values = [None, "", "no", "0.1", b"1", np.nan, np.inf, -np.inf, 1j, True, np.False_, 10**6, -1, 0, 1, 2.5]
-    values += [[1.0], (), {}, np.ones(3), np.array(["a"]), object(), object, dist.Normal, dist.Normal(), lambda: None]
-    limits = [getattr(option, limit) for limit in ("minimum", "below", "most") if hasattr(option, limit)]
+    values = [
+        None,
+        "",
+        "no",
+        "0.1",
+        b"1",
+        np.nan,
+        np.inf,
+        -np.inf,
+        1j,
+        True,
+        np.False_,
+        10**6,
+        -1,
+        0,
+        1,
+        2.5,
+    ]
+    values += [
+        [1.0],
+        (),
+        {},
+        np.ones(3),
+        np.array(["a"]),
+        object(),
+        object,
+        dist.Normal,
+        dist.Normal(),
+        lambda: None,
+    ]
+    limits = [
+        getattr(option, limit)
+        for limit in ("minimum", "below", "most")
+        if hasattr(option, limit)
+    ]
     values += [limit + step for limit in limits for step in (-1, -1e-6, 0, 1e-6, 1)]
-    values += [*random.normal(scale=100, size=5), *map(int, random.integers(-100, 100, size=5))]
-    return [value for value in values if not isinstance(value, classes) and not is_right(option, value)]
+    values += [
+        *random.normal(scale=100, size=5),
+        *map(int, random.integers(-100, 100, size=5)),
+    ]
+    return [
+        value
+        for value in values
+        if not isinstance(value, classes) and not is_right(option, value)
+    ]
 
 
 def right_value(option, random):
-    """One of the values that an option allows; of numbers one that is neither huge nor tiny."""
+    """One of the values that an option allows; of numbers one that is neither huge nor
+    tiny.
+    """
     kind = type(option).__name__
     if kind == "Count":
         return int(option.minimum + random.integers(0, 4))
     if kind == "Number":
         lowest = max(option.minimum, 0.0)
-        return float(random.uniform(lowest + 0.01, min(lowest + 0.5, option.below, option.most)))
+        return float(
+            random.uniform(lowest + 0.01, min(lowest + 0.5, option.below, option.most))
+        )
     if kind == "Choice":
         return str(random.choice(list(option.names)))
     if kind == "PositiveScalar":
@@ -173,10 +266,17 @@ def right_value(option, random):
 def needed(name, call, random):
     """Right values of the arguments that a class requires."""
     found, options = {}, taken(name, call)
-    for argument, parameter in parameters(call).items() if options and isinstance(call, type) else ():
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+    for argument, parameter in (
+        parameters(call).items() if options and isinstance(call, type) else ()
+    ):
+        if (
+            parameter.default is parameter.empty
+            and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ):
             make = NEEDED.get(f"{name}.{argument}") or NEEDED.get(argument)
-            found[argument] = make() if make else right_value(options[argument][0], random)
+            found[argument] = (
+                make() if make else right_value(options[argument][0], random)
+            )
     return found
 
 
@@ -185,15 +285,19 @@ def attempt(room, owner, call, chosen):
     if room == "estimators" and isinstance(call, type):
         return call(**chosen).fit(None, None)
     if owner is not None:
-        return call(object() if inspect.isabstract(owner) else object.__new__(owner), **chosen)
+        return call(
+            object() if inspect.isabstract(owner) else object.__new__(owner), **chosen
+        )
     return call(**chosen)
 
 
-# -- the tests -------------------------------------------------------------------------------------------
+# -- the tests -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_wrong_values_of_options_are_refused_before_any_program_is_compiled(room, compiled):
+def test_wrong_values_of_options_are_refused_before_any_program_is_compiled(
+    room, compiled
+):
     faults, random = [], np.random.default_rng(0)
     for name, owner, call in calls(room):
         if inspect.isabstract(call):
@@ -223,47 +327,80 @@ def test_right_values_of_options_are_taken(room):
             values += [np.inf] if getattr(option, "infinite", False) else []
             assert [option.check(name, argument, value) for value in values] == values
             if type(option).__name__ == "Count":
-                assert type(option.check(name, argument, np.uint8(option.minimum))) is int  # Python's own
-            if owner is None and isinstance(call, type) and room != "estimators" and not inspect.isabstract(call):
+                assert (
+                    type(option.check(name, argument, np.uint8(option.minimum))) is int
+                )  # Python's own
+            if (
+                owner is None
+                and isinstance(call, type)
+                and room != "estimators"
+                and not inspect.isabstract(call)
+            ):
                 for value in values + ([None] if type(None) in classes else []):
-                    shorter = {"draws_per_cycle": 1, "explore": 0.0} if argument == "cycle_length" else {}
+                    shorter = (
+                        {"draws_per_cycle": 1, "explore": 0.0}
+                        if argument == "cycle_length"
+                        else {}
+                    )
                     call(**{**needed(name, call, random), **shorter, argument: value})
 
 
-# -- several right options at once -----------------------------------------------------------------------
+# -- several right options at once -----------------------------------------------------
 
-# Others are allowed too: chains diverge, precisions underflow, or there are too few transitions here.
-MODERATE = {"step_size": (1e-6, 1e-3), "temperature": (0.5, 2.0), "warm_start": (0.3, 0.6)}
+# Others are allowed too: chains diverge, precisions underflow, or there are too few
+# transitions here.
+MODERATE = {
+    "step_size": (1e-6, 1e-3),
+    "temperature": (0.5, 2.0),
+    "warm_start": (0.3, 0.6),
+}
 MODERATE |= {"alpha": (0.3, 3.0), "df": (1.0, 4.0), "slab_df": (1.0, 4.0)}
 
 
 def chosen(name, call, seed):
     """Up to four options with right values."""
     random = np.random.default_rng(seed)
-    drawn = [argument for argument, (option, _) in taken(name, call).items() if not is_object(option)]
+    drawn = [
+        argument
+        for argument, (option, _) in taken(name, call).items()
+        if not is_object(option)
+    ]
     found = {}
     for argument in random.choice(drawn, min(4, len(drawn)), replace=False):
         option = declared(call)[argument][0]
-        value = random.uniform(*MODERATE[argument]) if argument in MODERATE else right_value(option, random)
+        value = (
+            random.uniform(*MODERATE[argument])
+            if argument in MODERATE
+            else right_value(option, random)
+        )
         found[str(argument)] = int(value) if type(option).__name__ == "Count" else value
     return found
 
 
 def fast_only(names, *fast):
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names.split()]
+    return [
+        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
+        for name in names.split()
+    ]
 
 
 PRIORS = (
-    "Normal Laplace StudentT ScaleMixture Hierarchical ARD GammaPrecision Horseshoe RegularizedHorseshoe GPFilters"
+    "Normal Laplace StudentT ScaleMixture Hierarchical ARD GammaPrecision Horseshoe "
+    "RegularizedHorseshoe GPFilters"
 )
 KERNELS = "SGLD PSGLD SGHMC SGNHT MALA GHMC MCLMC"
-GUIDES = "AutoMeanField AutoStructured AutoCoupling AutoBlocks TraceLocalReparam_ELBO TraceFlipout_ELBO"
+GUIDES = (
+    "AutoMeanField AutoStructured AutoCoupling AutoBlocks TraceLocalReparam_ELBO "
+    "TraceFlipout_ELBO"
+)
 
 
 @pytest.mark.parametrize("name", fast_only(PRIORS, "Horseshoe"))
 def test_priors_with_random_options_give_finite_weights(name):
     kind = getattr(priors, name)
-    shape, net = (IMAGE, nn.CNN([2], [2], window=3)) if name == "GPFilters" else ((2,), NET)
+    shape, net = (
+        (IMAGE, nn.CNN([2], [2], window=3)) if name == "GPFilters" else ((2,), NET)
+    )
     for seed in range(4):
         options = chosen(name, kind, seed)
         if options.get("centered") and options.get("marginal"):
@@ -282,7 +419,10 @@ def test_kernels_with_random_options_give_finite_draws(name):
     state = kernel.init(jax.random.key(0), 4, None, *call)
     for _ in range(3):
         state = jax.jit(lambda state: kernel.sample(state, *call))(state)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z)) or state.diverging, options
+    assert (
+        all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z))
+        or state.diverging
+    ), options
 
 
 @pytest.mark.parametrize("name", fast_only(GUIDES))
@@ -290,7 +430,18 @@ def test_guides_with_random_options_give_finite_losses(name):
     kind, network = getattr(guides, name), ZOO["network"]
     options = chosen(name, kind, seed=1)
     of_guide = name.startswith("Auto")
-    guide = kind(network.model, **options) if of_guide else guides.AutoMeanField(network.model)
-    svi = SVI(network.model, guide, numpyro.optim.Adam(1e-3), Trace_ELBO() if of_guide else kind(**options))
-    losses = guides.fit(svi, jax.random.key(0), 2, *network.args, progress_bar=False).losses
+    guide = (
+        kind(network.model, **options)
+        if of_guide
+        else guides.AutoMeanField(network.model)
+    )
+    svi = SVI(
+        network.model,
+        guide,
+        numpyro.optim.Adam(1e-3),
+        Trace_ELBO() if of_guide else kind(**options),
+    )
+    losses = guides.fit(
+        svi, jax.random.key(0), 2, *network.args, progress_bar=False
+    ).losses
     assert np.isfinite(losses).all(), options

@@ -1,4 +1,6 @@
-"""The pages: their code runs as it stands, links and references lead somewhere, the site builds without a warning."""
+"""The pages: their code runs as it stands, links and references lead somewhere, the
+site builds without a warning.
+"""
 
 import ast
 import builtins
@@ -25,8 +27,14 @@ NAME = "numpyro_bnn"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 MARKDOWN = [README, ROOT / "CHANGELOG.md", *PAGES]
-SOURCES = [path for path in sorted((ROOT / NAME).rglob("*.py")) if path.stem != "__main__"]
-ROOMS = sorted(module.name for module in pkgutil.iter_modules(numpyro_bnn.__path__) if module.name[0] != "_")
+SOURCES = [
+    path for path in sorted((ROOT / NAME).rglob("*.py")) if path.stem != "__main__"
+]
+ROOMS = sorted(
+    module.name
+    for module in pkgutil.iter_modules(numpyro_bnn.__path__)
+    if module.name[0] != "_"
+)
 
 
 def label(path):
@@ -35,7 +43,9 @@ def label(path):
 
 def module_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return importlib.import_module(
+        ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    )
 
 
 def reached(value, names):
@@ -45,7 +55,7 @@ def reached(value, names):
     return value
 
 
-# -- code that pages and docstrings show -------------------------------------------------------------------
+# -- code that pages and docstrings show -----------------------------------------------
 
 FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>```+|~~~+)\s*(?P<language>[\w.+-]*)")
 LATER = "executed by make test-all"
@@ -54,7 +64,9 @@ OVERLOOKED = {"py", "python3", "pycon", "Python"}
 
 
 def python_blocks(text):
-    """(number of the line before the code, code, ``MARK`` that keeps it from running or None) of every block."""
+    """(number of the line before the code, code, ``MARK`` that keeps it from running or
+    None) of every block.
+    """
     lines = text.splitlines()
     above, start = "", 0
     while start < len(lines):
@@ -67,11 +79,19 @@ def python_blocks(text):
         while end < len(lines) and lines[end].strip() != fence["fence"]:
             end += 1
         assert end < len(lines), f"line {start + 1}: this block is never closed"
-        assert fence["language"] not in OVERLOOKED, f"line {start + 1}: write ```python, so that the block is run"
+        assert fence["language"] not in OVERLOOKED, (
+            f"line {start + 1}: write ```python, so that the block is run"
+        )
         if fence["language"] == "python":
             mark = MARK.search(above)
-            assert not mark or mark["reason"], f"line {start + 1}: say why the block is not executed"
-            yield start + 1, textwrap.dedent("\n".join(lines[start + 1 : end])), mark and mark["way"]
+            assert not mark or mark["reason"], (
+                f"line {start + 1}: say why the block is not executed"
+            )
+            yield (
+                start + 1,
+                textwrap.dedent("\n".join(lines[start + 1 : end])),
+                mark and mark["way"],
+            )
         above, start = "", end + 1
 
 
@@ -94,7 +114,11 @@ def test_blocks_are_found():
                 c = 2
             ~~~
     """
-    blocks = [(2, "a = 1", None), (10, "b", "not executed"), (14, "if c:\n    c = 2", None)]
+    blocks = [
+        (2, "a = 1", None),
+        (10, "b", "not executed"),
+        (14, "if c:\n    c = 2", None),
+    ]
     assert list(python_blocks(page)) == blocks
     wrong = {
         "never closed": "```python\na = 1",
@@ -108,14 +132,17 @@ def test_blocks_are_found():
 
 @pytest.fixture
 def shown_code(tmp_path, monkeypatch):
-    """A folder with the examples alone, no window, and settings of JAX and rules of moments as they were."""
+    """A folder with the examples alone, no window, and settings of JAX and rules of
+    moments as they were.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("MPLBACKEND", "Agg")
     before = dict(jax.config.values)
     rules = dict(RULES)
     yield
-    # An example that registers a rule shows how; other tests in this process go on with the package's own.
+    # An example that registers a rule shows how; other tests in this process go on with
+    # the package's own.
     RULES.clear()
     RULES.update(rules)
     after = dict(jax.config.values)
@@ -132,9 +159,13 @@ def shown_code(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("shown_code")
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_examples_of_docstrings_run(path):
-    """Examples see the names of their module, and nothing that another docstring defined."""
+    """Examples see the names of their module, and nothing that another docstring
+    defined.
+    """
     module = module_of(path)
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     report = io.StringIO()
     for test in doctest.DocTestFinder().find(module, module.__name__):
         runner.run(test, out=report.write)
@@ -145,12 +176,15 @@ def run_blocks(page, ways):
     """The blocks of one page share their names, in the order of the page."""
     names = {"__name__": "__main__"}
     for line, code, way in python_blocks(page.read_text()):
-        if way in ways:  # the leading newlines make a traceback show the line of the page
+        if (
+            way in ways
+        ):  # the leading newlines make a traceback show the line of the page
             exec(compile("\n" * line + code + "\n", str(page), "exec"), names)
     return names
 
 
-# How healthy a chain of a few hundred draws is differs by machine, as its rounding does.
+# How healthy a chain of a few hundred draws is differs by machine, as its rounding
+# does.
 UNHEALTHY = pytest.mark.filterwarnings("ignore::numpyro_bnn.metrics.HealthWarning")
 
 
@@ -162,7 +196,9 @@ def test_blocks_of_the_readme_run():
     later = [code for _, code, way in python_blocks(README.read_text()) if way == LATER]
     used = re.findall(r"\bbnn((?:\.\w+)+)", "\n".join(later))
     assert used
-    assert [name for name in used if reached(numpyro_bnn, name[1:].split(".")) is None] == []
+    assert [
+        name for name in used if reached(numpyro_bnn, name[1:].split(".")) is None
+    ] == []
     assert len(run_blocks(README, {None})) > 5
 
 
@@ -171,39 +207,55 @@ def test_blocks_of_the_readme_run():
 @pytest.mark.core
 @pytest.mark.usefixtures("shown_code")
 @pytest.mark.parametrize(
-    "page", [README, *sorted(DOCS.glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))], ids=label
+    "page",
+    [README, *sorted(DOCS.glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))],
+    ids=label,
 )
 def test_blocks_of_page_run(page):
     run_blocks(page, {None, LATER})
 
 
-# -- what pages say, links and tables of contents --------------------------------------------------------------
+# -- what pages say, links and tables of contents --------------------------------------
 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def test_pages_say_which_calls_need_jax_arrays():
-    """A model that indexes rows fails on NumPy arrays in NumPyro's own kernels, guides and `Predictive`."""
+    """A model that indexes rows fails on NumPy arrays in NumPyro's own kernels, guides
+    and `Predictive`.
+    """
     texts = {label(path): path.read_text() for path in (README, *PAGES)}
     theirs = re.compile(r"(\(NUTS|Predictive|SVI)\(model")
-    indexed = {name: text for name, text in texts.items() if "net(x[i])" in text and theirs.search(text)}
+    indexed = {
+        name: text
+        for name, text in texts.items()
+        if "net(x[i])" in text and theirs.search(text)
+    }
     assert indexed
-    assert [name for name, text in indexed.items() if "jnp.asarray(x)" not in text] == []
+    assert [
+        name for name, text in indexed.items() if "jnp.asarray(x)" not in text
+    ] == []
 
 
 def prose(text):
-    """The page without its blocks of code, which may hold what looks like a link or a heading."""
+    """The page without its blocks of code, which may hold what looks like a link or a
+    heading.
+    """
     return re.sub(r"^(```+|~~~+)(?!\{).*?^\1\s*$", "", text, flags=re.M | re.S)
 
 
 def anchors(text):
     """The anchors of a page's headings, as GitHub and MyST make them."""
     titles = re.findall(r"^#+\s+(.*?)\s*$", prose(text), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
 
 
 def broken_links(path, text):
-    """Links of a page to files that are not there, or to headings that their page does not have."""
+    """Links of a page to files that are not there, or to headings that their page does
+    not have.
+    """
     for match in LINK.finditer(prose(text)):
         target = (path.parent / unquote(match[1])).resolve() if match[1] else path
         if not target.is_file():
@@ -213,17 +265,28 @@ def broken_links(path, text):
 
 
 def test_links_resolve():
-    broken = {label(path): list(broken_links(path, path.read_text())) for path in MARKDOWN}
+    broken = {
+        label(path): list(broken_links(path, path.read_text())) for path in MARKDOWN
+    }
     assert {name: links for name, links in broken.items() if links} == {}
-    text = "[b](absent.md)\n[d](models.md#absent) [e](https://a.b)\n```bash\n[f](gone.md)\n```\n"
+    text = (
+        "[b](absent.md)\n[d](models.md#absent) "
+        "[e](https://a.b)\n```bash\n[f](gone.md)\n```\n"
+    )
     links = ["](absent.md): no such file", "](models.md#absent): no such heading"]
     assert list(broken_links(DOCS / "page.md", text)) == links
 
 
 def entries(path):
     """Pages that the tables of contents of a page name."""
-    for block in re.findall(r"^```\{toctree\}\n(.*?)^```", path.read_text(), flags=re.M | re.S):
-        lines = [line.strip() for line in block.splitlines() if line.strip() and not line.startswith(":")]
+    for block in re.findall(
+        r"^```\{toctree\}\n(.*?)^```", path.read_text(), flags=re.M | re.S
+    ):
+        lines = [
+            line.strip()
+            for line in block.splitlines()
+            if line.strip() and not line.startswith(":")
+        ]
         yield from ((path.parent / f"{line}.md").resolve() for line in lines)
 
 
@@ -234,12 +297,16 @@ def test_every_page_is_in_one_table_of_contents():
 
 def test_figures_of_choosing_stand_on_the_pages_it_cites():
     figure = re.compile(r"(?<![\w.])-?\d+\.\d{2,}(?!\w)")
-    for section in re.split(r"^## .*$", (DOCS / "choosing.md").read_text(), flags=re.M)[1:]:
-        cited = "".join((DOCS / match[1]).read_text() for match in LINK.finditer(section))
+    for section in re.split(r"^## .*$", (DOCS / "choosing.md").read_text(), flags=re.M)[
+        1:
+    ]:
+        cited = "".join(
+            (DOCS / match[1]).read_text() for match in LINK.finditer(section)
+        )
         assert set(figure.findall(section)) <= set(figure.findall(cited))
 
 
-# -- references ----------------------------------------------------------------------------------------------
+# -- references ------------------------------------------------------------------------
 
 ROLE = re.compile(r":(?:class|func|meth|attr|mod|data|obj|exc):`~?([\w.]+)`")
 MYST_ROLE = re.compile(r"\{py:\w+\}`~?([\w.]+)`")
@@ -260,18 +327,30 @@ def exists(dotted, *spaces):
 
 
 def unknown_names(path):
-    """References in a file to names that neither it, its classes, its room nor the package has."""
+    """References in a file to names that neither it, its classes, its room nor the
+    package has.
+    """
     module = module_of(path)
     room = importlib.import_module(".".join(module.__name__.split(".")[:2]))
     text = path.read_text()
-    classes = [getattr(module, node.name, None) for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-    return [name for name in ROLE.findall(text) if not exists(name, *classes, module, room, numpyro_bnn, builtins)]
+    classes = [
+        getattr(module, node.name, None)
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    return [
+        name
+        for name in ROLE.findall(text)
+        if not exists(name, *classes, module, room, numpyro_bnn, builtins)
+    ]
 
 
 def test_references_exist():
     unknown = {label(path): unknown_names(path) for path in SOURCES}
     for path in MARKDOWN:
-        unknown[label(path)] = [name for name in MYST_ROLE.findall(path.read_text()) if not exists(name)]
+        unknown[label(path)] = [
+            name for name in MYST_ROLE.findall(path.read_text()) if not exists(name)
+        ]
     assert {name: names for name, names in unknown.items() if names} == {}
     assert exists("numpyro_bnn.infer.SGLD.dynamics")
     assert not exists("infer.SGLDD", numpyro_bnn)
@@ -283,23 +362,34 @@ def test_every_room_is_in_the_reference():
         assert f".. automodule:: {NAME}.{room}\n   :members:" in page, room
 
 
-# -- pages of examples, and the site ---------------------------------------------------------------------------
+# -- pages of examples, and the site ---------------------------------------------------
 
 EXAMPLES = sorted(
-    path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in ("shared", "loaders", "__init__")
+    path.stem
+    for path in (ROOT / "examples").glob("*.py")
+    if path.stem not in ("shared", "loaders", "__init__")
 )
 ONE_FIGURE, ALL_FIGURES = 150_000, 1_500_000  # bytes
 
 
 def test_page_of_each_example_shows_a_run_of_it():
-    """Of the command that the table holds, which the script understands, with a figure at least."""
-    assert sorted(path.stem for path in (DOCS / "examples").glob("*.md")) == sorted([*EXAMPLES, "index"])
-    spec = importlib.util.spec_from_file_location("make_examples", DOCS / "make_examples.py")
+    """Of the command that the table holds, which the script understands, with a figure
+    at least.
+    """
+    assert sorted(path.stem for path in (DOCS / "examples").glob("*.md")) == sorted(
+        [*EXAMPLES, "index"]
+    )
+    spec = importlib.util.spec_from_file_location(
+        "make_examples", DOCS / "make_examples.py"
+    )
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     assert sorted(made.RUNS) == EXAMPLES
     for name in EXAMPLES:
-        assert f"```{{example}} {name}\n```" in (DOCS / "examples" / f"{name}.md").read_text()
+        assert (
+            f"```{{example}} {name}\n```"
+            in (DOCS / "examples" / f"{name}.md").read_text()
+        )
         first, *printed = (DOCS / "figures" / f"{name}.txt").read_text().splitlines()
         assert first == f"$ {made.command_of(name)}"
         assert len(printed) > 3
@@ -310,23 +400,40 @@ def test_page_of_each_example_shows_a_run_of_it():
     assert sum(sizes) < ALL_FIGURES
 
 
-ELSEWHERE = {"numpyro_bnn.infer.schedules"}  # the page of `sgmcmc` shows this module, under its own name
+ELSEWHERE = {
+    "numpyro_bnn.infer.schedules"
+}  # the page of `sgmcmc` shows this module, under its own name
 
 
 @pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path):
-    """As `make docs` does, which needs the extra `docs`; equations are MathML, so TeX that is wrong is a warning."""
+    """As `make docs` does, which needs the extra `docs`; equations are MathML, so TeX
+    that is wrong is a warning.
+    """
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     command += ["-d", str(tmp_path / "doctrees"), str(DOCS), str(tmp_path / "html")]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
     assert built.returncode == 0, built.stderr
     for page in PAGES:
-        assert (tmp_path / "html" / page.relative_to(DOCS)).with_suffix(".html").is_file()
+        assert (
+            (tmp_path / "html" / page.relative_to(DOCS)).with_suffix(".html").is_file()
+        )
     for room in ROOMS:
         reference = (tmp_path / "html" / "api" / f"{room}.html").read_text()
-        names = [f"{NAME}.{room}.{name}" for name in importlib.import_module(f"{NAME}.{room}").__all__]
-        shown = {name for name in names if f'id="{name}"' in reference or f'id="module-{name}"' in reference}
+        names = [
+            f"{NAME}.{room}.{name}"
+            for name in importlib.import_module(f"{NAME}.{room}").__all__
+        ]
+        shown = {
+            name
+            for name in names
+            if f'id="{name}"' in reference or f'id="module-{name}"' in reference
+        }
         assert set(names) - shown - ELSEWHERE == set()
     assert "<math" in (tmp_path / "html" / "api" / "infer.html").read_text()
-    sources = "".join(path.read_text() for path in (tmp_path / "html" / "examples").glob("*.html"))
+    sources = "".join(
+        path.read_text() for path in (tmp_path / "html" / "examples").glob("*.html")
+    )
     assert sources.count("<img") >= len(EXAMPLES)

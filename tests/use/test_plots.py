@@ -20,12 +20,19 @@ from numpyro_bnn.results import to_inference_data
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("closed_figures")]
 
-FIGURES = ["predictive_band", "predicted_vs_observed", "calibration", "reliability_diagram"]
+FIGURES = [
+    "predictive_band",
+    "predicted_vs_observed",
+    "calibration",
+    "reliability_diagram",
+]
 
 
 def drawn(name, idata, labeled, **options):
     """A figure of the results it is for."""
-    return getattr(plots, name)(labeled if name == "reliability_diagram" else idata, **options)
+    return getattr(plots, name)(
+        labeled if name == "reliability_diagram" else idata, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,11 @@ def fills(axis):
             edge = band.get_paths()[0].vertices
             x = np.unique(edge[:, 0])
             bounds = [edge[edge[:, 0] == at, 1] for at in x]
-            found[band.get_label()] = (x, np.array([b.min() for b in bounds]), np.array([b.max() for b in bounds]))
+            found[band.get_label()] = (
+                x,
+                np.array([b.min() for b in bounds]),
+                np.array([b.max() for b in bounds]),
+            )
     return found
 
 
@@ -69,27 +80,46 @@ def test_band_holds_the_quantiles_of_function_and_observation(idata):
     axis = plots.predictive_band(idata, levels=(0.8, 0.5))
     x = values(idata, "predictions_constant_data", "x")
     bands = fills(axis)
-    assert list(bands) == ["y, 80 %", "y, 50 %", "function, 80 %", "function, 50 %"]  # the widest at the back
+    assert list(bands) == [
+        "y, 80 %",
+        "y, 50 %",
+        "function, 80 %",
+        "function, 50 %",
+    ]  # the widest at the back
     for name, variable in (("y", "y"), ("function", "y_mean")):
         draws = values(idata, "predictions", variable).reshape(-1, x.size)
         for level in (80, 50):
             at, low, high = bands[f"{name}, {level} %"]
             tail = (1 - level / 100) / 2
-            expected = scipy.stats.mstats.mquantiles(draws, [tail, 1 - tail], alphap=0, betap=0, axis=0)
+            expected = scipy.stats.mstats.mquantiles(
+                draws, [tail, 1 - tail], alphap=0, betap=0, axis=0
+            )
             np.testing.assert_allclose(at, x)
             np.testing.assert_allclose([low, high], expected, rtol=1e-10)
     (mean,) = axis.lines
     np.testing.assert_allclose(mean.get_xdata(), x)
-    np.testing.assert_allclose(mean.get_ydata(), values(idata, "predictions", "y_mean").mean(axis=(0, 1)))
+    np.testing.assert_allclose(
+        mean.get_ydata(), values(idata, "predictions", "y_mean").mean(axis=(0, 1))
+    )
 
 
 def test_band_shows_the_training_data_and_names_its_axes(idata):
     axis = plots.predictive_band(idata)
     (points,) = [c for c in axis.collections if c.get_label() == "data"]
-    expected = [values(idata, "constant_data", "x"), values(idata, "observed_data", "y")]
+    expected = [
+        values(idata, "constant_data", "x"),
+        values(idata, "observed_data", "y"),
+    ]
     np.testing.assert_allclose(points.get_offsets().T, expected)
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("x", "y")
-    assert legend(axis) == ["y, 90 %", "y, 50 %", "function, 90 %", "function, 50 %", "function mean", "data"]
+    assert legend(axis) == [
+        "y, 90 %",
+        "y, 50 %",
+        "function, 90 %",
+        "function, 50 %",
+        "function mean",
+        "data",
+    ]
     inputs = group(idata, "predictions_constant_data").copy()
     inputs["x"].attrs.update(long_name="distance", units="km")
     bare = changed(idata, constant_data=None, predictions_constant_data=inputs)
@@ -108,10 +138,17 @@ def test_band_orders_inputs_and_takes_values_to_draw_against(idata):
 
 
 def test_band_draws_the_data_where_there_are_no_predictions(idata):
-    axis = plots.predictive_band(changed(idata, predictions=None, predictions_constant_data=None))
-    np.testing.assert_allclose(axis.lines[0].get_xdata(), values(idata, "constant_data", "x"))
+    axis = plots.predictive_band(
+        changed(idata, predictions=None, predictions_constant_data=None)
+    )
+    np.testing.assert_allclose(
+        axis.lines[0].get_xdata(), values(idata, "constant_data", "x")
+    )
     only = changed(idata, predictions=group(idata, "predictions")[["y_mean"]])
-    assert list(fills(plots.predictive_band(only))) == ["function, 90 %", "function, 50 %"]
+    assert list(fills(plots.predictive_band(only))) == [
+        "function, 90 %",
+        "function, 50 %",
+    ]
     same = plots.predictive_band(idata, group="posterior_predictive")
     np.testing.assert_allclose(same.lines[0].get_ydata(), axis.lines[0].get_ydata())
 
@@ -128,13 +165,22 @@ def test_predicted_vs_observed_holds_means_intervals_and_scores(idata):
     bars, dots = axis.collections[0::2], axis.collections[1::2]
     for inside, bar, dot in zip((True, False), bars, dots, strict=True):
         these = coverage.inside == inside
-        np.testing.assert_allclose(dot.get_offsets(), np.stack([y[these], mean[these]], axis=1))
+        np.testing.assert_allclose(
+            dot.get_offsets(), np.stack([y[these], mean[these]], axis=1)
+        )
         bounds = np.quantile(draws[:, these], [0.1, 0.9], axis=0, method="weibull")
-        np.testing.assert_allclose([segment[:, 1] for segment in bar.get_segments()], bounds.T, rtol=1e-12)
-    assert to_rgb(dots[0].get_facecolor()[0, :3]) != to_rgb(dots[1].get_facecolor()[0, :3])
+        np.testing.assert_allclose(
+            [segment[:, 1] for segment in bar.get_segments()], bounds.T, rtol=1e-12
+        )
+    assert to_rgb(dots[0].get_facecolor()[0, :3]) != to_rgb(
+        dots[1].get_facecolor()[0, :3]
+    )
     title = axis.get_legend().get_title().get_text()
     assert f"RMSE {metrics.rmse(mean, y).value:.3g} ±" in title
-    assert f"{100 * coverage.coverage:.1f} % of targets inside (80 ± {100 * coverage.standard_error:.1f}" in title
+    assert (
+        f"{100 * coverage.coverage:.1f} % of targets inside (80 ± "
+        f"{100 * coverage.standard_error:.1f}"
+    ) in title
     (line,) = axis.lines
     np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("observed y", "predicted y")
@@ -142,13 +188,20 @@ def test_predicted_vs_observed_holds_means_intervals_and_scores(idata):
 
 def test_predicted_vs_observed_says_that_it_shows_training_data(idata):
     without = group(idata, "predictions_constant_data")[["x"]]
-    axis = plots.predicted_vs_observed(changed(idata, predictions_constant_data=without))
+    axis = plots.predicted_vs_observed(
+        changed(idata, predictions_constant_data=without)
+    )
     assert axis.get_xlabel() == "observed y (training data)"
     assert sum(len(dots.get_offsets()) for dots in axis.collections[1::2]) == 60
     renamed = group(idata, "predictions_constant_data").rename(y="targets")
     other = changed(idata, predictions_constant_data=renamed)
-    assert plots.predicted_vs_observed(other).get_xlabel() == "observed y (training data)"
-    assert plots.predicted_vs_observed(other, target="targets").get_xlabel() == "observed y"
+    assert (
+        plots.predicted_vs_observed(other).get_xlabel() == "observed y (training data)"
+    )
+    assert (
+        plots.predicted_vs_observed(other, target="targets").get_xlabel()
+        == "observed y"
+    )
 
 
 # --- calibration
@@ -158,23 +211,38 @@ def test_calibration_holds_the_transform_and_the_coverage(idata):
     histogram, curve = plots.calibration(idata, bins=8, seed=3)
     y = values(idata, "predictions_constant_data", "y")
     draws = values(idata, "predictions", "y").reshape(-1, y.size)
-    expected, _ = np.histogram(metrics.pit(draws, y, 3), bins=8, range=(0, 1), density=True)
+    expected, _ = np.histogram(
+        metrics.pit(draws, y, 3), bins=8, range=(0, 1), density=True
+    )
     np.testing.assert_allclose(histogram.patches[-1].get_data().values, expected)
     x, found = curve.lines[-1].get_data()
     np.testing.assert_allclose(x, np.linspace(0.05, 0.95, 19))
-    np.testing.assert_allclose(found, [metrics.interval_coverage(draws, y, level).coverage for level in x])
+    np.testing.assert_allclose(
+        found, [metrics.interval_coverage(draws, y, level).coverage for level in x]
+    )
     _, low, high = fills(curve)["95 % if calibrated"]
-    np.testing.assert_allclose(np.transpose([low, high]), [binomial_band(y.size, level) for level in x])
+    np.testing.assert_allclose(
+        np.transpose([low, high]), [binomial_band(y.size, level) for level in x]
+    )
 
 
 def test_calibration_ends_where_the_draws_end():
-    """Nine draws hold a new one with probability 0.8 at most: curve and intervals stop there."""
+    """Nine draws hold a new one with probability 0.8 at most: curve and intervals stop
+    there.
+    """
     idata = example_results(num_points=50, num_samples=9, num_chains=1)
     _, curve = plots.calibration(idata)
-    np.testing.assert_allclose(curve.lines[-1].get_data()[0], np.linspace(0.05, 0.8, 16))
-    with pytest.raises(ValueError, match=r"9 draws of y, which hold a new one with probability 0\.80 at most"):
+    np.testing.assert_allclose(
+        curve.lines[-1].get_data()[0], np.linspace(0.05, 0.8, 16)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"9 draws of y, which hold a new one with probability 0\.80 at most",
+    ):
         plots.predicted_vs_observed(idata, level=0.9)
-    assert {"y, 80 %", "y, 50 %", "function, 80 %"} <= set(fills(plots.predictive_band(idata, levels=(0.5, 0.9))))
+    assert {"y, 80 %", "y, 50 %", "function, 80 %"} <= set(
+        fills(plots.predictive_band(idata, levels=(0.5, 0.9)))
+    )
 
 
 def test_calibration_of_classes_holds_the_reliability_curve(labeled):
@@ -182,8 +250,12 @@ def test_calibration_of_classes_holds_the_reliability_curve(labeled):
     labels = values(labeled, "predictions_constant_data", "y")
     table = metrics.ece(values(labeled, "predictions", "y_probs"), labels, bins=10)
     filled = table.counts > 0
-    np.testing.assert_allclose(shares.patches[-1].get_data().values, table.counts / labels.size)
-    np.testing.assert_allclose(curve.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
+    np.testing.assert_allclose(
+        shares.patches[-1].get_data().values, table.counts / labels.size
+    )
+    np.testing.assert_allclose(
+        curve.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]]
+    )
     assert curve.get_legend().get_title().get_text() == f"ECE {100 * table.ece:.1f} %"
 
 
@@ -198,18 +270,31 @@ def test_reliability_holds_shares_of_right_labels_and_of_points(labeled):
     right, top = mean.argmax(axis=1) == labels, mean.max(axis=1)
     place = np.ceil(12 * top).astype(int) - 1  # a bin holds its upper edge
     filled = np.unique(place)
-    expected = [[top[place == m].mean() for m in filled], [right[place == m].mean() for m in filled]]
+    expected = [
+        [top[place == m].mean() for m in filled],
+        [right[place == m].mean() for m in filled],
+    ]
     np.testing.assert_allclose(axis.lines[-1].get_data(), expected)
     share = axis.patches[0].get_data().values
     np.testing.assert_allclose(share, np.bincount(place, minlength=12) / 500)
     (bands,) = axis.collections
     for m, segment in zip(filled, bands.get_segments(), strict=True):
         size = (place == m).sum()
-        expected = np.array(scipy.stats.binom.interval(0.95, size, top[place == m].mean())) / size
+        expected = (
+            np.array(scipy.stats.binom.interval(0.95, size, top[place == m].mean()))
+            / size
+        )
         np.testing.assert_allclose(segment[:, 1], expected)
-    ece = sum((place == m).mean() * abs(a - c) for m, c, a in zip(filled, *axis.lines[-1].get_data(), strict=True))
+    ece = sum(
+        (place == m).mean() * abs(a - c)
+        for m, c, a in zip(filled, *axis.lines[-1].get_data(), strict=True)
+    )
     assert axis.get_legend().get_title().get_text() == f"ECE {100 * ece:.1f} %"
-    assert legend(axis) == ["share of 500 points", "95 % if calibrated", "most probable class"]
+    assert legend(axis) == [
+        "share of 500 points",
+        "95 % if calibrated",
+        "most probable class",
+    ]
     assert axis.get_xlim() == pytest.approx((0.3, 1.0))
 
 
@@ -225,14 +310,18 @@ def test_reliability_of_a_label_with_a_mean():
     axis = plots.reliability_diagram(results(groups))
     table = metrics.ece(np.stack([1 - p, p], axis=-1), y)
     filled = table.counts > 0
-    np.testing.assert_allclose(axis.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]])
+    np.testing.assert_allclose(
+        axis.lines[-1].get_data(), [table.confidence[filled], table.accuracy[filled]]
+    )
 
 
 # --- all of them
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_figures_draw_on_the_axes_they_are_given_or_on_new_ones_that_hold_their_text(name, idata, labeled, tmp_path):
+def test_figures_draw_on_the_axes_they_are_given_or_on_new_ones_that_hold_their_text(
+    name, idata, labeled, tmp_path
+):
     count = 2 if name == "calibration" else 1
     canvas, axes = plt.subplots(1, count, squeeze=False)
     result = drawn(name, idata, labeled, ax=axes[0] if count > 1 else axes[0, 0])
@@ -262,17 +351,23 @@ def test_figures_draw_what_to_inference_data_gives():
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(w * x, NOISE), obs=y)
 
-    mcmc = run_chains(BarkerMH(model), X[:, 0], Y, num_warmup=100, num_samples=50, num_chains=1)
+    mcmc = run_chains(
+        BarkerMH(model), X[:, 0], Y, num_warmup=100, num_samples=50, num_chains=1
+    )
     fitted = to_inference_data(mcmc, predictions={"x": NEW_X[:, 0], "y": NEW_X[:, 0]})
     axis = plots.predictive_band(fitted)
     assert "data" in legend(axis)
-    np.testing.assert_allclose(axis.lines[0].get_xdata(), np.sort(NEW_X[:, 0]), rtol=1e-6)
+    np.testing.assert_allclose(
+        axis.lines[0].get_xdata(), np.sort(NEW_X[:, 0]), rtol=1e-6
+    )
     assert "training" not in plots.predicted_vs_observed(fitted).get_xlabel()
     assert plots.calibration(fitted)[1].lines
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_without_matplotlib_the_error_says_what_to_install(name, idata, labeled, monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(
+    name, idata, labeled, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'pip install "numpyro_bnn\[plots\]"'):
         drawn(name, idata, labeled)
@@ -291,16 +386,40 @@ def in_columns(idata):
     ("call", "message"),
     [
         (lambda i, c: plots.predictive_band(i, "z"), "`x` got 'z'.*Known: x"),
-        (lambda i, c: plots.predictive_band(i, np.zeros(3)), r"shape \(3,\).*each of 120 points"),
-        (lambda i, c: plots.predictive_band(in_columns(i)), r"'x' of shape \(120, 2\).*e.g. x\[:, 0\]"),
+        (
+            lambda i, c: plots.predictive_band(i, np.zeros(3)),
+            r"shape \(3,\).*each of 120 points",
+        ),
+        (
+            lambda i, c: plots.predictive_band(in_columns(i)),
+            r"'x' of shape \(120, 2\).*e.g. x\[:, 0\]",
+        ),
         (lambda i, c: plots.predictive_band(i, site="z"), "`site` got 'z'.*Known: y"),
-        (lambda i, c: plots.predictive_band(i, group="prior"), "`group` got 'prior'.*Known: predictions, posterior_"),
-        (lambda i, c: plots.predictive_band(bare(i)), r"without predictions\. Pass them to `to_inference_data`"),
+        (
+            lambda i, c: plots.predictive_band(i, group="prior"),
+            "`group` got 'prior'.*Known: predictions, posterior_",
+        ),
+        (
+            lambda i, c: plots.predictive_band(bare(i)),
+            r"without predictions\. Pass them to `to_inference_data`",
+        ),
         (lambda i, c: plots.predictive_band(c), "'y', a class label"),
-        (lambda i, c: plots.predicted_vs_observed(i, target="z"), "`target` got 'z'.*Known: x, y"),
-        (lambda i, c: plots.predicted_vs_observed(c), r"'y', a class label.*plots\.calibration"),
-        (lambda i, c: plots.calibration(bare(i)), "without predictions and their targets"),
-        (lambda i, c: plots.reliability_diagram(i), "`site` got 'y', which is not a class label"),
+        (
+            lambda i, c: plots.predicted_vs_observed(i, target="z"),
+            "`target` got 'z'.*Known: x, y",
+        ),
+        (
+            lambda i, c: plots.predicted_vs_observed(c),
+            r"'y', a class label.*plots\.calibration",
+        ),
+        (
+            lambda i, c: plots.calibration(bare(i)),
+            "without predictions and their targets",
+        ),
+        (
+            lambda i, c: plots.reliability_diagram(i),
+            "`site` got 'y', which is not a class label",
+        ),
     ],
 )
 def test_errors_say_what_to_write(idata, labeled, call, message):
@@ -313,7 +432,9 @@ def test_several_sites_or_inputs_must_be_named(idata):
     two = group(idata, "observed_data").copy()
     two["z"] = two["y"]
     both = changed(idata, observed_data=two)
-    with pytest.raises(ValueError, match=r"`site` got nothing, and there are 2 sites.*\['y', 'z'\]"):
+    with pytest.raises(
+        ValueError, match=r"`site` got nothing, and there are 2 sites.*\['y', 'z'\]"
+    ):
         plots.predictive_band(both)
     assert plots.predictive_band(both, site="y").get_ylabel() == "y"
     inputs = group(idata, "predictions_constant_data").copy()

@@ -1,4 +1,6 @@
-"""The posterior of assumed density filtering as a NumPyro guide: sampling, summaries, parameters."""
+"""The posterior of assumed density filtering as a NumPyro guide: sampling, summaries,
+parameters.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -28,7 +30,8 @@ FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
 class ADFPosterior(AutoNormal):
     """Independent Gaussians for weights, Gammas for precisions.
 
-    For a non-centered weight w = s w_base the guide makes w independent of s: given s, w_base is N(m / s, v / s^2).
+    For a non-centered weight w = s w_base the guide makes w independent of s: given s,
+    w_base is N(m / s, v / s^2).
     """
 
     _problem: Problem | None = None
@@ -41,7 +44,10 @@ class ADFPosterior(AutoNormal):
             with jax.enable_x64(True):
                 self._problem = Problem.of(self._data)
         if self._problem is None:
-            instead = "Call `run` of this guide first, or use it in `SVI`, so that it reads the model."
+            instead = (
+                "Call `run` of this guide first, or use it in `SVI`, so that it reads "
+                "the model."
+            )
             raise argument_error(CALL, "params", "those of another guide", instead)
         return self._problem
 
@@ -53,18 +59,25 @@ class ADFPosterior(AutoNormal):
                 self._problem, self._data = Problem.of(data), data.head()
         sites = read(self.model, args, kwargs).sites
         self._prototype_call = (args, kwargs)
-        # The values are placeholders here, so only the fields without values are stored.
+        # The values are placeholders here, so only the fields without values are
+        # stored.
         fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
-        self.prototype_trace = {n: {k: site[k] for k in fields if k in site} for n, site in sites.items()}
+        self.prototype_trace = {
+            n: {k: site[k] for k in fields if k in site} for n, site in sites.items()
+        }
         for name, site in sites.items():
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
             elif is_latent(site):
                 self._event_dims[name] = site["fn"].event_dim
-                self._prototype_frames |= {frame.name: frame for frame in site["cond_indep_stack"]}
+                self._prototype_frames |= {
+                    frame.name: frame for frame in site["cond_indep_stack"]
+                }
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        """Sample the latent sites of the model, from parameters ``<site>_<prefix>_...``."""
+        """Sample the latent sites of the model, from parameters
+        ``<site>_<prefix>_...``.
+        """
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         problem, start = self._known_problem(), self._start_params()
@@ -72,30 +85,50 @@ class ADFPosterior(AutoNormal):
 
         def parameter(site: str, field: str) -> jax.Array:
             name = f"{site}_{self.prefix}_{field}"
-            constraint = constraints.real if field == "loc" else constraints.softplus_positive
+            constraint = (
+                constraints.real if field == "loc" else constraints.softplus_positive
+            )
             value = jnp.asarray(start[name], float)
             event_dim = self._event_dims.get(site, value.ndim)
-            return numpyro.param(name, value, constraint=constraint, event_dim=event_dim)
+            return numpyro.param(
+                name, value, constraint=constraint, event_dim=event_dim
+            )
 
         values: dict[str, jax.Array] = {}
-        by_latent = {weight.latent: (name, weight) for name, weight in problem.sites.weights.items()}
-        for latent in self._event_dims:  # in the order of the model, as TraceMeanField_ELBO requires
+        by_latent = {
+            weight.latent: (name, weight)
+            for name, weight in problem.sites.weights.items()
+        }
+        for latent in (
+            self._event_dims
+        ):  # in the order of the model, as TraceMeanField_ELBO requires
             if latent in by_latent:
                 name, weight = by_latent[latent]
                 loc, scale = parameter(name, "loc"), parameter(name, "scale")
                 if not weight.centered:
                     unit = weight.prior_sd(values)
-                    loc, scale = (loc - jnp.asarray(weight.loc, float)) / unit, scale / unit
+                    loc, scale = (
+                        (loc - jnp.asarray(weight.loc, float)) / unit,
+                        scale / unit,
+                    )
                 fn: dist.Distribution = dist.Normal(loc, scale)
             else:
                 hyper = problem.hyperparameters[latent]
-                first, second = (parameter(latent, field) for field in FIELDS[hyper.kind])
-                state = Gamma(first, second) if hyper.kind == "gamma" else Gaussian(first, second**2)
+                first, second = (
+                    parameter(latent, field) for field in FIELDS[hyper.kind]
+                )
+                state = (
+                    Gamma(first, second)
+                    if hyper.kind == "gamma"
+                    else Gaussian(first, second**2)
+                )
                 fn = _distribution(hyper, state)
             values[latent] = self._sample(latent, fn, plates)
         return values
 
-    def _sample(self, name: str, fn: dist.Distribution, plates: Mapping[str, Any]) -> jax.Array:
+    def _sample(
+        self, name: str, fn: dist.Distribution, plates: Mapping[str, Any]
+    ) -> jax.Array:
         assert self.prototype_trace is not None
         with ExitStack() as stack:
             for frame in self.prototype_trace[name]["cond_indep_stack"]:
@@ -106,43 +139,71 @@ class ADFPosterior(AutoNormal):
         """Parameters before any data are seen."""
         problem = self._known_problem()
         if self._start is None:
-            # Also while SVI traces the guide; `ensure_compile_time_eval` would run each operation by itself.
+            # Also while SVI traces the guide; `ensure_compile_time_eval` would run each
+            # operation by itself.
             with jax.enable_x64(True), jax.core.eval_context():
-                make = shared(lambda key: self._to_params(problem.start(problem.random_means(key))), once=True)
+                make = shared(
+                    lambda key: self._to_params(
+                        problem.start(problem.random_means(key))
+                    ),
+                    once=True,
+                )
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
 
     def _to_params(self, state: ADFState) -> dict[str, jax.Array]:
-        """Parameters ``<site>_<prefix>_loc`` and ``_scale``, for Gamma sites ``_concentration`` and ``_rate``."""
+        """Parameters ``<site>_<prefix>_loc`` and ``_scale``, for Gamma sites
+        ``_concentration`` and ``_rate``.
+        """
         params: dict[str, jax.Array] = {}
         for name, value in {**state.hyperparameters, **state.weights}.items():
             gamma = isinstance(value, Gamma)
             fields = FIELDS["gamma" if gamma else "normal"]
             parts = value if gamma else (value.mean, _sqrt(value.var))
-            params |= {f"{name}_{self.prefix}_{field}": p for field, p in zip(fields, parts, strict=True)}
+            params |= {
+                f"{name}_{self.prefix}_{field}": p
+                for field, p in zip(fields, parts, strict=True)
+            }
         return params
 
     def _from_params(self, params: Mapping[str, Any]) -> ADFState:
         problem = self._known_problem()
 
         def read(name: str, kind: str) -> Any:
-            first, second = (jnp.asarray(params[f"{name}_{self.prefix}_{f}"], float) for f in FIELDS[kind])
-            return Gamma(first, second) if kind == "gamma" else Gaussian(first, second * second)
+            first, second = (
+                jnp.asarray(params[f"{name}_{self.prefix}_{f}"], float)
+                for f in FIELDS[kind]
+            )
+            return (
+                Gamma(first, second)
+                if kind == "gamma"
+                else Gaussian(first, second * second)
+            )
 
         return ADFState(
             {name: read(name, "normal") for name in problem.sites.weights},
-            {name: read(name, hyper.kind) for name, hyper in problem.hyperparameters.items()},
+            {
+                name: read(name, hyper.kind)
+                for name, hyper in problem.hyperparameters.items()
+            },
             {},
         )
 
     def sample_posterior(
-        self, rng_key: jax.Array, params: Mapping[str, Any], *args: Any, sample_shape: tuple = (), **kwargs: Any
+        self,
+        rng_key: jax.Array,
+        params: Mapping[str, Any],
+        *args: Any,
+        sample_shape: tuple = (),
+        **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Posterior draws ``(*sample_shape, ...)`` of the latent and deterministic sites.
+        """Posterior draws ``(*sample_shape, ...)`` of the latent and deterministic
+        sites.
 
         :param rng_key: a key.
         :param params: parameters from a run.
-        :param args: arguments of the model for its deterministic sites; by default those of the run.
+        :param args: arguments of the model for its deterministic sites; by default
+            those of the run.
         :param sample_shape: shape of the batch of draws.
         """
         fns = self._distributions(params)
@@ -151,43 +212,69 @@ class ADFPosterior(AutoNormal):
         return self._complete(values, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Posterior medians of the latent and deterministic sites; bases of non-centered weights follow from them.
+        """Posterior medians of the latent and deterministic sites; bases of
+        non-centered weights follow from them.
 
         :param params: parameters from a run.
         """
         return {name: value[0] for name, value in self.quantiles(params, [0.5]).items()}
 
-    def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> dict[str, jax.Array]:
+    def quantiles(
+        self, params: Mapping[str, Any], quantiles: Any
+    ) -> dict[str, jax.Array]:
         """Posterior quantiles (Q, ...) of the latent and deterministic sites.
 
         :param params: parameters from a run.
         :param quantiles: Q probabilities.
         """
-        q, fns = probabilities("AutoADF.quantiles", quantiles), self._distributions(params)
-        values = {name: _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape()))) for name, fn in fns.items()}
+        q, fns = (
+            probabilities("AutoADF.quantiles", quantiles),
+            self._distributions(params),
+        )
+        values = {
+            name: _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape())))
+            for name, fn in fns.items()
+        }
         return self._complete(values, q.shape, (), {})
 
     def _distributions(self, params: Mapping[str, Any]) -> dict[str, dist.Distribution]:
         hypers, state = self._known_problem().hyperparameters, self._from_params(params)
-        found = {name: _distribution(hyper, state.hyperparameters[name]) for name, hyper in hypers.items()}
-        return found | {name: dist.Normal(mean, jnp.sqrt(var)) for name, (mean, var) in state.weights.items()}
+        found = {
+            name: _distribution(hyper, state.hyperparameters[name])
+            for name, hyper in hypers.items()
+        }
+        return found | {
+            name: dist.Normal(mean, jnp.sqrt(var))
+            for name, (mean, var) in state.weights.items()
+        }
 
     def _complete(
-        self, values: dict[str, jax.Array], sample_shape: tuple, args: tuple, kwargs: Any
+        self,
+        values: dict[str, jax.Array],
+        sample_shape: tuple,
+        args: tuple,
+        kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Add the bases of non-centered weights and the deterministic sites of the model."""
+        """Add the bases of non-centered weights and the deterministic sites of the
+        model.
+        """
         assert self.prototype_trace is not None
         weights = self._known_problem().sites.weights
 
         def bases(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {
-                weight.latent: (one[name] - jnp.asarray(weight.loc, float)) / weight.prior_sd(one)
+                weight.latent: (one[name] - jnp.asarray(weight.loc, float))
+                / weight.prior_sd(one)
                 for name, weight in weights.items()
                 if not weight.centered
             }
 
         values = {**map_samples(bases, values, sample_shape), **values}
-        wanted = [name for name, site in self.prototype_trace.items() if site["type"] == "deterministic"]
+        wanted = [
+            name
+            for name, site in self.prototype_trace.items()
+            if site["type"] == "deterministic"
+        ]
         missing = [name for name in wanted if name not in values]
         if not missing:
             return values
@@ -196,25 +283,40 @@ class ADFPosterior(AutoNormal):
         reading = read(self.model, *as_arrays(*call))
 
         def deterministic(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            return {name: site["value"] for name, site in reading.at(one, only=missing).items()}
+            return {
+                name: site["value"]
+                for name, site in reading.at(one, only=missing).items()
+            }
 
         return {**values, **map_samples(deterministic, values, sample_shape)}
 
 
 def _sqrt(value: Any) -> Any:
-    return np.sqrt(value) if isinstance(value, np.ndarray | np.generic) else jnp.sqrt(value)
+    return (
+        np.sqrt(value)
+        if isinstance(value, np.ndarray | np.generic)
+        else jnp.sqrt(value)
+    )
 
 
 def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:
     if isinstance(state, Gamma):
         return dist.Gamma(state.concentration, state.rate)
-    return dist.TransformedDistribution(dist.Normal(state.mean, jnp.sqrt(state.var)), hyper.transform)
+    return dist.TransformedDistribution(
+        dist.Normal(state.mean, jnp.sqrt(state.var)), hyper.transform
+    )
 
 
 def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
     if isinstance(fn, dist.TransformedDistribution):
-        return dist.transforms.ComposeTransform(fn.transforms)(fn.base_dist.icdf(probability))
-    return _gamma_quantile(fn, probability) if isinstance(fn, dist.Gamma) else fn.icdf(probability)
+        return dist.transforms.ComposeTransform(fn.transforms)(
+            fn.base_dist.icdf(probability)
+        )
+    return (
+        _gamma_quantile(fn, probability)
+        if isinstance(fn, dist.Gamma)
+        else fn.icdf(probability)
+    )
 
 
 def _gamma_quantile(gamma: dist.Gamma, probability: jax.Array) -> jax.Array:
@@ -234,10 +336,17 @@ def _gamma_quantile(gamma: dist.Gamma, probability: jax.Array) -> jax.Array:
     return jnp.exp(0.5 * (low + high)) / gamma.rate
 
 
-def map_samples(fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]) -> dict[str, Any]:
+def map_samples(
+    fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]
+) -> dict[str, Any]:
     """Apply ``fn`` to every sample of a dictionary, one at a time."""
     if not sample_shape:
         return fn(samples)
     ndim = len(sample_shape)
-    flat = {name: value.reshape((-1, *value.shape[ndim:])) for name, value in samples.items()}
-    return jax.tree.map(lambda leaf: leaf.reshape(sample_shape + leaf.shape[1:]), jax.lax.map(fn, flat))
+    flat = {
+        name: value.reshape((-1, *value.shape[ndim:]))
+        for name, value in samples.items()
+    }
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(sample_shape + leaf.shape[1:]), jax.lax.map(fn, flat)
+    )

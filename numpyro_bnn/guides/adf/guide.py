@@ -10,7 +10,17 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._keys import split
-from numpyro_bnn._options import Choice, Fraction, Kind, Model, PositiveInt, Prefix, RandomKey, Switch, checked
+from numpyro_bnn._options import (
+    Choice,
+    Fraction,
+    Kind,
+    Model,
+    PositiveInt,
+    Prefix,
+    RandomKey,
+    Switch,
+    checked,
+)
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
 from numpyro_bnn.guides.adf.reading import CALL, Data
@@ -21,10 +31,12 @@ from numpyro_bnn.program.row_lengths import check_row_lengths
 
 
 class ADFResult(NamedTuple):
-    """Result of :meth:`AutoADF.run`; its fields begin like those of NumPyro's ``SVIRunResult``.
+    """Result of :meth:`AutoADF.run`; its fields begin like those of NumPyro's
+    ``SVIRunResult``.
 
     :param params: parameters of the guide by name, as all its methods take them.
-    :param state: the same in float64, with the approximate prior factors; pass it to a later ``run`` to continue.
+    :param state: the same in float64, with the approximate prior factors; pass it to a
+        later ``run`` to continue.
     :param losses: minus the log evidence of each epoch, (E,) or (R, E).
     :param refused: fraction of refused updates in each epoch, (E,) or (R, E).
     """
@@ -36,37 +48,48 @@ class ADFResult(NamedTuple):
 
 
 class AutoADF(ADFPosterior):
-    r"""Probabilistic backpropagation: assumed density filtering (ADF) for a NumPyro model with Gaussian weights.
+    r"""Probabilistic backpropagation: assumed density filtering (ADF) for a NumPyro
+    model with Gaussian weights.
 
-    The posterior is a product of Gaussians, one per weight, and of Gammas for the precisions of weights and noise.
-    Data points are absorbed one at a time. Means and variances are propagated through the model to
-    f_n ~ N(m_f, v_f) (:func:`~numpyro_bnn.moments.propagate`), which gives the normalizer
-    Z = \int p(y_n | f) N(f; m_f, v_f) df, and each weight N(m, v) is set to the moments of the exact posterior,
+    The posterior is a product of Gaussians, one per weight, and of Gammas for the
+    precisions of weights and noise. Data points are absorbed one at a time. Means and
+    variances are propagated through the model to f_n ~ N(m_f, v_f)
+    (:func:`~numpyro_bnn.moments.propagate`), which gives the normalizer Z = \int p(y_n
+    | f) N(f; m_f, v_f) df, and each weight N(m, v) is set to the moments of the exact
+    posterior,
 
     .. math:: m \leftarrow m + v \frac{d\log Z}{dm}, \qquad
-              v \leftarrow v - v^2\Big[\Big(\frac{d\log Z}{dm}\Big)^2 - 2\frac{d\log Z}{dv}\Big].
+              v \leftarrow v - v^2\Big[\Big(\frac{d\log Z}{dm}\Big)^2
+              - 2\frac{d\log Z}{dv}\Big].
 
-    An update that would make a variance negative or infinite is refused for that weight. After each epoch the prior
-    factors are refined.
+    An update that would make a variance negative or infinite is refused for that
+    weight. After each epoch the prior factors are refined.
 
     The model may be any NumPyro model in which
 
-    - weights have Normal priors (others on the real line are represented by mean and sd) with a fixed scale or one
-      hyperparameter that scales them: a Gamma precision (published update) or any positive site (by one-dimensional
-      quadrature); centered or not (``w_base``);
-    - one site is observed, one row at a time: Normal with noise that is fixed, has a Gamma precision (published
-      update) or any other prior; Categorical with logits (pairwise approximation); any other distribution whose
-      parameters depend on one linear predictor, by quadrature; masked observations are left out;
-    - arrays whose first axis is the number of data points are data; rows do not influence each other.
+    - weights have Normal priors (others on the real line are represented by mean and
+      sd) with a fixed scale or one hyperparameter that scales them: a Gamma precision
+      (published update) or any positive site (by one-dimensional quadrature); centered
+      or not (``w_base``);
+    - one site is observed, one row at a time: Normal with noise that is fixed, has a
+      Gamma precision (published update) or any other prior; Categorical with logits
+      (pairwise approximation); any other distribution whose parameters depend on one
+      linear predictor, by quadrature; masked observations are left out;
+    - arrays whose first axis is the number of data points are data; rows do not
+      influence each other.
 
-    It is a NumPyro guide: ``sample_posterior``, ``median``, ``quantiles``, ``Predictive(model, guide=...)`` and
-    ``SVI`` (which can continue from it: ``init_params=result.params``) work with ``result.params``.
+    It is a NumPyro guide: ``sample_posterior``, ``median``, ``quantiles``,
+    ``Predictive(model, guide=...)`` and ``SVI`` (which can continue from it:
+    ``init_params=result.params``) work with ``result.params``.
 
     :param model: a NumPyro model.
-    :param prefix: part of the names of parameters, as in :class:`~numpyro.infer.autoguide.AutoNormal`.
-    :raises ValueError: when it reads the model, for a site it cannot handle; the message names the site.
+    :param prefix: part of the names of parameters, as in
+        :class:`~numpyro.infer.autoguide.AutoNormal`.
+    :raises ValueError: when it reads the model, for a site it cannot handle; the
+        message names the site.
 
-    Reference: Hernandez-Lobato & Adams (2015), *Probabilistic backpropagation*; Minka (2001) on ADF.
+    Reference: Hernandez-Lobato & Adams (2015), *Probabilistic backpropagation*; Minka
+    (2001) on ADF.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> def model(x, y=None):
@@ -75,7 +98,13 @@ class AutoADF(ADFPosterior):
     ...         numpyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
     >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
     >>> pbp = AutoADF(model)
-    >>> fit = pbp.run(jax.random.key(0), x, jnp.array([1.0, 2.0]), num_epochs=1, progress_bar=False)
+    >>> fit = pbp.run(
+    ...     jax.random.key(0),
+    ...     x,
+    ...     jnp.array([1.0, 2.0]),
+    ...     num_epochs=1,
+    ...     progress_bar=False,
+    ... )
     >>> mean, variance = pbp.predictive_moments(fit.params, x)
     >>> variance.shape
     (2,)
@@ -98,7 +127,10 @@ class AutoADF(ADFPosterior):
         num_epochs: PositiveInt = 40,
         in_axes: Sequence[int | None] | None = None,
         init_means: Mapping[str, Any] | None = None,
-        init_state: Annotated[ADFState, Kind(ADFState, "Pass the `state` of an earlier run of this guide.")]
+        init_state: Annotated[
+            ADFState,
+            Kind(ADFState, "Pass the `state` of an earlier run of this guide."),
+        ]
         | None = None,
         orders: Any = None,
         progress_bar: Switch = True,
@@ -106,23 +138,28 @@ class AutoADF(ADFPosterior):
         keeper: Keeper | None = None,
         **kwargs: Any,
     ) -> ADFResult:
-        """Fit to data in ``num_epochs`` shuffled passes, in float64 whatever the global setting.
+        """Fit to data in ``num_epochs`` shuffled passes, in float64 whatever the global
+        setting.
 
-        With R keys it makes R runs at once, on the same data or, with ``in_axes``, on R data sets of the same shape.
-        A keyboard interrupt returns the result of the finished epochs.
+        With R keys it makes R runs at once, on the same data or, with ``in_axes``, on R
+        data sets of the same shape. A keyboard interrupt returns the result of the
+        finished epochs.
 
         :param rng_key: a key for the start and the order of the data, or R keys.
         :param args: arguments of the model, targets included.
         :param num_epochs: passes over the data.
-        :param in_axes: for R keys, the axis of each positional argument that runs over the data sets, ``None`` for
-            arguments they share.
-        :param init_means: initial means by weight site (with a leading axis R for R runs); by default
-            N(prior mean, prior variance / fan-in).
+        :param in_axes: for R keys, the axis of each positional argument that runs over
+            the data sets, ``None`` for arguments they share.
+        :param init_means: initial means by weight site (with a leading axis R for R
+            runs); by default N(prior mean, prior variance / fan-in).
         :param init_state: ``result.state`` of an earlier run, to continue it.
-        :param orders: order of the rows in each epoch, (E, N), or (R, E, N), instead of random ones.
+        :param orders: order of the rows in each epoch, (E, N), or (R, E, N), instead of
+            random ones.
         :param progress_bar: show a progress bar over epochs.
-        :param max_refused: warn if a larger fraction of the weight updates is refused in an epoch.
-        :param keeper: where the epochs are kept; :func:`numpyro_bnn.runs.fit` passes one.
+        :param max_refused: warn if a larger fraction of the weight updates is refused
+            in an epoch.
+        :param keeper: where the epochs are kept; :func:`numpyro_bnn.runs.fit` passes
+            one.
         :param kwargs: keyword arguments of the model.
         :return: an :class:`ADFResult`.
         :raises ValueError: for a model, data or options it cannot use.
@@ -135,9 +172,14 @@ class AutoADF(ADFPosterior):
             start_key, order_key = split(rng_key)
             state = init_state
             if state is None:
-                means = {name: jnp.asarray(m, jnp.float64) for name, m in (init_means or {}).items()}
+                means = {
+                    name: jnp.asarray(m, jnp.float64)
+                    for name, m in (init_means or {}).items()
+                }
                 for name, mean in means.items():
-                    Choice(self._known_problem().sites.weights).check(f"{CALL}.run", "init_means", name)
+                    Choice(self._known_problem().sites.weights).check(
+                        f"{CALL}.run", "init_means", name
+                    )
                     check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
@@ -146,27 +188,45 @@ class AutoADF(ADFPosterior):
                 state, record = program.whole(state, *data, keys, orders, 1.0)
                 records = record if not batched else jax.tree.map(jnp.transpose, record)
             else:
-                state, records = run_epochs(program, state, data, keys, orders, progress_bar, max_refused, keeper)
+                state, records = run_epochs(
+                    program,
+                    state,
+                    data,
+                    keys,
+                    orders,
+                    progress_bar,
+                    max_refused,
+                    keeper,
+                )
                 state = jax.device_get(state)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.
-        params, losses, refused = jax.tree.map(_narrow, (params, -records.log_z, records.refused))
+        params, losses, refused = jax.tree.map(
+            _narrow, (params, -records.log_z, records.refused)
+        )
         return ADFResult(params, state, losses, refused)
 
-    def update(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
-        """Learn from further data, in the order given: the current posterior becomes the prior.
+    def update(
+        self, params: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, jax.Array]:
+        """Learn from further data, in the order given: the current posterior becomes
+        the prior.
 
         :param params: parameters from a run of this guide, or from an earlier update.
         :param args: arguments of the model, with new data of any number of rows.
         :return: new parameters.
-        :raises ValueError: before the first ``run``, and for data that do not match those of the run.
+        :raises ValueError: before the first ``run``, and for data that do not match
+            those of the run.
         """
 
         def make(problem: Problem) -> Callable:
             return lambda *given: self._to_params(problem.sweep(*given)[0])
 
         new = self._on_new_data("update", params, args, kwargs, make, 1.0)
-        return {name: jnp.asarray(value, jnp.asarray(params[name]).dtype) for name, value in new.items()}
+        return {
+            name: jnp.asarray(value, jnp.asarray(params[name]).dtype)
+            for name, value in new.items()
+        }
 
     @checked(f"{CALL}.predictive_moments")
     def predictive_moments(
@@ -174,8 +234,8 @@ class AutoADF(ADFPosterior):
     ) -> tuple[jax.Array, jax.Array]:
         """Mean and variance of each observation under the posterior, without sampling.
 
-        For a Categorical observation these are moments of the K class indicators, or with ``noise=False`` of the K
-        class probabilities.
+        For a Categorical observation these are moments of the K class indicators, or
+        with ``noise=False`` of the K class probabilities.
 
         :param params: parameters from a run.
         :param args: arguments of the model; targets may be left out.
@@ -184,13 +244,20 @@ class AutoADF(ADFPosterior):
         """
 
         def make(problem: Problem) -> Callable:
-            return jax.vmap(partial(problem.predictive, noise=noise), in_axes=(None, 0, None))
+            return jax.vmap(
+                partial(problem.predictive, noise=noise), in_axes=(None, 0, None)
+            )
 
-        found = self._on_new_data("predictive_moments", params, args, kwargs, make, key=noise)
+        found = self._on_new_data(
+            "predictive_moments", params, args, kwargs, make, key=noise
+        )
         return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
 
-    def log_predictive_density(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> jax.Array:
-        """log p(y_n | x_n) of each data point: the likelihood averaged over the posterior, without sampling.
+    def log_predictive_density(
+        self, params: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        """log p(y_n | x_n) of each data point: the likelihood averaged over the
+        posterior, without sampling.
 
         :param params: parameters from a run.
         :param args: arguments of the model, targets included.
@@ -200,84 +267,146 @@ class AutoADF(ADFPosterior):
         def make(problem: Problem) -> Callable:
             return jax.vmap(problem.log_density, in_axes=(None, 0, None))
 
-        return jnp.asarray(self._on_new_data("log_predictive_density", params, args, kwargs, make), float)
+        return jnp.asarray(
+            self._on_new_data("log_predictive_density", params, args, kwargs, make),
+            float,
+        )
 
-    def _prepare(self, args: tuple, kwargs: Any, batched: bool, in_axes: Any) -> tuple[Program, tuple[Any, Any], int]:
+    def _prepare(
+        self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
+    ) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
         args, kwargs = as_arrays(args, kwargs, f"{CALL}.run")
         axes = _axes(args, in_axes, batched)
         pairs = list(zip(args, axes, strict=True))
         first = tuple(
-            arg if axis is None else jax.tree.map(lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg)
+            arg
+            if axis is None
+            else jax.tree.map(
+                lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
+            )
             for arg, axis in pairs
         )
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         data = Data.read(self.model, first, kwargs)
         data.check(f"{CALL}.run")
         whole = Data.of(self.model, args, kwargs, lambda name, leaf: name in data.rows)
-        labels = tuple(jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs)
-        by_leaf = Arguments.of(labels, jax.tree.map(lambda _: "None", kwargs), self.model).leaves
+        labels = tuple(
+            jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs
+        )
+        by_leaf = Arguments.of(
+            labels, jax.tree.map(lambda _: "None", kwargs), self.model
+        ).leaves
         axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
         if axis_of:
             whole.check(f"{CALL}.run")
         key = ("run", batched, tuple(axis_of.items()), data.key)
         if key not in self._programs:
-            row_axes, array_axes = ({name: axis_of.get(name) for name in part} for part in (whole.rows, whole.arrays))
+            row_axes, array_axes = (
+                {name: axis_of.get(name) for name in part}
+                for part in (whole.rows, whole.arrays)
+            )
             problem = Problem.of(data)
-            self._programs[key] = problem, build(problem, batched, row_axes, array_axes, data.num_rows)
+            self._programs[key] = (
+                problem,
+                build(problem, batched, row_axes, array_axes, data.num_rows),
+            )
         self._problem, program = self._programs[key]
         self._data = data.head()
         self._setup_prototype(*first, **kwargs)
         return program, (whole.rows, whole.arrays), data.num_rows
 
     def _on_new_data(
-        self, method: str, params: Any, args: tuple, kwargs: Any, make: Callable, *more: Any, key: Any = None
+        self,
+        method: str,
+        params: Any,
+        args: tuple,
+        kwargs: Any,
+        make: Callable,
+        *more: Any,
+        key: Any = None,
     ) -> Any:
-        """The value, compiled in float64, of the function that ``make`` builds from the model read on new data."""
+        """The value, compiled in float64, of the function that ``make`` builds from the
+        model read on new data.
+        """
         _check_staged(method, params, args, kwargs)
         if self._data is None:
             instead = "Call `run` of this guide first, so that it reads the model."
-            raise argument_error(f"{CALL}.{method}", "params", "those of another guide", instead)
+            raise argument_error(
+                f"{CALL}.{method}", "params", "those of another guide", instead
+            )
         with jax.enable_x64(True):
-            data = self._data.like(*as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}")
+            data = self._data.like(
+                *as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}"
+            )
             data.check(f"{CALL}.{method}")
             key = (method, key, data.key)
             if key not in self._programs:
                 with_value = method != "predictive_moments"
-                self._programs[key] = jax.jit(make(Problem.of(data, self._known_problem(), with_value)))
-            return self._programs[key](self._from_params(params), data.rows, data.arrays, *more)
+                self._programs[key] = jax.jit(
+                    make(Problem.of(data, self._known_problem(), with_value))
+                )
+            return self._programs[key](
+                self._from_params(params), data.rows, data.arrays, *more
+            )
 
 
 def _check_staged(method: str, *values: Any) -> None:
-    """Refuse to be compiled into a float32 program, which would silently truncate float64 numbers."""
+    """Refuse to be compiled into a float32 program, which would silently truncate
+    float64 numbers.
+    """
     if jnp.result_type(float) == jnp.float64:
         return
     for leaf in jax.tree.leaves(values):
-        while type(leaf).__name__ == "BatchTracer":  # it holds the value of the outer transformation
+        while (
+            type(leaf).__name__ == "BatchTracer"
+        ):  # it holds the value of the outer transformation
             leaf = leaf.val
         if isinstance(leaf, jax.core.Tracer):
-            instead = "Call it outside `jax.jit`, or set `jax_enable_x64`; `jax.vmap` alone needs neither."
-            raise argument_error(f"{CALL}.{method}", "args", "values of a compiled float32 program", instead)
+            instead = (
+                "Call it outside `jax.jit`, or set `jax_enable_x64`; `jax.vmap` alone "
+                "needs neither."
+            )
+            raise argument_error(
+                f"{CALL}.{method}",
+                "args",
+                "values of a compiled float32 program",
+                instead,
+            )
 
 
 def _narrow(value: Any) -> jax.Array:
-    """In the precision of the session, converted on the host where the number is known."""
+    """In the precision of the session, converted on the host where the
+    number is known.
+    """
     known = isinstance(value, np.ndarray | np.generic)
-    return jnp.asarray(np.asarray(value, jnp.result_type(float)) if known else value, float)
+    return jnp.asarray(
+        np.asarray(value, jnp.result_type(float)) if known else value, float
+    )
 
 
 def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
     one_each = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
-    if batched and one_each and all(axis is None or isinstance(axis, int) for axis in in_axes):
+    if (
+        batched
+        and one_each
+        and all(axis is None or isinstance(axis, int) for axis in in_axes)
+    ):
         return tuple(in_axes)
     instead = f"Pass an axis or None for each of the {len(args)} positional arguments."
-    instead = instead if batched else "It needs one key per data set: `jax.random.split(key, R)`."
+    instead = (
+        instead
+        if batched
+        else "It needs one key per data set: `jax.random.split(key, R)`."
+    )
     raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
 
 
-def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) -> jax.Array | None:
+def _checked_orders(
+    orders: Any, num_epochs: int, num_rows: int, batched: bool
+) -> jax.Array | None:
     """Orders with the epoch as the first axis."""
     if orders is None:
         return None
@@ -288,6 +417,11 @@ def _checked_orders(orders: Any, num_epochs: int, num_rows: int, batched: bool) 
         or shape[-2] != num_epochs
         or not np.array_equal(np.sort(np.asarray(orders), axis=-1), permuted)
     ):
-        expected = f"{'(R, E, N)' if batched else '(E, N)'}: E = {num_epochs} permutations of N = {num_rows} rows"
-        raise argument_error(f"{CALL}.run", "orders", f"shape {shape}", f"Pass {expected}.")
+        expected = (
+            f"{'(R, E, N)' if batched else '(E, N)'}: E = {num_epochs} permutations of "
+            f"N = {num_rows} rows"
+        )
+        raise argument_error(
+            f"{CALL}.run", "orders", f"shape {shape}", f"Pass {expected}."
+        )
     return jnp.swapaxes(jnp.asarray(orders), 0, 1) if batched else jnp.asarray(orders)

@@ -1,4 +1,6 @@
-"""The normalizer Z of a likelihood under Gaussian predictors, predictive moments, and the quadrature for both."""
+"""The normalizer Z of a likelihood under Gaussian predictors, predictive moments, and
+the quadrature for both.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,15 +22,19 @@ from numpyro_bnn.program.compiled import shared
 
 # The constant that `normal_log_density` leaves out.
 NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
-# Grids as wide as a prior: points, and reach in prior sd, for the first Gaussian and for others.
+# Grids as wide as a prior: points, and reach in prior sd, for the first Gaussian and
+# for others.
 FIRST, OTHERS = (65, 8.0), (25, 7.2)
-# Grid around a mode: nested grids to find it, points on each side, reach in prior sd, and the smallest t.
+# Grid around a mode: nested grids to find it, points on each side, reach in prior sd,
+# and the smallest t.
 ZOOMS, SIDE, REACH, START = 7, 49, 12.0, -2.3
-# Largest distance of a mode, in prior sd: data that are further away contradict the model.
+# Largest distance of a mode, in prior sd: data that are further away contradict the
+# model.
 FARTHEST = 50.0
 # Smallest variance, relative to the square of the mean.
 SMALLEST = 1e-20
-# Largest difference of log Z by a grid and by half of it, on the grid as wide as the prior, and around the mode.
+# Largest difference of log Z by a grid and by half of it, on the grid as wide as the
+# prior, and around the mode.
 WIDE, ALLOWED = 1e-6, 0.05
 
 States = Mapping[str, Any]
@@ -39,67 +45,115 @@ class Likelihood:
     """An observation together with the posterior of its noise sites."""
 
     observation: Observation
-    noise: Mapping[str, Hyperparameter]  # those that are Gaussian in unconstrained space
+    noise: Mapping[
+        str, Hyperparameter
+    ]  # those that are Gaussian in unconstrained space
     gamma: str | None  # the noise precision with a Gamma posterior, if there is one
 
     def log_z(
-        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int = 0
+        self,
+        quantities: Mapping[str, Gaussian],
+        states: States,
+        context: Context,
+        order: int = 0,
     ) -> jax.Array:
-        """log Z of one observation, with ``order`` added to the shape of the noise precision; 0 where it is masked.
+        """log Z of one observation, with ``order`` added to the shape of the noise
+        precision; 0 where it is masked.
 
-        Elements that share no random number have their own log Z. A Normal likelihood is integrated over its mean in
-        closed form, everything else by quadrature.
+        Elements that share no random number have their own log Z. A Normal likelihood
+        is integrated over its mean in closed form, everything else by quadrature.
         """
         known = self._parameters(_means(quantities), context)
         mask = known["mask"]
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
-            return jnp.where(mask, softmax_log_mean(logits, jnp.where(mask, known["value"], 0)), 0.0)
+            return jnp.where(
+                mask, softmax_log_mean(logits, jnp.where(mask, known["value"], 0)), 0.0
+            )
         if self.observation.kind == "normal":
-            loc, noise_variance, integrated = self._normal(quantities, states, context, order)
+            loc, noise_variance, integrated = self._normal(
+                quantities, states, context, order
+            )
             residual = known["value"] - loc.mean
 
             def log_density(values: Mapping[str, Any]) -> jax.Array:
-                density = normal_log_density(residual, loc.var + noise_variance(values)) + NORMAL_CONSTANT
+                density = (
+                    normal_log_density(residual, loc.var + noise_variance(values))
+                    + NORMAL_CONSTANT
+                )
                 return jnp.where(mask, density, 0.0)
 
-            return log_expectation(log_density, integrated) if integrated else log_density({})
+            return (
+                log_expectation(log_density, integrated)
+                if integrated
+                else log_density({})
+            )
 
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
-            return self.observation.build(parameters).mask(mask).log_prob(parameters["value"])
+            return (
+                self.observation.build(parameters)
+                .mask(mask)
+                .log_prob(parameters["value"])
+            )
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 
     def predictive(
-        self, quantities: Mapping[str, Gaussian], states: States, context: Context, noise: bool
+        self,
+        quantities: Mapping[str, Gaussian],
+        states: States,
+        context: Context,
+        noise: bool,
     ) -> Gaussian:
-        """Mean and variance of one observation, with or without the noise of the observation itself."""
+        """Mean and variance of one observation, with or without the noise of the
+        observation itself.
+        """
         if self.observation.kind == "categorical":
             return _class_probabilities(quantities["logits"], noise)
         if self.observation.kind == "normal":
-            loc, noise_variance, integrated = self._normal(quantities, states, context, 0)
-            return Gaussian(loc.mean, loc.var + expectations(noise_variance, integrated)) if noise else loc
+            loc, noise_variance, integrated = self._normal(
+                quantities, states, context, 0
+            )
+            return (
+                Gaussian(loc.mean, loc.var + expectations(noise_variance, integrated))
+                if noise
+                else loc
+            )
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
             fn = self.observation.build(self._parameters(values, context))
             classes = isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits)
-            mean, variance = (fn.probs, fn.probs * (1 - fn.probs)) if classes else (fn.mean, fn.variance)
+            mean, variance = (
+                (fn.probs, fn.probs * (1 - fn.probs))
+                if classes
+                else (fn.mean, fn.variance)
+            )
             return mean, mean**2 + (variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
         return Gaussian(first, second - first**2)
 
     def _normal(
-        self, quantities: Mapping[str, Gaussian], states: States, context: Context, order: int
+        self,
+        quantities: Mapping[str, Gaussian],
+        states: States,
+        context: Context,
+        order: int,
     ) -> tuple[Gaussian, Callable[[Mapping[str, Any]], jax.Array], dict[str, Gaussian]]:
-        """For a Normal observation: its Gaussian mean, its noise variance, and the Gaussians this depends on."""
+        """For a Normal observation: its Gaussian mean, its noise variance, and the
+        Gaussians this depends on.
+        """
         means = _means(quantities)
 
         def noise_variance(values: Mapping[str, Any]) -> jax.Array:
             scale = self._parameters({**means, **values}, context)["scale"]
             variance = scale * scale
-            return variance if self.gamma is None else variance * states[self.gamma].variance(order)
+            return (
+                variance
+                if self.gamma is None
+                else variance * states[self.gamma].variance(order)
+            )
 
         rest = dict(quantities)
         loc = rest.pop("loc", None)
@@ -108,13 +162,23 @@ class Likelihood:
             loc = Gaussian(known, jnp.zeros_like(known))
         return loc, noise_variance, self._integrated(rest, states)
 
-    def _integrated(self, quantities: Mapping[str, Gaussian], states: States) -> dict[str, Gaussian]:
+    def _integrated(
+        self, quantities: Mapping[str, Gaussian], states: States
+    ) -> dict[str, Gaussian]:
         return {**quantities, **{name: states[name] for name in self.noise}}
 
-    def _parameters(self, values: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Parameters of the distribution and observed value at these quantities and noise sites; Gamma is 1."""
+    def _parameters(
+        self, values: Mapping[str, Any], context: Context
+    ) -> dict[str, Any]:
+        """Parameters of the distribution and observed value at these quantities and
+        noise sites; Gamma is 1.
+        """
         hypers = dict(context["hyperparameters"])
-        hypers |= {n: hyper.transform(values[n]) for n, hyper in self.noise.items() if n in values}
+        hypers |= {
+            n: hyper.transform(values[n])
+            for n, hyper in self.noise.items()
+            if n in values
+        }
         if self.gamma is not None:
             hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
         given = {n: v for n, v in values.items() if n not in self.noise}
@@ -129,19 +193,39 @@ class Likelihood:
         if dimensions > 2:
             why = f"whose likelihood has {dimensions} random parameters"
             raise refuse(name, why, "At most two can be integrated.")
-        for parameter, quantity in self.observation.quantities(weights, context).items():
+        for parameter, quantity in self.observation.quantities(
+            weights, context
+        ).items():
             if quantity.mean.size > np.prod(self.observation.shape):
-                why = f"one observation of which uses {quantity.mean.shape} values of {parameter.split(' (')[0]}"
-                raise refuse(name, why, "Use observations of one linear predictor each, or Categorical(logits=...).")
+                why = (
+                    f"one observation of which uses {quantity.mean.shape} values of "
+                    f"{parameter.split(' (')[0]}"
+                )
+                raise refuse(
+                    name,
+                    why,
+                    (
+                        "Use observations of one linear predictor each, or "
+                        "Categorical(logits=...)."
+                    ),
+                )
 
 
 def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
     return {name: quantity.mean for name, quantity in quantities.items()}
 
 
-def noise_powers(observation: Observation, noise: tuple[str, ...], context: Context) -> dict[str, float | None]:
-    """Power with which each noise site enters the sd of a Normal observation; ``None`` if it enters otherwise."""
-    if observation.kind != "normal" or "scale" in observation.cut.random or len(noise) != 1:
+def noise_powers(
+    observation: Observation, noise: tuple[str, ...], context: Context
+) -> dict[str, float | None]:
+    """Power with which each noise site enters the sd of a Normal observation; ``None``
+    if it enters otherwise.
+    """
+    if (
+        observation.kind != "normal"
+        or "scale" in observation.cut.random
+        or len(noise) != 1
+    ):
         return dict.fromkeys(noise)
     name = noise[0]
     hypers = context["hyperparameters"]
@@ -149,23 +233,32 @@ def noise_powers(observation: Observation, noise: tuple[str, ...], context: Cont
     @partial(shared, once=True)
     def log_scales(values: jax.Array) -> jax.Array:
         def log_scale(value: jax.Array) -> jax.Array:
-            given = {**context, "hyperparameters": hypers | {name: jnp.full(jnp.shape(hypers[name]), value)}}
+            given = {
+                **context,
+                "hyperparameters": hypers
+                | {name: jnp.full(jnp.shape(hypers[name]), value)},
+            }
             quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
             return jnp.log(observation.cut.tail(quantities, given)["scale"])
 
         return jax.vmap(log_scale)(values)
 
     at = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
-    found = [(one - at[0]) / np.log(h) for one, h in zip(at[1:], (2.0, 5.0), strict=True)]
+    found = [
+        (one - at[0]) / np.log(h) for one, h in zip(at[1:], (2.0, 5.0), strict=True)
+    ]
     power = float(found[0].flat[0])
-    return {name: round(power, 6) if all(np.allclose(f, power) for f in found) else None}
+    return {
+        name: round(power, 6) if all(np.allclose(f, power) for f in found) else None
+    }
 
 
 def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     r"""Approximate log E[softmax(f)_k] for independent f_j ~ N(m_j, v_j).
 
     .. math:: E[\mathrm{softmax}(f)_k] \approx
-              \Big[1 + \sum_{j \ne k} \Big(\frac{1}{E[\sigma(f_k - f_j)]} - 1\Big)\Big]^{-1}
+              \Big[1 + \sum_{j \ne k}
+              \Big(\frac{1}{E[\sigma(f_k - f_j)]} - 1\Big)\Big]^{-1}
 
     Exact for two classes; the pairwise expectations are integrated by quadrature.
 
@@ -179,19 +272,27 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     classes = logits.mean.shape[-1]
     other = (jnp.arange(classes) != index).astype(float)
     ones = jnp.ones((*won.shape[:-1], 1))
-    terms, signs = (jnp.concatenate(pair, axis=-1) for pair in ((0 * ones, -won), ((2 - classes) * ones, other)))
+    terms, signs = (
+        jnp.concatenate(pair, axis=-1)
+        for pair in ((0 * ones, -won), ((2 - classes) * ones, other))
+    )
     return -logsumexp(terms, axis=-1, b=signs)
 
 
 def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     """Means and variances of the class indicators, or of the class probabilities.
 
-    The variance of a probability is that of the logistic function of the log odds of the class against all others,
-    treated as a Gaussian with the moments of their linearization.
+    The variance of a probability is that of the logistic function of the log odds of
+    the class against all others, treated as a Gaussian with the moments of their
+    linearization.
     """
     classes = logits.mean.shape[-1]
     log_p = jnp.stack(
-        [softmax_log_mean(logits, jnp.full(logits.mean.shape[:-1], k)) for k in range(classes)], axis=-1
+        [
+            softmax_log_mean(logits, jnp.full(logits.mean.shape[:-1], k))
+            for k in range(classes)
+        ],
+        axis=-1,
     )
     probs = jax.nn.softmax(log_p, axis=-1)
     if noise:
@@ -199,9 +300,12 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     rest = jnp.where(jnp.eye(classes, dtype=bool), -jnp.inf, logits.mean[..., None, :])
     share = jax.nn.softmax(rest, axis=-1)
     odds = Gaussian(
-        logits.mean - logsumexp(rest, axis=-1), logits.var + (share**2 * logits.var[..., None, :]).sum(-1)
+        logits.mean - logsumexp(rest, axis=-1),
+        logits.var + (share**2 * logits.var[..., None, :]).sum(-1),
     )
-    first, second = expectations(lambda v: (jax.nn.sigmoid(v["o"]), jax.nn.sigmoid(v["o"]) ** 2), {"o": odds})
+    first, second = expectations(
+        lambda v: (jax.nn.sigmoid(v["o"]), jax.nn.sigmoid(v["o"]) ** 2), {"o": odds}
+    )
     return Gaussian(probs, jnp.maximum(second - first**2, 0.0))
 
 
@@ -210,25 +314,36 @@ def _grid(points: int, reach: float) -> tuple[np.ndarray, float]:
     return np.linspace(-reach, reach, points, retstep=True)
 
 
-def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> jax.Array:
+def log_expectation(
+    fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]
+) -> jax.Array:
     """log E[exp(fn(x))] over independent Gaussians by name.
 
-    Elements of ``fn`` that share an element of a Gaussian are summed, and integrated over it together: the result has
-    the shape of the smallest Gaussian. The first Gaussian is integrated on a grid as wide as the prior if that and
-    half of it agree, otherwise on a grid around the mode, the others always on a grid as wide as the prior.
+    Elements of ``fn`` that share an element of a Gaussian are summed, and integrated
+    over it together: the result has the shape of the smallest Gaussian. The first
+    Gaussian is integrated on a grid as wide as the prior if that and half of it agree,
+    otherwise on a grid around the mode, the others always on a grid as wide as the
+    prior.
 
-    Gradients are those of the Gaussian densities at fixed points, so that a kink or step does no harm. They are NaN
-    where a grid and half of it disagree, or where the mode is far outside of the prior: the update is then refused.
+    Gradients are those of the Gaussian densities at fixed points, so that a kink or
+    step does no harm. They are NaN where a grid and half of it disagree, or where the
+    mode is far outside of the prior: the update is then refused.
     """
     if not gaussians:
         return fn({})
     name, first = next(iter(gaussians.items()))
     z, step = _grid(*OTHERS)
-    points = {n: _points(g, _column(z, g), np.log(step)) for n, g in gaussians.items() if n != name}
+    points = {
+        n: _points(g, _column(z, g), np.log(step))
+        for n, g in gaussians.items()
+        if n != name
+    }
     # The smallest Gaussian is the outermost integral.
     order = sorted(gaussians, key=lambda n: gaussians[n].mean.size)
 
-    def integral(nodes: Mapping[str, Any], names: list[str], values: Mapping[str, Any]) -> jax.Array:
+    def integral(
+        nodes: Mapping[str, Any], names: list[str], values: Mapping[str, Any]
+    ) -> jax.Array:
         if not names:
             found = fn(values)
             return jnp.where(jnp.isnan(found), -jnp.inf, found)
@@ -242,14 +357,21 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
 
     def both(z: jax.Array, spacing: Any) -> jax.Array:
         x, log_weights = _points(first, z, spacing)
-        half = jnp.where(_column(np.arange(len(z)) % 2, first) == 0, np.log(2.0), -jnp.inf)
+        half = jnp.where(
+            _column(np.arange(len(z)) % 2, first) == 0, np.log(2.0), -jnp.inf
+        )
         rules = jnp.stack([log_weights, log_weights + half])
-        return jax.vmap(lambda rule: integral({**points, name: (x, rule)}, order, {}))(rules)
+        return jax.vmap(lambda rule: integral({**points, name: (x, rule)}, order, {}))(
+            rules
+        )
 
     def log_integrand(z: jax.Array) -> jax.Array:
         x, log_weights = _points(first, z, 0.0)
         means = {n: g.mean for n, g in gaussians.items() if n != name}
-        return jax.vmap(lambda x: sum_to(integral({}, [], {**means, name: x}), x.shape))(x) + log_weights
+        return (
+            jax.vmap(lambda x: sum_to(integral({}, [], {**means, name: x}), x.shape))(x)
+            + log_weights
+        )
 
     z, step = _grid(*FIRST)
     wide = both(_column(z, first), np.log(step))
@@ -258,7 +380,10 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
     def narrow() -> jax.Array:
         z, spacing = _around_the_mode(log_integrand, first)
         by_all, by_half = both(z, spacing)
-        far = sum_to((jnp.abs(z[SIDE - 1] + z[SIDE]) > 2 * FARTHEST).astype(z.dtype), by_half.shape)
+        far = sum_to(
+            (jnp.abs(z[SIDE - 1] + z[SIDE]) > 2 * FARTHEST).astype(z.dtype),
+            by_half.shape,
+        )
         return jnp.stack([by_all, jnp.where(far > 0, jnp.inf, by_half)])
 
     found, half = lax.cond(enough, lambda: wide, narrow)
@@ -267,11 +392,16 @@ def log_expectation(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[s
 
 def _column(values: np.ndarray, like: Gaussian) -> jax.Array:
     """The same values for every element: (Q, ...)."""
-    return jnp.broadcast_to(values.reshape(-1, *(1,) * like.mean.ndim), (len(values), *like.mean.shape))
+    return jnp.broadcast_to(
+        values.reshape(-1, *(1,) * like.mean.ndim), (len(values), *like.mean.shape)
+    )
 
 
-def _points(gaussian: Gaussian, z: jax.Array, spacing: Any) -> tuple[jax.Array, jax.Array]:
-    """Fixed points, ``z`` sd from the mean, and their log weights, which carry the gradients.
+def _points(
+    gaussian: Gaussian, z: jax.Array, spacing: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Fixed points, ``z`` sd from the mean, and their log weights, which carry the
+    gradients.
 
     :param spacing: logarithm of the distance of points.
     """
@@ -282,11 +412,15 @@ def _points(gaussian: Gaussian, z: jax.Array, spacing: Any) -> tuple[jax.Array, 
     return fixed + sd * z, density + jnp.log(sd) + spacing
 
 
-def _around_the_mode(log_integrand: Callable[[jax.Array], jax.Array], like: Gaussian) -> tuple[jax.Array, jax.Array]:
-    """Points and the logarithms of their distances, which grow with the distance from the mode on both sides.
+def _around_the_mode(
+    log_integrand: Callable[[jax.Array], jax.Array], like: Gaussian
+) -> tuple[jax.Array, jax.Array]:
+    """Points and the logarithms of their distances, which grow with the distance from
+    the mode on both sides.
 
-    The mode is searched on nested grids. With a = width exp(t - exp(-t)), for equidistant t, a kink at the mode does
-    no harm, and integrands of any width between that of the last grid and that of the prior are resolved.
+    The mode is searched on nested grids. With a = width exp(t - exp(-t)), for
+    equidistant t, a kink at the mode does no harm, and integrands of any width between
+    that of the last grid and that of the prior are resolved.
     """
 
     def zoom(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -295,9 +429,15 @@ def _around_the_mode(log_integrand: Callable[[jax.Array], jax.Array], like: Gaus
         best = jnp.argmax(values, axis=0)[None]
         places = [jnp.clip(best + step, 0, len(z) - 1) for step in (-1, 0, 1)]
         low, mode, high = (jnp.take_along_axis(z, place, axis=0)[0] for place in places)
-        left, top, right = (jnp.take_along_axis(values, place, axis=0)[0] for place in places)
+        left, top, right = (
+            jnp.take_along_axis(values, place, axis=0)[0] for place in places
+        )
         width = jnp.where(top - jnp.minimum(left, right) > 1, high - low, width)
-        return low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like), mode, width
+        return (
+            low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like),
+            mode,
+            width,
+        )
 
     z = _column(np.sinh(np.linspace(-7.0, 7.0, 41)), like)
     first = zoom(0, (z, z[0], jnp.full_like(z[0], REACH)))
@@ -306,7 +446,9 @@ def _around_the_mode(log_integrand: Callable[[jax.Array], jax.Array], like: Gaus
     t = START + step * _column(np.arange(SIDE), like)
     away = width * jnp.exp(t - jnp.exp(-t))
     spacing = jnp.log(away * (1 + jnp.exp(-t)) * step)
-    return jnp.concatenate([mode - away[::-1], mode + away]), jnp.concatenate([spacing[::-1], spacing])
+    return jnp.concatenate([mode - away[::-1], mode + away]), jnp.concatenate(
+        [spacing[::-1], spacing]
+    )
 
 
 def sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -332,7 +474,9 @@ def _trusted_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]
     return value, jnp.where(good, 1.0, jnp.nan) * tangents[0]
 
 
-def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]) -> Any:
+def expectations(
+    fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str, Gaussian]
+) -> Any:
     """E[fn(x)] for every leaf of ``fn``, element by element."""
     z, _ = _grid(257 if len(gaussians) == 1 else 33, 8.0)
     weights = np.exp(-0.5 * z * z) / np.exp(-0.5 * z * z).sum()
@@ -342,9 +486,11 @@ def expectations(fn: Callable[[Mapping[str, Any]], Any], gaussians: Mapping[str,
             return fn(values)
         name, *rest = names
         mean, var = gaussians[name]
-        at = jax.vmap(lambda z: integral(rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z}))(
-            jnp.asarray(z)
-        )
+        at = jax.vmap(
+            lambda z: integral(
+                rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z}
+            )
+        )(jnp.asarray(z))
         return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), at)
 
     return integral(list(gaussians), {})

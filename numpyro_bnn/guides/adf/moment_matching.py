@@ -1,7 +1,9 @@
-"""Moment matching: the updates of weights and hyperparameters by one factor, and the refinement of the prior.
+"""Moment matching: the updates of weights and hyperparameters by one factor, and the
+refinement of the prior.
 
-Data points and priors are factors of the posterior. To absorb a factor, the approximation is set to the first two
-moments of its product with the factor, which follow from the logarithm of the normalizer Z.
+Data points and priors are factors of the posterior. To absorb a factor, the
+approximation is set to the first two moments of its product with the factor, which
+follow from the logarithm of the normalizer Z.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,8 @@ from numpyro_bnn.moments import Gaussian
 
 # Grid on which a prior is matched by a Gaussian in unconstrained space.
 REACH, GRID = 60.0, 24_001
-# A cavity variance above this many prior variances carries no information: the factor is left unchanged.
+# A cavity variance above this many prior variances carries no information: the factor
+# is left unchanged.
 WIDEST = 1e6
 # Grids on which the posterior of a scale is found, each narrower than the previous one.
 GRIDS, POINTS, WIDTHS = 3, 64, 8.0
@@ -35,7 +38,9 @@ class Gamma(NamedTuple):
     rate: jax.Array
 
     def variance(self, order: int = 0) -> jax.Array:
-        """rate / (concentration - 1 + order): replaces 1 / precision in the normalizer Z_order."""
+        """rate / (concentration - 1 + order): replaces 1 / precision in the normalizer
+        Z_order.
+        """
         return self.rate / (self.concentration + (order - 1))
 
 
@@ -45,16 +50,19 @@ def normal_log_density(residual: jax.Array, var: jax.Array) -> jax.Array:
 
 
 def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.Array]:
-    r"""Moments of a Gaussian after a factor with normalizer Z, and a mask of the refused updates.
+    r"""Moments of a Gaussian after a factor with normalizer Z, and a mask of the
+    refused updates.
 
     .. math:: m' = m + v \frac{d \log Z}{dm}, \qquad
-              v' = v - v^2 \left[\left(\frac{d \log Z}{dm}\right)^2 - 2 \frac{d \log Z}{dv}\right]
+              v' = v - v^2 \left[\left(\frac{d \log Z}{dm}\right)^2
+              - 2 \frac{d \log Z}{dv}\right]
 
     If v' is not positive and finite, both old moments are kept.
 
     :param gradient: d log Z / dm and d log Z / dv.
 
-    Reference: Hernandez-Lobato & Adams (2015), equations 10 and 11; Minka (2001), section 3.2.
+    Reference: Hernandez-Lobato & Adams (2015), equations 10 and 11; Minka (2001),
+    section 3.2.
     """
     mean, var = before
     d_mean, d_var = gradient
@@ -69,12 +77,15 @@ def _where(good: jax.Array, new: Any, old: Any) -> Any:
 
 
 def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
-    r"""Shape a and rate b of a Gamma after a factor with normalizers Z_k = Z(a + k, b), k = 0, 1, 2.
+    r"""Shape a and rate b of a Gamma after a factor with normalizers Z_k = Z(a + k, b),
+    k = 0, 1, 2.
 
     .. math:: a' = \left[\frac{Z_2 Z_0}{Z_1^2} \frac{a + 1}{a} - 1\right]^{-1}, \qquad
-              b' = \left[\frac{Z_2}{Z_1} \frac{a + 1}{b} - \frac{Z_1}{Z_0} \frac{a}{b}\right]^{-1}
+              b' = \left[\frac{Z_2}{Z_1} \frac{a + 1}{b}
+              - \frac{Z_1}{Z_0} \frac{a}{b}\right]^{-1}
 
-    They match the first two moments of the precision. An update that is not finite or has a' <= 1 is refused.
+    They match the first two moments of the precision. An update that is not finite or
+    has a' <= 1 is refused.
 
     :param log_z: (3, ...), the logarithms of Z_0, Z_1 and Z_2.
 
@@ -84,7 +95,9 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
     z0, z1, z2 = log_z
     concentration = 1 / (jnp.exp(z2 - 2 * z1 + z0) * (a + 1) / a - 1)
     rate = 1 / (jnp.exp(z2 - z1) * (a + 1) / b - jnp.exp(z1 - z0) * a / b)
-    good = (concentration > 1) & (concentration < jnp.inf) & (rate > 0) & (rate < jnp.inf)
+    good = (
+        (concentration > 1) & (concentration < jnp.inf) & (rate > 0) & (rate < jnp.inf)
+    )
     return _where(good, Gamma(concentration, rate), before)
 
 
@@ -92,10 +105,14 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
 class Hyperparameter:
     """A latent site other than the weights."""
 
-    kind: str  # "gamma" for a precision with the published updates, "normal" for a Gaussian in unconstrained space
+    # "gamma" for a precision with the published updates, "normal" for a Gaussian in
+    # unconstrained space
+    kind: str
     fn: dist.Distribution  # prior
     transform: Transform  # from unconstrained space
-    prior: tuple[np.ndarray, np.ndarray]  # as the guide represents it: shape and rate, or unconstrained moments
+    prior: tuple[
+        np.ndarray, np.ndarray
+    ]  # as the guide represents it: shape and rate, or unconstrained moments
 
     @classmethod
     def of(cls, kind: str, fn: dist.Distribution) -> "Hyperparameter":
@@ -105,13 +122,19 @@ class Hyperparameter:
         gamma = kind == "gamma"
         first, second = (
             np.broadcast_to(np.asarray(part, float), fn.shape())
-            for part in ((base.concentration, base.rate) if gamma else _unconstrained_moments(base, transform))
+            for part in (
+                (base.concentration, base.rate)
+                if gamma
+                else _unconstrained_moments(base, transform)
+            )
         )
         return cls(kind, fn, transform, (first, second))
 
     def start(self) -> Gamma | Gaussian:
         """The prior as a state."""
-        return (Gamma if self.kind == "gamma" else Gaussian)(*map(jnp.asarray, self.prior))
+        return (Gamma if self.kind == "gamma" else Gaussian)(
+            *map(jnp.asarray, self.prior)
+        )
 
     def value(self, state: Gamma | Gaussian) -> jax.Array:
         """A typical value: 1 / E[1 / precision], or the median."""
@@ -122,10 +145,14 @@ class Hyperparameter:
     def log_prior(self, u: jax.Array) -> jax.Array:
         """Log density in unconstrained space, elementwise."""
         value = self.transform(u)
-        return unwrapped(self.fn, masked=True).log_prob(value) + self.transform.log_abs_det_jacobian(u, value)
+        return unwrapped(self.fn, masked=True).log_prob(
+            value
+        ) + self.transform.log_abs_det_jacobian(u, value)
 
 
-def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> tuple[np.ndarray, np.ndarray]:
+def _unconstrained_moments(
+    base: dist.Distribution, transform: Transform
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and variance of a prior in unconstrained space, by the trapezoidal rule."""
     u = np.linspace(-REACH, REACH, GRID).reshape((-1,) + (1,) * len(base.batch_shape))
 
@@ -142,28 +169,43 @@ def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> tup
     return mean, (density * (u - mean) ** 2).sum(axis=0)
 
 
-def describe(sites: Roles, noise_powers: Mapping[str, float | None]) -> dict[str, Hyperparameter]:
-    """Choose how each hyperparameter is represented; for ``noise_powers`` see the likelihoods."""
+def describe(
+    sites: Roles, noise_powers: Mapping[str, float | None]
+) -> dict[str, Hyperparameter]:
+    """Choose how each hyperparameter is represented; for ``noise_powers`` see the
+    likelihoods.
+    """
     found = {}
     for name, fn in sites.hyperparameters.items():
         base = unwrapped(fn, masked=True)
         if base.event_dim or base.support.is_discrete:
-            raise refuse(name, f"a {type(base).__name__}", "Sites other than the weights must be real or positive.")
-        powers: list[float | None] = [w.power for w in sites.weights.values() if w.hyper == name]
+            raise refuse(
+                name,
+                f"a {type(base).__name__}",
+                "Sites other than the weights must be real or positive.",
+            )
+        powers: list[float | None] = [
+            w.power for w in sites.weights.values() if w.hyper == name
+        ]
         powers += [noise_powers[name]] if name in sites.noise else []
         conjugate = type(base) is dist.Gamma and all(power == -0.5 for power in powers)
         if conjugate and not np.all(np.asarray(base.concentration) > 1):
             why = f"a Gamma with concentration {np.min(base.concentration):.3g}"
-            instead = "Pass a concentration above 1; otherwise the prior variance of what it scales is infinite."
+            instead = (
+                "Pass a concentration above 1; otherwise the prior variance of what it "
+                "scales is infinite."
+            )
             raise refuse(name, why, instead)
         found[name] = Hyperparameter.of("gamma" if conjugate else "normal", fn)
     return found
 
 
 class Factor(NamedTuple):
-    """Approximate prior factor of weights, by natural parameters: exp(-precision w^2 / 2 + shift w).
+    """Approximate prior factor of weights, by natural parameters: exp(-precision w^2 /
+    2 + shift w).
 
-    ``concentration`` and ``rate`` are its contribution to the Gamma of the precision that scales the weights.
+    ``concentration`` and ``rate`` are its contribution to the Gamma of the precision
+    that scales the weights.
     """
 
     precision: jax.Array
@@ -182,7 +224,9 @@ class _Flat(NamedTuple):
     element: Any
 
 
-def _unflatten(flat: Any, names: Sequence[str], sites: Mapping[str, Weight]) -> dict[str, Any]:
+def _unflatten(
+    flat: Any, names: Sequence[str], sites: Mapping[str, Weight]
+) -> dict[str, Any]:
     shapes = {name: sites[name].loc.shape for name in names}
     parts = [cut(leaf, shapes) for leaf in flat]
     return {name: type(flat)(*(part[name] for part in parts)) for name in names}
@@ -196,15 +240,24 @@ def refine(
     hyper: Hyperparameter,
     state: Gamma | Gaussian,
 ) -> tuple[dict[str, Gaussian], dict[str, Factor], Gamma | Gaussian]:
-    """Refine the prior factors of all weights of one hyperparameter: new weights, factors and hyperparameter."""
-    parts = [_Flat(weights[n], factors[n], sites[n].loc, sites[n].scale, sites[n].element) for n in names]
-    flat = jax.tree.map(lambda *leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), *parts)
+    """Refine the prior factors of all weights of one hyperparameter: new weights,
+    factors and hyperparameter.
+    """
+    parts = [
+        _Flat(weights[n], factors[n], sites[n].loc, sites[n].scale, sites[n].element)
+        for n in names
+    ]
+    flat = jax.tree.map(
+        lambda *leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), *parts
+    )
     if isinstance(state, Gamma):
         new, factor, state = _refine_gamma(flat, state)
     else:
         power: Any = sites[names[0]].power
         if any(sites[name].power != power for name in names):
-            power = jnp.concatenate([jnp.full(sites[n].loc.size, sites[n].power) for n in names])
+            power = jnp.concatenate(
+                [jnp.full(sites[n].loc.size, sites[n].power) for n in names]
+            )
         new, factor, state = _refine_normal(flat, power, hyper)
     return _unflatten(new, names, sites), _unflatten(factor, names, sites), state
 
@@ -218,11 +271,22 @@ def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, Factor, Gamma]:
     def body(gamma: Gamma, one: _Flat) -> tuple[Gamma, tuple[Gaussian, Factor]]:
         current = Gamma(*(part[one.element] for part in gamma))
         new, factor, updated = _refine_one(one, current)
-        gamma = Gamma(*(whole.at[one.element].set(part) for whole, part in zip(gamma, updated, strict=True)))
+        gamma = Gamma(
+            *(
+                whole.at[one.element].set(part)
+                for whole, part in zip(gamma, updated, strict=True)
+            )
+        )
         return gamma, (new, factor)
 
-    gamma, (new, factor) = lax.scan(body, Gamma(*(jnp.ravel(part) for part in state)), flat)
-    return new, factor, Gamma(*(part.reshape(state.concentration.shape) for part in gamma))
+    gamma, (new, factor) = lax.scan(
+        body, Gamma(*(jnp.ravel(part) for part in state)), flat
+    )
+    return (
+        new,
+        factor,
+        Gamma(*(part.reshape(state.concentration.shape) for part in gamma)),
+    )
 
 
 def _refine_one(one: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
@@ -234,11 +298,17 @@ def _refine_one(one: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
     unit = one.scale * one.scale
 
     def log_z(cavity: Gaussian, order: int) -> jax.Array:
-        return normal_log_density(cavity.mean - one.loc, cavity.var + unit * rest.variance(order))
+        return normal_log_density(
+            cavity.mean - one.loc, cavity.var + unit * rest.variance(order)
+        )
 
     new, refused = gaussian_update(cavity, jax.grad(log_z)(cavity, 0))
-    updated = gamma_update(rest, jnp.stack([log_z(cavity, order) for order in range(3)]))
-    good = (cavity.var > 0) & (cavity.var < WIDEST * unit) & jnp.isfinite(mean) & ~refused
+    updated = gamma_update(
+        rest, jnp.stack([log_z(cavity, order) for order in range(3)])
+    )
+    good = (
+        (cavity.var > 0) & (cavity.var < WIDEST * unit) & jnp.isfinite(mean) & ~refused
+    )
     good &= (rest.rate > 0) & (rest.concentration > 1)
     share = Factor(
         1 / new.var - precision,
@@ -247,17 +317,25 @@ def _refine_one(one: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
         updated.rate - rest.rate,
     )
 
-    return _where(good, new, weight), _where(good, share, factor), _where(good, updated, gamma)
+    return (
+        _where(good, new, weight),
+        _where(good, share, factor),
+        _where(good, updated, gamma),
+    )
 
 
-def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaussian, Factor, Gaussian]:
+def _refine_normal(
+    flat: _Flat, power: Any, hyper: Hyperparameter
+) -> tuple[Gaussian, Factor, Gaussian]:
     r"""All weights of a scale at once, for a scale with any prior.
 
-    Given the cavities N(m_i, v_i) the posterior of u, the scale in unconstrained space, is one-dimensional,
+    Given the cavities N(m_i, v_i) the posterior of u, the scale in unconstrained space,
+    is one-dimensional,
 
     .. math:: q(u) \propto p(u) \prod_i N(m_i;\, loc_i,\, v_i + s_i(u)^2),
 
-    and is summed on a grid; each weight gets the moments of its posterior, averaged over this grid.
+    and is summed on a grid; each weight gets the moments of its posterior, averaged
+    over this grid.
     """
     precision = 1 / flat.weights.var - flat.factor.precision
     good = precision * flat.scale**2 * WIDEST > 1
@@ -288,7 +366,9 @@ def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaus
 
     mean0, var0 = start.mean.reshape(-1), start.var.reshape(-1)
     blank = jnp.zeros((POINTS, count))
-    center, _, var, u, share = lax.fori_loop(0, GRIDS, narrow, (mean0, WIDTHS * jnp.sqrt(var0), var0, blank, blank))
+    center, _, var, u, share = lax.fori_loop(
+        0, GRIDS, narrow, (mean0, WIDTHS * jnp.sqrt(var0), var0, blank, blank)
+    )
     given = prior_var(u)
     tilted_var = 1 / (precision + 1 / given)
     tilted_mean = tilted_var * (precision * mean + flat.loc / given)
@@ -296,7 +376,9 @@ def _refine_normal(flat: _Flat, power: Any, hyper: Hyperparameter) -> tuple[Gaus
     new_mean = (at * tilted_mean).sum(axis=0)
     new_var = (at * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
     new = _where(good, Gaussian(new_mean, new_var), flat.weights)
-    updated = flat.factor._replace(precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision)
+    updated = flat.factor._replace(
+        precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision
+    )
     return (
         new,
         _where(good, updated, flat.factor),

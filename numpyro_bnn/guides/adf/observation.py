@@ -1,8 +1,11 @@
-"""The observation of one data point: Gaussian quantities of the network, and a distribution given them.
+"""The observation of one data point: Gaussian quantities of the network, and a
+distribution given them.
 
-Moments are propagated up to quantities that can be treated as Gaussian; the likelihood is integrated over these. For
-``Poisson(jnp.exp(f))`` that is f, not the rate: a Gaussian rate would be negative at some nodes. So the program of
-the distribution's parameters is cut before the first nonlinear elementwise function of a single random operand.
+Moments are propagated up to quantities that can be treated as Gaussian; the likelihood
+is integrated over these. For ``Poisson(jnp.exp(f))`` that is f, not the rate: a
+Gaussian rate would be negative at some nodes. So the program of the distribution's
+parameters is cut before the first nonlinear elementwise function of a single random
+operand.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -27,7 +30,8 @@ from numpyro_bnn.program.compiled import is_traced, shared
 Context = dict[str, Any]
 
 CHECKED_ROWS = 100  # that are compared alone and among all
-# Affine in a single random operand, or a mere change of shape: no reason to cut before them.
+# Affine in a single random operand, or a mere change of shape: no reason to cut before
+# them.
 AFFINE = {"add", "sub", "neg", "mul", "div", "convert_element_type", "copy"}
 SHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
 HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
@@ -35,12 +39,18 @@ HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 @dataclass(frozen=True)
 class Observation:
-    """One data point's observation: Gaussian quantities of the network, and a distribution given these."""
+    """One data point's observation: Gaussian quantities of the network, and a
+    distribution given these.
+    """
 
     kind: str  # "normal", "categorical" or "other"
     name: str  # of the site
-    cut: "Split"  # the program of the distribution's parameters, the observed `value`, and its `mask` if it has one
-    build: Callable[[Mapping[str, Any]], dist.Distribution]  # from these parameters, elementwise
+    # the program of the distribution's parameters, the observed `value`, and its `mask`
+    # if it has one
+    cut: "Split"
+    build: Callable[
+        [Mapping[str, Any]], dist.Distribution
+    ]  # from these parameters, elementwise
     shape: tuple[int, ...]  # of one observation
 
     @property
@@ -48,20 +58,26 @@ class Observation:
         """The quantities that are integrated numerically."""
         return set(self.cut.cuts) - ({"loc"} if self.kind == "normal" else set())
 
-    def quantities(self, weights: Mapping[str, Gaussian], context: Context) -> dict[str, Gaussian]:
+    def quantities(
+        self, weights: Mapping[str, Gaussian], context: Context
+    ) -> dict[str, Gaussian]:
         """Moments of the Gaussian quantities, from those of the weights."""
         found = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
         return {
-            name: value if isinstance(value, Gaussian) else Gaussian(value, jnp.zeros_like(value))
+            name: value
+            if isinstance(value, Gaussian)
+            else Gaussian(value, jnp.zeros_like(value))
             for name, value in found.items()
         }
 
 
-def observe(data: Data, sites: Roles, context: Context, with_value: bool) -> Observation:
+def observe(
+    data: Data, sites: Roles, context: Context, with_value: bool
+) -> Observation:
     """Read the observation of one data point from the model.
 
-    :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the data, the other arrays, and
-        values of the hyperparameters.
+    :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the
+        data, the other arrays, and values of the hyperparameters.
     :param with_value: whether the observed value is among the arguments.
     """
     weights = {name: weight.loc for name, weight in sites.weights.items()}
@@ -69,73 +85,127 @@ def observe(data: Data, sites: Roles, context: Context, with_value: bool) -> Obs
 
     def program(weights: Any, context: Context) -> dict[str, Any]:
         call = data.row(context["rows"], context["arrays"])
-        site = data.site(sites.observed, {**weights, **context["hyperparameters"]}, call)
+        site = data.site(
+            sites.observed, {**weights, **context["hyperparameters"]}, call
+        )
         base = unwrapped(site["fn"], masked=True)
         if base.event_dim:
-            why = f"a {type(base).__name__}, whose elements are not independent given the network"
+            why = (
+                f"a {type(base).__name__}, whose elements are not independent given "
+                f"the network"
+            )
             raise refuse(sites.observed, why, "Use independent observations, or MCMC.")
         shape = site["fn"].shape()
         kind, parameters, build = _parameters(base, shape)
-        found.update(kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters))
+        found.update(
+            kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters)
+        )
         if not with_value:
             return parameters
         if not site["is_observed"]:
-            raise refuse(sites.observed, "that has no value", "Pass the targets among the arguments, e.g. `y`.")
+            raise refuse(
+                sites.observed,
+                "that has no value",
+                "Pass the targets among the arguments, e.g. `y`.",
+            )
         whole = np.broadcast_shapes(shape, np.shape(site["value"]))
         if whole[:1] != (1,):
             instead = "Pass data, targets and masks as arguments of the model."
-            raise refuse(sites.observed, f"of shape {whole} for one row of the data", instead)
-        return parameters | {"value": site["value"], "mask": jnp.broadcast_to(unmasked_elements(site["fn"]), shape)}
+            raise refuse(
+                sites.observed, f"of shape {whole} for one row of the data", instead
+            )
+        return parameters | {
+            "value": site["value"],
+            "mask": jnp.broadcast_to(unmasked_elements(site["fn"]), shape),
+        }
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
     entering = dependence(
-        lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}), context["hyperparameters"]
+        lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}),
+        context["hyperparameters"],
     )
     for name in set().union(*entering.values()):  # they would not be learned
         prior = type(unwrapped(sites.hyperparameters[name])).__name__
-        instead = "Scale weights in their prior, `Normal(0, tau)`; give other sites a prior on the real line."
+        instead = (
+            "Scale weights in their prior, `Normal(0, tau)`; give other sites a prior "
+            "on the real line."
+        )
         raise refuse(name, f"a {prior} from which the predictor is computed", instead)
     for name in cut.random & found["bounded"]:
         if name not in cut.nonlinear:
-            why = f"whose {name.split(' (')[0]} is not an elementwise function of a linear predictor"
-            instead = "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f straight from the network."
+            why = (
+                f"whose {name.split(' (')[0]} is not an elementwise function of a "
+                f"linear predictor"
+            )
+            instead = (
+                "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f "
+                "straight from the network."
+            )
             raise refuse(sites.observed, why, instead)
     return Observation(kind, sites.observed, cut, found["build"], found["shape"])
 
 
-def _parameters(base: dist.Distribution, shape: tuple) -> tuple[str, dict[str, Any], Callable]:
+def _parameters(
+    base: dist.Distribution, shape: tuple
+) -> tuple[str, dict[str, Any], Callable]:
     """Kind, parameters by name, and how to build the distribution from them."""
     if type(base) is dist.Normal:
-        given = {"loc": jnp.broadcast_to(base.loc, shape), "scale": jnp.broadcast_to(base.scale, shape)}
+        given = {
+            "loc": jnp.broadcast_to(base.loc, shape),
+            "scale": jnp.broadcast_to(base.scale, shape),
+        }
         return "normal", given, lambda p: dist.Normal(p["loc"], p["scale"])
     if isinstance(base, dist.CategoricalLogits):
         logits = jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
-        return "categorical", {"logits": logits}, lambda p: dist.Categorical(logits=p["logits"])
+        return (
+            "categorical",
+            {"logits": logits},
+            lambda p: dist.Categorical(logits=p["logits"]),
+        )
     if isinstance(base, dist.BernoulliLogits):
-        return "other", {"logits": base.logits}, lambda p: dist.Bernoulli(logits=p["logits"])
+        return (
+            "other",
+            {"logits": base.logits},
+            lambda p: dist.Bernoulli(logits=p["logits"]),
+        )
     leaves, structure = jax.tree.flatten(base)
     names = [_leaf_name(base, leaf, k) for k, leaf in enumerate(leaves)]
     given = dict(zip(names, leaves, strict=True))
-    return "other", given, lambda p: jax.tree.unflatten(structure, [p[n] for n in names])
+    return (
+        "other",
+        given,
+        lambda p: jax.tree.unflatten(structure, [p[n] for n in names]),
+    )
 
 
 def _leaf_name(base: dist.Distribution, leaf: Any, index: int) -> str:
-    """Name of a parameter; a number distinguishes two parameters of the same name (in an inner distribution)."""
+    """Name of a parameter; a number distinguishes two parameters of the same name (in
+    an inner distribution).
+    """
     named = [name for name in base.arg_constraints if base.__dict__.get(name) is leaf]
     return f"{named[0]} ({index})" if named else f"parameter {index}"
 
 
 def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]:
     """Parameters whose support is not the whole real line."""
-    free = {"logits", *(name for name, kind in base.arg_constraints.items() if kind is constraints.real)}
+    free = {
+        "logits",
+        *(
+            name
+            for name, kind in base.arg_constraints.items()
+            if kind is constraints.real
+        ),
+    }
     return {name for name in parameters if name.split(" (")[0] not in free}
 
 
 def check_quantities(observation: Observation, sites: Roles, context: Context) -> None:
-    """Refuse quantities of one row that are functions of fewer: they are integrated as if they were independent.
+    """Refuse quantities of one row that are functions of fewer: they are integrated as
+    if they were independent.
 
-    Their slopes at random weights, along as many random directions as there are quantities, are then dependent.
+    Their slopes at random weights, along as many random directions as there are
+    quantities, are then dependent.
     """
     weights = _random_weights(sites)
 
@@ -162,32 +232,49 @@ def check_quantities(observation: Observation, sites: Roles, context: Context) -
     sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
     if len(sizes) and np.min(sizes) < 1e-9:
         why = f"whose {count} linear predictors for one row are functions of each other"
-        instead = "Give each its own weights, or write one observation per row of the data."
+        instead = (
+            "Give each its own weights, or write one observation per row of the data."
+        )
         raise refuse(observation.name, why, instead)
 
 
 def _random_weights(sites: Roles) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    return {n: w.loc + w.scale * random.normal(size=w.loc.shape) for n, w in sites.weights.items()}
+    return {
+        n: w.loc + w.scale * random.normal(size=w.loc.shape)
+        for n, w in sites.weights.items()
+    }
 
 
 def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> None:
-    """Refuse a model in which the likelihood of a data point depends on other rows (batch statistics, sequences).
+    """Refuse a model in which the likelihood of a data point depends on other rows
+    (batch statistics, sequences).
 
-    Arrays as long as the observation are taken for its rows. Another one, such as a table of as many groups, shows
-    here: a data point gives other numbers with all rows than with its own.
+    Arrays as long as the observation are taken for its rows. Another one, such as a
+    table of as many groups, shows here: a data point gives other numbers with all rows
+    than with its own.
     """
     weights = _random_weights(sites)
     chosen = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
     def parameters(rows: Any) -> list[jax.Array]:
-        site = data.site(sites.observed, {**weights, **hyperparameters}, data.call(rows, data.arrays))
-        return jax.tree.leaves((unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"]), site["value"]))
+        site = data.site(
+            sites.observed, {**weights, **hyperparameters}, data.call(rows, data.arrays)
+        )
+        return jax.tree.leaves(
+            (
+                unwrapped(site["fn"], masked=True),
+                unmasked_elements(site["fn"]),
+                site["value"],
+            )
+        )
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
         some = {name: leaf[chosen, None] for name, leaf in rows.items()}
         found = []
-        for whole, alone in zip(parameters(rows), jax.vmap(parameters)(some), strict=True):
+        for whole, alone in zip(
+            parameters(rows), jax.vmap(parameters)(some), strict=True
+        ):
             if jnp.shape(alone)[1:2] == (1,):
                 shape = data.num_rows, *jnp.shape(alone)[2:]
                 found.append((jnp.broadcast_to(whole, shape)[chosen], alone[:, 0]))
@@ -198,13 +285,21 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
         return
     for together, alone in shared(both, once=True)(rows):
         if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
-            instead = f"Data points are learned one at a time, each with its own row of {', '.join(rows)}: remove"
-            instead += " batch statistics and the like, and let the model close over other arrays of this length."
+            instead = (
+                f"Data points are learned one at a time, each with its own row of "
+                f"{', '.join(rows)}: remove"
+            )
+            instead += (
+                " batch statistics and the like, and let the model close over other "
+                "arrays of this length."
+            )
             raise refuse(sites.observed, "whose rows influence each other", instead)
 
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
-    """The same function with sub-programs inlined and some primitives evaluated by rules."""
+    """The same function with sub-programs inlined and some primitives evaluated by
+    rules.
+    """
     rules = {"name": lambda equation, value: value, **rules}  # a mark of a site
     walk = moments.Interpreter(rules, lambda value: True, CALL, default=Equation.bind)
 
@@ -220,36 +315,71 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
 class Split:
     """A program ``fn(weights, context)`` in two parts."""
 
-    head: Callable[[Any, Any], dict[str, Any]]  # computes the Gaussian quantities from weights and context
-    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]  # computes all outputs from quantities and context
-    cuts: tuple[str, ...]  # the Gaussian quantities, named by the first output computed from each
+    head: Callable[
+        [Any, Any], dict[str, Any]
+    ]  # computes the Gaussian quantities from weights and context
+    tail: Callable[
+        [Mapping[str, Any], Any], dict[str, Any]
+    ]  # computes all outputs from quantities and context
+    cuts: tuple[
+        str, ...
+    ]  # the Gaussian quantities, named by the first output computed from each
     random: set[str]  # outputs that depend on the weights, cut or not
     nonlinear: set[str]  # outputs that are a nonlinear function of their quantity
-    own: set[str]  # outputs that are a quantity of their own, or computed from neither weights nor hyperparameters
+    own: set[
+        str
+        # outputs that are a quantity of their own, or computed from neither weights nor
+        # hyperparameters
+    ]
 
 
-def split(fn: Callable[[Any, Any], Mapping[str, Any]], weights: Any, context: Any, keep: Sequence[str]) -> Split:
+def split(
+    fn: Callable[[Any, Any], Mapping[str, Any]],
+    weights: Any,
+    context: Any,
+    keep: Sequence[str],
+) -> Split:
     """Cut ``fn(weights, context)``, a dictionary of arrays.
 
-    Outputs computed from one quantity share it. No cut lies behind a use of ``context["hyperparameters"]`` that could
-    come after it: then the hyperparameter belongs to the tail, where it is integrated.
+    Outputs computed from one quantity share it. No cut lies behind a use of
+    ``context["hyperparameters"]`` that could come after it: then the hyperparameter
+    belongs to the tail, where it is integrated.
 
     :param weights: example of the random argument.
     :param context: example of the other argument.
     :param keep: outputs that may be Gaussian quantities themselves.
     """
-    closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(weights, context)
+    closed, shapes = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)(
+        weights, context
+    )
     jaxpr = closed.jaxpr
     outputs = {
-        path[0].key: var for (path, _), var in zip(jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True)
+        path[0].key: var
+        for (path, _), var in zip(
+            jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True
+        )
     }
     count = len(jax.tree.leaves(weights))
     paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
-    held = {v for v, p in zip(jaxpr.invars[count:], paths, strict=True) if p[:1] == HYPERPARAMETERS}
-    depends, held = (reached(jaxpr.eqns, start) for start in (jaxpr.invars[:count], held))
-    random = {name for name, var in outputs.items() if not isinstance(var, Literal) and var in depends}
+    held = {
+        v
+        for v, p in zip(jaxpr.invars[count:], paths, strict=True)
+        if p[:1] == HYPERPARAMETERS
+    }
+    depends, held = (
+        reached(jaxpr.eqns, start) for start in (jaxpr.invars[:count], held)
+    )
+    random = {
+        name
+        for name, var in outputs.items()
+        if not isinstance(var, Literal) and var in depends
+    }
     sources = _sources(jaxpr, depends)
-    ends = {name: sources.get(outputs[name], outputs[name]) for name in outputs if name in random}
+    ends = {
+        name: sources.get(outputs[name], outputs[name])
+        for name in outputs
+        if name in random
+    }
     chosen = {}
     for name, end in ends.items():
         var = outputs[name]
@@ -265,46 +395,75 @@ def split(fn: Callable[[Any, Any], Mapping[str, Any]], weights: Any, context: An
             cuts[name] = var
 
     def evaluate(inputs: list[Any], wanted: list[Any], values: list[Any]) -> list[Any]:
-        equations = [equation for equation, _ in needed_equations(jaxpr, wanted, frozenset(inputs))]
+        equations = [
+            equation
+            for equation, _ in needed_equations(jaxpr, wanted, frozenset(inputs))
+        ]
         part = jaxpr.replace(invars=inputs, outvars=wanted, eqns=equations)
         return jaxpr_as_fun(closed.replace(jaxpr=part))(*values)
 
     def head(weights: Any, context: Any) -> dict[str, Any]:
-        found = evaluate(jaxpr.invars, list(cuts.values()), jax.tree.leaves((weights, context)))
+        found = evaluate(
+            jaxpr.invars, list(cuts.values()), jax.tree.leaves((weights, context))
+        )
         return dict(zip(cuts, found, strict=True))
 
     def tail(quantities: Mapping[str, Any], context: Any) -> dict[str, Any]:
         inputs = [cuts[name] for name in quantities] + jaxpr.invars[count:]
-        found = evaluate(inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)])
+        found = evaluate(
+            inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)]
+        )
         return dict(zip(outputs, found, strict=True))
 
-    nonlinear = {n for n in ends if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]}
-    own = {n for n, var in chosen.items() if var is outputs[n] and list(chosen.values()).count(var) == 1}
-    own |= {n for n, var in outputs.items() if n not in random and (isinstance(var, Literal) or var not in held)}
+    nonlinear = {
+        n
+        for n in ends
+        if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]
+    }
+    own = {
+        n
+        for n, var in chosen.items()
+        if var is outputs[n] and list(chosen.values()).count(var) == 1
+    }
+    own |= {
+        n
+        for n, var in outputs.items()
+        if n not in random and (isinstance(var, Literal) or var not in held)
+    }
     return Split(head, tail, tuple(cuts), random, nonlinear, own)
 
 
 def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
-    """For every random variable, the most distant one of which it is an elementwise function, if there is one.
+    """For every random variable, the most distant one of which it is an elementwise
+    function, if there is one.
 
     Of a single number everything is such a function.
     """
     found: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
-        operands = {v for v in equation.invars if not isinstance(v, Literal) and v in random}
+        operands = {
+            v for v in equation.invars if not isinstance(v, Literal) and v in random
+        }
         ends = {found.get(var, var) for var in operands}
         if len(ends) != 1:
             continue
         (end,) = ends
         name = equation.primitive.name
-        shaping = name in SHAPING and equation.invars[0].aval.size == equation.outvars[0].aval.size
+        shaping = (
+            name in SHAPING
+            and equation.invars[0].aval.size == equation.outvars[0].aval.size
+        )
         if name in ELEMENTWISE or shaping or end.aval.size == 1:
             found.update(dict.fromkeys(equation.outvars, end))
     return found
 
 
-def _before_nonlinear(jaxpr: Any, source: Any, var: Any, random: set, held: Container = frozenset()) -> Any:
-    """From the source of ``var``, the end of the affine steps that lie on the only path and use nothing ``held``."""
+def _before_nonlinear(
+    jaxpr: Any, source: Any, var: Any, random: set, held: Container = frozenset()
+) -> Any:
+    """From the source of ``var``, the end of the affine steps that lie on the only path
+    and use nothing ``held``.
+    """
     users: dict[Any, list] = {}
     for equation, _ in needed_equations(jaxpr, [var]):
         for used in equation.invars:

@@ -15,7 +15,13 @@ from numpyro_bnn._checks import outside
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
 from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
-from numpyro_bnn.guides.adf.observation import Context, check_quantities, check_rows, observe, rewritten
+from numpyro_bnn.guides.adf.observation import (
+    Context,
+    check_quantities,
+    check_rows,
+    observe,
+    rewritten,
+)
 from numpyro_bnn.guides.adf.reading import Data, Roles, find_sites
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
@@ -26,10 +32,12 @@ SAMPLE = 100
 
 
 class ADFState(NamedTuple):
-    """State of a run: the posterior approximation and the approximate prior factors, in float64.
+    """State of a run: the posterior approximation and the approximate prior factors, in
+    float64.
 
     :param weights: means and variances by site.
-    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in unconstrained space.
+    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in
+        unconstrained space.
     :param factors: approximate prior factor of each weight that has a hyperparameter.
     """
 
@@ -39,12 +47,16 @@ class ADFState(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Records of one pass over the data, or of each epoch: (E,), or (R, E) for R runs at once."""
+    """Records of one pass over the data, or of each epoch: (E,), or (R, E) for R runs
+    at once.
+    """
 
-    # Sum over the data of log Z, the log density of each point just before it is absorbed. In the first epoch it
-    # estimates the log evidence, log p(y); later epochs have already seen the data.
+    # Sum over the data of log Z, the log density of each point just before it is
+    # absorbed. In the first epoch it estimates the log evidence, log p(y); later epochs
+    # have already seen the data.
     log_z: jax.Array
-    refused: jax.Array  # fraction of refused updates of single weights, counted on a sample of the weights
+    # fraction of refused updates of single weights, counted on a sample of the weights
+    refused: jax.Array
 
 
 @dataclass(frozen=True)
@@ -56,25 +68,43 @@ class Problem:
     likelihood: Likelihood  # of one data point
 
     @classmethod
-    def of(cls, data: Data, known: "Problem | None" = None, with_value: bool = True) -> "Problem":
-        """Read the model from one row of its arguments; if a ``known`` problem is given, take the roles from it."""
+    def of(
+        cls, data: Data, known: "Problem | None" = None, with_value: bool = True
+    ) -> "Problem":
+        """Read the model from one row of its arguments; if a ``known`` problem is
+        given, take the roles from it.
+        """
         rows = {name: leaf[0] for name, leaf in data.rows.items()}
         arrays = data.arrays
-        sites = find_sites(data.model, *data.row(rows, arrays)) if known is None else known.sites
+        sites = (
+            find_sites(data.model, *data.row(rows, arrays))
+            if known is None
+            else known.sites
+        )
         ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
         context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
         observation = observe(data, sites, context, with_value)
         if known is not None:
-            return replace(known, likelihood=replace(known.likelihood, observation=observation))
-        hypers = moment_matching.describe(sites, noise_powers(observation, sites.noise, context))
+            return replace(
+                known, likelihood=replace(known.likelihood, observation=observation)
+            )
+        hypers = moment_matching.describe(
+            sites, noise_powers(observation, sites.noise, context)
+        )
         gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
-        normals = {name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"}
-        problem = cls(sites, hypers, Likelihood(observation, normals, next(iter(gammas), None)))
+        normals = {
+            name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"
+        }
+        problem = cls(
+            sites, hypers, Likelihood(observation, normals, next(iter(gammas), None))
+        )
         check_rows(data, sites, ones)
         check_quantities(observation, sites, context)
 
         def check() -> None:
-            state = problem.start({name: weight.loc for name, weight in sites.weights.items()})
+            state = problem.start(
+                {name: weight.loc for name, weight in sites.weights.items()}
+            )
             context = problem.context(state, rows, arrays)
             problem.likelihood.check(state.weights, context)
 
@@ -83,37 +113,61 @@ class Problem:
 
     def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
         """Everything that a likelihood depends on except the weights."""
-        hypers = {n: hyper.value(state.hyperparameters[n]) for n, hyper in self.hyperparameters.items()}
+        hypers = {
+            n: hyper.value(state.hyperparameters[n])
+            for n, hyper in self.hyperparameters.items()
+        }
         return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
 
     def _prior(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """States of the hyperparameters, and at typical values of them the variances of the weights."""
+        """States of the hyperparameters, and at typical values of them the variances of
+        the weights.
+        """
         hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
-        typical = {name: hyper.value(hypers[name]) for name, hyper in self.hyperparameters.items()}
-        return hypers, {name: weight.prior_sd(typical) ** 2 for name, weight in self.sites.weights.items()}
+        typical = {
+            name: hyper.value(hypers[name])
+            for name, hyper in self.hyperparameters.items()
+        }
+        return hypers, {
+            name: weight.prior_sd(typical) ** 2
+            for name, weight in self.sites.weights.items()
+        }
 
     def start(self, means: Mapping[str, Any]) -> ADFState:
         """The prior, but with these means of the weights."""
         (hypers, variances), factors = self._prior(), {}
-        weights = {name: Gaussian(jnp.asarray(means[name], float), var) for name, var in variances.items()}
+        weights = {
+            name: Gaussian(jnp.asarray(means[name], float), var)
+            for name, var in variances.items()
+        }
         for name, var in variances.items():
             if self.sites.weights[name].hyper is not None:
                 zero = jnp.zeros(var.shape)
-                factors[name] = Factor(1 / var, jnp.asarray(self.sites.weights[name].loc) / var, zero, zero)
+                factors[name] = Factor(
+                    1 / var, jnp.asarray(self.sites.weights[name].loc) / var, zero, zero
+                )
         return ADFState(weights, hypers, factors)
 
     def random_means(self, rng_key: jax.Array) -> dict[str, Any]:
-        """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden units."""
+        """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden
+        units.
+        """
         _, variances = self._prior()
         means = {}
-        for key, (name, var) in zip(jax.random.split(rng_key, len(variances)), variances.items(), strict=True):
+        for key, (name, var) in zip(
+            jax.random.split(rng_key, len(variances)), variances.items(), strict=True
+        ):
             fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
             noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
             means[name] = jnp.asarray(self.sites.weights[name].loc) + noise
         return means
 
-    def learn(self, state: ADFState, rows: Any, arrays: Any) -> tuple[ADFState, jax.Array, jax.Array]:
-        """Absorb one data point; also returns its log Z and the number of refused updates of weights."""
+    def learn(
+        self, state: ADFState, rows: Any, arrays: Any
+    ) -> tuple[ADFState, jax.Array, jax.Array]:
+        """Absorb one data point; also returns its log Z and the number of refused
+        updates of weights.
+        """
         likelihood = self.likelihood
         context = self.context(state, rows, arrays)
         noise = {name: state.hyperparameters[name] for name in likelihood.noise}
@@ -123,24 +177,39 @@ class Problem:
             hypers = {**state.hyperparameters, **noise}
             return likelihood.log_z(quantities, hypers, context).sum(), quantities
 
-        (value, quantities), gradients = jax.value_and_grad(log_z, argnums=(0, 1), has_aux=True)(state.weights, noise)
+        (value, quantities), gradients = jax.value_and_grad(
+            log_z, argnums=(0, 1), has_aux=True
+        )(state.weights, noise)
         refused = jnp.zeros(())
         weights = {}
         for name, weight in state.weights.items():
-            weights[name], bad = moment_matching.gaussian_update(weight, gradients[0][name])
+            weights[name], bad = moment_matching.gaussian_update(
+                weight, gradients[0][name]
+            )
             refused += _sampled_mean(bad) * bad.size
         hypers = dict(state.hyperparameters)
         for name in noise:
-            hypers[name] = moment_matching.gaussian_update(noise[name], gradients[1][name])[0]
+            hypers[name] = moment_matching.gaussian_update(
+                noise[name], gradients[1][name]
+            )[0]
         if likelihood.gamma is not None:
             before = state.hyperparameters[likelihood.gamma]
-            terms = [likelihood.log_z(quantities, state.hyperparameters, context, order) for order in range(3)]
-            sums = jnp.stack([sum_to(term, before.concentration.shape) for term in terms])
+            terms = [
+                likelihood.log_z(quantities, state.hyperparameters, context, order)
+                for order in range(3)
+            ]
+            sums = jnp.stack(
+                [sum_to(term, before.concentration.shape) for term in terms]
+            )
             hypers[likelihood.gamma] = moment_matching.gamma_update(before, sums)
         return ADFState(weights, hypers, state.factors), value, refused
 
-    def sweep(self, state: ADFState, rows: Any, arrays: Any, one: Any) -> tuple[ADFState, Records]:
-        """One pass over rows in the order given; for ``one`` see :func:`fusion_barrier`."""
+    def sweep(
+        self, state: ADFState, rows: Any, arrays: Any, one: Any
+    ) -> tuple[ADFState, Records]:
+        """One pass over rows in the order given; for ``one`` see
+        :func:`fusion_barrier`.
+        """
 
         def body(carry: Any, row: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
             def learn(carry: Any, row: Any) -> tuple[ADFState, jax.Array, jax.Array]:
@@ -149,7 +218,9 @@ class Problem:
             after, log_z, refused = fusion_barrier(learn, one)(carry, row)
             return (after.weights, after.hyperparameters), (log_z, refused)
 
-        carry, (log_z, refused) = lax.scan(body, (state.weights, state.hyperparameters), rows)
+        carry, (log_z, refused) = lax.scan(
+            body, (state.weights, state.hyperparameters), rows
+        )
         size = sum(weight.loc.size for weight in self.sites.weights.values())
         record = Records(log_z.sum(), refused.mean() / size)
         return ADFState(*carry, state.factors), record
@@ -160,25 +231,44 @@ class Problem:
         quantities = self.likelihood.observation.quantities(state.weights, context)
         return self.likelihood.log_z(quantities, state.hyperparameters, context).sum()
 
-    def predictive(self, state: ADFState, row: Any, arrays: Any, noise: bool) -> Gaussian:
+    def predictive(
+        self, state: ADFState, row: Any, arrays: Any, noise: bool
+    ) -> Gaussian:
         """Mean and variance of the observation of one data point."""
         context = self.context(state, row, arrays)
         quantities = self.likelihood.observation.quantities(state.weights, context)
-        found = self.likelihood.predictive(quantities, state.hyperparameters, context, noise)
+        found = self.likelihood.predictive(
+            quantities, state.hyperparameters, context, noise
+        )
         observation, parts = self.likelihood.observation, []
         for part in found:
-            if observation.kind != "categorical":  # one number may be the predictor of all
-                part = jnp.broadcast_to(part, jnp.broadcast_shapes(part.shape, observation.shape, (1,)))
+            if (
+                observation.kind != "categorical"
+            ):  # one number may be the predictor of all
+                part = jnp.broadcast_to(
+                    part, jnp.broadcast_shapes(part.shape, observation.shape, (1,))
+                )
             parts.append(part[0])
         return Gaussian(*parts)
 
     def refine(self, state: ADFState) -> ADFState:
         """The prior factors of all weights with a hyperparameter."""
         weights, hypers, factors = map(dict, state)
-        for name in {weight.hyper for weight in self.sites.weights.values() if weight.hyper}:
-            names = [site for site, weight in self.sites.weights.items() if weight.hyper == name]
+        for name in {
+            weight.hyper for weight in self.sites.weights.values() if weight.hyper
+        }:
+            names = [
+                site
+                for site, weight in self.sites.weights.items()
+                if weight.hyper == name
+            ]
             new, factor, hypers[name] = moment_matching.refine(
-                names, self.sites.weights, weights, factors, self.hyperparameters[name], hypers[name]
+                names,
+                self.sites.weights,
+                weights,
+                factors,
+                self.hyperparameters[name],
+                hypers[name],
             )
             weights |= new
             factors |= factor
@@ -186,7 +276,9 @@ class Problem:
 
 
 def _sampled_mean(mask: jax.Array) -> jax.Array:
-    """Fraction of True, counted on some slices of the first axis: counting all would take a fifth of the time."""
+    """Fraction of True, counted on some slices of the first axis: counting all would
+    take a fifth of the time.
+    """
     if mask.ndim == 0:
         return mask.astype(float)
     slices = max(1, SAMPLE * mask.shape[0] // mask.size)
@@ -194,19 +286,23 @@ def _sampled_mean(mask: jax.Array) -> jax.Array:
 
 
 def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
-    """The same function with the operands of outer products divided by one: faster, with the same numbers.
+    """The same function with the operands of outer products divided by one: faster,
+    with the same numbers.
 
-    The gradient of a weight matrix is an outer product, and its whole update is elementwise in it. XLA on CPUs fuses
-    everything elementwise into one loop, including the computation of the two vectors, which it then repeats for
-    every element of the matrix. It does not fuse a division that it would have to repeat, and cannot know that the
-    divisor is 1, because that is an argument of the program.
+    The gradient of a weight matrix is an outer product, and its whole update is
+    elementwise in it. XLA on CPUs fuses everything elementwise into one loop, including
+    the computation of the two vectors, which it then repeats for every element of the
+    matrix. It does not fuse a division that it would have to repeat, and cannot know
+    that the divisor is 1, because that is an argument of the program.
 
     :param fn: a function of arrays, already differentiated.
     :param one: the number 1; the same for all runs that are mapped over.
     """
 
     def product(equation: Equation, *operands: Any) -> Any:
-        if np.prod(equation.outputs[0].shape) > max(np.prod(np.shape(operand)) for operand in operands):
+        if np.prod(equation.outputs[0].shape) > max(
+            np.prod(np.shape(operand)) for operand in operands
+        ):
             operands = tuple(operand / one for operand in operands)
         return equation.bind(*operands)
 
@@ -221,13 +317,24 @@ class Program(NamedTuple):
     whole: Callable[..., tuple[ADFState, Records]]
 
 
-def build(problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int) -> Program:
-    """Compiled functions of keys, rows and arrays; an epoch is one pass and the refinement of the prior."""
+def build(
+    problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+) -> Program:
+    """Compiled functions of keys, rows and arrays; an epoch is one pass and the
+    refinement of the prior.
+    """
 
     def start(rng_key: jax.Array, means: Any) -> ADFState:
         return problem.start({**problem.random_means(rng_key), **means})
 
-    def epoch(state: ADFState, rows: Any, arrays: Any, rng_key: jax.Array, order: Any, one: Any) -> Any:
+    def epoch(
+        state: ADFState,
+        rows: Any,
+        arrays: Any,
+        rng_key: jax.Array,
+        order: Any,
+        one: Any,
+    ) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
         state, record = problem.sweep(state, shuffled, arrays, one)
@@ -237,8 +344,14 @@ def build(problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_r
         start = jax.vmap(start, in_axes=(0, 0))
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    def whole(state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any) -> Any:
-        return lax.scan(lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one), state, (keys, orders))
+    def whole(
+        state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any
+    ) -> Any:
+        return lax.scan(
+            lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one),
+            state,
+            (keys, orders),
+        )
 
     return Program(shared(start, once=True), shared(epoch), shared(whole))
 
@@ -253,9 +366,11 @@ def run_epochs(
     max_refused: float,
     keeper: Keeper | None = None,
 ) -> tuple[ADFState, Records]:
-    """Run one compiled program per epoch, to show progress and lose at most one epoch to an interruption.
+    """Run one compiled program per epoch, to show progress and lose at most one epoch
+    to an interruption.
 
-    ``data`` are rows and other arrays; ``keys`` and ``orders`` (or ``None``) hold one entry per epoch.
+    ``data`` are rows and other arrays; ``keys`` and ``orders`` (or ``None``) hold one
+    entry per epoch.
     """
     num_epochs = keys.shape[0]
     records: list[Records] = []
@@ -266,10 +381,15 @@ def run_epochs(
 
     if keeper is not None and (found := keeper.load(state)) is not None:
         state, kept = found
-        records = [Records(*row) for row in zip(kept["log_z"].T, kept["refused"].T, strict=True)]
+        records = [
+            Records(*row)
+            for row in zip(kept["log_z"].T, kept["refused"].T, strict=True)
+        ]
     done = len(records)
     shown = progress_bar and done < num_epochs
-    with tqdm.trange(max(0, num_epochs - done), total=num_epochs, initial=done, disable=not shown) as bar:
+    with tqdm.trange(
+        max(0, num_epochs - done), total=num_epochs, initial=done, disable=not shown
+    ) as bar:
         try:
             for k in (done + step for step in bar):
                 order = None if orders is None else orders[k]
@@ -279,12 +399,16 @@ def run_epochs(
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
                     keeper.save(state, seen()._asdict(), last=False)
-                bar.set_postfix_str(f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False)
+                bar.set_postfix_str(
+                    f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False
+                )
         except KeyboardInterrupt:
             if not records:
                 raise
             finished = f"{len(records)} of {num_epochs} epochs"
-            warnings.warn(f"Interrupted: the result is that of {finished}.", stacklevel=outside())
+            warnings.warn(
+                f"Interrupted: the result is that of {finished}.", stacklevel=outside()
+            )
     if keeper is not None:
         keeper.save(state, seen()._asdict(), last=True)
     return state, seen()
@@ -293,11 +417,16 @@ def run_epochs(
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:
     share = float(np.max(record.refused))
     if not np.all(np.isfinite(record.log_z)):
-        message = f"AutoADF: log Z is not finite in epoch {epoch + 1}; check the scales of the data."
+        message = (
+            f"AutoADF: log Z is not finite in epoch {epoch + 1}; check the scales of "
+            f"the data."
+        )
     elif share > max_refused:
         message = (
-            f"AutoADF refused {share:.1%} of the updates of weights in epoch {epoch + 1}, more than"
-            f" {max_refused:.0%}: the approximation is unreliable. Standardize the data, or"
+            f"AutoADF refused {share:.1%} of the updates of weights in epoch "
+            f"{epoch + 1}, more than"
+            f" {max_refused:.0%}: the approximation is unreliable. Standardize the "
+            f"data, or"
             " choose a likelihood that fits them better."
         )
     else:

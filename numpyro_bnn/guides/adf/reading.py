@@ -1,4 +1,6 @@
-"""What AutoADF reads from a call of the model: which arguments are data, and the role of every site."""
+"""What AutoADF reads from a call of the model: which arguments are data, and the role
+of every site.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,13 @@ from numpyro import handlers
 from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error, check_finite, check_same_length
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import (
+    affine_normal,
+    is_affine_normal,
+    is_factor,
+    unmasked_elements,
+    unwrapped,
+)
 from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
 from numpyro_bnn.program.compiled import TRACING
@@ -29,7 +37,9 @@ def refuse(site: str, why: str, instead: str) -> Exception:
 
 
 def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
-    """What a model is; the guide that reads it may itself run inside NumPyro's handlers."""
+    """What a model is; the guide that reads it may itself run inside NumPyro's
+    handlers.
+    """
     with TRACING, handlers.block():
         return Reading(model, args, kwargs)
 
@@ -41,21 +51,31 @@ def observed_site(sites: Sites) -> str:
         if site["type"] == "sample" and is_factor(site["fn"]):
             instead = "Write an observed `sample`, whose likelihood has a distribution."
             raise refuse(name, "a `factor` statement", instead)
-        if site["type"] == "sample" and site["is_observed"] and not site["infer"].get("is_auxiliary"):
+        if (
+            site["type"] == "sample"
+            and site["is_observed"]
+            and not site["infer"].get("is_auxiliary")
+        ):
             seen.append(name)
             if is_scaled(site):
-                raise refuse(name, "whose likelihood is scaled", "Remove `handlers.scale`.")
+                raise refuse(
+                    name, "whose likelihood is scaled", "Remove `handlers.scale`."
+                )
     if len(seen) != 1:
         listed = ", ".join(map(repr, seen)) or "none"
         instead = "Pass the targets; exactly one site must be observed."
-        raise argument_error(CALL, "model", f"{len(seen)} observed sites ({listed})", instead)
+        raise argument_error(
+            CALL, "model", f"{len(seen)} observed sites ({listed})", instead
+        )
     return seen[0]
 
 
 def is_scaled(site: Mapping[str, Any]) -> bool:
     """Whether the log density of a site has a factor other than 1."""
     scale = site["scale"]
-    return scale is not None and (isinstance(scale, jax.core.Tracer) or bool(np.any(np.asarray(scale) != 1)))
+    return scale is not None and (
+        isinstance(scale, jax.core.Tracer) or bool(np.any(np.asarray(scale) != 1))
+    )
 
 
 @dataclass(frozen=True)
@@ -69,40 +89,64 @@ class Data:
 
     @classmethod
     def of(
-        cls, model: Callable, args: tuple, kwargs: Mapping[str, Any], is_row: Callable[[str, Any], bool]
+        cls,
+        model: Callable,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        is_row: Callable[[str, Any], bool],
     ) -> "Data":
-        """Split a call; ``is_row(place, array)`` says which arrays have one row per data point."""
+        """Split a call; ``is_row(place, array)`` says which arrays have one row per
+        data point.
+        """
         fixed, arrays = Arguments.of(args, kwargs, model).split()
         arrays = {name: _wide(leaf) for name, leaf in arrays.items()}
-        rows = {name: arrays.pop(name) for name in list(arrays) if is_row(name, arrays[name])}
+        rows = {
+            name: arrays.pop(name)
+            for name in list(arrays)
+            if is_row(name, arrays[name])
+        }
         return cls(model, fixed, rows, arrays)
 
     @classmethod
     def read(cls, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> "Data":
-        """Split the call on a whole data set: arrays as long as the observation are data."""
+        """Split the call on a whole data set: arrays as long as the observation are
+        data.
+        """
         refuse_rows(CALL, "Every epoch takes all rows to the device", args, kwargs)
         sites = read(model, args, kwargs).sites
         observed = observed_site(sites)
         length = np.shape(sites[observed]["value"])[:1]
         if not length:
-            raise refuse(observed, "one number", "Observe an array with one row per data point.")
-        found = cls.of(model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == length)
+            raise refuse(
+                observed, "one number", "Observe an array with one row per data point."
+            )
+        found = cls.of(
+            model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == length
+        )
         if not found.rows:
             came = f"no array of length {length[0]}, the length of the observation"
             raise argument_error(CALL, "args", came, "Pass the data as arguments.")
         return found
 
     def like(self, args: tuple, kwargs: Mapping[str, Any], call: str) -> "Data":
-        """Split another call in the same way: the arguments that were data before are data again."""
+        """Split another call in the same way: the arguments that were data before are
+        data again.
+        """
         found = self.of(self.model, args, kwargs, lambda name, leaf: name in self.rows)
         if not found.rows:
-            raise argument_error(call, "args", "no data", f"Pass {', '.join(self.rows)}.")
+            raise argument_error(
+                call, "args", "no data", f"Pass {', '.join(self.rows)}."
+            )
         for name, leaf in found.rows.items():
             of_row = np.shape(self.rows[name])[1:]
             if np.ndim(leaf) == 0 or np.shape(leaf)[1:] != of_row:
-                instead = f"Pass (N, {', '.join(map(str, of_row))}), rows as in the run."
+                instead = (
+                    f"Pass (N, {', '.join(map(str, of_row))}), rows as in the run."
+                )
                 raise argument_error(call, name, f"shape {np.shape(leaf)}", instead)
-        check_same_length(call, **{name.replace("'", ""): leaf for name, leaf in found.rows.items()})
+        check_same_length(
+            call, **{name.replace("'", ""): leaf for name, leaf in found.rows.items()}
+        )
         return found
 
     @property
@@ -111,14 +155,22 @@ class Data:
         return np.shape(next(iter(self.rows.values())))[0]
 
     def head(self) -> "Data":
-        """The same call with its first two rows only: enough to read the model again."""
+        """The same call with its first two rows only: enough to read
+        the model again.
+        """
         return replace(self, rows={name: leaf[:2] for name, leaf in self.rows.items()})
 
     @property
     def key(self) -> tuple:
-        """Everything that a compiled program depends on except the values of the data."""
-        shapes = tuple((name, np.shape(leaf), leaf.dtype) for name, leaf in self.rows.items())
-        arrays = tuple((name, _fingerprint(value)) for name, value in self.arrays.items())
+        """Everything that a compiled program depends on except the
+        values of the data.
+        """
+        shapes = tuple(
+            (name, np.shape(leaf), leaf.dtype) for name, leaf in self.rows.items()
+        )
+        arrays = tuple(
+            (name, _fingerprint(value)) for name, value in self.arrays.items()
+        )
         return self.fixed, shapes, arrays
 
     def call(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
@@ -141,32 +193,46 @@ class Data:
 
 
 def _fingerprint(value: Any) -> Any:
-    """The value itself if it is concrete, because what the guide reads from a model may depend on it."""
-    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    """The value itself if it is concrete, because what the guide reads from a model may
+    depend on it.
+    """
+    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
         return np.shape(value)
     return np.shape(value), np.asarray(value).tobytes()
 
 
 def _wide(leaf: Any) -> Any:
-    """Convert floating-point arrays to float64, on the host; leave PRNG keys and integers unchanged."""
+    """Convert floating-point arrays to float64, on the host; leave PRNG keys and
+    integers unchanged.
+    """
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    return (leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)).astype(np.float64)
+    return (leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)).astype(
+        np.float64
+    )
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a hyperparameter, or without h.
+    """A weight site: w ~ N(loc, (scale h^power)^2), with h an element of a
+    hyperparameter, or without h.
 
     Any other prior on the real line is represented by its mean and sd.
     """
 
-    latent: str  # the site that the model samples: `w` itself, or its non-centered `w_base`
+    latent: (
+        str  # the site that the model samples: `w` itself, or its non-centered `w_base`
+    )
     loc: np.ndarray  # prior mean, shaped like the site
     scale: np.ndarray  # prior sd without its hyperparameter
     hyper: str | None = None  # name of the hyperparameter
     power: float = 0.0  # -1/2 for a precision, 1 for a scale, 1/2 for a variance
-    element: np.ndarray | None = None  # for every weight, the index of its element in the flattened hyperparameter
+    element: np.ndarray | None = (
+        # for every weight, the index of its element in the flattened hyperparameter
+        None
+    )
 
     @property
     def centered(self) -> bool:
@@ -175,32 +241,50 @@ class Weight:
     def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
         """Prior sd at values of the hyperparameters."""
         scale = jnp.asarray(self.scale, float)
-        return scale if self.hyper is None else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
+        return (
+            scale
+            if self.hyper is None
+            else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
+        )
 
 
 @dataclass(frozen=True)
 class Roles:
     """What the sites of a model are for."""
 
-    weights: Mapping[str, Weight]  # on the whole real line, by the name of the site whose value enters the network
-    hyperparameters: Mapping[str, dist.Distribution]  # all others: scales of weights, noise, what data do not inform
+    weights: Mapping[
+        str, Weight
+    ]  # on the whole real line, by the name of the site whose value enters the network
+    hyperparameters: Mapping[
+        str, dist.Distribution
+    ]  # all others: scales of weights, noise, what data do not inform
     noise: tuple[str, ...]  # the hyperparameters that the observation depends on
     observed: str  # name of the observed site
 
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
-    """The role of every site of ``model``, called with the arguments of one data point; refuse other models."""
+    """The role of every site of ``model``, called with the arguments of one data point;
+    refuse other models.
+    """
     reading = read(model, args, kwargs)
     observed = observed_site(reading.sites)
     _check_latent(reading, observed)
     bases = base_sites(reading.sites)
-    hypers = [name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])]
-    weights = {bases.get(name, name): name for name in reading.latent if name not in hypers}
+    hypers = [
+        name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])
+    ]
+    weights = {
+        bases.get(name, name): name for name in reading.latent if name not in hypers
+    }
     if not weights:
-        raise argument_error(CALL, "model", "no weights", "Give the weights a Normal prior.")
+        raise argument_error(
+            CALL, "model", "no weights", "Give the weights a Normal prior."
+        )
     reached = _reached(reading, weights, hypers, observed)
     at, distributions = _priors(reading, weights, hypers)
-    found = {name: _weight(name, base, reached[name], at) for name, base in weights.items()}
+    found = {
+        name: _weight(name, base, reached[name], at) for name, base in weights.items()
+    }
     noise = tuple(name for name in hypers if name in reached[observed])
     _check_roles(found, reached[observed], noise)
     return Roles(found, distributions, noise, observed)
@@ -211,22 +295,34 @@ def _check_latent(reading: Reading, observed: str) -> None:
     data_plates = {frame.name for frame in reading.sites[observed]["cond_indep_stack"]}
     for name in reading.latent:
         site = reading.sites[name]
-        if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(site):
+        if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(
+            site
+        ):
             instead = "Change the prior itself; for a flat one pass a wide prior."
             raise refuse(name, "whose prior is masked or scaled", instead)
         if site["fn"].support.is_discrete:
             raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
-        local = [f.name for f in site["cond_indep_stack"] if f.size == 1 and f.name in data_plates]
+        local = [
+            f.name
+            for f in site["cond_indep_stack"]
+            if f.size == 1 and f.name in data_plates
+        ]
         if local:
             why = f"inside the plate {local[0]!r} of the data"
             raise refuse(name, why, "Each data point would have its own weight.")
     for name, site in reading.sites.items():
         if site["type"] in PARAMETERS:
-            raise refuse(name, f"a `{site['type']}` site", "Give it a prior, or fix it with `handlers.substitute`.")
+            raise refuse(
+                name,
+                f"a `{site['type']}` site",
+                "Give it a prior, or fix it with `handlers.substitute`.",
+            )
 
 
 def _is_weight(fn: dist.Distribution) -> bool:
-    """Whether a site is normal, or elementwise on the whole real line, so that a normal can stand for its prior."""
+    """Whether a site is normal, or elementwise on the whole real line, so that a normal
+    can stand for its prior.
+    """
     base = unwrapped(fn)
     return is_affine_normal(fn) or (
         not base.event_dim
@@ -244,72 +340,127 @@ def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
 def _reached(
     reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
 ) -> dict[str, set[str]]:
-    """The latent sites from which the prior of each weight, and the observation, are computed."""
+    """The latent sites from which the prior of each weight, and the observation, are
+    computed.
+    """
 
     def priors(sites: Sites) -> dict[str, Any]:
-        values = {name: sites[name]["value"] if name != latent else 0.0 for name, latent in weights.items()}
-        return {name: [_projected(sites[weights[name]]["fn"]), value] for name, value in values.items()}
+        values = {
+            name: sites[name]["value"] if name != latent else 0.0
+            for name, latent in weights.items()
+        }
+        return {
+            name: [_projected(sites[weights[name]]["fn"]), value]
+            for name, value in values.items()
+        }
 
     def others(sites: Sites) -> dict[tuple[str, str], Any]:
         fn = sites[observed]["fn"]
         found = {("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers}
         found["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
-        return found | {("data", observed): [sites[observed]["value"], unmasked_elements(fn)]}
+        return found | {
+            ("data", observed): [sites[observed]["value"], unmasked_elements(fn)]
+        }
 
-    reached = {name: found - {weights[name]} for name, found in reading.depends(priors).items()}
+    reached = {
+        name: found - {weights[name]} for name, found in reading.depends(priors).items()
+    }
     whole = reading.depends(others, {*reading.latent, *weights})
     above = {name: whole["prior", name] for name in hypers}
     above |= {name: reached[name] - set(hypers) for name in weights}
     for name, parents in above.items():
         if parents:
-            instead = "A weight may have one positive hyperparameter, its scale, and no more."
+            instead = (
+                "A weight may have one positive hyperparameter, its scale, and no more."
+            )
             raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
     if parents := whole["data", observed]:
-        raise refuse(observed, f"whose values, or mask, depend on {min(parents)!r}", "Pass them as data.")
+        raise refuse(
+            observed,
+            f"whose values, or mask, depend on {min(parents)!r}",
+            "Pass them as data.",
+        )
     return {**reached, observed: whole["likelihood", observed]}
 
 
 def _priors(
     reading: Reading, weights: Mapping[str, str], hypers: Sequence[str]
 ) -> tuple[list[dict], dict[str, dist.Distribution]]:
-    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...; priors of the rest.
+    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...;
+    priors of the rest.
 
     The sd of a weight that is not an affine function of its own base is NaN.
     """
     random = np.random.default_rng(0)
     bases = {w: latent for w, latent in weights.items() if w != latent}
-    probes = {w: random.normal(size=shape.shape) for w, shape in reading.shapes(bases).items()}
-    ends = [{w: np.full(p.shape, number) for w, p in probes.items()} for number in (0.0, 1.0)]
+    probes = {
+        w: random.normal(size=shape.shape) for w, shape in reading.shapes(bases).items()
+    }
+    ends = [
+        {w: np.full(p.shape, number) for w, p in probes.items()}
+        for number in (0.0, 1.0)
+    ]
 
     def prior(reading: Reading, values: dict) -> dict[str, Any]:
-        at = [reading.at(values | {bases[w]: p for w, p in point.items()}) for point in (*ends, probes)]
+        at = [
+            reading.at(values | {bases[w]: p for w, p in point.items()})
+            for point in (*ends, probes)
+        ]
         found = {w: _projected(at[0][latent]["fn"]) for w, latent in weights.items()}
         for w in bases:
             zero, one, checked = (sites[w]["value"] for sites in at)
             mean, sd = found[w]
-            plain = jnp.isclose(checked, zero + (one - zero) * probes[w]) & (mean == 0) & (sd == 1)
+            plain = (
+                jnp.isclose(checked, zero + (one - zero) * probes[w])
+                & (mean == 0)
+                & (sd == 1)
+            )
             found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
         return found
 
-    counts = {n: 1.0 + np.arange(s.size).reshape(s.shape) for n, s in reading.shapes(hypers).items()}
+    counts = {
+        n: 1.0 + np.arange(s.size).reshape(s.shape)
+        for n, s in reading.shapes(hypers).items()
+    }
     points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
-    values = {name: np.stack([f * count**power for f, power in points]) for name, count in counts.items()}
+    values = {
+        name: np.stack([f * count**power for f, power in points])
+        for name, count in counts.items()
+    }
 
     def program(reading: Reading, values: dict) -> tuple[dict, dict]:
-        at = jax.lax.map(lambda one: prior(reading, one[1]), (np.arange(len(points)), values))
-        return at, {name: site["fn"] for name, site in reading.at({}, only=hypers).items()}
+        at = jax.lax.map(
+            lambda one: prior(reading, one[1]), (np.arange(len(points)), values)
+        )
+        return at, {
+            name: site["fn"] for name, site in reading.at({}, only=hypers).items()
+        }
 
     at, fns = jax.device_get(reading.run(program, values))
-    return [jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))], fns
+    return [
+        jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))
+    ], fns
 
 
 def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
-    """Read the prior of a weight site: its mean and sd, and how its hyperparameter scales it."""
-    (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (values[name] for values in at)
+    """Read the prior of a weight site: its mean and sd, and how its hyperparameter
+    scales it.
+    """
+    (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (
+        values[name] for values in at
+    )
     if latent == name and not np.all(np.isfinite(scale)):
-        raise refuse(name, "whose prior has no finite variance", "Pass a prior with lighter tails.")
+        raise refuse(
+            name,
+            "whose prior has no finite variance",
+            "Pass a prior with lighter tails.",
+        )
     if not np.all(scale > 0):
-        raise refuse(name, f"which is not a multiple of a unit normal {latent!r}", "Use independent weights.")
+        raise refuse(
+            name,
+            f"which is not a multiple of a unit normal {latent!r}",
+            "Use independent weights.",
+        )
     if len(parents) > 1:
         why = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
         raise refuse(name, why, "Use one hyperparameter per weight.")
@@ -317,7 +468,11 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
         return Weight(latent, loc, scale)
     (hyper,) = parents
     if not np.allclose(loc, loc_doubled):
-        raise refuse(name, f"whose prior mean depends on {hyper!r}", "Only its scale may have a hyperparameter.")
+        raise refuse(
+            name,
+            f"whose prior mean depends on {hyper!r}",
+            "Only its scale may have a hyperparameter.",
+        )
     power = float(np.log2(doubled.flat[0] / scale.flat[0]))
     element = np.full(loc.shape, -1)
     if power:
@@ -334,12 +489,17 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
     return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
 
 
-def _check_roles(weights: Mapping[str, Weight], reached: set[str], noise: tuple[str, ...]) -> None:
+def _check_roles(
+    weights: Mapping[str, Weight], reached: set[str], noise: tuple[str, ...]
+) -> None:
     if not reached & set(weights):
         came = "an observation that does not depend on any Gaussian weight"
         raise argument_error(CALL, "model", came, "Check the prior of the weights.")
     for name, weight in weights.items():
         if weight.hyper in noise:
             why = f"which scales {name!r} and also enters the likelihood"
-            instead = "Write the weight centered, or non-centered with `numpyro.infer.reparam`."
+            instead = (
+                "Write the weight centered, or non-centered with "
+                "`numpyro.infer.reparam`."
+            )
             raise refuse(str(weight.hyper), why, instead)

@@ -15,7 +15,12 @@ from numpyro.infer.elbo import ELBO
 from numpyro.util import check_model_guide_match
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_latent, unwrapped
+from numpyro_bnn._distributions import (
+    affine_normal,
+    is_affine_normal,
+    is_latent,
+    unwrapped,
+)
 from numpyro_bnn._jaxprs import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
@@ -29,11 +34,15 @@ Trace = dict[str, Site]
 class Terms(NamedTuple):
     """An evidence lower bound as a program."""
 
-    program: Any  # closed jaxpr from the values of the latent sites, in the order of ``values``, to terms
+    # closed jaxpr from the values of the latent sites, in the order of ``values``, to
+    # terms
+    program: Any
     needed: list[bool]  # which of its outputs add up, with ``rest``, to the bound
     values: dict[str, jax.Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
-    normals: dict[str, tuple[jax.Array, jax.Array]]  # loc and scale of sites that may be drawn for each row
+    normals: dict[
+        str, tuple[jax.Array, jax.Array]
+    ]  # loc and scale of sites that may be drawn for each row
     plain: dict[str, str]  # why the other sites are drawn once
     rest: jax.Array  # terms of the guide alone
 
@@ -42,7 +51,11 @@ class _RowwiseELBO(ELBO):
     local: bool
 
     @checked("guides.{}")
-    def __init__(self, num_particles: PositiveInt = 1, vectorize_particles: Switch | Callable = True) -> None:
+    def __init__(
+        self,
+        num_particles: PositiveInt = 1,
+        vectorize_particles: Switch | Callable = True,
+    ) -> None:
         super().__init__(num_particles, vectorize_particles)
         self._warned = False
 
@@ -51,32 +64,53 @@ class _RowwiseELBO(ELBO):
         return f"guides.{type(self).__name__}"
 
     def loss_with_mutable_state(
-        self, rng_key: jax.Array, param_map: dict, model: Callable, guide: Callable, *args: Any, **kwargs: Any
+        self,
+        rng_key: jax.Array,
+        param_map: dict,
+        model: Callable,
+        guide: Callable,
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
         def particle(key: jax.Array) -> jax.Array:
             run_key, noise_key = jax.random.split(key)
-            return self._estimate(noise_key, read_terms(run_key, param_map, model, guide, args, kwargs, self._call))
+            return self._estimate(
+                noise_key,
+                read_terms(run_key, param_map, model, guide, args, kwargs, self._call),
+            )
 
         if self.num_particles == 1:
             bound = particle(rng_key)
         else:
-            bound = jnp.mean(self.vectorize_particles_fn(particle, jax.random.split(rng_key, self.num_particles)))
+            bound = jnp.mean(
+                self.vectorize_particles_fn(
+                    particle, jax.random.split(rng_key, self.num_particles)
+                )
+            )
         return {"loss": -bound, "mutable_state": None}
 
     def report(
-        self, model: Callable, guide: Callable, params: Mapping[str, jax.Array], *args: Any, **kwargs: Any
+        self,
+        model: Callable,
+        guide: Callable,
+        params: Mapping[str, jax.Array],
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, str]:
         """How each latent site of the model is drawn; nothing is computed.
 
         :param params: parameters of the guide, e.g. ``svi.get_params(state)``.
-        :return: by site ``"local reparameterization"``, ``"flipout"``, or ``"plain: "`` and the reason.
+        :return: by site ``"local reparameterization"``, ``"flipout"``, or ``"plain: "``
+            and the reason.
         """
         methods: dict[str, str] = {}
 
         def read() -> None:
-            terms = read_terms(jax.random.key(0), params, model, guide, args, kwargs, self._call)
+            terms = read_terms(
+                jax.random.key(0), params, model, guide, args, kwargs, self._call
+            )
             methods.update(self._methods(terms, self._uses(terms)))
 
         jax.eval_shape(read)
@@ -87,20 +121,30 @@ class _RowwiseELBO(ELBO):
         return find_uses(terms.program, terms.needed, sizes, terms.normals, self._call)
 
     def _methods(self, terms: Terms, found: WeightUses) -> dict[str, str]:
-        methods = {name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()}
+        methods = {
+            name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()
+        }
         for name, use in found.uses.items():
-            methods[name] = "local reparameterization" if self.local and use.local else "flipout"
+            methods[name] = (
+                "local reparameterization" if self.local and use.local else "flipout"
+            )
         return {name: methods[name] for name in terms.sites}
 
     def _estimate(self, rng_key: jax.Array, terms: Terms) -> jax.Array:
         found = self._uses(terms)
         if not found.uses:
             self._warn(self._methods(terms, found))
-        weights = {name: RandomWeight(name, *terms.normals[name]) for name in found.uses}
+        weights = {
+            name: RandomWeight(name, *terms.normals[name]) for name in found.uses
+        }
         values = [weights.get(name, value) for name, value in terms.values.items()]
         noise = draw_noise(rng_key, found.uses, self.local)
-        outputs = run(terms.program, values, terms.needed, found.uses, noise, self._call)
-        return sum((jnp.sum(term) for term in outputs if term is not None), start=terms.rest)
+        outputs = run(
+            terms.program, values, terms.needed, found.uses, noise, self._call
+        )
+        return sum(
+            (jnp.sum(term) for term in outputs if term is not None), start=terms.rest
+        )
 
     def _warn(self, methods: Mapping[str, str]) -> None:
         if not self._warned:
@@ -111,39 +155,48 @@ class _RowwiseELBO(ELBO):
 
 
 class TraceLocalReparam_ELBO(_RowwiseELBO):
-    r"""ELBO with low-variance gradients by local reparameterization: draws pre-activations per row, not weights.
+    r"""ELBO with low-variance gradients by local reparameterization: draws
+    pre-activations per row, not weights.
 
-    Where independent normal weights w_ij ~ N(m_ij, s_ij^2) meet activations x (B, D) in a matrix product, the output
-    (B, H) is drawn:
+    Where independent normal weights w_ij ~ N(m_ij, s_ij^2) meet activations x (B, D) in
+    a matrix product, the output (B, H) is drawn:
 
-    .. math:: y_{bj} = \sum_i x_{bi} m_{ij} + \sqrt{\textstyle\sum_i x_{bi}^2 s_{ij}^2}\ \epsilon_{bj},
+    .. math:: y_{bj} = \sum_i x_{bi} m_{ij} + \sqrt{\textstyle\sum_i x_{bi}^2 s_{ij}^2}\
+              \epsilon_{bj},
               \qquad \epsilon_{bj} \sim N(0, 1).
 
-    A bias, or any vector that is repeated over rows or looked up by them, is drawn for each row. The model may be any
-    NumPyro function: its program is read, and each site whose guide is independent normals is traced to the place
-    where it enters. Each term of the likelihood still sees weights with the distribution of the guide, so the bound
-    and its gradient have the same expectation as with :class:`numpyro.infer.Trace_ELBO`; their variance is smaller,
-    because rows no longer share one error.
+    A bias, or any vector that is repeated over rows or looked up by them, is drawn for
+    each row. The model may be any NumPyro function: its program is read, and each site
+    whose guide is independent normals is traced to the place where it enters. Each term
+    of the likelihood still sees weights with the distribution of the guide, so the
+    bound and its gradient have the same expectation as with
+    :class:`numpyro.infer.Trace_ELBO`; their variance is smaller, because rows no longer
+    share one error.
 
-    That holds only as long as rows do not interact. The random numbers of every row are traced through the program;
-    if they mix before the likelihood (batch normalization, attention over an axis), rows along that axis share one
-    draw.
-    A site is drawn once for all rows, as in ``Trace_ELBO``, if it is used in two places, if it is a matrix that is
-    neither multiplied with data (``dot_general``, ``conv_general_dilated``) nor indexed by it, if it enters a loop or
-    a branch (``scan``, ``while``, ``cond``), or if other sites of the guide or priors depend on it. If outputs of one
-    row share weights (convolutions, a dense layer at several positions), independent draws of them would be wrong;
-    a kernel then gets flipout (:class:`TraceFlipout_ELBO`). :meth:`report` says how each site is drawn.
+    That holds only as long as rows do not interact. The random numbers of every row are
+    traced through the program; if they mix before the likelihood (batch normalization,
+    attention over an axis), rows along that axis share one draw. A site is drawn once
+    for all rows, as in ``Trace_ELBO``, if it is used in two places, if it is a matrix
+    that is neither multiplied with data (``dot_general``, ``conv_general_dilated``) nor
+    indexed by it, if it enters a loop or a branch (``scan``, ``while``, ``cond``), or
+    if other sites of the guide or priors depend on it. If outputs of one row share
+    weights (convolutions, a dense layer at several positions), independent draws of
+    them would be wrong; a kernel then gets flipout (:class:`TraceFlipout_ELBO`).
+    :meth:`report` says how each site is drawn.
 
-    KL(q || p) of a latent site is exact, instead of estimated from the draw, if there is a formula (two normals, or a
-    pair in ``numpyro.distributions.kl``), the prior depends on no site that the guide draws given this one, and both
-    sites have the same scale. This is read from the programs, whatever the order of the sites.
+    KL(q || p) of a latent site is exact, instead of estimated from the draw, if there
+    is a formula (two normals, or a pair in ``numpyro.distributions.kl``), the prior
+    depends on no site that the guide draws given this one, and both sites have the same
+    scale. This is read from the programs, whatever the order of the sites.
 
     :param num_particles: number of draws to average.
     :param vectorize_particles: as in :class:`numpyro.infer.Trace_ELBO`.
 
-    :raises ValueError: for a model with ``numpyro.mutable`` state, or with latent sites the guide lacks.
+    :raises ValueError: for a model with ``numpyro.mutable`` state, or with latent sites
+        the guide lacks.
 
-    A :class:`UserWarning` is given once if every site has to be drawn once for all rows.
+    A :class:`UserWarning` is given once if every site has to be drawn once for all
+    rows.
 
     Reference: Kingma, Salimans & Welling (2015), equation 6.
 
@@ -155,8 +208,14 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
     ...     w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
     ...     b = numpyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
     ...     with numpyro.plate("data", 5):
-    ...         numpyro.sample("y", dist.Normal(jnp.tanh(x @ w + b).sum(-1), 0.1), obs=y)
-    >>> data, guide, elbo = (jnp.ones((5, 3)), jnp.ones(5)), AutoNormal(model), TraceLocalReparam_ELBO()
+    ...         numpyro.sample(
+    ...             "y", dist.Normal(jnp.tanh(x @ w + b).sum(-1), 0.1), obs=y
+    ...         )
+    >>> data, guide, elbo = (
+    ...     (jnp.ones((5, 3)), jnp.ones(5)),
+    ...     AutoNormal(model),
+    ...     TraceLocalReparam_ELBO(),
+    ... )
     >>> svi = SVI(model, guide, numpyro.optim.Adam(1e-2), elbo)
     >>> state = svi.init(jax.random.key(0), *data)
     >>> elbo.report(model, guide, svi.get_params(state), *data)
@@ -169,25 +228,32 @@ class TraceLocalReparam_ELBO(_RowwiseELBO):
 
 
 class TraceFlipout_ELBO(_RowwiseELBO):
-    r"""ELBO with low-variance gradients by flipout: every row of data gets its own perturbation of the weights.
+    r"""ELBO with low-variance gradients by flipout: every row of data gets its own
+    perturbation of the weights.
 
-    With one draw of the perturbation ``s_ij eps_ij`` and, for each row b, random signs r_bi of the inputs and t_bj of
-    the outputs, a product of activations x (B, D) and weights w_ij ~ N(m_ij, s_ij^2) gives (B, H)
+    With one draw of the perturbation ``s_ij eps_ij`` and, for each row b, random signs
+    r_bi of the inputs and t_bj of the outputs, a product of activations x (B, D) and
+    weights w_ij ~ N(m_ij, s_ij^2) gives (B, H)
 
-    .. math:: y_{bj} = \sum_i x_{bi} m_{ij} + t_{bj} \sum_i x_{bi} r_{bi} s_{ij} \epsilon_{ij}.
+    .. math:: y_{bj} = \sum_i x_{bi} m_{ij} + t_{bj} \sum_i x_{bi} r_{bi} s_{ij}
+              \epsilon_{ij}.
 
-    In a convolution a row is an image and the signs belong to channels: all positions of an image see the same
-    weights. Since eps is symmetric, each row sees weights with the distribution of the guide, so the bound and its
-    gradient have the same expectation as with :class:`numpyro.infer.Trace_ELBO`, while the errors of different rows
-    are uncorrelated. The cost is a second product; where a row has more positions than a weight has inputs, each row
-    gets its own weight matrix, and the cost is that of one product. A bias has a sign for each row.
+    In a convolution a row is an image and the signs belong to channels: all positions
+    of an image see the same weights. Since eps is symmetric, each row sees weights with
+    the distribution of the guide, so the bound and its gradient have the same
+    expectation as with :class:`numpyro.infer.Trace_ELBO`, while the errors of different
+    rows are uncorrelated. The cost is a second product; where a row has more positions
+    than a weight has inputs, each row gets its own weight matrix, and the cost is that
+    of one product. A bias has a sign for each row.
 
-    Which sites are drawn this way, and everything else, is as in :class:`TraceLocalReparam_ELBO`.
+    Which sites are drawn this way, and everything else, is as in
+    :class:`TraceLocalReparam_ELBO`.
 
     :param num_particles: number of draws to average.
     :param vectorize_particles: as in :class:`numpyro.infer.Trace_ELBO`.
 
-    :raises ValueError: for a model with ``numpyro.mutable`` state, or with latent sites the guide lacks.
+    :raises ValueError: for a model with ``numpyro.mutable`` state, or with latent sites
+        the guide lacks.
 
     Reference: Wen, Vicol, Ba, Tran & Grosse (2018), equations 3-4.
 
@@ -196,10 +262,16 @@ class TraceFlipout_ELBO(_RowwiseELBO):
     >>> from numpyro_bnn import nn, priors, random_network
     >>> from numpyro_bnn.guides import AutoMeanField, TraceFlipout_ELBO
     >>> def model(x, y):
-    ...     net = random_network("net", nn.MLP([4, 1], "tanh"), x.shape[1:], priors.Normal())
+    ...     net = random_network(
+    ...         "net", nn.MLP([4, 1], "tanh"), x.shape[1:], priors.Normal()
+    ...     )
     ...     with numpyro.plate("data", 5):
     ...         numpyro.sample("y", dist.Normal(net(x)[..., 0], 0.1), obs=y)
-    >>> data, guide, elbo = (jnp.ones((5, 3)), jnp.ones(5)), AutoMeanField(model), TraceFlipout_ELBO()
+    >>> data, guide, elbo = (
+    ...     (jnp.ones((5, 3)), jnp.ones(5)),
+    ...     AutoMeanField(model),
+    ...     TraceFlipout_ELBO(),
+    ... )
     >>> svi = SVI(model, guide, numpyro.optim.Adam(1e-2), elbo)
     >>> state = svi.init(jax.random.key(0), *data)
     >>> set(elbo.report(model, guide, svi.get_params(state), *data).values())
@@ -210,7 +282,13 @@ class TraceFlipout_ELBO(_RowwiseELBO):
 
 
 def read_terms(
-    rng_key: Any, params: Mapping, model: Callable, guide: Callable, args: tuple, kwargs: Mapping, call: str
+    rng_key: Any,
+    params: Mapping,
+    model: Callable,
+    guide: Callable,
+    args: tuple,
+    kwargs: Mapping,
+    call: str,
 ) -> Terms:
     """Run the guide once, and read the program of the model."""
     guide_key, model_key = jax.random.split(rng_key)
@@ -224,11 +302,16 @@ def read_terms(
 
     drawn = run_guide({})
     latent = {name: site for name, site in drawn.items() if is_latent(site)}
-    values = {name: latent[name]["value"] for name in sorted(latent)}  # the order in which JAX flattens them
+    values = {
+        name: latent[name]["value"] for name in sorted(latent)
+    }  # the order in which JAX flattens them
     followers = _followers(run_guide, values)
 
     def terms(values: Mapping[str, Any]) -> dict[Any, jax.Array]:
-        at = {name: {**site, "value": values.get(name, site["value"])} for name, site in drawn.items()}
+        at = {
+            name: {**site, "value": values.get(name, site["value"])}
+            for name, site in drawn.items()
+        }
         found = trace(handlers.replay(handlers.seed(model, model_key), at), {})
         check_model_guide_match(found, drawn)
         check_observations(found)
@@ -236,15 +319,42 @@ def read_terms(
 
     program, shapes = jax.make_jaxpr(terms, return_shape=True)(values)
     parents = program_dependence(program, shapes, values)
-    keys: list[Any] = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    exact = {name for kind, name in keys if kind == "exact" and not parents["exact", name] & followers[name]}
-    needed = [kind == "likelihood" or (kind == "exact") == (name in exact) for kind, name in keys]
-    priors = {name: parents["sampled", name] for name in latent if ("sampled", name) in parents}
+    keys: list[Any] = [
+        path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]
+    ]
+    exact = {
+        name
+        for kind, name in keys
+        if kind == "exact" and not parents["exact", name] & followers[name]
+    }
+    needed = [
+        kind == "likelihood" or (kind == "exact") == (name in exact)
+        for kind, name in keys
+    ]
+    priors = {
+        name: parents["sampled", name]
+        for name in latent
+        if ("sampled", name) in parents
+    }
     plain = _plain(latent, followers, priors)
-    moments = {name: affine_normal(latent[name]["fn"]) for name in priors if name not in plain}
+    moments = {
+        name: affine_normal(latent[name]["fn"]) for name in priors if name not in plain
+    }
     normals = {name: found for name, found in moments.items() if found is not None}
-    alone = [_log_prob(site).sum() for name, site in drawn.items() if site["type"] == "sample" and name not in priors]
-    return Terms(program, needed, values, list(priors), normals, plain, -sum(alone, start=jnp.zeros(())))
+    alone = [
+        _log_prob(site).sum()
+        for name, site in drawn.items()
+        if site["type"] == "sample" and name not in priors
+    ]
+    return Terms(
+        program,
+        needed,
+        values,
+        list(priors),
+        normals,
+        plain,
+        -sum(alone, start=jnp.zeros(())),
+    )
 
 
 def _checked(trace: Trace, call: str) -> Trace:
@@ -264,21 +374,38 @@ def _log_prob(site: Site, value: Any = None) -> jax.Array:
     return jnp.asarray(scale_and_mask(density, scale=site["scale"]))
 
 
-def _followers(run_guide: Callable[[Any], Trace], values: Mapping[str, Any]) -> dict[str, set[str]]:
-    """For each latent site of the guide, the others whose draw or density in the guide depends on its value."""
+def _followers(
+    run_guide: Callable[[Any], Trace], values: Mapping[str, Any]
+) -> dict[str, set[str]]:
+    """For each latent site of the guide, the others whose draw or density in the guide
+    depends on its value.
+    """
 
     def sites(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: (site["value"], _log_prob(site)) for name, site in run_guide(values).items() if is_latent(site)}
+        return {
+            name: (site["value"], _log_prob(site))
+            for name, site in run_guide(values).items()
+            if is_latent(site)
+        }
 
     parents = dependence(sites, values)
-    return {name: {other for other in values if other != name and name in parents[other]} for name in values}
+    return {
+        name: {other for other in values if other != name and name in parents[other]}
+        for name in values
+    }
 
 
-def _plain(latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]) -> dict[str, str]:
+def _plain(
+    latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]
+) -> dict[str, str]:
     """Why sites of the model cannot be redrawn for every term of the likelihood."""
     found = {}
     for name in priors:
-        below = sorted(other for other, parents in priors.items() if other != name and name in parents)
+        below = sorted(
+            other
+            for other, parents in priors.items()
+            if other != name and name in parents
+        )
         if not is_affine_normal(latent[name]["fn"]):
             kind = type(unwrapped(latent[name]["fn"])).__name__
             found[name] = f"its guide is a {kind}, not independent normals"
@@ -290,7 +417,9 @@ def _plain(latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set
 
 
 def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
-    """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw, and by formula."""
+    """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw,
+    and by formula.
+    """
     found: dict[Any, jax.Array] = {}
     for name, site in trace.items():
         if site["type"] != "sample":
@@ -299,9 +428,17 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
             found["likelihood", name] = _log_prob(site)
         elif name not in latent:
             instead = "Give it a site in the guide, or sum it out."
-            raise argument_error(call, "model", f"the latent site {name!r}, which the guide lacks", instead)
+            raise argument_error(
+                call,
+                "model",
+                f"the latent site {name!r}, which the guide lacks",
+                instead,
+            )
         else:  # at the draw of the guide, even if the model is given another value
-            found["sampled", name] = _log_prob(site, latent[name]["value"]).sum() - _log_prob(latent[name]).sum()
+            found["sampled", name] = (
+                _log_prob(site, latent[name]["value"]).sum()
+                - _log_prob(latent[name]).sum()
+            )
             exact = _divergence(latent[name], site)
             if exact is not None:
                 found["exact", name] = -exact
@@ -309,8 +446,12 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
 
 
 def _divergence(guide: Site, model: Site) -> jax.Array | None:
-    """KL(q || p) summed over a site, with its scale; ``None`` if there is no formula."""
-    if isinstance(unwrapped(guide["fn"], masked=True), dist.Delta) or not _same(guide["scale"], model["scale"]):
+    """KL(q || p) summed over a site, with its scale; ``None`` if there is
+    no formula.
+    """
+    if isinstance(unwrapped(guide["fn"], masked=True), dist.Delta) or not _same(
+        guide["scale"], model["scale"]
+    ):
         return None
     q, p = affine_normal(guide["fn"]), affine_normal(model["fn"])
     if q is not None and p is not None:

@@ -20,8 +20,11 @@ from numpyro_bnn.program.plates import draw_indices
 
 LEARNING_RATE = 3e-3
 FULL_EPOCHS = 50  # epochs of one step each that are made at once
-MIXED = 1e-3  # share of a derivative that comes from others, above which they are not independent
-CG_STEPS = 20  # most products with the whole precision to find the distance from the mode
+# share of a derivative that comes from others, above which they are not independent
+MIXED = 1e-3
+CG_STEPS = (
+    20  # most products with the whole precision to find the distance from the mode
+)
 TINY = 1e-6  # nats that a step of Newton must promise
 NEAR = 0.01  # distance from the mode, as in the result of a run, at which the steps end
 BENT = 0.75  # length of the second part of such a step, twice, against the first
@@ -40,15 +43,21 @@ Search = Callable[[Values, tuple, jax.Array], tuple[Values, list[float]]]
 
 
 def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
-    """A function from a start, what is tuned, and a key, to the mode and the losses; compiled once."""
+    """A function from a start, what is tuned, and a key, to the mode and the losses;
+    compiled once.
+    """
     import optax
 
     if options.optimizer is None and not problem.plates:
-        return partial(_lbfgs, prepare(partial(_descend, problem, options), *call), options)
+        return partial(
+            _lbfgs, prepare(partial(_descend, problem, options), *call), options
+        )
     batch = next(iter(problem.plates.values())).batch_size if problem.plates else 1
     steps = -(-problem.size // batch) if problem.plates else FULL_EPOCHS
     total = max(1, options.num_epochs * (steps if problem.plates else 1))
-    optimizer = options.optimizer or optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, total))
+    optimizer = options.optimizer or optax.adam(
+        optax.cosine_decay_schedule(LEARNING_RATE, total)
+    )
 
     def epoch(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         v, state, (precision, spread), key = given
@@ -56,7 +65,9 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
         def step(carry: tuple, key: jax.Array) -> tuple:
             v, state = carry
             index = draw_indices(problem.size, batch, key) if problem.plates else None
-            loss, grads = jax.value_and_grad(problem.potential)(v, precision, spread, index, (args, kwargs))
+            loss, grads = jax.value_and_grad(problem.potential)(
+                v, precision, spread, index, (args, kwargs)
+            )
             updates, state = optimizer.update(grads, state, v)
             return (optax.apply_updates(v, updates), state), loss
 
@@ -64,16 +75,30 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
         carried, found = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
         return *carried, jnp.mean(found[-1:] if not problem.plates else found)
 
-    return partial(_epochs, prepare(epoch, *call), optimizer, options, 1 if problem.plates else FULL_EPOCHS)
+    return partial(
+        _epochs,
+        prepare(epoch, *call),
+        optimizer,
+        options,
+        1 if problem.plates else FULL_EPOCHS,
+    )
 
 
 def _epochs(
-    program: Callable, optimizer: Any, options: Fit, size: int, v: Values, tuning: tuple, key: Any
+    program: Callable,
+    optimizer: Any,
+    options: Fit,
+    size: int,
+    v: Values,
+    tuning: tuple,
+    key: Any,
 ) -> tuple[Values, list[float]]:
     losses: list[float] = []
     state, best, since = optimizer.init(v), np.inf, 0
     with tqdm.tqdm(total=options.num_epochs, disable=not options.progress_bar) as bar:
-        while len(losses) * size < options.num_epochs and since * size < options.patience:
+        while (
+            len(losses) * size < options.num_epochs and since * size < options.patience
+        ):
             key, now = split(key)
             v, state, loss = program((v, state, tuning, now))
             losses.append(finite(float(loss)))
@@ -83,7 +108,9 @@ def _epochs(
     return v, losses
 
 
-def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+def _descend(
+    problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple:
     """L-BFGS on all rows, until the loss no longer falls."""
     import optax
 
@@ -102,7 +129,9 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
     def step(carry: tuple) -> tuple:
         v, state, losses, best, found, since, taken = carry
         value, grad = value_and_grad(v, state=state)
-        updates, state = solver.update(grad, state, v, value=value, grad=grad, value_fn=loss)
+        updates, state = solver.update(
+            grad, state, v, value=value, grad=grad, value_fn=loss
+        )
         lower = value < best
         return (
             optax.apply_updates(v, updates),
@@ -111,17 +140,29 @@ def _descend(problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: 
             jnp.where(lower, value, best),
             jax.tree.map(lambda new, old: jnp.where(lower, new, old), v, found),
             # A step that overflows ends the search at the lowest point so far.
-            jnp.where(lower, 0, jnp.where(jnp.isfinite(value), since + 1, options.patience)),
+            jnp.where(
+                lower, 0, jnp.where(jnp.isfinite(value), since + 1, options.patience)
+            ),
             taken + 1,
         )
 
     losses = jnp.zeros(max(1, options.num_epochs))
-    start = (v, solver.init(v), losses, jnp.asarray(jnp.inf), v, jnp.asarray(0), jnp.asarray(0))
+    start = (
+        v,
+        solver.init(v),
+        losses,
+        jnp.asarray(jnp.inf),
+        v,
+        jnp.asarray(0),
+        jnp.asarray(0),
+    )
     _, _, losses, _, found, _, taken = jax.lax.while_loop(go_on, step, start)
     return found, losses, taken
 
 
-def _lbfgs(program: Callable, options: Fit, v: Values, tuning: tuple, key: Any) -> tuple:
+def _lbfgs(
+    program: Callable, options: Fit, v: Values, tuning: tuple, key: Any
+) -> tuple:
     if not options.num_epochs:
         return v, []
     v, losses, taken = program((v, tuning))
@@ -131,8 +172,13 @@ def _lbfgs(program: Callable, options: Fit, v: Values, tuning: tuple, key: Any) 
 
 def finite(loss: float) -> float:
     if not np.isfinite(loss):
-        instead = "Look for NaN in the data; start from likely values (`init_params=`), or pass a smaller step size."
-        raise argument_error(f"{CALL}.run", "args", f"data and parameters with loss {loss}", instead)
+        instead = (
+            "Look for NaN in the data; start from likely values (`init_params=`), or "
+            "pass a smaller step size."
+        )
+        raise argument_error(
+            f"{CALL}.run", "args", f"data and parameters with loss {loss}", instead
+        )
     return loss
 
 
@@ -146,11 +192,12 @@ def newton(
     num_steps: int,
     progress_bar: bool = False,
 ) -> tuple[Values, "Precision", list[float]]:
-    """To the mode by the steps of Levenberg and Marquardt, bent along with the outputs; the precision is dense.
+    """To the mode by the steps of Levenberg and Marquardt, bent along with the outputs;
+    the precision is dense.
 
-    The narrow valleys of networks are curved. Along a step s the outputs have a second derivative f'', and
-    -1/2 H^-1 J^T F f'' is added to the step; one that would bend too much is tried again with more damping
-    (Transtrum & Sethna 2012).
+    The narrow valleys of networks are curved. Along a step s the outputs have a second
+    derivative f'', and -1/2 H^-1 J^T F f'' is added to the step; one that would bend
+    too much is tried again with more damping (Transtrum & Sethna 2012).
     """
     from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
@@ -160,12 +207,16 @@ def newton(
     kept: tuple | None = None  # the last point, if the precision is positive there
     damping = 1e-3
     for _ in (bar := tqdm.tqdm(range(num_steps), disable=not progress_bar)):
-        value, gradient = (np.asarray(part, np.float64) for part in slope_of((v, tuning)))
+        value, gradient = (
+            np.asarray(part, np.float64) for part in slope_of((v, tuning))
+        )
         matrix = np.asarray(_dense(guide, problem, found, v, tuning[0]), np.float64)
         distance = _distance(guide, problem, found, v, tuning[0], gradient)
         if losses and distance < NEAR:
             break
-        if kept and not np.isfinite(distance):  # the fit became so close that no digits are left
+        if kept and not np.isfinite(
+            distance
+        ):  # the fit became so close that no digits are left
             v, found = kept
             losses.pop()
             break
@@ -179,9 +230,17 @@ def newton(
                 continue
             step = -cho_solve(factor, gradient)
             gain = -(gradient @ step)
-            turn = -0.5 * cho_solve(factor, np.asarray(bend_of((v, back(jnp.asarray(step, float)))), np.float64))
-            new = {name: v[name] + move for name, move in back(jnp.asarray(step + turn, float)).items()}
-            straight = 2 * np.sqrt(diagonal @ turn**2) < BENT * np.sqrt(diagonal @ step**2)
+            turn = -0.5 * cho_solve(
+                factor,
+                np.asarray(bend_of((v, back(jnp.asarray(step, float)))), np.float64),
+            )
+            new = {
+                name: v[name] + move
+                for name, move in back(jnp.asarray(step + turn, float)).items()
+            }
+            straight = 2 * np.sqrt(diagonal @ turn**2) < BENT * np.sqrt(
+                diagonal @ step**2
+            )
             lower = float(value_of(({**v, **new}, tuning))) if straight else np.inf
             damping = max(damping / 3, 1e-12) if lower < value else 2 * damping
         if not lower < value:
@@ -191,61 +250,96 @@ def newton(
         bar.set_postfix_str(f"loss {lower:.5g}", refresh=False)
         found = measured(guide, problem, call, v, tuning[0])
     else:
-        if kept and not np.isfinite(_distance(guide, problem, found, v, tuning[0], gradient)):
+        if kept and not np.isfinite(
+            _distance(guide, problem, found, v, tuning[0], gradient)
+        ):
             v, found = kept
             losses.pop()
     return v, found, losses
 
 
 def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
-    """Of -log p(D, v), of it with its gradient, and of the bend along a step, both flat."""
+    """Of -log p(D, v), of it with its gradient, and of the bend along a step, both
+    flat.
+    """
 
     def potential(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         v, (precision, spread) = given
         return problem.potential(v, precision, spread, None, (args, kwargs))
 
     def slope(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        value, grads = jax.value_and_grad(lambda v: potential((v, given[1]), args, kwargs))(given[0])
+        value, grads = jax.value_and_grad(
+            lambda v: potential((v, given[1]), args, kwargs)
+        )(given[0])
         return value, flat(grads)
 
     def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         v, step = given
         try:
             bent = flat(problem.bend(v, step, None, (args, kwargs)))
-        except (NotImplementedError, TypeError):  # a function that has only a rule for reverse mode: straight steps
+        except (
+            NotImplementedError,
+            TypeError,
+        ):  # a function that has only a rule for reverse mode: straight steps
             return jnp.zeros_like(flat(step))
         return jnp.where(jnp.all(jnp.isfinite(bent)), bent, 0.0)
 
     def flat(values: Values) -> jax.Array:
-        return jnp.concatenate([jnp.ravel(values[name]) for name in guide._structure.sizes])
+        return jnp.concatenate(
+            [jnp.ravel(values[name]) for name in guide._structure.sizes]
+        )
 
     return [problem.prepared(fn.__name__, fn, call) for fn in (potential, slope, bend)]
 
 
-def _distance(guide: Any, problem: Problem, found: "Precision", v: Values, precision: Any, gradient: Any) -> float:
-    """From the mode, as in the result of a run; not finite if rounding leaves no positive precision."""
-    tril = np.asarray(gaussian_at(guide, problem, found, v, precision).params["*", "scale_tril"], np.float64)
+def _distance(
+    guide: Any,
+    problem: Problem,
+    found: "Precision",
+    v: Values,
+    precision: Any,
+    gradient: Any,
+) -> float:
+    """From the mode, as in the result of a run; not finite if rounding leaves no
+    positive precision.
+    """
+    tril = np.asarray(
+        gaussian_at(guide, problem, found, v, precision).params["*", "scale_tril"],
+        np.float64,
+    )
     with np.errstate(invalid="ignore"):
         return float(np.sqrt(np.mean((gradient @ tril) ** 2)))
 
 
 def distance(
-    guide: Any, problem: Problem, call: Call, v: Values, found: "Precision", precision: Any, gradient: np.ndarray
+    guide: Any,
+    problem: Problem,
+    call: Call,
+    v: Values,
+    found: "Precision",
+    precision: Any,
+    gradient: np.ndarray,
 ) -> float:
-    r"""From the mode in posterior sds, :math:`\sqrt{g^\top H^{-1} g / P}`, H being the whole Gauss-Newton matrix.
+    r"""From the mode in posterior sds, :math:`\sqrt{g^\top H^{-1} g / P}`, H being the
+    whole Gauss-Newton matrix.
 
-    Structures other than "full" leave out directions in which the posterior is wide. They solve by conjugate
-    gradients, whose partial sums grow to the result, and end where the prior bounds what is left.
+    Structures other than "full" leave out directions in which the posterior is wide.
+    They solve by conjugate gradients, whose partial sums grow to the result, and end
+    where the prior bounds what is left.
     """
     if guide.structure == "full":
         return _distance(guide, problem, found, v, precision, gradient)
     names = list(guide._structure.sizes)
 
     def flat(values: Values) -> np.ndarray:
-        return np.concatenate([np.ravel(values[name]) for name in names]).astype(np.float64)
+        return np.concatenate([np.ravel(values[name]) for name in names]).astype(
+            np.float64
+        )
 
     scale = np.sqrt(flat(gaussian_at(guide, problem, found, v, precision).variance))
-    least = scale**2 * np.maximum(flat({**problem.prior_precision(v, precision), **found.curvature}), 1e-6)
+    least = scale**2 * np.maximum(
+        flat({**problem.prior_precision(v, precision), **found.curvature}), 1e-6
+    )
     sweep = problem.sweep(v, call)
     residual = direction = scale * gradient
     squares, total = residual @ residual, 0.0
@@ -267,7 +361,9 @@ def distance(
 
 
 class Precision(NamedTuple):
-    """What the evidence depends on, at one mode: sums over rows, curvature of the prior, and log densities."""
+    """What the evidence depends on, at one mode: sums over rows, curvature of the
+    prior, and log densities.
+    """
 
     sums: Any
     curvature: Values  # of sites without Normal prior, (P_s,)
@@ -275,62 +371,112 @@ class Precision(NamedTuple):
     log_likelihood: jax.Array
 
 
-def measured(guide: Any, problem: Problem, call: Call, v: Values, precision: Mapping[str, Any]) -> Precision:
+def measured(
+    guide: Any, problem: Problem, call: Call, v: Values, precision: Mapping[str, Any]
+) -> Precision:
     """All that is summed over the rows at a mode."""
     curvature, coupling = _prior_curvature(problem, v, call, guide.structure == "full")
     prior = {**problem.prior_precision(v, precision), **curvature}
     here = {name: jnp.maximum(prior[name], 1e-6) for name in problem.sites}
     sums = guide._structure.measure(problem.sweep(v, call), here)
-    return Precision(sums, curvature, coupling, problem.total("likelihood", problem.log_likelihood, v, call))
+    return Precision(
+        sums,
+        curvature,
+        coupling,
+        problem.total("likelihood", problem.log_likelihood, v, call),
+    )
 
 
-def _dense(guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, Any]) -> jax.Array:
+def _dense(
+    guide: Any,
+    problem: Problem,
+    found: Precision,
+    v: Values,
+    precision: Mapping[str, Any],
+) -> jax.Array:
     """(P, P) the precision of the structure "full"."""
     prior = {**problem.prior_precision(v, precision), **found.curvature}
-    matrix = found.sums + jnp.diag(jnp.concatenate([prior[name] for name in guide._structure.sizes]))
+    matrix = found.sums + jnp.diag(
+        jnp.concatenate([prior[name] for name in guide._structure.sizes])
+    )
     return matrix if found.coupling is None else matrix + found.coupling
 
 
-def gaussian_at(guide: Any, problem: Problem, found: Precision, v: Values, precision: Mapping[str, Any]) -> Gaussian:
+def gaussian_at(
+    guide: Any,
+    problem: Problem,
+    found: Precision,
+    v: Values,
+    precision: Mapping[str, Any],
+) -> Gaussian:
     """The Gaussian for some prior precisions."""
     prior = {**problem.prior_precision(v, precision), **found.curvature}
-    return guide._structure.gaussian(found.sums, {name: prior[name] for name in problem.sites}, found.coupling)
+    return guide._structure.gaussian(
+        found.sums, {name: prior[name] for name in problem.sites}, found.coupling
+    )
 
 
-def _prior_curvature(problem: Problem, v: Values, call: Call, dense: bool) -> tuple[Values, jax.Array | None]:
-    """-d^2 log p / dv^2 of sites whose prior is not Normal: the diagonal by site and, if dense, all the rest."""
+def _prior_curvature(
+    problem: Problem, v: Values, call: Call, dense: bool
+) -> tuple[Values, jax.Array | None]:
+    """-d^2 log p / dv^2 of sites whose prior is not Normal: the diagonal by site and,
+    if dense, all the rest.
+    """
     names = [name for name in problem.sites if name in problem.others]
     if not names:
         return {}, None
     if dense:
-        # Locations of such a prior may be sites with a Normal one, so the matrix has all sites.
+        # Locations of such a prior may be sites with a Normal one, so the matrix has
+        # all sites.
         def of_all(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
             flat, back = ravel_sites({name: v[name] for name in problem.sites})
 
             def negative(flat: jax.Array) -> jax.Array:
-                return -problem.log_prior({**v, **back(flat)}, {}, (args, kwargs), names)
+                return -problem.log_prior(
+                    {**v, **back(flat)}, {}, (args, kwargs), names
+                )
 
             return jax.hessian(negative)(flat)
 
         matrix = problem.prepared("curvature", of_all, call)(v)
         ends = np.cumsum([v[name].size for name in problem.sites])
-        diagonal = dict(zip(problem.sites, jnp.split(jnp.diag(matrix), ends[:-1]), strict=True))
+        diagonal = dict(
+            zip(problem.sites, jnp.split(jnp.diag(matrix), ends[:-1]), strict=True)
+        )
         own = {name: diagonal[name] for name in names}
-        inside = jnp.concatenate([jnp.full(v[n].size, n in names) for n in problem.sites])
+        inside = jnp.concatenate(
+            [jnp.full(v[n].size, n in names) for n in problem.sites]
+        )
         return own, matrix - jnp.diag(jnp.where(inside, jnp.diag(matrix), 0.0))
 
     def products(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         here = {name: v[name] for name in names}
         flat, back = ravel_pytree(here)
-        gradient = jax.grad(lambda f: -problem.log_prior({**v, **back(f)}, {}, (args, kwargs), names))
-        signs = jnp.where(jax.random.bernoulli(jax.random.key(3), shape=flat.shape), 1.0, -1.0)
-        ones, signed = (jax.jvp(gradient, (flat,), (t,))[1] for t in (jnp.ones_like(flat), signs))
-        return back(ones), jnp.max(jnp.abs(signed - signs * ones)) / (jnp.max(jnp.abs(ones)) + 1e-30)
+        gradient = jax.grad(
+            lambda f: -problem.log_prior({**v, **back(f)}, {}, (args, kwargs), names)
+        )
+        signs = jnp.where(
+            jax.random.bernoulli(jax.random.key(3), shape=flat.shape), 1.0, -1.0
+        )
+        ones, signed = (
+            jax.jvp(gradient, (flat,), (t,))[1] for t in (jnp.ones_like(flat), signs)
+        )
+        return back(ones), jnp.max(jnp.abs(signed - signs * ones)) / (
+            jnp.max(jnp.abs(ones)) + 1e-30
+        )
 
     diagonal, error = problem.prepared("curvature", products, call)(v)
     if error > MIXED:
-        got = f"{problem.sites}, whose joint prior is not independent ({', '.join(names)})"
-        raise argument_error(CALL, "structure", got, 'Use "full", or give these sites independent priors.')
+        got = (
+            f"{problem.sites}, whose joint prior is not independent "
+            f"({', '.join(names)})"
+        )
+        raise argument_error(
+            CALL,
+            "structure",
+            got,
+            'Use "full", or give these sites independent priors.',
+        )
     return {name: jnp.ravel(value) for name, value in diagonal.items()}, None
 
 
@@ -341,6 +487,9 @@ def ravel_sites(v: Values) -> tuple[jax.Array, Callable]:
 
     def back(flat: jax.Array) -> Values:
         parts = jnp.split(flat, ends[:-1])
-        return {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        return {
+            name: part.reshape(shapes[name])
+            for name, part in zip(shapes, parts, strict=True)
+        }
 
     return jnp.concatenate([jnp.ravel(value) for value in v.values()]), back

@@ -12,14 +12,29 @@ import numpyro.distributions as dist
 from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
-from numpyro_bnn._options import KEY, Choice, Kind, Model, Natural, PositiveInt, Prefix, RandomKey, Switch, checked
+from numpyro_bnn._options import (
+    KEY,
+    Choice,
+    Kind,
+    Model,
+    Natural,
+    PositiveInt,
+    Prefix,
+    RandomKey,
+    Switch,
+    checked,
+)
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace import structures
 from numpyro_bnn.guides.laplace.fitting import Fit, fit_mode
 from numpyro_bnn.guides.laplace.jacobians import Layout, Outer
 from numpyro_bnn.guides.laplace.likelihoods import CALL
-from numpyro_bnn.guides.laplace.prediction import LaplacePredictive, log_density, predict
+from numpyro_bnn.guides.laplace.prediction import (
+    LaplacePredictive,
+    log_density,
+    predict,
+)
 from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
 from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
 from numpyro_bnn.networks import placeholder_statistics
@@ -35,42 +50,54 @@ LARGEST_FULL = 10_000
 
 def _are_patterns(value: Any) -> bool:
     patterns = [value] if isinstance(value, str) else value
-    return isinstance(patterns, Sequence) and bool(patterns) and all(isinstance(p, str) and p for p in patterns)
+    return (
+        isinstance(patterns, Sequence)
+        and bool(patterns)
+        and all(isinstance(p, str) and p for p in patterns)
+    )
 
 
 class AutoLaplace(AutoBlocks):
-    r"""Laplace approximation of a network: a Gaussian at the mode, with generalized Gauss-Newton precision.
+    r"""Laplace approximation of a network: a Gaussian at the mode, with generalized
+    Gauss-Newton precision.
 
-    .. math:: q(v) = N\Big(v^*,\ \Big[\sum_n J_n^\top F_n J_n - \nabla^2 \log p(v^*)\Big]^{-1}\Big), \qquad
+    .. math:: q(v) = N\Big(v^*,\ \Big[\sum_n J_n^\top F_n J_n - \nabla^2 \log
+              p(v^*)\Big]^{-1}\Big), \qquad
               J_n = \frac{\partial f_n}{\partial v}
 
-    with f_n the natural outputs of the likelihood (loc and log scale, logits, log rate) and F_n their Fisher
-    information: the Hessian without the curvature of the network, which is never negative. The coordinates v are
-    unconstrained values; a weight whose prior scale is learned is u = (w - m) / s, so that the joint mode of weights
-    and scales exists (that of w and s has infinite density at s = 0).
+    with f_n the natural outputs of the likelihood (loc and log scale, logits, log rate)
+    and F_n their Fisher information: the Hessian without the curvature of the network,
+    which is never negative. The coordinates v are unconstrained values; a weight whose
+    prior scale is learned is u = (w - m) / s, so that the joint mode of weights and
+    scales exists (that of w and s has infinite density at s = 0).
 
     Structures of the precision, each of all sites or of those in ``sites``:
 
     - ``"full"``: dense, up to 10^4 unknowns, every site jointly, prior curvature exact;
-    - ``"kron"``: a Kronecker product of inputs and gradients per weight (K-FAC), of dense layers and convolutions,
-      with biases apart; elements of all other sites (noise, prior scales, gains) are independent;
+    - ``"kron"``: a Kronecker product of inputs and gradients per weight (K-FAC), of
+      dense layers and convolutions, with biases apart; elements of all other sites
+      (noise, prior scales, gains) are independent;
     - ``"diag"``: independent unknowns;
     - ``"low_rank"``: the ``rank`` strongest directions, and the diagonal of the rest.
 
-    All other latent sites are held at the mode (point masses); with ``sites=None`` none is, so that noise and prior
-    scales are part of the Gaussian. Predict with :meth:`predictive`, which linearizes the network like the precision
-    does: draws of the weights pushed through the network itself fit worse, often by far.
+    All other latent sites are held at the mode (point masses); with ``sites=None`` none
+    is, so that noise and prior scales are part of the Gaussian. Predict with
+    :meth:`predictive`, which linearizes the network like the precision does: draws of
+    the weights pushed through the network itself fit worse, often by far.
 
-    :param model: a NumPyro model with a Normal, Categorical, Bernoulli or Poisson likelihood.
+    :param model: a NumPyro model with a Normal, Categorical, Bernoulli or Poisson
+        likelihood.
     :param structure: ``"full"``, ``"kron"``, ``"diag"`` or ``"low_rank"``.
     :param sites: patterns on site names, e.g. ``"net/Dense_2.*"`` for the last layer.
     :param rank: number of directions of ``"low_rank"``.
     :param prefix: part of the parameter names.
-    :raises ValueError: when it reads the model, for a site it cannot handle; the message names the site.
+    :raises ValueError: when it reads the model, for a site it cannot handle; the
+        message names the site.
 
-    References: MacKay (1992), *A practical Bayesian framework for backpropagation networks*; Immer, Korzepa & Bauer
-    (2021), *Improving predictions of Bayesian neural nets via local linearization*; Daxberger et al. (2021), *Laplace
-    redux*; Grosse & Martens (2016) for convolutions; Transtrum & Sethna (2012) for the search.
+    References: MacKay (1992), *A practical Bayesian framework for backpropagation
+    networks*; Immer, Korzepa & Bauer (2021), *Improving predictions of Bayesian neural
+    nets via local linearization*; Daxberger et al. (2021), *Laplace redux*; Grosse &
+    Martens (2016) for convolutions; Transtrum & Sethna (2012) for the search.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> def model(x, y=None):
@@ -80,7 +107,9 @@ class AutoLaplace(AutoBlocks):
     >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0]])
     >>> guide = AutoLaplace(model, "full")
     >>> fit = guide.run(jax.random.key(0), x, jnp.array([1.0, 2.0]), progress_bar=False)
-    >>> [round(float(mean), 3) for mean in guide.predictive(fit.params, x).mean]  # exact: y / (1 + 0.5^2)
+    >>> [
+    ...     round(float(mean), 3) for mean in guide.predictive(fit.params, x).mean
+    ... ]  # exact: y / (1 + 0.5^2)
     [0.8, 1.6]
     """
 
@@ -89,7 +118,11 @@ class AutoLaplace(AutoBlocks):
         self,
         model: Model,
         structure: Annotated[str, Choice(STRUCTURES)] = "kron",
-        sites: Annotated[Patterns, Kind(_are_patterns, 'Pass patterns, e.g. `sites="net/Dense_2.*"`.')] | None = None,
+        sites: Annotated[
+            Patterns,
+            Kind(_are_patterns, 'Pass patterns, e.g. `sites="net/Dense_2.*"`.'),
+        ]
+        | None = None,
         *,
         rank: PositiveInt = 50,
         prefix: Prefix = "auto",
@@ -97,7 +130,7 @@ class AutoLaplace(AutoBlocks):
         self.structure, self._patterns, self._rank = structure, sites, rank
         super().__init__(model, condition_on_scales=True, prefix=prefix)
 
-    # -- reading the model -----------------------------------------------------------------------------
+    # -- reading the model -------------------------------------------------------------
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         check_sites(self.model, (args, kwargs))
@@ -109,11 +142,15 @@ class AutoLaplace(AutoBlocks):
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             if not any(matches(name, pattern) for name in latent):
                 raise unknown_name(CALL, "sites", pattern, latent)
-        self._chosen = [name for name in latent if self._patterns is None or matches(name, patterns)]
+        self._chosen = [
+            name for name in latent if self._patterns is None or matches(name, patterns)
+        ]
         sizes = {name: int(np.size(self._init_locs[name])) for name in self._chosen}
         if self.structure == "full" and sum(sizes.values()) > LARGEST_FULL:
             got = f"'full' for {sum(sizes.values())} unknowns, more than {LARGEST_FULL}"
-            instead = 'Use "kron", "low_rank" or "diag", or `sites=` for the last layer.'
+            instead = (
+                'Use "kron", "low_rank" or "diag", or `sites=` for the last layer.'
+            )
             raise argument_error(CALL, "structure", got, instead)
         if self.structure == "kron":
             layouts = self._layouts(read(self, self._chosen, self._prototype_call))
@@ -121,7 +158,9 @@ class AutoLaplace(AutoBlocks):
         elif self.structure == "low_rank":
             self._structure = structures.LowRank(sizes, self._rank)
         else:
-            self._structure = {"full": structures.Full, "diag": structures.Diagonal}[self.structure](sizes)
+            self._structure = {"full": structures.Full, "diag": structures.Diagonal}[
+                self.structure
+            ](sizes)
         return self._structure.blocks()
 
     def _layouts(self, problem: Problem) -> dict[str, Layout]:
@@ -129,32 +168,47 @@ class AutoLaplace(AutoBlocks):
         found: dict[str, Layout] = {}
 
         def note(v: Values) -> None:
-            for name, part in problem.jacobians(v, problem.few(), self._prototype_call).items():
+            for name, part in problem.jacobians(
+                v, problem.few(), self._prototype_call
+            ).items():
                 if isinstance(part, Outer):
                     found[name] = part.layout
 
         jax.eval_shape(note, dict(self._init_locs))
         for name in found:
             scale = problem.fixed[name][1] if name in problem.fixed else None
-            if name in problem.others or (scale is not None and np.ptp(scale) > 1e-6 * np.max(scale)):
-                got = f"'kron' with the site {name!r}, whose prior is not Normal with one scale for all its elements"
-                raise argument_error(CALL, "structure", got, 'Use "diag", "low_rank" or "full".')
+            if name in problem.others or (
+                scale is not None and np.ptp(scale) > 1e-6 * np.max(scale)
+            ):
+                got = (
+                    f"'kron' with the site {name!r}, whose prior is not Normal with "
+                    f"one scale for all its elements"
+                )
+                raise argument_error(
+                    CALL, "structure", got, 'Use "diag", "low_rank" or "full".'
+                )
         return {name: found[name] for name in self._chosen if name in found}
 
     def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
         if name in self._chosen:
             return super()._mean_field(name, moments)
         event_dim = self._event_dims[name]
-        loc = numpyro.param(f"{name}_{self.prefix}_loc", self._init_locs[name], event_dim=event_dim)
-        value = self._transforms[name](loc if moments is None else moments[0] + moments[1] * loc)
+        loc = numpyro.param(
+            f"{name}_{self.prefix}_loc", self._init_locs[name], event_dim=event_dim
+        )
+        value = self._transforms[name](
+            loc if moments is None else moments[0] + moments[1] * loc
+        )
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
         held = [name for name in self._transforms if name not in self._chosen]
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
-            return super()._normals({**{f"{name}_{self.prefix}_scale": 0.0 for name in held}, **params})
+            return super()._normals(
+                {**{f"{name}_{self.prefix}_scale": 0.0 for name in held}, **params}
+            )
 
-    # -- fitting ---------------------------------------------------------------------------------------
+    # -- fitting -----------------------------------------------------------------------
 
     @checked(f"{CALL}.run")
     def run(
@@ -164,7 +218,10 @@ class AutoLaplace(AutoBlocks):
         num_epochs: Natural = 1000,
         optimizer: Any = None,
         patience: PositiveInt = 20,
-        init_params: Annotated[Mapping, Kind(Mapping, "Pass a dictionary of values by site.")] | None = None,
+        init_params: Annotated[
+            Mapping, Kind(Mapping, "Pass a dictionary of values by site.")
+        ]
+        | None = None,
         tune_prior: bool | Annotated[str, Choice(("site", "global", "auto"))] = False,
         num_rounds: PositiveInt = 10,
         progress_bar: Switch = True,
@@ -172,37 +229,52 @@ class AutoLaplace(AutoBlocks):
     ) -> LaplaceResult:
         r"""Find the mode, and the precision there.
 
-        With ``structure="full"`` on all rows, damped steps of Newton (Levenberg and Marquardt's, by the precision
-        of the approximation, with geodesic acceleration) go from where the optimizer ends to the mode. With nearly
-        exact targets they fit a network of about a thousand weights far better than an optimizer can.
+        With ``structure="full"`` on all rows, damped steps of Newton (Levenberg and
+        Marquardt's, by the precision of the approximation, with geodesic acceleration)
+        go from where the optimizer ends to the mode. With nearly exact targets they fit
+        a network of about a thousand weights far better than an optimizer can.
 
-        With ``tune_prior`` the precisions of fixed Normal priors are multiplied by factors that maximize Laplace's
-        evidence (MacKay's fixed point :math:`\delta = \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the
-        effective parameters), alternating with further search for the mode. The fixed point may pass the maximum:
-        the round with the largest evidence is kept, and tuning ends after three rounds below it. The result is then
-        the posterior under prior sds that are ``prior_precision ** -0.5`` times those of the model. A learned noise
-        scale of a Normal likelihood is then at its evidence too,
-        :math:`\sigma^2 = \sum_n (r_n^2 + \mathrm{var} f_n) / N`, while the joint mode is too small by the effective
-        parameters. Many short rounds (``num_epochs=20, num_rounds=100``) find a larger evidence than few long ones.
+        With ``tune_prior`` the precisions of fixed Normal priors are multiplied by
+        factors that maximize Laplace's evidence (MacKay's fixed point :math:`\delta =
+        \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the effective
+        parameters), alternating with further search for the mode. The fixed point may
+        pass the maximum: the round with the largest evidence is kept, and tuning ends
+        after three rounds below it. The result is then the posterior under prior sds
+        that are ``prior_precision ** -0.5`` times those of the model. A learned noise
+        scale of a Normal likelihood is then at its evidence too, :math:`\sigma^2 =
+        \sum_n (r_n^2 + \mathrm{var} f_n) / N`, while the joint mode is too small by the
+        effective parameters. Many short rounds (``num_epochs=20, num_rounds=100``) find
+        a larger evidence than few long ones.
 
         :param rng_key: key of start and minibatches.
-        :param args: arguments of the model, targets included; minibatches by its subsampled plate.
-        :param num_epochs: most passes over the data (of each round); 0 takes ``init_params`` as the mode.
-        :param optimizer: an optax optimizer; by default L-BFGS on all rows, and Adam with a
-            cosine schedule in minibatches.
+        :param args: arguments of the model, targets included; minibatches by its
+            subsampled plate.
+        :param num_epochs: most passes over the data (of each round); 0 takes
+            ``init_params`` as the mode.
+        :param optimizer: an optax optimizer; by default L-BFGS on all rows, and Adam
+            with a cosine schedule in minibatches.
         :param patience: epochs without a lower loss after which the search stops.
-        :param init_params: where to start: constrained values by site, e.g. trained weights, and values of the
-            model's own parameters (``numpyro.param``), which stay as they are.
-        :param tune_prior: ``True`` or ``"site"``: one factor per site, ``"global"``: one for all; ``"auto"``: one per
-            site if there are such priors.
+        :param init_params: where to start: constrained values by site, e.g. trained
+            weights, and values of the model's own parameters (``numpyro.param``), which
+            stay as they are.
+        :param tune_prior: ``True`` or ``"site"``: one factor per site, ``"global"``:
+            one for all; ``"auto"``: one per site if there are such priors.
         :param num_rounds: most rounds of tuning.
         :param progress_bar: show a progress bar over epochs.
         :param kwargs: keyword arguments of the model.
         :return: a :class:`LaplaceResult`.
-        :raises ValueError: for a model, data or options it cannot use, and if the precision is not positive.
+        :raises ValueError: for a model, data or options it cannot use, and if the
+            precision is not positive.
         """
         call = f"{CALL}.run"
-        refuse_tracers(call, "It runs on the host; call it outside.", rng_key, args, kwargs, init_params)
+        refuse_tracers(
+            call,
+            "It runs on the host; call it outside.",
+            rng_key,
+            args,
+            kwargs,
+            init_params,
+        )
         refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
         _check_finite(call, args, kwargs)
@@ -216,7 +288,16 @@ class AutoLaplace(AutoBlocks):
         search = fit_mode(problem, (args, kwargs), options)
         newton = optimizer is None and num_epochs > 0
         return tuned(
-            self, problem, (args, kwargs), search, start, rng_key, tune_prior, num_rounds, newton, progress_bar
+            self,
+            problem,
+            (args, kwargs),
+            search,
+            start,
+            rng_key,
+            tune_prior,
+            num_rounds,
+            newton,
+            progress_bar,
         )
 
     def _started(self, problem: Problem, call: Call, given: dict[str, Any]) -> Values:
@@ -225,14 +306,21 @@ class AutoLaplace(AutoBlocks):
         own = {name for name, site in trace.items() if site["type"] == "param"}
         for name in given:
             if name not in self._transforms and name not in own:
-                raise unknown_name(f"{CALL}.run", "init_params", name, [*self._transforms, *own])
+                raise unknown_name(
+                    f"{CALL}.run", "init_params", name, [*self._transforms, *own]
+                )
         for name in own:
             leaves = jax.tree.leaves(given.get(name, trace[name]["value"]))
             if name in given:
                 problem.held[name] = given[name]
             elif leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
                 got = f"a model with the parameter {name!r}, and no value for it"
-                raise argument_error(f"{CALL}.run", "init_params", got, "Train it first, e.g. by SVI, and pass it.")
+                raise argument_error(
+                    f"{CALL}.run",
+                    "init_params",
+                    got,
+                    "Train it first, e.g. by SVI, and pass it.",
+                )
         v = dict(self._init_locs)
         if not given.keys() & self._transforms.keys():
             return v
@@ -241,17 +329,29 @@ class AutoLaplace(AutoBlocks):
             if np.shape(given[name]) != values[name].shape:
                 got = f"shape {np.shape(given[name])} for {name!r}"
                 raise argument_error(
-                    f"{CALL}.run", "init_params", got, f"Pass a value of shape {values[name].shape}."
+                    f"{CALL}.run",
+                    "init_params",
+                    got,
+                    f"Pass a value of shape {values[name].shape}.",
                 )
             values[name] = jnp.asarray(given[name], float)
-        return run(lambda values, *call: problem.coordinates(values, call), values, *call, once=True)
+        return run(
+            lambda values, *call: problem.coordinates(values, call),
+            values,
+            *call,
+            once=True,
+        )
 
-    def _to_params(self, v: Values, gaussian: structures.Gaussian) -> dict[str, jax.Array]:
+    def _to_params(
+        self, v: Values, gaussian: structures.Gaussian
+    ) -> dict[str, jax.Array]:
         """Parameters by the names of the guide."""
         in_blocks = {name: block for block, _ in self._blocks for name in block.shapes}
         params = {}
         for block, _ in self._blocks:
-            params[f"{block.name}_loc"] = jnp.concatenate([jnp.ravel(v[name]) for name in block.shapes])
+            params[f"{block.name}_loc"] = jnp.concatenate(
+                [jnp.ravel(v[name]) for name in block.shapes]
+            )
         for name, value in v.items():
             if name not in in_blocks:
                 params[f"{name}_{self.prefix}_loc"] = value
@@ -264,7 +364,7 @@ class AutoLaplace(AutoBlocks):
                 params[f"{name}_{self.prefix}_{part}"] = value.reshape(v[name].shape)
         return params
 
-    # -- prediction ------------------------------------------------------------------------------------
+    # -- prediction --------------------------------------------------------------------
 
     @checked(f"{CALL}.predictive")
     def predictive(
@@ -279,14 +379,17 @@ class AutoLaplace(AutoBlocks):
         site: str | None = None,
         **kwargs: Any,
     ) -> LaplacePredictive:
-        r"""Predict from the network linearized at the mode, :math:`f(x) \sim N(f^*, J \Sigma J^\top)`.
+        r"""Predict from the network linearized at the mode, :math:`f(x) \sim N(f^*, J
+        \Sigma J^\top)`.
 
-        This is the model whose posterior the Gaussian is: the Gauss-Newton matrix is the Hessian of the linearized
-        network. Classes by the probit approximation or by draws of the logits; numbers and counts in closed form.
+        This is the model whose posterior the Gaussian is: the Gauss-Newton matrix is
+        the Hessian of the linearized network. Classes by the probit approximation or by
+        draws of the logits; numbers and counts in closed form.
 
         :param params: parameters from a run.
         :param args: arguments of the model; targets may be left out.
-        :param linearized: ``False`` draws weights and runs the network itself, for comparison: it underfits.
+        :param linearized: ``False`` draws weights and runs the network itself, for
+            comparison: it underfits.
         :param link: of classes, ``"probit"`` or ``"sample"``, draws of the logits.
         :param covariance: also covariances between rows.
         :param rng_key: key of the draws, for ``"sample"`` and ``linearized=False``.
@@ -296,43 +399,65 @@ class AutoLaplace(AutoBlocks):
         """
         if link == "sample" or not linearized:
             KEY.check(f"{CALL}.predictive", "rng_key", rng_key)
-        name, problem, call_args = self._for_rows("predictive", params, args, kwargs, site)
+        name, problem, call_args = self._for_rows(
+            "predictive", params, args, kwargs, site
+        )
         options = (name, linearized, link, covariance, num_samples)
 
         def predict_rows(problem: Problem, given: tuple, call: Call) -> dict[str, Any]:
             params, key = given
             return predict(self, problem, params, key, call, options)._asdict()
 
-        return LaplacePredictive(**_on_rows(predict_rows, problem, (dict(params), rng_key), call_args))
+        return LaplacePredictive(
+            **_on_rows(predict_rows, problem, (dict(params), rng_key), call_args)
+        )
 
     def log_predictive_density(
-        self, params: Mapping[str, Any], *args: Any, site: str | None = None, **kwargs: Any
+        self,
+        params: Mapping[str, Any],
+        *args: Any,
+        site: str | None = None,
+        **kwargs: Any,
     ) -> jax.Array:
-        """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the linearized network.
+        """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the
+        linearized network.
 
-        Numbers in closed form given their log scales, with the covariances of all locations and log scales of a row,
-        classes by the probit approximation, all others by quadrature of 64 nodes over the log rate or logit.
+        Numbers in closed form given their log scales, with the covariances of all
+        locations and log scales of a row, classes by the probit approximation, all
+        others by quadrature of 64 nodes over the log rate or logit.
 
         :param params: parameters from a run.
         :param args: arguments of the model, targets included.
         :param site: the observed site, if there are several.
-        :return: (N,), of all elements of a row; those of classes, counts and truth values are taken as independent.
+        :return: (N,), of all elements of a row; those of classes, counts and truth
+            values are taken as independent.
         """
-        name, problem, call = self._for_rows("log_predictive_density", params, args, kwargs, site)
+        name, problem, call = self._for_rows(
+            "log_predictive_density", params, args, kwargs, site
+        )
 
         def score(problem: Problem, params: Mapping[str, Any], call: Call) -> jax.Array:
             return log_density(self, problem, params, call, name)
 
         return _on_rows(score, problem, dict(params), call)
 
-    def _for_rows(self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None) -> Any:
+    def _for_rows(
+        self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None
+    ) -> Any:
         """The observed site, the model and its arguments, for new rows."""
         call = f"{CALL}.{method}"
-        Kind(Mapping, "Pass the `params` of a run of this guide.").check(call, "params", params)
+        Kind(Mapping, "Pass the `params` of a run of this guide.").check(
+            call, "params", params
+        )
         problem = getattr(self, "_problem", None)
         if problem is None:
             got = "those of another guide"
-            raise argument_error(call, "params", got, "Call `run` of this guide first, so that it reads the model.")
+            raise argument_error(
+                call,
+                "params",
+                got,
+                "Call `run` of this guide first, so that it reads the model.",
+            )
         names = [name for name, (_, used) in problem.observed.items() if used]
         if site is None and len(names) > 1:
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
@@ -361,12 +486,18 @@ def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
 
 
 def _on_rows(fn: Callable, problem: Problem, given: Any, call: Call) -> Any:
-    """``fn(problem, given, call)`` as a program, of which the training rows are inputs too if it needs them."""
+    """``fn(problem, given, call)`` as a program, of which the training rows are inputs
+    too if it needs them.
+    """
     training, arrays = Arguments.of(*(problem.training or ((), {}))).split()
 
     def computed(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         arrays, values = given
-        known = problem if problem.training is None else replace(problem, training=training.call(arrays))
+        known = (
+            problem
+            if problem.training is None
+            else replace(problem, training=training.call(arrays))
+        )
         return fn(known, values, (args, kwargs))
 
     return run(computed, (arrays, given), *call)

@@ -1,14 +1,17 @@
-"""Jacobians of a network's outputs, row by row: an outer product of inputs and gradients where a weight is one.
+"""Jacobians of a network's outputs, row by row: an outer product of inputs and
+gradients where a weight is one.
 
-The program of the outputs is interpreted. A site that enters it once, in a product with activations, in a
-convolution, or as a shift, is found there, and the Jacobian of a row b in the direction d is
+The program of the outputs is interpreted. A site that enters it once, in a product with
+activations, in a convolution, or as a shift, is found there, and the Jacobian of a row
+b in the direction d is
 
     J[b, d] = S * sum_t a[b, t] g[b, d, t]^T,
 
-with a the inputs, g the gradients with respect to the outputs of that equation, S the slope of the weight in the
-site (its prior scale, if the model is non-centered) and t the positions at which a convolution uses its weight. All
-other sites have a dense Jacobian by forward or reverse mode. The rows of a product are the axis that becomes, element
-by element, the rows of the outputs; another axis may well have the same length.
+with a the inputs, g the gradients with respect to the outputs of that equation, S the
+slope of the weight in the site (its prior scale, if the model is non-centered) and t
+the positions at which a convolution uses its weight. All other sites have a dense
+Jacobian by forward or reverse mode. The rows of a product are the axis that becomes,
+element by element, the rows of the outputs; another axis may well have the same length.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +27,18 @@ from jax import lax
 from numpyro_bnn._axes import Axis, Place, Rows, dot_axes, follow_axes, moved
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
-ELEMENTWISE = frozenset({"add", "sub", "mul", "div", "neg", "copy", "convert_element_type", "name"})
-SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})  # in the order of the elements
+ELEMENTWISE = frozenset(
+    {"add", "sub", "mul", "div", "neg", "copy", "convert_element_type", "name"}
+)
+SHAPING = frozenset(
+    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
+)  # in the order of the elements
 
 
 class Layout(NamedTuple):
-    """How the elements of a site make a matrix: shape of the weight, its axes with inputs first, and (I, O)."""
+    """How the elements of a site make a matrix: shape of the weight, its axes with
+    inputs first, and (I, O).
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
@@ -37,7 +46,8 @@ class Layout(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """The Jacobian with respect to a site that is a matrix (I, O): inputs times gradients.
+    """The Jacobian with respect to a site that is a matrix (I, O): inputs times
+    gradients.
 
     :param inputs: (B, T, I) a.
     :param grads: (B, D, T, O) g.
@@ -60,14 +70,20 @@ class Outer(NamedTuple):
         """(P,) sums of squares over rows and directions."""
         if self.inputs.shape[1] > 1:
             return jnp.sum(self.dense() ** 2, axis=(0, 1))
-        products = (self.inputs[:, 0] ** 2).T @ jnp.sum(self.grads[:, :, 0] ** 2, axis=1)
+        products = (self.inputs[:, 0] ** 2).T @ jnp.sum(
+            self.grads[:, :, 0] ** 2, axis=1
+        )
         found = self.slope**2 * products
         return from_matrix(found, self.layout)
 
     def times(self, vectors: jax.Array) -> jax.Array:
         """(B, D, K): the product with (P, K)."""
         matrix = to_matrix(vectors.T, self.layout) * self.slope
-        return jnp.einsum("btko,bdto->bdk", jnp.einsum("bti,kio->btko", self.inputs, matrix), self.grads)
+        return jnp.einsum(
+            "btko,bdto->bdk",
+            jnp.einsum("bti,kio->btko", self.inputs, matrix),
+            self.grads,
+        )
 
     def transposed_times(self, values: jax.Array) -> jax.Array:
         """(P, K): the product of the transpose with (B, D, K)."""
@@ -114,7 +130,9 @@ def from_matrix(matrix: jax.Array, layout: "Layout") -> jax.Array:
     lead = matrix.shape[:-2]
     value = matrix.reshape(lead + tuple(layout.shape[a] for a in layout.axes))
     back = np.argsort(layout.axes)
-    return value.transpose(*range(len(lead)), *(len(lead) + int(a) for a in back)).reshape((*lead, -1))
+    return value.transpose(
+        *range(len(lead)), *(len(lead) + int(a) for a in back)
+    ).reshape((*lead, -1))
 
 
 @dataclass(frozen=True)
@@ -134,38 +152,53 @@ class _Mark:
 
 
 class _Use(NamedTuple):
-    """Where a weight enters: inputs (B, T, I), slope (I, O), and how gradients of the output make (B, T, O)."""
+    """Where a weight enters: inputs (B, T, I), slope (I, O), and how gradients of the
+    output make (B, T, O).
+    """
 
     inputs: jax.Array
     slope: jax.Array
     layout: Layout
     out: jax.ShapeDtypeStruct
-    order: tuple[int, ...]  # axes of the output: rows (if there are several), positions, then those of the weight
+    order: tuple[
+        int, ...
+        # axes of the output: rows (if there are several), positions, then those of the
+        # weight
+    ]
 
     def grads(self, cotangents: jax.Array) -> jax.Array:
         """(B, D, T, O) of gradients (D, *out)."""
         moved = cotangents.transpose(*(1 + axis for axis in self.order), 0)
-        by_row = moved.reshape(self.inputs.shape[0], -1, self.layout.size[1], cotangents.shape[0])
+        by_row = moved.reshape(
+            self.inputs.shape[0], -1, self.layout.size[1], cotangents.shape[0]
+        )
         return by_row.transpose(0, 3, 1, 2)
 
 
 class _Entry(NamedTuple):
-    """The one equation that a site enters, and the axis of its output that becomes the rows; ``None`` for one row."""
+    """The one equation that a site enters, and the axis of its output that becomes the
+    rows; ``None`` for one row.
+    """
 
     equation: Any
     row: int | None
 
 
 def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
-    """Where sites enter a program whose output is (B, E), of those that enter once and row by row."""
+    """Where sites enter a program whose output is (B, E), of those that enter once and
+    row by row.
+    """
     entries: dict[str, list[Any]] = {name: [] for name in names}
 
     def enter(equation: Any, operands: Sequence[Any]) -> Any:
         marked = [i for i, operand in enumerate(operands) if isinstance(operand, _Mark)]
-        rows = [Rows() if isinstance(operand, _Mark) else operand for operand in operands]
+        rows = [
+            Rows() if isinstance(operand, _Mark) else operand for operand in operands
+        ]
         if len(marked) == 1 and is_image(equation, marked[0]) and not any(rows):
             return operands[marked[0]]
-        # An image that depends on other sites, or two sites at once: no product with a constant.
+        # An image that depends on other sites, or two sites at once: no product with a
+        # constant.
         single = len(marked) == 1 and not is_image(equation, marked[0])
         found = moved(equation, rows)
         for i in marked:
@@ -188,21 +221,35 @@ def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
 
 
 class _Walk:
-    """One interpretation of a program; ``shifts`` are added to the outputs where sites enter."""
+    """One interpretation of a program; ``shifts`` are added to the outputs where sites
+    enter.
+    """
 
-    def __init__(self, entries: Mapping[str, _Entry], shifts: Mapping[str, jax.Array]) -> None:
+    def __init__(
+        self, entries: Mapping[str, _Entry], shifts: Mapping[str, jax.Array]
+    ) -> None:
         self.entries, self.shifts = entries, shifts
         self.uses: dict[str, _Use] = {}
 
     def run(self, closed: Any, values: Mapping[str, jax.Array]) -> jax.Array:
-        marked = [_Weight(name, value, jnp.ones_like(value)) for name, value in values.items()]
-        walk = Interpreter({}, lambda value: isinstance(value, _Weight), "guides.AutoLaplace", self._enter)
+        marked = [
+            _Weight(name, value, jnp.ones_like(value)) for name, value in values.items()
+        ]
+        walk = Interpreter(
+            {},
+            lambda value: isinstance(value, _Weight),
+            "guides.AutoLaplace",
+            self._enter,
+        )
         (found,) = walk.run(closed.jaxpr, closed.consts, marked)
         return found.value if isinstance(found, _Weight) else found
 
     def _enter(self, equation: Equation, *operands: Any) -> Any:
         hits = [i for i, operand in enumerate(operands) if isinstance(operand, _Weight)]
-        plain = [operand.value if isinstance(operand, _Weight) else operand for operand in operands]
+        plain = [
+            operand.value if isinstance(operand, _Weight) else operand
+            for operand in operands
+        ]
         weight = operands[hits[0]]
         if len(hits) == 1 and is_image(equation.jaxpr_equation, hits[0]):
             return _image(equation, hits[0], plain, weight)
@@ -215,13 +262,21 @@ class _Walk:
             self.uses[weight.site] = use
         return out + self.shifts[weight.site] if weight.site in self.shifts else out
 
-    def _use(self, equation: Equation, at: int, plain: list, weight: _Weight) -> _Use | None:
-        name, out, row = equation.name, equation.outputs[0], self.entries[weight.site].row
+    def _use(
+        self, equation: Equation, at: int, plain: list, weight: _Weight
+    ) -> _Use | None:
+        name, out, row = (
+            equation.name,
+            equation.outputs[0],
+            self.entries[weight.site].row,
+        )
         if name == "dot_general":
             found = _product(equation, at, plain, row)
         elif name == "conv_general_dilated" and at == 1:
             found = _convolution(equation, plain, row)
-        elif name in ("add", "sub", "broadcast_in_dim") and not (name == "sub" and at == 1):
+        elif name in ("add", "sub", "broadcast_in_dim") and not (
+            name == "sub" and at == 1
+        ):
             found = _shift(equation, weight.value, row)
         else:
             return None
@@ -237,7 +292,9 @@ def is_image(equation: Any, at: int) -> bool:
     """Whether an equation computes an elementwise affine image of an operand."""
     name = equation.primitive.name
     affine = name in ELEMENTWISE and not (name == "div" and at == 1)
-    return (affine or name in SHAPING) and equation.outvars[0].aval.size == equation.invars[at].aval.size
+    return (affine or name in SHAPING) and equation.outvars[
+        0
+    ].aval.size == equation.invars[at].aval.size
 
 
 def _image(equation: Equation, at: int, plain: list, weight: _Weight) -> _Weight:
@@ -249,12 +306,18 @@ def _image(equation: Equation, at: int, plain: list, weight: _Weight) -> _Weight
 
 def _rows_first(row: int | None, others: Sequence[int]) -> tuple[int, ...]:
     """Axes with those of rows in front; without, all are positions of one row."""
-    return tuple(others) if row is None else (row, *(axis for axis in others if axis != row))
+    return (
+        tuple(others)
+        if row is None
+        else (row, *(axis for axis in others if axis != row))
+    )
 
 
 def _product(equation: Equation, at: int, plain: list, row: int | None) -> tuple | None:
     contracted, batch = equation.params["dimension_numbers"]
-    links, _ = dot_axes(equation.jaxpr_equation, 1 - at)  # free axes of the inputs, by axis of the output
+    links, _ = dot_axes(
+        equation.jaxpr_equation, 1 - at
+    )  # free axes of the inputs, by axis of the output
     if batch[0] or (row is not None and row not in links):
         return None
     front, other = _rows_first(row, tuple(links)), plain[1 - at]
@@ -297,7 +360,11 @@ def _shift(equation: Equation, value: jax.Array, row: int | None) -> tuple | Non
     else:
         places = tuple(range(len(shape) - value.ndim, len(shape)))
     own = tuple(p for p, length in zip(places, value.shape, strict=True) if length > 1)
-    grown = [length for p, length in zip(places, value.shape, strict=True) if length > 1 and length != shape[p]]
+    grown = [
+        length
+        for p, length in zip(places, value.shape, strict=True)
+        if length > 1 and length != shape[p]
+    ]
     free = tuple(a for a in range(len(shape)) if a not in own)
     if grown or (row is not None and row not in free):
         return None
@@ -325,17 +392,23 @@ def jacobians(
     entries = row_axes(closed.jaxpr, names)
     walk = _Walk(entries, {})
     walk.run(closed, values)
-    shifts = {name: jnp.zeros(use.out.shape, use.out.dtype) for name, use in walk.uses.items()}
+    shifts = {
+        name: jnp.zeros(use.out.shape, use.out.dtype) for name, use in walk.uses.items()
+    }
     _, pull = jax.vjp(lambda given: _Walk(entries, given).run(closed, values), shifts)
     found: Jacobians = {}
-    for name, grads in jax.vmap(lambda cotangent: pull(cotangent)[0])(jnp.moveaxis(roots, 1, 0)).items():
+    for name, grads in jax.vmap(lambda cotangent: pull(cotangent)[0])(
+        jnp.moveaxis(roots, 1, 0)
+    ).items():
         use = walk.uses[name]
         found[name] = Outer(use.inputs, use.grads(grads), use.slope, use.layout, known)
     others = {name: value for name, value in values.items() if name not in found}
     return found | _dense(lambda given: outputs({**values, **given}), others, roots)
 
 
-def _dense(outputs: Callable, values: Mapping[str, jax.Array], roots: jax.Array) -> Jacobians:
+def _dense(
+    outputs: Callable, values: Mapping[str, jax.Array], roots: jax.Array
+) -> Jacobians:
     """Jacobians with respect to sites that are no single product."""
     if not values:
         return {}
@@ -346,4 +419,7 @@ def _dense(outputs: Callable, values: Mapping[str, jax.Array], roots: jax.Array)
     unknowns = sum(value.size for value in values.values())
     mode = jax.jacfwd if unknowns <= roots.shape[0] * roots.shape[1] else jax.jacrev
     matrices = mode(scaled)(dict(values))
-    return {name: Dense(matrix.reshape(*roots.shape[:2], -1)) for name, matrix in matrices.items()}
+    return {
+        name: Dense(matrix.reshape(*roots.shape[:2], -1))
+        for name, matrix in matrices.items()
+    }

@@ -1,4 +1,5 @@
-r"""Likelihoods in a Gauss-Newton approximation: natural outputs f, and a root of their Fisher information.
+r"""Likelihoods in a Gauss-Newton approximation: natural outputs f, and a root of their
+Fisher information.
 
 ============  =======================  ==========================================
 distribution  outputs f                Fisher information
@@ -9,8 +10,9 @@ Categorical   logits                   :math:`\mathrm{diag}(p) - p p^\top`
 Poisson       log rate                 the rate
 ============  =======================  ==========================================
 
-The Fisher information does not depend on how a model writes its parameters, so that ``probs`` and ``logits`` give the
-same approximation; for logits, rates and a fixed scale it is the Hessian of -log p in f.
+The Fisher information does not depend on how a model writes its parameters, so that
+``probs`` and ``logits`` give the same approximation; for logits, rates and a fixed
+scale it is the Hessian of -log p in f.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,13 @@ import numpyro.distributions as dist
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, is_factor, unmasked_elements, unwrapped
+from numpyro_bnn._distributions import (
+    affine_normal,
+    is_affine_normal,
+    is_factor,
+    unmasked_elements,
+    unwrapped,
+)
 
 CALL = "guides.AutoLaplace"
 BERNOULLI = (dist.BernoulliLogits, dist.BernoulliProbs)
@@ -45,13 +53,16 @@ def kind_of(site: Site) -> str:
     what = "factor" if is_factor(fn) else f"{type(base).__name__} likelihood"
     got = f"the observed site {site['name']!r} with a {what}"
     instead = (
-        "It knows Normal, Categorical, Bernoulli and Poisson; `AutoLaplaceApproximation` of NumPyro takes others."
+        "It knows Normal, Categorical, Bernoulli and Poisson; "
+        "`AutoLaplaceApproximation` of NumPyro takes others."
     )
     raise argument_error(CALL, "model", got, instead)
 
 
 def natural(site: Site) -> dict[str, jax.Array]:
-    """The natural outputs of a site by name, each shaped like ``fn.shape()``, with an axis of K for classes."""
+    """The natural outputs of a site by name, each shaped like ``fn.shape()``, with an
+    axis of K for classes.
+    """
     kind, fn = kind_of(site), site["fn"]
     if kind == "normal":
         loc, scale = affine_normal(fn, masked=True)  # type: ignore[misc]
@@ -85,11 +96,17 @@ class Observation(NamedTuple):
         return jnp.concatenate(parts, axis=1)
 
     def roots(self, used: tuple[str, ...]) -> jax.Array:
-        """(B, D, E) with sum over d of r_d r_d^T equal to the Fisher information of a row."""
+        """(B, D, E) with sum over d of r_d r_d^T equal to the Fisher information of a
+        row.
+        """
         root = jnp.sqrt(self.weight)
         if self.kind == "categorical":
             p = jax.nn.softmax(self.outputs["logits"])
-            parts = root[..., None, None] * jnp.sqrt(p)[..., None] * (jnp.eye(p.shape[-1]) - p[..., None, :])
+            parts = (
+                root[..., None, None]
+                * jnp.sqrt(p)[..., None]
+                * (jnp.eye(p.shape[-1]) - p[..., None, :])
+            )
             blocks = jnp.einsum("bmde,mn->bmdne", parts, jnp.eye(p.shape[1]))
             size = p.shape[1] * p.shape[2]
             return blocks.reshape(self.shape[0], size, size)
@@ -100,36 +117,53 @@ class Observation(NamedTuple):
         """Square root of the Fisher information of an elementwise output."""
         f = self.outputs[name]
         if self.kind == "normal":
-            return jnp.exp(-self.outputs["log_scale"]) if name == "loc" else jnp.full(f.shape, 2.0**0.5)
+            return (
+                jnp.exp(-self.outputs["log_scale"])
+                if name == "loc"
+                else jnp.full(f.shape, 2.0**0.5)
+            )
         if self.kind == "poisson":
             return jnp.exp(f / 2)
         return jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f))
 
 
 def observation(site: Site, axis: int | None) -> Observation:
-    """Read a site; ``axis`` of ``fn.shape()`` indexes the rows (``None``: it is one row)."""
+    """Read a site; ``axis`` of ``fn.shape()`` indexes the rows (``None``: it is one
+    row).
+    """
     fn = site["fn"]
     shape = fn.shape()
     scale = 1.0 if site["scale"] is None else site["scale"]
-    scale = jnp.broadcast_to(scale, fn.batch_shape).reshape(fn.batch_shape + (1,) * fn.event_dim)
+    scale = jnp.broadcast_to(scale, fn.batch_shape).reshape(
+        fn.batch_shape + (1,) * fn.event_dim
+    )
     weight = scale * unmasked_elements(fn)
 
     def rows_first(value: jax.Array, tail: tuple[int, ...] = ()) -> jax.Array:
         value = value[None] if axis is None else jnp.moveaxis(value, axis, 0)
-        return value.reshape((value.shape[0], prod(value.shape[1 : value.ndim - len(tail)]), *tail))
+        return value.reshape(
+            (value.shape[0], prod(value.shape[1 : value.ndim - len(tail)]), *tail)
+        )
 
     kind = kind_of(site)
     tails = {n: f.shape[len(shape) :] for n, f in natural(site).items()}
     outputs = {n: rows_first(f, tails[n]) for n, f in natural(site).items()}
-    moved = (1, *shape) if axis is None else (shape[axis], *shape[:axis], *shape[axis + 1 :])
+    moved = (
+        (1, *shape)
+        if axis is None
+        else (shape[axis], *shape[:axis], *shape[axis + 1 :])
+    )
     return Observation(kind, moved, outputs, rows_first(weight))
 
 
-def predicted(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def predicted(
+    kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     r"""Mean and variance of an observation whose outputs have means f and variances v.
 
-    Classes by the probit approximation :math:`\mathrm{softmax}(f / \sqrt{1 + \pi v / 8})`, all others in closed form
-    (a log scale or log rate that is Gaussian makes scale and rate log-normal).
+    Classes by the probit approximation :math:`\mathrm{softmax}(f / \sqrt{1 + \pi v /
+    8})`, all others in closed form (a log scale or log rate that is Gaussian makes
+    scale and rate log-normal).
     """
     if kind == "normal":
         return f["loc"], v["loc"] + jnp.exp(2 * f["log_scale"] + 2 * v["log_scale"])
@@ -151,4 +185,6 @@ def log_density(kind: str, f: Mapping[str, jax.Array], value: jax.Array) -> jax.
         return dist.BernoulliLogits(f["logits"]).log_prob(value)
     logits = f["logits"] - logsumexp(f["logits"], axis=-1, keepdims=True)
     labels = jnp.asarray(value, int)[..., None]
-    return jnp.take_along_axis(logits, jnp.broadcast_to(labels, (*logits.shape[:-1], 1)), axis=-1)[..., 0]
+    return jnp.take_along_axis(
+        logits, jnp.broadcast_to(labels, (*logits.shape[:-1], 1)), axis=-1
+    )[..., 0]

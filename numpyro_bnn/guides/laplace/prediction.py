@@ -14,17 +14,22 @@ from numpyro_bnn.guides.laplace import likelihoods
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
 
-NODES = 64  # of an integral over a log scale, log rate or logit; four times as many for several log scales
+# of an integral over a log scale, log rate or logit; four times as many for several log
+# scales
+NODES = 64
 
 
 class LaplacePredictive(NamedTuple):
     """Prediction of one observed site.
 
-    :param mean: mean of the observation: of the number, the count, or the probability of each class (N, ..., K).
+    :param mean: mean of the observation: of the number, the count, or the probability
+        of each class (N, ..., K).
     :param variance: its variance, with the noise.
-    :param outputs: means of the natural outputs f (``loc``, ``log_scale``, ``logits``, ``log_rate``).
+    :param outputs: means of the natural outputs f (``loc``, ``log_scale``, ``logits``,
+        ``log_rate``).
     :param output_variance: variances of these.
-    :param covariance: (N, E, E) of the E outputs of a row; (N, E, N, E) with ``covariance=True``.
+    :param covariance: (N, E, E) of the E outputs of a row; (N, E, N, E) with
+        ``covariance=True``.
     """
 
     mean: jax.Array
@@ -34,17 +39,32 @@ class LaplacePredictive(NamedTuple):
     covariance: jax.Array
 
 
-def log_density(guide: Any, problem: Problem, params: Mapping[str, Any], call: Call, name: str) -> jax.Array:
+def log_density(
+    guide: Any, problem: Problem, params: Mapping[str, Any], call: Call, name: str
+) -> jax.Array:
     """(N,) log density of the rows of a site, averaged over its outputs."""
     seen, cov, _ = gaussian_outputs(guide, problem, params, call, name)
-    site, axis = problem.trace(guide._coordinates(params), None, call)[name], problem.observed[name][0]
+    site, axis = (
+        problem.trace(guide._coordinates(params), None, call)[name],
+        problem.observed[name][0],
+    )
     if not site["is_observed"]:
-        raise argument_error(f"{CALL}.log_predictive_density", "args", "no targets", "Pass the targets as well.")
+        raise argument_error(
+            f"{CALL}.log_predictive_density",
+            "args",
+            "no targets",
+            "Pass the targets as well.",
+        )
     value = jnp.broadcast_to(site["value"], site["fn"].shape())
-    value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(seen.weight.shape)
+    value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(
+        seen.weight.shape
+    )
     used = problem.observed[name][1]
     if seen.kind == "normal":
-        cov, fixed = _of_both_outputs(cov, used, value.shape[1]), "log_scale" not in used
+        cov, fixed = (
+            _of_both_outputs(cov, used, value.shape[1]),
+            "log_scale" not in used,
+        )
         return gaussian_log_density(seen.outputs, cov, value, seen.weight > 0, fixed)
     density = _averaged(seen.kind, *outputs_by_name(seen, used, cov), value)
     return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
@@ -57,9 +77,14 @@ def _of_both_outputs(cov: jax.Array, used: tuple[str, ...], size: int) -> jax.Ar
 
 
 def gaussian_log_density(
-    f: Mapping[str, jax.Array], cov: jax.Array, value: jax.Array, known: jax.Array | bool = True, fixed: bool = False
+    f: Mapping[str, jax.Array],
+    cov: jax.Array,
+    value: jax.Array,
+    known: jax.Array | bool = True,
+    fixed: bool = False,
 ) -> jax.Array:
-    """(B,) log density of rows (B, M) whose locs and log scales are jointly Gaussian, all elements together.
+    """(B,) log density of rows (B, M) whose locs and log scales are jointly Gaussian,
+    all elements together.
 
     :param f: means ``loc`` and ``log_scale`` (B, M).
     :param cov: (B, 2 M, 2 M) of both.
@@ -79,9 +104,11 @@ def gaussian_log_density(
 def given_log_scales(
     f: Mapping[str, jax.Array], cov: jax.Array, fixed: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Observations (R, K) as a mixture of M Gaussians, each given the log scales: means, covariances, weights.
+    """Observations (R, K) as a mixture of M Gaussians, each given the log scales:
+    means, covariances, weights.
 
-    Nodes of the log scales are those of Gauss and Hermite for one target, and of a Sobol sequence for several.
+    Nodes of the log scales are those of Gauss and Hermite for one target, and of a
+    Sobol sequence for several.
     """
     from scipy.stats import norm, qmc
 
@@ -98,7 +125,9 @@ def given_log_scales(
     values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
     values = jnp.maximum(values, 0.0)
     root = vectors * jnp.sqrt(values)[:, None]
-    inverse = jnp.where(values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0)
+    inverse = jnp.where(
+        values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0
+    )
     gain = cov[:, :size, size:] @ vectors * inverse[:, None]
     at = jnp.asarray(points, float)
     means = loc + jnp.einsum("rke,me->mrk", gain, at)
@@ -108,14 +137,25 @@ def given_log_scales(
 
 
 def gaussian_outputs(
-    guide: Any, problem: Problem, params: Any, call: Call, name: str, joint: bool = False, index: Any = None
+    guide: Any,
+    problem: Problem,
+    params: Any,
+    call: Call,
+    name: str,
+    joint: bool = False,
+    index: Any = None,
 ) -> Any:
     """The observation at the mode and the covariances of its outputs."""
     v = guide._coordinates(params)
     trace = problem.trace(v, index, call)
     if missing := [n for n in v if n not in trace]:
         got = f"arguments without the site {missing[0]!r} of the run"
-        raise argument_error(CALL, "args", got, "Pass all the model's arguments of the run, except the targets.")
+        raise argument_error(
+            CALL,
+            "args",
+            got,
+            "Pass all the model's arguments of the run, except the targets.",
+        )
     seen = problem.observations(trace)[name]
     jac = problem.jacobians(v, index, call, name)
     fns: dict[str, Any] = dict(guide._normals(params))
@@ -130,9 +170,16 @@ def gaussian_outputs(
 
 
 def predict(
-    guide: Any, problem: Problem, params: Any, key: Any, call: Call, options: tuple[str, bool, str, bool, int]
+    guide: Any,
+    problem: Problem,
+    params: Any,
+    key: Any,
+    call: Call,
+    options: tuple[str, bool, str, bool, int],
 ) -> LaplacePredictive:
-    """``options``: site, whether linearized, link, whether between rows, number of draws."""
+    """``options``: site, whether linearized, link, whether between rows, number of
+    draws.
+    """
     name, linearized, link, joint, num_samples = options
     used = problem.observed[name][1]
     seen, cov, both = gaussian_outputs(guide, problem, params, call, name, joint)
@@ -143,7 +190,9 @@ def predict(
             root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
             noise = jax.random.normal(key, (num_samples, *cov.shape[:2]))
             draws = seen.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
-            draws = {"logits": draws.reshape(num_samples, *seen.outputs["logits"].shape)}
+            draws = {
+                "logits": draws.reshape(num_samples, *seen.outputs["logits"].shape)
+            }
         else:
             draws = _network_draws(guide, problem, params, key, call, name, num_samples)
         zero = {n: jnp.zeros(()) for n in f}
@@ -151,18 +200,33 @@ def predict(
         mean = jnp.mean(each[0], axis=0)
         spread = jnp.mean(each[1], axis=0) + jnp.var(each[0], axis=0)
         if not linearized:
-            f, variance = ({n: fn(d, axis=0) for n, d in draws.items()} for fn in (jnp.mean, jnp.var))
+            f, variance = (
+                {n: fn(d, axis=0) for n, d in draws.items()}
+                for fn in (jnp.mean, jnp.var)
+            )
     else:
         mean, spread = likelihoods.predicted(seen.kind, f, variance)
 
     def shaped(value: jax.Array) -> jax.Array:
         return value.reshape(seen.shape + value.shape[2:])
 
-    outputs, variances = ({n: shaped(part) for n, part in of.items()} for of in (f, variance))
-    return LaplacePredictive(shaped(mean), shaped(spread), outputs, variances, both if joint else cov)
+    outputs, variances = (
+        {n: shaped(part) for n, part in of.items()} for of in (f, variance)
+    )
+    return LaplacePredictive(
+        shaped(mean), shaped(spread), outputs, variances, both if joint else cov
+    )
 
 
-def _network_draws(guide: Any, problem: Problem, params: Any, key: Any, call: Call, name: str, number: int) -> Any:
+def _network_draws(
+    guide: Any,
+    problem: Problem,
+    params: Any,
+    key: Any,
+    call: Call,
+    name: str,
+    number: int,
+) -> Any:
     """Outputs (S, B, M) of the network itself at draws of the weights."""
     drawn = guide._draw(key, params, (number,))
 
@@ -172,8 +236,12 @@ def _network_draws(guide: Any, problem: Problem, params: Any, key: Any, call: Ca
     return jax.lax.map(one, drawn)
 
 
-def outputs_by_name(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[dict, dict]:
-    """Means and variances of all outputs by name, shaped like these; others than the used ones are known."""
+def outputs_by_name(
+    seen: Any, used: tuple[str, ...], cov: jax.Array
+) -> tuple[dict, dict]:
+    """Means and variances of all outputs by name, shaped like these; others than the
+    used ones are known.
+    """
     variance, start = jnp.diagonal(cov, axis1=1, axis2=2), 0
     parts = {name: jnp.zeros_like(f) for name, f in seen.outputs.items()}
     for name in used:
@@ -184,7 +252,9 @@ def outputs_by_name(seen: Any, used: tuple[str, ...], cov: jax.Array) -> tuple[d
     return dict(seen.outputs), parts
 
 
-def _averaged(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:
+def _averaged(
+    kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array
+) -> jax.Array:
     """log of the likelihood averaged over Gaussian outputs."""
     points, weights = np.polynomial.hermite_e.hermegauss(NODES)
     log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
@@ -193,5 +263,7 @@ def _averaged(kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array],
         shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
         return likelihoods.log_density(kind, {"logits": shrunk}, value)
     name = "log_rate" if kind == "poisson" else "logits"
-    densities = likelihoods.log_density(kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value)
+    densities = likelihoods.log_density(
+        kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value
+    )
     return logsumexp(densities + log_weights, axis=0)

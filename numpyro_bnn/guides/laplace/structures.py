@@ -1,4 +1,6 @@
-"""Structures of the precision: what is summed over the rows, the Gaussian it gives, and that Gaussian as a guide."""
+"""Structures of the precision: what is summed over the rows, the Gaussian it gives, and
+that Gaussian as a guide.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +14,26 @@ from jax import random
 from numpyro.distributions import constraints
 from numpyro.distributions.util import cholesky_of_inverse
 
-from numpyro_bnn.guides.blocks import Block, Family, FullRank, declare_loc, declare_scale
-from numpyro_bnn.guides.laplace.jacobians import Dense, Jacobians, Layout, Outer, from_matrix, to_matrix
+from numpyro_bnn.guides.blocks import (
+    Block,
+    Family,
+    FullRank,
+    declare_loc,
+    declare_scale,
+)
+from numpyro_bnn.guides.laplace.jacobians import (
+    Dense,
+    Jacobians,
+    Layout,
+    Outer,
+    from_matrix,
+    to_matrix,
+)
 
 Vectors = Mapping[str, jax.Array]  # (P_s,) by site
-Sweep = Callable[..., Any]  # sums a function of the Jacobians (and further arguments) over all rows
+Sweep = Callable[
+    ..., Any
+]  # sums a function of the Jacobians (and further arguments) over all rows
 ITERATIONS, OVERSAMPLING = 4, 10  # of the subspace iteration
 
 
@@ -26,7 +43,8 @@ class Gaussian(NamedTuple):
     :param params: parameters of the guide, by ``(site or "*", field)``.
     :param variance: (P_s,) marginal variances by site.
     :param log_det: log determinant of the precision.
-    :param lost: by how much rounding of a number grows in a variance: largest relative error over that of a number.
+    :param lost: by how much rounding of a number grows in a variance: largest relative
+        error over that of a number.
     """
 
     params: dict[tuple[str, str], jax.Array]
@@ -36,7 +54,9 @@ class Gaussian(NamedTuple):
 
 
 class AffineNormal(dist.Distribution):
-    """A linear image x = loc + M e of standard normal noise, M being square and given as functions."""
+    """A linear image x = loc + M e of standard normal noise, M being square and given
+    as functions.
+    """
 
     support = constraints.real_vector
 
@@ -53,7 +73,9 @@ class AffineNormal(dist.Distribution):
         raise NotImplementedError
 
     def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
-        return self.loc + self.times(random.normal(key, (*sample_shape, *self.event_shape)))
+        return self.loc + self.times(
+            random.normal(key, (*sample_shape, *self.event_shape))
+        )
 
     def log_prob(self, value: jax.Array) -> jax.Array:
         def one(difference: jax.Array) -> jax.Array:
@@ -70,7 +92,16 @@ class AffineNormal(dist.Distribution):
 class KroneckerNormal(AffineNormal):
     """x = loc + A (scale * E) B^T for a site that is a matrix (I, O)."""
 
-    def __init__(self, loc: Any, left: Any, right: Any, scale: Any, layout: Layout, *, validate_args: Any = None):
+    def __init__(
+        self,
+        loc: Any,
+        left: Any,
+        right: Any,
+        scale: Any,
+        layout: Layout,
+        *,
+        validate_args: Any = None,
+    ):
         self.left, self.right, self.scale, self.layout = left, right, scale, layout
         super().__init__(loc, validate_args=validate_args)
 
@@ -82,29 +113,52 @@ class KroneckerNormal(AffineNormal):
         half = jnp.linalg.solve(self.left, to_matrix(difference, self.layout))
         noise = jnp.linalg.solve(self.right, half.T).T / self.scale
         inputs, outputs = self.layout.size
-        log_dets = outputs * jnp.linalg.slogdet(self.left)[1] + inputs * jnp.linalg.slogdet(self.right)[1]
+        log_dets = (
+            outputs * jnp.linalg.slogdet(self.left)[1]
+            + inputs * jnp.linalg.slogdet(self.right)[1]
+        )
         return from_matrix(noise, self.layout), log_dets + jnp.sum(jnp.log(self.scale))
 
     @property
     def variance(self) -> jax.Array:
-        return from_matrix(self.left**2 @ self.scale**2 @ (self.right**2).T, self.layout)
+        return from_matrix(
+            self.left**2 @ self.scale**2 @ (self.right**2).T, self.layout
+        )
 
 
 class LowRankNormal(AffineNormal):
-    """x = loc + scale * (e - Q (shrink * Q^T e)): the precision is diagonal plus low rank."""
+    """x = loc + scale * (e - Q (shrink * Q^T e)): the precision is diagonal plus low
+    rank.
+    """
 
-    def __init__(self, loc: Any, scale: Any, basis: Any, shrink: Any, *, validate_args: Any = None):
+    def __init__(
+        self,
+        loc: Any,
+        scale: Any,
+        basis: Any,
+        shrink: Any,
+        *,
+        validate_args: Any = None,
+    ):
         self.scale, self.basis, self.shrink = scale, basis, shrink
         super().__init__(loc, validate_args=validate_args)
 
     def times(self, noise: jax.Array) -> jax.Array:
-        return self.scale * (noise - ((noise @ self.basis) * self.shrink) @ self.basis.T)
+        return self.scale * (
+            noise - ((noise @ self.basis) * self.shrink) @ self.basis.T
+        )
 
     def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = difference / self.scale
-        small = jnp.eye(len(self.shrink)) - self.shrink[:, None] * (self.basis.T @ self.basis)
-        noise = inside + self.basis @ jnp.linalg.solve(small, self.shrink * (self.basis.T @ inside))
-        return noise, jnp.linalg.slogdet(small)[1] + jnp.sum(jnp.log(jnp.abs(self.scale)))
+        small = jnp.eye(len(self.shrink)) - self.shrink[:, None] * (
+            self.basis.T @ self.basis
+        )
+        noise = inside + self.basis @ jnp.linalg.solve(
+            small, self.shrink * (self.basis.T @ inside)
+        )
+        return noise, jnp.linalg.slogdet(small)[1] + jnp.sum(
+            jnp.log(jnp.abs(self.scale))
+        )
 
     @property
     def variance(self) -> jax.Array:
@@ -121,12 +175,19 @@ class Kronecker(Family):
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc`` (P,), ``left`` (I, I), ``right`` (O, O) and ``scale`` (I, O)."""
+        """Parameters ``loc`` (P,), ``left`` (I, I), ``right`` (O, O) and ``scale`` (I,
+        O).
+        """
         (inputs, outputs), name = self.layout.size, block.name
         left = numpyro.param(f"{name}_left", jnp.eye(inputs), event_dim=2)
         right = numpyro.param(f"{name}_right", jnp.eye(outputs), event_dim=2)
         start = to_matrix(block.scale, self.layout)
-        scale = numpyro.param(f"{name}_scale", start, constraint=constraints.softplus_positive, event_dim=2)
+        scale = numpyro.param(
+            f"{name}_scale",
+            start,
+            constraint=constraints.softplus_positive,
+            event_dim=2,
+        )
         return KroneckerNormal(declare_loc(block), left, right, scale, self.layout)
 
 
@@ -138,12 +199,16 @@ class LowRankPrecision(Family):
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc``, ``scale`` (P,), ``basis`` (P, K) and ``shrink`` (K,) between 0 and 1."""
+        """Parameters ``loc``, ``scale`` (P,), ``basis`` (P, K) and ``shrink`` (K,)
+        between 0 and 1.
+        """
         shape = (block.size, min(self.rank, block.size))
         start = random.normal(random.key(0), shape) / block.size**0.5
         basis = numpyro.param(f"{block.name}_basis", start, event_dim=2)
         options = {"constraint": constraints.unit_interval, "event_dim": 1}
-        shrink = numpyro.param(f"{block.name}_shrink", jnp.full(shape[1], 0.1), **options)
+        shrink = numpyro.param(
+            f"{block.name}_shrink", jnp.full(shape[1], 0.1), **options
+        )
         return LowRankNormal(declare_loc(block), declare_scale(block), basis, shrink)
 
 
@@ -154,13 +219,18 @@ def joined(jac: Jacobians, names: Sequence[str]) -> jax.Array:
 
 def _squared(first: Outer | Dense, second: Outer | Dense) -> jax.Array:
     """(P, Q) the sum over rows and directions of products of two Jacobians."""
-    if not all(isinstance(part, Outer) and part.inputs.shape[1] == 1 for part in (first, second)):
+    if not all(
+        isinstance(part, Outer) and part.inputs.shape[1] == 1
+        for part in (first, second)
+    ):
         return jnp.einsum("bdp,bdq->pq", first.dense(), second.dense())
     assert isinstance(first, Outer)
     assert isinstance(second, Outer)
     # Summed over the directions first, which costs as much as one direction.
     middle = jnp.einsum("bdo,bdp->bop", first.grads[:, :, 0], second.grads[:, :, 0])
-    found = jnp.einsum("bi,bop,bj->iojp", first.inputs[:, 0], middle, second.inputs[:, 0])
+    found = jnp.einsum(
+        "bi,bop,bj->iojp", first.inputs[:, 0], middle, second.inputs[:, 0]
+    )
     found = found * first.slope[:, :, None, None] * second.slope
     by_first = from_matrix(jnp.moveaxis(found, (0, 1), (2, 3)), first.layout)
     return from_matrix(jnp.moveaxis(by_first, 2, 0), second.layout)
@@ -185,7 +255,10 @@ class Full:
         """(P, P) J^T J."""
 
         def squares(jac: Jacobians) -> jax.Array:
-            rows = [jnp.concatenate([_squared(jac[a], jac[b]) for b in self.sizes], axis=1) for a in self.sizes]
+            rows = [
+                jnp.concatenate([_squared(jac[a], jac[b]) for b in self.sizes], axis=1)
+                for a in self.sizes
+            ]
             return jnp.concatenate(rows)
 
         return sweep(squares)
@@ -196,20 +269,30 @@ class Full:
         def products(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
             parts = split((vectors * scale[:, None]).T, self.sizes)
             forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
-            back = [jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes]
+            back = [
+                jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes
+            ]
             return scale[:, None] * jnp.concatenate(back)
 
         return sweep(products, vectors, scale)
 
-    def gaussian(self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
-        """:param coupling: (P, P) what the precision of the prior has besides its diagonal."""
-        precision = sums + jnp.diag(jnp.concatenate([prior[name] for name in self.sizes]))
+    def gaussian(
+        self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None
+    ) -> Gaussian:
+        """:param coupling: (P, P) what the precision of the prior has besides its
+        diagonal.
+        """
+        precision = sums + jnp.diag(
+            jnp.concatenate([prior[name] for name in self.sizes])
+        )
         precision = precision if coupling is None else precision + coupling
         tril = cholesky_of_inverse(precision)
         variance = jnp.sum(tril**2, axis=1)
         log_det = -2 * jnp.sum(jnp.log(jnp.diag(tril)))
         lost = jnp.max(jnp.diag(precision) * variance)
-        return Gaussian({("*", "scale_tril"): tril}, split(variance, self.sizes), log_det, lost)
+        return Gaussian(
+            {("*", "scale_tril"): tril}, split(variance, self.sizes), log_det, lost
+        )
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         """(B, D, P) J M, with M M^T the covariance."""
@@ -232,17 +315,27 @@ class Diagonal(Full):
         """The diagonal of J^T J, by site."""
         return sweep(lambda jac: {name: jac[name].squares() for name in self.sizes})
 
-    def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
+    def gaussian(
+        self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
+    ) -> Gaussian:
         precision = {name: sums[name] + prior[name] for name in self.sizes}
         params = {(name, "scale"): value**-0.5 for name, value in precision.items()}
         log_det = sum(jnp.sum(jnp.log(value)) for value in precision.values())
-        return Gaussian(params, {name: 1 / value for name, value in precision.items()}, jnp.asarray(log_det))
+        return Gaussian(
+            params,
+            {name: 1 / value for name, value in precision.items()},
+            jnp.asarray(log_det),
+        )
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        return jnp.concatenate([jac[n].dense() * jnp.ravel(fns[n].scale) for n in self.sizes], axis=2)
+        return jnp.concatenate(
+            [jac[n].dense() * jnp.ravel(fns[n].scale) for n in self.sizes], axis=2
+        )
 
     def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        return sum(_independent(jac[n], jnp.ravel(fns[n].scale) ** 2) for n in self.sizes)  # type: ignore[return-value]
+        return sum(
+            _independent(jac[n], jnp.ravel(fns[n].scale) ** 2) for n in self.sizes
+        )  # type: ignore[return-value]
 
 
 def _independent(part: Any, variance: jax.Array) -> jax.Array:
@@ -250,22 +343,30 @@ def _independent(part: Any, variance: jax.Array) -> jax.Array:
     if isinstance(part, Outer) and part.inputs.shape[1] == 1:
         matrix = to_matrix(variance, part.layout) * part.slope**2
         middle = (part.inputs[:, 0] ** 2) @ matrix
-        return jnp.einsum("bo,bdo,beo->bde", middle, part.grads[:, :, 0], part.grads[:, :, 0])
+        return jnp.einsum(
+            "bo,bdo,beo->bde", middle, part.grads[:, :, 0], part.grads[:, :, 0]
+        )
     dense = part.dense()
     return jnp.einsum("bdp,p,bep->bde", dense, variance, dense)
 
 
 @dataclass(frozen=True)
 class Kron(Diagonal):
-    """A Kronecker product for every site that is a matrix, in ``layouts``; the elements of others independent."""
+    """A Kronecker product for every site that is a matrix, in ``layouts``; the elements
+    of others independent.
+    """
 
     layouts: Mapping[str, Layout]
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
-        return [(name, (name,), Kronecker(layout)) for name, layout in self.layouts.items()]
+        return [
+            (name, (name,), Kronecker(layout)) for name, layout in self.layouts.items()
+        ]
 
     def measure(self, sweep: Sweep, prior: Vectors) -> Any:
-        """Eigenvalues and eigenvectors of the factors of each site, and how far its slope is from a product."""
+        """Eigenvalues and eigenvectors of the factors of each site, and how far its
+        slope is from a product.
+        """
 
         def factors(jac: Jacobians) -> Any:
             found: Any = {}
@@ -291,14 +392,30 @@ class Kron(Diagonal):
             found[name] = *jnp.linalg.eigh(left), *jnp.linalg.eigh(right / count), error
         return found
 
-    def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
-        rest = Diagonal({name: size for name, size in self.sizes.items() if name not in self.layouts})
+    def gaussian(
+        self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
+    ) -> Gaussian:
+        rest = Diagonal(
+            {
+                name: size
+                for name, size in self.sizes.items()
+                if name not in self.layouts
+            }
+        )
         params, variance, log_det, lost = rest.gaussian(sums, prior)
         for name, layout in self.layouts.items():
             a, left, b, right, _ = sums[name]
-            precision = jnp.maximum(a, 0.0)[:, None] * jnp.maximum(b, 0.0) + prior[name][0]
-            params |= {(name, "left"): left, (name, "right"): right, (name, "scale"): precision**-0.5}
-            variance[name] = from_matrix(left**2 @ (1 / precision) @ (right**2).T, layout)
+            precision = (
+                jnp.maximum(a, 0.0)[:, None] * jnp.maximum(b, 0.0) + prior[name][0]
+            )
+            params |= {
+                (name, "left"): left,
+                (name, "right"): right,
+                (name, "scale"): precision**-0.5,
+            }
+            variance[name] = from_matrix(
+                left**2 @ (1 / precision) @ (right**2).T, layout
+            )
             log_det = log_det + jnp.sum(jnp.log(precision))
             lost = jnp.maximum(lost, jnp.max(precision) / jnp.min(precision))
         return Gaussian(params, variance, log_det, lost)
@@ -326,19 +443,25 @@ class Kron(Diagonal):
             if name not in self.layouts:
                 total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
                 continue
-            if not isinstance(part, Outer):  # these rows influence one another, other than those of the run
+            if not isinstance(
+                part, Outer
+            ):  # these rows influence one another, other than those of the run
                 half = self._half(name, part.dense(), fns[name])
                 total = total + jnp.einsum("bdp,bep->bde", half, half)
                 continue
             fn, (inputs, grads) = fns[name], _products(part)[2]
             ones = jnp.ones(part.layout.size)
-            turned = Outer(inputs @ fn.left, grads @ fn.right, ones, part.layout, part.known)
+            turned = Outer(
+                inputs @ fn.left, grads @ fn.right, ones, part.layout, part.known
+            )
             total = total + _independent(turned, from_matrix(fn.scale**2, part.layout))
         return total
 
 
 def _products(part: Outer) -> tuple[jax.Array, Outer, tuple[jax.Array, jax.Array]]:
-    """Inputs and gradients with the slope of the weight in them, if it is itself a product, and how far it is not."""
+    """Inputs and gradients with the slope of the weight in them, if it is itself a
+    product, and how far it is not.
+    """
     slope, total = part.slope, jnp.sum(part.slope)
     first, second = jnp.sum(slope, axis=1) / total, jnp.sum(slope, axis=0)
     error = jnp.max(jnp.abs(slope - first[:, None] * second)) / jnp.max(jnp.abs(slope))
@@ -347,7 +470,9 @@ def _products(part: Outer) -> tuple[jax.Array, Outer, tuple[jax.Array, jax.Array
 
 @dataclass(frozen=True)
 class LowRank(Full):
-    """The largest eigenvectors of J^T J relative to the prior, and the diagonal of the rest."""
+    """The largest eigenvectors of J^T J relative to the prior, and the diagonal of the
+    rest.
+    """
 
     rank: int
 
@@ -355,7 +480,9 @@ class LowRank(Full):
         return [("*", tuple(self.sizes), LowRankPrecision(self.rank))]
 
     def measure(self, sweep: Sweep, prior: Vectors) -> Any:
-        """Diagonal (P,) and columns (P, K) with J^T J about diag + columns columns^T, by subspace iteration."""
+        """Diagonal (P,) and columns (P, K) with J^T J about diag + columns columns^T,
+        by subspace iteration.
+        """
         scale = jnp.concatenate([prior[name] for name in self.sizes]) ** -0.5
         rank = min(self.rank, scale.size)
         width = min(rank + OVERSAMPLING, scale.size)
@@ -369,18 +496,26 @@ class LowRank(Full):
         total = jnp.concatenate([diagonal[name] for name in self.sizes])
         return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
 
-    def gaussian(self, sums: Any, prior: Vectors, coupling: jax.Array | None = None) -> Gaussian:
+    def gaussian(
+        self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
+    ) -> Gaussian:
         rest, columns = sums
         scale = (rest + jnp.concatenate([prior[name] for name in self.sizes])) ** -0.5
-        basis, singular, _ = jnp.linalg.svd(scale[:, None] * columns, full_matrices=False)
+        basis, singular, _ = jnp.linalg.svd(
+            scale[:, None] * columns, full_matrices=False
+        )
         shrink = 1 - (1 + singular**2) ** -0.5
         params = {("*", "scale"): scale, ("*", "basis"): basis, ("*", "shrink"): shrink}
         fn = LowRankNormal(jnp.zeros_like(scale), scale, basis, shrink)
         log_det = jnp.sum(jnp.log1p(singular**2)) - 2 * jnp.sum(jnp.log(scale))
-        lost = jnp.max(1 + jnp.sum((scale[:, None] * columns) ** 2, axis=1))  # what is left of a difference
+        lost = jnp.max(
+            1 + jnp.sum((scale[:, None] * columns) ** 2, axis=1)
+        )  # what is left of a difference
         return Gaussian(params, split(fn.variance, self.sizes), log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         fn = fns["*"]
-        scaled = joined(jac, list(self.sizes)) * fn.scale  # M = diag(scale) (1 - Q shrink Q^T)
+        scaled = (
+            joined(jac, list(self.sizes)) * fn.scale
+        )  # M = diag(scale) (1 - Q shrink Q^T)
         return scaled - ((scaled @ fn.basis) * fn.shrink) @ fn.basis.T
