@@ -353,8 +353,20 @@ def _initial_state(
     if not isinstance(svi.guide, AutoGuide) or isinstance(svi.guide, AutoGuideList):
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     if svi.guide.prototype_trace is None:
-        with handlers.block(), handlers.seed(rng_seed=jax.random.split(rng_key, 3)[2]):
-            svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
+        seed = jax.random.split(rng_key, 3)[2]
+        try:
+            with handlers.block(), handlers.seed(rng_seed=seed):
+                svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
+        except RuntimeError as cause:  # NumPyro found no start
+            if "valid initial" not in str(cause):
+                raise
+            got = (
+                "data for which the model has no finite log density at any start tried"
+            )
+            advice = (
+                "Look for NaN and infinity in the data, and for values out of support."
+            )
+            raise argument_error(CALL, "args", got, advice) from cause
 
     def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
         with numpyro.validation_enabled(

@@ -278,9 +278,16 @@ def test_a_loss_that_is_not_finite_is_named():
         result = fit(50, make(optimizer(4, 1e30)))
     assert np.isfinite(result.losses).all()
     assert len(result.losses) == 5
+    lost = np.where(np.arange(N) == 3, np.nan, Y)
     fit(1)  # the guide has its start, and looks at no data for one
     with refused("args", "at the first step"):
-        fit(5, y=np.where(np.arange(N) == 3, np.nan, Y))
+        fit(5, y=lost)
+
+
+@pytest.mark.filterwarnings("ignore:Out-of-support values")  # NumPyro's, of NaN
+def test_data_without_a_start_are_refused():
+    with refused("args", "no finite log density at any start"):
+        fit(5, make(), y=np.where(np.arange(N) == 3, np.nan, Y))
 
 
 def test_stable_update_leaves_bad_steps_out():
