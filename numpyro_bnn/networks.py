@@ -23,9 +23,8 @@ __all__ = ["RandomNetwork", "random_network"]
 Statistics = Mapping[str, BatchStatistics]
 SPECIFICATION = (
     "Pass a specification such as `nn.MLP([50, 1])`; for Flax, NNX and Equinox modules "
-    "use NumPyro's"
-    " `random_flax_module`, `random_nnx_module`, `random_eqx_module` with the same "
-    "priors."
+    "use NumPyro's `random_flax_module`, `random_nnx_module`, `random_eqx_module` with "
+    "the same priors."
 )
 
 

@@ -83,8 +83,7 @@ MEASUREMENTS = {
         "laplace_uci",
         (
             "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps "
-            "1000 "
-            "--splits 1"
+            "1000 --splits 1"
         ),
     ),
     "estimators": _json("estimators", "--docs docs/estimators.md"),

@@ -125,11 +125,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     ]
     for row in rows:
         print(
-            f"N={row['n']:6d} D={row['inputs']} H={row['hidden']} K={row['outputs']}"
-            f"  plain {row['us']['plain']:.0f} us  collapsed "
-            f"{row['us']['collapsed']:.0f} us"
-            f"  ratio {row['ratio']:.2f}  processor {row['processor_ratio']:.2f}  "
-            f"flops {row['flops_ratio']:.2f}"
+            f"N={row['n']:6d} D={row['inputs']} H={row['hidden']} K={row['outputs']}  "
+            f"plain {row['us']['plain']:.0f} us  collapsed "
+            f"{row['us']['collapsed']:.0f} us  ratio {row['ratio']:.2f}  processor "
+            f"{row['processor_ratio']:.2f}  flops {row['flops_ratio']:.2f}"
         )
     write_report(
         args.output, {"rows": rows, **environment([]), "options": options_of(args)}

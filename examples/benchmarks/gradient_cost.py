@@ -183,9 +183,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     for row in rows:
         print(
             f"N={row['n']:5d} widths={row['widths']}  gradient "
-            f"{row['gradient_ratio']:.3f}"
-            f"  leapfrog {row['leapfrog_ratio']:.3f}  flops {row['flops_ratio']:.3f}  "
-            f"bytes {row['bytes_ratio']:.3f}"
+            f"{row['gradient_ratio']:.3f}  leapfrog {row['leapfrog_ratio']:.3f}  flops "
+            f"{row['flops_ratio']:.3f}  bytes {row['bytes_ratio']:.3f}"
         )
     report = {"rows": rows, **environment([]), "options": options_of(args)}
     write_report(args.output, report)

@@ -175,11 +175,9 @@ class Network(BaseEstimator):
         if (copies := copied_rows(x, y)) > MOST_COPIES * len(x):
             message = (
                 f"{self._call}.fit: {copies} of {len(x)} rows repeat another, target "
-                f"included. If they are copies,"
-                " not observations of their own, leave them out: copies count as "
-                "evidence, noise would be taken to be"
-                " too small, and a row that has a copy in the fit gets too good a "
-                "score."
+                "included. If they are copies, not observations of their own, leave "
+                "them out: copies count as evidence, noise would be taken to be too "
+                "small, and a row that has a copy in the fit gets too good a score."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())
         x_scaler = Scaler.fit(x)

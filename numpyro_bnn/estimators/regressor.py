@@ -163,8 +163,7 @@ class Regressor(RegressorMixin, Network):
         if len(X) < (enough := methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)):
             message = (
                 f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets "
-                f"and of their noise: intervals"
-                f" are too narrow. Pass at least {enough}."
+                f"and of their noise: intervals are too narrow. Pass at least {enough}."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())
         self._columns = y.shape[1:]
@@ -200,10 +199,9 @@ class Regressor(RegressorMixin, Network):
         if exact > MOST_EXACT:
             message = (
                 f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
-                f"their noise were below {EXACT_SD}"
-                " standard deviations of the targets. Unless these are exact, the "
-                "network reproduces them: trust"
-                " densities and intervals only as far as rows that were not in the fit "
+                f"their noise were below {EXACT_SD} standard deviations of the "
+                "targets. Unless these are exact, the network reproduces them: trust "
+                "densities and intervals only as far as rows that were not in the fit "
                 "confirm them."
             )
             warnings.warn(message, HealthWarning, stacklevel=outside())

@@ -235,10 +235,8 @@ class _Run:
         what = "a gradient that is not finite" if np.isfinite(loss) else f"loss {loss}"
         advice = (
             "Lower the step size or clip gradients (`numpyro.optim.ClippedAdam`); "
-            "start from likely values"
-            " (`init_loc_fn=`, a small `init_scale`); look for NaN in the data. "
-            "`stable_update=True` skips such"
-            " steps."
+            "start from likely values (`init_loc_fn=`, a small `init_scale`); look for "
+            "NaN in the data. `stable_update=True` skips such steps."
         )
         if not self.count:
             raise argument_error(

@@ -207,8 +207,7 @@ def _data(
                     f"{sites}, on which {meaning} of {name!r} depends",
                     (
                         "Only means may depend on them: give the mean weights of its "
-                        "own, "
-                        "or leave these to the sampler."
+                        "own, or leave these to the sampler."
                     ),
                 )
     if not below:

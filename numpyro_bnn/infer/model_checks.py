@@ -266,9 +266,8 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
             raise refused(
                 f"plate {name!r}, whose indices the likelihood does not use",
                 f"Its data would be scaled by {plate.size}/{plate.batch_size} as if "
-                f"they were a fresh minibatch each"
-                f" step. Pass all {plate.size} rows and index them: `with plate(...) "
-                f"as i: ... obs=y[i]`.",
+                f"they were a fresh minibatch each step. Pass all {plate.size} rows "
+                "and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
         reached = indexed_lengths(
             partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name]
@@ -281,8 +280,7 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
                 ),
                 (
                     "JAX would silently repeat the last row. Make the plate as large "
-                    "as "
-                    "the data: `x.shape[0]`."
+                    "as the data: `x.shape[0]`."
                 ),
             )
     shapes = jax.eval_shape(parts, fresh)
@@ -293,8 +291,7 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
             "a model that is already seeded",
             (
                 "Its minibatch and random numbers would be the same at every step. "
-                "Pass "
-                "it without `handlers.seed`."
+                "Pass it without `handlers.seed`."
             ),
         )
     if (
@@ -362,8 +359,7 @@ def _check_site(
             raise refused(
                 (
                     f"the site {name!r} in plate {frame.name!r}, whose value is not "
-                    f"one "
-                    f"row for each of its indices"
+                    "one row for each of its indices"
                 ),
                 (
                     f"Pass all {plates[frame.name].size} rows and index them: `with "
@@ -410,8 +406,7 @@ def _check_order(
                 raise refused(
                     (
                         f"the site {name!r} in plate {plate!r}, of which some rows "
-                        f"stay "
-                        f"when the indices change"
+                        "stay when the indices change"
                     ),
                     (
                         "Index every array that has one row per data point, also for "

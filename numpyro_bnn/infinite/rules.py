@@ -215,9 +215,8 @@ def activation(layer: nn.Activation, context: Context, state: State) -> State:
     if state.given is None:
         why = (
             "An activation needs normal inputs: put it after Dense. In a residual "
-            "network"
-            " write blocks `Residual(Sequential(['relu', Dense(n), ...]))`, without "
-            "activation between them."
+            "network write blocks `Residual(Sequential(['relu', Dense(n), ...]))`, "
+            "without activation between them."
         )
         raise _unsupported(layer, context, why)
     parts = jax.vmap(lambda k: _activated(forms, k))(state.given.k)

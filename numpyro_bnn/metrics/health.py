@@ -842,8 +842,7 @@ CHECKS = (
         0,
         (
             "If it rises, go on from `init_state=result.state`; if it falls, take "
-            "smaller "
-            "steps."
+            "smaller steps."
         ),
     ),
     ("standardized", 0, "Priors of networks expect about 0 and 1: `datasets.Scaler`."),

@@ -137,8 +137,7 @@ def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
         raise equation.refuse(
             (
                 "has no moments for a Gaussian argument, since it is undefined on a "
-                "part "
-                "of the real line"
+                "part of the real line"
             ),
             (
                 "Apply it to known numbers; normalization layers have no closed-form "
@@ -165,8 +164,7 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
                 raise equation.refuse(
                     (
                         "combines two functions of the same random elements, reshaped "
-                        "or "
-                        "sliced alike"
+                        "or sliced alike"
                     ),
                     "Combine them before reshaping or slicing.",
                 )

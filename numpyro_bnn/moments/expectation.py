@@ -53,8 +53,7 @@ def moments_of(term: Term) -> Gaussian:
             raise term.equation.refuse(  # type: ignore[union-attr]
                 f"turns random numbers into {term.dtype}",
                 "Such numbers have moments only inside an elementwise function of one "
-                "variable, "
-                "e.g. `jnp.where(x > 0, x, 0.1 * x)`.",
+                "variable, e.g. `jnp.where(x > 0, x, 0.1 * x)`.",
             )
         if term.base is term:
             form = CLOSED_FORMS.get(term.equation.name)  # type: ignore[union-attr]

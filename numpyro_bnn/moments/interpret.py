@@ -221,8 +221,7 @@ class Interpreter:
                 "has no rule for a random operand",
                 (
                     "Rewrite that line with supported operations, or give the "
-                    "primitive a "
-                    "rule."
+                    "primitive a rule."
                 ),
             )
         output = rule(equation, *operands)

@@ -275,8 +275,7 @@ class _Code:
         words = [
             (
                 f"{code.co_argcount} {code.co_posonlyargcount} "
-                f"{code.co_kwonlyargcount} "
-                f"{code.co_flags & 0x2AC}"
+                f"{code.co_kwonlyargcount} {code.co_flags & 0x2AC}"
             )
         ]
         at = 0

@@ -466,8 +466,7 @@ REFUSED = {
         lambda: applied(nn.MLP([4, 1]), 5, TABLE),
         (
             "nn.Dense at 'Dense_0': argument `x` got input shape (4, 3). It takes "
-            "(..., "
-            "5)."
+            "(..., 5)."
         ),
     ),
     "one feature": (
@@ -478,8 +477,7 @@ REFUSED = {
         lambda: applied(nn.MLP([4, 1], norm=nn.BatchNorm()), 3, TABLE[:1]),
         (
             "nn.BatchNorm at 'BatchNorm_0': argument `x` got one value per feature, "
-            "shape "
-            "(1, 4)"
+            "shape (1, 4)"
         ),
     ),
     "statistics": (

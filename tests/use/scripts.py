@@ -266,8 +266,7 @@ SCRIPTS: dict[str, Script] = {
     "examples.symmetries": Script(
         (
             "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples "
-            "8 "
-            "--max-tree-depth 2"
+            "8 --max-tree-depth 2"
         ),
         ("--num-chains 1",),
         check=check_symmetries,
@@ -288,8 +287,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     "examples.last_layer": Script(
         "--width 2 --train-rows 30 --num-steps 5 --num-warmup 8 --num-samples 6 "
-        "--max-tree-depth 2"
-        " --steps-per-draw 5",
+        "--max-tree-depth 2 --steps-per-draw 5",
         ("--train-rows 9",),
         warnings=(PIXELS,),
         check=check_last_layer,
@@ -325,16 +323,14 @@ SCRIPTS: dict[str, Script] = {
     "examples.groups": Script(
         (
             "--groups 4 --batch-size 10 --steps-per-draw 3 --num-warmup 8 "
-            "--num-samples 6 "
-            "--num-chains 2"
+            "--num-samples 6 --num-chains 2"
         ),
         ("--groups 2",),
         warnings=(SHORT_CHAINS,),
     ),
     "examples.unknown_digits": Script(
         "--pairs 2 --train-rows 40 --width 3 --members 2 --optimizer-steps 20 "
-        "--num-chains 2"
-        " --num-warmup 8 --num-samples 6 --steps-per-draw 3",
+        "--num-chains 2 --num-warmup 8 --num-samples 6 --steps-per-draw 3",
         ("--pairs 1",),
         warnings=(SHORT_CHAINS,),
     ),
@@ -356,8 +352,7 @@ SCRIPTS: dict[str, Script] = {
     ),
     "examples.image_chains": Script(
         "--methods ensemble SGHMC --num-epochs 1 --chain-epochs 1 --members 2 --chains "
-        "2"
-        " --num-draws 2 --batch-size 200 --test-images 40 --foreign-images 30",
+        "2 --num-draws 2 --batch-size 200 --test-images 40 --foreign-images 30",
         ("--members 1",),
         runs=False,
     ),
@@ -485,8 +480,7 @@ SCRIPTS: dict[str, Script] = {
     f"{BENCHMARK}.horseshoe": Script(
         (
             "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "
-            "--nuts-draws "
-            "8 --max-tree-depth 2"
+            "--nuts-draws 8 --max-tree-depth 2"
         ),
         ("--inputs 5", "--sweeps 3"),
         check=check_horseshoe,

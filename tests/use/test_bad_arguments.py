@@ -248,8 +248,7 @@ ROWS = {
                     "y",
                     (
                         "1 values that are NaN, None, infinite or above 1e+300, first "
-                        "in "
-                        "row 0"
+                        "in row 0"
                     ),
                 ),
                 (

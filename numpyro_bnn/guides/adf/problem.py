@@ -424,10 +424,9 @@ def _warn(record: Records, epoch: int, max_refused: float) -> bool:
     elif share > max_refused:
         message = (
             f"AutoADF refused {share:.1%} of the updates of weights in epoch "
-            f"{epoch + 1}, more than"
-            f" {max_refused:.0%}: the approximation is unreliable. Standardize the "
-            f"data, or"
-            " choose a likelihood that fits them better."
+            f"{epoch + 1}, more than {max_refused:.0%}: the approximation is "
+            "unreliable. Standardize the data, or choose a likelihood that fits them "
+            "better."
         )
     else:
         return False
