@@ -2,6 +2,7 @@
 every room refuses them.
 """
 
+from functools import cache
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -142,20 +143,25 @@ def fit(code):
     return guides.fit(svi, jax.random.key(0), 2, X, code, Y)
 
 
-def export(**options):
+@cache
+def fitted():
     guide = AutoNormal(grouped)
     svi = SVI(grouped, guide, optax.adam(1e-2), Trace_ELBO())
     params = svi.get_params(svi.init(jax.random.key(0), X, KNOWN, Y))
-    result = SimpleNamespace(params=params)
+    return guide, SimpleNamespace(params=params)
+
+
+def export(**options):
+    guide, result = fitted()
     return bnn.to_inference_data(
         result, guide=guide, args=(X, KNOWN, Y), num_samples=2, **options
     )
 
 
-def laplace(code):
+@cache
+def laplace():
     guide = guides.AutoLaplace(grouped, structure="diag")
-    params = guide.run(jax.random.key(0), X, KNOWN, Y, num_epochs=1).params
-    return guide.predictive(params, X, code)
+    return guide, guide.run(jax.random.key(0), X, KNOWN, Y, num_epochs=1).params
 
 
 ROOMS = {
@@ -166,7 +172,9 @@ ROOMS = {
     "AutoADF.run": lambda code: guides.AutoADF(grouped).run(
         jax.random.key(0), X, code, Y
     ),
-    "AutoLaplace.predictive": laplace,
+    "AutoLaplace.predictive": lambda code: laplace()[0].predictive(
+        laplace()[1], X, code
+    ),
     "collapse": lambda code: infer.collapse(grouped, ["effect"], X, code, Y),
     "export": lambda code: export(predictions={"x": X, "code": code}),
     "predict": lambda code: bnn.predict(grouped, export(), X, code),
