@@ -62,9 +62,8 @@ def simulate(args: argparse.Namespace) -> tuple[Rows, Rows, np.ndarray]:
     )
 
 
-def model(
-    x, group, y=None, groups=0, network=True, batch_size=None
-):  # `groups=0`: no effects
+def model(x, group, y=None, groups=0, network=True, batch_size=None):
+    # `groups=0`: no effects
     net = bnn.nn.MLP([10, 1], "tanh") if network else bnn.nn.Dense(1)
     f = bnn.random_network("net", net, x.shape[1:], bnn.priors.Hierarchical())
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))

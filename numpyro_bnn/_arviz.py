@@ -329,9 +329,8 @@ def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
 
     try:
         return array_stats.psislw(-log_weights)
-    except (
-        ValueError
-    ):  # ArviZ 1.x refuses a tail of equal weights; ArviZ 0.x then smooths nothing
+    except ValueError:
+        # ArviZ 1.x refuses a tail of equal weights; ArviZ 0.x then smooths nothing
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 

@@ -97,7 +97,8 @@ def _regression(
         _check_finite(call, "y", y)
         if heavy_tails and not any(
             isinstance(handler, unobserved) for handler in _PYRO_STACK
-        ):  # new rows may repeat
+        ):
+            # new rows may repeat
             check_not_repeated(call, y.head() if isinstance(y, Rows) else y)
     f, sigma = random_network("net", net, np.shape(x)[1:], prior), noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):

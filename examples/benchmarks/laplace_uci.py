@@ -199,9 +199,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "rows": [row for row in earlier if row["set"] not in args.sets]
     }
     for name in args.sets:
-        with jax.enable_x64(
-            True
-        ):  # on yacht the precision is too ill-conditioned for float32
+        with jax.enable_x64(True):
+            # on yacht the precision is too ill-conditioned for float32
             row = learn_set(name, args)
         report["rows"] = sorted([*report["rows"], row], key=lambda row: row["set"])
         print(table([row]).split("\n")[-1], flush=True)

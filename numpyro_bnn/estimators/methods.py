@@ -204,7 +204,8 @@ def nuts(task: Task) -> Draws:
     with (
         TRACING,
         warnings.catch_warnings(),
-    ):  # filters of warnings belong to all threads, too
+    ):
+        # filters of warnings belong to all threads, too
         warnings.filterwarnings(
             "ignore", "symmetry.find: found none"
         )  # in a linear network

@@ -30,7 +30,8 @@ def check_numbers(call: str, argument: str, table: Any) -> None:
             except (
                 TypeError,
                 ValueError,
-            ):  # neither numbers nor text: scikit-learn says so
+            ):
+                # neither numbers nor text: scikit-learn says so
                 continue
         bad = np.flatnonzero(~(np.abs(column).astype(np.float64) < HUGE))
         if bad.size:
@@ -128,8 +129,7 @@ def check_labels(call: str, argument: str, y: Any) -> None:
 
 
 def _is_missing(value: Any) -> bool:
-    if (
-        value is None or type(value).__name__ == "NAType"
-    ):  # pandas.NA, which compares as neither true nor false
+    if value is None or type(value).__name__ == "NAType":
+        # pandas.NA, which compares as neither true nor false
         return True
     return np.ndim(value) == 0 and bool(value != value)

@@ -367,16 +367,14 @@ def _initial_state(
             raise argument_error(CALL, "args", got, advice) from cause
 
     def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
-        with numpyro.validation_enabled(
-            False
-        ):  # the first call of the guide has checked what is known
+        with numpyro.validation_enabled(False):
+            # the first call of the guide has checked what is known
             return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
 
     state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
     bounds = jax.tree.leaves(svi.constrain_fn.args)
-    if any(
-        isinstance(bound, jax.core.Tracer) for bound in bounds
-    ):  # they were computed in that program
+    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
+        # they were computed in that program
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     return state
 

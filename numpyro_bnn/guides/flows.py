@@ -271,9 +271,8 @@ class Coupling(Family):
                 f"{name}_flow{i}", read, 2 * (dim - read), self.hidden
             )
             layers.append(AffineCoupling(conditioner, split, swap, self.bound))
-            if (
-                permutation is not None
-            ):  # a gather in the program; everything else is slices
+            if permutation is not None:
+                # a gather in the program; everything else is slices
                 layers.append(
                     dist.transforms.PermuteTransform(jnp.asarray(permutation))
                 )

@@ -344,9 +344,8 @@ class Chain:
             )
             base = origin.step_size * (shrinkage if policy.chooses_step_size else 1.0)
             sampler, cost = self._sampler(state.z, base), 0
-            if hasattr(
-                engine.memory, "potential"
-            ):  # others only miss their first half kick
+            if hasattr(engine.memory, "potential"):
+                # others only miss their first half kick
                 cost = sampler.refresh_cost
             else:
                 sampler = replace(sampler, gradient=NOTHING)
@@ -459,9 +458,8 @@ class Chain:
         # has, and may start again.
         chosen = jnp.where(jnp.isfinite(chosen), chosen, state.base_step_size)
         memory = engine.memory
-        if isinstance(
-            memory, sgmcmc.dynamics.Thermostat
-        ):  # its friction is per unit of time: keep that of a step
+        if isinstance(memory, sgmcmc.dynamics.Thermostat):
+            # its friction is per unit of time: keep that of a step
             memory = memory._replace(
                 friction=memory.friction * jnp.sqrt(state.base_step_size / chosen)
             )
@@ -478,9 +476,8 @@ class Chain:
             policy.warm_start,
             ravel_pytree(state.z)[1],
         )
-        if isinstance(
-            sampler.gradient, sgmcmc.ControlVariates
-        ):  # their center is far away
+        if isinstance(sampler.gradient, sgmcmc.ControlVariates):
+            # their center is far away
             plain = sgmcmc.Minibatch(
                 sampler.gradient.potential_fn, sampler.gradient.stream
             )

@@ -240,9 +240,8 @@ def _scaled(model: LinearGaussian, blocks: Blocks) -> tuple[jax.Array, jax.Array
     # Masked data may be NaN.
     residual = jnp.where(model.weight > 0, root * (model.value - model.mean), 0.0)
     prior_sd = model.prior_sd / jnp.sqrt(model.prior_weight)
-    if not np.array_equal(
-        blocks.columns, np.arange(blocks.columns.size)
-    ):  # no gather where none is needed
+    if not np.array_equal(blocks.columns, np.arange(blocks.columns.size)):
+        # no gather where none is needed
         prior_sd = prior_sd[blocks.columns]
     if blocks.rows.ndim > 1:
         root, residual = root[blocks.rows], residual[blocks.rows]

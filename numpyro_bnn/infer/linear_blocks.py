@@ -151,9 +151,8 @@ def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
         if name == "reduce_sum"
         else params["dimension_numbers"][0][which[0]]
     )
-    if (
-        prod(terms.place.shape[axis] for axis in (*summed, -1)) > most
-    ):  # some are of the same input
+    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > most:
+        # some are of the same input
         return None
     if name == "dot_general":
         return _contracted(params["dimension_numbers"], shape, operands, which[0])

@@ -294,9 +294,8 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
                 "Pass it without `handlers.seed`."
             ),
         )
-    if (
-        not reading.stochastic
-    ):  # random numbers belong to places of the minibatch, not to its rows
+    if not reading.stochastic:
+        # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, reading, sites, fresh)
     local = [n for n, site in reading.sites.items() if frames_of(site, plates)]
     return frozenset(

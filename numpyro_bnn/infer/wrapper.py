@@ -248,9 +248,8 @@ class Wrapper(OuterKernel):
         state, moved, prior = self._move(
             state, values, rng_key, model_args, model_kwargs
         )
-        if (
-            self._bounded
-        ):  # the inner kernel must hold their values relative to the new bounds
+        if self._bounded:
+            # the inner kernel must hold their values relative to the new bounds
             held, kwargs = held_values(model_kwargs)
             moved = {name: values[name] for name in self._bounded} | moved
             traced = full_trace(
@@ -341,9 +340,8 @@ def _as_held(
                 block, {name: moved[name] for name in names if name in moved}, prior
             )
         return found
-    if isinstance(
-        inner := getattr(kernel, "kernel", None), MCMCKernel
-    ):  # a wrapper or replicas
+    if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
+        # a wrapper or replicas
         return _as_held(inner, moved, prior)
     if isinstance(kernel, CONSTRAINED):
         return dict(moved)

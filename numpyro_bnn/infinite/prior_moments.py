@@ -168,9 +168,8 @@ def _reduced(value: Any, shape: Shape) -> Any:
     """
     if np.ndim(value) == 0:
         return jnp.asarray(value)
-    if isinstance(
-        value, jax.core.Tracer
-    ):  # assumed not to differ by unit, as in every family of ours
+    if isinstance(value, jax.core.Tracer):
+        # assumed not to differ by unit, as in every family of ours
         full = jnp.broadcast_to(value, shape)
         return (
             jnp.mean(full, axis=-1, keepdims=True) if len(shape) > 1 else jnp.mean(full)

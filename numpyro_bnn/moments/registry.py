@@ -176,9 +176,8 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
             relations = {"parts": parts, "reduced": reduced, "path": path}
         elif reduces:
             relations = {"reduced": reduced | parts}
-        if isinstance(
-            result, list
-        ):  # each output holds other elements, so each has its own path
+        if isinstance(result, list):
+            # each output holds other elements, so each has its own path
             paths: list[dict[str, Any]] = [
                 {"path": (*path, i)} if path else {} for i in range(len(result))
             ]

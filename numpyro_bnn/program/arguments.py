@@ -195,9 +195,8 @@ def as_arrays(
             else jnp.asarray(array)
         )
 
-    with (
-        jax.ensure_compile_time_eval()
-    ):  # a value that is known stays known, also where a program is traced
+    with jax.ensure_compile_time_eval():
+        # a value that is known stays known, also where a program is traced
         return jax.tree_util.tree_map_with_path(
             converted, (args, dict(kwargs or {})), is_leaf=is_table
         )

@@ -229,9 +229,8 @@ def _answers_all(params: Mapping[str, Any], numbers: Any, found: jax.Array) -> b
     or a number.
     """
     mode, fill = params.get("mode"), params.get("fill_value")
-    if (
-        mode == lax.GatherScatterMode.CLIP
-    ):  # also a dynamic slice under `vmap`, which drops no axis
+    if mode == lax.GatherScatterMode.CLIP:
+        # also a dynamic slice under `vmap`, which drops no axis
         return bool(numbers.collapsed_slice_dims)
     return (
         fill is not None

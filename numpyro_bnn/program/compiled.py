@@ -171,17 +171,15 @@ def _kept(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
     """Equal for programs that compute the same; ``None`` where that cannot be told."""
     text = str(closed.jaxpr)
-    if "callback" in text or (
-        traced and "custom_" in text
-    ):  # the text does not show an author's derivative
+    if "callback" in text or (traced and "custom_" in text):
+        # the text does not show an author's derivative
         return None
     digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", text).encode())
     for part in _parts(closed):
         if isinstance(part, jax.core.Tracer):
             return None
-        with (
-            jax.core.eval_context()
-        ):  # also inside the program in which parallel chains start
+        with jax.core.eval_context():
+            # also inside the program in which parallel chains start
             array = np.asarray(key_numbers(part))
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
     inputs = tuple(

@@ -50,9 +50,8 @@ def weighted_draw(
     are those of guide and model.
     """
     guide_key, model_key = jax.random.split(rng_key)
-    with numpyro.validation_enabled(
-        False
-    ):  # it would compute what is known while this is traced, one by one
+    with numpyro.validation_enabled(False):
+        # it would compute what is known while this is traced, one by one
         seeded = handlers.seed(full_plates(guide), guide_key)
         log_guide, guide_trace = log_density(seeded, args, kwargs, params)
         values = {

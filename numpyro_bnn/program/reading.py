@@ -168,9 +168,8 @@ class Reading:
             # a model that runs on minibatches only is refused where they are checked
             except Exception:
                 return
-        with suppress(
-            TypeError
-        ):  # names are known by the signature, unless others have changed the call
+        with suppress(TypeError):
+            # names are known by the signature, unless others have changed the call
             arguments = Arguments.of(args, kwargs or {}, model)
         check_codes(whole, arguments.leaves)
 

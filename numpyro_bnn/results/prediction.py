@@ -81,9 +81,8 @@ def predict(
         if value.dtype.kind == "f":
             check_finite("predict", name, value)
     model = unobserved(model, ())  # so that models know that these are predictions
-    with (
-        placeholder_statistics() as recorded
-    ):  # one row has no statistics, and none are needed to read the model
+    with placeholder_statistics() as recorded:
+        # one row has no statistics, and none are needed to read the model
         reading = _read(model, arguments)
         _check_redrawn(reading, observed)
         draws = _draws_of_sites(reading, _values(held, "posterior"), observed)

@@ -84,9 +84,8 @@ def options_of(method: MCMCKernel | AutoGuide) -> dict[str, Any]:
     """
     kinds = [kind for kind in type(method).__mro__ if kind is not object]
     names = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    if isinstance(
-        method, AutoGuide
-    ):  # whose `_name` may be what it has made of an argument
+    if isinstance(method, AutoGuide):
+        # whose `_name` may be what it has made of an argument
         values = {
             name: getattr(method, name, getattr(method, f"_{name}", None))
             for name in names - {"blocks"}
@@ -117,9 +116,8 @@ class _Reader:
             return [("", _short(repr(value)))]
         if is_table(value) and hasattr(value, "to_numpy"):
             value = value.to_numpy()
-        if (
-            isinstance(value, np.ndarray) and value.dtype.kind in "OMm"
-        ):  # whose bytes are places in memory, or dates
+        if isinstance(value, np.ndarray) and value.dtype.kind in "OMm":
+            # whose bytes are places in memory, or dates
             value = value.tolist()
         if isinstance(value, jax.Array | np.ndarray | Rows):
             return [("", f"{value.dtype}{list(value.shape)} {digest(value)[:16]}")]
@@ -193,9 +191,8 @@ class _Reader:
         head, values = _name(kind), _state(value)
         if not _of_library(kind.__module__):
             values = {"class": kind, **values}
-        elif not values and hasattr(
-            value, "__qualname__"
-        ):  # a function of a library that is not written in Python
+        elif not values and hasattr(value, "__qualname__"):
+            # a function of a library that is not written in Python
             head = f"{getattr(value, '__module__', '')}.{value.__qualname__}"
         elif not values and "0x" not in repr(value):  # a date, a fraction
             head = repr(value)
@@ -306,9 +303,8 @@ class _Code:
             elif step.opcode in dis.hasconst:
                 if isinstance(step.argval, CodeType):
                     made = len(step.argval.co_freevars)
-                    if (
-                        made and words[-1] == f"BUILD_TUPLE {made}"
-                    ):  # of its closure, in the order of names
+                    if made and words[-1] == f"BUILD_TUPLE {made}":
+                        # of its closure, in the order of names
                         del words[-made - 1 :]
                     words += self._walk(step.argval, names.known)
                 else:
@@ -420,9 +416,8 @@ def _state(value: Any) -> dict[str, Any]:
             for field in dataclasses.fields(value)
         }
     kind = type(value)
-    if _of_library(kind.__module__) and hasattr(
-        value, "__wrapped__"
-    ):  # `jax.jit`, `jax.custom_jvp`
+    if _of_library(kind.__module__) and hasattr(value, "__wrapped__"):
+        # `jax.jit`, `jax.custom_jvp`
         rules = {
             name: getattr(value, name)
             for name in ("jvp", "fwd", "bwd")

@@ -283,5 +283,6 @@ def _sync(path: Any) -> None:
     with (
         suppress(FileNotFoundError),
         open(path, "rb") as file,
-    ):  # a chunk of nothing but fill values is not written
+    ):
+        # a chunk of nothing but fill values is not written
         os.fsync(file.fileno())

@@ -177,9 +177,8 @@ class Place:
                         warnings.warn(f"{self.call}: {text}", stacklevel=outside())
                     return saved
                 damaged.append(number)
-            if (
-                numbers == self.numbers()
-            ):  # else another process has written states and removed these
+            if numbers == self.numbers():
+                # else another process has written states and removed these
                 raise self.error("whose last blocks are all damaged or lost", RESTORE)
         if (self.path / "draws.zarr").exists():
             raise self.error("which has draws, but no state file", RESTORE)

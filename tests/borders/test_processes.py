@@ -148,7 +148,8 @@ def test_chains_over_two_devices(tmp_path, sent):
     for method in (
         "parallel",
         "vectorized",
-    ):  # programs of a mesh are no use to other methods
+    ):
+        # programs of a mesh are no use to other methods
         mcmc = mcmc_of("SGLD", method=method)
         mcmc.run(jax.random.key(1), X, Y, batch_size=BATCH)
         close(draws_of(mcmc), draws_of(one))

@@ -209,9 +209,8 @@ def test_degenerate_data_have_finite_answers(method):
         (x, np.full(5, 3e5)),
     ]:
         model = Regressor(method, **TINY | {"num_chains": 2, "effort": 0.02})
-        if (
-            method == "laplace"
-        ):  # with four precisions and the noise to choose it could have no noise
+        if method == "laplace":
+            # with four precisions and the noise to choose it could have no noise
             with pytest.raises(
                 ValueError,
                 match=rf"got {len(y)} rows, .* 4 prior precisions .* at least 6 rows",

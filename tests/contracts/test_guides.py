@@ -325,9 +325,8 @@ def test_density_is_the_change_of_variables(name, monkeypatch, x64):
         rest = [noise]
 
         def given(key, shape=(), dtype=float):
-            if isinstance(
-                key, jax.core.Tracer
-            ):  # the guide reads the model, in a program of its own
+            if isinstance(key, jax.core.Tracer):
+                # the guide reads the model, in a program of its own
                 return normal(key, shape, dtype)
             if noise is None:
                 noise_shapes.append(shape)

@@ -201,9 +201,8 @@ def test_other_chain_methods_give_the_same_chains(name, method, bar):
     assert_same(second(mcmc), second(finished(name)))
     if method is infer.parallel_vectorized:
         assert mcmc.get_samples()["w"].devices() == {jax.local_devices()[0]}
-    if (
-        name == "MCLMC"
-    ):  # what the kernel keeps must not belong to the first compiled program
+    if name == "MCLMC":
+        # what the kernel keeps must not belong to the first compiled program
         once = copy.copy(finished(name))
         for resumed, options in (
             (mcmc, {"extra_fields": ["~z.precision"]}),

@@ -497,9 +497,8 @@ def test_single_precision(case):
         abs(float(single) - float(value))
         < 10 * inherent + 10 * EPS * abs(float(value)) + digits
     )
-    if not loses_digits(
-        matrix
-    ):  # the error of the data has all digits, after a second pass
+    if not loses_digits(matrix):
+        # the error of the data has all digits, after a second pass
         error = np.asarray(exact[1])
         assert np.linalg.norm(
             np.asarray(slopes[1], float) - error

@@ -169,9 +169,8 @@ def conditionals():
             for w, scale in zip(W, SCALED, strict=True)
         ]
         exact[name], exact[f"{name}, scaled"] = [plain[0]], [cdf for cdf, _ in columns]
-        if (
-            name == "half-Cauchy"
-        ):  # whose update is a transition, not an independent draw
+        if name == "half-Cauchy":
+            # whose update is a transition, not an independent draw
             start[name] = jnp.asarray(plain[1], jnp.float32)
             start[f"{name}, scaled"] = jnp.stack(
                 [jnp.asarray(s, jnp.float32) for _, s in columns], 1

@@ -305,9 +305,8 @@ def evidence_of(make: Callable, problem: Problem) -> Figure:
         f"log Z {result.iw_bound - exact:+.3f} ± {result.iw_se:.3f}, ELBO "
         f"{result.elbo - exact:+.2f}"
     )
-    if (
-        result.pareto_k > 0.5
-    ):  # the variance of the weights may be infinite: only the bound can be checked
+    if result.pareto_k > 0.5:
+        # the variance of the weights may be infinite: only the bound can be checked
         return Figure(
             float(above),
             f"ELBO {result.elbo - exact:+.2f}, k-hat {result.pareto_k:.2f}",

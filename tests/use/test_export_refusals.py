@@ -301,9 +301,8 @@ def test_new_arguments_with_which_the_model_fails_are_refused(draws_not_evaluate
 
     done = sample(model, X, Y)
     message = r"`predictions` got arguments with which the model fails.*one row per new"
-    with pytest.raises(
-        ValueError, match=message
-    ):  # compiles the tiny programs with which a model is read
+    with pytest.raises(ValueError, match=message):
+        # compiles the tiny programs with which a model is read
         bnn.to_inference_data(done, {"x": X[:4]})
     with draws_not_evaluated(), pytest.raises(ValueError, match=message):
         bnn.to_inference_data(done, {"x": X[:5]})

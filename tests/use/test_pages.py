@@ -176,9 +176,8 @@ def run_blocks(page, ways):
     """The blocks of one page share their names, in the order of the page."""
     names = {"__name__": "__main__"}
     for line, code, way in python_blocks(page.read_text()):
-        if (
-            way in ways
-        ):  # the leading newlines make a traceback show the line of the page
+        if way in ways:
+            # the leading newlines make a traceback show the line of the page
             exec(compile("\n" * line + code + "\n", str(page), "exec"), names)
     return names
 

@@ -120,9 +120,8 @@ def test_an_interrupted_fit_goes_on(tmp_path):
         while not list(tmp_path.glob("stopped/state-*.npz")):
             time.sleep(0.01)
         signal.raise_signal(signal.SIGINT)
-        while not ended.wait(
-            5.0
-        ):  # Python drops an interrupt that comes while it collects garbage
+        while not ended.wait(5.0):
+            # Python drops an interrupt that comes while it collects garbage
             signal.raise_signal(signal.SIGINT)
 
     pressing = threading.Thread(target=press_once_it_runs)

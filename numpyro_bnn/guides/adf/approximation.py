@@ -99,9 +99,8 @@ class ADFPosterior(AutoNormal):
             weight.latent: (name, weight)
             for name, weight in problem.sites.weights.items()
         }
-        for latent in (
-            self._event_dims
-        ):  # in the order of the model, as TraceMeanField_ELBO requires
+        for latent in self._event_dims:
+            # in the order of the model, as TraceMeanField_ELBO requires
             if latent in by_latent:
                 name, weight = by_latent[latent]
                 loc, scale = parameter(name, "loc"), parameter(name, "scale")

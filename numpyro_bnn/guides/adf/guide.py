@@ -358,9 +358,8 @@ def _check_staged(method: str, *values: Any) -> None:
     if jnp.result_type(float) == jnp.float64:
         return
     for leaf in jax.tree.leaves(values):
-        while (
-            type(leaf).__name__ == "BatchTracer"
-        ):  # it holds the value of the outer transformation
+        while type(leaf).__name__ == "BatchTracer":
+            # it holds the value of the outer transformation
             leaf = leaf.val
         if isinstance(leaf, jax.core.Tracer):
             instead = (

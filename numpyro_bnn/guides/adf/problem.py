@@ -242,9 +242,8 @@ class Problem:
         )
         observation, parts = self.likelihood.observation, []
         for part in found:
-            if (
-                observation.kind != "categorical"
-            ):  # one number may be the predictor of all
+            if observation.kind != "categorical":
+                # one number may be the predictor of all
                 part = jnp.broadcast_to(
                     part, jnp.broadcast_shapes(part.shape, observation.shape, (1,))
                 )

@@ -383,9 +383,8 @@ class _Search:
             use.shape,
             use.out_shape,
         )
-        if (
-            known is not use and not alike
-        ):  # two identical broadcasts take the same random numbers
+        if known is not use and not alike:
+            # two identical broadcasts take the same random numbers
             self._give_up(
                 site, f"it is used twice, at {known.where} and at {use.where}"
             )

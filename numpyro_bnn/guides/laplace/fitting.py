@@ -214,9 +214,8 @@ def newton(
         distance = _distance(guide, problem, found, v, tuning[0], gradient)
         if losses and distance < NEAR:
             break
-        if kept and not np.isfinite(
-            distance
-        ):  # the fit became so close that no digits are left
+        if kept and not np.isfinite(distance):
+            # the fit became so close that no digits are left
             v, found = kept
             losses.pop()
             break
@@ -280,7 +279,8 @@ def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
         except (
             NotImplementedError,
             TypeError,
-        ):  # a function that has only a rule for reverse mode: straight steps
+        ):
+            # a function that has only a rule for reverse mode: straight steps
             return jnp.zeros_like(flat(step))
         return jnp.where(jnp.all(jnp.isfinite(bent)), bent, 0.0)
 

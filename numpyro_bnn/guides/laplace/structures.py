@@ -443,9 +443,8 @@ class Kron(Diagonal):
             if name not in self.layouts:
                 total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
                 continue
-            if not isinstance(
-                part, Outer
-            ):  # these rows influence one another, other than those of the run
+            if not isinstance(part, Outer):
+                # these rows influence one another, other than those of the run
                 half = self._half(name, part.dense(), fns[name])
                 total = total + jnp.einsum("bdp,bep->bde", half, half)
                 continue
