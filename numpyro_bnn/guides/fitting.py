@@ -28,6 +28,7 @@ from numpyro_bnn.program.compiled import (
     CACHE_SIZE,
     TRACING,
     evaluate,
+    is_traced,
     refuse_tracers,
     shared,
 )
@@ -372,9 +373,7 @@ def _initial_state(
             return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
 
     state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
-    bounds = jax.tree.leaves(svi.constrain_fn.args)
-    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
-        # they were computed in that program
+    if is_traced(svi.constrain_fn.args):  # bounds were computed in that program
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     return state
 
