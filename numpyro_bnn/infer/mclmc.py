@@ -164,11 +164,16 @@ class MCLMC(SGMCMCKernel):
         >>> round(MCLMC(lambda: None).max_energy_error(4475), 1)
         34.2
         """
-        first, last = (
-            (num_parameters * target) ** 0.5 for target in self.energy_targets
-        )
+        last = (num_parameters * self.energy_targets[1]) ** 0.5
+        return max(LARGEST * last, LEAST_LARGEST)
+
+    def max_warm_up_error(self, num_parameters: int) -> float:
+        """The same in warm-up, where a target that is given may begin far above the
+        last.
+        """
+        first = (num_parameters * self.energy_targets[0]) ** 0.5
         early = EARLY_LARGEST * first if self._energy_variance is not None else 0.0
-        return max(LARGEST * last, early, LEAST_LARGEST)
+        return max(early, self.max_energy_error(num_parameters))
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         length, integrator = (
@@ -188,10 +193,12 @@ class MCLMC(SGMCMCKernel):
         dynamics = sgmcmc.Microcanonical(
             self._decoherence_length, integrator, target.subsampled
         )
-        return replace(
-            built,
-            dynamics=replace(dynamics, max_energy_error=self.max_energy_error(size)),
+        dynamics = replace(
+            dynamics,
+            max_energy_error=self.max_energy_error(size),
+            max_warm_up_error=self.max_warm_up_error(size),
         )
+        return replace(built, dynamics=dynamics)
 
     def choose_step_size(
         self, curvature: jax.Array, noise: Noise, size: int
@@ -222,7 +229,7 @@ class MCLMC(SGMCMCKernel):
             stages=Stages.of(policy.warm_start_length, num_warmup),
             steps_per_draw=self._steps_per_draw,
             energy_targets=self.energy_targets,
-            max_energy_error=self.max_energy_error,
+            max_energy_error=self.max_warm_up_error,
             steers_step_size=policy.chooses_step_size,
             sets_length=self._decoherence_length is None,
             sets_scales=self._preconditioner is None
@@ -302,8 +309,8 @@ class EnergyTuner(Tuner):
     """Adapt step size, decoherence length and preconditioner in warm-up.
 
     :param energy_targets: first and last target of the energy variance.
-    :param max_energy_error: the largest energy error, in nats, for a number of
-        parameters.
+    :param max_energy_error: the largest energy error in warm-up, in nats, for a number
+        of parameters.
     :param steers_step_size: whether the step size is adapted; ``sets_length``: the
         decoherence length.
     :param sets_scales: whether variances of the draws set the preconditioner;

@@ -30,6 +30,9 @@ STILL = (
 # At most so many values of the function, parameters, rows, and draws of a mean are
 # read.
 COLUMNS, PARAMETERS, ROWS, DRAWS = 16, 256, 500, 100
+MOST_LOST = 0.75  # of what a member explains, before a chain counts as trapped
+# Chains whose means differ by less than half a standard deviation of the observations
+MOST_RHAT_OF_OBSERVATIONS = 1.05
 
 # Value, limit, words, and whether it is off, or a verdict; without that it is off if
 # the value is above the limit.
@@ -323,6 +326,17 @@ class _Checks:
             ]
         ]
 
+    @cached_property
+    def observations(self) -> np.ndarray:
+        """Some columns (C, S, K) of observations that sound chains draw; maybe none."""
+        drawn: list[np.ndarray] = []
+        for group in ("posterior_predictive", "predictions"):
+            values = self.arrays(group)
+            sites = {name.rsplit("_", 1)[0] for name in self.means(group)}
+            drawn = drawn or [values[site] for site in sites & values.keys()]
+        sound = [c for c in range(len(self.chains)) if c not in self.faulty]
+        return columns(drawn, COLUMNS)[sound] if drawn else np.zeros((0, 0, 0))
+
     def means(self, group: str) -> dict[str, np.ndarray]:
         """Draws of the mean of each observed site, or of its class probabilities, by
         variable.
@@ -546,36 +560,66 @@ class _Checks:
     def fit(self) -> Measured:
         """The share of what its member of the warm start, or the best chain, explains
         that a chain does not.
+
+        A member may have learned the noise of its rows, which no draw should. But the
+        draws of a chain around it lose about half a nat of the density for each
+        parameter, as those of a Gaussian do: where they have lost no more, it is a
+        note.
         """
         means = self.means("posterior_predictive") if self.draws >= LEAST_DRAWS else {}
-        members, found = json.loads(self.about.get("explained_by_members", "{}")), []
-        for site, values in explained(means, self.targets).items():
-            start = (
-                np.array(members[site])[self.positions]
-                if site in members
-                else np.full(len(values), np.nan)
-            )
-            good = np.fmax(start, np.fmax.reduce(values))
-            lost = np.where(good > 0.2, 1 - np.maximum(values, 0.0) / good, 0.0)
+        members = json.loads(self.about.get("explained_by_members", "{}"))
+        left_member, found = self._left_member(), []
+        for site, own in explained(means, self.targets).items():
+            start = np.full(len(own), np.nan)
+            if site in members:
+                start = np.array(members[site])[self.positions]
+            best = np.full(len(own), np.fmax.reduce(own))
+            good = np.fmax(start, best)
+            lost = share_lost(own, good)
+            trapped = share_lost(own, best) > MOST_LOST
+            trapped |= (lost > MOST_LOST) & left_member
             words = (
                 f"of {site} at the training rows chain {{1}} explains {{own:.0%}}, its "
-                f"member or the best chain"
+                f"member or the best chain {{good:.0%}}"
             )
-            found.append(
-                self.worst(
-                    lost,
-                    0.75,
-                    f"{words} {{good:.0%}}",
-                    own=np.maximum(values, 0),
-                    good=good,
-                )
+            worst = self.worst(
+                np.where(trapped, lost, 0.0) if trapped.any() else lost,
+                MOST_LOST,
+                words,
+                own=np.maximum(own, 0),
+                good=good,
             )
-            self.faulty |= (
-                set()
-                if (lost > 0.75).all()
-                else set(np.flatnonzero(lost > 0.75).tolist())
+            if worst and not trapped.any():
+                worst = (*worst[:3], worst[3] and "note")
+            found.append(worst)
+            if not trapped.all():
+                self.faulty |= set(np.flatnonzero(trapped).tolist())
+        return max(
+            filter(None, found),
+            key=lambda measured: (measured[3] is True, measured[0]),
+            default=None,
+        )
+
+    def _left_member(self) -> np.ndarray:
+        """Whether the log likelihood of a chain (C,) is lower than that of its member
+        by more than P / 2 nats; where it was not exported, by assumption.
+        """
+        members = self.numbers("log_likelihood_of_members")
+        densities = self.arrays("log_likelihood")
+        if not members.size or not densities:
+            return np.ones(len(self.chains), bool)
+        own = np.zeros(len(self.chains))
+        for values in densities.values():
+            by_draw = values.reshape(*values.shape[:2], -1).sum(
+                axis=2, dtype=np.float64
             )
-        return max(filter(None, found), default=None)
+            own += by_draw.mean(axis=1)
+        size = sum(
+            value[0, 0].size
+            for value in self.arrays("posterior").values()
+            if value.dtype.kind == "f"
+        )
+        return ~(members[self.positions] - own <= size / 2)  # also where one is NaN
 
     def steps(self) -> Measured:
         """Steps after warm-up, against those in which a chain on minibatches forgets
@@ -591,19 +635,24 @@ class _Checks:
         return (needed / kept, 1, what) if needed and kept >= LEAST_STEPS else None
 
     def rhat(self) -> Measured:
-        value, within = (
-            high(_arviz.rhat(self.function)) if self.function.size else np.nan,
-            "",
-        )
-        if value > 1.1 and len(self.function) > 1:
-            largest = max(high(_arviz.rhat(chain[None])) for chain in self.function)
-            within = f" (at most {largest:.3g} within a chain)"
+        """R-hat of the function; a note where noise hides that its chains differ, so
+        that observations drawn from them do not.
+        """
+        value = high(_arviz.rhat(self.function)) if self.function.size else np.nan
         self.mixed = not value > 1.1
-        return (
-            None
-            if np.isnan(value)
-            else (value, 1.1, f"R-hat of the function is {value:.3g}{within}")
-        )
+        if np.isnan(value):
+            return None
+        what = f"R-hat of the function is {value:.3g}"
+        if self.mixed:
+            return value, 1.1, what
+        if len(self.function) > 1:
+            largest = max(high(_arviz.rhat(chain[None])) for chain in self.function)
+            what += f" (at most {largest:.3g} within a chain)"
+        drawn = self.observations
+        hidden = high(_arviz.rhat(drawn)) if drawn.size else np.inf
+        if not hidden <= MOST_RHAT_OF_OBSERVATIONS:
+            return value, 1.1, what, True
+        return value, 1.1, f"{what}, of observations drawn {hidden:.3g}", "note"
 
     def ess(self) -> Measured:
         """Effective draws, which mean nothing where R-hat is large."""
@@ -768,6 +817,11 @@ def explained(
                 1 - losses.reshape(len(losses), -1).mean(axis=1) / least.mean()
             )
     return found
+
+
+def share_lost(own: np.ndarray, good: np.ndarray) -> np.ndarray:
+    """The share of what is explained well (above 0.2) that chains do not explain."""
+    return np.where(good > 0.2, 1 - np.maximum(own, 0.0) / good, 0.0)
 
 
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"

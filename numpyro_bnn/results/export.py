@@ -332,13 +332,7 @@ def _training(
             for name, value in flat.items()
         }
         found, total = map_draws(fn, joined, *options), shape[0] * shape[1]
-        of_members.update(
-            {
-                n: v[0, total:, None]
-                for n, v in found.items()
-                if n.endswith(("_mean", "_probs"))
-            }
-        )
+        of_members.update({name: value[0, total:] for name, value in found.items()})
         return {
             name: value[0, :total].reshape(*shape, *value.shape[2:])
             for name, value in found.items()
@@ -352,11 +346,19 @@ def _training(
     observed = {
         str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()
     }
-    found = {
-        site: values.tolist()
-        for site, values in explained(of_members, observed).items()
+    means, log_likelihood = {}, np.zeros(len(next(iter(of_members.values()))))
+    for name, values in of_members.items():
+        if name.startswith("log_likelihood/"):
+            log_likelihood += values.reshape(len(values), -1).sum(axis=1)
+        elif name.endswith(("_mean", "_probs")):
+            means[name] = values[:, None]
+    shares = {
+        site: values.tolist() for site, values in explained(means, observed).items()
     }
-    return groups, {"explained_by_members": json.dumps(found)}
+    more = {"explained_by_members": json.dumps(shares)}
+    if any(name.startswith("log_likelihood/") for name in of_members):
+        more["log_likelihood_of_members"] = json.dumps(log_likelihood.tolist())
+    return groups, more
 
 
 def _check_outline(

@@ -331,6 +331,7 @@ class Microcanonical(Dynamics):
         Needed with minibatches.
     :param max_energy_error: in nats; ``None`` refuses only steps whose error is not
         finite.
+    :param max_warm_up_error: the same in warm-up, if it is another.
     :raises ValueError: for a length that is not positive, an unknown integrator, or
         fewer than two parameters.
 
@@ -348,6 +349,7 @@ class Microcanonical(Dynamics):
     integrator: Annotated[str, Choice(INTEGRATORS)] = "mclachlan"
     fresh: Switch = False
     max_energy_error: PositiveOrInfinite | None = None
+    max_warm_up_error: PositiveOrInfinite | None = None
 
     cached = 1
     reports_energy = True
@@ -400,8 +402,12 @@ class Microcanonical(Dynamics):
         seen, end, error = self._integrate(context, here, direction, draw.batch)
         taken = jnp.isfinite(error)
         if self.max_energy_error is not None:
+            largest = self.max_energy_error
+            if self.max_warm_up_error is not None:
+                early = self.max_warm_up_error
+                largest = jnp.where(context.warming, early, largest)
             descends = context.warming & (seen.potential < here.potential)
-            taken &= descends | (jnp.abs(error) <= self.max_energy_error)
+            taken &= descends | (jnp.abs(error) <= largest)
         seen, end = select(taken, (seen, end), (here, -direction))
         after = memory._replace(
             direction=end, potential=seen.potential, gradient=seen.gradient

@@ -117,8 +117,9 @@ def test_energy_errors_follow_their_target():
     assert kernel.max_energy_error(10) == 15
     given = infer.MCLMC(
         wide, energy_variance=(0.5, 0.1)
-    )  # the limit contains the targets of a user
-    assert given.max_energy_error(1000) == pytest.approx(12 * 500**0.5)
+    )  # in warm-up the limit contains the targets of a user
+    assert given.max_warm_up_error(1000) == pytest.approx(12 * 500**0.5)
+    assert given.max_energy_error(1000) == pytest.approx(24 * 100**0.5)
     first = (limit / 12) ** 2 / size
     assert first < 10 * last
     target = np.r_[first * (last / first) ** (np.arange(36) / 36), np.full(24, last)]

@@ -305,3 +305,22 @@ def test_the_way_down_is_taken_in_warm_up_only():
         < float(rounded(after.position))
         < float(rounded(start))
     )
+
+
+def test_warm_up_may_take_larger_errors_than_the_draws():
+    dynamics = Microcanonical(2.0, max_energy_error=5.0, max_warm_up_error=float("inf"))
+    sampler = build(Full(lambda q: 1e4 * rounded(q)), dynamics, schedule=1.0)
+    run = jax.jit(sampler.run, static_argnums=1)
+    refused = [
+        int(
+            run(
+                sampler.init(
+                    jnp.full(P, 1e-3), jax.random.key(0), jnp.int32(num_warmup)
+                ),
+                5,
+            ).statistics.num_refused
+        )
+        for num_warmup in (0, 5)
+    ]
+    assert refused[0] > 0
+    assert refused[1] == 0
