@@ -61,6 +61,7 @@ from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 from numpyro_bnn.sgmcmc.interfaces import Gradient
 
 GRADIENTS = ("minibatch", "control_variates")
+MOST_KICK = 3.0  # of steps whose size is chosen; at equilibrium it is a fifth or less
 
 
 class SGMCMCKernel(ArgumentKernel):
@@ -327,6 +328,14 @@ class SGMCMCKernel(ArgumentKernel):
             temperature=self._temperature,
         )
 
+    @property
+    def max_kick(self) -> float | None:
+        """What a step that was chosen in warm-up may not exceed: see
+        :class:`~numpyro_bnn.sgmcmc.Overdamped`.
+        """
+        chosen = self._step_size is None and self._temperature > 0
+        return MOST_KICK if chosen else None
+
     # -- the contract of MCMCKernel ----------------------------------------------------
 
     @property
@@ -582,7 +591,7 @@ class SGMCMCKernel(ArgumentKernel):
             "base_step_size": listed(state.base_step_size),
             "first_divergence": listed(state.engine.first_divergence),
             "refused_steps": listed(seen.refused_steps),
-            "restarts": listed(np.log2(1 / jax.device_get(state.origin.shrinkage))),
+            "restarts": listed(state.origin.restarts),
             "num_parameters": size,
         }
 

@@ -98,14 +98,19 @@ class SGMCMCState(NamedTuple):
     rng_key: jax.Array
 
 
+# A transition of warm-up that refuses a larger share of its steps makes them shorter
+OFTEN_REFUSED, SHORTER = 0.02, 0.7
+
+
 class Origin(NamedTuple):
     """Where a chain began to sample: position (P,), step size; factor of chosen step
-    sizes, 1/2 for each return.
+    sizes, 1/2 for each return and less where steps are refused; number of returns.
     """
 
     position: jax.Array
     step_size: jax.Array
     shrinkage: jax.Array
+    restarts: jax.Array
 
 
 class Tuner:
@@ -245,7 +250,7 @@ class Chain:
             tuning=policy.tuner.start(position, base),
             moment=() if policy.noise is None else policy.noise.start(position),
             coverage=Coverage.empty(engine.statistics),
-            origin=Origin(position, base, jnp.ones_like(base)),
+            origin=Origin(position, base, jnp.ones_like(base), jnp.int32(0)),
             rng_key=rng_key,
         )
 
@@ -329,7 +334,28 @@ class Chain:
             coverage=state.coverage.add(engine.statistics, i >= policy.num_warmup),
             **_statistics(engine),
         )
+        if policy.chooses_step_size and not policy.steers_step_size:
+            often = after.refused_steps > OFTEN_REFUSED
+            share = jnp.where(often & (i < total), SHORTER, 1.0)
+            after = self._with_step_size(after, after.base_step_size * share)
+            origin = after.origin._replace(shrinkage=after.origin.shrinkage * share)
+            after = after._replace(origin=origin)
         return policy.tuner.adapt(state, after, sampler, i)
+
+    def _with_step_size(self, state: SGMCMCState, chosen: jax.Array) -> SGMCMCState:
+        """A chain that goes on in other steps; its thermostat's friction, which is per
+        unit of time, stays that of a step.
+        """
+        memory = state.engine.memory
+        if isinstance(memory, sgmcmc.dynamics.Thermostat):
+            ratio = jnp.sqrt(state.base_step_size / chosen)
+            memory = memory._replace(
+                friction=(memory.friction * ratio).astype(memory.friction.dtype)
+            )
+        return state._replace(
+            base_step_size=chosen.astype(state.base_step_size.dtype),
+            engine=state.engine._replace(memory=memory),
+        )
 
     def _returned(self, state: SGMCMCState) -> SGMCMCState:
         """Put a chain that takes no steps back to its origin, with half the step size
@@ -355,7 +381,9 @@ class Chain:
                 engine=sampler.restart(engine, position),
                 tuning=policy.tuner.start(position, base),
                 moment=() if policy.noise is None else policy.noise.start(position),
-                origin=origin._replace(shrinkage=shrinkage),
+                origin=origin._replace(
+                    shrinkage=shrinkage, restarts=origin.restarts + 1
+                ),
             )
 
         lost = (engine.refused_in_a_row >= policy.tuner.patience) | (
@@ -457,15 +485,8 @@ class Chain:
         # At a border the curvature may have no value: the chain starts with what it
         # has, and may start again.
         chosen = jnp.where(jnp.isfinite(chosen), chosen, state.base_step_size)
-        memory = engine.memory
-        if isinstance(memory, sgmcmc.dynamics.Thermostat):
-            # its friction is per unit of time: keep that of a step
-            memory = memory._replace(
-                friction=memory.friction * jnp.sqrt(state.base_step_size / chosen)
-            )
         spent = state.num_gradients + 2 * POWER_STEPS * sampler.gradient.evaluations
-        engine = engine._replace(memory=memory)
-        return state._replace(base_step_size=chosen, engine=engine, num_gradients=spent)
+        return self._with_step_size(state._replace(num_gradients=spent), chosen)
 
     # -- the warm start ----------------------------------------------------------------
 
@@ -522,7 +543,8 @@ class Chain:
             num_gradients=state.num_gradients
             + (steps + 1) * sampler.gradient.evaluations,
             origin=state.origin._replace(
-                shrinkage=state.origin.shrinkage * jnp.where(broken, 0.5, 1.0)
+                shrinkage=state.origin.shrinkage * jnp.where(broken, 0.5, 1.0),
+                restarts=state.origin.restarts + jnp.where(broken, 1, 0),
             ),
         )
 

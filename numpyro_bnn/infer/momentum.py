@@ -107,7 +107,8 @@ class SGHMC(_WithMomentum):
     """
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.BAOAB(friction_of(self._momentum_decay, step_size))
+        friction = friction_of(self._momentum_decay, step_size)
+        return sgmcmc.BAOAB(friction, max_kick=self.max_kick)
 
 
 class SGNHT(_WithMomentum):
@@ -145,7 +146,8 @@ class SGNHT(_WithMomentum):
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
-        return sgmcmc.NoseHoover(friction, mass=THERMOSTAT_STEPS**2 * step_size)
+        mass = THERMOSTAT_STEPS**2 * step_size
+        return sgmcmc.NoseHoover(friction, mass, max_kick=self.max_kick)
 
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
         return (

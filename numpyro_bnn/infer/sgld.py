@@ -55,7 +55,7 @@ class SGLD(SGMCMCKernel):
     """
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.Overdamped()
+        return sgmcmc.Overdamped(max_kick=self.max_kick)
 
 
 class PSGLD(SGLD):

@@ -2,7 +2,7 @@
 and microcanonical.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,17 +28,58 @@ from numpyro_bnn.sgmcmc.interfaces import (
     squared_norm,
 )
 
+# The thermostat counts no larger kinetic temperature than this multiple of T, plus the
+# second divided by P. At equilibrium that happens once in 10^7 steps or less. The
+# friction that one step with a gigantic gradient adds could take 10^5 steps to go.
+HOTTEST, OF_FEW = 10.0, 20.0
 SHORT = 0.1  # probability of a shorter step of dynamics that refuse steps
 
 
-class LastGradient(NamedTuple):
-    """The gradient (P,) at the position."""
+class Slope(NamedTuple):
+    """The whitened gradient L' grad U (P,) at the position."""
 
-    gradient: Array
+    slope: Array
 
 
 @dataclass(frozen=True)
-class Overdamped(Dynamics):
+class _Kicked(Dynamics):
+    """Dynamics whose steps grow with the gradient, so that too long a step explodes.
+
+    With ``max_kick`` a step is refused if it ends where eps |L' grad U|^2 / P is above
+    (max_kick + 20 / P) T. At equilibrium its mean is eps times curvature plus noise,
+    below 1 for every stable step size. The chain stays and turns back, as at a border:
+    the density up to there stays invariant. In warm-up, steps to smaller gradients are
+    taken all the same.
+    """
+
+    max_kick: PositiveOrInfinite | None = field(default=None, kw_only=True)
+
+    cached = 1
+
+    def _start(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> Array:
+        gradient = context.evaluate(position, draw.batch).gradient
+        return context.transpose(context.adaptation, gradient)
+
+    def _guarded(
+        self, context: StepContext, position: Array, memory: Any, move: StepResult
+    ) -> StepResult:
+        """The move, or the way back if it ends where kicks are far too large."""
+        if self.max_kick is None:
+            return move
+        size, before = position.shape[0], squared_norm(memory.slope)
+        after = squared_norm(move.memory.slope)
+        most = (self.max_kick * size + OF_FEW) * context.temperature
+        steep = context.step_size * after > most
+        steep &= ~(context.warming & (after < before))
+        back = position, self.turned_back(memory, context.temperature)
+        position, memory = select(steep, back, (move.position, move.memory))
+        return move._replace(position=position, memory=memory, refused=steep)
+
+
+@dataclass(frozen=True)
+class Overdamped(_Kicked):
     r"""Overdamped Langevin dynamics by Euler-Maruyama steps, as in SGLD and its
     preconditioned form.
 
@@ -56,37 +97,38 @@ class Overdamped(Dynamics):
 
     Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
 
+    :param max_kick: refuse steps to where eps |L' grad U|^2 / P is larger than about
+        this multiple of T.
+
     >>> Overdamped().rows
     1
     """
 
-    cached = 1
-
     def init(
         self, context: StepContext, position: Array, draw: StepRandomness
-    ) -> LastGradient:
-        return LastGradient(context.evaluate(position, draw.batch).gradient)
+    ) -> Slope:
+        return Slope(self._start(context, position, draw))
 
     def step(
         self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
     ) -> StepResult:
-        drift = (-0.5 * context.step_size) * context.transpose(
-            context.adaptation, memory.gradient
-        )
+        drift = (-0.5 * context.step_size) * memory.slope
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
         seen = context.evaluate(
             position + context.root(context.adaptation, drift + noise), draw.batch
         )
-        return StepResult(seen.position, LastGradient(seen.gradient), seen)
+        slope = context.transpose(seen.adaptation, seen.gradient)
+        move = StepResult(seen.position, Slope(slope), seen)
+        return self._guarded(context, position, memory, move)
 
 
 class Momentum(NamedTuple):
     """Whitened momentum r = L' m, (P,), with stationary distribution N(0, T I), and the
-    last gradient (P,).
+    last whitened gradient (P,).
     """
 
     momentum: Array
-    gradient: Array
+    slope: Array
 
 
 def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) -> Array:
@@ -98,21 +140,18 @@ def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) ->
 
 
 @dataclass(frozen=True)
-class _Underdamped(Dynamics):
+class _Underdamped(_Kicked):
     friction: NonNegativeOrInfinite
-
-    cached = 1
 
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
-        return Momentum(start, context.evaluate(position, draw.batch).gradient)
+        return Momentum(start, self._start(context, position, draw))
 
     def momentum(self, memory: Any) -> Array:
         return memory.momentum
 
-    def _kick(self, context: StepContext, momentum: Array, gradient: Array) -> Array:
-        half = 0.5 * jnp.sqrt(context.step_size)
-        return momentum - half * context.transpose(context.adaptation, gradient)
+    def _kick(self, context: StepContext, momentum: Array, slope: Array) -> Array:
+        return momentum - 0.5 * jnp.sqrt(context.step_size) * slope
 
     def _rate(self, context: StepContext) -> Array:
         return self.friction * jnp.sqrt(context.step_size)
@@ -153,24 +192,31 @@ class BAOAB(_Underdamped):
         self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
     ) -> StepResult:
         half = 0.5 * jnp.sqrt(context.step_size)
-        kicked = self._kick(context, memory.momentum, memory.gradient)
+        kicked = self._kick(context, memory.momentum, memory.slope)
         fresh = refreshed(
             kicked, draw.noise[0], self._rate(context), context.temperature
         )
         # Both half drifts in one product: nothing in between depends on the position.
-        position = position + half * context.root(context.adaptation, kicked + fresh)
+        start, position = (
+            position,
+            position + half * context.root(context.adaptation, kicked + fresh),
+        )
         seen = context.evaluate(position, draw.batch)
-        last = self._kick(context, fresh, seen.gradient)
-        return StepResult(position, Momentum(last, seen.gradient), seen)
+        last = self._kick(
+            context, fresh, context.transpose(context.adaptation, seen.gradient)
+        )
+        slope = context.transpose(seen.adaptation, seen.gradient)
+        move = StepResult(position, Momentum(last, slope), seen)
+        return self._guarded(context, start, memory, move)
 
 
 class Thermostat(NamedTuple):
-    """Whitened momentum r, (P,), the last gradient (P,), and the thermostat's friction
-    xi, scalar.
+    """Whitened momentum r, (P,), the last whitened gradient (P,), and the thermostat's
+    friction xi, scalar.
     """
 
     momentum: Array
-    gradient: Array
+    slope: Array
     friction: Array
 
 
@@ -191,7 +237,9 @@ class NoseHoover(_Underdamped):
     variance V per coordinate, xi settles near A + h V / (2 T), and positions and
     momenta keep the temperature T; the noise must have the same size in all (whitened)
     coordinates. With A = 0 and exact gradients the motion is deterministic and need not
-    be ergodic.
+    be ergodic. r'r / P counts as at most (10 + 20 / P) T, which equilibrium does not
+    reach, so that a few steps with gigantic gradients do not leave a friction behind
+    that stops the chain.
 
     :param friction: A >= 0, also the initial value of xi.
     :param mass: Q > 0, 1 in that paper; its unit is a squared time, so it should be a
@@ -212,7 +260,7 @@ class NoseHoover(_Underdamped):
     def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
         start = super().init(context, position, draw)
         return Thermostat(
-            start.momentum, start.gradient, jnp.asarray(self.friction, position.dtype)
+            start.momentum, start.slope, jnp.asarray(self.friction, position.dtype)
         )
 
     def step(
@@ -220,20 +268,31 @@ class NoseHoover(_Underdamped):
     ) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature
         half, size = 0.5 * h, position.shape[0]
-        kicked = self._kick(context, memory.momentum, memory.gradient)
-        xi = memory.friction + half / self.mass * (
-            squared_norm(kicked) / size - temperature
-        )
+        most = (HOTTEST + OF_FEW / size) * temperature
+
+        def heat(momentum: Array) -> Array:
+            kinetic = jnp.minimum(squared_norm(momentum) / size, most)
+            return half / self.mass * (kinetic - temperature)
+
+        kicked = self._kick(context, memory.momentum, memory.slope)
+        xi = memory.friction + heat(kicked)
         decay = jnp.exp(-xi * h)
         fresh = (
             decay * kicked
             + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
         )
-        xi = xi + half / self.mass * (squared_norm(fresh) / size - temperature)
-        position = position + half * context.root(context.adaptation, kicked + fresh)
+        xi = xi + heat(fresh)
+        start, position = (
+            position,
+            position + half * context.root(context.adaptation, kicked + fresh),
+        )
         seen = context.evaluate(position, draw.batch)
-        last = self._kick(context, fresh, seen.gradient)
-        return StepResult(position, Thermostat(last, seen.gradient, xi), seen)
+        last = self._kick(
+            context, fresh, context.transpose(context.adaptation, seen.gradient)
+        )
+        slope = context.transpose(seen.adaptation, seen.gradient)
+        move = StepResult(position, Thermostat(last, slope, xi), seen)
+        return self._guarded(context, start, memory, move)
 
     def _variance(self, xi: Array, h: Array) -> Array:
         """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi
@@ -402,7 +461,7 @@ class Microcanonical(Dynamics):
         seen, end, error = self._integrate(context, here, direction, draw.batch)
         taken = jnp.isfinite(error)
         if self.max_energy_error is not None:
-            largest = self.max_energy_error
+            largest = jnp.asarray(self.max_energy_error, error.dtype)
             if self.max_warm_up_error is not None:
                 early = self.max_warm_up_error
                 largest = jnp.where(context.warming, early, largest)

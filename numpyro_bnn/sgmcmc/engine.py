@@ -347,12 +347,13 @@ class Sampler:
             estimator, learned, step, jnp.asarray(False), position.dtype
         )
         memory = self.dynamics.init(context, position, draw)
-        if not hasattr(memory, "gradient"):
-            return memory
         # A minibatch can show a border that the ones before did not: without a
         # gradient, the chain can still leave.
-        known = jnp.all(jnp.isfinite(memory.gradient))
-        return memory._replace(gradient=jnp.where(known, memory.gradient, 0.0))
+        for name in {"slope", "gradient"} & set(getattr(memory, "_fields", ())):
+            value = getattr(memory, name)
+            known = jnp.all(jnp.isfinite(value))
+            memory = memory._replace(**{name: jnp.where(known, value, 0.0)})
+        return memory
 
     def _draw(self, seeds: Seeds, step: Array, position: Array) -> StepRandomness:
         """Make all random numbers of one step."""

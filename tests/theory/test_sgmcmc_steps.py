@@ -7,6 +7,7 @@ linear potential. All is in float64: a step agrees to rounding.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from numpyro_bnn.sgmcmc import (
     Overdamped,
     build,
 )
-from numpyro_bnn.sgmcmc.dynamics import LastGradient, Momentum, Thermostat
+from numpyro_bnn.sgmcmc.dynamics import Momentum, Slope, Thermostat
 from numpyro_bnn.sgmcmc.engine import LOST, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import separate
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
@@ -37,6 +38,7 @@ L = np.linalg.cholesky(np.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 0.
 POSITION, R = np.array([0.4, -0.9, 1.2]), np.array([1.1, -0.3, 0.5])
 NOISE = np.random.default_rng(0).normal(size=(3, 3))
 SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
+FAR = 200 * SHIFT  # a minibatch of rows that fit very badly
 ALWAYS, NEVER = (
     1e-300,
     1.0,
@@ -51,9 +53,9 @@ def slope(q, batch=0.0):
     return q + q**3 + batch
 
 
-def context(eps=EPS, temperature=TEMPERATURE):
+def context(eps=EPS, temperature=TEMPERATURE, warming=False):
     root = jnp.asarray(L)
-    numbers = (jnp.asarray(eps), jnp.asarray(temperature), jnp.asarray(False))
+    numbers = (jnp.asarray(eps), jnp.asarray(temperature), jnp.asarray(warming))
     evaluate = lambda q, batch: Evaluation(q, potential(q, batch), slope(q, batch), ())  # noqa: E731
     return StepContext(
         evaluate, lambda _, v: root @ v, lambda _, v: root.T @ v, (), *numbers
@@ -84,13 +86,13 @@ def same(found, expected):
     "temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"]
 )
 def test_overdamped(temperature, x64):
-    last = LastGradient(jnp.asarray(slope(POSITION)))
+    last = Slope(jnp.asarray(L.T @ slope(POSITION)))
     found = one_step(Overdamped(), last, NOISE[:1], SHIFT, temperature=temperature)
     q = POSITION + L @ (
         -EPS / 2 * L.T @ slope(POSITION) + math.sqrt(EPS * temperature) * NOISE[0]
     )
     same(found.position, q)
-    same(found.memory.gradient, slope(q, SHIFT))
+    same(found.memory.slope, L.T @ slope(q, SHIFT))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_overdamped(temperature, x64):
     ids=["Langevin", "leapfrog", "fresh momenta", "damped descent"],
 )
 def test_baoab(friction, temperature, x64):
-    memory = Momentum(jnp.asarray(R), jnp.asarray(slope(POSITION)))
+    memory = Momentum(jnp.asarray(R), jnp.asarray(L.T @ slope(POSITION)))
     found = one_step(BAOAB(friction), memory, NOISE[:1], SHIFT, temperature=temperature)
     kicked = kick(R, POSITION, H / 2)
     q = POSITION + H / 2 * L @ kicked
@@ -112,7 +114,7 @@ def test_baoab(friction, temperature, x64):
     q = q + H / 2 * L @ fresh
     same(found.position, q)
     same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT))
-    same(found.memory.gradient, slope(q, SHIFT))
+    same(found.memory.slope, L.T @ slope(q, SHIFT))
 
 
 def test_momenta_start_at_the_temperature(x64):
@@ -136,7 +138,7 @@ def test_thermostat(xi, x64):
     kicked = kick(R, POSITION, H / 2)
     warm = H / 2 / 1.4 * (kicked @ kicked / 3 - TEMPERATURE)
     start = xi if xi else -warm
-    memory = Thermostat(*map(jnp.asarray, (R, slope(POSITION), start)))
+    memory = Thermostat(*map(jnp.asarray, (R, L.T @ slope(POSITION), start)))
     found = one_step(NoseHoover(FRICTION, mass=1.4), memory, NOISE[:1], SHIFT)
     half = start + warm
     spread = FRICTION * (-np.expm1(-2 * half * H) / half if xi else 2 * H)
@@ -146,6 +148,54 @@ def test_thermostat(xi, x64):
     same(found.memory.momentum, kick(fresh, q, H / 2, SHIFT))
     xi = half + H / 2 / 1.4 * (fresh @ fresh / 3 - TEMPERATURE)
     np.testing.assert_allclose(found.memory.friction, xi, rtol=1e-12, atol=1e-15)
+
+
+GUARDED = {
+    "Overdamped": (Overdamped, lambda r, force: Slope(force)),
+    "BAOAB": (partial(BAOAB, FRICTION), Momentum),
+    "NoseHoover": (
+        partial(NoseHoover, FRICTION),
+        lambda r, force: Thermostat(r, force, jnp.asarray(0.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_step_to_a_gigantic_gradient_turns_back(name, x64):
+    """A step ends at kicks eps |L' g|^2 of a size that is found without a limit: with
+    one a little above it is taken, with one a little below the momentum is reversed.
+    In warm-up it is taken if the gradient gets smaller.
+    """
+    make, memory_of = GUARDED[name]
+    step = partial(one_step, noise=NOISE[:1], batch=FAR, eps=1e-4, temperature=1e-6)
+    for warming, share, turns_back in (
+        (False, 2.0, True),
+        (True, 2.0, False),
+        (True, 0.5, True),
+    ):
+        begin = share * L.T @ slope(POSITION, FAR)
+        memory = memory_of(jnp.asarray(1e-3 * R), jnp.asarray(begin))
+        free = step(make(), memory)
+        end = free.memory.slope
+        assert (end @ end < begin @ begin) == (share > 1)
+        limit = (1e-4 * float(end @ end) / 1e-6 - 20) / 3  # (max_kick P + 20) T, P = 3
+        taken = step(make(max_kick=1.001 * limit), memory, warming=warming)
+        same(taken.position, free.position)
+        assert not taken.refused
+        found = step(make(max_kick=0.999 * limit), memory, warming=warming)
+        assert bool(found.refused) == turns_back
+        same(found.position, POSITION if turns_back else free.position)
+        if turns_back and name != "Overdamped":
+            same(found.memory.momentum, -1e-3 * R)
+
+
+def test_one_hot_step_leaves_no_friction_behind(x64):
+    """|r|^2 / P counts as (10 + 20 / P) T at most; it was 1e8 here."""
+    hot = jnp.full(3, 1e4)
+    memory = Thermostat(hot, jnp.zeros(3), jnp.asarray(0.0))
+    found = one_step(NoseHoover(FRICTION, mass=1.4), memory, NOISE[:1], SHIFT)
+    most = H / 1.4 * (10 + 20 / 3 - 1) * TEMPERATURE
+    same(found.memory.friction, most)
 
 
 def probability(start, end):
@@ -347,7 +397,8 @@ def test_statistics_are_means_of_what_happened():
     for _ in range(6):
         state = steps(sampler, state, 1)
         kinetic.append(float(state.memory.momentum @ state.memory.momentum) / 3)
-        virial.append(float(state.position @ state.memory.gradient) / 3)
+        white = sampler.preconditioner.whiten(state.adaptation, state.position)
+        virial.append(float(white @ state.memory.slope) / 3)
     np.testing.assert_allclose(
         state.statistics.kinetic_temperature, np.mean(kinetic), rtol=1e-5
     )
@@ -446,7 +497,7 @@ def test_a_minibatch_may_show_a_border_when_caches_are_renewed():
     )
     sampler = build(broken, BAOAB(1.0), schedule=0.01)
     state = sampler.init(jnp.ones(3), jax.random.key(0))
-    np.testing.assert_array_equal(state.memory.gradient, np.zeros(3))
+    np.testing.assert_array_equal(state.memory.slope, np.zeros(3))
     assert not np.array_equal(steps(sampler, state, 2).position, state.position)
 
 
