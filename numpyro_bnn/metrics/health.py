@@ -333,7 +333,7 @@ class _Checks:
         for group in ("posterior_predictive", "predictions"):
             values = self.arrays(group)
             sites = {name.rsplit("_", 1)[0] for name in self.means(group)}
-            drawn = drawn or [values[site] for site in sites & values.keys()]
+            drawn = drawn or [values[site] for site in sorted(sites & values.keys())]
         sound = [c for c in range(len(self.chains)) if c not in self.faulty]
         return columns(drawn, COLUMNS)[sound] if drawn else np.zeros((0, 0, 0))
 
@@ -545,10 +545,7 @@ class _Checks:
                     batch.mean(axis=1, dtype=np.float64)
                     for batch in np.array_split(values, 10, axis=1)
                 ]
-                means, errors = (
-                    np.mean(batches, axis=0),
-                    np.std(batches, axis=0, ddof=1) / np.sqrt(10),
-                )
+                means, errors = mean_and_error(np.array(batches))
                 words = (
                     f"the {name.replace('_', ' ')} of chain {{1}} is {{mean:.2f}}, its "
                     f"target {target:g}"
@@ -817,6 +814,20 @@ def explained(
                 1 - losses.reshape(len(losses), -1).mean(axis=1) / least.mean()
             )
     return found
+
+
+def mean_and_error(batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean of each chain over batches (B, C), and its standard error if these follow
+    each other like an autoregression of first order.
+    """
+    mean = batches.mean(axis=0)
+    off = batches - mean
+    squares = np.maximum((off**2).sum(axis=0), np.finfo(np.float64).tiny)
+    # The autocorrelation of few values is too low by about 2 over their number.
+    related = (off[1:] * off[:-1]).sum(axis=0) / squares + 2 / len(batches)
+    related = np.clip(related, 0.0, 0.9)
+    error = batches.std(axis=0, ddof=1) / len(batches) ** 0.5
+    return mean, error * ((1 + related) / (1 - related)) ** 0.5
 
 
 def share_lost(own: np.ndarray, good: np.ndarray) -> np.ndarray:

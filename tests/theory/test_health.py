@@ -409,6 +409,38 @@ def test_notes_are_in_the_table_and_do_not_warn():
     assert "12 draws in each chain" in found["few_draws"].what
 
 
+@pytest.mark.parametrize(("nats", "verdict"), [(0.9, "note"), (1.1, "warning")])
+def test_a_member_that_learned_the_noise_is_no_trap(nats, verdict):
+    """Draws of two parameters lose a nat of the density at the mode, P / 2."""
+    made = Made()
+    made.f = 0.05 * made.f  # all chains explain a tenth, their members 95 %
+    own = (-0.5 * ((made.f - made.y) / 0.3) ** 2).sum(2).mean(1)
+    made.attrs["log_likelihood_of_members"] = json.dumps((own + nats).tolist())
+    found = {finding.name: finding.verdict for finding in health(made.idata()).findings}
+    assert found["fit"] == verdict
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(5.0, "note"), (0.1, "warning")])
+def test_chains_that_differ_by_less_than_the_noise_are_noted(noise, verdict):
+    """Their means differ by 1: observations with the noise 5 do not show it."""
+    made = Made()
+    made.f = made.f + np.arange(C)[:, None, None] % 2
+    idata = made.idata()
+    y = made.f + noise * made.rng.normal(size=made.f.shape)
+    idata["posterior_predictive"]["y"] = ((*SAMPLE, "data"), y)
+    found = {finding.name: finding for finding in health(idata).findings}
+    assert found["rhat"].verdict == verdict
+    assert ("of observations drawn" in found["rhat"].what) == (verdict == "note")
+    assert "ess" not in found
+
+
+def test_a_temperature_that_wanders_slowly_is_not_known_well():
+    made = Made()
+    wave = 1.5 * np.sin(2 * np.pi * np.arange(S) / S)  # one slow swing in the run
+    made.stats["configurational_temperature"] = np.tile(3 + wave, (C, 1))
+    assert off(made.idata()) == []
+
+
 def test_faults_of_the_data_are_reported_at_any_number_of_draws():
     made = Made(draws=5)
     made.x[:, 0], made.x[:, 1] = 1000 + 100 * made.x[:, 0], 1.0
