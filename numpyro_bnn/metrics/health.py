@@ -532,12 +532,18 @@ class _Checks:
     def temperature(self) -> Measured:
         """The mean of each chain, less four standard errors by batches of draws,
         against the target or its band.
+
+        The mean of theta' grad U / P is no temperature while a chain still drifts: it
+        contains mean position times mean gradient. Where the kernel reports the
+        covariance of the two, that is judged, whether it is too hot: too little of it
+        is what ``covered`` finds.
         """
         target, found = float(self.about.get("temperature", 1.0)), []
         allowed = max(
             0.25 * target,
             float(self.about.get("temperature_band_high", target)) - target,
         )
+        covered = self.by_chain("variance_covered")
         for name in ("configurational_temperature", "kinetic_temperature"):
             values = self.statistic(name)
             if values is not None and target:
@@ -546,11 +552,15 @@ class _Checks:
                     for batch in np.array_split(values, 10, axis=1)
                 ]
                 means, errors = mean_and_error(np.array(batches))
+                if name == "configurational_temperature" and covered is not None:
+                    means = covered * target
+                    away = np.maximum(means - target - 4 * errors, 0.0)
+                else:
+                    away = np.maximum(np.abs(means - target) - 4 * errors, 0.0)
                 words = (
                     f"the {name.replace('_', ' ')} of chain {{1}} is {{mean:.2f}}, its "
                     f"target {target:g}"
                 )
-                away = np.maximum(np.abs(means - target) - 4 * errors, 0.0)
                 found.append(self.worst(away, allowed, words, mean=means))
         return max(filter(None, found), default=None)
 

@@ -313,9 +313,9 @@ FAILURES = {
         "the gradient noise asks for 5e+04",
     ),
     "a configurational temperature": (
-        hot("configurational_temperature"),
+        attrs(variance_covered="[0.9, 1.6, 0.9, 0.9]"),
         ["temperature"],
-        "chain 1 is -7.5",
+        "configurational temperature of chain 1 is 1.60",
     ),
     "a kinetic temperature": (
         hot("kinetic_temperature"),
@@ -434,10 +434,19 @@ def test_chains_that_differ_by_less_than_the_noise_are_noted(noise, verdict):
     assert "ess" not in found
 
 
+def test_a_drift_is_no_temperature():
+    """... where the kernel reports the covariance of position and gradient."""
+    made = Made()
+    hot("configurational_temperature")(made)
+    assert off(made.idata()) == []
+    del made.attrs["variance_covered"]
+    assert off(made.idata()) == ["temperature"]
+
+
 def test_a_temperature_that_wanders_slowly_is_not_known_well():
     made = Made()
     wave = 1.5 * np.sin(2 * np.pi * np.arange(S) / S)  # one slow swing in the run
-    made.stats["configurational_temperature"] = np.tile(3 + wave, (C, 1))
+    made.stats["kinetic_temperature"] = np.tile(3 + wave, (C, 1))
     assert off(made.idata()) == []
 
 
