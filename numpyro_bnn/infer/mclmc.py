@@ -271,12 +271,14 @@ class MCLMC(SGMCMCKernel):
         bias, bound = (
             implied_bias(f * alive.max()) if alive.size else math.nan for f in (1, size)
         )
+        steered = self.policy.noise is None or self._energy_variance is not None
+        target = {"target_energy_variance": self.energy_targets[1]} if steered else {}
         return {
             **super().describe(state),
             "integrator": self._integrator or INTEGRATORS[self.target.subsampled],
             "decoherence_length": listed(lengths),
             "mean_energy_variance": listed(energies),
-            "target_energy_variance": self.energy_targets[1],
+            **target,
             "max_energy_error": self.max_energy_error(size),
             "frozen": listed(frozen),
             "implied_bias": float(bias),

@@ -386,6 +386,14 @@ def test_small_energy_variances_and_values_of_other_replicas_are_well():
     assert off(healthy.idata()) == []
 
 
+@pytest.mark.parametrize(("bias", "expected"), [(0.4, []), (0.6, ["energy_variance"])])
+def test_energies_without_a_target_are_judged_by_their_bias(bias, expected):
+    made = Made()
+    energy(0.04, bias)(made)
+    del made.attrs["target_energy_variance"]
+    assert off(made.idata()) == expected
+
+
 def test_every_check_has_a_failure():
     fired = {name for _, names, _ in FAILURES.values() for name in names}
     assert fired | {"restarts", "few_draws"} == all_checks()
