@@ -190,7 +190,7 @@ class Network(BaseEstimator):
         model = partial(
             methods.network_model, net=net, prior=prior, likelihood=likelihood
         )
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        seed = int(check_random_state(self.random_state).randint(2**31))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
 
             def report(done: int, total: int) -> None:
@@ -378,7 +378,7 @@ class Network(BaseEstimator):
         """
         check_is_fitted(self)
         generator = np.random.default_rng(
-            check_random_state(random_state).randint(2**31 - 1)
+            check_random_state(random_state).randint(2**31)
         )
         total = self._predictive.num_draws
         orders = [generator.permutation(total) for _ in range(-(-count // total))]

@@ -191,9 +191,7 @@ class LinearizedPredictive(Predictive):
         return program
 
 
-def linearized_model(
-    x: jax.Array, y: Any = None, known: Any = None, *, guide: Any, params: Any
-) -> None:
+def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) -> None:
     """The model of a guide with outputs that are linear in its coordinates, whose
     posterior the Gaussian is.
     """
@@ -215,7 +213,7 @@ def linearized_model(
     )
     fn = fn.to_event(trace["y"]["fn"].event_dim)
     with numpyro.plate("data", x.shape[0]):
-        numpyro.sample("y", fn if known is None else fn.mask(known), obs=y)
+        numpyro.sample("y", fn, obs=y)
 
 
 # -- components: means, standard deviations and, of a Student's t, degrees of freedom,

@@ -178,23 +178,6 @@ def test_chains_at_fault_are_left_out():
         Regressor(prior=broken_above(-9.0), **options).fit(X, Y)
 
 
-def test_exact_targets_are_named():
-    """Densities have no bound where targets can be reproduced; noise of a hundredth of
-    their sd is learned.
-    """
-    random = np.random.default_rng(0)
-    x = random.normal(size=(40, 2))
-    y = x @ np.array([1.0, 2.0])
-    model = Regressor("adf", widths=(), random_state=0)
-    with pytest.warns(
-        bnn.metrics.HealthWarning, match=r"fit: 100% of its own rows .* below 0.001"
-    ):
-        model.fit(x, np.stack([y, 1e6 - y], 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.fit(x, y + 0.01 * y.std() * random.normal(size=40))
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*rows lie more than 3 standard deviations", "ignore:.*rows hardly show"
 )

@@ -227,6 +227,14 @@ def test_rows_far_from_those_of_the_fit_warn():
         )  # a row in a hundred may be far away
 
 
+@pytest.mark.filterwarnings("ignore:.*rows lie more than 3 standard deviations")
+def test_intervals_reach_beyond_the_means_of_wide_draws():
+    model, rows = regressor(), ROWS[:6] + np.repeat([-20, 1000], 3)[:, None]
+    ends, mixture = model.predict_interval(rows, level=0.998), components(model, rows)
+    for level, end in zip((0.001, 0.999), ends, strict=True):
+        np.testing.assert_allclose(mixture.cdf(end).mean(0), level, atol=1e-4)
+
+
 # -- calibration and conformal sets ----------------------------------------------------
 
 
@@ -368,6 +376,27 @@ def test_conformal_sets_reach_to_the_rank_that_theory_asks_for():
         model.conformal_set(rows, ROWS[:18], LABELS[:18], level=0.95)
     with pytest.raises(ValueError, match="which the fit has not seen"):
         model.conformal_set(rows, ROWS[:18], ["none"] * 18)
+
+
+# -- several targets -------------------------------------------------------------------
+
+
+def test_exact_targets_are_named():
+    """Densities have no bound where targets can be reproduced; noise of a two hundredth
+    of their sd is learned.
+    """
+    random = np.random.default_rng(0)
+    x = random.normal(size=(40, 2))
+    y = x @ np.array([[1.0, -1.0], [2.0, 3.0]])
+    model = Regressor("adf", widths=(), random_state=0)
+    with pytest.warns(
+        bnn.metrics.HealthWarning, match=r"fit: 100% of its own rows .* below 0.001"
+    ):
+        model.fit(x, y + np.array([0.0, 1e6]))
+    # The density of both targets is as high as that of one exact target.
+    model.fit(x, y + 0.005 * y.std(0) * random.normal(size=(40, 2)))  # quietly
+    least_known = np.argsort(-np.sum(model.uncertainty(x).epistemic / y.var(0), axis=1))
+    assert list(model.most_uncertain(x, 3)) == list(least_known[:3])
 
 
 # -- further fits with the same programs -----------------------------------------------

@@ -142,8 +142,17 @@ def stats(name, place, value):
     return lambda made: made.stats[name].__setitem__(place, value)
 
 
-def hot(name):
-    return stats(name, 1, -7.5)
+def hot(made):
+    """Above the band of 1.2, by more than a quarter of the target."""
+    made.stats["configurational_temperature"][1] = 1.4
+
+
+def cold(made):
+    """Half the temperature, and below it by more than a quarter of that."""
+    for name in ("configurational_temperature", "kinetic_temperature"):
+        made.stats[name] *= 0.5
+    made.stats["kinetic_temperature"][1] = 0.3
+    made.attrs |= {"temperature": 0.5, "temperature_band_high": 0.5}
 
 
 def energy(value, bias=0.05):
@@ -313,14 +322,14 @@ FAILURES = {
         "the gradient noise asks for 5e+04",
     ),
     "a configurational temperature": (
-        attrs(variance_covered="[0.9, 1.6, 0.9, 0.9]"),
+        attrs(variance_covered="[0.9, 1.4, 0.9, 0.9]"),
         ["temperature"],
-        "configurational temperature of chain 1 is 1.60",
+        "configurational temperature of chain 1 is 1.40",
     ),
     "a kinetic temperature": (
-        hot("kinetic_temperature"),
+        cold,
         ["temperature"],
-        "kinetic temperature of chain 1",
+        "kinetic temperature of chain 1 is 0.30, its target 0.5",
     ),
     "a dead chain": (
         dead(1),
@@ -376,6 +385,8 @@ def test_every_check_fires_on_its_failure(failure):
 
 def test_small_energy_variances_and_values_of_other_replicas_are_well():
     healthy = Made()
+    # Its mean of 1.5 has a standard error of 0.9.
+    healthy.stats["kinetic_temperature"][1] = np.linspace(-3.0, 6.0, S)
     healthy.attrs["mean_energy_variance"] = (
         "[1e-7, 1e-7, 1e-7, 1e-7]"  # above a millionth of its target
     )
@@ -445,7 +456,7 @@ def test_chains_that_differ_by_less_than_the_noise_are_noted(noise, verdict):
 def test_a_drift_is_no_temperature():
     """... where the kernel reports the covariance of position and gradient."""
     made = Made()
-    hot("configurational_temperature")(made)
+    hot(made)
     assert off(made.idata()) == []
     del made.attrs["variance_covered"]
     assert off(made.idata()) == ["temperature"]
@@ -482,6 +493,15 @@ def test_inputs_of_models_without_network_are_their_own_affair():
     made.weight = "w"
     years(made)
     assert off(made.idata()) == []
+
+
+def test_data_that_an_estimator_standardized_are_judged_as_it_saw_them():
+    made = Made()
+    years(made)
+    made.x[:, 0] = 0.1  # constant, as the estimator may have it
+    made.y, made.f = 300 * made.y + 5000, 300 * made.f + 5000
+    made.attrs["standardized_inside"] = True
+    assert off(made.idata(without=("predictions_constant_data",))) == []
 
 
 def test_a_single_draw_and_a_result_without_draws_are_not_judged():

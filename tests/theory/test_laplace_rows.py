@@ -44,24 +44,29 @@ def weights(name, *shape):
 
 # -- time axes -------------------------------------------------------------------------
 
-OUT = np.array([1.0, -0.5, 2.0])
+OUT, SCALE = np.array([1.0, -0.5, 2.0]), 1.5
 
 
 def time_major(x, y=None, batch_size=None):
     """Sums over time of a dense layer whose inputs are (T, N, 2), as recurrent layers
-    take them.
+    take them; its weights are scaled. The site "b" is no matrix of a layer.
     """
-    w = weights("w", 2, 3)
+    w, b = SCALE * weights("w", 2, 3), weights("b")
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
         hidden = jnp.swapaxes(x[i], 0, 1) @ w
         mean = jnp.tensordot(1.0 + jnp.arange(x.shape[1]), hidden @ OUT, 1)
+        mean = mean + x[i].sum((1, 2)) * b
         numpyro.sample("y", dist.Normal(mean, NOISE), obs=None if y is None else y[i])
 
 
 def design_of_time(x):
-    return np.einsum("t,nti,o->nio", 1.0 + np.arange(x.shape[1]), x, OUT).reshape(
-        len(x), -1
-    )
+    times = 1.0 + np.arange(x.shape[1])
+    layer = np.einsum("t,nti,o->nio", times, x, SCALE * OUT).reshape(len(x), -1)
+    return np.c_[layer, x.sum((1, 2))]
+
+
+def mode_of_time(mean):
+    return {"w": mean[:6].reshape(2, 3), "b": mean[6]}
 
 
 def slow_but(fast, values):
@@ -84,7 +89,7 @@ def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
         random.normal(size=(length, length, 2)),
     )
     mean, covariance, evidence = exact(design_of_time(x), y)
-    guide, fit = run(time_major, "full", (x, y, batch_size), {"w": mean.reshape(2, 3)})
+    guide, fit = run(time_major, "full", (x, y, batch_size), mode_of_time(mean))
     np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
     variance = np.diag(design_of_time(new) @ covariance @ design_of_time(new).T)
     found = guide.predictive(fit.params, new)
@@ -104,10 +109,13 @@ def test_factors_of_time_major_layers(batch_size):
     random = np.random.default_rng(RANDOM)
     x, y = random.normal(size=(7, 3, 2)), random.normal(size=7)
     mean, _, _ = exact(design_of_time(x), y)
-    guide, fit = run(time_major, "kron", (x, y, batch_size), {"w": mean.reshape(2, 3)})
+    guide, fit = run(time_major, "kron", (x, y, batch_size), mode_of_time(mean))
     left = np.einsum("nti,ntj->ij", x, x)
-    right = np.outer(OUT, OUT) * np.mean((1.0 + np.arange(3)) ** 2) / NOISE**2
-    covariance = np.linalg.inv(np.kron(left, right) + np.eye(6))
+    grads = SCALE * OUT / NOISE
+    right = np.outer(grads, grads) * np.mean((1.0 + np.arange(3)) ** 2)
+    precision = np.pad(np.kron(left, right), (0, 1)) + np.eye(7)
+    precision[6, 6] += np.sum(x.sum((1, 2)) ** 2) / NOISE**2
+    covariance = np.linalg.inv(precision)
     variance = np.diag(design_of_time(x) @ covariance @ design_of_time(x).T)
     np.testing.assert_allclose(
         guide.predictive(fit.params, x[:3]).output_variance["loc"],

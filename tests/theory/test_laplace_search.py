@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 from scipy import stats
 from zoo import NOISE, ZOO, X, Y
@@ -83,6 +84,21 @@ def test_a_search_that_overflows_ends_at_its_lowest_point():
     np.testing.assert_allclose(lowest, np.min(fit.losses), rtol=1e-6)
 
 
+def test_epochs_and_rounds_draw_other_rows():
+    """The optimizer stays where it starts: losses differ only by their rows."""
+    _, fit = run(
+        ZOO["line"].model,
+        "diag",
+        *data(),
+        5,
+        optimizer=optax.sgd(0.0),
+        num_epochs=2,
+        tune_prior=True,
+        num_rounds=1,  # and another search at the end
+    )
+    assert len(set(fit.losses.tolist())) == 4
+
+
 def test_a_start_far_from_the_mode_is_marked():
     with pytest.warns(UserWarning, match="posterior sds from the mode"):
         _, fit = run(
@@ -96,6 +112,10 @@ def test_a_start_far_from_the_mode_is_marked():
     x, y = data()
     gradient = x.T @ (x @ np.full(2, 9.0) - y) / NOISE**2 + 9.0
     np.testing.assert_allclose(fit.grad_norm, np.linalg.norm(gradient), rtol=1e-9)
+    # One step of L-BFGS does not reach the mode; those of Newton that follow do.
+    start = {"w": jnp.full(2, 9.0)}
+    _, fit = run(ZOO["line"].model, "full", *data(), init_params=start, num_epochs=1)
+    assert fit.distance < 0.01
 
 
 def nearly_equal_inputs():

@@ -152,8 +152,6 @@ def autocorrelation_time(draws):
     return np.mean(times)
 
 
-@pytest.mark.slow
-@pytest.mark.optimized
 def test_lengths_are_a_share_of_the_distance_traveled_per_effective_draw():
     """0.4 of it, where draws are correlated: as one step apart. Before, they are the
     spread of the whitened draws.

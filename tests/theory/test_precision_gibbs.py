@@ -37,8 +37,10 @@ def sweep(model, held, start=None):
     states = state._replace(
         z={**z, **(start or {})}, rng_key=random.split(random.key(1), NUM_DRAWS)
     )
-    found = jax.jit(lambda s: kernel.sample(s, (), kwargs))(states).z
-    return {name: np.asarray(value, float) for name, value in found.items()}
+    after = jax.jit(lambda s: kernel.sample(s, (), kwargs))(states)
+    # The next sweep draws other numbers.
+    assert np.all(random.key_data(after.rng_key) != random.key_data(states.rng_key))
+    return {name: np.asarray(value, float) for name, value in after.z.items()}
 
 
 def quantiles(density):
@@ -238,8 +240,13 @@ def test_two_scales_of_one_site_take_turns():
     def model():
         a = numpyro.sample("a", dist.HalfNormal(1.0))
         b = numpyro.sample("b", dist.HalfNormal(2.0))
-        numpyro.sample("w", dist.Normal(0.0, a * b).expand([3]).to_event(1))
+        sd = numpyro.deterministic("sd", a * b)
+        numpyro.sample("w", dist.Normal(0.0, sd).expand([3]).to_event(1))
 
+    held = {GIBBS_SITES_KWARG: {"w": jnp.asarray(W[0])}}
+    values = {"a": jnp.array(2.0), "b": jnp.array(3.0)}
+    draw = infer.PrecisionGibbs(model).postprocess_fn((), held)(values)
+    assert draw == values | {"sd": 6.0}
     # By rejection from the prior: the density of w is largest where the product is its
     # root mean square.
     rng, w = np.random.default_rng(0), W[0].astype(float)

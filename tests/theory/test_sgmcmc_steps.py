@@ -390,6 +390,21 @@ def test_refresh_renews_what_is_cached_of_the_target(name):
     np.testing.assert_array_equal(fresh.position, moved.position)
 
 
+KEPT = ("step", "memory", "statistics")  # by a restart, or new by another minibatch
+
+
+def test_a_restart_forgets_marks_and_learns_the_preconditioner_again():
+    sampler, _ = SAMPLERS["pSGLD"]
+    start = begin(sampler, START, jax.random.key(0))
+    marks = {"refused_in_a_row": jnp.int32(7), "first_divergence": jnp.int32(2)}
+    lost = steps(sampler, start, 3)._replace(**marks)
+    again = jax.jit(sampler.restart)(lost, START)
+    assert_same(
+        again._replace(**dict.fromkeys(KEPT)), start._replace(**dict.fromkeys(KEPT))
+    )
+    assert int(again.step) == 3  # no random numbers come twice
+
+
 def test_statistics_are_means_of_what_happened():
     sampler, _ = SAMPLERS["BAOAB on epochs"]
     state = begin(sampler, START, jax.random.key(0))

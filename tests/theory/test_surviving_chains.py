@@ -132,7 +132,6 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
     assert kernel.describe(end)["restarts"] == "[1.0, 0.0]"
 
 
-@pytest.mark.slow
 def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
     """It starts again while there is warm-up left, with the step size that was asked
     for, and is marked after it.
