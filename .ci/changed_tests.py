@@ -69,8 +69,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "use/test_counted_rows.py",
     ),
     "results": (
+        "borders/test_arguments.py",
+        "borders/test_svi.py",
         "contracts/test_exports.py",
         "theory/test_health.py",
+        "theory/test_infinite_processes.py",
         "theory/test_random_models.py",
         "use/test_export_refusals.py",
     ),

@@ -569,7 +569,7 @@ def test_arguments_that_the_run_left_out_can_be_given():
     [
         ({"X": np.ones((3, 2))}, r"predictions.*Did you mean 'x'"),
         ({"x": np.full((3, 2), np.nan)}, r"6 NaN or infinite values"),
-        ({"x": np.ones((3, 5))}, r"shape \(3, 5\).*one row per new point"),
+        ({"x": np.ones((3, 5))}, r"shape \(3, 5\).*\(M, 2\), one row per new point"),
         (
             {"x": np.ones((3, 2)), "y": np.ones(4)},
             r"mismatched lengths \(x has 3, y has 4\)",

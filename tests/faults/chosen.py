@@ -301,4 +301,19 @@ HARMLESS: dict[tuple[str, str, int], str] = {
     ("priors.base._NonCenter.process_message", "sign", 0): _SCOPES,
     ("priors.base._NonCenter.process_message", "off by one", 0): _SCOPES,
     ("priors.base._NonCenter.process_message", "dropped term", 0): _SCOPES,
+    (
+        "results.fit._check_unchanged",
+        "factor",
+        0,
+    ): "a limit between rounding and changed data; half or twice as much serves too",
+    (
+        "results.fit._check_unchanged",
+        "lost factor",
+        0,
+    ): "on a CPU the potential has the same bits; other devices round it",
+    (
+        "results.prediction._values",
+        "input returned",
+        0,
+    ): "an empty mapping, or one of groups, which no site or argument is called like",
 }
