@@ -43,7 +43,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "borders/test_mcmc.py",
         "use/test_kernel_refusals.py",
     ),
-    "infinite": ("theory/test_infinite_*.py",),
+    "infinite": ("contracts/test_pretrained.py", "theory/test_infinite_*.py"),
     "metrics": (
         "theory/test_health.py",
         "theory/test_metrics.py",
@@ -62,6 +62,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "program": (
         "borders/test_arguments.py",
         "contracts/test_zoo.py",
+        "theory/test_evidence.py",
         "theory/test_programs.py",
         "theory/test_random_models.py",
         "theory/test_truth.py",

@@ -316,4 +316,14 @@ HARMLESS: dict[tuple[str, str, int], str] = {
         "input returned",
         0,
     ): "an empty mapping, or one of groups, which no site or argument is called like",
+    (
+        "program.axes.counted",
+        "sign",
+        0,
+    ): "NumPyro gives every site the rank of its plates",
+    (
+        "program.rows.Rows.extremes",
+        "lost factor",
+        0,
+    ): "at most 256 MiB instead of 32 are read at once; the answer is the same",
 }

@@ -128,6 +128,9 @@ def test_a_shared_function_is_traced_once_for_its_shapes(compiled):
     assert float(shared(lambda x: x * x)(jnp.float32(5.0))) == 25.0
     assert len(compiled) == before
     assert float(jax.grad(call)(3.0)) == 6.0
+    found = []  # numbers, also inside another program, which may be kept
+    jax.jit(lambda x: found.append(call(np.float32(3.0))) or x)(1.0)
+    assert float(found[0]) == 9.0
     with jax.enable_x64(True):
         assert call(1.0).dtype == jnp.float64
 
