@@ -67,6 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "theory/test_random_models.py",
         "theory/test_truth.py",
         "use/test_category_codes.py",
+        "use/test_export_refusals.py",
         "use/test_counted_rows.py",
     ),
     "results": (
