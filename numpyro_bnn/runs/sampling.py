@@ -372,7 +372,6 @@ class _Loop:
         layout = Layout(self.chains.mcmc.num_chains, total, block)
         start: int = self.draws_done
         launched: Any = None
-        self.ended = time.perf_counter()
         while start < total:
             stop = min((start // block + 1) * block, total)
             state, kept = launched or self.chains.advance(self.state, 0, stop - start)
@@ -382,7 +381,6 @@ class _Loop:
                 self.chains.advance(state, 0, after - stop) if after > stop else None
             )
             found = self.chains.fetch(kept, stop - start)
-            self._note_pace((stop - start) * thinning)
             self._check_range(found[SITES])
             # draws without a state would be taken for a run that has lost its states
             if not self.number:

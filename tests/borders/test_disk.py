@@ -172,12 +172,21 @@ def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_ki
         assert same(result(start(cut, name)), result(whole.result)), cut
 
 
-def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path):
+def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path, capsys):
+    """One line of progress counts the steps of all calls; with nothing left to do,
+    there is none.
+    """
     mcmc = mcmc_of(num_samples=6)
-    start(tmp_path, mcmc=mcmc)
-    assert same(result(start(tmp_path)), result(recorded("Barker").result))
-    less = start(tmp_path, mcmc=mcmc)
+    for method, steps in ((mcmc, "14/14"), (None, "20/20")):
+        run = start(tmp_path, mcmc=method, progress_bar=True)
+        shown = capsys.readouterr().err
+        assert "step size" in shown
+        assert steps in shown
+        assert shown.count("\n") == 1
+    assert same(result(run), result(recorded("Barker").result))
+    less = start(tmp_path, mcmc=mcmc, progress_bar=True)
     assert (less.num_draws, less.complete) == (6, True)
+    assert capsys.readouterr().err == ""
     assert mcmc.last_state is None
     mcmc.run(
         jax.random.key(1), *ZOO["spread"].args
@@ -784,17 +793,6 @@ def test_a_run_gives_the_results_of_its_mcmc(recorded):
         bnn.to_inference_data(str(recorded("Barker").path), **new)
     with refused("result", "which is not the folder of a run"):
         bnn.to_inference_data(recorded("Barker").path / "none")
-
-
-@pytest.mark.slow
-def test_one_line_of_progress(tmp_path, capsys):
-    start(tmp_path, progress_bar=True, block_seconds=0.01)
-    shown = capsys.readouterr().err
-    assert "step size" in shown
-    assert "20/20" in shown
-    assert shown.count("\n") == 1
-    start(tmp_path, progress_bar=True)  # nothing left to do, nothing to show
-    assert capsys.readouterr().err == ""
 
 
 # -- identity: code, what it reads, and the densities of single sites ------------------

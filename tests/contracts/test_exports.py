@@ -19,6 +19,7 @@ from numpyro.infer.autoguide import AutoNormal
 from zoo import CLASSES, NET, NEW_X, ZOO, N, X, Y
 
 import numpyro_bnn as bnn
+from numpyro_bnn.program.compiled import draws_per_chunk
 
 pytestmark = pytest.mark.core
 
@@ -206,6 +207,8 @@ def test_files_and_arviz_take_it(tmp_path):
 
 
 def test_results_do_not_depend_on_the_chunk():
+    megabytes = jax.ShapeDtypeStruct((2**20,), jnp.float32)
+    assert draws_per_chunk(jnp.negative, megabytes) == 128 / 4
     chunked = bnn.to_inference_data(mcmc(), NEW, draws_per_chunk=5)
     for part in ("predictions", "posterior_predictive", "log_likelihood"):
         for name, values in group(chunked, part).items():
@@ -569,7 +572,7 @@ def test_arguments_that_the_run_left_out_can_be_given():
     [
         ({"X": np.ones((3, 2))}, r"predictions.*Did you mean 'x'"),
         ({"x": np.full((3, 2), np.nan)}, r"6 NaN or infinite values"),
-        ({"x": np.ones((3, 5))}, r"shape \(3, 5\).*one row per new point"),
+        ({"x": np.ones((3, 5))}, r"shape \(3, 5\).*\(M, 2\), one row per new point"),
         (
             {"x": np.ones((3, 2)), "y": np.ones(4)},
             r"mismatched lengths \(x has 3, y has 4\)",

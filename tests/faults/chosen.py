@@ -309,4 +309,29 @@ HARMLESS: dict[tuple[str, str, int], str] = {
     ("priors.base._NonCenter.process_message", "sign", 0): _SCOPES,
     ("priors.base._NonCenter.process_message", "off by one", 0): _SCOPES,
     ("priors.base._NonCenter.process_message", "dropped term", 0): _SCOPES,
+    (
+        "results.fit._check_unchanged",
+        "factor",
+        0,
+    ): "a limit between rounding and changed data; half or twice as much serves too",
+    (
+        "results.fit._check_unchanged",
+        "lost factor",
+        0,
+    ): "on a CPU the potential has the same bits; other devices round it",
+    (
+        "results.prediction._values",
+        "input returned",
+        0,
+    ): "an empty mapping, or one of groups, which no site or argument is called like",
+    (
+        "program.axes.counted",
+        "sign",
+        0,
+    ): "NumPyro gives every site the rank of its plates",
+    (
+        "program.rows.Rows.extremes",
+        "lost factor",
+        0,
+    ): "at most 256 MiB instead of 32 are read at once; the answer is the same",
 }

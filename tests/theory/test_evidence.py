@@ -20,6 +20,7 @@ from numpyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNorma
 from zoo import NOISE, N, X, Y, line
 
 from numpyro_bnn.guides import evidence, summarize
+from numpyro_bnn.program.importance import weighted_draw
 
 X = X + np.float32(1.8)  # inputs with a mean: their weights are correlated
 PRECISION = np.eye(2) + X.T.astype(float) @ X / NOISE**2
@@ -267,6 +268,18 @@ REFUSED = {
     ),
     "jit": ("args", "traced by `jit`", lambda: jax.jit(lambda y: judged(y=y).elbo)(Y)),
 }
+
+
+def test_a_guide_and_noise_inside_its_model_are_drawn_independently():
+    def model():
+        numpyro.deterministic("noise", jax.random.normal(numpyro.prng_key(), (3,)))
+        numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+
+    def guide():
+        numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+
+    sites = weighted_draw(model, guide, {}, (), {}, jax.random.key(0)).model
+    assert (np.abs(sites["w"]["value"] - sites["noise"]["value"]) > 1e-4).all()
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from helpers import group
-from jax import random
+from jax import lax, random
 from jax.extend.core import ClosedJaxpr
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
@@ -20,6 +20,7 @@ from numpyro.primitives import Messenger
 from zoo import NOISE, ZOO, X, Y, line, network, spread
 
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
+from numpyro_bnn.program.axes import counted
 from numpyro_bnn.program.compiled import run, shared
 from numpyro_bnn.program.reading import Reading, arrays_in
 
@@ -127,6 +128,9 @@ def test_a_shared_function_is_traced_once_for_its_shapes(compiled):
     assert float(shared(lambda x: x * x)(jnp.float32(5.0))) == 25.0
     assert len(compiled) == before
     assert float(jax.grad(call)(3.0)) == 6.0
+    found = []  # numbers, also inside another program, which may be kept
+    jax.jit(lambda x: found.append(call(np.float32(3.0))) or x)(1.0)
+    assert float(found[0]) == 9.0
     with jax.enable_x64(True):
         assert call(1.0).dtype == jnp.float64
 
@@ -454,3 +458,76 @@ def test_distributions_of_users_are_read():
         lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()}
     )["w"] == {"s"}
     assert float(reading.at({"s": 4.0})["w"]["fn"].loc) == 8.0
+
+
+# A function of the rows' index and of arrays that are all of length 3; and which axes
+# of each array count the rows, by the program (None: it does not say).
+COUNTED = {
+    "no index": (lambda i, x: x.sum(1), {"x": (True, False)}),
+    "vmap": (lambda i, x: jax.vmap(jnp.sum)(x)[i], {"x": (True, False)}),
+    "vmap of columns": (
+        lambda i, x: jax.vmap(jnp.sum, 1)(x)[i],
+        {"x": (False, True)},
+    ),
+    "scan over rows": (
+        lambda i, x, y: lax.scan(lambda h, r: (h, r[0] @ r[1]), 0.0, (x, y))[1][i],
+        {"x": (True, None), "y": (True, None)},
+    ),
+    "scan over columns": (
+        lambda i, x, v: lax.scan(lambda h, r: (h + r * v, None), jnp.zeros(3), x.T)[0][
+            i
+        ],
+        {"x": (True, False), "v": (True,)},
+    ),
+    "states of a scan": (
+        lambda i, x: lax.scan(lambda h, r: (h + r, h), jnp.zeros(3), x)[1].sum(0)[i],
+        {"x": (False, True)},
+    ),
+    "branches": (
+        lambda i, x, v: lax.cond(v.sum() > 0, lambda x: x.sum(1), lambda x: x[0], x)[i],
+        {"x": (True, True), "v": (None,)},
+    ),
+    "embedding": (
+        lambda i, table, code: table[code[i]].sum(1),
+        {"table": (False, False), "code": (True,)},
+    ),
+    "embedding, mapped": (
+        lambda i, table, code: jax.vmap(lambda k: table[k].sum())(code)[i],
+        {"table": (False, None), "code": (True,)},
+    ),
+    "elements": (
+        lambda i, x, code: x[i, code[i]],
+        {"x": (True, False), "code": (True,)},
+    ),
+    "shuffled": (lambda i, x: x[jnp.array([2, 0, 1])][i, 0], {"x": (None, None)}),
+    "sorted": (lambda i, x: jnp.sort(x, 1).cumsum(1)[i].sum(1), {"x": (True, False)}),
+    "mean": (
+        lambda i, x, v: x.sum(0)[i] - v.mean(),
+        {"x": (False, True), "v": (None,)},
+    ),
+    "weights": (
+        lambda i, x, w: jnp.tanh(x @ w)[i].sum(1),
+        {"x": (True, False), "w": (False, False)},
+    ),
+    "unused": (lambda i, x, v: x[i].sum(1), {"x": (True, False), "v": (None,)}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_axes_that_count_the_rows_are_followed_through_the_program(name):
+    """Through loops, maps, branches and lookups; never by a length."""
+    function, expected = COUNTED[name]
+
+    def model(**arrays):
+        with numpyro.plate("data", 3) as i:
+            mean = function(i, **arrays)
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=jnp.ones(3))
+
+    arrays = {
+        argument: jnp.arange(3) if argument == "code" else jnp.ones((3,) * len(axes))
+        for argument, axes in expected.items()
+    }
+    found = counted(Reading(model, (), arrays))
+    for argument, axes in expected.items():
+        for axis, answer in enumerate(axes):
+            assert found.alike((argument, axis), "data") is answer, (argument, axis)

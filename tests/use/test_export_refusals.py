@@ -11,6 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+import scipy.stats
 from helpers import group, results
 from numpyro import handlers
 from numpyro.infer import MCMC, BarkerMH
@@ -341,6 +342,10 @@ def test_rows_are_followed_through_the_model_and_not_found_by_length(knots):
     np.testing.assert_allclose(
         group(idata, "predictions")["y_mean"], expected, rtol=1e-4, atol=1e-4
     )
+    # The guide's draws and the noise of rows share no random numbers.
+    rows = group(idata, "posterior_predictive")
+    noise, weights = (rows["y"] - rows["y_mean"])[0], kernel[0] - np.linspace(-1, 1, N)
+    assert np.abs(np.corrcoef(noise, weights)[:DRAWS, DRAWS:]).max() < 0.99
     for part, rows in {"constant_data": N, "predictions_constant_data": 5}.items():
         data = group(idata, part)
         assert data["x"].dims == ("x_dim_0", "data")
@@ -432,6 +437,19 @@ def test_another_model_of_the_same_sites_is_refused(masked, exported):
         }
     )
     assert bnn.predict(network(), groups, X[:5, None]).attrs["model_compared"] == "no"
+    if masked:
+        return
+    # Densities are compared relative to their size: float32 rounds those of outliers.
+    mean, far = group(idata, "posterior_predictive")["y_mean"], Y + 1e4
+    density = mean.copy(data=scipy.stats.norm.logpdf(far, mean, 0.5))
+    groups = {
+        "posterior": group(idata, "posterior"),
+        "constant_data": group(idata, "constant_data"),
+        "observed_data": group(idata, "observed_data").assign(y=("data", far)),
+        "log_likelihood": density.to_dataset(name="y"),
+    }
+    found = bnn.predict(network(), results(groups), X[:5, None])
+    assert found.attrs["model_compared"] == "log_likelihood"
 
 
 def test_sites_and_draws_that_do_not_match_are_refused(run, exported):

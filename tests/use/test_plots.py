@@ -215,6 +215,9 @@ def test_calibration_holds_the_transform_and_the_coverage(idata):
         metrics.pit(draws, y, 3), bins=8, range=(0, 1), density=True
     )
     np.testing.assert_allclose(histogram.patches[-1].get_data().values, expected)
+    (band,) = (p for p in histogram.patches if p.get_label() == "95 % if calibrated")
+    edges = np.unique(band.get_path().get_extents(band.get_patch_transform()).intervaly)
+    np.testing.assert_allclose(edges, 8 * binomial_band(y.size, 1 / 8))
     x, found = curve.lines[-1].get_data()
     np.testing.assert_allclose(x, np.linspace(0.05, 0.95, 19))
     np.testing.assert_allclose(
