@@ -147,7 +147,7 @@ class Network(BaseEstimator):
         for width in widths:
             Count().check(call, "widths", width)
         nn.MLP([1, 1], self._activation)
-        as_prior(self.prior or {}, call)
+        as_prior({} if self.prior is None else self.prior, call)
         with taught(call, "random_state", self.random_state):
             check_random_state(self.random_state)
 
@@ -191,7 +191,9 @@ class Network(BaseEstimator):
             [*(widths if self.widths is None else self.widths), outputs],
             self._activation,
         )
-        prior = self.prior or methods.PRIORS.get(self.method, self._usual_prior)()
+        prior = self.prior
+        if prior is None:
+            prior = methods.PRIORS.get(self.method, self._usual_prior)()
         model = partial(
             methods.network_model, net=net, prior=prior, likelihood=likelihood
         )

@@ -237,9 +237,7 @@ class Reading:
         #: The trace: arrays that the model computes have a shape and a dtype, and no
         # values.
         self.sites: Sites = found
-        #: Whether the model asks for random numbers of its own (``numpyro.prng_key``:
-        # dropout).
-        self.stochastic = seen.asks_keys
+        self._asks_keys = seen.asks_keys
         #: Parameters of ``priors.Learned`` that no handler gives a value.
         self.learned = tuple(name for name, waits in seen.learned.items() if waits)
         self._states = seen.states
@@ -273,6 +271,31 @@ class Reading:
             for name, args in sizes.items()
             if args[1] not in (None, args[0])
         }
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the model computes with random numbers of its own
+        (``numpyro.prng_key``: dropout).
+
+        A module of Linen asks for them too, to start parameters that may all have
+        priors.
+        """
+        if not self._asks_keys:
+            return False
+        known = self.shapes([*self.latent, *self.plates])
+
+        def computed(given: Mapping[str, Any]) -> dict[str, Any]:
+            key = given[""]
+            sites = self.at({name: given[name] for name in known}, key).values()
+            return {
+                name: arrays_in([site.get(part) for part in _numbers(site)])
+                for name, site in zip(self.sites, sites, strict=True)
+                if site["type"] in ("sample", "deterministic", "mutable")
+            }
+
+        random_key = jax.eval_shape(random.key, 0)
+        used = dependence(computed, {**known, "": random_key})
+        return any("" in names for names in used.values())
 
     @property
     def redrawn(self) -> frozenset[str]:

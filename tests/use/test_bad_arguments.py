@@ -187,6 +187,7 @@ ROWS = {
             for option, *why in [
                 ({"widths": b"5"}, "widths", "Pass the hidden widths"),
                 ({"random_state": np.nan}, "random_state", "cannot be used to seed"),
+                ({"prior": 0}, "prior", "priors."),
             ]
         ],
         (lambda: regressor().predict("abc"), "X", "Pass a table of numbers, (N, D)."),
@@ -484,6 +485,10 @@ ROWS = {
         (lambda: bnn.predict(LINE, 3, X), "idata", ""),
     ],
     "models": [
+        *[
+            (lambda p=prior: models.regression(NET, p), "prior", "priors.")
+            for prior in (0, "", np.ones(2))
+        ],
         (
             lambda: models.regression(NET, noise=dist.Normal()),
             "noise",
