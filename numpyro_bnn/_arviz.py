@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, as_floats, unknown_name
 from numpyro_bnn._options import Choice
 
 if TYPE_CHECKING:
@@ -220,13 +220,15 @@ def opened(call: str, idata: Any) -> Any:
     """Results as they are, or read from the netCDF file at a path; a TypeError of a
     call for anything else.
     """
-    found = (
-        _arviz().from_netcdf(os.path.expanduser(idata))
-        if isinstance(idata, str | PathLike)
-        else idata
-    )
-    group_names(found, call)
-    return found
+    if isinstance(idata, str | PathLike):
+        path = os.path.expanduser(idata)
+        if not os.path.exists(path):
+            instead = "Pass the path of a netCDF file, or the results themselves."
+            got = f"{str(path)!r}, where there is no file"
+            raise argument_error(call, "idata", got, instead, FileNotFoundError)
+        idata = _arviz().from_netcdf(path)
+    group_names(idata, call)
+    return idata
 
 
 def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Dataset":
@@ -274,7 +276,7 @@ def attrs(idata: Any) -> dict[str, Any]:
 
 
 def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
-    array = np.asarray(draws, dtype=np.float64)
+    array = as_floats(call, "draws", draws)
     if array.ndim < 2 or 0 in array.shape:
         raise argument_error(
             call,

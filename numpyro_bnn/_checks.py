@@ -4,7 +4,7 @@ say what to write instead.
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,13 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}" if len(text) > LONGEST else text
 
 
+def is_list(value: Any) -> bool:
+    """Whether it is a sequence of things: a text is one of letters, bytes of
+    numbers.
+    """
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
     """Build the error for a name that is not among the ``known`` ones, with the closest
     of these first.
@@ -79,18 +86,23 @@ def outside() -> int:
     return level
 
 
+def as_array(call: str, argument: str, value: Any) -> np.ndarray:
+    """Convert to NumPy; refuse rows of several lengths."""
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise argument_error(
+            call, argument, "rows of several lengths", "Pass an array of numbers."
+        ) from error
+
+
 def as_floats(
     call: str, argument: str, value: Any, dtype: Any = np.float64
 ) -> np.ndarray:
     """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things
     that are no numbers.
     """
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise argument_error(
-            call, argument, "rows of several lengths", "Pass an array of numbers."
-        ) from error
+    array = as_array(call, argument, value)
     if array.dtype.kind in "USOmMc":
         raise argument_error(
             call,
@@ -118,16 +130,19 @@ def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and
     infinity.
     """
-    if 0 in np.shape(value):
+    numbers = known(value)
+    if not isinstance(numbers, jax.core.Tracer):
+        numbers = as_floats(call, argument, numbers, None)
+    if 0 in np.shape(numbers):
         raise argument_error(
             call,
             argument,
-            f"empty data of shape {np.shape(value)}",
+            f"empty data of shape {np.shape(numbers)}",
             "Pass at least one row.",
         )
-    if isinstance(value := known(value), jax.core.Tracer):
+    if isinstance(numbers, jax.core.Tracer):
         return
-    bad = ~np.isfinite(as_floats(call, argument, value, None))
+    bad = ~np.isfinite(numbers)
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"
@@ -151,7 +166,11 @@ def check_rank(
 
 
 def check_same_length(call: str, **arrays: Any) -> None:
-    """Refuse arrays whose leading axes differ."""
+    """Refuse arrays whose leading axes differ, and numbers without an axis."""
+    for name, value in arrays.items():
+        if np.ndim(value) == 0:
+            instead = "Pass one row per data point."
+            raise argument_error(call, name, shown(value), instead)
     sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
@@ -165,7 +184,7 @@ def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None
     """Refuse class labels that are not integers 0..K-1."""
     if isinstance(value := known(value), jax.core.Tracer):
         return
-    array = np.asarray(value)
+    array = as_array(call, argument, value)
     if array.dtype.kind not in "iub":
         instead = "Pass integer class labels 0..K-1, e.g. `y.astype(int)`."
         raise argument_error(call, argument, f"dtype {array.dtype}", instead)

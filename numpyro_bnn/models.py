@@ -75,7 +75,7 @@ def regression(
         raise argument_error(call, "noise", noise, instead)
     noise = dist.HalfNormal(1.0) if noise is None else noise
     _check_noise(call, noise)
-    as_prior(prior or {}, call)
+    as_prior({} if prior is None else prior, call)
     options = {
         "noise": noise,
         "heteroscedastic": heteroscedastic,
@@ -174,7 +174,7 @@ def classification(
     >>> trace["y"]["value"].shape
     (7,)
     """
-    as_prior(prior or {}, "models.classification")
+    as_prior({} if prior is None else prior, "models.classification")
     return partial(_classification, net=net, num_classes=num_classes, prior=prior)
 
 

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 from scipy.special import log_softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error
@@ -21,7 +21,7 @@ from numpyro_bnn.estimators.network import (
     Network,
     Uncertainty,
 )
-from numpyro_bnn.estimators.tables import check_labels, check_numbers
+from numpyro_bnn.estimators.tables import check_labels, taught
 
 
 class Classifier(ClassifierMixin, Network):
@@ -51,6 +51,8 @@ class Classifier(ClassifierMixin, Network):
     ... )
     ['high' 'low'] ['low' 'high'] (40, 2)
     """
+
+    _check_targets = staticmethod(check_labels)
 
     def __init__(
         self,
@@ -88,10 +90,9 @@ class Classifier(ClassifierMixin, Network):
 
     def _learn(self, X: Any, y: Any) -> None:
         self._check_settings()
-        check_numbers(f"{self._call}.fit", "X", X)
-        check_labels(f"{self._call}.fit", "y", y)
-        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
-        check_classification_targets(y)
+        X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
+        with taught(f"{self._call}.fit", "y", y):
+            check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             got = f"labels of one class, {self.classes_[0]!r}"
@@ -194,9 +195,9 @@ class Classifier(ClassifierMixin, Network):
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """The fraction of rows whose label is predicted, as scikit-learn has it."""
-        check_is_fitted(self)
-        check_labels(f"{self._call}.score", "y", y)
-        return super().score(X, y, sample_weight)
+        with self._scored(y, sample_weight):
+            self._check_kind(f"{self._call}.score", "y", y)
+            return super().score(X, y, sample_weight)
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """Log probability of the label of each row, (N,): larger is better."""
@@ -204,15 +205,21 @@ class Classifier(ClassifierMixin, Network):
             self.calibration_
         )
 
+    def _check_kind(self, call: str, argument: str, y: Any) -> None:
+        """Refuse dates in the place of other labels: to NumPy one day equals 1."""
+        kinds = [np.asarray(labels).dtype.kind in "mM" for labels in (y, self.classes_)]
+        if kinds[0] != kinds[1]:
+            instead = f"Pass labels such as {self.classes_[0]!r}, as in the fit."
+            raise argument_error(call, argument, y, instead)
+
     def _codes(self, X: Any, y: Any, method: str, suffix: str = "") -> np.ndarray:
         """Places of the labels of rows in ``classes_``; arguments of the method may
         have a suffix.
         """
         check_is_fitted(self)
         call = f"{self._call}.{method}"
-        check_numbers(call, f"X{suffix}", X)
-        check_labels(call, f"y{suffix}", y)
-        _, y = validate_data(self, X, y, reset=False)
+        _, y = self._rows_and_targets(method, X, y, suffix)
+        self._check_kind(call, f"y{suffix}", y)
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
             got = f"the label {y[unknown].tolist()[0]!r}, which the fit has not seen"

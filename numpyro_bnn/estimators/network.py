@@ -4,11 +4,11 @@ export.
 
 import ast
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from copy import copy
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
-from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._checks import argument_error, is_list, outside
 from numpyro_bnn._options import (
     Choice,
     Count,
@@ -31,7 +31,7 @@ from numpyro_bnn._options import (
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.predictive import Predictive
-from numpyro_bnn.estimators.tables import check_numbers
+from numpyro_bnn.estimators.tables import check_numbers, taught
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import extrapolated
 from numpyro_bnn.metrics.health import FAR
@@ -110,6 +110,9 @@ class Network(BaseEstimator):
     callback: Callable | None
     progress_bar: bool
     random_state: Any
+    #: What scikit-learn is to check of targets, and how we check them before.
+    _target_options: ClassVar[Mapping[str, Any]] = {}
+    _check_targets: Callable[[str, str, Any], None]
 
     @property
     def _call(self) -> str:
@@ -133,7 +136,7 @@ class Network(BaseEstimator):
         for name in options_of(init := type(self).__init__):
             check_option(call, init, name, getattr(self, name))
         widths = () if self.widths is None else self.widths
-        if not isinstance(widths, Sequence) or isinstance(widths, str):
+        if not is_list(widths):
             raise argument_error(
                 call,
                 "widths",
@@ -144,7 +147,9 @@ class Network(BaseEstimator):
         for width in widths:
             Count().check(call, "widths", width)
         nn.MLP([1, 1], self._activation)
-        as_prior(self.prior or {}, call)
+        as_prior({} if self.prior is None else self.prior, call)
+        with taught(call, "random_state", self.random_state):
+            check_random_state(self.random_state)
 
     def _fitted(self, X: Any, y: Any) -> Any:
         """Fit a copy and take over all of it at once: a refused or interrupted fit
@@ -186,7 +191,9 @@ class Network(BaseEstimator):
             [*(widths if self.widths is None else self.widths), outputs],
             self._activation,
         )
-        prior = self.prior or methods.PRIORS.get(self.method, self._usual_prior)()
+        prior = self.prior
+        if prior is None:
+            prior = methods.PRIORS.get(self.method, self._usual_prior)()
         model = partial(
             methods.network_model, net=net, prior=prior, likelihood=likelihood
         )
@@ -252,10 +259,37 @@ class Network(BaseEstimator):
         """New rows, checked and standardized."""
         check_is_fitted(self)
         refuse_forks(self._call)
-        check_numbers(self._call, argument, X)
-        return self._x_scaler.transform(
-            validate_data(self, X, dtype=np.float64, reset=False)
-        )
+        with taught(self._call, argument, X):
+            check_numbers(self._call, argument, X)
+            rows = validate_data(self, X, dtype=np.float64, reset=False)
+        return self._x_scaler.transform(rows)
+
+    def _rows_and_targets(
+        self, method: str, X: Any, y: Any, suffix: str = "", **options: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and their targets, checked.
+
+        :param method: what the user called; its arguments may have a ``suffix``.
+        :param options: of scikit-learn's ``validate_data``.
+        """
+        call = f"{self._call}.{method}"
+        options = {"dtype": np.float64, "reset": False, **options}
+        with taught(call, f"X{suffix}", X):
+            check_numbers(call, f"X{suffix}", X)
+            validate_data(self, X, **options)
+        with taught(call, f"y{suffix}", y):
+            self._check_targets(call, f"y{suffix}", y)
+            return validate_data(self, X, y, **options, **self._target_options)
+
+    @contextmanager
+    def _scored(self, y: Any, sample_weight: Any) -> Iterator[None]:
+        """Check targets of a score, which scikit-learn then computes."""
+        check_is_fitted(self)
+        call = f"{self._call}.score"
+        argument = "y" if sample_weight is None else "y, sample_weight"
+        with taught(call, argument, y):
+            self._check_targets(call, "y", y)
+            yield
 
     def _answers(
         self, name: str, rows: np.ndarray, *by_row: np.ndarray, **options: Any
@@ -325,8 +359,9 @@ class Network(BaseEstimator):
         from scipy.optimize import minimize_scalar
 
         check_is_fitted(self)
-        if len(X) < LEAST_HELD_OUT:
-            got = f"{len(X)} rows"
+        rows, _ = self._rows_and_targets("calibrate", X, y)
+        if len(rows) < LEAST_HELD_OUT:
+            got = f"{len(rows)} rows"
             raise argument_error(
                 f"{self._call}.calibrate",
                 "X",
@@ -377,9 +412,9 @@ class Network(BaseEstimator):
         once less; and a generator.
         """
         check_is_fitted(self)
-        generator = np.random.default_rng(
-            check_random_state(random_state).randint(2**31)
-        )
+        with taught(f"{self._call}.sample", "random_state", random_state):
+            source = check_random_state(random_state)
+        generator = np.random.default_rng(source.randint(2**31))
         total = self._predictive.num_draws
         orders = [generator.permutation(total) for _ in range(-(-count // total))]
         return self._summary(

@@ -5,12 +5,12 @@ the data.
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.stats import norm
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
@@ -89,6 +89,9 @@ class Regressor(RegressorMixin, Network):
     ((40,), True, True)
     """
 
+    _target_options: ClassVar = {"y_numeric": True, "multi_output": True}
+    _check_targets = staticmethod(check_numbers)
+
     def __init__(
         self,
         method: Method = "ensemble",
@@ -134,17 +137,7 @@ class Regressor(RegressorMixin, Network):
                 f"{', '.join(methods.HEAVY_TAILS)}."
             )
             raise argument_error(self._call, "heavy_tails", tails, instead)
-        check_numbers(f"{self._call}.fit", "X", X)
-        check_numbers(f"{self._call}.fit", "y", y)
-        X, y = validate_data(
-            self,
-            X,
-            y,
-            dtype=np.float64,
-            y_numeric=True,
-            multi_output=True,
-            ensure_min_samples=2,
-        )
+        X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
         usual, y = (
             methods.Regression.usual(self.method, len(X)),
             np.asarray(y, np.float64),
@@ -324,9 +317,8 @@ class Regressor(RegressorMixin, Network):
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """R^2 of the means, as scikit-learn has it."""
-        check_is_fitted(self)
-        check_numbers(f"{self._call}.score", "y", y)
-        return super().score(X, y, sample_weight)
+        with self._scored(y, sample_weight):
+            return super().score(X, y, sample_weight)
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is
@@ -341,13 +333,10 @@ class Regressor(RegressorMixin, Network):
         suffix.
         """
         check_is_fitted(self)
-        call = f"{self._call}.{method}"
-        check_numbers(call, f"X{suffix}", X)
-        check_numbers(call, f"y{suffix}", y)
-        _, y = validate_data(self, X, y, reset=False, y_numeric=True, multi_output=True)
+        _, y = self._rows_and_targets(method, X, y, suffix)
         if y.shape[1:] != self._columns:
             instead = f"Pass targets shaped {('N', *self._columns)}, as in the fit."
-            raise argument_error(call, f"y{suffix}", y, instead)
+            raise argument_error(f"{self._call}.{method}", f"y{suffix}", y, instead)
         return np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
 
     def _density_by_factor(

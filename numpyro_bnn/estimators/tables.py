@@ -1,15 +1,30 @@
 """What a table may hold. Errors name the column, which those of scikit-learn do not."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, shown
 
 HUGE = 1e300  # sums and differences of larger values overflow
+PASS = {"X": "Pass a table of numbers, (N, D).", "y": "Pass one for each row of X."}
 DATES = date | timedelta | np.datetime64 | np.timedelta64
+
+
+@contextmanager
+def taught(call: str, argument: str, value: Any) -> Iterator[None]:
+    """Put call, argument and value before what scikit-learn or NumPy refuses."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if ": argument `" in str(error):
+            raise
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        why = f"{str(error).rstrip('.')}. {PASS.get(argument[:1], '')}"
+        raise argument_error(call, argument, shown(value), why, kind) from error
 
 
 def check_numbers(call: str, argument: str, table: Any) -> None:

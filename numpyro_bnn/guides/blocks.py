@@ -3,7 +3,7 @@ of distributions.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, is_list, unknown_name
 from numpyro_bnn._options import PositiveInt, check_fields
 from numpyro_bnn.nn.base import Shape
 
@@ -240,9 +240,10 @@ def checked_blocks(
     """The blocks a user passed, a mapping from patterns to families or pairs of them,
     as pairs.
     """
-    pairs = list(blocks.items() if isinstance(blocks, Mapping) else blocks)
+    pairs = blocks.items() if isinstance(blocks, Mapping) else blocks
+    pairs = list(pairs) if isinstance(pairs, Iterable) else [pairs]
     for pair in pairs:
-        if isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[1], Family):
+        if not is_list(pair) or len(pair) != 2 or not isinstance(pair[1], Family):
             instead = (
                 'Pass a dictionary from patterns to families, e.g. `{"net/*": '
                 "guides.FullRank()}`."

@@ -167,21 +167,22 @@ def check_init_scale(call: str, init_scale: Any) -> None:
     """Refuse anything but a positive number, or a mapping from patterns to positive
     numbers or arrays.
     """
-    values = (
-        list(init_scale.values()) if isinstance(init_scale, Mapping) else [init_scale]
-    )
-    for value in values:
-        numeric = isinstance(value, Real | np.ndarray | jax.Array) and not isinstance(
-            value, bool
+    by_pattern = init_scale if isinstance(init_scale, Mapping) else {"*": init_scale}
+    named = by_pattern and all(isinstance(pattern, str) for pattern in by_pattern)
+    if not named or not all(map(_is_positive, by_pattern.values())):
+        instead = (
+            "Pass a positive number, or positive standard deviations by pattern, "
+            'e.g. `{"*.kernel": 0.01}`.'
         )
-        if not numeric or not (
-            np.all(np.asarray(value) > 0) and np.all(np.isfinite(np.asarray(value)))
-        ):
-            instead = (
-                "Pass a positive number, or positive standard deviations by pattern, "
-                'e.g. `{"*.kernel": 0.01}`.'
-            )
-            raise argument_error(call, "init_scale", repr(init_scale), instead)
+        raise argument_error(call, "init_scale", repr(init_scale), instead)
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether it is a positive finite number, or an array of them."""
+    if isinstance(value, bool) or not isinstance(value, Real | np.ndarray | jax.Array):
+        return False
+    array = np.asarray(value)
+    return array.dtype.kind in "iuf" and bool(np.all((array > 0) & (array < np.inf)))
 
 
 def initial_scales(

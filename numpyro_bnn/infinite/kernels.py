@@ -346,6 +346,11 @@ def empirical_ntk(
     for argument, value in (("x1", x1), ("x2", x2)):
         if value is not None:
             check_finite(call, argument, value)
+    if not isinstance(params, Mapping):
+        instead = "Pass one array for each parameter, as `net.init` or a draw has them."
+        raise argument_error(call, "params", params, instead, TypeError)
+    for name, value in params.items():
+        check_finite(call, f"params[{name!r}]", value)
     shape = np.shape(x1)[1:]
     found = prior_moments(call, net, shape, prior, scales)
     if contains(net, BatchNorm):

@@ -114,6 +114,7 @@ class GPRegression:
         """
         from scipy.stats import norm
 
+        check_finite("GPRegression.log_density", "y", y)
         mean, variance = self.predict(x, diagonal=True)
         if np.shape(y) != mean.shape:
             instead = (
@@ -126,7 +127,6 @@ class GPRegression:
         sd = np.sqrt(
             variance.reshape((-1,) + (1,) * (mean.ndim - 1)) + self.noise_sd**2
         )
-        check_finite("GPRegression.log_density", "y", y)
         return norm.logpdf(np.asarray(y), mean, sd).reshape(len(mean), -1).sum(axis=1)
 
     @checked("GPRegression.sample")

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import (
     argument_error,
+    as_array,
     as_floats,
     check_finite,
     check_labels,
@@ -82,6 +83,11 @@ def sound_chains(call: str, argument: str, *draws: Any) -> np.ndarray:
     At fault are chains that the export has marked, by the coordinate ``marked``, and
     those with values that are NaN or infinite where other chains have none.
     """
+    for each in draws:
+        if 0 in np.shape(each):
+            got = f"empty data of shape {np.shape(each)}"
+            instead = "Pass at least one draw and row."
+            raise argument_error(call, argument, got, instead)
     coords = getattr(draws[0], "coords", {})
     labels = np.asarray(coords["chain"] if "chain" in coords else range(len(draws[0])))
     marked = np.array(
@@ -173,7 +179,8 @@ def probs_and_labels(
     0..K-1.
     """
     array = probabilities(call, probs, {2: "(N, K)", 3: "(S, N, K)", 4: "(C, S, N, K)"})
-    array, known = array.reshape(-1, *array.shape[-2:]).mean(axis=0), np.asarray(labels)
+    array = array.reshape(-1, *array.shape[-2:]).mean(axis=0)
+    known = as_array(call, "labels", labels)
     check_rank(call, "labels", known, 1, "(N,)")
     check_same_length(call, probs=array, labels=known)
     check_labels(call, "labels", known, array.shape[1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Count, PositiveInt, checked
 from numpyro_bnn.nn.base import Layer
 from numpyro_bnn.nn.conv import AvgPool, Conv2d, MaxPool
@@ -10,7 +10,7 @@ from numpyro_bnn.nn.layers import Dense, Flatten, Residual, Sequential
 
 
 def _widths(call: str, argument: str, value: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if not is_list(value) or not value:
         raise argument_error(
             call,
             argument,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Kind, RandomKey, check_fields, checked
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
@@ -223,8 +223,9 @@ def _as_inputs(x: Any) -> jax.Array:
 
 
 def _checked_shape(input_shape: Shape) -> Shape:
+    sizes: Any = input_shape if is_list(input_shape) else [None]
     try:
-        shape = tuple(index(n) for n in input_shape)
+        shape = tuple(map(index, sizes))
     except TypeError:
         instead = "Pass the shape of one data point as a tuple, e.g. `x.shape[1:]`."
         raise argument_error(

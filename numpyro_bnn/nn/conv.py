@@ -2,7 +2,7 @@
 channels).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Annotated, Any, ClassVar
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, is_list, unknown_name
 from numpyro_bnn._options import Choice, Count, PositiveInt, Switch
 from numpyro_bnn.nn.base import (
     ForwardContext,
@@ -30,11 +30,7 @@ IMAGE = "an image (height, width, channels)"
 
 
 def _pair(call: str, argument: str, value: int | Pair) -> Pair:
-    pair = (
-        tuple(value)
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else (value, value)
-    )
+    pair: tuple = tuple(value) if is_list(value) else (value, value)  # type: ignore
     if len(pair) != 2:
         raise argument_error(
             call,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.special
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Choice, Kind, Number, PositiveInt, Switch
 from numpyro_bnn.nn.base import (
     ForwardContext,
@@ -185,11 +185,7 @@ class Sequential(Layer):
     layers: Sequence[Layer | str]
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.layers, Sequence)
-            or isinstance(self.layers, str)
-            or not self.layers
-        ):
+        if not is_list(self.layers) or not self.layers:
             instead = "Pass a list, e.g. `Sequential([Dense(8), 'tanh'])`."
             raise argument_error("nn.Sequential", "layers", self.layers, instead)
         layers = tuple(

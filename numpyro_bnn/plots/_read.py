@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Choice
 from numpyro_bnn.metrics._inputs import sound_chains
 
@@ -75,8 +75,8 @@ def predicted(
     usable = [
         key for key, observed in held.items() if observed is not None or not scored
     ]
-    if group is not None and group not in usable:
-        raise unknown_name(call, "group", group, usable)
+    if group is not None:
+        Choice(usable).check(call, "group", group)
     if not usable:
         without = f"predictions{' and their targets' if scored else ''}"
         got = f"the groups {_arviz.group_names(idata)}, without {without}"
@@ -111,7 +111,7 @@ def input_values(
     draws = drawn.function if drawn.y is None else drawn.y
     size = 0 if draws is None else draws.shape[2]
     if x is not None and not isinstance(x, str):
-        values = np.asarray(x, dtype=np.float64)
+        values = as_floats(call, "x", x)
         if values.shape != (size,):
             raise argument_error(
                 call,

@@ -5,6 +5,7 @@ whether data have changed.
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, shown
 from numpyro_bnn.program.rows import Rows
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
@@ -188,7 +189,7 @@ def as_arrays(
 
     def converted(path: Any, leaf: Any) -> Any:
         array = _values(leaf)
-        check_numeric(call, _place(path), array)
+        check_numeric(call, place_of(path), array)
         return (
             leaf
             if array is None or array.dtype.kind not in "biufc"
@@ -202,7 +203,7 @@ def as_arrays(
         )
 
 
-def _place(path: Any) -> str:
+def place_of(path: Any) -> str:
     """Where a leaf of (args, kwargs) is: ``args[0]`` or ``x``."""
     if path[0].idx == 0:
         return f"args{jax.tree_util.keystr(path[1:])}"
@@ -218,6 +219,38 @@ def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
         lambda leaf: leaf if _values(leaf) is None else _values(leaf),
         given,
         is_leaf=is_table,
+    )
+
+
+@contextmanager
+def naming_arguments(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Add to an error of the user's model with what the model was called."""
+    try:
+        yield
+    except Exception as error:
+        ours = ": argument `" in "".join([str(error), *getattr(error, "__notes__", ())])
+        if not ours:
+            error.add_note(f"The model failed: {_described(model, args, kwargs or {})}")
+        raise
+
+
+def _described(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    named = {**{f"args[{at}]": value for at, value in enumerate(args)}, **kwargs}
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(model)
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        named = {
+            name: value
+            for name, value in bound.items()
+            if signature.parameters[name].kind
+            is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        } or named
+    return "; ".join(
+        f"argument `{name}` got {shown(value)}"
+        for name, value in named.items()
+        if not name.startswith("_")
     )
 
 

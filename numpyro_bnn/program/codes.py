@@ -90,6 +90,10 @@ class _Lookups:
             )
         if name == "scan":
             return self._scan(params, operands)
+        if name == "cond":
+            return self._branches(params["branches"], *operands)
+        if name == "while":
+            return self._loop(params, operands)
         callback = getattr(params.get("callback"), "callback_func", None)
         source = getattr(callback, "__self__", None)
         if isinstance(source, Rows):
@@ -151,6 +155,77 @@ class _Lookups:
         if not jnp.issubdtype(found.dtype, jnp.inexact):  # one that no other level has
             answer = 0 if answer == 0 else jnp.iinfo(found.dtype).max
         return jnp.where(unknown, answer, found)
+
+    def _branches(
+        self, branches: Sequence[Any], choice: _Value, *operands: _Value
+    ) -> list[_Value]:
+        """All branches; what is looked up counts in the one that is taken."""
+        chosen = jnp.clip(jnp.asarray(choice.array, int), 0, len(branches) - 1)
+        before, outputs = self.found, []
+        for place, branch in enumerate(branches):
+            self.found = []
+            outputs.append(self.evaluate(branch, operands))
+            for lookup in self.found:
+                least = jnp.where(chosen == place, lookup.least, 0)
+                largest = jnp.where(chosen == place, lookup.largest, 0)
+                before.append(lookup._replace(least=least, largest=largest))
+        self.found = before
+        results = []
+        for values in zip(*outputs, strict=True):
+            array = jnp.stack([value.array for value in values])[chosen]
+            unchanged = all(part.unchanged for part in (choice, *values))
+            results.append(_Value(array, _places([choice, *values]), unchanged))
+        return results
+
+    def _loop(self, params: Mapping[str, Any], operands: list[_Value]) -> list[_Value]:
+        """Every step; extremes are those of all of them."""
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        before, start = self.found, [operand.array for operand in operands[last:]]
+        places = [operand.places for operand in operands[last:]]
+
+        def run(name: str, constants: list[_Value], arrays: list) -> list[_Value]:
+            self.found = []
+            carried = [
+                _Value(array, at, not at)
+                for array, at in zip(arrays, places, strict=True)
+            ]
+            return self.evaluate(params[name], [*constants, *carried])
+
+        def body(arrays: list) -> list:
+            outputs = run("body_jaxpr", operands[first:last], arrays)
+            for place, output in enumerate(outputs):
+                places[place] |= output.places
+            return [output.array for output in outputs]
+
+        def goes_on(carry: tuple) -> jax.Array:
+            return run("cond_jaxpr", operands[:first], carry[0])[0].array
+
+        def step(carry: tuple) -> tuple[list, list]:
+            arrays, extremes = carry
+            arrays = body(arrays)
+            merged = []
+            for lookup, (least, largest) in zip(self.found, extremes, strict=True):
+                least = jnp.minimum(least, lookup.least)
+                merged.append((least, jnp.maximum(largest, lookup.largest)))
+            return arrays, merged
+
+        known = None
+        while known != places:  # a carried value may come from data later only
+            known = list(places)
+            jax.eval_shape(body, start)
+        lookups = self.found
+        none = [
+            (jnp.zeros(lookup.least.shape, lookup.least.dtype),) * 2
+            for lookup in lookups
+        ]
+        arrays, extremes = lax.while_loop(goes_on, step, (start, none))
+        for lookup, (least, largest) in zip(lookups, extremes, strict=True):
+            before.append(lookup._replace(least=least, largest=largest))
+        self.found = before
+        return [
+            _Value(array, at, not at) for array, at in zip(arrays, places, strict=True)
+        ]
 
     def _scan(self, params: Mapping[str, Any], operands: list[_Value]) -> list[_Value]:
         first = params["num_consts"]
@@ -219,6 +294,11 @@ def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
             inner, operands if name in CALLS else [any(operands)] * len(operands)
         ):
             return True
+        parts = [*equation.params.get("branches", ())]
+        parts += [equation.params["body_jaxpr"]] if name == "while" else []
+        for part in parts:
+            if _looks_up(part.jaxpr, [any(operands)] * len(part.jaxpr.invars)):
+                return True
         if any(operands) or "callback" in equation.params:
             data.update(equation.outvars)
     return False

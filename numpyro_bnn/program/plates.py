@@ -202,6 +202,15 @@ def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
     return _Shapes(own_axes, data_axes, scale_axes, total, plates, event)
 
 
+def _do_not_fit(site: Mapping[str, Any]) -> bool:
+    """Whether data cannot be broadcast to the batch shape of their distribution."""
+    fn, shape = site["fn"], np.shape(site["value"])
+    rows = shape[: max(len(shape) - fn.event_dim, 0)]
+    pairs = zip(reversed(rows), reversed(fn.batch_shape), strict=False)
+    unlike = [pair for pair in pairs if pair[0] != pair[1] and 1 not in pair]
+    return bool(unlike) and not is_factor(fn)
+
+
 def _counts_often(shapes: _Shapes) -> bool:
     """Whether broadcasting repeats values of the data beyond what plates declare."""
     repeated, varied = (shapes.data == 1) & (shapes.total > 1), shapes.data > 1
@@ -231,12 +240,23 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
     free as long as the data have them too. Without a plate nothing is declared; then
     (N, 1) beside (N,) is refused.
     """
+    # data that do not fit minibatches are refused where these are checked
+    subsampled = any(
+        site["type"] == "plate" and site["args"][1] not in (None, site["args"][0])
+        for site in sites.values()
+    )
     for name, site in sites.items():
         if site["type"] != "sample" or not site["is_observed"]:
             continue
         if np.iscomplexobj(site["value"]):
             got = f"complex numbers for the site {name!r}"
             raise argument_error("numpyro.sample", "obs", got, "Pass real numbers.")
+        if not subsampled and _do_not_fit(site):
+            got = f"data of shape {np.shape(site['value'])} for the site {name!r}"
+            instead = (
+                f"Pass data of the shape of its distribution, {site['fn'].shape()}."
+            )
+            raise argument_error("numpyro.sample", "obs", got, instead)
         shapes = _shapes_of(site)
         if not _counts_often(shapes):
             continue

@@ -40,7 +40,8 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import TRACED, argument_error
 from numpyro_bnn._jaxprs import dependence, named_inputs
-from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn.program.arguments import Arguments, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
 from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
@@ -140,9 +141,10 @@ class Reading:
     1.0
     """
 
+    @checked("program.Reading")
     def __init__(
         self,
-        model: Callable,
+        model: Model,
         args: tuple = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -155,7 +157,7 @@ class Reading:
         self._programs: dict[Any, Callable] = {}
         arguments = Arguments.of(args, kwargs or {})
         fixed, arrays = arguments.split()
-        with TRACING:
+        with TRACING, naming_arguments(model, args, kwargs):
             self._trace_on(arguments, fixed, arrays)
         if not looks_up_data(self):
             return
@@ -230,12 +232,12 @@ class Reading:
         for site in found.values():
             _check_name(site)
         check_observations(found)
+        for site in found.values():
+            _check_real(site)
         #: The trace: arrays that the model computes have a shape and a dtype, and no
         # values.
         self.sites: Sites = found
-        #: Whether the model asks for random numbers of its own (``numpyro.prng_key``:
-        # dropout).
-        self.stochastic = seen.asks_keys
+        self._asks_keys = seen.asks_keys
         #: Parameters of ``priors.Learned`` that no handler gives a value.
         self.learned = tuple(name for name, waits in seen.learned.items() if waits)
         self._states = seen.states
@@ -269,6 +271,31 @@ class Reading:
             for name, args in sizes.items()
             if args[1] not in (None, args[0])
         }
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the model computes with random numbers of its own
+        (``numpyro.prng_key``: dropout).
+
+        A module of Linen asks for them too, to start parameters that may all have
+        priors.
+        """
+        if not self._asks_keys:
+            return False
+        known = self.shapes([*self.latent, *self.plates])
+
+        def computed(given: Mapping[str, Any]) -> dict[str, Any]:
+            key = given[""]
+            sites = self.at({name: given[name] for name in known}, key).values()
+            return {
+                name: arrays_in([site.get(part) for part in _numbers(site)])
+                for name, site in zip(self.sites, sites, strict=True)
+                if site["type"] in ("sample", "deterministic", "mutable")
+            }
+
+        random_key = jax.eval_shape(random.key, 0)
+        used = dependence(computed, {**known, "": random_key})
+        return any("" in names for names in used.values())
 
     @property
     def redrawn(self) -> frozenset[str]:
@@ -492,7 +519,8 @@ def initial_values(
         )
         return found.z, valid, trace if with_trace else {}
 
-    with jax.debug_key_reuse(False):  # NumPyro draws twice with one key
+    # NumPyro draws twice with one key
+    with jax.debug_key_reuse(False), naming_arguments(model, args, kwargs):
         z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
         if not isinstance(valid, jax.core.Tracer) and not valid:
             z, _, trace = search(
@@ -518,6 +546,16 @@ def _check_name(site: Site) -> None:
     ):
         instead = 'Give it a name with a letter or a number, e.g. `"w"`.'
         raise argument_error(f"numpyro.{kind}", "name", repr(name), instead)
+
+
+def _check_real(site: Site) -> None:
+    """Refuse distributions of complex numbers, which have no density to sample."""
+    if site["type"] != "sample":
+        return
+    if any(map(np.iscomplexobj, arrays_in(site["fn"]))):
+        got = f"complex numbers for the site {site['name']!r}"
+        instead = "Pass real data, or take `x.real` or `jnp.abs(x)` in the model."
+        raise argument_error("numpyro.sample", "fn", got, instead)
 
 
 def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:

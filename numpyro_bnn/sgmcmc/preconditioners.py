@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, FractionBelow1, Positive, Switch
 from numpyro_bnn.sgmcmc.interfaces import Array, Preconditioner
 
@@ -49,7 +49,7 @@ class Diagonal(Preconditioner):
     def __post_init__(self) -> None:
         if isinstance(self.values, jax.core.Tracer):
             return
-        values = np.asarray(self.values)
+        values = as_floats("sgmcmc.Diagonal", "values", self.values)
         if values.ndim > 1:
             instead = "Pass a scalar or (P,), or use `Dense`."
             raise argument_error(
@@ -116,7 +116,7 @@ class Dense(Factor):
     def __post_init__(self) -> None:
         if isinstance(self.matrix, jax.core.Tracer):
             return
-        matrix = np.asarray(self.matrix, np.float64)
+        matrix = as_floats("sgmcmc.Dense", "matrix", self.matrix)
         call, instead = (
             "sgmcmc.Dense",
             "Pass a symmetric positive definite matrix (P, P).",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from numpyro_bnn._checks import argument_error
 
@@ -75,17 +76,13 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     """
     if isinstance(value, str | UnitAxis):
         value = [value]
-    if not isinstance(value, Iterable):
-        value = [None]
+    if not isinstance(value, Iterable) or isinstance(value, Mapping):
+        value = [value]
     axes = []
     for entry in value:
         if isinstance(entry, str):
             axes.append(UnitAxis(entry))
-        elif (
-            isinstance(entry, tuple)
-            and 2 <= len(entry) <= 3
-            and isinstance(entry[0], str)
-        ):
+        elif isinstance(entry, tuple) and _is_unit_axis(*entry):
             axes.append(UnitAxis(*entry))
         else:
             instead = (
@@ -96,6 +93,18 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     if not axes:
         raise argument_error(call, argument, "nothing", "Name at least one site.")
     return tuple(axes)
+
+
+def _is_unit_axis(site: Any = None, *numbers: Any) -> bool:
+    """Whether these are the fields of a :class:`UnitAxis`, two or three."""
+    if not isinstance(site, str) or not 1 <= len(numbers) <= 2:
+        return False
+    axis, repeats = (*numbers, 1)[:2]
+    return _is_integer(repeats) and (axis is None or _is_integer(axis))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Symmetry(ABC):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._checks import argument_error, check_finite, unknown_name
+from numpyro_bnn._checks import argument_error, as_floats, check_finite, unknown_name
 from numpyro_bnn._options import Kind
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import (
@@ -48,7 +48,7 @@ def read(
     sizes: dict[str, tuple[int, ...]] = {}
     points = {}
     for site in dict.fromkeys(site for s in renamed for site in s.sites):
-        value = np.asarray(draws[site], np.float64)
+        value = as_floats(call, "draws", draws[site])
         check_finite(call, "draws", value)
         sizes[site] = value.shape[:leading]
         points[site] = value.reshape(

@@ -16,7 +16,7 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
 
-from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._checks import argument_error, check_finite, outside
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import (
     Args,
@@ -29,8 +29,9 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.arguments import as_arrays, place_of
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
 from numpyro_bnn.symmetry.groups import (
     JointRescale,
@@ -41,7 +42,12 @@ from numpyro_bnn.symmetry.groups import (
     Shift,
     SignFlip,
 )
-from numpyro_bnn.symmetry.model_info import in_latent, log_likelihoods, model_info
+from numpyro_bnn.symmetry.model_info import (
+    ModelInfo,
+    in_latent,
+    log_likelihoods,
+    model_info,
+)
 
 SEEDS = (0, 1, 2)
 MOST_AXES = 8  # axes of one length of which all subsets are tried
@@ -472,7 +478,9 @@ def _invariance(
                 f"a model that does not run in float64 ({first})",
                 instead,
             ) from error
+        check_row_lengths(call, model, args, kwargs)
         info = model_info(reading, SEEDS)
+        _check_data(call, info, args, kwargs)
 
     def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
         if symmetries and reading.held.keys() >= set(reading.observed):
@@ -493,6 +501,41 @@ def _invariance(
     return measure
 
 
+def _check_data(
+    call: str, info: ModelInfo, args: tuple, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse NaN and infinity among the data where they reach the likelihood or its
+    gradient.
+
+    Elsewhere they are allowed, as behind a mask or in an infinite bound.
+    """
+    suspicious = [
+        (place_of(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))
+        if _is_floating(leaf) and not np.isfinite(leaf).all()
+    ]
+    if not suspicious:
+        return
+
+    def slopes(reading: Reading, values: dict) -> Any:
+        fixed = {k: v for k, v in values.items() if not _is_floating(v)}
+        free = {k: v for k, v in values.items() if _is_floating(v)}
+
+        def total(free: dict) -> jax.Array:
+            logs = log_likelihoods(reading, {**fixed, **free})
+            return sum(map(jnp.sum, logs), jnp.zeros(()))
+
+        return jax.value_and_grad(total)(free)
+
+    found = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
+    if not all(np.isfinite(part).all() for part in found):
+        check_finite(call, *suspicious[0])
+
+
+def _is_floating(value: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+
+
 def _unlearned(site: dict[str, Any]) -> jax.Array | None:
     """Arbitrary values of parameters that will be learned: a symmetry must hold at all
     of them.
@@ -510,8 +553,7 @@ def _unlearned(site: dict[str, Any]) -> jax.Array | None:
 
 
 def _doubled(leaf: Any) -> Any:
-    floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jnp.asarray(np.asarray(leaf, np.float64)) if floating else leaf
+    return jnp.asarray(np.asarray(leaf, np.float64)) if _is_floating(leaf) else leaf
 
 
 def _changes(

@@ -217,15 +217,19 @@ class JointRescale(Multiplicative):
                 self, argument, _whole_sites(call, argument, getattr(self, argument))
             )
         instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
-        if not isinstance(self.scales, list | tuple):
-            raise argument_error(call, "scales", self.scales, instead, TypeError)
-        scales = tuple(
-            (UnitAxis(s) if isinstance(s, str) else s, float(power))
-            for s, power in self.scales
+        pairs = self.scales
+        paired = isinstance(pairs, list | tuple) and all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
         )
+        if not paired:
+            raise argument_error(call, "scales", pairs, instead, TypeError)
+        scales = []
+        for site, power in pairs:
+            (axis,) = _whole_sites(call, "scales", [site])
+            scales.append((axis, float(Number(-inf).check(call, "scales", power))))
         if not scales or not all(power for _, power in scales):
-            raise argument_error(call, "scales", self.scales, instead)
-        object.__setattr__(self, "scales", scales)
+            raise argument_error(call, "scales", pairs, instead)
+        object.__setattr__(self, "scales", tuple(scales))
 
     @property
     def name(self) -> str:

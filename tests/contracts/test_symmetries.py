@@ -170,7 +170,7 @@ def test_random_elements_reach_the_whole_group():
 @pytest.mark.parametrize(
     ("make", "argument", "fragment"),
     [
-        (lambda: Scale(3), "weights", "got None. Pass a site, or a pair"),
+        (lambda: Scale(3), "weights", "got 3. Pass a site, or a pair"),
         (lambda: Scale([3]), "weights", "got 3. Pass a site, or a pair"),
         (lambda: Scale([]), "weights", "got nothing. Name at least one site"),
         (lambda: Shift([(1, "w")]), "elements", "got (1, 'w')"),

@@ -10,9 +10,10 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from scipy import stats
-from zoo import NOISE, ZOO, X, Y
+from zoo import NET, NOISE, ZOO, X, Y
 
-from numpyro_bnn import guides
+import numpyro_bnn as bnn
+from numpyro_bnn import guides, priors
 
 pytestmark = [
     pytest.mark.usefixtures("x64"),
@@ -318,6 +319,32 @@ def student(scale=1.0):
 
 def heavy():
     return student(numpyro.sample("scale", dist.HalfNormal(1.0)))
+
+
+def test_a_linen_module_has_the_posterior_of_the_network():
+    """It asks for random numbers to start parameters, all of which have priors."""
+
+    def ours(x, y=None):
+        net = bnn.random_network("net", NET, (2,), priors.Normal())
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(net(x)[..., 0], NOISE), obs=y)
+
+    def predictive(model, at):
+        settings = {"num_epochs": 0, "init_params": at}
+        guide, fit = run(model, "full", *data(), **settings)
+        return guide.predictive(fit.params, data()[0])
+
+    rng, weights = np.random.default_rng(0), {}
+    for name, shape in ZOO["flax"].shapes.items():
+        weights[name] = rng.normal(size=shape)
+    layers = {"layers_0": "Dense_0", "layers_2": "Dense_1"}
+    renamed = {}
+    for name, value in weights.items():
+        layer, part = name.removeprefix("net/").split(".")
+        renamed[f"net/{layers[layer]}.{part}"] = value
+    found, expected = predictive(ZOO["flax"].model, weights), predictive(ours, renamed)
+    np.testing.assert_allclose(found.mean, expected.mean)
+    np.testing.assert_allclose(found.variance, expected.variance)
 
 
 # Model, structure and options, and the refusal.

@@ -4,6 +4,7 @@ what came, and what to write.
 Plain options are in `test_options.py`.
 """
 
+from copy import copy
 from functools import cache
 
 import jax
@@ -34,12 +35,14 @@ from numpyro_bnn import (
     sgmcmc,
     symmetry,
 )
+from numpyro_bnn.program import Reading
 from numpyro_bnn.sgmcmc import schedules
 
 pytestmark = pytest.mark.core
 
 LINE = ZOO["line"].model
 NAN, HALVES, TABLE = np.full(N, np.nan), np.full((N, 2), 0.5), X.astype(object)
+RAGGED = [[1.0], [1.0, 2.0]]
 DAYS = np.arange("2020-01-01", "2020-01-25", dtype="M8[D]")
 KERNEL, STREAM = {"kernel": np.ones((2, 1))}, sgmcmc.WithReplacement(10, 2)
 
@@ -128,6 +131,13 @@ def classifier():
     ).fit(X, labels)
 
 
+def numbered():
+    """A classifier of the labels 0 and 1."""
+    found = copy(classifier())
+    found.classes_ = np.arange(2)
+    return found
+
+
 def named(name, column):
     return pytest.importorskip("pandas").DataFrame({"a": X[:, 0], name: column})
 
@@ -172,6 +182,29 @@ def idata():
 # By room: (call, argument at fault, part of the message).
 ROWS = {
     "estimators": [
+        *[
+            (lambda option=option: bnn.estimators.Regressor(**option).fit(X, Y), *why)
+            for option, *why in [
+                ({"widths": b"5"}, "widths", "Pass the hidden widths"),
+                ({"random_state": np.nan}, "random_state", "cannot be used to seed"),
+                ({"prior": 0}, "prior", "priors."),
+            ]
+        ],
+        (lambda: regressor().predict("abc"), "X", "Pass a table of numbers, (N, D)."),
+        (
+            lambda: regressor().conformal_interval(X, RAGGED, Y),
+            "X_held_out",
+            "inhomogeneous",
+        ),
+        (lambda: regressor().score(X, 3.0), "y", "array-like"),
+        (lambda: regressor().calibrate(len, Y), "X", "must be a string or a real"),
+        (lambda: regressor().sample(X, random_state="a"), "random_state", "seed"),
+        (
+            lambda: numbered().conformal_set(X, X, DAYS - DAYS[0]),
+            "y_held_out",
+            "as in the fit",
+        ),
+        (lambda: numbered().score(X, DAYS - DAYS[0]), "y", "as in the fit"),
         (
             lambda: bnn.estimators.Regressor(widths=50).fit(X, Y),
             "widths",
@@ -323,6 +356,9 @@ ROWS = {
         ),
     ],
     "nn": [
+        (lambda: nn.MLP(b"12"), "widths", "Pass a list of positive integers"),
+        (lambda: nn.Conv2d(4, window=b"33"), "window", "Pass an integer of at least"),
+        (lambda: NET.output_shape(b"2"), "input_shape", "as a tuple"),
         (
             lambda: nn.Conv2d(4, window=(3, 3, 3)),
             "window",
@@ -449,6 +485,10 @@ ROWS = {
         (lambda: bnn.predict(LINE, 3, X), "idata", ""),
     ],
     "models": [
+        *[
+            (lambda p=prior: models.regression(NET, p), "prior", "priors.")
+            for prior in (0, "", np.ones(2))
+        ],
         (
             lambda: models.regression(NET, noise=dist.Normal()),
             "noise",
@@ -492,6 +532,26 @@ ROWS = {
         ),
     ],
     "symmetry": [
+        (lambda: symmetry.Scale({"w": 1}), "weights", "Pass a site, or a pair"),
+        (lambda: symmetry.Shift([("w", 0.5)]), "elements", "Pass a site, or a pair"),
+        (
+            lambda: symmetry.JointRescale("w", "v", [("s", "1")]),
+            "scales",
+            "Pass a finite number",
+        ),
+        (
+            lambda: symmetry.canonical({"w": X * 1j}, [symmetry.Shift("w")]),
+            "draws",
+            "Pass an array of numbers",
+        ),
+        (lambda: symmetry.find(LINE, X, NAN), "args[1]", "Drop or impute"),
+        (
+            lambda: symmetry.quotient(LINE, [symmetry.Shift("w")], X + np.inf, Y),
+            "args[0]",
+            "NaN or infinite",
+        ),
+        (lambda: symmetry.find(LINE, X, Y[:3]), "args", "an array of 3 rows"),
+        (lambda: symmetry.find(changing(), X, Y[:3]), "obs", f"distribution, ({N},)"),
         (lambda: symmetry.find(LINE, TABLE, Y), "args[0]", "x.astype(float)"),
         (
             lambda: symmetry.check(LINE, [symmetry.Scale("w")], 3),
@@ -651,6 +711,22 @@ ROWS = {
     ],
     "infinite": [
         (
+            lambda: infinite.empirical_ntk(NET, "a", X),
+            "params",
+            "Pass one array for each parameter",
+        ),
+        (
+            lambda: infinite.empirical_ntk(NET, {"Dense_0.kernel": NAN}, X),
+            "params['Dense_0.kernel']",
+            "Drop or impute",
+        ),
+        (
+            lambda: infinite.gp_regression(NET, 3.0, Y, noise_sd=0.1),
+            "x",
+            "Pass one row per data point",
+        ),
+        (lambda: gp().log_density(X, RAGGED), "y", "rows of several lengths"),
+        (
             lambda: infinite.nngp(NET, X[:, 0]),
             "x1",
             "Pass one row per data point, (N, D), e.g. `x[:",
@@ -674,6 +750,12 @@ ROWS = {
         (lambda: gp().log_density(X, Y[:3]), "y", "one row per row of `x`"),
     ],
     "guides": [
+        *[
+            (lambda s=scale: guides.AutoBlocks(LINE, init_scale=s), "init_scale", "")
+            for scale in ({}, {3: 0.1}, np.ones(2) * 1j)
+        ],
+        (lambda: guides.AutoBlocks(LINE, 3), "blocks", "Pass a dictionary from"),
+        (lambda: adf(X, Y, init_means={"w": X[0] * 1j}), "init_means['w']", "numbers"),
         (lambda: guides.init_to_fan_in("w"), "site", "init_strategy=init_to_fan_in"),
         (lambda: fit(X, Y, batch_size=2.5), "subsample_size", f"from 1 to {N}"),
         (
@@ -1008,6 +1090,13 @@ ROWS = {
         ),
     ],
     "numbers": [
+        (
+            lambda: metrics.uncertainty(np.ones((1, 0, 2, 2))),
+            "probs",
+            "Pass at least one draw and row",
+        ),
+        (lambda: metrics.ece(HALVES, RAGGED), "labels", "rows of several lengths"),
+        (lambda: sgmcmc.Dense(np.eye(2) * 1j), "matrix", "Pass an array of numbers"),
         (lambda: bnn.predict(LINE, idata(), X * np.inf), "x", "NaN or infinite"),
         (
             lambda: metrics.ece(np.full((2, 2), 0.5), np.ones(2, "m8[D]")),
@@ -1032,6 +1121,16 @@ ROWS = {
     ],
     "plots": [
         (
+            lambda: plots.calibration(idata(), group=np.ones(2)),
+            "group",
+            "Known: posterior_predictive",
+        ),
+        (
+            lambda: plots.predictive_band(idata(), Y * 1j),
+            "x",
+            "Pass an array of numbers",
+        ),
+        (
             lambda: plots.predictive_band(idata(), levels=0.9),
             "levels",
             "Pass several, e.g. `(0.5, 0.9)`.",
@@ -1053,6 +1152,7 @@ ROWS = {
         ),
     ],
     "runs": [
+        (lambda: Reading("model"), "model", "Pass a NumPyro model"),
         (lambda: bnn.runs.Rows(np.array(["a"])), "source", "Pass an array of numbers."),
         (
             lambda: bnn.runs.fit("folder", 3, key(), 10),
@@ -1124,8 +1224,19 @@ def test_arrays_of_text_and_dates_are_refused_as_data(reader, dtype):
 def test_complex_targets_are_refused(reader):
     with refused("obs", "complex numbers for the site 'y'"):
         READERS[reader](LINE, X, Y + 1j)
+    with refused("fn", "complex numbers for the site 'y'"):
+        READERS[reader](LINE, X + 1j, Y)
     with refused("y", "Pass an array of numbers"):
         regression(X, Y + 1j)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_error_of_a_model_says_what_the_model_got(reader):
+    """It stays as it is, with a note."""
+    with pytest.raises(AttributeError) as caught:
+        READERS[reader](LINE, "abc", Y)
+    notes = " ".join(caught.value.__notes__)
+    assert "argument `x` got 'abc'; argument `y` got an array of shape" in notes
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/", " ", "a\0"])

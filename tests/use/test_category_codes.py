@@ -68,6 +68,17 @@ UNSAFE = {
     "scan": lambda table, code, known: jax.lax.scan(
         lambda h, c: (h, table[c, 0]), 0.0, code
     )[1],
+    "cond": lambda table, code, known: jax.lax.cond(
+        known[0], lambda: table[code, 0], lambda: jnp.zeros(N)
+    ),
+    "while": lambda table, code, known: jax.lax.while_loop(
+        lambda state: state[0] < N,
+        lambda state: (
+            state[0] + 1,
+            state[1].at[state[0]].set(table[code[state[0]], 0]),
+        ),
+        (0, jnp.zeros(N)),
+    )[1],
     "equinox": lambda table, code, known: jax.vmap(eqx.nn.Embedding(weight=table))(
         code
     )[:, 0],
@@ -87,6 +98,12 @@ SAFE = {
     "replaced before": lambda table, code, known: table[jnp.where(known, code, 0), 0],
     "replaced after": lambda table, code, known: jnp.where(
         known, jnp.take(table, code, axis=0)[:, 0], 0.0
+    ),
+    "in a branch that is not taken": lambda table, code, known: jax.lax.cond(
+        known.all(), lambda: table[code, 0], lambda: jnp.zeros(N)
+    ),
+    "in a loop without steps": lambda table, code, known: jax.lax.while_loop(
+        lambda f: ~known.all() & (f[0] > 0), lambda f: table[code, 0], jnp.zeros(N)
     ),
     "one hot": lambda table, code, known: (jax.nn.one_hot(code, LEVELS) @ table)[:, 0],
     "from the end": lambda table, code, known: (

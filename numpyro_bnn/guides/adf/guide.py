@@ -172,15 +172,13 @@ class AutoADF(ADFPosterior):
             start_key, order_key = split(rng_key)
             state = init_state
             if state is None:
-                means = {
-                    name: jnp.asarray(m, jnp.float64)
-                    for name, m in (init_means or {}).items()
-                }
-                for name, mean in means.items():
+                means = {}
+                for name, mean in (init_means or {}).items():
                     Choice(self._known_problem().sites.weights).check(
                         f"{CALL}.run", "init_means", name
                     )
                     check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
+                    means[name] = jnp.asarray(mean, jnp.float64)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)

@@ -334,6 +334,7 @@ class AutoLaplace(AutoBlocks):
                     got,
                     f"Pass a value of shape {values[name].shape}.",
                 )
+            check_finite(f"{CALL}.run", f"init_params[{name!r}]", given[name])
             values[name] = jnp.asarray(given[name], float)
         return run(
             lambda values, *call: problem.coordinates(values, call),
