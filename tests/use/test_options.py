@@ -62,7 +62,8 @@ RANGES = {
     "scale schedule slab_df slab_scale"
     " spread step_size tolerance wide_scale",
     ("finite number above 0 or infinity"): (
-        "bound decoherence_length length log_sd max_energy_error max_warm_up_error"
+        "bound decoherence_length length log_sd max_energy_error max_kick"
+        " max_warm_up_error"
     ),
     "finite number above 0 and below 1": "level lowest weight",
     "finite number above 0.5": "gamma",
