@@ -37,6 +37,8 @@ _LAYER = 5.0
 # Largest estimated error of a mean, in sd of the function, and of a variance, relative
 # to it.
 _TOLERANCE = 0.01
+# What counts as 0 of a mean and a standard deviation, in sd of the argument.
+_NEGLIGIBLE = 1e-5
 # Half the nodes of a panel have about four times the error at a kink, and more for
 # smooth functions.
 _GAIN = 4.0
@@ -105,8 +107,11 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
         jnp.abs(width - spread) <= allowed
     )
     straight = known | ((x.var <= float(precision.eps) ** (2 / 3)) & straight)
-    limit = _TOLERANCE * width + rounding
-    good = (error.mean <= limit) & (error.var <= limit * (width + rounding))
+    # The tail of a saturated unit has no digits to lose: beside what the input varies,
+    # its mean and standard deviation are 0.
+    absolute = rounding + _NEGLIGIBLE * sd
+    limit = _TOLERANCE * width + absolute
+    good = (error.mean <= limit) & (error.var <= limit * (width + absolute))
     bad = ~(good | straight) & jnp.isfinite(x.mean) & jnp.isfinite(x.var)
     if not isinstance(bad, jax.core.Tracer) and bad.any():
         raise term.equation.refuse(  # type: ignore[union-attr]
