@@ -55,6 +55,9 @@ MEASUREMENTS = {
     "minibatches": _json(
         "minibatches", "--docs docs/minibatches.md", data=False, continues=True
     ),
+    "minibatch_defaults": _json(
+        "minibatch_defaults", "--docs docs/minibatches.md", data=False, continues=True
+    ),
     "gauntlet": _json(
         "gauntlet", "--docs docs/choosing.md", data=False, continues=True
     ),

@@ -399,6 +399,12 @@ SCRIPTS: dict[str, Script] = {
     f"{BENCHMARK}.gauntlet": Script(
         "--seeds 45 46 --methods ADF Laplace,\\ diag", ("--most-rows 0",), "ADF"
     ),
+    f"{BENCHMARK}.minibatch_defaults": Script(
+        "--rows 40 --width 2 --batch-size 8 --draws 4 --likelihoods normal categorical "
+        "--activations relu --priors Normal --kernels SGNHT",
+        ("--draws 0",),
+        "SGNHT",
+    ),
     f"{BENCHMARK}.minibatches": Script(
         "--rows 40 --gradients 4000 --width 2 --batch-size 8 --num-chains 2 "
         "--reference-gradients 6000"
