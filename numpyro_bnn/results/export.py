@@ -27,7 +27,7 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
-from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
+from numpyro_bnn.metrics.health import MIN_DRAWS, explained, health
 from numpyro_bnn.networks import placeholder_statistics, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.reading import Reading
@@ -314,7 +314,7 @@ def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
     """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
     and draws to be compared.
     """
-    few = next(iter(exporter.fit.posterior.values())).shape[1] < LEAST_DRAWS
+    few = next(iter(exporter.fit.posterior.values())).shape[1] < MIN_DRAWS
     try:
         member_values = {} if few else members_of(mcmc)
     except ValueError:  # a run without warm start
