@@ -84,7 +84,7 @@ def writing(args: argparse.Namespace) -> dict[str, Any]:
     """
     x, y = small()
     silent = [
-        (draws.Draws, "write", lambda *_: ""),
+        (draws.StoredDraws, "write", lambda *_: ""),
         (folder.Folder, "commit", lambda *_: None),
     ]
     with tempfile.TemporaryDirectory() as path:

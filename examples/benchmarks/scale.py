@@ -38,7 +38,7 @@ from examples.benchmarks.shared import (
     write_report,
 )
 from examples.shared import at_least, markdown, writable_file
-from numpyro_bnn.runs.blocks import Chains, Wanted
+from numpyro_bnn.runs.blocks import Chains, Recording
 from numpyro_bnn.runs.spread import spread_of
 
 CASES = ("chains", "one_core", "rows", "writing", "exchange")
@@ -72,7 +72,7 @@ def stepper(
         mcmc,
         given,
         {},
-        Wanted(("sigma",), None, ()),
+        Recording(("sigma",), None, ()),
         spread_of("scale", mesh, mcmc, given),
         {number},
     )
@@ -138,8 +138,8 @@ def rows(args: argparse.Namespace) -> dict[int, Any]:
 
 def writing(args: argparse.Namespace) -> dict[str, float]:
     """Megabytes per second of draws that are written and made durable."""
-    from numpyro_bnn.runs.draws import SITES, Draws, Layout
-    from numpyro_bnn.runs.folder import Place
+    from numpyro_bnn.runs.draws import SITES, DrawLayout, StoredDraws
+    from numpyro_bnn.runs.folder import FolderPath
 
     chains, draws, number = 8, 500, args.rounds
     block = (
@@ -147,8 +147,10 @@ def writing(args: argparse.Namespace) -> dict[str, float]:
     )
     like = {SITES: {"w": jax.ShapeDtypeStruct((1000,), np.float32)}}
     with tempfile.TemporaryDirectory() as path:
-        written = Draws(Place.of("benchmarks.scale", "path", path), chains, like)
-        layout = Layout(chains, draws * number, draws)
+        written = StoredDraws(
+            FolderPath.of("benchmarks.scale", "path", path), chains, like
+        )
+        layout = DrawLayout(chains, draws * number, draws)
         begun = time.perf_counter()
         for start in range(0, draws * number, draws):
             written.blocks = written.write(

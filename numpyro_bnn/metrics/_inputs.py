@@ -103,17 +103,17 @@ def sound_chains(call: str, argument: str, *draws: Any) -> np.ndarray:
     sound = finite & ~marked
     if sound.all() or not (sound.any() or marked.any()):
         return np.ones(len(labels), bool)  # without marks the error is about the values
-    named = ", ".join(map(str, labels[~sound]))
+    left_out = ", ".join(map(str, labels[~sound]))
     if not sound.any():
         instead = (
             "They diverged or froze: see `metrics.health(idata)`, and run again with "
             "smaller steps."
         )
         raise argument_error(
-            call, argument, f"no chain to use (at fault: {named})", instead
+            call, argument, f"no chain to use (at fault: {left_out})", instead
         )
     message = (
-        f"{call}: left out chains {named}, which diverged, froze or hold NaN: see "
+        f"{call}: left out chains {left_out}, which diverged, froze or hold NaN: see "
         f"`metrics.health`."
     )
     warnings.warn(message, HealthWarning, stacklevel=4)
@@ -180,20 +180,20 @@ def probs_and_labels(
     """
     array = probabilities(call, probs, {2: "(N, K)", 3: "(S, N, K)", 4: "(C, S, N, K)"})
     array = array.reshape(-1, *array.shape[-2:]).mean(axis=0)
-    known = as_array(call, "labels", labels)
-    check_rank(call, "labels", known, 1, "(N,)")
-    check_same_length(call, probs=array, labels=known)
-    check_labels(call, "labels", known, array.shape[1])
-    return array, known.astype(np.int64)
+    targets = as_array(call, "labels", labels)
+    check_rank(call, "labels", targets, 1, "(N,)")
+    check_same_length(call, probs=array, labels=targets)
+    check_labels(call, "labels", targets, array.shape[1])
+    return array, targets.astype(np.int64)
 
 
 def table(x: np.ndarray) -> np.ndarray:
     return x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
 
 
-def spread(size: int, most: int) -> np.ndarray:
-    """At most ``most`` positions of ``size``, evenly spaced."""
-    return np.unique(np.linspace(0, size - 1, min(size, most)).astype(int))
+def spread(size: int, limit: int) -> np.ndarray:
+    """At most ``limit`` positions of ``size``, evenly spaced."""
+    return np.unique(np.linspace(0, size - 1, min(size, limit)).astype(int))
 
 
 def extrapolated(
@@ -214,22 +214,24 @@ def extrapolated(
     return beyond.mean(), 0.01, words
 
 
-def columns(values: Iterable[np.ndarray], most: int) -> np.ndarray:
-    """About ``most`` columns (C, S, K) of arrays (C, S, ...), spread over the arrays
+def columns(values: Iterable[np.ndarray], limit: int) -> np.ndarray:
+    """About ``limit`` columns (C, S, K) of arrays (C, S, ...), spread over the arrays
     and within each.
     """
     flat = [value.reshape(*value.shape[:2], -1) for value in values]
-    kept = [
-        value[..., spread(value.shape[2], max(most // len(flat), 1))] for value in flat
+    selected = [
+        value[..., spread(value.shape[2], max(limit // len(flat), 1))] for value in flat
     ]
-    return np.concatenate(kept, axis=2) if kept else np.zeros((0, 0, 0))
+    return np.concatenate(selected, axis=2) if selected else np.zeros((0, 0, 0))
 
 
 def high(values: np.ndarray) -> float:
     """The 90 % quantile of the values that are defined (infinite ones too); NaN if none
     is.
     """
-    known = values[~np.isnan(values)]
+    defined = values[~np.isnan(values)]
     return (
-        float(np.quantile(known, 0.9, method="higher")) if known.size else float("nan")
+        float(np.quantile(defined, 0.9, method="higher"))
+        if defined.size
+        else float("nan")
     )

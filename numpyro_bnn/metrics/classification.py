@@ -83,8 +83,8 @@ def accuracy(probs: ArrayLike, labels: ArrayLike) -> Score:
     >>> accuracy([[0.9, 0.1], [0.4, 0.6]], [0, 0]).value
     0.5
     """
-    array, known = probs_and_labels("accuracy", probs, labels)
-    return mean_score((array.argmax(axis=1) == known).astype(np.float64))
+    array, targets = probs_and_labels("accuracy", probs, labels)
+    return mean_score((array.argmax(axis=1) == targets).astype(np.float64))
 
 
 def brier(probs: ArrayLike, labels: ArrayLike) -> Score:
@@ -106,8 +106,8 @@ def brier(probs: ArrayLike, labels: ArrayLike) -> Score:
     >>> round(brier([[0.8, 0.2]], [0]).value, 6)
     0.08
     """
-    array, known = probs_and_labels("brier", probs, labels)
-    return mean_score(((array - np.eye(array.shape[1])[known]) ** 2).sum(axis=1))
+    array, targets = probs_and_labels("brier", probs, labels)
+    return mean_score(((array - np.eye(array.shape[1])[targets]) ** 2).sum(axis=1))
 
 
 def log_score(probs: ArrayLike, labels: ArrayLike) -> Score:
@@ -127,9 +127,9 @@ def log_score(probs: ArrayLike, labels: ArrayLike) -> Score:
     >>> round(log_score([[0.8, 0.2]], [0]).value, 4)
     -0.2231
     """
-    array, known = probs_and_labels("log_score", probs, labels)
+    array, targets = probs_and_labels("log_score", probs, labels)
     with np.errstate(divide="ignore"):
-        return mean_score(np.log(array[np.arange(known.size), known]))
+        return mean_score(np.log(array[np.arange(targets.size), targets]))
 
 
 @checked("ece")
@@ -156,9 +156,9 @@ def ece(probs: ArrayLike, labels: ArrayLike, bins: PositiveInt = 15) -> Reliabil
     >>> round(ece([[0.9, 0.1]] * 10, [0] * 7 + [1] * 3).ece, 6)
     0.2
     """
-    array, known = probs_and_labels("ece", probs, labels)
+    array, targets = probs_and_labels("ece", probs, labels)
     top = array.max(axis=1)
-    right = (array.argmax(axis=1) == known).astype(np.float64)
+    right = (array.argmax(axis=1) == targets).astype(np.float64)
     edges = np.linspace(0.0, 1.0, bins + 1)
     # Rounding can lift a probability just above 1, hence the clip.
     place = np.clip(np.searchsorted(edges, top, side="left") - 1, 0, bins - 1)
@@ -168,7 +168,7 @@ def ece(probs: ArrayLike, labels: ArrayLike, bins: PositiveInt = 15) -> Reliabil
     share = np.bincount(place, weights=right, minlength=bins) / size
     gaps = np.where(count > 0, np.abs(share - confidence), 0.0)
     return Reliability(
-        float(gaps @ count / known.size),
+        float(gaps @ count / targets.size),
         float(gaps.max()),
         edges,
         count,

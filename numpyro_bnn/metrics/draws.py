@@ -71,8 +71,8 @@ class FunctionSpace(NamedTuple):
         """Smallest effective sample size over inputs, bulk or tail (NaN if all are
         undefined).
         """
-        both = np.concatenate([self.ess_bulk.ravel(), self.ess_tail.ravel()])
-        return min(both[~np.isnan(both)].flat, default=float("nan"))
+        sizes = np.concatenate([self.ess_bulk.ravel(), self.ess_tail.ravel()])
+        return min(sizes[~np.isnan(sizes)].flat, default=float("nan"))
 
 
 def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:

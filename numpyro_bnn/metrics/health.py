@@ -1,7 +1,7 @@
 """A health report: what is off in a result, how much, and what to do about it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,24 +19,19 @@ from numpyro_bnn.metrics._inputs import (
 )
 
 # draws of a chain below which R-hat, ESS and averages over draws are mostly noise
-LEAST_DRAWS = 100
-LEAST_REPEATS = (
-    20  # so many rejections in a row have the probability 1e-6 at an acceptance of 0.5
-)
-LEAST_STEPS = 1000  # of a chain before they are called few
-STILL = (
-    1e-4  # a chain is frozen if no parameter varies by more than this part of its size
-)
+MIN_DRAWS = 100
+# so many rejections in a row have the probability 1e-6 at an acceptance of 0.5
+MIN_REPEATED_DRAWS = 20
+MIN_STEPS = 1000  # of a chain before they are called few
+# a chain is frozen if no parameter varies by more than this part of its size
+MAX_RELATIVE_RANGE = 1e-4
 # At most so many values of the function, parameters, rows, and draws of a mean are
 # read.
 COLUMNS, PARAMETERS, ROWS, DRAWS = 16, 256, 500, 100
-MOST_LOST = 0.75  # of what a member explains, before a chain counts as trapped
+MAX_SHARE_LOST = 0.75  # of what a member explains, before a chain counts as trapped
+MAX_RHAT = 1.1
 # Chains whose means differ by less than half a standard deviation of the observations
-MOST_RHAT_OF_OBSERVATIONS = 1.05
-
-# Value, limit, words, and whether it is off, or a verdict; without that it is off if
-# the value is above the limit.
-Measured = tuple[Any, ...] | None
+MAX_RHAT_OF_OBSERVATIONS = 1.05
 
 
 class Finding(NamedTuple):
@@ -111,41 +106,73 @@ def health(idata: Any) -> Health:
     >>> health(idata).warnings[0].what
     'R-hat of the function is 1.82 (at most 1 within a chain)'
     """
-    checks, found, marked = (
-        _Checks(_arviz.opened("metrics.health", idata)),
-        [],
-        set[int](),
-    )
-    for name, least, advice in CHECKS:
-        if least and (checks.independent or checks.draws < least):
+    checks = _Checks(_arviz.opened("metrics.health", idata))
+    noisy = checks.about.get("noisy_gradients")
+    tempering = "" if noisy else ", or `ParallelTempering`"
+    findings = []
+    marked: set[int] = set()
+    for check in CHECKS:
+        few = checks.independent or checks.draws < check.min_draws
+        if check.min_draws and few:
             continue
         with np.errstate(all="ignore"):
-            measured = (
-                checks.attribute(*ATTRIBUTES[name])
-                if name in ATTRIBUTES
-                else getattr(checks, name)()
-            )
-        marked |= checks.faulty if name in MARKING else set()
-        if measured:
-            value, limit, what, *rest = measured
-            off = rest[0] if rest else not value <= limit  # NaN is off
-            verdict = off if isinstance(off, str) else "warning" if off else "ok"
-            exact = (
-                ""
-                if checks.about.get("noisy_gradients")
-                else ", or `ParallelTempering`"
-            )
-            found.append(
-                Finding(
-                    name,
-                    verdict,
-                    float(value),
-                    float(limit),
-                    what,
-                    advice.format(exact),
-                )
-            )
-    return Health(tuple(found), tuple(checks.chains[c] for c in sorted(marked)))
+            measurement: Measurement | None = getattr(checks, check.name)()
+        if measurement is None:
+            continue
+        value, limit, words, verdict, at_fault = measurement
+        checks.faulty |= at_fault
+        if check.marks:
+            marked |= at_fault
+        advice = check.advice.format(tempering)
+        findings.append(
+            Finding(check.name, verdict, float(value), float(limit), words, advice)
+        )
+    return Health(tuple(findings), tuple(checks.chains[c] for c in sorted(marked)))
+
+
+class Measurement(NamedTuple):
+    """What a check has measured.
+
+    :param verdict: as in :class:`Finding`.
+    :param at_fault: positions of the chains that later checks leave out.
+    """
+
+    value: float
+    limit: float
+    words: str
+    verdict: str
+    at_fault: frozenset[int] = frozenset()
+
+    def as_note(self) -> "Measurement":
+        """A warning becomes a note."""
+        return self if self.verdict == "ok" else self._replace(verdict="note")
+
+
+def at_most(
+    value: float, limit: float, words: str, at_fault: Iterable[int] = ()
+) -> Measurement:
+    """A warning if the value is above the limit, or NaN."""
+    verdict = "ok" if value <= limit else "warning"
+    return Measurement(value, limit, words, verdict, frozenset(at_fault))
+
+
+def at_least(value: float, limit: float, words: str) -> Measurement:
+    """A warning if the value is below the limit, or NaN."""
+    return Measurement(value, limit, words, "ok" if value >= limit else "warning")
+
+
+class Check(NamedTuple):
+    """A check in the report: a method of ``_Checks``.
+
+    :param min_draws: draws that each chain needs; 0: also for independent draws.
+    :param advice: what to do if it is off.
+    :param marks: whether chains at fault are marked.
+    """
+
+    name: str
+    min_draws: int
+    advice: str
+    marks: bool = False
 
 
 class _Checks:
@@ -158,194 +185,173 @@ class _Checks:
         self.groups = {
             name: _arviz.group(idata, name) for name in _arviz.group_names(idata)
         }
-        shaped = [g for g in self.groups.values() if {"chain", "draw"} <= set(g.sizes)]
-        self.chains: list[int] = (
-            shaped[0]["chain"].to_numpy().tolist() if shaped else []
-        )
-        self.draws: int = shaped[0].sizes["draw"] if shaped else 0
-        self.independent = bool(self.about.get("independent_draws", not shaped))
-        self.faulty: set[int] = (
-            set()
-        )  # positions of the chains that checks have found at fault
+        sampled = [g for g in self.groups.values() if {"chain", "draw"} <= set(g.sizes)]
+        self.chains: list[int] = []
+        self.draws = 0
+        if sampled:
+            self.chains = sampled[0]["chain"].to_numpy().tolist()
+            self.draws = sampled[0].sizes["draw"]
+        self.independent = bool(self.about.get("independent_draws", not sampled))
+        #: Positions of the chains that the checks so far have found at fault: `health`
+        # adds them after each check.
+        self.faulty: set[int] = set()
         # Chains may have been selected, or have labels of their own. Kernels report one
         # number per chain and replica.
         self.run_chains = int(self.about.get("num_chains", len(self.chains)))
-        known = all(label in range(self.run_chains) for label in self.chains)
+        of_run = all(label in range(self.run_chains) for label in self.chains)
         self.positions = np.array(
-            self.chains if known else range(len(self.chains)), int
+            self.chains if of_run else range(len(self.chains)), int
         )
 
+    @property
+    def sound(self) -> list[int]:
+        """Positions of the chains that are not at fault so far."""
+        return [c for c in range(len(self.chains)) if c not in self.faulty]
+
+    def variables(self, group: str) -> Mapping[Any, Any]:
+        """Variables of a group; none if there is no such group."""
+        return self.groups[group].data_vars if group in self.groups else {}
+
     def arrays(self, group: str) -> dict[str, np.ndarray]:
-        """Variables of a group, chains and draws first; none if there
-        is no such group.
+        """Values of a group, chains and draws first; data as the model has seen
+        them.
         """
-        if group not in self.groups:
-            return {}
-        ordered = self.groups[group].transpose(
-            "chain", "draw", ..., missing_dims="ignore"
-        )
-        held = {
-            str(name): value.to_numpy() for name, value in ordered.data_vars.items()
-        }
-        scales = (
-            self.scales
-            if group in ("constant_data", "observed_data", "posterior_predictive")
-            else {}
-        )
-        return {
-            n: (v - s[0]) / s[1] if (s := scales.get(n.removesuffix("_mean"))) else v
-            for n, v in held.items()
-        }
+        scaled = group in ("constant_data", "observed_data", "posterior_predictive")
+        arrays = {}
+        for name, variable in self.variables(group).items():
+            ordered = variable.transpose("chain", "draw", ..., missing_dims="ignore")
+            array = ordered.to_numpy()
+            if scaled and (scale := self.scales.get(name.removesuffix("_mean"))):
+                array = (array - scale[0]) / scale[1]
+            arrays[str(name)] = array
+        return arrays
 
     @cached_property
     def scales(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Means and standard deviations of data that an estimator standardized: it is
         judged by what it has seen.
         """
-        groups = (
-            ("constant_data", "observed_data")
-            if self.about.get("standardized_inside")
-            else ()
-        )
-        held = [
-            self.groups[group].data_vars.items()
-            for group in groups
-            if group in self.groups
-        ]
-        data = {str(name): value.to_numpy() for each in held for name, value in each}
-        shifted = {
-            name: (x[0], x - x[0]) for name, x in data.items() if x.dtype.kind == "f"
-        }  # constants are exact
-        return {
-            n: (x0 + x.mean(axis=0), x.std(axis=0) + (np.ptp(x, axis=0) == 0))
-            for n, (x0, x) in shifted.items()
-        }
+        scales = {}
+        if self.about.get("standardized_inside"):
+            data = {
+                **self.variables("constant_data"),
+                **self.variables("observed_data"),
+            }
+            for name, variable in data.items():
+                x = variable.to_numpy()
+                if x.dtype.kind == "f":
+                    shifted = x - x[0]  # constants are exact
+                    sd = shifted.std(axis=0) + (np.ptp(shifted, axis=0) == 0)
+                    scales[str(name)] = x[0] + shifted.mean(axis=0), sd
+        return scales
 
     def numbers(self, name: str) -> np.ndarray:
         """The numbers of an attribute, maybe none."""
-        return np.array(
-            [
-                float(value)
-                for value in str(self.about.get(name, "")).strip("[]").split(",")
-                if value
-            ]
-        )
+        texts = str(self.about.get(name, "")).strip("[]").split(",")
+        return np.array([float(text) for text in texts if text])
 
     def by_chain(self, name: str) -> np.ndarray | None:
         """Numbers of an attribute, one per chain (of replicas, that of the first)."""
         values = self.numbers(name)
-        at = self.positions * max(len(values) // max(self.run_chains, 1), 1)
-        return values[np.minimum(at, len(values) - 1)] if values.size else None
+        places = self.positions * max(len(values) // max(self.run_chains, 1), 1)
+        return values[np.minimum(places, len(values) - 1)] if values.size else None
 
     def statistic(self, *names: str) -> np.ndarray | None:
         """Sampler statistic (C, S) with one of these names, also of the kernel inside a
         wrapper.
         """
-        held = self.arrays("sample_stats").items()
-        return next(
-            (v for k, v in held if k.removeprefix("base.") in names and v.ndim == 2),
-            None,
-        )
+        for name, values in self.arrays("sample_stats").items():
+            if name.removeprefix("base.") in names and values.ndim == 2:
+                return values
+        return None
 
     def worst(
         self,
         values: ArrayLike,
         limit: float,
         words: str,
-        least: bool = False,
+        below: bool = False,
+        left_out: Iterable[int] = (),
         **more: np.ndarray,
-    ) -> Measured:
-        """What is measured of the chain with the largest value (NaN is larger), or
-        least, that is not at fault.
+    ) -> Measurement | None:
+        """What is measured of the chain with the largest value (NaN is larger) that is
+        not at fault.
 
-        :param words: of value {0}, chain {1} and ``more`` values by chain; ``least``:
-            the limit is one from below.
+        :param words: of value {0}, chain {1} and ``more`` values by chain.
+        :param below: the smallest value is the worst; the limit is one from below.
+        :param left_out: chains that are at fault too.
         """
         by_chain = np.asarray(values, np.float64)
-        scores = np.nan_to_num(-by_chain if least else by_chain, nan=np.inf)
-        sound = [c for c in range(len(self.chains)) if c not in self.faulty]
-        if not sound:
+        scores = np.nan_to_num(-by_chain if below else by_chain, nan=np.inf)
+        candidates = [c for c in self.sound if c not in left_out]
+        if not candidates:
             return None
-        c = max(sound, key=scores.__getitem__)
-        what = words.format(
-            by_chain[c],
-            self.chains[c],
-            **{name: each[c] for name, each in more.items()},
-        )
-        return (
-            by_chain[c],
-            limit,
-            what,
-            not (by_chain[c] >= limit if least else by_chain[c] <= limit),
-        )
+        c = max(candidates, key=scores.__getitem__)
+        of_chain = {name: numbers[c] for name, numbers in more.items()}
+        text = words.format(by_chain[c], self.chains[c], **of_chain)
+        return (at_least if below else at_most)(by_chain[c], limit, text)
 
     def attribute(
-        self, name: str, limit: float, words: str, least: bool = False
-    ) -> Measured:
+        self, name: str, limit: float, words: str, below: bool = False
+    ) -> Measurement | None:
         """The check of a number by chain that a kernel reports."""
         values = self.by_chain(name)
-        return None if values is None else self.worst(values, limit, words, least)
+        return None if values is None else self.worst(values, limit, words, below)
 
     def finite(self, group: str) -> np.ndarray:
         """At which draws (C, S) all real numbers of a group are finite."""
-        found = np.ones((len(self.chains), self.draws), bool)
+        finite = np.ones((len(self.chains), self.draws), bool)
         for value in self.arrays(group).values():
             if value.dtype.kind == "f":
-                found &= np.isfinite(value).reshape(*found.shape, -1).all(axis=2)
-        return found
+                finite &= np.isfinite(value).reshape(*finite.shape, -1).all(axis=2)
+        return finite
 
     @cached_property
     def parameters(self) -> np.ndarray:
         """Some columns (C, S, K) of the parameters that are real numbers."""
-        real = [
-            value
-            for value in self.arrays("posterior").values()
-            if value.dtype.kind == "f"
-        ]
-        return (
-            columns(real, PARAMETERS)
-            if real
-            else np.zeros((len(self.chains), self.draws, 0))
-        )
+        values = self.arrays("posterior").values()
+        return columns([v for v in values if v.dtype.kind == "f"], PARAMETERS)
 
     @cached_property
     def function(self) -> np.ndarray:
         """Some columns (C, S, K) of the function in sound chains, or of its log
         likelihood; maybe none.
+
+        `rhat` reads it first, after all checks that find chains at fault.
         """
-        groups = (
-            self.means("posterior_predictive"),
-            self.means("predictions"),
-            self.arrays("log_likelihood"),
+        values = (
+            self.means("posterior_predictive")
+            or self.means("predictions")
+            or self.arrays("log_likelihood")
         )
-        values = columns(next(filter(None, groups), {}).values(), COLUMNS)
-        return values[
-            [
-                c not in self.faulty and bool(np.isfinite(each).all())
-                for c, each in enumerate(values)
-            ]
-        ]
+        drawn = columns(values.values(), COLUMNS)
+        finite = np.flatnonzero(np.isfinite(drawn).all(axis=(1, 2)))
+        return drawn[[c for c in finite if c not in self.faulty]]
 
     @cached_property
+    def rhat_of_function(self) -> float:
+        """NaN if it is not defined."""
+        return high(_arviz.rhat(self.function)) if self.function.size else np.nan
+
     def observations(self) -> np.ndarray:
         """Some columns (C, S, K) of observations that sound chains draw; maybe none."""
-        drawn: list[np.ndarray] = []
         for group in ("posterior_predictive", "predictions"):
             values = self.arrays(group)
             sites = {name.rsplit("_", 1)[0] for name in self.means(group)}
-            drawn = drawn or [values[site] for site in sorted(sites & values.keys())]
-        sound = [c for c in range(len(self.chains)) if c not in self.faulty]
-        return columns(drawn, COLUMNS)[sound] if drawn else np.zeros((0, 0, 0))
+            drawn = [values[site] for site in sorted(sites & values.keys())]
+            if drawn:
+                return columns(drawn, COLUMNS)[self.sound]
+        return np.zeros((0, 0, 0))
 
     def means(self, group: str) -> dict[str, np.ndarray]:
         """Draws of the mean of each observed site, or of its class probabilities, by
         variable.
         """
-        return {
-            n: v
-            for n, v in self.arrays(group).items()
-            if n.endswith(("_mean", "_probs")) and v.ndim > 2
-        }
+        arrays = self.arrays(group)
+        for name, value in list(arrays.items()):
+            if not name.endswith(("_mean", "_probs")) or value.ndim <= 2:
+                del arrays[name]
+        return arrays
 
     @cached_property
     def has_network(self) -> bool:
@@ -362,124 +368,108 @@ class _Checks:
         """Observed data, NaN where a mask leaves elements out: the log likelihood has
         an axis of the others.
         """
-        found = self.arrays("observed_data")
-        for name, y in found.items():
+        targets = self.arrays("observed_data")
+        density = self.groups.get("log_likelihood")
+        for name, y in targets.items():
             dim = f"{name}_observed"
-            if (
-                "log_likelihood" in self.groups
-                and dim in self.groups["log_likelihood"].coords
-            ):
-                given = self.groups["observed_data"][name]
-                labeled = y.ndim == 1 and given.dims[0] in given.coords
-                places = (
-                    given[given.dims[0]].to_numpy() if labeled else np.arange(y.size)
-                )
-                kept = np.isin(places, self.groups["log_likelihood"][dim].to_numpy())
-                found[name] = np.where(kept.reshape(y.shape), y, np.nan)
-        return found
+            if density is not None and dim in density.coords:
+                variable = self.groups["observed_data"][name]
+                labels = np.arange(y.size)
+                if y.ndim == 1 and variable.dims[0] in variable.coords:
+                    labels = variable[variable.dims[0]].to_numpy()
+                unmasked = np.isin(labels, density[dim].to_numpy())
+                targets[name] = np.where(unmasked.reshape(y.shape), y, np.nan)
+        return targets
 
     @cached_property
     def inputs(self) -> dict[str, np.ndarray]:
         """Arguments of a network with a row per observation, as (N, D), or (N height
         width, channels) for images.
         """
-        held = {}
+        rows = {}
         for name, x in self.arrays("constant_data").items():
             axis = self._row_axis(name)
-            if axis is not None:
-                held[name] = np.moveaxis(x, axis, 0)
-        wide = {name: x for name, x in held.items() if x.ndim > 1} or (
-            held if len(held) == 1 else {}
-        )
-        wide = {
-            name: x
-            for name, x in wide.items()
-            if x.dtype.kind == "f" or (x.ndim > 1 and x.dtype.kind in "iu")
-        }
-        return {name: table(x) for name, x in wide.items()} if self.has_network else {}
+            if axis is not None and self.has_network:
+                rows[name] = np.moveaxis(x, axis, 0)
+        inputs = {}
+        for name, x in rows.items():
+            numeric = x.dtype.kind in ("fiu" if x.ndim > 1 else "f")
+            if numeric and (x.ndim > 1 or len(rows) == 1):
+                inputs[name] = table(x)
+        return inputs
 
     def _row_axis(self, name: str) -> int | None:
         """The axis of an argument that has a dimension of observed data; without
         plates, a first one as long.
         """
-        targets = (
-            self.groups["observed_data"].data_vars
-            if "observed_data" in self.groups
-            else {}
-        )
-        dims = [str(dim) for dim in self.groups["constant_data"][name].dims]
-        own = {
-            str(y.dims[0])
-            for site, y in targets.items()
-            if y.ndim and y.dims[0] == f"{site}_dim_0"
-        }
-        # A dimension called like a variable has the ending `_dim`.
-        rows = {str(y.dims[0]).removesuffix("_dim") for y in targets.values() if y.ndim}
-        found = [
-            axis for axis, dim in enumerate(dims) if dim.removesuffix("_dim") in rows
-        ]
-        if found or not own:
-            return found[0] if found else None
-        lengths = {
-            y.sizes[dim] for y in targets.values() for dim in y.dims[:1] if dim in own
-        }
-        return (
-            0
-            if dims and self.groups["constant_data"].sizes[dims[0]] in lengths
-            else None
-        )
+        row_dims: set[str] = set()
+        lengths_without_plate: set[int] = set()
+        for site, y in self.variables("observed_data").items():
+            if y.ndim:
+                dim = str(y.dims[0])
+                # A dimension called like a variable has the ending `_dim`.
+                row_dims.add(dim.removesuffix("_dim"))
+                if dim == f"{site}_dim_0":
+                    lengths_without_plate.add(len(y))
+        argument = self.groups["constant_data"][name]
+        for axis, dim in enumerate(argument.dims):
+            if str(dim).removesuffix("_dim") in row_dims:
+                return axis
+        return 0 if argument.ndim and len(argument) in lengths_without_plate else None
 
     # -- the checks --------------------------------------------------------------------
 
-    def diverged(self) -> Measured:
-        found, sizes = self.by_chain("first_divergence"), self.numbers("base_step_size")
-        first = np.full(len(self.chains), -1.0) if found is None else found
+    def diverged(self) -> Measurement:
+        first = self.by_chain("first_divergence")
+        if first is None:
+            first = np.full(len(self.chains), -1.0)
         wrong = np.flatnonzero((first >= 0) | ~self.finite("posterior").all(axis=1))
-        self.faulty |= set(wrong.tolist())
-        named = ", ".join(
-            f"chain {self.chains[c]}" + f" at step {first[c]:.0f}" * int(first[c] >= 0)
-            for c in wrong
-        )
-        algorithm = self.about.get("algorithm", "sampler")
-        what = (
-            f"{algorithm} diverged ({named}), draws are NaN or one point from there on"
-        )
-        what += f", with step sizes up to {sizes.max():.2g}" if sizes.size else ""
-        return len(wrong), 0, what if named else "all draws are finite"
+        names = []
+        for c in wrong:
+            step = f" at step {first[c]:.0f}" if first[c] >= 0 else ""
+            names.append(f"chain {self.chains[c]}{step}")
+        words = "all draws are finite"
+        if names:
+            words = (
+                f"{self.about.get('algorithm', 'sampler')} diverged "
+                f"({', '.join(names)}), draws are NaN or one point from there on"
+            )
+            sizes = self.numbers("base_step_size")
+            words += f", with step sizes up to {sizes.max():.2g}" if sizes.size else ""
+        return at_most(len(wrong), 0, words, wrong.tolist())
 
-    def frozen(self) -> Measured:
-        limit, runs = max(LEAST_REPEATS, self.draws // 10), []
-        for draws in self.parameters if self.parameters.size else ():
+    def frozen(self) -> Measurement | None:
+        if not self.parameters.size:
+            return None
+        limit = max(MIN_REPEATED_DRAWS, self.draws // 10)
+        repeats = []
+        for draws in self.parameters:
             ends = np.flatnonzero(
                 np.append((draws[1:] != draws[:-1]).any(axis=1), True)
             )
-            still = (np.ptp(draws, axis=0) <= STILL * np.abs(draws).max(axis=0)).all()
-            runs.append(self.draws if still else np.diff(ends, prepend=-1).max())
+            ranges = np.ptp(draws, axis=0)
+            if (ranges <= MAX_RELATIVE_RANGE * np.abs(draws).max(axis=0)).all():
+                repeats.append(self.draws)
+            else:
+                repeats.append(np.diff(ends, prepend=-1).max())
         words = f"chain {{1}} holds one draw for {{0:.0f}} of its {self.draws} draws"
-        found = self.worst(runs, limit - 1, words) if runs else None
-        self.faulty |= set(np.flatnonzero(np.array(runs) >= limit).tolist())
-        return found
+        longest = self.worst(repeats, limit - 1, words)
+        still = np.flatnonzero(np.array(repeats) >= limit).tolist()
+        return longest and longest._replace(at_fault=frozenset(still))
 
-    def moved(self) -> Measured:
+    def moved(self) -> Measurement | None:
         """The verdict of a kernel on its chains, from all of their steps."""
         if "frozen_chains" not in self.about:
             return None
-        named = (
-            self.numbers("frozen_chains") / self.about.get("num_replicas", 1)
-        ).tolist()
-        still = [
-            c
-            for c, position in enumerate(self.positions)
-            if position in named and c not in self.faulty
-        ]
-        self.faulty |= set(still)
-        what = (
+        frozen = self.numbers("frozen_chains") / self.about.get("num_replicas", 1)
+        still = [c for c in self.sound if self.positions[c] in frozen.tolist()]
+        words = (
             f"chains {[self.chains[c] for c in still]} accept below 1 %, or cover "
             f"below 2 % of the variance"
         )
-        return len(still), 0, what if still else "all chains moved"
+        return at_most(len(still), 0, words if still else "all chains moved", still)
 
-    def support(self) -> Measured:
+    def support(self) -> Measurement | None:
         """Draws that no kernel should have taken: an observation of theirs is
         impossible, or has no density.
         """
@@ -491,24 +481,18 @@ class _Checks:
         )
         return self.worst(1 - self.finite("log_likelihood").mean(axis=1), 0, words)
 
-    def restarts(self) -> Measured:
-        found = self.attribute(
-            "restarts", 0, "chain {1} started again {0:.0f} times in warm-up"
-        )
-        return found and (*found[:3], found[3] and "note")
+    def acceptance(self) -> Measurement | None:
+        words = "chain {1} accepts {0:.1%} of its proposals"
+        return self.attribute("mean_accept_prob", 0.1, words, below=True)
 
-    def divergences(self) -> Measured:
-        if (
-            diverging := self.statistic("diverging")
-        ) is None or "first_divergence" in self.about:
+    def divergences(self) -> Measurement | None:
+        diverging = self.statistic("diverging")
+        if diverging is None or "first_divergence" in self.about:
             return None
-        return self.worst(
-            diverging.mean(axis=1),
-            0.05,
-            "{0:.1%} of the transitions of chain {1} diverged",
-        )
+        words = "{0:.1%} of the transitions of chain {1} diverged"
+        return self.worst(diverging.mean(axis=1), 0.05, words)
 
-    def energy_variance(self) -> Measured:
+    def energy_variance(self) -> Measurement | None:
         """Against its target; on minibatches, whose noise chooses the steps, there is
         none, and only the bias that it implies is judged.
         """
@@ -522,15 +506,26 @@ class _Checks:
         words += f", its target {target:.2g}" if target else ""
         words += f" (implied error of a variance {bias:.2g})" if bias else ""
         if not target:
-            found = self.worst(energies, np.inf, words, energy=energies)
-            return found and (bias, 0.5, found[2])
+            largest = self.worst(energies, np.inf, words, energy=energies)
+            return largest and at_most(bias, 0.5, largest.words)
         # Four times the tolerated bias has 64 times its variance, a tenth of the step
         # length a millionth.
         ratio = np.maximum(energies / target, 64e-6 * target / energies)
-        found = self.worst(ratio, 64, words, energy=energies)
-        return found and (*found[:3], found[3] or not bias < 0.5)
+        largest = self.worst(ratio, 64, words, energy=energies)
+        if largest and not bias < 0.5:
+            return largest._replace(verdict="warning")
+        return largest
 
-    def temperature(self) -> Measured:
+    def restarts(self) -> Measurement | None:
+        words = "chain {1} started again {0:.0f} times in warm-up"
+        largest = self.attribute("restarts", 0, words)
+        return largest and largest.as_note()
+
+    def refused_steps(self) -> Measurement | None:
+        words = "chain {1} refused {0:.0%} of its steps"
+        return self.attribute("refused_steps", 0.1, words)
+
+    def temperature(self) -> Measurement | None:
         """The mean of each chain, less four standard errors by batches of draws,
         against the target or its band.
 
@@ -539,33 +534,34 @@ class _Checks:
         covariance of the two, that is judged, whether it is too hot: too little of it
         is what ``covered`` finds.
         """
-        target, found = float(self.about.get("temperature", 1.0)), []
-        allowed = max(
-            0.25 * target,
-            float(self.about.get("temperature_band_high", target)) - target,
-        )
+        target = float(self.about.get("temperature", 1.0))
+        band = float(self.about.get("temperature_band_high", target)) - target
         covered = self.by_chain("variance_covered")
+        measurements = []
         for name in ("configurational_temperature", "kinetic_temperature"):
             values = self.statistic(name)
-            if values is not None and target:
-                batches = [
-                    batch.mean(axis=1, dtype=np.float64)
-                    for batch in np.array_split(values, 10, axis=1)
-                ]
-                means, errors = mean_and_error(np.array(batches))
-                if name == "configurational_temperature" and covered is not None:
-                    means = covered * target
-                    away = np.maximum(means - target - 4 * errors, 0.0)
-                else:
-                    away = np.maximum(np.abs(means - target) - 4 * errors, 0.0)
-                words = (
-                    f"the {name.replace('_', ' ')} of chain {{1}} is {{mean:.2f}}, its "
-                    f"target {target:g}"
-                )
-                found.append(self.worst(away, allowed, words, mean=means))
-        return max(filter(None, found), default=None)
+            if values is None or not target:
+                continue
+            batches = [
+                batch.mean(axis=1, dtype=np.float64)
+                for batch in np.array_split(values, 10, axis=1)
+            ]
+            means, errors = mean_and_error(np.array(batches))
+            if name == "configurational_temperature" and covered is not None:
+                means = covered * target
+                excess = means - target
+            else:
+                excess = np.abs(means - target)
+            words = (
+                f"the {name.replace('_', ' ')} of chain {{1}} is {{mean:.2f}}, its "
+                f"target {target:g}"
+            )
+            allowed = max(0.25 * target, band)
+            excess = np.maximum(excess - 4 * errors, 0.0)
+            measurements.append(self.worst(excess, allowed, words, mean=means))
+        return max(filter(None, measurements), default=None)
 
-    def fit(self) -> Measured:
+    def fit(self) -> Measurement | None:
         """The share of what its member of the warm start, or the best chain, explains
         that a chain does not.
 
@@ -574,39 +570,42 @@ class _Checks:
         parameter, as those of a Gaussian do: where they have lost no more, it is a
         note.
         """
-        means = self.means("posterior_predictive") if self.draws >= LEAST_DRAWS else {}
+        if self.draws < MIN_DRAWS:
+            return None
         members = json.loads(self.about.get("explained_by_members", "{}"))
-        left_member, found = self._left_member(), []
-        for site, own in explained(means, self.targets).items():
-            start = np.full(len(own), np.nan)
+        left_member = self._left_member()
+        at_fault: set[int] = set()
+        measurements = []
+        shares = explained(self.means("posterior_predictive"), self.targets)
+        for site, share in shares.items():
+            start = np.full(len(share), np.nan)
             if site in members:
                 start = np.array(members[site])[self.positions]
-            best = np.full(len(own), np.fmax.reduce(own))
+            best = np.full(len(share), np.fmax.reduce(share))
             good = np.fmax(start, best)
-            lost = share_lost(own, good)
-            trapped = share_lost(own, best) > MOST_LOST
-            trapped |= (lost > MOST_LOST) & left_member
+            lost = share_lost(share, good)
+            trapped = share_lost(share, best) > MAX_SHARE_LOST
+            trapped |= (lost > MAX_SHARE_LOST) & left_member
             words = (
                 f"of {site} at the training rows chain {{1}} explains {{own:.0%}}, its "
                 f"member or the best chain {{good:.0%}}"
             )
-            worst = self.worst(
+            largest = self.worst(
                 np.where(trapped, lost, 0.0) if trapped.any() else lost,
-                MOST_LOST,
+                MAX_SHARE_LOST,
                 words,
-                own=np.maximum(own, 0),
+                left_out=at_fault,
+                own=np.maximum(share, 0),
                 good=good,
             )
-            if worst and not trapped.any():
-                worst = (*worst[:3], worst[3] and "note")
-            found.append(worst)
+            if largest:
+                measurements.append(largest if trapped.any() else largest.as_note())
             if not trapped.all():
-                self.faulty |= set(np.flatnonzero(trapped).tolist())
-        return max(
-            filter(None, found),
-            key=lambda measured: (measured[3] is True, measured[0]),
-            default=None,
-        )
+                at_fault |= set(np.flatnonzero(trapped).tolist())
+        if not measurements:
+            return None
+        worst = max(measurements, key=lambda m: (m.verdict == "warning", m.value))
+        return worst._replace(at_fault=frozenset(at_fault))
 
     def _left_member(self) -> np.ndarray:
         """Whether the log likelihood of a chain (C,) is lower than that of its member
@@ -616,182 +615,150 @@ class _Checks:
         densities = self.arrays("log_likelihood")
         if not members.size or not densities:
             return np.ones(len(self.chains), bool)
-        own = np.zeros(len(self.chains))
+        totals = np.zeros(len(self.chains))
         for values in densities.values():
             by_draw = values.reshape(*values.shape[:2], -1).sum(
                 axis=2, dtype=np.float64
             )
-            own += by_draw.mean(axis=1)
+            totals += by_draw.mean(axis=1)
         size = sum(
             value[0, 0].size
             for value in self.arrays("posterior").values()
             if value.dtype.kind == "f"
         )
-        return ~(members[self.positions] - own <= size / 2)  # also where one is NaN
+        return ~(members[self.positions] - totals <= size / 2)  # also if one is NaN
 
-    def steps(self) -> Measured:
+    def covered(self) -> Measurement | None:
+        words = "chain {1} covers {0:.0%} of the posterior variance"
+        return self.attribute("variance_covered", 0.25, words, below=True)
+
+    def steps(self) -> Measurement | None:
         """Steps after warm-up, against those in which a chain on minibatches forgets
         its position often enough.
         """
-        kept, needed = (
-            float(self.about.get(name, 0)) for name in ("steps_kept", "steps_needed")
-        )
-        what = (
-            f"{kept:.0f} steps, where the gradient noise asks for {needed:.0e} after "
+        steps = float(self.about.get("steps_kept", 0))
+        needed = float(self.about.get("steps_needed", 0))
+        if not needed or steps < MIN_STEPS:
+            return None
+        words = (
+            f"{steps:.0f} steps, where the gradient noise asks for {needed:.0e} after "
             f"as long a warm-up"
         )
-        return (needed / kept, 1, what) if needed and kept >= LEAST_STEPS else None
+        return at_most(needed / steps, 1, words)
 
-    def rhat(self) -> Measured:
+    def rhat(self) -> Measurement | None:
         """R-hat of the function; a note where noise hides that its chains differ, so
         that observations drawn from them do not.
         """
-        value = high(_arviz.rhat(self.function)) if self.function.size else np.nan
-        self.mixed = not value > 1.1
+        value = self.rhat_of_function
         if np.isnan(value):
             return None
-        what = f"R-hat of the function is {value:.3g}"
-        if self.mixed:
-            return value, 1.1, what
+        words = f"R-hat of the function is {value:.3g}"
+        if value <= MAX_RHAT:
+            return at_most(value, MAX_RHAT, words)
         if len(self.function) > 1:
             largest = max(high(_arviz.rhat(chain[None])) for chain in self.function)
-            what += f" (at most {largest:.3g} within a chain)"
-        drawn = self.observations
+            words += f" (at most {largest:.3g} within a chain)"
+        drawn = self.observations()
         hidden = high(_arviz.rhat(drawn)) if drawn.size else np.inf
-        if not hidden <= MOST_RHAT_OF_OBSERVATIONS:
-            return value, 1.1, what, True
-        return value, 1.1, f"{what}, of observations drawn {hidden:.3g}", "note"
+        if not hidden <= MAX_RHAT_OF_OBSERVATIONS:
+            return at_most(value, MAX_RHAT, words)
+        words += f", of observations drawn {hidden:.3g}"
+        return at_most(value, MAX_RHAT, words).as_note()
 
-    def ess(self) -> Measured:
+    def ess(self) -> Measurement | None:
         """Effective draws, which mean nothing where R-hat is large."""
-        value = (
-            -high(-_arviz.ess(self.function))
-            if self.function.size and self.mixed
-            else np.nan
-        )
+        if not self.function.size or self.rhat_of_function > MAX_RHAT:
+            return None
+        value = -high(-_arviz.ess(self.function))
+        if np.isnan(value):
+            return None
         total = len(self.function) * self.draws
-        limit, what = (
-            min(100.0, total / 10),
-            f"{total} draws are worth {value:.0f} independent ones of the function",
-        )
-        return None if np.isnan(value) else (value, limit, what, value < limit)
+        words = f"{total} draws are worth {value:.0f} independent ones of the function"
+        return at_least(value, min(100.0, total / 10), words)
 
-    def tree_depth(self) -> Measured:
-        steps, depth = (
-            self.statistic("n_steps", "num_steps"),
-            int(self.about.get("max_tree_depth", 0)),
-        )
+    def tree_depth(self) -> Measurement | None:
+        steps = self.statistic("n_steps", "num_steps")
+        depth = int(self.about.get("max_tree_depth", 0))
+        if steps is None or not depth:
+            return None
         words = f"{{0:.0%}} of the trees of chain {{1}} have the largest depth, {depth}"
-        return (
-            self.worst((steps >= 2**depth - 1).mean(axis=1), 0.1, words)
-            if steps is not None and depth
-            else None
-        )
+        return self.worst((steps >= 2**depth - 1).mean(axis=1), 0.1, words)
 
-    def pareto_k(self) -> Measured:
+    def pareto_k(self) -> Measurement | None:
         """For networks it is a note: it is above its limit for about every guide,
         whatever the function is like.
         """
-        found = self.attribute(
-            "pareto_k", 0.7, "the importance weights have Pareto k {0:.2f}"
-        )
-        enough = self.draws >= LEAST_DRAWS
-        return (
-            (*found[:3], found[3] and ("note" if self.has_network else True))
-            if found and enough
-            else None
-        )
+        if self.draws < MIN_DRAWS:
+            return None
+        words = "the importance weights have Pareto k {0:.2f}"
+        largest = self.attribute("pareto_k", 0.7, words)
+        return largest.as_note() if largest and self.has_network else largest
 
-    def elbo(self) -> Measured:
-        limit = max(
-            1.0, 0.01 * sum(np.size(y) for y in self.arrays("observed_data").values())
-        )
+    def elbo(self) -> Measurement | None:
+        rise = self.by_chain("elbo_rise")
+        if rise is None:
+            return None
+        size = sum(y.size for y in self.arrays("observed_data").values())
         words = (
             "at the end of the fit the ELBO changes by {rise:+.3g} nats per tenth of "
             "the steps"
         )
-        rise = self.by_chain("elbo_rise")
-        return (
-            None if rise is None else self.worst(np.abs(rise), limit, words, rise=rise)
-        )
+        return self.worst(np.abs(rise), max(1.0, 0.01 * size), words, rise=rise)
 
-    def standardized(self) -> Measured:
-        held = self.arrays("observed_data")
-        targets = {
-            name: y
-            for name, y in self.targets.items()
-            if held[name].dtype.kind == "f" and y.ndim
-        }
-        tables, found = (
-            {**self.inputs, **{name: table(y) for name, y in targets.items()}},
-            [],
-        )
+    def standardized(self) -> Measurement | None:
+        if not self.has_network:
+            return None
+        observed = self.arrays("observed_data")
+        tables = dict(self.inputs)
+        for name, y in self.targets.items():
+            if observed[name].dtype.kind == "f" and y.ndim:
+                tables[name] = table(y)
+        measurements = []
         for name, x in tables.items():
-            known = x if name in self.inputs else x[np.isfinite(x).all(axis=1)]
-            some = known[spread(len(known), INPUT_ROWS)].astype(np.float64)
-            if some.size and self.has_network:
-                mean, sd, size = (
-                    some.mean(axis=0),
-                    some.std(axis=0),
-                    1 / np.abs(some).max(axis=0),
+            rows = x if name in self.inputs else x[np.isfinite(x).all(axis=1)]
+            rows = rows[spread(len(rows), INPUT_ROWS)].astype(np.float64)
+            if rows.size:
+                mean = rows.mean(axis=0)
+                sd = rows.std(axis=0)
+                size = 1 / np.abs(rows).max(axis=0)
+                off = np.maximum.reduce([np.abs(mean), sd, size])
+                off = np.nan_to_num(np.where(sd == 0, 0.0, off), nan=np.inf)
+                c = int(off.argmax())
+                words = (
+                    f"{(off > 10).sum()} of {off.size} columns of {name} are off: "
+                    f"column {c} has mean {mean[c]:.3g}, standard deviation {sd[c]:.3g}"
                 )
-                off = np.nan_to_num(
-                    np.where(sd == 0, 0.0, np.maximum.reduce([np.abs(mean), sd, size])),
-                    nan=np.inf,
-                )
-                c, many = (
-                    int(off.argmax()),
-                    f"{(off > 10).sum()} of {off.size} columns of {name} are off",
-                )
-                what = (
-                    f"{many}: column {c} has mean {mean[c]:.3g}, standard deviation "
-                    f"{sd[c]:.3g}"
-                )
-                found.append((off[c], 10, what))
-        return max(found, default=None)
+                measurements.append(at_most(off[c], 10, words))
+        return max(measurements, default=None)
 
-    def constant_inputs(self) -> Measured:
+    def constant_inputs(self) -> Measurement | None:
         tables = {name: x for name, x in self.inputs.items() if x.size}
-        still = {
-            name: np.flatnonzero((np.ptp(x, axis=0) == 0) & (x[0] != 0))
-            for name, x in tables.items()
-        }
-        found = [
-            f"{column} of {name}" for name, held in still.items() for column in held
-        ]
-        return (
-            (len(found), 0, f"constant columns: {', '.join(found[:5]) or 'none'}")
-            if tables
-            else None
-        )
+        if not tables:
+            return None
+        constant: list[str] = []
+        for name, x in tables.items():
+            still = np.flatnonzero((np.ptp(x, axis=0) == 0) & (x[0] != 0))
+            constant += [f"{column} of {name}" for column in still]
+        words = f"constant columns: {', '.join(constant[:5]) or 'none'}"
+        return at_most(len(constant), 0, words)
 
-    def extrapolation(self) -> Measured:
-        held, pairs = self.arrays("predictions_constant_data"), {}
+    def extrapolation(self) -> Measurement | None:
+        new = self.arrays("predictions_constant_data")
+        measurements = []
         for name, x in self.inputs.items():
-            if name in held and x.size:
-                pairs[name] = (
-                    x,
-                    table(np.moveaxis(held[name], self._row_axis(name) or 0, 0)),
-                )
-        return max(
-            (
-                extrapolated(*pair, f" new rows of {name}")
-                for name, pair in pairs.items()
-            ),
-            default=None,
-        )
+            if name in new and x.size:
+                rows = table(np.moveaxis(new[name], self._row_axis(name) or 0, 0))
+                share = extrapolated(x, rows, f" new rows of {name}")
+                measurements.append(at_most(*share))
+        return max(measurements, default=None)
 
-    def few_draws(self) -> Measured:
-        what = (
+    def few_draws(self) -> Measurement:
+        words = (
             f"{self.draws} draws{'' if self.independent else ' in each chain'}; "
-            f"mixing, fit and weights are judged"
+            f"mixing, fit and weights are judged from {MIN_DRAWS}"
         )
-        return (
-            self.draws,
-            LEAST_DRAWS,
-            f"{what} from {LEAST_DRAWS}",
-            self.draws < LEAST_DRAWS and "note",
-        )
+        return at_least(self.draws, MIN_DRAWS, words).as_note()
 
 
 def explained(
@@ -800,31 +767,32 @@ def explained(
     """How much of each site the mean of each chain explains, (C,): 1 for all of it, 0
     for as much as a constant.
     """
-    found = {}
+    shares = {}
     for name, draws in means.items():
         site, suffix = name.rsplit("_", 1)
-        y, classes = observed.get(site), suffix == "probs"
+        classes = suffix == "probs"
+        y = observed.get(site)
         if y is None or not y.ndim or draws.shape[2 : draws.ndim - classes] != y.shape:
             continue
-        known = np.flatnonzero(np.isfinite(y).reshape(len(y), -1).all(axis=1))
-        if not known.size:
+        finite = np.flatnonzero(np.isfinite(y).reshape(len(y), -1).all(axis=1))
+        if not finite.size:
             continue
-        rows = known[spread(len(known), ROWS)]
+        rows = finite[spread(len(finite), ROWS)]
         mean = draws[:, spread(draws.shape[1], DRAWS)[:, None], rows].mean(
             axis=1, dtype=np.float64
         )
-        y, (labels, counts) = y[rows], np.unique(y[rows], return_counts=True)
-        losses = mean.argmax(axis=-1) != y if classes else (mean - y) ** 2
-        least = (
-            y != labels[counts.argmax()]
-            if classes
-            else (y - y.mean(axis=0, dtype=np.float64)) ** 2
-        )
+        y = y[rows]
+        if classes:
+            labels, counts = np.unique(y, return_counts=True)
+            losses = mean.argmax(axis=-1) != y
+            losses_of_constant = y != labels[counts.argmax()]
+        else:
+            losses = (mean - y) ** 2
+            losses_of_constant = (y - y.mean(axis=0, dtype=np.float64)) ** 2
         with np.errstate(all="ignore"):
-            found[site] = (
-                1 - losses.reshape(len(losses), -1).mean(axis=1) / least.mean()
-            )
-    return found
+            loss = losses.reshape(len(losses), -1).mean(axis=1)
+            shares[site] = 1 - loss / losses_of_constant.mean()
+    return shares
 
 
 def mean_and_error(batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -841,9 +809,9 @@ def mean_and_error(batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, error * ((1 + related) / (1 - related)) ** 0.5
 
 
-def share_lost(own: np.ndarray, good: np.ndarray) -> np.ndarray:
+def share_lost(share: np.ndarray, good: np.ndarray) -> np.ndarray:
     """The share of what is explained well (above 0.2) that chains do not explain."""
-    return np.where(good > 0.2, 1 - np.maximum(own, 0.0) / good, 0.0)
+    return np.where(good > 0.2, 1 - np.maximum(share, 0.0) / good, 0.0)
 
 
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"
@@ -857,63 +825,54 @@ MORE = (
     "leave out `step_size` and `preconditioner`, take more steps or larger "
     "minibatches, or allow more bias."
 )
-# Check -> attribute, limit, words, and whether the limit is one from below.
-ATTRIBUTES: dict[str, Any] = {
-    "acceptance": (
-        "mean_accept_prob",
-        0.1,
-        "chain {1} accepts {0:.1%} of its proposals",
-        True,
-    ),
-    "refused_steps": ("refused_steps", 0.1, "chain {1} refused {0:.0%} of its steps"),
-    "covered": (
-        "variance_covered",
-        0.25,
-        "chain {1} covers {0:.0%} of the posterior variance",
-        True,
-    ),
-}
-MARKING = ("diverged", "frozen", "moved")  # checks that mark chains
-# name, draws that each chain needs (0: also for independent draws), and what to do
 CHECKS = (
-    ("diverged", 0, LEAVE_OUT),
-    ("frozen", LEAST_REPEATS, LEAVE_OUT),
-    (
+    Check("diverged", 0, LEAVE_OUT, marks=True),
+    Check("frozen", MIN_REPEATED_DRAWS, LEAVE_OUT, marks=True),
+    Check(
         "moved",
         1,
         f"If nothing is accepted, use a smaller `step_size`; otherwise {MORE}",
+        marks=True,
     ),
-    ("support", 0, BORDER),
-    ("acceptance", LEAST_REPEATS, LEAVE_OUT),
-    (
+    Check("support", 0, BORDER),
+    Check("acceptance", MIN_REPEATED_DRAWS, LEAVE_OUT),
+    Check(
         "divergences",
-        LEAST_DRAWS,
+        MIN_DRAWS,
         "Raise `target_accept_prob`, or make scales non-centered.",
     ),
-    (
+    Check(
         "energy_variance",
-        LEAST_DRAWS,
+        MIN_DRAWS,
         f"{SMALLER} by more warm-up. Non-centered scales need less.",
     ),
-    ("restarts", 1, f"It took none of many steps. {SMALLER} by more warm-up."),
-    ("refused_steps", 1, f"{SMALLER} by more warm-up. Non-centered scales need less."),
-    ("temperature", LEAST_DRAWS, f"{SMALLER}; take larger batches, and more warm-up."),
-    ("fit", 0, "It is trapped: start elsewhere, or run longer."),
-    ("covered", LEAST_DRAWS, f"Too few steps, or too small ones: {MORE}"),
-    ("steps", 0, f"Too few steps: {MORE}"),
-    ("rhat", LEAST_DRAWS, "Take more draws; if chains differ, a longer warm start{}."),
-    ("ess", LEAST_DRAWS, "Take more draws, or more steps per draw (`steps_per_draw`)."),
-    (
+    Check("restarts", 1, f"It took none of many steps. {SMALLER} by more warm-up."),
+    Check(
+        "refused_steps", 1, f"{SMALLER} by more warm-up. Non-centered scales need less."
+    ),
+    Check(
+        "temperature", MIN_DRAWS, f"{SMALLER}; take larger batches, and more warm-up."
+    ),
+    Check("fit", 0, "It is trapped: start elsewhere, or run longer."),
+    Check("covered", MIN_DRAWS, f"Too few steps, or too small ones: {MORE}"),
+    Check("steps", 0, f"Too few steps: {MORE}"),
+    Check(
+        "rhat", MIN_DRAWS, "Take more draws; if chains differ, a longer warm start{}."
+    ),
+    Check(
+        "ess", MIN_DRAWS, "Take more draws, or more steps per draw (`steps_per_draw`)."
+    ),
+    Check(
         "tree_depth",
-        LEAST_DRAWS,
+        MIN_DRAWS,
         "Raise `max_tree_depth`, standardize the data, or make scales non-centered.",
     ),
-    (
+    Check(
         "pareto_k",
         0,
         "The guide misses part of the posterior: judge its predictions of test data.",
     ),
-    (
+    Check(
         "elbo",
         0,
         (
@@ -921,8 +880,10 @@ CHECKS = (
             "smaller steps."
         ),
     ),
-    ("standardized", 0, "Priors of networks expect about 0 and 1: `datasets.Scaler`."),
-    ("constant_inputs", 0, "Drop them: they say what the bias says."),
-    ("extrapolation", 0, FAR),
-    ("few_draws", 0, "Take more draws for a judgment."),
+    Check(
+        "standardized", 0, "Priors of networks expect about 0 and 1: `datasets.Scaler`."
+    ),
+    Check("constant_inputs", 0, "Drop them: they say what the bias says."),
+    Check("extrapolation", 0, FAR),
+    Check("few_draws", 0, "Take more draws for a judgment."),
 )

@@ -71,9 +71,13 @@ def predicted(
     """
     name = _site_name(call, idata, site)
     groups = [key for key in INPUTS if key in _arviz.group_names(idata)]
-    held = {key: _observed(call, idata, key, name, target) for key in groups}
+    targets_by_group = {
+        key: _observed(call, idata, key, name, target) for key in groups
+    }
     usable = [
-        key for key, observed in held.items() if observed is not None or not scored
+        key
+        for key, observed in targets_by_group.items()
+        if observed is not None or not scored
     ]
     if group is not None:
         Choice(usable).check(call, "group", group)
@@ -85,21 +89,21 @@ def predicted(
             f"{name!r}: y_test}}`."
         )
         raise argument_error(call, "idata", got, instead)
-    chosen = group or usable[0]
-    data = _arviz.group(idata, chosen)
+    drawn_group = group or usable[0]
+    data = _arviz.group(idata, drawn_group)
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
-    kept = {
+    draws = {
         key: data[key].transpose("chain", "draw", ...)
         for key in (name, function)
         if key in data
     }
-    sound = sound_chains(call, "idata", *kept.values()) if kept else None
+    sound = sound_chains(call, "idata", *draws.values()) if draws else None
     y, mean = (
-        np.asarray(kept[key], dtype=np.float64)[sound] if key in kept else None
+        np.asarray(draws[key], dtype=np.float64)[sound] if key in draws else None
         for key in (name, function)
     )
-    return Drawn(name, chosen, y, mean, classes, held[chosen])
+    return Drawn(name, drawn_group, y, mean, classes, targets_by_group[drawn_group])
 
 
 def input_values(
@@ -121,21 +125,21 @@ def input_values(
             )
         return None, values
     data = _held(idata, INPUTS[drawn.group])
-    known = [
+    inputs = [
         name
         for name in _names(data)
         if name != drawn.site and data[name].shape[:1] == (size,)
     ]
     if x is not None:
-        Choice(known).check(call, "x", x)
-    elif len(known) != 1:
+        Choice(inputs).check(call, "x", x)
+    elif len(inputs) != 1:
         raise argument_error(
             call,
             "x",
-            f"nothing, and there are {len(known)} inputs",
-            f"Name one of {known}.",
+            f"nothing, and there are {len(inputs)} inputs",
+            f"Name one of {inputs}.",
         )
-    name = known[0] if x is None else x
+    name = inputs[0] if x is None else x
     values = np.asarray(data[name], dtype=np.float64)
     if values.size != size:
         instead = f"Pass {size} values to draw against, e.g. x[:, 0]."
@@ -161,8 +165,8 @@ def label(idata: Any, group: str, name: str) -> str:
     """Axis label: the variable's ``long_name`` and ``units`` attributes
     if it has them.
     """
-    for held in (group, INPUTS[group], "observed_data"):
-        data = _held(idata, held)
+    for holder in (group, INPUTS[group], "observed_data"):
+        data = _held(idata, holder)
         about = data[name].attrs if name in data else {}
         if about.keys() & {"long_name", "units"}:
             text = about.get("long_name", name)
@@ -172,24 +176,24 @@ def label(idata: Any, group: str, name: str) -> str:
 
 def _site_name(call: str, idata: Any, site: str | None) -> str:
     """The site to draw: the one given, or the only observed one."""
-    known = _names(_held(idata, "observed_data"))
-    if not known:
+    sites = _names(_held(idata, "observed_data"))
+    if not sites:
         drawn = [name for group in INPUTS for name in _names(_held(idata, group))]
-        known = list(
+        sites = list(
             dict.fromkeys(
                 name for name in drawn if not name.endswith(("_mean", "_probs"))
             )
         )
     if site is not None:
-        return Choice(known).check(call, "site", site)
-    if len(known) != 1:
+        return Choice(sites).check(call, "site", site)
+    if len(sites) != 1:
         raise argument_error(
             call,
             "site",
-            f"nothing, and there are {len(known)} sites",
-            f"Name one of {known}.",
+            f"nothing, and there are {len(sites)} sites",
+            f"Name one of {sites}.",
         )
-    return known[0]
+    return sites[0]
 
 
 def _observed(call: str, idata: Any, group: str, site: str, target: str | None) -> Any:

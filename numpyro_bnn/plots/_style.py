@@ -71,7 +71,7 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 
 def axes(
     call: str,
-    given: Any,
+    ax: Any,
     shape: tuple[int, int] = (1, 1),
     size: Sequence[float] = (COLUMN, 2.4),
 ) -> np.ndarray:
@@ -79,7 +79,7 @@ def axes(
     new figure.
     """
     count = shape[0] * shape[1]
-    if given is None:
+    if ax is None:
         return (
             pyplot()
             .subplots(*shape, figsize=tuple(size), layout="constrained", squeeze=False)[
@@ -87,7 +87,7 @@ def axes(
             ]
             .ravel()
         )
-    array = np.atleast_1d(np.asarray(given, dtype=object)).ravel()
+    array = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
     if array.size != count:
         raise argument_error(
             call,

@@ -184,7 +184,7 @@ def _coverage_panel(
     levels = levels[
         levels <= (len(draws) - 1) / (len(draws) + 1) + 1e-9
     ]  # that so few draws reach
-    found = [
+    shares = [
         metrics.interval_coverage(draws, observed, level).coverage for level in levels
     ]
     axis.fill_between(
@@ -197,7 +197,7 @@ def _coverage_panel(
     axis.plot([0, 1], [0, 1], color=_style.DATA, linewidth=0.6)
     axis.plot(
         levels,
-        found,
+        shares,
         color=_style.FUNCTION,
         marker="o",
         markersize=2.5,

@@ -241,7 +241,7 @@ def _bands(
         # Opaque tones: overlapping transparent bands would suggest levels that do not
         # exist.
         tone = 1 - (0.15 + 0.35 * place / len(levels)) * (1 - rgb)
-        reached = min(
+        exact_level = min(
             level, (len(draws) - 1) / (len(draws) + 1)
         )  # by the least and the largest draw
         axis.fill_between(
@@ -249,5 +249,5 @@ def _bands(
             *_central(draws, level),
             color=tone,
             linewidth=0,
-            label=f"{name}, {100 * reached:.3g} %",
+            label=f"{name}, {100 * exact_level:.3g} %",
         )

@@ -27,7 +27,7 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
-from numpyro_bnn.metrics.health import LEAST_DRAWS, explained, health
+from numpyro_bnn.metrics.health import MIN_DRAWS, explained, health
 from numpyro_bnn.networks import placeholder_statistics, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.reading import Reading
@@ -35,7 +35,7 @@ from numpyro_bnn.program.rows import rows_in, with_head
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import (
-    Fit,
+    InferenceResult,
     check_complete,
     from_guide,
     from_mcmc,
@@ -174,11 +174,11 @@ def to_inference_data(
         )
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
     result = result.mcmc if isinstance(result, Run) else result
-    chosen = (log_likelihood, posterior_predictive is not False)
+    optional_groups = (log_likelihood, posterior_predictive is not False)
     if isinstance(result, GPRegression):
         both_coords = coords or {}, prediction_coords or {}
         groups = process_groups(
-            result, predictions, rng_key, num_samples, *chosen, *both_coords
+            result, predictions, rng_key, num_samples, *optional_groups, *both_coords
         )
         return reported(
             groups, about(process_attrs(result, num_samples), rng_key, attrs)
@@ -215,31 +215,43 @@ def to_inference_data(
     if predictions is not None:
         parts = exporter.observed, exporter.affecting, exporter.counts
         new = replay.for_prediction(fit.arguments, predictions, *parts)
-    chosen = (log_likelihood, exporter.predicts_training_rows(posterior_predictive))
-    given = set(predictions or {})
-    _check_outline(
-        exporter, new, given, chosen, coords or {}, prediction_coords or {}, dims or {}
+    optional_groups = (
+        log_likelihood,
+        exporter.predicts_training_rows(posterior_predictive),
     )
-    judged = isinstance(result, MCMC) and chosen[1] and not members
+    new_names = set(predictions or {})
+    _check_outline(
+        exporter,
+        new,
+        new_names,
+        optional_groups,
+        coords or {},
+        prediction_coords or {},
+        dims or {},
+    )
+    judged = isinstance(result, MCMC) and optional_groups[1] and not members
     groups, more = _training(
-        exporter, _starts(result, exporter) if judged else {}, train_key, chosen
+        exporter,
+        _starts(result, exporter) if judged else {},
+        train_key,
+        optional_groups,
     )
     for group in ("observed_data", "constant_data") if on_disk else ():
         del groups[group]
     if new is not None:
         groups |= exporter.prediction_groups(
-            new_key, new, given, prediction_coords or {}
+            new_key, new, new_names, prediction_coords or {}
         )
     exporter.warn_of_missing(groups)
     return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
 
 
-def _check_result(result: Any, given: Mapping[str, Any]) -> None:
+def _check_result(result: Any, options: Mapping[str, Any]) -> None:
     """Refuse a guide and arguments beside a result that has its own, which would be
     ignored.
     """
     knows = isinstance(result, MCMC | Run | GPRegression | str | PathLike)
-    for name in [name for name, value in given.items() if knows and value]:
+    for name in [name for name, value in options.items() if knows and value]:
         instead = (
             "Leave it out: it belongs to the result of a guide, and this result has "
             "its own."
@@ -249,7 +261,9 @@ def _check_result(result: Any, given: Mapping[str, Any]) -> None:
         )
 
 
-def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
+def _of_first_rows(
+    fit: InferenceResult, posterior_predictive: bool | None
+) -> InferenceResult:
     """A fit of which only parameters and predictions are exported: its rows are on
     disk.
     """
@@ -290,8 +304,8 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
         [finding._asdict() for finding in report.findings]
     )
     if off := report.warnings:
-        listed = "".join(f"\n- {finding}" for finding in off)
-        text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{listed}"
+        failures = "".join(f"\n- {finding}" for finding in off)
+        text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{failures}"
         warnings.warn(text, HealthWarning, stacklevel=outside())
     return idata
 
@@ -300,19 +314,19 @@ def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
     """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
     and draws to be compared.
     """
-    few = next(iter(exporter.fit.posterior.values())).shape[1] < LEAST_DRAWS
+    few = next(iter(exporter.fit.posterior.values())).shape[1] < MIN_DRAWS
     try:
-        found = {} if few else members_of(mcmc)
+        member_values = {} if few else members_of(mcmc)
     except ValueError:  # a run without warm start
         return {}
-    return found if exporter.latent.keys() <= found.keys() else {}
+    return member_values if exporter.latent.keys() <= member_values.keys() else {}
 
 
 def _training(
     exporter: Exporter,
     starts: Mapping[str, np.ndarray],
     key: jax.Array,
-    chosen: tuple[bool, bool],
+    optional_groups: tuple[bool, bool],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Training groups, and the attribute of how much the members explain, evaluated by
     the same program.
@@ -331,15 +345,15 @@ def _training(
             name: np.concatenate([value, starts[name][:, 0]])[None]
             for name, value in flat.items()
         }
-        found, total = map_draws(fn, joined, *options), shape[0] * shape[1]
-        of_members.update({name: value[0, total:] for name, value in found.items()})
+        evaluated, total = map_draws(fn, joined, *options), shape[0] * shape[1]
+        of_members.update({name: value[0, total:] for name, value in evaluated.items()})
         return {
             name: value[0, :total].reshape(*shape, *value.shape[2:])
-            for name, value in found.items()
+            for name, value in evaluated.items()
         }
 
     exporter.map_draws = with_members if starts else map_draws
-    groups = exporter.training_groups(key, *chosen)
+    groups = exporter.training_groups(key, *optional_groups)
     exporter.map_draws = map_draws
     if not of_members:
         return groups, {}
@@ -364,8 +378,8 @@ def _training(
 def _check_outline(
     exporter: Exporter,
     new: Arguments | None,
-    given: set[str],
-    chosen: tuple[bool, bool],
+    new_names: set[str],
+    optional_groups: tuple[bool, bool],
     coords: Mapping[str, Sequence],
     prediction_coords: Mapping[str, Sequence],
     dims: Mapping[str, Sequence[str]],
@@ -374,13 +388,13 @@ def _check_outline(
     work.
     """
     outline, key = exporter.outline(), jax.random.key(0)
-    training = outline.training_groups(key, *chosen)
+    training = outline.training_groups(key, *optional_groups)
     predicted: dict[str, Any] = {}
     if new is not None:
         try:
             with placeholder_statistics():
                 exporter.read(new)  # it refuses codes without a level
-            predicted = outline.prediction_groups(key, new, given, {})
+            predicted = outline.prediction_groups(key, new, new_names, {})
         except (TypeError, ValueError) as error:
             if ": argument `" in str(error):
                 raise
@@ -393,16 +407,21 @@ def _check_outline(
     _check_coords("coords", coords, [*training.values(), *predicted.values()], draws)
     _check_coords("prediction_coords", prediction_coords, list(predicted.values()), {})
     groups = {**training, **predicted}
-    named = ("posterior", "sample_stats", "constant_data", "predictions_constant_data")
-    known = [
+    group_names = (
+        "posterior",
+        "sample_stats",
+        "constant_data",
+        "predictions_constant_data",
+    )
+    variables = [
         variable
-        for name in named
+        for name in group_names
         if name in groups
         for variable in groups[name].data_vars
     ]
     for variable in dims:
-        if variable not in known:
-            raise unknown_name(CALL, "dims", variable, known)
+        if variable not in variables:
+            raise unknown_name(CALL, "dims", variable, variables)
 
 
 def _check_coords(

@@ -23,7 +23,7 @@ from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.results import replay
-from numpyro_bnn.results.fit import Fit
+from numpyro_bnn.results.fit import InferenceResult
 from numpyro_bnn.results.replay import (
     CALL,
     map_draws,
@@ -33,7 +33,7 @@ from numpyro_bnn.results.replay import (
 )
 
 SAMPLE_DIMS = ("chain", "draw")
-MOST_ROWS = 10_000  # training rows that are predicted without being asked for
+MAX_ROWS_UNASKED = 10_000  # training rows that are predicted without being asked for
 # Names of the axes of a network parameter, by the last part of its name and its rank.
 PARAMETER_AXES = {
     ("kernel", 2): ("in", "out"),
@@ -48,7 +48,7 @@ class Exporter:
 
     def __init__(
         self,
-        fit: Fit,
+        fit: InferenceResult,
         coords: Mapping,
         dims: Mapping,
         draws_per_chunk: int | None,
@@ -113,7 +113,7 @@ class Exporter:
         it. An observation is redrawn in predictions, unless it is an input of the
         others: a site of x, of which y is a function.
         """
-        given = [name for name, site in self.sites.items() if replay.is_data(site)]
+        data_sites = [name for name, site in self.sites.items() if replay.is_data(site)]
         samples = [
             name for name, site in self.sites.items() if site["type"] == "sample"
         ]
@@ -121,16 +121,18 @@ class Exporter:
             lambda sites: {
                 n: sites[n]["fn"].log_prob(sites[n]["value"]) for n in samples
             },
-            given,
+            data_sites,
         )
         inner = {
-            name for name in given if any(name in below[n] for n in below if n != name)
+            name
+            for name in data_sites
+            if any(name in below[n] for n in below if n != name)
         }
         self.observed_sites = [
-            name for name in given if sources[name] or name not in inner
+            name for name in data_sites if sources[name] or name not in inner
         ]
         self.observed = set().union(
-            *(sources[name] for name in given if name not in inner)
+            *(sources[name] for name in data_sites if name not in inner)
         )
         self.redrawn = [
             n
@@ -154,7 +156,7 @@ class Exporter:
                 for name in factors
             }
 
-        sources, found = reading.sources(parts) if factors else {}, []
+        sources, factors_by_row = reading.sources(parts) if factors else {}, []
         for name in factors:
             site = self.sites[name]
             shape = site["fn"].batch_shape
@@ -163,10 +165,10 @@ class Exporter:
                 len(shape) >= -f.dim and shape[f.dim] == f.size for f in frames
             )
             if sources[name] and by_row:
-                found.append(name)
+                factors_by_row.append(name)
             elif sources[name]:
                 self.without_rows.append(name)
-        return found
+        return factors_by_row
 
     def _check_parameters(self, reading: Reading) -> None:
         """Parameter sites must not depend on the key, because their values in the run
@@ -180,11 +182,13 @@ class Exporter:
         if not unknown:
             return
         check_state(CALL, "result", reading)
-        again = site_values(
+        at_other_key = site_values(
             self.fit.model, self.first, jax.random.key(1), self.fit.arguments.call()
         )
         for name in unknown:
-            pairs = zip(self.sites[name]["value"], again[name]["value"], strict=True)
+            pairs = zip(
+                self.sites[name]["value"], at_other_key[name]["value"], strict=True
+            )
             if any(
                 not np.array_equal(key_numbers(a), key_numbers(b)) for a, b in pairs
             ):
@@ -198,15 +202,15 @@ class Exporter:
     def _check_names(self) -> None:
         """Variables and plates must keep apart once they are renamed for netCDF."""
         for types in (("sample", "deterministic"), ("plate",)):
-            known: dict[str, str] = {
+            owners: dict[str, str] = {
                 dim: f"{dim!r} (an axis of the draws)" for dim in SAMPLE_DIMS
             }
             for name in (
                 name for name, site in self.sites.items() if site["type"] in types
             ):
-                other = known.setdefault(safe(name), repr(name))
-                if other != repr(name):
-                    got = f"a model with the names {other} and {name!r}"
+                owner = owners.setdefault(safe(name), repr(name))
+                if owner != repr(name):
+                    got = f"a model with the names {owner} and {name!r}"
                     instead = (
                         f"Both are exported as {safe(name)!r}: rename one in the model."
                     )
@@ -216,17 +220,17 @@ class Exporter:
         """Name of a variable that is computed from a site, which no other site may
         have.
         """
-        found = f"{safe(name)}_{suffix}"
-        for other in (*self.redrawn, *self.dependent):
-            if safe(other) == found:
+        variable = f"{safe(name)}_{suffix}"
+        for site in (*self.redrawn, *self.dependent):
+            if safe(site) == variable:
                 instead = (
                     f"The export has a variable of this name, computed from {name!r}: "
                     f"rename the site."
                 )
                 raise argument_error(
-                    CALL, "result", f"a model with a site {other!r}", instead
+                    CALL, "result", f"a model with a site {site!r}", instead
                 )
-        return found
+        return variable
 
     def affecting(self) -> set[str]:
         """Names of the arguments that change what is predicted, and not only a mask or
@@ -234,13 +238,13 @@ class Exporter:
         """
 
         def parts(sites: Sites) -> dict[str, Any]:
-            found: dict[str, Any] = {}
+            values: dict[str, Any] = {}
             for name, site in sites.items():
                 if site["type"] == "deterministic":
-                    found[name] = site["value"]
+                    values[name] = site["value"]
                 elif site["type"] == "sample" and not is_factor(site["fn"]):
-                    found[name] = arrays_in(unwrapped(site["fn"], masked=True))
-            return found
+                    values[name] = arrays_in(unwrapped(site["fn"], masked=True))
+            return values
 
         return set().union(*self.reading.sources(parts).values())
 
@@ -253,10 +257,10 @@ class Exporter:
     def warn_of_missing(self, groups: Mapping[str, Any]) -> None:
         """Say what a reader of these groups would look for in vain."""
         if "log_likelihood" in groups and self.without_rows:
-            listed = ", ".join(map(repr, self.without_rows))
+            factors = ", ".join(map(repr, self.without_rows))
             instead = "Give it a log density for each row, inside the plate of the data"
             warnings.warn(
-                f"{CALL}: `log_likelihood` lacks the factor {listed}. {instead}.",
+                f"{CALL}: `log_likelihood` lacks the factor {factors}. {instead}.",
                 stacklevel=outside(),
             )
         for data in (
@@ -265,10 +269,10 @@ class Exporter:
             if name in groups
         ):
             for name in self.redrawn:
-                known = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(
+                means = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(
                     map(str, data.data_vars)
                 )
-                if safe(name) in data and not known:
+                if safe(name) in data and not means:
                     kind = type(unwrapped(self.sites[name]["fn"], masked=True)).__name__
                     instead = f"Average the draws of {safe(name)!r}"
                     text = (
@@ -284,7 +288,7 @@ class Exporter:
         """
         shapes = [np.shape(self.sites[name]["value"]) for name in self.redrawn]
         rows = max((shape[0] for shape in shapes if shape), default=0)
-        if asked is None and rows > MOST_ROWS:
+        if asked is None and rows > MAX_ROWS_UNASKED:
             message = (
                 f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for "
                 f"it by"
@@ -300,9 +304,9 @@ class Exporter:
         """An exporter of the same groups that computes nothing: one draw of zeros in
         the place of values.
         """
-        found = copy(self)
-        found.coords, found.map_draws = {}, zero_draws
-        return found
+        exporter = copy(self)
+        exporter.coords, exporter.map_draws = {}, zero_draws
+        return exporter
 
     # -- groups ------------------------------------------------------------------------
 
@@ -323,21 +327,23 @@ class Exporter:
             draw: Mapping[str, Any], key: jax.Array, params: Mapping, call: tuple
         ) -> dict[str, jax.Array]:
             values: dict[str, jax.Array] = {}
-            at: Callable = partial(sites_at, fit.model, {**params, **draw}, key, call)
-            given = at()
+            run_model: Callable = partial(
+                sites_at, fit.model, {**params, **draw}, key, call
+            )
+            sites = run_model()
             if predictive:
-                values |= self._predicted(at(predict=self.redrawn)) | self._functions(
-                    given
-                )
+                values |= self._predicted(
+                    run_model(predict=self.redrawn)
+                ) | self._functions(sites)
             if log_likelihood:
                 values |= {
                     f"log_likelihood/{safe(name)}": v
-                    for name, v in self._log_likelihood(given).items()
+                    for name, v in self._log_likelihood(sites).items()
                 }
             return values
 
-        wanted = [*self.observed_sites, *self.factors] if log_likelihood else []
-        if wanted or (predictive and (self.redrawn or self.dependent)):
+        scored_sites = [*self.observed_sites, *self.factors] if log_likelihood else []
+        if scored_sites or (predictive and (self.redrawn or self.dependent)):
             shared = fit.params, fit.arguments.call()
             values = self.map_draws(
                 at_draw, self.latent, rng_key, self.draws_per_chunk, shared
@@ -371,23 +377,25 @@ class Exporter:
         self,
         rng_key: jax.Array,
         new: Arguments,
-        given: set[str],
+        new_names: set[str],
         new_coords: Mapping[str, Sequence],
     ) -> dict[str, Any]:
         model, shared = (
             self.fit.model,
             (self.fit.params, new.call(), self.fit.arguments.call()),
         )
-        scored = bool(self.observed) and self.observed <= given
+        scored = bool(self.observed) and self.observed <= new_names
 
         def at_draw(
             draw: Mapping[str, Any], key: jax.Array, params: Mapping, *calls: Any
         ) -> dict[str, jax.Array]:
-            at: Callable = partial(sites_at, model, {**params, **draw}, key, *calls)
-            sites = at(predict=self.redrawn)
+            run_model: Callable = partial(
+                sites_at, model, {**params, **draw}, key, *calls
+            )
+            sites = run_model(predict=self.redrawn)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
-                scores = self._log_likelihood(at())
+                scores = self._log_likelihood(run_model())
                 values |= {
                     self._derived(name, "log_likelihood"): value
                     for name, value in scores.items()
@@ -400,7 +408,9 @@ class Exporter:
         values = self.map_draws(
             at_draw, self.latent, rng_key, self.draws_per_chunk, shared
         )
-        arrays = {name: value for name, value in new.arrays.items() if name in given}
+        arrays = {
+            name: value for name, value in new.arrays.items() if name in new_names
+        }
         plates = {
             name: site["args"][0]
             for name, site in sites.items()
@@ -412,13 +422,13 @@ class Exporter:
                 self._plate(name, axis, size, plates)
                 for axis, size in enumerate(np.shape(value))
             }
-        others = {
+        other_coords = {
             dim: v
             for dim, v in self.coords.items()
             if dim not in rows and not dim.endswith("_dim_0")
         }
         exporter = copy(self)
-        exporter.coords = {**others, **new_coords}
+        exporter.coords = {**other_coords, **new_coords}
         densities = [
             f"{safe(name)}_log_likelihood"
             for name in (*self.observed_sites, *self.factors)
@@ -433,9 +443,9 @@ class Exporter:
         in float32.
         """
         for name in self.observed:
-            given = np.asarray(self.fit.arguments.arrays[name])
-            if np.array_equal(given.astype(value.dtype), value, equal_nan=True):
-                return given
+            passed = np.asarray(self.fit.arguments.arrays[name])
+            if np.array_equal(passed.astype(value.dtype), value, equal_nan=True):
+                return passed
         return value
 
     # -- values at one draw ------------------------------------------------------------
@@ -455,14 +465,16 @@ class Exporter:
         }
 
     def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        found = {
+        log_densities = {
             name: sites[name]["fn"].log_prob(sites[name]["value"])
             for name in self.factors
         }
         for name in self.observed_sites:
             fn, value = sites[name]["fn"], sites[name]["value"]
-            found[name] = jnp.where(in_support(fn, value), fn.log_prob(value), -jnp.inf)
-        return found
+            log_densities[name] = jnp.where(
+                in_support(fn, value), fn.log_prob(value), -jnp.inf
+            )
+        return log_densities
 
     # -- datasets ----------------------------------------------------------------------
 
@@ -499,22 +511,22 @@ class Exporter:
             )
             site = by_name[max(stems, key=len)]
             dims = site_dims(site, name, value.shape[2:])
-            kept = (
+            unmasked = (
                 replay.observed_elements(site, value)
                 if name in densities
                 else np.array(True)
             )
-            if not kept.all():
+            if not unmasked.all():
                 dim = f"{safe(site['name'])}_observed"
                 labels = np.asarray(
                     self.coords.get(dims[0], ()) if len(dims) == 1 else ()
                 )
-                places = np.flatnonzero(kept)
+                places = np.flatnonzero(unmasked)
                 self.coords[dim] = (
-                    labels[places] if labels.size == kept.size else places
+                    labels[places] if labels.size == unmasked.size else places
                 )
-                dims, value = (dim,), value[..., kept]
-            if kept.any():
+                dims, value = (dim,), value[..., unmasked]
+            if unmasked.any():
                 variables[name] = (SAMPLE_DIMS + dims, value)
         return self._dataset(variables)
 
@@ -555,13 +567,13 @@ class Exporter:
         return next(map(safe, [*sure, *guessed[::-1]]), None)
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
-        named = tuple(self.dims.get(name, self._default_dims(name, shape)))
-        if len(named) != len(shape) or {*SAMPLE_DIMS} & {*named}:
+        dims = tuple(self.dims.get(name, self._default_dims(name, shape)))
+        if len(dims) != len(shape) or {*SAMPLE_DIMS} & {*dims}:
             instead = "Name every axis but `chain` and `draw` once."
             raise argument_error(
-                CALL, "dims", f"{named} for {name!r} of shape {tuple(shape)}", instead
+                CALL, "dims", f"{dims} for {name!r} of shape {tuple(shape)}", instead
             )
-        return named
+        return dims
 
     def _default_dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """The names of the plates of a latent site, and the names of a parameter for
@@ -571,8 +583,8 @@ class Exporter:
         site = next(
             (
                 site
-                for at, site in self.sites.items()
-                if safe(at) == name and at in self.latent
+                for site_name, site in self.sites.items()
+                if safe(site_name) == name and site_name in self.latent
             ),
             None,
         )
@@ -588,7 +600,7 @@ class Exporter:
     ) -> Any:
         # A plate and an argument may share a name, but for ArviZ dimensions and
         # variables must differ.
-        apart = {
+        renamed = {
             name: (
                 tuple(f"{dim}_dim" if dim in variables else dim for dim in axes),
                 value,
@@ -597,7 +609,7 @@ class Exporter:
         }
         sizes = {
             dim: n
-            for axes, value in apart.values()
+            for axes, value in renamed.values()
             for dim, n in zip(axes, value.shape, strict=True)
         }
         fitting = {
@@ -605,7 +617,7 @@ class Exporter:
             for dim, values in self.coords.items()
             if sizes.get(dim) == len(values)
         }
-        return _arviz.dataset(apart, fitting)
+        return _arviz.dataset(renamed, fitting)
 
 
 def _values(sites: Sites) -> dict[str, Any]:

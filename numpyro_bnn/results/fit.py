@@ -39,7 +39,7 @@ SAMPLE_STATS = {
 
 
 @dataclass(frozen=True)
-class Fit:
+class InferenceResult:
     """One inference result.
 
     :param model: the NumPyro model.
@@ -65,7 +65,7 @@ def key_text(key: jax.Array) -> str:
     return str(np.asarray(key_numbers(key)).tolist())
 
 
-def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
+def from_mcmc(mcmc: MCMC, members: bool = False) -> InferenceResult:
     """Read an :class:`~numpyro.infer.mcmc.MCMC` that has run.
 
     :param members: read the end points of its warm start instead of the draws.
@@ -106,7 +106,7 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     arguments = bind(model, mcmc._args, mcmc._kwargs)
     check_row_lengths(CALL, model, *arguments.call())
     stat_coords = getattr(mcmc.sampler, "stat_coords", {})
-    return Fit(
+    return InferenceResult(
         model,
         arguments,
         samples,
@@ -125,9 +125,9 @@ def _initialize(mcmc: MCMC) -> None:
         kernel = inner
     if getattr(kernel, "_policy", kernel) is None:
         state = mcmc.last_state
-        given = {"model_args": mcmc._args, "model_kwargs": mcmc._kwargs}
+        model_arguments = {"model_args": mcmc._args, "model_kwargs": mcmc._kwargs}
         values = getattr(state, mcmc.sampler.sample_field)
-        mcmc.sampler.init(state.rng_key, mcmc.num_warmup, values, **given)
+        mcmc.sampler.init(state.rng_key, mcmc.num_warmup, values, **model_arguments)
 
 
 def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
@@ -154,22 +154,24 @@ def _check_unchanged(mcmc: MCMC) -> None:
     changed = bool(
         getattr(kernel, "changed_data", lambda *_: ())(mcmc._args, mcmc._kwargs)
     )
-    known = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
-    if known and fingerprints(mcmc._args, mcmc._kwargs):
-        last = (
+    has_potential = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
+    if has_potential and fingerprints(mcmc._args, mcmc._kwargs):
+        chain_state = (
             state
             if is_prng_key(state.rng_key)
             else jax.tree.map(lambda leaf: leaf[0], state)
         )
-        then = float(last.potential_energy)
-        now = run(
+        old_potential = float(chain_state.potential_energy)
+        new_potential = run(
             lambda z, a, k: kernel._potential_fn_gen(*a, **k)(z),
-            last.z,
+            chain_state.z,
             mcmc._args,
             mcmc._kwargs,
             once=True,
         )
-        changed = abs(float(now) - then) > 1e-3 * (1 + abs(then))
+        changed = abs(float(new_potential) - old_potential) > 1e-3 * (
+            1 + abs(old_potential)
+        )
     if changed:
         instead = (
             "Pass copies to `run`, e.g. `x.copy()`, or leave the arrays as they are "
@@ -188,7 +190,7 @@ def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
         got = f"{type(mcmc.sampler).__name__}, a kernel without warm start"
         instead = "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
         raise argument_error(CALL, "members", got, instead)
-    found = run(
+    members = run(
         lambda state, a, k: mcmc.sampler.members(state, a, k),
         mcmc.last_state,
         mcmc._args,
@@ -196,7 +198,7 @@ def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
     )
     return {
         name: np.asarray(value)[:, None]
-        for name, value in jax.device_get(found).items()
+        for name, value in jax.device_get(members).items()
     }
 
 
@@ -240,7 +242,7 @@ def from_guide(
     num_samples: int,
     weigh: bool = False,
     draws_per_chunk: int | None = None,
-) -> Fit:
+) -> InferenceResult:
     """Draw from a fitted guide, in one chain.
 
     :param result: returned by ``SVI.run`` or ``AutoADF.run``, or anything else with
@@ -295,10 +297,10 @@ def from_guide(
         set_up(guide, args, kwargs)
 
         def sample(
-            given: tuple, args: tuple, kwargs: Mapping[str, Any]
+            key_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
         ) -> dict[str, jax.Array]:
             return full_plates(guide.sample_posterior)(
-                *given, *args, sample_shape=(num_samples,), **kwargs
+                *key_and_params, *args, sample_shape=(num_samples,), **kwargs
             )
 
         drawn = run(sample, (rng_key, result.params), args, kwargs)
@@ -306,7 +308,7 @@ def from_guide(
             name: np.asarray(value)[None]
             for name, value in jax.device_get(drawn).items()
         }
-    return Fit(
+    return InferenceResult(
         guide.model,
         arguments,
         draws,
@@ -356,11 +358,11 @@ def _weighted(
     """One draw of the guide, its log density (of unconstrained values, as in MCMC) and
     its log weight.
     """
-    found = weighted_draw(guide.model, guide, params, args, kwargs, key)
+    draw = weighted_draw(guide.model, guide, params, args, kwargs, key)
     values = {
         n: s["value"]
-        for n, s in found.model.items()
+        for n, s in draw.model.items()
         if s["type"] == "deterministic" or is_latent(s)
     }
-    values["stats:lp"] = found.log_joint + log_jacobian(found.model)
-    return values | {"stats:log_weight": found.log_joint - found.log_guide}
+    values["stats:lp"] = draw.log_joint + log_jacobian(draw.model)
+    return values | {"stats:log_weight": draw.log_joint - draw.log_guide}

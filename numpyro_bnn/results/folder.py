@@ -13,8 +13,8 @@ from numpyro_bnn import _arviz
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, parameter_dims
 from numpyro_bnn.results.fit import sample_stats
 from numpyro_bnn.results.replay import CALL
-from numpyro_bnn.runs.draws import SITES, STATISTICS, Draws, blocks_in
-from numpyro_bnn.runs.folder import DAMAGE, RESTORE, Place, digest
+from numpyro_bnn.runs.draws import SITES, STATISTICS, StoredDraws, blocks_in
+from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest
 
 
 def from_folder(
@@ -26,7 +26,7 @@ def from_folder(
     :param more: whether the model is needed as well.
     :raises ValueError: for a folder that is not one of a run, or has no draws yet.
     """
-    place = Place.of(CALL, "result", folder)
+    place = FolderPath.of(CALL, "result", folder)
     path = place.path
     if more:
         instead = (
@@ -50,7 +50,9 @@ def from_folder(
             "a run without draws so far", "Wait until its warm-up has ended."
         )
     described = record["description"]
-    draws = Draws(place, int(described["num_chains"]), _likes(record["variables"]))
+    draws = StoredDraws(
+        place, int(described["num_chains"]), _likes(record["variables"])
+    )
     draws.blocks = blocks_in(saved.arrays)
     draws.check()
     try:
@@ -63,7 +65,7 @@ def from_folder(
     # As the export of a run has it, functions of the data are no parameters.
     posterior = posterior.drop_vars(record["functions"], errors="ignore")
     stats = sample_stats(draws.read(STATISTICS))
-    found = {
+    stat_variables = {
         name: (SAMPLE_DIMS + parameter_dims(name, v.shape[2:]), v)
         for name, v in stats.items()
     }
@@ -75,7 +77,10 @@ def from_folder(
     numbers = {
         name: int(described[name]) for name in ("num_chains", "num_warmup", "thinning")
     }
-    return {SITES: posterior, STATISTICS: _arviz.dataset(found)}, attrs | numbers
+    return {
+        SITES: posterior,
+        STATISTICS: _arviz.dataset(stat_variables),
+    }, attrs | numbers
 
 
 def _named(posterior: Any, variables: dict[str, Any]) -> Any:
@@ -86,9 +91,9 @@ def _named(posterior: Any, variables: dict[str, Any]) -> Any:
         dims = posterior[name].dims
         if dims != (*SAMPLE_DIMS, *(f"{name}_dim_{i}" for i in range(len(dims) - 2))):
             raise ValueError("other axes")
-        named = (*SAMPLE_DIMS, *parameter_dims(name, posterior[name].shape[2:]))
+        exported_dims = (*SAMPLE_DIMS, *parameter_dims(name, posterior[name].shape[2:]))
         posterior = posterior.rename(
-            {a: b for a, b in zip(dims, named, strict=True) if a != b}
+            {a: b for a, b in zip(dims, exported_dims, strict=True) if a != b}
         )
     return posterior[list(variables)]
 

@@ -17,7 +17,7 @@ from numpyro_bnn.program.plates import PARAMETERS, check_observations, unobserve
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
-from numpyro_bnn.results.fit import Fit
+from numpyro_bnn.results.fit import InferenceResult
 from numpyro_bnn.results.replay import bind
 
 # By how much a log likelihood or a mean may differ from that of the run, of one plus
@@ -72,11 +72,14 @@ def predict(
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
-    held, arguments = (
+    result, arguments = (
         _arviz.opened("predict", idata),
         bind(model, args, kwargs, "predict"),
     )
-    observed, constants = _values(held, "observed_data"), _values(held, "constant_data")
+    observed, constants = (
+        _values(result, "observed_data"),
+        _values(result, "constant_data"),
+    )
     for name, value in arguments.arrays.items():
         if value.dtype.kind == "f":
             check_finite("predict", name, value)
@@ -85,12 +88,12 @@ def predict(
         # one row has no statistics, and none are needed to read the model
         reading = _read(model, arguments)
         _check_redrawn(reading, observed)
-        draws = _draws_of_sites(reading, _values(held, "posterior"), observed)
+        draws = _draws_of_sites(reading, _values(result, "posterior"), observed)
         exporter = Exporter(
-            Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
+            InferenceResult(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
         )
     compared = (
-        "no" if reading.stochastic else _compared(exporter, held, observed, constants)
+        "no" if reading.stochastic else _compared(exporter, result, observed, constants)
     )
     lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
     if lacking and any(recorded.calls):
@@ -144,18 +147,18 @@ def _compared(
         draw: Mapping[str, Any], call: tuple, observed: Mapping[str, Any]
     ) -> dict[str, dict[str, jax.Array]]:
         sites = replay.sites_at(fit.model, draw, jax.random.key(0), call)
-        found: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
+        computed: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
         for name, site in sites.items():
             if site["type"] != "sample" or safe(name) not in observed:
                 continue
             fn, y = site["fn"], observed[safe(name)]
             if fn.shape() != y.shape:
                 continue
-            found["log_likelihood"][safe(name)] = fn.log_prob(y)
+            computed["log_likelihood"][safe(name)] = fn.log_prob(y)
             mean = replay.observation_mean(fn)
             if mean is not None:
-                found["posterior_predictive"][f"{safe(name)}_{mean[0]}"] = mean[1]
-        return found
+                computed["posterior_predictive"][f"{safe(name)}_{mean[0]}"] = mean[1]
+        return computed
 
     program = compiled.prepare(
         lambda draw, shared, _: at_draw(draw, *shared), (call, observed), {}, once=True
@@ -212,8 +215,8 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     """
     if group != "posterior" and group not in _arviz.group_names(idata):
         return {}
-    held = _arviz.group(idata, group)
-    ordered = held.transpose(*SAMPLE_DIMS, ..., missing_dims="ignore")
+    data = _arviz.group(idata, group)
+    ordered = data.transpose(*SAMPLE_DIMS, ..., missing_dims="ignore")
     return {
         safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()
     }
@@ -244,8 +247,10 @@ def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None
             continue
         drawn = site["fn"].shape()[-len(data) :]
         # The first axis has the rows, of which the run may have had one.
-        others = zip(data[1:], drawn[1:], strict=False)
-        shape = drawn[:1] + tuple(1 if old == 1 else new for old, new in others)
+        other_axes = zip(data[1:], drawn[1:], strict=False)
+        shape = drawn[:1] + tuple(
+            1 if data_size == 1 else drawn_size for data_size, drawn_size in other_axes
+        )
         sites[name] = {
             **site,
             "is_observed": True,

@@ -28,9 +28,9 @@ from numpyro_bnn.program.reading import Sites
 
 CALL = "to_inference_data"
 # Draws of which this many times more would fit into the memory of a chunk are few.
-QUICK = 4
+FEW_DRAWS_FACTOR = 4
 # Seconds after which a progress bar appears.
-QUIET = 3
+SECONDS_WITHOUT_BAR = 3
 
 # Observations that are censored: values are those of the distribution inside.
 CENSORED = (
@@ -79,47 +79,52 @@ def for_prediction(
         new value that changes what is predicted.
     """
     new = as_numpy((), new)[1]
-    arrays, before = Arguments(new).arrays, arguments.arrays
+    arrays, run_arrays = Arguments(new).arrays, arguments.arrays
     accepted = {**arguments.values, **arguments.optional}
     for name in new:
         if name not in accepted:
             raise unknown_name(CALL, "predictions", name, accepted)
-    rows = _RowAxes(before, observed, counts() if arrays else Counted())
+    rows = _RowAxes(run_arrays, observed, counts() if arrays else Counted())
     for name, value in arrays.items():
         if np.issubdtype(np.asarray(value).dtype, np.floating):
             check_finite(CALL, f"predictions[{name!r}]", value)
-        if name in before:
-            old, axis = list(map(str, np.shape(before[name]))), rows.axes[name]
+        if name in run_arrays:
+            run_shape, axis = (
+                list(map(str, np.shape(run_arrays[name]))),
+                rows.axes[name],
+            )
             shape = list(map(str, np.shape(value)))
-            if shape[:axis] + shape[axis + 1 :] != old[:axis] + old[axis + 1 :] or len(
-                shape
-            ) != len(old):
-                wanted = ", ".join([*old[:axis], "M", *old[axis + 1 :]]) + "," * (
-                    len(old) == 1
-                )
+            if shape[:axis] + shape[axis + 1 :] != run_shape[:axis] + run_shape[
+                axis + 1 :
+            ] or len(shape) != len(run_shape):
+                expected = ", ".join(
+                    [*run_shape[:axis], "M", *run_shape[axis + 1 :]]
+                ) + "," * (len(run_shape) == 1)
                 instead = (
-                    f"Pass ({wanted}), one row per new point, as in the run's "
-                    f"{np.shape(before[name])}."
+                    f"Pass ({expected}), one row per new point, as in the run's "
+                    f"{np.shape(run_arrays[name])}."
                 )
                 raise argument_error(
                     CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead
                 )
-    known = [name for name in arrays if name in before]
-    for name in known:
+    replaced = [name for name in arrays if name in run_arrays]
+    for name in replaced:
         # Arguments with the same rows in the run are columns of one table, so their new
         # lengths must agree.
-        alike = [other for other in known if rows.same(name, rows.axes[name], other)]
+        alike = [
+            column for column in replaced if rows.same(name, rows.axes[name], column)
+        ]
         check_same_length(
             CALL,
             **{
-                other: np.moveaxis(arrays[other], rows.axes[other], 0)
-                for other in alike
+                column: np.moveaxis(arrays[column], rows.axes[column], 0)
+                for column in alike
             },
         )
     lacking = []
-    for name in before.keys() - new.keys() - observed:
-        axes = range(np.ndim(before[name]))
-        if any(rows.same(name, axis, other) for axis in axes for other in known):
+    for name in run_arrays.keys() - new.keys() - observed:
+        axes = range(np.ndim(run_arrays[name]))
+        if any(rows.same(name, axis, column) for axis in axes for column in replaced):
             lacking.append(name)
     affected = affecting() if lacking else ()
     for name in sorted(lacking):
@@ -158,12 +163,12 @@ class _RowAxes:
             along = [axis for axis, answers in enumerate(told) if True in answers]
             self.axes[name] = along[0] if along and told[0] == {False} else 0
 
-    def same(self, name: str, axis: int, other: str) -> bool:
+    def same(self, name: str, axis: int, column: str) -> bool:
         """Whether an axis of an array has the rows of another array."""
-        along = self.axes[other]
-        if np.shape(self.arrays[name])[axis] != np.shape(self.arrays[other])[along]:
+        along = self.axes[column]
+        if np.shape(self.arrays[name])[axis] != np.shape(self.arrays[column])[along]:
             return False
-        told = self.counts.alike((name, axis), (other, along))
+        told = self.counts.alike((name, axis), (column, along))
         return axis == self.axes[name] if told is None else told
 
 
@@ -224,12 +229,14 @@ def site_values(
     """
     sites: Sites = {}
 
-    def values(given: tuple, calls: tuple, _: Any) -> Sites:
-        sites.update(sites_at(model, *given, *calls, predict=observed or ()))
+    def values(draw_and_key: tuple, calls: tuple, _: Any) -> Sites:
+        sites.update(sites_at(model, *draw_and_key, *calls, predict=observed or ()))
         return {name: _computed(site, observed) for name, site in sites.items()}
 
-    found = jax.device_get(compiled.run(values, (draw, rng_key), (call, training), {}))
-    return {name: {**site, **found[name]} for name, site in sites.items()}
+    computed = jax.device_get(
+        compiled.run(values, (draw, rng_key), (call, training), {})
+    )
+    return {name: {**site, **computed[name]} for name, site in sites.items()}
 
 
 def is_data(site: Mapping[str, Any]) -> bool:
@@ -294,7 +301,9 @@ def zero_draws(
     is computed.
     """
     first = {name: value[0, 0] for name, value in draws.items()}
-    shapes = jax.eval_shape(lambda *given: fn(*given, *shared), first, rng_key)
+    shapes = jax.eval_shape(
+        lambda *draw_and_key: fn(*draw_and_key, *shared), first, rng_key
+    )
     return {
         name: np.zeros((1, 1, *shape.shape), shape.dtype)
         for name, shape in shapes.items()
@@ -329,26 +338,33 @@ def map_draws(
     fitting = compiled.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first)
     size = min(total, draws_per_chunk or fitting)
 
-    def at_draws(given: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
-        draws, index, rng_key = given
+    def at_draws(inputs: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
+        draws, index, rng_key = inputs
         keys = jax.random.split(rng_key, total)[index]
         return jax.vmap(lambda draw, key: fn(draw, key, *shared))(draws, keys)
 
     # Few draws take less time than a program that is optimized for many.
-    program = compiled.prepare(at_draws, shared, {}, once=QUICK * total <= fitting)
+    program = compiled.prepare(
+        at_draws, shared, {}, once=FEW_DRAWS_FACTOR * total <= fitting
+    )
     results: dict[str, np.ndarray] = {}
     for start in tqdm.trange(
-        0, total, size, desc="predictions", delay=QUIET, disable=not progress_bar
+        0,
+        total,
+        size,
+        desc="predictions",
+        delay=SECONDS_WITHOUT_BAR,
+        disable=not progress_bar,
     ):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)
-        given = {name: value[index] for name, value in flat.items()}, index, rng_key
-        chunk = jax.device_get(program(given))
-        kept = min(size, total - start)
+        inputs = {name: value[index] for name, value in flat.items()}, index, rng_key
+        chunk = jax.device_get(program(inputs))
+        count = min(size, total - start)
         for name, value in chunk.items():
             if name not in results:
                 results[name] = np.empty((total, *value.shape[1:]), value.dtype)
-            results[name][start : start + kept] = value[:kept]
+            results[name][start : start + count] = value[:count]
     return {
         name: value.reshape((chains, length, *value.shape[1:]))
         for name, value in results.items()

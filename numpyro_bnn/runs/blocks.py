@@ -20,13 +20,13 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
-from numpyro_bnn.runs.draws import MOST_DRAWS, SITES, STATISTICS
-from numpyro_bnn.runs.spread import Spread
+from numpyro_bnn.runs.draws import MAX_DRAWS_PER_BLOCK, SITES, STATISTICS
+from numpyro_bnn.runs.spread import DeviceSpread
 
 BLOCK_BYTES = 1 << 26  # of the draws of all chains that are held until they are written
 
 
-class Wanted(NamedTuple):
+class Recording(NamedTuple):
     """What is kept of a draw: sites by patterns, ``None`` for all, the dtype of their
     numbers, and statistics.
     """
@@ -50,14 +50,14 @@ class Chains:
         mcmc: MCMC,
         args: tuple,
         kwargs: Mapping,
-        wanted: Wanted,
-        spread: Spread,
+        recording: Recording,
+        spread: DeviceSpread,
         row_counts: Collection[int],
     ) -> None:
-        self.call, self.mcmc, self.wanted, self.spread = (
+        self.call, self.mcmc, self.recording, self.spread = (
             spread.call,
             mcmc,
-            wanted,
+            recording,
             spread,
         )
         self.kernel = fresh(mcmc.sampler)
@@ -109,16 +109,18 @@ class Chains:
 
     def _outline(self, state: Any) -> None:
         """Shapes of a draw, how many draws a block may hold, and the program."""
-        one = _one(state, 0) if self.in_turn else state
+        chain_state = _one(state, 0) if self.in_turn else state
         try:
             shapes = jax.eval_shape(
-                lambda s, a: self._kept(s, *self._fixed.call(a)), one, self._arrays
+                lambda s, a: self._kept(s, *self._fixed.call(a)),
+                chain_state,
+                self._arrays,
             )
             self._inputs = self.spread.rows(self._arrays, self._rows)
         except NEEDS_VALUES as cause:
             self._fix_inputs(cause)
             shapes = jax.eval_shape(
-                lambda s: self._kept(s, self.args, self.kwargs), one
+                lambda s: self._kept(s, self.args, self.kwargs), chain_state
             )
         lead = 1 if self.batched else 0
         #: Shape and dtype of one draw of one chain, by group and name.
@@ -134,7 +136,9 @@ class Chains:
             for values in shapes.values()
             for v in values.values()
         )
-        self.capacity = int(np.clip(BLOCK_BYTES // max(1, size), 1, MOST_DRAWS))
+        self.capacity = int(
+            np.clip(BLOCK_BYTES // max(1, size), 1, MAX_DRAWS_PER_BLOCK)
+        )
         self._buffer = shapes
         self._program = self._compiled(state)
 
@@ -169,26 +173,26 @@ class Chains:
             )
         return {
             SITES: self._chosen(values),
-            STATISTICS: {n: self._field(state, n) for n in self.wanted.fields},
+            STATISTICS: {n: self._field(state, n) for n in self.recording.fields},
         }
 
     def _chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        patterns = self.wanted.sites
+        patterns = self.recording.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):
                 raise unknown_name(self.call, "sites", pattern, values)
-        chosen = {
+        selected = {
             n: v
             for n, v in values.items()
             if patterns is None or any(fnmatch(n, p) for p in patterns)
         }
-        return {name: self._in_dtype(value) for name, value in chosen.items()}
+        return {name: self._in_dtype(value) for name, value in selected.items()}
 
     def _in_dtype(self, value: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         return (
-            value.astype(self.wanted.dtype)
-            if self.wanted.dtype is not None and floating
+            value.astype(self.recording.dtype)
+            if self.recording.dtype is not None and floating
             else value
         )
 
@@ -220,41 +224,47 @@ class Chains:
         def advance(
             state: Any, first: jax.Array, count: jax.Array, inputs: dict
         ) -> tuple:
-            given = self.spread.cut(inputs, self._rows)
+            inputs_on_devices = self.spread.cut(inputs, self._rows)
             args, kwargs = (
-                self._fixed.call(given) if given else (self.args, self.kwargs)
+                self._fixed.call(inputs_on_devices)
+                if inputs_on_devices
+                else (self.args, self.kwargs)
             )
 
             def transition(i: jax.Array, carry: tuple) -> tuple:
-                state, kept = carry
+                state, buffer = carry
                 state = self.kernel.sample(state, args, kwargs)
                 place = i - first
 
-                def write(kept: Any) -> Any:
+                def write(buffer: Any) -> Any:
                     new = self._kept(state, args, kwargs)
                     return jax.tree.map(
-                        lambda all_, one: all_.at[place // thinning].set(one), kept, new
+                        lambda draws, new_draw: draws.at[place // thinning].set(
+                            new_draw
+                        ),
+                        buffer,
+                        new,
                     )
 
                 due = (place >= 0) & ((place + 1) % thinning == 0)
-                return state, lax.cond(due, write, lambda kept: kept, kept)
+                return state, lax.cond(due, write, lambda buffer: buffer, buffer)
 
             size = self.capacity
             local = self.spread.local(self._buffer)
-            kept = jax.tree.map(
+            buffer = jax.tree.map(
                 lambda like: jnp.zeros((size, *like.shape), like.dtype), local
             )
-            return lax.fori_loop(0, count, transition, (state, kept))
+            return lax.fori_loop(0, count, transition, (state, buffer))
 
         if self.spread.mesh is None:
             return shared(advance)
         zero = self.spread.same(np.int32(0))
-        given = self.spread.chains(state), zero, zero
+        inputs_on_devices = self.spread.chains(state), zero, zero
         try:
-            return self.spread.compiled(advance, *given, self._inputs)
+            return self.spread.compiled(advance, *inputs_on_devices, self._inputs)
         except NEEDS_VALUES as cause:
             self._fix_inputs(cause)
-            return self.spread.compiled(advance, *given, self._inputs)
+            return self.spread.compiled(advance, *inputs_on_devices, self._inputs)
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for
@@ -272,22 +282,27 @@ class Chains:
             for c in range(self.mcmc.num_chains)
         ]
         state = jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *[found for found, _ in each]
+            lambda *leaves: jnp.stack(leaves), *[chain_state for chain_state, _ in each]
         )
-        return state, [kept for _, kept in each]
+        return state, [buffer for _, buffer in each]
 
-    def fetch(self, kept: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
+    def fetch(self, buffers: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
         """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group
         and name.
         """
-        found = jax.device_get(self.spread.whole(kept))
+        host_buffers = jax.device_get(self.spread.whole(buffers))
         if self.in_turn:
             return jax.tree.map(
-                lambda *parts: np.stack([part[:draws] for part in parts]), *found
+                lambda *by_chain: np.stack(
+                    [chain_draws[:draws] for chain_draws in by_chain]
+                ),
+                *host_buffers,
             )
         if self.batched:
-            return jax.tree.map(lambda value: np.moveaxis(value[:draws], 1, 0), found)
-        return jax.tree.map(lambda value: value[:draws][None], found)
+            return jax.tree.map(
+                lambda value: np.moveaxis(value[:draws], 1, 0), host_buffers
+            )
+        return jax.tree.map(lambda value: value[:draws][None], host_buffers)
 
 
 def fresh(kernel: MCMCKernel) -> MCMCKernel:

@@ -31,8 +31,8 @@ from numpyro_bnn.program.arguments import is_table
 from numpyro_bnn.program.rows import Rows
 from numpyro_bnn.runs.folder import digest
 
-# A label, by which a difference is named but not found, and a text.
-Part = tuple[str, str]
+# A label, which names a difference but does not make one, and a text.
+LabeledText = tuple[str, str]
 
 PACKAGES = (
     "numpyro_bnn",
@@ -40,9 +40,9 @@ PACKAGES = (
     "jax",
     "jaxlib",
 )  # whose versions every run describes
-LONGEST = 60  # characters of a text
-MOST_PARTS = 40  # of a value inside of another one; more become one
-DEEPEST = 50  # levels of values in values
+MAX_TEXT_CHARACTERS = 60  # characters of a text
+MAX_TEXTS = 40  # of a value inside of another one; more become one
+MAX_DEPTH = 50  # levels of values in values
 PLAIN = (
     str
     | bytes
@@ -73,9 +73,9 @@ LEFT_OUT = (
 
 
 def described_value(value: Any) -> Any:
-    """A text, or a list of parts if there are several."""
-    parts = _Reader().parts(value)
-    return parts[0][1] if len(parts) == 1 else [list(part) for part in parts]
+    """A text, or a list of labeled texts if there are several."""
+    texts = _Reader().texts(value)
+    return texts[0][1] if len(texts) == 1 else [list(labeled) for labeled in texts]
 
 
 def options_of(method: MCMCKernel | AutoGuide) -> dict[str, Any]:
@@ -103,15 +103,15 @@ def options_of(method: MCMCKernel | AutoGuide) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads values into parts, each object once."""
+    """Reads values into labeled texts, each object once."""
 
     def __init__(self) -> None:
         self._known: dict[
-            int, tuple[Any, list[Part] | None]
+            int, tuple[Any, list[LabeledText] | None]
         ] = {}  # with the object, so that its id stays its own
         self._depth = 0
 
-    def parts(self, value: Any) -> list[Part]:
+    def texts(self, value: Any) -> list[LabeledText]:
         if isinstance(value, PLAIN):
             return [("", _short(repr(value)))]
         if is_table(value) and hasattr(value, "to_numpy"):
@@ -122,28 +122,28 @@ class _Reader:
         if isinstance(value, jax.Array | np.ndarray | Rows):
             return [("", f"{value.dtype}{list(value.shape)} {digest(value)[:16]}")]
         if id(value) in self._known:
-            known = self._known[id(value)][1]
-            return [("", "itself")] if known is None else known
-        if self._depth == DEEPEST:
+            cached = self._known[id(value)][1]
+            return [("", "itself")] if cached is None else cached
+        if self._depth == MAX_DEPTH:
             return [("", "…")]
         self._known[id(value)] = value, None
         self._depth += 1
-        parts = self._read(value)
+        texts = self._read(value)
         self._depth -= 1
-        if len(parts) > MOST_PARTS and self._depth:
-            parts = [
+        if len(texts) > MAX_TEXTS and self._depth:
+            texts = [
                 (
                     "",
                     (
-                        f"{parts[0][1]} and {len(parts) - 1} parts "
-                        f"{_hash([text for _, text in parts])}"
+                        f"{texts[0][1]} and {len(texts) - 1} parts "
+                        f"{_hash([text for _, text in texts])}"
                     ),
                 )
             ]
-        self._known[id(value)] = value, parts
-        return parts
+        self._known[id(value)] = value, texts
+        return texts
 
-    def _read(self, value: Any) -> list[Part]:
+    def _read(self, value: Any) -> list[LabeledText]:
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, type):
@@ -151,42 +151,42 @@ class _Reader:
         if isinstance(value, ModuleType):
             return self._module(value)
         if isinstance(value, functools.partial):
-            given = {"": value.func, " args": value.args}
-            given |= {f" {name}": part for name, part in value.keywords.items()}
-            return self._joined(f"partial({', '.join(value.keywords)})", given)
+            bound = {"": value.func, " args": value.args}
+            bound |= {f" {name}": item for name, item in value.keywords.items()}
+            return self._joined(f"partial({', '.join(value.keywords)})", bound)
         if inspect.ismethod(value):
             return self._joined("method", {"": value.__func__, ".self": value.__self__})
         if isinstance(value, enum.Enum):
             return [("", _short(f"{type(value).__qualname__}.{value.name}"))]
         if isinstance(value, Mapping):
             keys = ", ".join(
-                " ".join(text for _, text in self.parts(key)) for key in value
+                " ".join(text for _, text in self.texts(key)) for key in value
             )
             return self._joined(
                 f"{_name(type(value))}({keys})",
-                {f"[{key!r}]": part for key, part in value.items()},
+                {f"[{key!r}]": item for key, item in value.items()},
             )
         if isinstance(value, list | tuple):
             return self._joined(
-                _name(type(value)), {f"[{i}]": part for i, part in enumerate(value)}
+                _name(type(value)), {f"[{i}]": item for i, item in enumerate(value)}
             )
         if isinstance(value, set | frozenset):
             members = sorted(
-                " ".join(text for _, text in self.parts(part)) for part in value
+                " ".join(text for _, text in self.texts(item)) for item in value
             )
             return [("", _short(f"set of {members}"))]
         return self._object(value)
 
-    def _joined(self, head: str, values: Mapping[str, Any]) -> list[Part]:
-        """The parts of several values by label; ``head`` says what a label would, as
+    def _joined(self, head: str, values: Mapping[str, Any]) -> list[LabeledText]:
+        """The texts of several values by label; ``head`` says what a label would, as
         labels are not compared.
         """
-        parts = [("", _short(head))]
+        texts = [("", _short(head))]
         for label, value in values.items():
-            parts += [(label + inner, text) for inner, text in self.parts(value)]
-        return parts
+            texts += [(label + inner, text) for inner, text in self.texts(value)]
+        return texts
 
-    def _object(self, value: Any) -> list[Part]:
+    def _object(self, value: Any) -> list[LabeledText]:
         kind = type(value)
         head, values = _name(kind), _state(value)
         if not _of_library(kind.__module__):
@@ -198,10 +198,10 @@ class _Reader:
             head = repr(value)
         return self._joined(
             f"{head}({', '.join(values)})",
-            {f".{name}".rstrip("."): part for name, part in values.items()},
+            {f".{name}".rstrip("."): content for name, content in values.items()},
         )
 
-    def _class(self, kind: type) -> list[Part]:
+    def _class(self, kind: type) -> list[LabeledText]:
         if _of_library(kind.__module__):
             return [("", _name(kind))]
         members = {
@@ -217,20 +217,20 @@ class _Reader:
         bases = {f" base {i}": base for i, base in enumerate(kind.__bases__)}
         return self._joined(f"class({', '.join(members)})", members | bases)
 
-    def _module(self, module: ModuleType) -> list[Part]:
+    def _module(self, module: ModuleType) -> list[LabeledText]:
         if _of_library(module.__name__):
             return [("", f"{module.__name__} {_version(module.__name__)}".strip())]
-        own = {
+        members = {
             n: v
             for n, v in vars(module).items()
             if getattr(v, "__module__", None) == module.__name__
         }
         return self._joined(
-            f"module({', '.join(own)})",
-            {f".{name}": value for name, value in own.items()},
+            f"module({', '.join(members)})",
+            {f".{name}": value for name, value in members.items()},
         )
 
-    def _function(self, function: FunctionType) -> list[Part]:
+    def _function(self, function: FunctionType) -> list[LabeledText]:
         defaults = {
             f" default {i}": value
             for i, value in enumerate(function.__defaults__ or ())
@@ -275,10 +275,10 @@ class _Code:
                 f"{code.co_kwonlyargcount} {code.co_flags & 0x2AC}"
             )
         ]
-        at = 0
-        while at < len(steps):
-            step = steps[at]
-            at += 1
+        position = 0
+        while position < len(steps):
+            step = steps[position]
+            position += 1
             kind = re.sub("_BORROW|_CHECK", "", step.opname)
             of_cell = (
                 step.opcode in dis.hasfree
@@ -288,24 +288,24 @@ class _Code:
             if kind == "LOAD_CLOSURE":
                 words.append(kind)
             elif of_cell or kind in READS:
-                value, found = self._outside(step.argval, of_cell)
+                value, exists = self._outside(step.argval, of_cell)
                 chain = [step.argval]
                 while (
-                    found
-                    and steps[at].opname in ATTRIBUTES
-                    and _holds(value, steps[at].argval)
+                    exists
+                    and steps[position].opname in ATTRIBUTES
+                    and _holds(value, steps[position].argval)
                 ):
-                    chain.append(steps[at].argval)
+                    chain.append(steps[position].argval)
                     value = getattr(value, chain[-1])
-                    at += 1
+                    position += 1
                 self.reads.setdefault(tuple(chain), value)
                 words.append(f"{kind} {list(self.reads).index(tuple(chain))}")
             elif step.opcode in dis.hasconst:
                 if isinstance(step.argval, CodeType):
-                    made = len(step.argval.co_freevars)
-                    if made and words[-1] == f"BUILD_TUPLE {made}":
+                    num_cells = len(step.argval.co_freevars)
+                    if num_cells and words[-1] == f"BUILD_TUPLE {num_cells}":
                         # of its closure, in the order of names
-                        del words[-made - 1 :]
+                        del words[-num_cells - 1 :]
                     words += self._walk(step.argval, names.known)
                 else:
                     words.append(f"{kind} {_constant(step.argval)}")
@@ -318,12 +318,14 @@ class _Code:
                     if len(variables) > 1
                     else [kind]
                 )
-                for one, name in zip(kinds, variables, strict=True):
+                for instruction, name in zip(kinds, variables, strict=True):
                     closure = (
-                        one == "LOAD_FAST"
+                        instruction == "LOAD_FAST"
                         and name in code.co_freevars + code.co_cellvars
                     )
-                    words.append("LOAD_CLOSURE" if closure else f"{one} {names[name]}")
+                    words.append(
+                        "LOAD_CLOSURE" if closure else f"{instruction} {names[name]}"
+                    )
             elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
                 words.append(f"{kind} {places[step.argval]}")
             elif step.opcode in dis.hasname:
@@ -339,9 +341,9 @@ class _Code:
     def _outside(self, name: str, of_cell: bool) -> tuple[Any, bool]:
         """The value of a name outside of the function, and whether there is one."""
         builtins = self._globals.get("__builtins__", {})
-        known = self._cells if of_cell else self._globals
-        if name in known:
-            return known[name], True
+        scope = self._cells if of_cell else self._globals
+        if name in scope:
+            return scope[name], True
         names = builtins if isinstance(builtins, dict) else vars(builtins)
         return f"built in: {name in names} {name}", False
 
@@ -357,8 +359,8 @@ class _Names:
         flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(
             code.co_flags & inspect.CO_VARKEYWORDS
         )
-        own = set(code.co_varnames + code.co_cellvars)
-        for name in own:
+        inner_names = set(code.co_varnames + code.co_cellvars)
+        for name in inner_names:
             self.known.pop(name, None)
         for name in code.co_varnames[
             : code.co_argcount + code.co_kwonlyargcount + flags
@@ -382,15 +384,15 @@ def _constant(value: Any) -> str:
 
 def _cells(function: FunctionType) -> dict[str, Any]:
     """What a function has from the functions around it, by name."""
-    found = {}
+    values = {}
     for name, cell in zip(
         function.__code__.co_freevars, function.__closure__ or (), strict=True
     ):
         try:
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # a cell that is not filled yet
-            found[name] = None
-    return found
+            values[name] = None
+    return values
 
 
 def _holds(value: Any, name: str) -> bool:
@@ -436,8 +438,8 @@ def _state(value: Any) -> dict[str, Any]:
     values |= getattr(value, "__dict__", {})
     computed = ("cached_property", "lazy_property")
     return {
-        name: part
-        for name, part in values.items()
+        name: content
+        for name, content in values.items()
         if not name.startswith("__")
         and type(inspect.getattr_static(kind, name, None)).__name__ not in computed
     }
@@ -445,10 +447,10 @@ def _state(value: Any) -> dict[str, Any]:
 
 def _name(kind: type) -> str:
     """A class of a library by its name, one of the user only by its code."""
-    known = _of_library(kind.__module__)
+    of_library = _of_library(kind.__module__)
     return (
         f"{kind.__qualname__} {_version(kind.__module__)}".strip()
-        if known
+        if of_library
         else "object"
     )
 
@@ -485,4 +487,8 @@ def _hash(texts: list[str]) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 18]}… {_hash([text])}"
+    return (
+        text
+        if len(text) <= MAX_TEXT_CHARACTERS
+        else f"{text[: MAX_TEXT_CHARACTERS - 18]}… {_hash([text])}"
+    )

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.runs.folder import DAMAGE, RESTORE, Place, digest, import_extra
+from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
-MOST_DRAWS = 4096  # of a block
+MAX_DRAWS_PER_BLOCK = 4096
 DIGEST_BYTES = 32
 
 # Arrays, or their shapes and dtypes, by group and name.
 Groups = Mapping[str, Mapping[str, Any]]
 
 
-class Layout(NamedTuple):
+class DrawLayout(NamedTuple):
     """How draws are laid out: C chains, S draws in each, and how many of them are a
     block.
     """
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     draws_per_block: int
 
 
-class Block(NamedTuple):
+class WrittenBlock(NamedTuple):
     """Draws that were written at once, from where the block before ends, and their
     digest.
     """
@@ -42,7 +42,7 @@ class Block(NamedTuple):
     digest: bytes
 
 
-def table(blocks: tuple[Block, ...]) -> dict[str, np.ndarray]:
+def table(blocks: tuple[WrittenBlock, ...]) -> dict[str, np.ndarray]:
     """Blocks as arrays, which a state holds."""
     digests = np.frombuffer(b"".join(block.digest for block in blocks), np.uint8)
     return {
@@ -51,16 +51,16 @@ def table(blocks: tuple[Block, ...]) -> dict[str, np.ndarray]:
     }
 
 
-def blocks_in(arrays: Mapping[str, np.ndarray]) -> tuple[Block, ...]:
+def blocks_in(arrays: Mapping[str, np.ndarray]) -> tuple[WrittenBlock, ...]:
     """The blocks of a :func:`table`."""
     digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
     return tuple(
-        Block(int(stop), bytes(digest))
+        WrittenBlock(int(stop), bytes(digest))
         for stop, digest in zip(arrays["stops"], digests, strict=True)
     )
 
 
-class Draws:
+class StoredDraws:
     """The draws of a run, as arrays (C, S, ...) of which the first ones are written.
 
     Variables are called as in ArviZ: ``net.Dense_0.kernel`` for the site
@@ -71,11 +71,11 @@ class Draws:
     :param likes: dtype and shape of one draw of one chain, by group and name on disk.
     """
 
-    def __init__(self, place: Place, num_chains: int, likes: Groups) -> None:
+    def __init__(self, place: FolderPath, num_chains: int, likes: Groups) -> None:
         self._place, self._path = place, place.path / "draws.zarr"
         self._num_chains, self._likes = num_chains, likes
         #: The blocks that are finished.
-        self.blocks: tuple[Block, ...] = ()
+        self.blocks: tuple[WrittenBlock, ...] = ()
 
     @property
     def _bounds(self) -> list[tuple[int, int, bytes]]:
@@ -87,16 +87,16 @@ class Draws:
 
     # -- writing -----------------------------------------------------------------------
 
-    def draws_per_block(self, wanted: int) -> int:
+    def draws_per_block(self, proposed: int) -> int:
         """How many draws are a block, since the first one was written."""
         if not self.blocks:
-            return wanted
-        known = [array.chunks[1] for _, _, array in _flat(self._arrays("r"))]
-        return int(known[0]) if known else wanted
+            return proposed
+        block_sizes = [array.chunks[1] for _, _, array in _flat(self._arrays("r"))]
+        return int(block_sizes[0]) if block_sizes else proposed
 
     def write(
-        self, start: int, stop: int, block: Groups, layout: Layout
-    ) -> tuple[Block, ...]:
+        self, start: int, stop: int, block: Groups, layout: DrawLayout
+    ) -> tuple[WrittenBlock, ...]:
         """Write the draws of all chains from ``start`` to ``stop``, and make them
         durable.
 
@@ -126,11 +126,11 @@ class Draws:
                     _sync(file)
         except OSError as cause:
             raise self._place.unwritable(cause) from cause
-        return *(known for known in self.blocks if known.stop <= start), Block(
-            stop, _digest(written)
-        )
+        return *(
+            finished for finished in self.blocks if finished.stop <= start
+        ), WrittenBlock(stop, _digest(written))
 
-    def _prepared(self, layout: Layout) -> dict[str, dict[str, Any]]:
+    def _prepared(self, layout: DrawLayout) -> dict[str, dict[str, Any]]:
         """The arrays, made if no block is finished, or lengthened."""
         if self.blocks:
             arrays = self._arrays("r+")
@@ -159,14 +159,14 @@ class Draws:
         was written.
         """
         size = self._num_chains, self.blocks[-1].stop if self.blocks else 0
-        found = {
+        draws = {
             n: np.empty((*size, *like.shape), like.dtype)
             for n, like in self._likes[group].items()
         }
         for start, stop, expected in self._bounds:
             for name, values in self._block(start, stop, expected)[group].items():
-                found[name][:, start:stop] = values
-        return found
+                draws[name][:, start:stop] = values
+        return draws
 
     def _block(
         self, start: int, stop: int, expected: bytes
@@ -174,20 +174,20 @@ class Draws:
         cause = None
         try:
             arrays = self._arrays("r")
-            found: dict[str, dict[str, np.ndarray]] = {group: {} for group in arrays}
+            block: dict[str, dict[str, np.ndarray]] = {group: {} for group in arrays}
             for group, name, array in _flat(arrays):
-                found[group][name] = np.asarray(array[:, start:stop])
-            if _digest(found) == expected:
-                return found
+                block[group][name] = np.asarray(array[:, start:stop])
+            if _digest(block) == expected:
+                return block
         except DAMAGE as error:
             cause = error
-        last = (
+        hint = (
             "`runs.start` makes the last block again. "
             if stop == self.blocks[-1].stop
             else ""
         )
         raise self._place.error(
-            f"whose draws {start} to {stop - 1} are damaged or lost", last + RESTORE
+            f"whose draws {start} to {stop - 1} are damaged or lost", hint + RESTORE
         ) from cause
 
     def _arrays(self, mode: str) -> dict[str, dict[str, Any]]:
@@ -203,20 +203,20 @@ class Draws:
                 _chunk_shape(like, array.chunks[1]),
                 array.chunks[1],
             )
-            known = array.shape[0] == self._num_chains and array.shape[2:] == tuple(
-                like.shape
-            )
-            known &= (
+            as_expected = array.shape[0] == self._num_chains and array.shape[
+                2:
+            ] == tuple(like.shape)
+            as_expected &= (
                 array.dtype == like.dtype
                 and array.chunks == chunk
-                and draws_per_block <= MOST_DRAWS
+                and draws_per_block <= MAX_DRAWS_PER_BLOCK
             )
-            if not known or len(array.metadata.codecs) != 1:
+            if not as_expected or len(array.metadata.codecs) != 1:
                 raise ValueError("an array of another layout")
         return arrays
 
 
-def _new_array(group: Any, name: str, like: Any, layout: Layout) -> Any:
+def _new_array(group: Any, name: str, like: Any, layout: DrawLayout) -> Any:
     return group.create_array(
         name,
         shape=(layout.num_chains, layout.num_draws, *like.shape),
@@ -235,7 +235,7 @@ def _new_array(group: Any, name: str, like: Any, layout: Layout) -> Any:
 def check_names(call: str, groups: Groups) -> None:
     """Refuse sites that would be stored under one name."""
     for values in groups.values():
-        known = {"chain": "an axis of the draws", "draw": "an axis of the draws"}
+        owners = {"chain": "an axis of the draws", "draw": "an axis of the draws"}
         for name in values:
             if stored(name) == "zarr.json" or stored(name).startswith("__"):
                 got = f"a model with a site {name!r}, which names no file"
@@ -245,10 +245,10 @@ def check_names(call: str, groups: Groups) -> None:
                     got,
                     "Rename the site in the model, or leave it out by `sites=`.",
                 )
-            if (other := known.setdefault(stored(name), name)) != name:
+            if (owner := owners.setdefault(stored(name), name)) != name:
                 got = (
                     f"a model with {name!r}, which is stored as {stored(name)!r} like "
-                    f"{other!r}"
+                    f"{owner!r}"
                 )
                 instead = "Rename the site in the model, or leave it out by `sites=`."
                 raise argument_error(call, "mcmc", got, instead)

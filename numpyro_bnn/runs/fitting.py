@@ -19,7 +19,7 @@ from numpyro_bnn.guides.adf.guide import ADFResult
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.code import described_value
-from numpyro_bnn.runs.folder import Folder, Place, digest
+from numpyro_bnn.runs.folder import Folder, FolderPath, digest
 from numpyro_bnn.runs.identity import (
     described_model,
     described_options,
@@ -100,17 +100,19 @@ def fit(
         args,
         kwargs,
     )
-    given = as_arrays(args, kwargs, CALL)
+    model_arguments = as_arrays(args, kwargs, CALL)
     description = {
         "rng_key": digest(rng_key)[:16],
         "init_params": digest(init_params)[:16],
         "stable_update": str(stable_update),
         **_described_method(method),
-        **described_model(read_model(CALL, method.model, *given), *given),
+        **described_model(
+            read_model(CALL, method.model, *model_arguments), *model_arguments
+        ),
         **described_versions(),
     }
-    with Folder(Place.of(CALL, "folder", folder), description) as held:
-        keeper = _Keeper(held, block_seconds)
+    with Folder(FolderPath.of(CALL, "folder", folder), description) as run_folder:
+        keeper = _Keeper(run_folder, block_seconds)
         options: dict[str, Any] = {
             "progress_bar": progress_bar,
             "keeper": keeper,
@@ -125,13 +127,13 @@ def fit(
 def _described_method(method: SVI | AutoADF) -> dict[str, Any]:
     if isinstance(method, AutoADF):
         return described_options("guide", method)
-    parts = {
+    settings = {
         "optimizer": method.optim,
         "loss": method.loss,
         "options": method.static_kwargs,
         "model": method.model,
     }
-    described = {name: described_value(part) for name, part in parts.items()}
+    described = {name: described_value(setting) for name, setting in settings.items()}
     return described_options("guide", method.guide) | described
 
 

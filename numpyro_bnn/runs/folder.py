@@ -30,14 +30,14 @@ from numpyro_bnn._options import Kind
 from numpyro_bnn.program.rows import Rows
 
 FORMAT = 2  # 1, of version 0.2.0, had no digests
-KEPT = 2  # states
+STATES_KEPT = 2  # states
 DENSITY = (
     "log density of "  # entries of a description whose numbers may differ by rounding
 )
 DAMAGE = Exception  # a damaged file may fail anywhere in the library that reads it
 RESTORE = "Restore the folder from a copy, or delete it and start again."
 STATE = re.compile(r"state-(\d{8,})\.npz")
-PART = re.compile(
+UNFINISHED = re.compile(
     r"(run\.json|state-\d{8,}\.npz)\.[0-9a-f]{32}\.part"
 )  # written by a process that was killed
 
@@ -54,7 +54,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderPath:
     """The folder of a run as an argument of a public function.
 
     :param call: the function.
@@ -68,7 +68,7 @@ class Place:
     path: Path
 
     @classmethod
-    def of(cls, call: str, argument: str, path: Any) -> "Place":
+    def of(cls, call: str, argument: str, path: Any) -> "FolderPath":
         """The folder that a user names, in which ``~`` is the home folder."""
         Kind(str | os.PathLike, "Pass the name of a folder.").check(
             call, argument, path
@@ -143,8 +143,8 @@ class Place:
 
     def numbers(self) -> list[int]:
         """Numbers of the states, in order."""
-        found = [STATE.fullmatch(file.name) for file in self.path.iterdir()]
-        return sorted(int(match[1]) for match in found if match)
+        matches = [STATE.fullmatch(file.name) for file in self.path.iterdir()]
+        return sorted(int(match[1]) for match in matches if match)
 
     def state_file(self, number: int) -> Path:
         """The file of a state."""
@@ -169,10 +169,10 @@ class Place:
             for number in reversed(numbers):
                 saved = self._read(number, run, like)
                 if saved is not None and valid(saved):
-                    for other in damaged:
+                    for skipped in damaged:
                         text = (
-                            f"block {other} in {str(self.path)!r} is damaged: the run "
-                            f"goes on from the one before."
+                            f"block {skipped} in {str(self.path)!r} is damaged: the "
+                            f"run goes on from the one before."
                         )
                         warnings.warn(f"{self.call}: {text}", stacklevel=outside())
                     return saved
@@ -224,7 +224,7 @@ class Folder:
         it, or if it holds other files or another run (the error names what differs).
     """
 
-    def __init__(self, place: Place, description: Mapping[str, Any]) -> None:
+    def __init__(self, place: FolderPath, description: Mapping[str, Any]) -> None:
         self.place, self.path = place, place.path
         self.description = dict(description)
         #: What a new run's record says besides the description, as JSON.
@@ -279,11 +279,11 @@ class Folder:
             return
         if "draws.zarr" in names or any(STATE.fullmatch(name) for name in names):
             raise self.place.error("which has lost its run.json", RESTORE)
-        others = sorted(
-            name for name in names if name != "lock" and not PART.fullmatch(name)
+        foreign = sorted(
+            name for name in names if name != "lock" and not UNFINISHED.fullmatch(name)
         )
-        if others:
-            got = f"which holds other files, such as {others[0]!r}"
+        if foreign:
+            got = f"which holds other files, such as {foreign[0]!r}"
             raise self.place.error(got, "Pass the name of a new folder.")
 
     def _compare(self) -> None:
@@ -298,7 +298,7 @@ class Folder:
                 f"the run of something else: {'; '.join(differences)}", instead
             )
         for entry in self.path.iterdir():
-            if PART.fullmatch(entry.name):
+            if UNFINISHED.fullmatch(entry.name):
                 entry.unlink(missing_ok=True)
 
     # -- states ------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Folder:
     def latest(
         self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True
     ) -> Saved | None:
-        """The last state that is whole: :meth:`Place.latest`."""
+        """The last state that is whole: :meth:`FolderPath.latest`."""
         try:
             return self.place.latest(self.run, like, valid)
         except FileNotFoundError:
@@ -352,25 +352,25 @@ class Folder:
             self.place.state_file(number),
             lambda file: np.savez(file, allow_pickle=False, **arrays),
         )
-        for old in self.place.numbers()[:-KEPT]:
-            self.place.state_file(old).unlink(missing_ok=True)
+        for expired in self.place.numbers()[:-STATES_KEPT]:
+            self.place.state_file(expired).unlink(missing_ok=True)
 
     def _replace(self, path: Path, write: Callable[[Any], Any]) -> None:
         """Write a file that is replaced at once: under its name there is the old one or
         the whole new one.
         """
-        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
         try:
-            with open(part, "wb") as file:
+            with open(unfinished, "wb") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(part, path)
+            os.replace(unfinished, path)
             sync(path.parent)
         except OSError as cause:
             raise self.place.unwritable(cause) from cause
         finally:
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def _arrays_in(path: Path) -> dict[str, np.ndarray]:
@@ -406,12 +406,12 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def _differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """The entries that differ, in words; at most three."""
     differing = []
-    for name in {**expected, **found}:
+    for name in {**expected, **recorded}:
         if difference := _difference(
-            name, found.get(name, "absent"), expected.get(name, "absent")
+            name, recorded.get(name, "absent"), expected.get(name, "absent")
         ):
             differing.append(difference)
     return differing[:3] + (
@@ -424,9 +424,9 @@ def _difference(name: str, was: Any, now: Any) -> str:
     variables may be renamed.
     """
     if isinstance(was, list) and isinstance(now, list):
-        for (_, one), (label, other) in zip(was, now, strict=False):
-            if one != other:
-                return f"{name}{label} was {one}, is {other}"
+        for (_, was_text), (label, now_text) in zip(was, now, strict=False):
+            if was_text != now_text:
+                return f"{name}{label} was {was_text}, is {now_text}"
         return (
             ""
             if len(was) == len(now)
@@ -441,20 +441,22 @@ def _difference(name: str, was: Any, now: Any) -> str:
     return "{} was {}, is {}".format(name, *shown)
 
 
-def _close(one: str, other: str) -> bool:
+def _close(was: str, now: str) -> bool:
     """Whether log densities, each with the sum of the sizes of its terms, are the same
     but for rounding.
     """
     try:
         first, second = (
-            np.array(text.split(), float).reshape(-1, 2) for text in (one, other)
+            np.array(text.split(), float).reshape(-1, 2) for text in (was, now)
         )
     except ValueError:  # absent
         return False
     if first.shape != second.shape:
         return False
-    near = np.abs(first - second) <= 1e-4 * np.maximum(first[:, 1:], second[:, 1:])
-    return bool(np.all(near | (first == second) | (np.isnan(first) & np.isnan(second))))
+    close = np.abs(first - second) <= 1e-4 * np.maximum(first[:, 1:], second[:, 1:])
+    return bool(
+        np.all(close | (first == second) | (np.isnan(first) & np.isnan(second)))
+    )
 
 
 # -- trees of arrays -------------------------------------------------------------------
@@ -464,7 +466,7 @@ def digest(tree: Any) -> str:
     """A hash of all arrays, numbers and texts of a tree; of other objects only their
     types enter.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         plain = isinstance(leaf, str | bytes | int | float | complex)
@@ -476,11 +478,11 @@ def digest(tree: Any) -> str:
             if hasattr(leaf, "dtype")
             else np.asarray(str(leaf if plain else type(leaf)))
         )
-        found.update(
+        hasher.update(
             f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode()
         )
-        found.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
-    return found.hexdigest()
+        hasher.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+    return hasher.hexdigest()
 
 
 def raw(leaf: Any) -> np.ndarray:

@@ -45,27 +45,27 @@ def described_model(
     """Sites by name with shape and support, data by place, and log densities at three
     draws from the prior.
     """
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
             kind = "observed" if site["is_observed"] else "latent"
             value = jax.eval_shape(lambda v: v, site["value"])
-            found[f"site {name}"] = (
+            description[f"site {name}"] = (
                 f"{kind}, {value.dtype}{list(value.shape)}, "
                 f"{type(site['fn'].support).__name__}"
             )
         elif site["type"] == "plate":
-            found[f"plate {name}"] = f"{site['args']}"
+            description[f"plate {name}"] = f"{site['args']}"
     leaves, _ = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)))
     for path, leaf in leaves:
         place = jax.tree_util.keystr(path)
         if hasattr(leaf, "dtype"):
-            found[f"argument {place}"] = (
+            description[f"argument {place}"] = (
                 f"{leaf.dtype}{list(leaf.shape)} {digest(leaf)[:16]}"
             )
         else:
-            found[f"argument {place}"] = described_value(leaf)
-    return found | _densities(reading)
+            description[f"argument {place}"] = described_value(leaf)
+    return description | _densities(reading)
 
 
 def _densities(reading: Reading) -> dict[str, str]:
@@ -76,13 +76,15 @@ def _densities(reading: Reading) -> dict[str, str]:
     """
 
     def sums(reading: Reading, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        found = {}
+        sums_by_site = {}
         for name, site in reading.at(values).items():
             if site["type"] == "sample":
                 scale = 1.0 if site["scale"] is None else site["scale"]
                 terms = scale * jnp.asarray(site["fn"].log_prob(site["value"]), float)
-                found[name] = jnp.stack([jnp.sum(terms), jnp.sum(jnp.abs(terms))])
-        return found
+                sums_by_site[name] = jnp.stack(
+                    [jnp.sum(terms), jnp.sum(jnp.abs(terms))]
+                )
+        return sums_by_site
 
     numbers = [
         jax.device_get(reading.run(sums, values)) for values in reading.draw(SEEDS)
@@ -112,38 +114,38 @@ def functions_of_data(
         return {name: sites[name]["value"] for name in names}
 
     if rows_in(args, kwargs):  # read by the indices of a plate
-        found = reading.depends(values, on=reading.plates)
+        sources = reading.depends(values, on=reading.plates)
     else:
         model = getattr(model, "predictive_model", model)
         arguments = Arguments.of(args, kwargs, model)
 
         def of_arrays(**arrays: Any) -> Any:
-            given, named = arguments.call(arrays)
-            return model(*given, **named)
+            call_args, call_kwargs = arguments.call(arrays)
+            return model(*call_args, **call_kwargs)
 
-        found = Reading(of_arrays, (), arguments.arrays).sources(values)
-    return [stored(name) for name in names if found[name]]
+        sources = Reading(of_arrays, (), arguments.arrays).sources(values)
+    return [stored(name) for name in names if sources[name]]
 
 
-def described_options(what: str, method: Any) -> dict[str, Any]:
+def described_options(role: str, method: Any) -> dict[str, Any]:
     """Type, options and model of a kernel or a guide, and of the kernels in it.
 
-    :param what: ``"kernel"`` or ``"guide"``.
+    :param role: ``"kernel"`` or ``"guide"``.
     """
     if not isinstance(method, MCMCKernel | AutoGuide):  # a guide that is a function
-        return {what: described_value(method)}
-    found: dict[str, Any] = {what: type(method).__name__}
+        return {role: described_value(method)}
+    description: dict[str, Any] = {role: type(method).__name__}
     for name, value in options_of(method).items():
         if isinstance(value, MCMCKernel):
-            found |= {
+            description |= {
                 f"inner {key}": text
-                for key, text in described_options(what, value).items()
+                for key, text in described_options(role, value).items()
             }
         else:
-            found["model" if name == "model" else f"option {name}"] = described_value(
-                value
+            description["model" if name == "model" else f"option {name}"] = (
+                described_value(value)
             )
-    return found
+    return description
 
 
 def described_versions() -> dict[str, str]:
@@ -152,6 +154,6 @@ def described_versions() -> dict[str, str]:
 
     Code is compared as Python runs it, which is another in each of its versions.
     """
-    found = {"version of Python": "{}.{}".format(*sys.version_info)}
-    found |= {f"version of {name}": version(name) for name in PACKAGES}
-    return found | {"precision": str(jnp.result_type(float))}
+    versions = {"version of Python": "{}.{}".format(*sys.version_info)}
+    versions |= {f"version of {name}": version(name) for name in PACKAGES}
+    return versions | {"precision": str(jnp.result_type(float))}

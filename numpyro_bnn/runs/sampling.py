@@ -20,19 +20,19 @@ from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, chec
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import refuse_tracers
-from numpyro_bnn.runs.blocks import Chains, Wanted
+from numpyro_bnn.runs.blocks import Chains, Recording
 from numpyro_bnn.runs.draws import (
     SITES,
     STATISTICS,
-    Block,
-    Draws,
-    Layout,
+    DrawLayout,
+    StoredDraws,
+    WrittenBlock,
     blocks_in,
     check_names,
     stored,
     table,
 )
-from numpyro_bnn.runs.folder import Folder, Place, Saved, digest, import_extra
+from numpyro_bnn.runs.folder import Folder, FolderPath, Saved, digest, import_extra
 from numpyro_bnn.runs.identity import (
     described_model,
     described_options,
@@ -61,17 +61,17 @@ class Run:
     def __init__(
         self,
         chains: Chains,
-        draws: Draws | None,
+        draws: StoredDraws | None,
         state: Any,
         num_draws: int,
         complete: bool,
-        given: tuple,
+        model_arguments: tuple,
     ) -> None:
         self._mcmc, self._kernel, self._draws, self._given = (
             chains.mcmc,
             chains.kernel,
             draws,
-            given,
+            model_arguments,
         )
         self._names = [name for values in chains.shapes.values() for name in values]
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
@@ -96,9 +96,11 @@ class Run:
                 "runs.Run: the first process has the draws: `if jax.process_index() == "
                 "0: ...`."
             )
-        found = self._draws.read(group)
+        stored_values = self._draws.read(group)
         values = {
-            name: found[stored(name)] for name in self._names if stored(name) in found
+            name: stored_values[stored(name)]
+            for name in self._names
+            if stored(name) in stored_values
         }
         return {
             n: v if group_by_chain else v.reshape(-1, *v.shape[2:])
@@ -110,19 +112,19 @@ class Run:
         """A ``MCMC`` with the draws of this run in memory, for its other methods, such
         as ``print_summary``.
         """
-        found = copy(self._mcmc)
-        found.sampler, found._args, found._kwargs = self._kernel, *self._given
+        mcmc = copy(self._mcmc)
+        mcmc.sampler, mcmc._args, mcmc._kwargs = self._kernel, *self._given
         fields = {
-            found._sample_field: self.get_samples(True),
+            mcmc._sample_field: self.get_samples(True),
             **self.get_extra_fields(True),
         }
-        found._states, found._states_flat, found._last_state = (
+        mcmc._states, mcmc._states_flat, mcmc._last_state = (
             fields,
             None,
             self.last_state,
         )
-        found.num_samples = self.num_draws * found.thinning
-        return found
+        mcmc.num_samples = self.num_draws * mcmc.thinning
+        return mcmc
 
 
 @checked(CALL)
@@ -198,14 +200,16 @@ def start(
     fields = tuple(
         dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field)
     )
-    wanted = Wanted(sites, dtype, fields)
+    recording = Recording(sites, dtype, fields)
     spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
-    given = as_arrays(args, kwargs, CALL)
-    reading = read_model(CALL, mcmc.sampler.model, *given)
+    model_arguments = as_arrays(args, kwargs, CALL)
+    reading = read_model(CALL, mcmc.sampler.model, *model_arguments)
     sizes = {
         site["args"][0] for site in reading.sites.values() if site["type"] == "plate"
     }
-    chains = Chains(mcmc, *given, wanted, spread, sizes if spread.by_rows else ())
+    chains = Chains(
+        mcmc, *model_arguments, recording, spread, sizes if spread.by_rows else ()
+    )
     description = {
         **{
             name: str(getattr(mcmc, name))
@@ -217,22 +221,22 @@ def start(
         "dtype": str(dtype),
         "extra_fields": ", ".join(extra_fields),
         **described_options("kernel", mcmc.sampler),
-        **described_model(reading, *given),
+        **described_model(reading, *model_arguments),
         **described_versions(),
     }
     with ExitStack() as stack:
 
         def opened() -> Folder:
-            held = stack.enter_context(
-                Folder(Place.of(CALL, "folder", folder), description)
+            run_folder = stack.enter_context(
+                Folder(FolderPath.of(CALL, "folder", folder), description)
             )
-            held.more["functions"] = functions_of_data(
-                reading, mcmc.sampler.model, *given
+            run_folder.more["functions"] = functions_of_data(
+                reading, mcmc.sampler.model, *model_arguments
             )
-            return held
+            return run_folder
 
-        held = spread.from_first(opened)
-        loop = _Loop(chains, held, block_seconds)
+        run_folder = spread.from_first(opened)
+        loop = _Loop(chains, run_folder, block_seconds)
         loop.begin(rng_key, init_params)
         message = loop.go(progress_bar and spread.leads)
     if message:
@@ -277,7 +281,7 @@ class _Loop:
         )
         self.last = self.state  # on the host of every process
 
-    def _described(self) -> Draws:
+    def _described(self) -> StoredDraws:
         check_names(CALL, self.chains.shapes)
         likes = _on_disk(self.chains.shapes)
         self.folder.more["variables"] = {
@@ -287,7 +291,7 @@ class _Loop:
             }
             for group, values in likes.items()
         }
-        return Draws(self.folder.place, self.chains.mcmc.num_chains, likes)
+        return StoredDraws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
     def _saved(self) -> tuple[np.ndarray, Any]:
         """Of the last state on disk: its number, steps of the warm-up, draws, and
@@ -312,9 +316,9 @@ class _Loop:
             return False
         return True
 
-    def _agreed(self, find: Callable[[Any], int], given: float) -> int:
+    def _agreed(self, find: Callable[[Any], int], value: float) -> int:
         """A number that the first process finds, in all processes."""
-        return int(self.spread.from_first(lambda: np.int64(find(given)), np.int64(0)))
+        return int(self.spread.from_first(lambda: np.int64(find(value)), np.int64(0)))
 
     def go(self, progress_bar: bool) -> str:
         """Take the remaining blocks; return why it stopped early, or ``""``."""
@@ -363,34 +367,38 @@ class _Loop:
             jax.block_until_ready(self.chains.advance(self.state, 1, 0))
             self._note_pace(1)
         longest = min(self.chains.capacity, total)
-        wanted = int(
+        proposed = int(
             np.clip(self._agreed(self._steps_in, self.seconds) // thinning, 1, longest)
         )
         block = self._agreed(
-            lambda number: self.draws.draws_per_block(int(number)), wanted
+            lambda number: self.draws.draws_per_block(int(number)), proposed
         )
-        layout = Layout(self.chains.mcmc.num_chains, total, block)
+        layout = DrawLayout(self.chains.mcmc.num_chains, total, block)
         start: int = self.draws_done
         launched: Any = None
         while start < total:
             stop = min((start // block + 1) * block, total)
-            state, kept = launched or self.chains.advance(self.state, 0, stop - start)
-            after = min(stop + block, total)
+            state, buffers = launched or self.chains.advance(
+                self.state, 0, stop - start
+            )
+            next_stop = min(stop + block, total)
             # The device goes on while this block is written.
             launched = (
-                self.chains.advance(state, 0, after - stop) if after > stop else None
+                self.chains.advance(state, 0, next_stop - stop)
+                if next_stop > stop
+                else None
             )
-            found = self.chains.fetch(kept, stop - start)
-            self._check_range(found[SITES])
+            draws = self.chains.fetch(buffers, stop - start)
+            self._check_range(draws[SITES])
             # draws without a state would be taken for a run that has lost its states
             if not self.number:
                 self._commit(self.state)
             blocks = (
-                self.draws.write(start, stop, _on_disk(found), layout)
+                self.draws.write(start, stop, _on_disk(draws), layout)
                 if self.draws
                 else ()
             )
-            self.diverging += int(np.sum(found[STATISTICS].get("diverging", 0)))
+            self.diverging += int(np.sum(draws[STATISTICS].get("diverging", 0)))
             self._commit(state, draws=stop, blocks=blocks)
             self._show(bar, "sampling", (stop - start) * thinning)
             start = stop
@@ -409,7 +417,7 @@ class _Loop:
 
     def _check_range(self, values: Mapping[str, np.ndarray]) -> None:
         for name, value in values.items():
-            if self.chains.wanted.dtype == "float16" and np.isinf(value).any():
+            if self.chains.recording.dtype == "float16" and np.isinf(value).any():
                 got = f"'float16', in which a draw of {name!r} would be infinite"
                 raise argument_error(
                     CALL,
@@ -423,16 +431,16 @@ class _Loop:
         state: Any,
         warmed: int | None = None,
         draws: int = 0,
-        blocks: tuple[Block, ...] = (),
+        blocks: tuple[WrittenBlock, ...] = (),
     ) -> None:
         warmed = self.warmed if warmed is None else warmed
         notes = {"warmed": warmed, "draws": draws, "diverging": self.diverging}
-        whole = self.spread.whole(state)
+        host_state = self.spread.whole(state)
         if self.folder:
-            self.folder.commit(self.number + 1, whole, notes, table(blocks))
+            self.folder.commit(self.number + 1, host_state, notes, table(blocks))
             self.draws.blocks = blocks
         # An interruption before this line leaves the block before, on disk and here.
-        reached = self.number + 1, warmed, draws, state, whole
+        reached = self.number + 1, warmed, draws, state, host_state
         self.number, self.warmed, self.draws_done, self.state, self.last = reached
 
     def _show(self, bar: tqdm.tqdm, phase: str, steps: int) -> None:
@@ -463,20 +471,20 @@ STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
 
 
 def _value(state: Any, name: str) -> Any:
-    for part in name.split("."):
-        state = getattr(state, part, None)
+    for attribute in name.split("."):
+        state = getattr(state, attribute, None)
     return state
 
 
-def _check(mcmc: MCMC, extra_fields: Any, sites: Any, given: Any) -> None:
+def _check(mcmc: MCMC, extra_fields: Any, sites: Any, arguments: Any) -> None:
     """Refuse what cannot be run in blocks, before any work."""
     refuse_tracers(
-        CALL, "It runs on the host: call it outside of `jit` and `vmap`.", given
+        CALL, "It runs on the host: call it outside of `jit` and `vmap`.", arguments
     )
     for name, value in (("extra_fields", extra_fields), ("sites", sites)):
-        listed = isinstance(value, Collection) and not isinstance(value, str)
+        is_collection = isinstance(value, Collection) and not isinstance(value, str)
         if value is not None and not (
-            listed and all(isinstance(part, str) for part in value)
+            is_collection and all(isinstance(item, str) for item in value)
         ):
             raise argument_error(CALL, name, value, "Pass a tuple of names.", TypeError)
     if mcmc.sampler.model is None:

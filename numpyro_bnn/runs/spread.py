@@ -32,7 +32,7 @@ _MOVED = re.compile(
 _SHAPE = re.compile(r"\[([\d,]+)\]")
 
 
-class Spread:
+class DeviceSpread:
     """Chains along the axis ``"chain"`` of a mesh, rows along its axis ``"data"``; all
     processes run one program.
 
@@ -65,9 +65,10 @@ class Spread:
         """Shapes of what one device has of arrays (C, ...)."""
         if not self.by_chain:
             return shapes
-        part = NamedSharding(self.mesh, BY_CHAIN).shard_shape
+        shard_shape = NamedSharding(self.mesh, BY_CHAIN).shard_shape
         return jax.tree.map(
-            lambda like: jax.ShapeDtypeStruct(part(like.shape), like.dtype), shapes
+            lambda like: jax.ShapeDtypeStruct(shard_shape(like.shape), like.dtype),
+            shapes,
         )
 
     def same(self, value: Any) -> Any:
@@ -80,9 +81,9 @@ class Spread:
         """Data by place, some of them in parts, of which the last one is filled up with
         copies of rows.
         """
-        parts = set(split if self.by_rows else ())
+        split_places = set(split if self.by_rows else ())
         return {
-            place: self._parts(a) if place in parts else self.same(a)
+            place: self._parts(a) if place in split_places else self.same(a)
             for place, a in arrays.items()
         }
 
@@ -126,8 +127,8 @@ class Spread:
 
     # -- programs ----------------------------------------------------------------------
 
-    def compiled(self, advance: Callable, *given: Any) -> Callable:
-        """``advance(state, first, count, inputs)`` for the shapes ``given``, every
+    def compiled(self, advance: Callable, *arguments: Any) -> Callable:
+        """``advance(state, first, count, inputs)`` for these shapes, every
         device with its own chains.
 
         Along the axis of the rows, XLA splits the work where the data are split.
@@ -140,27 +141,31 @@ class Spread:
             advance = jax.shard_map(
                 advance, mesh=self.mesh, axis_names={CHAIN}, check_vma=False, **specs
             )
-        program = jax.jit(advance).lower(*given).compile()
+        program = jax.jit(advance).lower(*arguments).compile()
         if self.by_rows:
-            self._warn_of_moved_rows(program.as_text() or "", given[-1])
+            self._warn_of_moved_rows(program.as_text() or "", arguments[-1])
         return program
 
     def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, jax.Array]) -> None:
         """Warn of a program that collects all rows on every device, in each step."""
-        parts = NamedSharding(self.mesh, PartitionSpec(DATA))
+        by_rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         largest = max(
-            (a for a in inputs.values() if a.sharding.is_equivalent_to(parts, a.ndim)),
+            (
+                a
+                for a in inputs.values()
+                if a.sharding.is_equivalent_to(by_rows, a.ndim)
+            ),
             key=np.size,
         )
-        moved = {
+        moved_shapes = {
             tuple(map(int, sizes.split(",")))
             for sent in _MOVED.findall(text)
             for sizes in _SHAPE.findall(sent)
         }
-        rows, *others = largest.shape
+        rows, *row_shape = largest.shape
         # Without the copies at the end it may be shorter.
         if any(
-            (length, *others) in moved
+            (length, *row_shape) in moved_shapes
             for length in range(rows - self.mesh.shape[DATA] + 1, rows + 1)
         ):
             text = (
@@ -183,10 +188,10 @@ class Spread:
         """
         if not self.several:
             return find()
-        error, found = None, like
+        error, value = None, like
         if self.leads:
             try:
-                found = find()
+                value = find()
             except Exception as cause:
                 error = cause
         if multihost_utils.broadcast_one_to_all(np.int32(error is not None)):
@@ -194,9 +199,9 @@ class Spread:
                 f"{self.call}: the first process has stopped, and says why."
             )
         if like is None:
-            return found
+            return value
         # As bytes: JAX would round numbers of 64 bits.
-        numbers = jax.tree.map(raw, found)
+        numbers = jax.tree.map(raw, value)
         sent = multihost_utils.broadcast_one_to_all(jax.tree.map(_bytes, numbers))
         received = jax.tree.map(
             lambda s, n: np.asarray(s).view(n.dtype).reshape(n.shape), sent, numbers
@@ -208,16 +213,16 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
+def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
     """The mesh of a run, as given or for the chain method; refuse one that cannot be
     used.
 
-    :param given: arguments of the model.
+    :param arguments: of the model.
     """
     split = mcmc.chain_method in ("parallel", parallel_vectorized)
     if mesh is None:
         mesh = chain_mesh(mcmc.num_chains, jax.devices()) if split else None
-        spread = Spread(call, mesh)
+        spread = DeviceSpread(call, mesh)
     else:
         Kind(Mesh, 'Pass e.g. `jax.make_mesh((2, 4), ("chain", "data"))`.').check(
             call, "mesh", mesh
@@ -225,7 +230,7 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
         if not set(AXES) >= set(mesh.axis_names) >= {CHAIN}:
             instead = 'Name its axes "chain", and "data" for rows.'
             raise argument_error(call, "mesh", f"axes {mesh.axis_names}", instead)
-        spread = Spread(
+        spread = DeviceSpread(
             call, Mesh(mesh.devices, mesh.axis_names)
         )  # XLA finds how values in between are split
         if mcmc.num_chains > 1 and mcmc.chain_method == "sequential":
@@ -233,14 +238,14 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, given: Any) -> Spread:
             raise argument_error(
                 call, "mcmc", got, "Use 'vectorized': every device has its own chains."
             )
-    _check(spread, mcmc.num_chains, given)
+    _check(spread, mcmc.num_chains, arguments)
     return spread
 
 
-def _check(spread: Spread, num_chains: int, given: Any) -> None:
+def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
     call, mesh = spread.call, spread.mesh
     if spread.by_rows:
-        refuse_rows(call, "Rows on disk are not split over devices", given)
+        refuse_rows(call, "Rows on disk are not split over devices", arguments)
     if mesh is not None and num_chains % mesh.shape[CHAIN]:
         got = f'{mesh.shape[CHAIN]} devices along "chain" for {num_chains} chains'
         raise argument_error(
@@ -248,7 +253,7 @@ def _check(spread: Spread, num_chains: int, given: Any) -> None:
         )
     if not all(
         leaf.is_fully_addressable
-        for leaf in jax.tree.leaves(given)
+        for leaf in jax.tree.leaves(arguments)
         if isinstance(leaf, jax.Array)
     ):
         instead = "Pass all rows in every process, e.g. as a memory map."
