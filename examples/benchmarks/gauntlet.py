@@ -329,8 +329,11 @@ def variational(make: Callable) -> Callable:
 def deterministic(make: Callable) -> Callable:
     def run(problem: Problem, model: Callable) -> np.ndarray:
         guide = make(model)
-        fit = guide.run(*call_of(problem, False)[0], progress_bar=False)
+        (key, *data), _ = call_of(problem, False)
+        fit = guide.run(key, *data, progress_bar=False)
         new = jnp.asarray(problem.x_new), jnp.asarray(problem.y_new)
+        # what the health report says of it is heard
+        bnn.to_inference_data(fit, guide=guide, args=tuple(data), num_samples=200)
         return np.asarray(guide.log_predictive_density(fit.params, *new), float)
 
     return run

@@ -9,6 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
+from numpyro_bnn.metrics._explained import (
+    explained,
+    losses_by_site,
+    losses_of_linear_model,
+)
 from numpyro_bnn.metrics._inputs import (
     INPUT_ROWS,
     columns,
@@ -27,8 +32,9 @@ MIN_STEPS = 1000  # of a chain before they are called few
 MAX_RELATIVE_RANGE = 1e-4
 # At most so many values of the function, parameters, rows, and draws of a mean are
 # read.
-COLUMNS, PARAMETERS, ROWS, DRAWS = 16, 256, 500, 100
+COLUMNS, PARAMETERS = 16, 256
 MAX_SHARE_LOST = 0.75  # of what a member explains, before a chain counts as trapped
+MAX_SHARE_BEHIND_LINE = 0.1  # of the targets that a linear model explains
 MAX_RHAT = 1.1
 # Chains whose means differ by less than half a standard deviation of the observations
 MAX_RHAT_OF_OBSERVATIONS = 1.05
@@ -607,6 +613,42 @@ class _Checks:
         worst = max(measurements, key=lambda m: (m.verdict == "warning", m.value))
         return worst._replace(at_fault=frozenset(at_fault))
 
+    def linear(self) -> Measurement | None:
+        """What a linear model explains, each row predicted from the others, and a chain
+        does not, less two standard errors.
+        """
+        measurements = []
+        losses = losses_by_site(self.means("posterior_predictive"), self.targets)
+        for site, of_site in losses.items():
+            size = len(self.targets[site])
+            tables = [x for x in self.inputs.values() if len(x) == size]
+            if not tables:
+                continue
+            x = np.column_stack(tables)[of_site.rows].astype(np.float64)
+            if not np.isfinite(x).all():
+                continue
+            of_line = losses_of_linear_model(x, of_site.targets, of_site.classes)
+            if of_line is None:
+                continue
+            with np.errstate(all="ignore"):
+                more = (of_site.by_chain - of_line) / of_site.of_constant.mean()
+            error = more.std(axis=1, ddof=1) / more.shape[1] ** 0.5
+            line = float(of_site.share(of_line))
+            words = (
+                f"a linear model explains {line:.0%} of {site} at the training rows, "
+                f"chain {{1}} {{own:.0%}}"
+            )
+            share = of_site.share(of_site.by_chain)
+            worst = self.worst(
+                more.mean(axis=1) - 2 * error,
+                MAX_SHARE_BEHIND_LINE,
+                words,
+                own=np.maximum(share, 0),
+            )
+            if worst:
+                measurements.append(worst)
+        return max(measurements, key=lambda m: m.value, default=None)
+
     def _left_member(self) -> np.ndarray:
         """Whether the log likelihood of a chain (C,) is lower than that of its member
         by more than P / 2 nats; where it was not exported, by assumption.
@@ -761,40 +803,6 @@ class _Checks:
         return at_least(self.draws, MIN_DRAWS, words).as_note()
 
 
-def explained(
-    means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """How much of each site the mean of each chain explains, (C,): 1 for all of it, 0
-    for as much as a constant.
-    """
-    shares = {}
-    for name, draws in means.items():
-        site, suffix = name.rsplit("_", 1)
-        classes = suffix == "probs"
-        y = observed.get(site)
-        if y is None or not y.ndim or draws.shape[2 : draws.ndim - classes] != y.shape:
-            continue
-        finite = np.flatnonzero(np.isfinite(y).reshape(len(y), -1).all(axis=1))
-        if not finite.size:
-            continue
-        rows = finite[spread(len(finite), ROWS)]
-        mean = draws[:, spread(draws.shape[1], DRAWS)[:, None], rows].mean(
-            axis=1, dtype=np.float64
-        )
-        y = y[rows]
-        if classes:
-            labels, counts = np.unique(y, return_counts=True)
-            losses = mean.argmax(axis=-1) != y
-            losses_of_constant = y != labels[counts.argmax()]
-        else:
-            losses = (mean - y) ** 2
-            losses_of_constant = (y - y.mean(axis=0, dtype=np.float64)) ** 2
-        with np.errstate(all="ignore"):
-            loss = losses.reshape(len(losses), -1).mean(axis=1)
-            shares[site] = 1 - loss / losses_of_constant.mean()
-    return shares
-
-
 def mean_and_error(batches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean of each chain over batches (B, C), and its standard error if these follow
     each other like an autoregression of first order.
@@ -854,6 +862,12 @@ CHECKS = (
         "temperature", MIN_DRAWS, f"{SMALLER}; take larger batches, and more warm-up."
     ),
     Check("fit", 0, "It is trapped: start elsewhere, or run longer."),
+    Check(
+        "linear",
+        0,
+        "It has not learned: take more steps, or another method; compare with a linear "
+        "model.",
+    ),
     Check("covered", MIN_DRAWS, f"Too few steps, or too small ones: {MORE}"),
     Check("steps", 0, f"Too few steps: {MORE}"),
     Check(

@@ -155,6 +155,10 @@ def cold(made):
     made.attrs |= {"temperature": 0.5, "temperature_band_high": 0.5}
 
 
+def unlearned(made):
+    made.f = 0.05 * made.f
+
+
 def energy(value, bias=0.05):
     return attrs(
         mean_energy_variance=f"[0.0004, {value}, 0.0004, 0.0004]", implied_bias=bias
@@ -331,13 +335,22 @@ FAILURES = {
         ["temperature"],
         "kinetic temperature of chain 1 is 0.30, its target 0.5",
     ),
+    "nothing was learned": (
+        unlearned,
+        ["fit", "linear"],
+        "a linear model explains 9",
+    ),
     "a dead chain": (
         dead(1),
         ["fit"],
         "chain 1 explains 0%, its member or the best chain 9",
     ),
-    "dead chains": (dead(*range(C)), ["fit"], "its member or the best chain 95%"),
-    "a chain in another mode": (other_mode, ["rhat"], "within a chain)"),
+    "dead chains": (
+        dead(*range(C)),
+        ["fit", "linear"],
+        "its member or the best chain 95%",
+    ),
+    "a chain in another mode": (other_mode, ["linear", "rhat"], "within a chain)"),
     "chains that drift": (drifting, ["rhat"], "(at most 2"),
     "correlated draws": (correlated, ["ess"], "800 draws are worth"),
     "saturated trees": (
@@ -403,6 +416,51 @@ def test_energies_without_a_target_are_judged_by_their_bias(bias, expected):
     energy(0.04, bias)(made)
     del made.attrs["target_energy_variance"]
     assert off(made.idata()) == expected
+
+
+@pytest.mark.parametrize("classes", [False, True])
+def test_what_a_linear_model_explains_is_that_of_refits_without_each_row(classes):
+    made = Made()
+    made.x = made.x * [1.0, 5.0] + 2.0
+    labels = (made.x @ [1.0, -0.2] > 1.6).astype(int) + (made.x[:, 1] > 6)
+    unlearned(made)
+    idata = made.idata()
+    y = labels if classes else made.y
+    targets = (y[:, None] == np.unique(y)).astype(float) if classes else y[:, None]
+    design, predictions = np.c_[np.ones(N), made.x], np.zeros_like(targets)
+    for i in range(N):
+        others = np.arange(N) != i
+        weights = np.linalg.lstsq(design[others], targets[others], rcond=None)[0]
+        predictions[i] = design[i] @ weights
+    if classes:
+        probs = np.full((C, S, N, 3), 1 / 3) + 1e-3 * np.eye(3)[1]
+        groups = {name: group(idata, name) for name in group_names(idata)}
+        groups["posterior_predictive"] = groups["posterior_predictive"].drop_vars(
+            ["y", "y_mean"]
+        )
+        groups["posterior_predictive"]["y_probs"] = ((*SAMPLE, "data", "class"), probs)
+        groups["observed_data"] = groups["observed_data"].assign(y=(("data",), labels))
+        idata = results(groups, made.attrs)
+        losses, own = predictions.argmax(1) != y, np.tile(y != 1, (C, 1))
+        constant = y != np.bincount(y).argmax()
+    else:
+        losses, own = (predictions[:, 0] - y) ** 2, (made.f.mean(1) - y) ** 2
+        constant = (y - y.mean()) ** 2
+    more = (own - 1.0 * losses) / constant.mean()
+    behind = more.mean(1) - 2 * more.std(1, ddof=1) / N**0.5
+    found = {finding.name: finding for finding in health(idata).findings}["linear"]
+    # half of the draws are read
+    assert found.value == pytest.approx(behind.max(), rel=0 if classes else 2e-3)
+    assert f"explains {1 - losses.mean() / constant.mean():.0%} of y" in found.what
+    assert found.verdict == ("warning" if behind.max() > 0.1 else "ok")
+
+
+def test_inputs_without_a_line_are_not_compared():
+    """Where a linear model explains nothing, neither need a network."""
+    made = Made()
+    made.y = made.rng.normal(size=N)
+    made.f = 0.0 * made.f + 0.01 * made.rng.normal(size=made.f.shape)
+    assert "linear" not in off(made.idata())
 
 
 def test_every_check_has_a_failure():
@@ -706,7 +764,7 @@ def test_healthy_fits_are_silent(name):
 def test_a_fit_that_is_not_finished_is_reported_once():
     guide, says = (
         guides.AutoMeanField(fixed),
-        r"1 of \d+ checks failed:\n- elbo: at the end .* by \+[\d.]+ nats",
+        r"2 of \d+ checks failed:\n- linear: .*\n- elbo: .* by \+[\d.]+ nats",
     )
     with pytest.warns(HealthWarning, match=says) as caught:
         idata = bnn.to_inference_data(
