@@ -98,8 +98,9 @@ class SGMCMCState(NamedTuple):
     rng_key: jax.Array
 
 
-# A transition of warm-up that refuses a larger share of its steps makes them shorter
-OFTEN_REFUSED, SHORTER = 0.02, 0.7
+# Largest share of the steps of a transition of warm-up that the dynamics may refuse
+# without making them shorter, and the factor.
+MAX_UNDONE, SHORTER = 0.02, 0.7
 
 
 class Origin(NamedTuple):
@@ -335,12 +336,24 @@ class Chain:
             **_statistics(engine),
         )
         if policy.chooses_step_size and not policy.steers_step_size:
-            often = after.refused_steps > OFTEN_REFUSED
-            share = jnp.where(often & (i < total), SHORTER, 1.0)
-            after = self._with_step_size(after, after.base_step_size * share)
-            origin = after.origin._replace(shrinkage=after.origin.shrinkage * share)
-            after = after._replace(origin=origin)
+            after = self._shortened(after, i, i >= half)
         return policy.tuner.adapt(state, after, sampler, i)
+
+    def _shortened(self, state: SGMCMCState, i: Any, lasting: Any) -> SGMCMCState:
+        """Shorter steps in warm-up, after a transition in which the dynamics refused
+        many; step sizes that are chosen later are shorter too if that is ``lasting``.
+
+        Steps that end at a border of the support do not count: their number hardly
+        falls with their length.
+        """
+        often = state.engine.statistics.undone_share > MAX_UNDONE
+        share = jnp.where(often & (i < self.policy.num_warmup), SHORTER, 1.0)
+        origin = state.origin
+        lasts = jnp.where(lasting, share, 1.0).astype(origin.shrinkage.dtype)
+        origin = origin._replace(shrinkage=origin.shrinkage * lasts)
+        return self._with_step_size(
+            state._replace(origin=origin), state.base_step_size * share
+        )
 
     def _with_step_size(self, state: SGMCMCState, chosen: jax.Array) -> SGMCMCState:
         """A chain that goes on in other steps; its thermostat's friction, which is per

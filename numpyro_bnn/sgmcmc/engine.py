@@ -72,6 +72,7 @@ class Statistics(NamedTuple):
         divided by P; None if not reported.
     :param num_refused: number of steps that were not taken. They do not enter the
         means.
+    :param num_undone: of these, steps to a finite end, which the dynamics refused.
     :param position: mean position (P,), and ``gradient``: mean gradient (P,), where the
         temperature is taken.
     """
@@ -83,15 +84,25 @@ class Statistics(NamedTuple):
     num_gradients: Array
     energy_variance: Array | None
     num_refused: Array
+    num_undone: Array
     position: Array
     gradient: Array
 
     @property
     def refused_share(self) -> Array:
         """Fraction of the steps that were not taken."""
-        return (self.num_refused / jnp.maximum(self.num_steps, 1)).astype(
-            self.position.dtype
-        )
+        return self._share(self.num_refused)
+
+    @property
+    def undone_share(self) -> Array:
+        """Fraction of the steps that the dynamics refused, though their end was
+        finite.
+        """
+        return self._share(self.num_undone)
+
+    def _share(self, number: Array) -> Array:
+        share = number / jnp.maximum(self.num_steps, 1)
+        return share.astype(self.position.dtype)
 
 
 class State(NamedTuple):
@@ -186,6 +197,7 @@ class Sampler:
             num_gradients=jnp.int32(0),
             energy_variance=zero if self.dynamics.reports_energy else None,
             num_refused=jnp.int32(0),
+            num_undone=jnp.int32(0),
             position=jnp.zeros_like(position),
             gradient=jnp.zeros_like(position),
         )
@@ -398,7 +410,8 @@ class Sampler:
         finite = jnp.isfinite(total) & (
             state.first_divergence < 0
         )  # a chain that is marked stays where it is
-        refused = ~finite if move.refused is None else ~finite | move.refused
+        undone = jnp.asarray(False) if move.refused is None else finite & move.refused
+        refused = ~finite | undone
         new = {
             "position": move.position,
             "memory": move.memory,
@@ -411,7 +424,7 @@ class Sampler:
             "adaptation": state.adaptation,
         }
         statistics = self._count(
-            state.statistics, move._replace(refused=refused), virial
+            state.statistics, move._replace(refused=refused), undone, virial
         )
         in_a_row = jnp.where(refused, state.refused_in_a_row + 1, 0)
         lost = (
@@ -426,7 +439,7 @@ class Sampler:
         return state._replace(statistics=statistics, **select(finite, new, old))
 
     def _count(
-        self, statistics: Statistics, move: StepResult, virial: Array
+        self, statistics: Statistics, move: StepResult, undone: Array, virial: Array
     ) -> Statistics:
         steps, size = statistics.num_steps + 1, move.position.shape[0]
         num_refused = statistics.num_refused + jnp.where(
@@ -459,8 +472,10 @@ class Sampler:
             statistics.num_gradients
             + self.dynamics.evaluations * self.gradient.evaluations
         )
+        num_undone = statistics.num_undone + jnp.where(undone, 1, 0)
+        refusals = num_refused, num_undone
         return Statistics(
-            steps, kinetic, virial, accept, spent, energy, num_refused, *means
+            steps, kinetic, virial, accept, spent, energy, *refusals, *means
         )
 
 
