@@ -89,38 +89,30 @@ def for_prediction(
         if np.issubdtype(np.asarray(value).dtype, np.floating):
             check_finite(CALL, f"predictions[{name!r}]", value)
         if name in run_arrays:
-            run_shape, axis = (
-                list(map(str, np.shape(run_arrays[name]))),
-                rows.axes[name],
-            )
-            shape = list(map(str, np.shape(value)))
-            if shape[:axis] + shape[axis + 1 :] != run_shape[:axis] + run_shape[
-                axis + 1 :
-            ] or len(shape) != len(run_shape):
-                expected = ", ".join(
-                    [*run_shape[:axis], "M", *run_shape[axis + 1 :]]
-                ) + "," * (len(run_shape) == 1)
+            shape, run_shape = np.shape(value), np.shape(run_arrays[name])
+            axes, expected = list(map(str, shape)), list(map(str, run_shape))
+            row_axis = rows.axes[name]
+            axes[row_axis : row_axis + 1] = ["M"]
+            expected[row_axis : row_axis + 1] = ["M"]
+            if axes != expected or len(shape) != len(run_shape):
+                comma = "," if len(run_shape) == 1 else ""
                 instead = (
-                    f"Pass ({expected}), one row per new point, as in the run's "
-                    f"{np.shape(run_arrays[name])}."
+                    f"Pass ({', '.join(expected)}{comma}), one row per new point, as "
+                    f"in the run's {run_shape}."
                 )
                 raise argument_error(
-                    CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead
+                    CALL, f"predictions[{name!r}]", f"shape {shape}", instead
                 )
     replaced = [name for name in arrays if name in run_arrays]
     for name in replaced:
         # Arguments with the same rows in the run are columns of one table, so their new
         # lengths must agree.
-        alike = [
-            column for column in replaced if rows.same(name, rows.axes[name], column)
-        ]
-        check_same_length(
-            CALL,
-            **{
-                column: np.moveaxis(arrays[column], rows.axes[column], 0)
-                for column in alike
-            },
-        )
+        columns = {
+            column: np.moveaxis(arrays[column], rows.axes[column], 0)
+            for column in replaced
+            if rows.same(name, rows.axes[name], column)
+        }
+        check_same_length(CALL, **columns)
     lacking = []
     for name in run_arrays.keys() - new.keys() - observed:
         axes = range(np.ndim(run_arrays[name]))
@@ -135,12 +127,10 @@ def for_prediction(
                 instead += f", or its default, `{name!r}: {arguments.optional[name]!r}`"
             instead += "."
             raise argument_error(CALL, "predictions", got, instead)
-    left_out = {
-        name
-        for name, default in arguments.optional.items()
-        if name in observed and default is None
-    }
-    defaults = {name: arguments.optional[name] for name in (*lacking, *left_out)}
+    defaults = {}
+    for name, default in arguments.optional.items():
+        if name in lacking or (name in observed and default is None):
+            defaults[name] = default
     return arguments.with_values({**defaults, **new})
 
 
@@ -252,13 +242,8 @@ def _computed(
     site: Mapping[str, Any], observed: Collection[str] | None
 ) -> dict[str, Any]:
     if site["type"] in PARAMETERS:
-        return {
-            "value": [
-                leaf
-                for leaf in jax.tree.leaves(site["value"])
-                if isinstance(leaf, jax.Array)
-            ]
-        }
+        leaves = jax.tree.leaves(site["value"])
+        return {"value": [leaf for leaf in leaves if isinstance(leaf, jax.Array)]}
     if is_data(site) if observed is None else site["name"] in observed:
         return {"unmasked": unmasked_elements(site["fn"]), "value": site["value"]}
     return {}
