@@ -166,26 +166,22 @@ def dataset(
     """
     import xarray as xr
 
-    arrays = {
-        name: _variable(name, dims, values)
-        for name, (dims, values) in variables.items()
-    }
-    sizes = {
-        dim: n
-        for dims, values in arrays.values()
-        for dim, n in zip(dims, values.shape, strict=True)
-    }
+    arrays = {}
+    sizes: dict[str, int] = {}
+    for name, (dims, values) in variables.items():
+        names, array = _variable(name, dims, values)
+        arrays[name] = names, array
+        sizes.update(zip(names, array.shape, strict=True))
     for name in sizes.keys() & arrays.keys():
         got = f"{name!r} as a variable and as a dimension"
         raise argument_error(
             "dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'."
         )
-    given = coords or {}
-    used = {
-        dim: np.asarray(given[dim]) if dim in given else np.arange(size)
-        for dim, size in sizes.items()
-    }
-    return xr.Dataset(arrays, coords=used)
+    labels = {dim: np.arange(size) for dim, size in sizes.items()}
+    for dim, values in (coords or {}).items():
+        if dim in labels:
+            labels[dim] = np.asarray(values)
+    return xr.Dataset(arrays, coords=labels)
 
 
 def inference_data(
@@ -238,9 +234,8 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     import xarray as xr
 
     data = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
-    data = data.isel(
-        draw=slice(draws), missing_dims="ignore"
-    )  # a kernel may have no statistics
+    # a kernel may have no statistics
+    data = data.isel(draw=slice(draws), missing_dims="ignore")
     return data.assign_coords(
         {dim: np.arange(size) for dim, size in data.sizes.items()}
     )

@@ -83,19 +83,17 @@ def follow_axes(
         inner = called(equation)
         if not any(operands):
             continue
+        unmarked = all(isinstance(operand, Rows) for operand in operands)
         if inner is not None:
             outputs = follow_axes(inner, operands, enter)
         elif name in ("scan", "cond"):
-            if (
-                not all(isinstance(operand, Rows) for operand in operands)
-                and enter is not None
-            ):
+            if not unmarked and enter is not None:
                 enter(equation, operands)
             rows = [
                 operand if isinstance(operand, Rows) else Rows() for operand in operands
             ]
             outputs = (_scanned if name == "scan" else _chosen)(equation, rows, enter)
-        elif all(isinstance(operand, Rows) for operand in operands):
+        elif unmarked:
             outputs = [moved(equation, operands)] * len(equation.outvars)
         else:
             assert enter is not None

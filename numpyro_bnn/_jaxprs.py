@@ -96,14 +96,17 @@ def program_dependence(
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
     ``shapes``.
     """
-    owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
-    outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
+    owners = [{name} for name in _names_of_leaves(dict(arguments))]
     dependences: dict[Any, set] = {name: set() for name in shapes}
-    for name, sources in zip(
-        outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True
-    ):
-        dependences[name] |= sources
+    sources = _sources(closed.jaxpr, owners)
+    for name, names in zip(_names_of_leaves(shapes), sources, strict=True):
+        dependences[name] |= names
     return dependences
+
+
+def _names_of_leaves(values: Any) -> list[Any]:
+    """The key in a dictionary of trees under which each leaf is."""
+    return [path[0].key for path, _ in jax.tree.flatten_with_path(values)[0]]
 
 
 def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
@@ -142,6 +145,10 @@ def called(equation: Any) -> Any:
     return subprogram(equation) if equation.primitive.name in CALLS else None
 
 
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
 def needed_equations(
     jaxpr: Any, outputs: Iterable[Any], constants: Container[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
@@ -150,18 +157,14 @@ def needed_equations(
 
     Variables in ``constants`` have known values, and so do literals.
     """
-    needed = {
-        var for var in outputs if not isinstance(var, Literal) and var not in constants
-    }
+    needed = {var for var in _variables(outputs) if var not in constants}
     selected = []
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
             selected.append((equation, [var in needed for var in equation.outvars]))
-            needed.update(
-                var
-                for var in equation.invars
-                if not isinstance(var, Literal) and var not in constants
-            )
+            for var in _variables(equation.invars):
+                if var not in constants:
+                    needed.add(var)
     return selected[::-1]
 
 
@@ -169,9 +172,7 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
     variables = set(start)
     for equation in equations:
-        if variables.intersection(
-            var for var in equation.invars if not isinstance(var, Literal)
-        ):
+        if variables.intersection(_variables(equation.invars)):
             variables.update(equation.outvars)
     return variables
 
@@ -206,22 +207,17 @@ def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     equations = [
         equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)
     ]
-    used = {
-        var
-        for equation in equations
-        for var in equation.invars
-        if not isinstance(var, Literal)
-    }
-    used.update(var for var in closed.jaxpr.outvars if not isinstance(var, Literal))
-    constants = [
-        pair
-        for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        if pair[0] in used
-    ]
-    jaxpr = closed.jaxpr.replace(
-        eqns=equations, constvars=[var for var, _ in constants]
-    )
-    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in constants])
+    used = set(_variables(closed.jaxpr.outvars))
+    for equation in equations:
+        used.update(_variables(equation.invars))
+    constvars = []
+    consts = []
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if var in used:
+            constvars.append(var)
+            consts.append(value)
+    jaxpr = closed.jaxpr.replace(eqns=equations, constvars=constvars)
+    return closed.replace(jaxpr=jaxpr, consts=consts)
 
 
 def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
@@ -242,15 +238,16 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
     [8.0, 10.0]
     """
 
-    def key_of(eqn: Any) -> str | None:
-        return names.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
-
-    places = [
-        (key, eqn.outvars[0])
-        for eqn in closed.jaxpr.eqns
-        if (key := key_of(eqn)) is not None
-    ]
-    equations = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
+    places = []
+    equations = []
+    for equation in closed.jaxpr.eqns:
+        key = None
+        if equation.primitive.name == "name":
+            key = names.get(equation.params["name"])
+        if key is None:
+            equations.append(equation)
+        else:
+            places.append((key, equation.outvars[0]))
     jaxpr = closed.jaxpr.replace(
         eqns=equations, invars=[*(var for _, var in places), *closed.jaxpr.invars]
     )
@@ -298,27 +295,25 @@ def _follow(jaxpr: Any, marked: set, lengths: set[int]) -> set:
         inner = subprogram(equation)
         if equation.primitive.name == "gather":
             shape = equation.invars[0].aval.shape
-            lengths |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
+            for axis in _marked_axes(equation, made_by, marked):
+                lengths.add(shape[axis])
         elif inner is not None:
             marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
             out = _follow(inner, marks, lengths)
-            marked |= {
-                a
-                for a, b in zip(equation.outvars, inner.outvars, strict=False)
-                if b in out
-            }
+            for var, output in zip(equation.outvars, inner.outvars, strict=False):
+                if output in out:
+                    marked.add(var)
         elif equation.primitive.name in ADDRESSING:
             marked |= set(equation.outvars)
-    return {
-        var for var in jaxpr.outvars if not isinstance(var, Literal) and var in marked
-    }
+    return marked.intersection(_variables(jaxpr.outvars))
 
 
 def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]:
     """The axes that a gather indexes with marked numbers: `x[i, j]` stacks i and j into
     one operand.
     """
-    axes, index = gather.params["dimension_numbers"].start_index_map, gather.invars[1]
+    axes = gather.params["dimension_numbers"].start_index_map
+    index = gather.invars[1]
     if isinstance(index, Literal) or index not in marked:
         return []
     maker = made_by.get(index)

@@ -123,11 +123,10 @@ class Kind(Option):
     instead: str
 
     def check(self, call: str, argument: str, value: Any) -> Any:
-        accepts = (
-            isinstance(value, self.kind)
-            if isinstance(self.kind, type | UnionType)
-            else self.kind(value)
-        )
+        if isinstance(self.kind, type | UnionType):
+            accepts = isinstance(value, self.kind)
+        else:
+            accepts = self.kind(value)
         if not accepts:
             raise argument_error(call, argument, shown(value), self.instead, TypeError)
         return value
@@ -173,11 +172,9 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
     """The option that an annotation declares, if any, and the classes whose instances
     pass unchecked.
     """
-    members = (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, UnionType)
-        else (annotation,)
-    )
+    members: tuple[Any, ...] = (annotation,)
+    if get_origin(annotation) in (Union, UnionType):
+        members = get_args(annotation)
     classes = tuple(
         get_origin(member) or member
         for member in members
@@ -193,11 +190,12 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
 @cache
 def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
     """The declared options of a function, by argument."""
-    options = {
-        name: declared_option(annotation)
-        for name, annotation in function.__annotations__.items()
-    }
-    return {name: option for name, option in options.items() if option is not None}
+    options = {}
+    for name, annotation in function.__annotations__.items():
+        option = declared_option(annotation)
+        if option is not None:
+            options[name] = option
+    return options
 
 
 def check_option(call: str, function: Callable, argument: str, value: Any) -> Any:
@@ -226,11 +224,10 @@ def checked(call: str) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
-        places = {
-            p.name: place
-            for place, p in enumerate(parameters)
-            if p.kind is p.POSITIONAL_OR_KEYWORD
-        }
+        places = {}
+        for place, parameter in enumerate(parameters):
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                places[parameter.name] = place
         declared = options_of(function)
 
         @wraps(function)

@@ -226,12 +226,9 @@ def _check_noise(call: str, noise: Any) -> None:
             noise,
             "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.",
         )
-    for value in (
-        []
-        if random or isinstance(noise, jax.core.Tracer)
-        else np.ravel(np.asarray(noise, dtype=object))
-    ):
-        Number(strict=True).check(call, "noise", value)
+    if not random and not isinstance(noise, jax.core.Tracer):
+        for value in np.ravel(np.asarray(noise, dtype=object)):
+            Number(strict=True).check(call, "noise", value)
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:

@@ -412,8 +412,8 @@ class _Checks:
                 if dim == f"{site}_dim_0":
                     lengths_without_plate.add(len(y))
         argument = self.groups["constant_data"][name]
-        for axis, dim in enumerate(argument.dims):
-            if str(dim).removesuffix("_dim") in row_dims:
+        for axis, dim in enumerate(map(str, argument.dims)):
+            if dim.removesuffix("_dim") in row_dims:
                 return axis
         return 0 if argument.ndim and len(argument) in lengths_without_plate else None
 

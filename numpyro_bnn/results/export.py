@@ -35,7 +35,7 @@ from numpyro_bnn.program.rows import rows_in, with_head
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import (
-    InferenceResult,
+    Fit,
     check_complete,
     from_guide,
     from_mcmc,
@@ -162,18 +162,19 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
-    coords, prediction_coords, dims = coords or {}, prediction_coords or {}, dims or {}
+    labels = coords or {}, prediction_coords or {}
+    dims = dims or {}
     _check_result(result, predictions, {"guide": guide, "args": args, "kwargs": kwargs})
     if isinstance(result, str | PathLike):
         needs_model = predictions is not None or members or bool(posterior_predictive)
         groups, settings = from_folder(result, needs_model)
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
-    if isinstance(result, Run):
-        result = result.mcmc
+    result = result.mcmc if isinstance(result, Run) else result
     optional_groups = log_likelihood, posterior_predictive is not False
     if isinstance(result, GPRegression):
-        options = num_samples, *optional_groups, coords, prediction_coords
-        groups = process_groups(result, predictions, rng_key, *options)
+        groups = process_groups(
+            result, predictions, rng_key, num_samples, *optional_groups, *labels
+        )
         settings = process_attrs(result, num_samples)
         return reported(groups, about(settings, rng_key, attrs))
     run_arguments = [getattr(result, name, None) for name in ("_args", "_kwargs")]
@@ -190,7 +191,7 @@ def to_inference_data(
     if on_disk:
         fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
     train_key, new_key = jax.random.split(rng_key)
-    exporter = Exporter(fit, coords, dims, draws_per_chunk, progress_bar)
+    exporter = Exporter(fit, labels[0], dims, draws_per_chunk, progress_bar)
     new = None
     if predictions is not None:
         facts = exporter.observed, exporter.affecting, exporter.counts
@@ -198,16 +199,14 @@ def to_inference_data(
     predictive = exporter.predicts_training_rows(posterior_predictive)
     optional_groups = log_likelihood, predictive
     new_names = set(predictions or {})
-    _check_outline(
-        exporter, new, new_names, optional_groups, coords, prediction_coords, dims
-    )
+    _check_outline(exporter, new, new_names, optional_groups, *labels, dims)
     judged = isinstance(result, MCMC) and predictive and not members
     starts = _starts(result, exporter) if judged else {}
     groups, more = _training(exporter, starts, train_key, optional_groups)
     if on_disk:
         del groups["observed_data"], groups["constant_data"]
     if new is not None:
-        groups |= exporter.prediction_groups(new_key, new, new_names, prediction_coords)
+        groups |= exporter.prediction_groups(new_key, new, new_names, labels[1])
     exporter.warn_of_missing(groups)
     return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
 
@@ -235,9 +234,7 @@ def _check_result(
             raise argument_error(CALL, name, got, instead)
 
 
-def _of_first_rows(
-    fit: InferenceResult, posterior_predictive: bool | None
-) -> InferenceResult:
+def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
     """A fit of which only parameters and predictions are exported: its rows are on
     disk.
     """

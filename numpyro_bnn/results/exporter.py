@@ -23,7 +23,7 @@ from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.results import replay
-from numpyro_bnn.results.fit import InferenceResult
+from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import (
     CALL,
     map_draws,
@@ -48,7 +48,7 @@ class Exporter:
 
     def __init__(
         self,
-        fit: InferenceResult,
+        fit: Fit,
         coords: Mapping,
         dims: Mapping,
         draws_per_chunk: int | None,
@@ -246,15 +246,13 @@ class Exporter:
                 continue
             data = groups[group].data_vars
             for name in self.redrawn:
-                means = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(
-                    map(str, data.data_vars)
-                )
-                if safe(name) in data and not means:
+                variable = safe(name)
+                means = {f"{variable}_mean", f"{variable}_probs"} & data.keys()
+                if variable in data and not means:
                     kind = type(unwrapped(self.sites[name]["fn"], masked=True)).__name__
-                    instead = f"Average the draws of {safe(name)!r}"
                     text = (
-                        f"no `{safe(name)}_mean`, as NumPyro has no mean of a {kind}. "
-                        f"{instead}"
+                        f"no `{variable}_mean`, as NumPyro has no mean of a {kind}. "
+                        f"Average the draws of {variable!r}"
                     )
                     warnings.warn(f"{CALL}: {text}.", stacklevel=outside())
                     return

@@ -17,7 +17,7 @@ from numpyro_bnn.program.plates import PARAMETERS, check_observations, unobserve
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
-from numpyro_bnn.results.fit import InferenceResult
+from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
 # By how much a log likelihood or a mean may differ from that of the run, of one plus
@@ -88,7 +88,7 @@ def predict(
         _check_redrawn(reading, observed)
         draws = _draws_of_sites(reading, _values(result, "posterior"), observed)
         exporter = Exporter(
-            InferenceResult(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
+            Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
         )
     compared = (
         "no" if reading.stochastic else _compared(exporter, result, observed, constants)

@@ -90,11 +90,11 @@ def for_prediction(
             check_finite(CALL, f"predictions[{name!r}]", value)
         if name in run_arrays:
             shape, run_shape = np.shape(value), np.shape(run_arrays[name])
-            axes, expected = list(map(str, shape)), list(map(str, run_shape))
+            sizes, expected = list(map(str, shape)), list(map(str, run_shape))
             row_axis = rows.axes[name]
-            axes[row_axis : row_axis + 1] = ["M"]
+            sizes[row_axis : row_axis + 1] = ["M"]
             expected[row_axis : row_axis + 1] = ["M"]
-            if axes != expected or len(shape) != len(run_shape):
+            if sizes != expected or len(shape) != len(run_shape):
                 comma = "," if len(run_shape) == 1 else ""
                 instead = (
                     f"Pass ({', '.join(expected)}{comma}), one row per new point, as "
@@ -143,15 +143,18 @@ class _RowAxes:
         self, arrays: Mapping[str, Any], observed: set[str], counts: Counted
     ) -> None:
         self.arrays, self.counts = arrays, counts
-        of_rows = [(name, 0) for name in observed & arrays.keys()]
+        self.observed = observed & arrays.keys()
         self.axes: dict[str, int] = {}
         for name, array in arrays.items():
-            told = [
-                {counts.alike((name, axis), row) for row in of_rows}
-                for axis in range(np.ndim(array))
-            ]
-            along = [axis for axis, answers in enumerate(told) if True in answers]
-            self.axes[name] = along[0] if along and told[0] == {False} else 0
+            self.axes[name] = 0
+            axes = range(np.ndim(array))
+            along = [axis for axis in axes if True in self._answers(name, axis)]
+            if along and self._answers(name, 0) == {False}:
+                self.axes[name] = along[0]
+
+    def _answers(self, name: str, axis: int) -> set[bool | None]:
+        """Whether an axis has the rows of each observation, as far as it is known."""
+        return {self.counts.alike((name, axis), (y, 0)) for y in self.observed}
 
     def same(self, name: str, axis: int, column: str) -> bool:
         """Whether an axis of an array has the rows of another array."""

@@ -412,13 +412,13 @@ def _state(value: Any) -> dict[str, Any]:
             if hasattr(value, name):
                 values[str(name)] = getattr(value, name)
     values |= getattr(value, "__dict__", {})
-    computed = ("cached_property", "lazy_property")
-    return {
-        name: content
-        for name, content in values.items()
-        if not name.startswith("__")
-        and type(inspect.getattr_static(kind, name, None)).__name__ not in computed
-    }
+    state = {}
+    for name, content in values.items():
+        descriptor = type(inspect.getattr_static(kind, name, None)).__name__
+        computed = descriptor in ("cached_property", "lazy_property")
+        if not computed and not name.startswith("__"):
+            state[name] = content
+    return state
 
 
 def _name(kind: type) -> str:

@@ -80,10 +80,12 @@ class StoredDraws:
     @property
     def _bounds(self) -> list[tuple[int, int, bytes]]:
         """Where blocks start and stop, and their digests."""
-        starts = [0, *(block.stop for block in self.blocks)]
-        return [
-            (start, *block) for start, block in zip(starts, self.blocks, strict=False)
-        ]
+        bounds = []
+        start = 0
+        for block in self.blocks:
+            bounds.append((start, *block))
+            start = block.stop
+        return bounds
 
     # -- writing -----------------------------------------------------------------------
 
@@ -188,10 +190,9 @@ class StoredDraws:
         more memory than the draws do.
         """
         root = import_extra(self._place.call, "zarr").open_group(self._path, mode=mode)
-        groups = {group: root[group] for group in self._likes}
-        arrays: dict[str, dict[str, Any]] = {group: {} for group in groups}
+        arrays: dict[str, dict[str, Any]] = {group: {} for group in self._likes}
         for group, name, like in _flat(self._likes):
-            array = arrays[group][name] = groups[group][name]
+            array = arrays[group][name] = root[group][name]
             draws_per_block = array.chunks[1]
             as_written = (
                 array.shape[0] == self._num_chains
@@ -255,11 +256,9 @@ def _digest(block: Groups) -> bytes:
 
 
 def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
-    return (
-        (group, name, value)
-        for group, values in groups.items()
-        for name, value in values.items()
-    )
+    for group, values in groups.items():
+        for name, value in values.items():
+            yield group, name, value
 
 
 def _chunk_shape(like: Any, draws_per_block: int) -> tuple[int, ...]:

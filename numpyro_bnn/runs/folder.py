@@ -141,7 +141,7 @@ class FolderPath:
 
     def numbers(self) -> list[int]:
         """Numbers of the states, in order."""
-        matches = [STATE.fullmatch(file.name) for file in self.path.iterdir()]
+        matches = map(STATE.fullmatch, os.listdir(self.path))
         return sorted(int(match[1]) for match in matches if match)
 
     def state_file(self, number: int) -> Path:
@@ -198,14 +198,12 @@ class FolderPath:
             ]
         except DAMAGE:
             return None
-        more = {
-            name.removeprefix("array_"): v
-            for name, v in arrays.items()
-            if name.startswith("array_")
-        }
-        return Saved(
-            number, jax.tree.unflatten(structure, leaves), described["notes"], more
-        )
+        more = {}
+        for name, value in arrays.items():
+            if name.startswith("array_"):
+                more[name.removeprefix("array_")] = value
+        tree = jax.tree.unflatten(structure, leaves)
+        return Saved(number, tree, described["notes"], more)
 
 
 class Folder:
@@ -329,12 +327,11 @@ class Folder:
             self._replace(
                 self.path / "run.json", lambda file: file.write(content.encode())
             )
-        arrays = {
-            f"leaf_{i}": raw(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))
-        }
-        arrays |= {
-            f"array_{name}": np.asarray(value) for name, value in (more or {}).items()
-        }
+        arrays = {}
+        for i, leaf in enumerate(jax.tree.leaves(tree)):
+            arrays[f"leaf_{i}"] = raw(leaf)
+        for name, value in (more or {}).items():
+            arrays[f"array_{name}"] = np.asarray(value)
         described = {
             "notes": dict(notes),
             "values": digest(arrays),

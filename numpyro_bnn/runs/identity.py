@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -91,7 +92,7 @@ def _densities(reading: Reading) -> dict[str, str]:
     ]
     texts: dict[str, str] = {}
     for name in numbers[0]:
-        pairs = [number for at_draw in numbers for number in at_draw[name]]
+        pairs = np.concatenate([at_draw[name] for at_draw in numbers])
         texts[DENSITY + name] = " ".join(f"{number:.9g}" for number in pairs)
     return texts
 

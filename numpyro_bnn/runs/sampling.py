@@ -268,13 +268,12 @@ class _Loop:
     def _described(self) -> StoredDraws:
         check_names(CALL, self.chains.shapes)
         likes = _on_disk(self.chains.shapes)
-        self.folder.more["variables"] = {
-            group: {
-                name: [str(like.dtype), list(like.shape)]
-                for name, like in values.items()
-            }
-            for group, values in likes.items()
-        }
+        variables: dict[str, dict[str, list]] = {}
+        for group, values in likes.items():
+            variables[group] = {}
+            for name, like in values.items():
+                variables[group][name] = [str(like.dtype), list(like.shape)]
+        self.folder.more["variables"] = variables
         return StoredDraws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
     def _saved(self) -> tuple[np.ndarray, Any]:
@@ -442,10 +441,10 @@ class _Loop:
 
 def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Values by the names that they have on disk."""
-    return {
-        group: {stored(name): value for name, value in values.items()}
-        for group, values in groups.items()
-    }
+    on_disk = {}
+    for group, values in groups.items():
+        on_disk[group] = {stored(name): value for name, value in values.items()}
+    return on_disk
 
 
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
