@@ -96,17 +96,14 @@ def program_dependence(
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
     ``shapes``.
     """
-    owners = [{name} for name in _names_of_leaves(dict(arguments))]
-    dependences: dict[Any, set] = {name: set() for name in shapes}
-    sources = _sources(closed.jaxpr, owners)
-    for name, names in zip(_names_of_leaves(shapes), sources, strict=True):
-        dependences[name] |= names
-    return dependences
-
-
-def _names_of_leaves(values: Any) -> list[Any]:
-    """The key in a dictionary of trees under which each leaf is."""
-    return [path[0].key for path, _ in jax.tree.flatten_with_path(values)[0]]
+    owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
+    outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
+    found: dict[Any, set] = {name: set() for name in shapes}
+    for name, sources in zip(
+        outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True
+    ):
+        found[name] |= sources
+    return found
 
 
 def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
@@ -145,36 +142,38 @@ def called(equation: Any) -> Any:
     return subprogram(equation) if equation.primitive.name in CALLS else None
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
 def needed_equations(
-    jaxpr: Any, outputs: Iterable[Any], constants: Container[Any] = frozenset()
+    jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
-    """The equations that compute the variables ``outputs`` of a jaxpr, in order, and
+    """The equations that compute the ``wanted`` variables of a jaxpr, in order, and
     which of their outputs are used.
 
-    Variables in ``constants`` have known values, and so do literals.
+    Variables in ``known`` have known values, and so do literals.
     """
-    needed = {var for var in _variables(outputs) if var not in constants}
-    selected = []
+    needed = {
+        var for var in wanted if not isinstance(var, Literal) and var not in known
+    }
+    kept = []
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
-            selected.append((equation, [var in needed for var in equation.outvars]))
-            for var in _variables(equation.invars):
-                if var not in constants:
-                    needed.add(var)
-    return selected[::-1]
+            kept.append((equation, [var in needed for var in equation.outvars]))
+            needed.update(
+                var
+                for var in equation.invars
+                if not isinstance(var, Literal) and var not in known
+            )
+    return kept[::-1]
 
 
 def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
-    variables = set(start)
+    found = set(start)
     for equation in equations:
-        if variables.intersection(_variables(equation.invars)):
-            variables.update(equation.outvars)
-    return variables
+        if found.intersection(
+            var for var in equation.invars if not isinstance(var, Literal)
+        ):
+            found.update(equation.outvars)
+    return found
 
 
 def evaluate_equations(
@@ -204,20 +203,23 @@ def evaluate_equations(
 
 def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program with only the equations and constants that its outputs need."""
-    equations = [
+    kept = [
         equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)
     ]
-    used = set(_variables(closed.jaxpr.outvars))
-    for equation in equations:
-        used.update(_variables(equation.invars))
-    constvars = []
-    consts = []
-    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        if var in used:
-            constvars.append(var)
-            consts.append(value)
-    jaxpr = closed.jaxpr.replace(eqns=equations, constvars=constvars)
-    return closed.replace(jaxpr=jaxpr, consts=consts)
+    used = {
+        var
+        for equation in kept
+        for var in equation.invars
+        if not isinstance(var, Literal)
+    }
+    used.update(var for var in closed.jaxpr.outvars if not isinstance(var, Literal))
+    held = [
+        pair
+        for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        if pair[0] in used
+    ]
+    jaxpr = closed.jaxpr.replace(eqns=kept, constvars=[var for var, _ in held])
+    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
 
 
 def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
@@ -238,18 +240,17 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
     [8.0, 10.0]
     """
 
-    places = []
-    equations = []
-    for equation in closed.jaxpr.eqns:
-        key = None
-        if equation.primitive.name == "name":
-            key = names.get(equation.params["name"])
-        if key is None:
-            equations.append(equation)
-        else:
-            places.append((key, equation.outvars[0]))
+    def key_of(eqn: Any) -> str | None:
+        return names.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
+
+    places = [
+        (key, eqn.outvars[0])
+        for eqn in closed.jaxpr.eqns
+        if (key := key_of(eqn)) is not None
+    ]
+    kept = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
     jaxpr = closed.jaxpr.replace(
-        eqns=equations, invars=[*(var for _, var in places), *closed.jaxpr.invars]
+        eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars]
     )
     run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
 
@@ -275,12 +276,12 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
     {5, 7}
     """
     closed = jax.make_jaxpr(fn)(indices)
-    lengths: set[int] = set()
-    _follow(closed.jaxpr, set(closed.jaxpr.invars), lengths)
-    return lengths
+    found: set[int] = set()
+    _follow(closed.jaxpr, set(closed.jaxpr.invars), found)
+    return found
 
 
-def _follow(jaxpr: Any, marked: set, lengths: set[int]) -> set:
+def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
     """Propagate marks through a jaxpr, collect axes gathered with marked indices;
     return the marked outputs.
     """
@@ -295,25 +296,27 @@ def _follow(jaxpr: Any, marked: set, lengths: set[int]) -> set:
         inner = subprogram(equation)
         if equation.primitive.name == "gather":
             shape = equation.invars[0].aval.shape
-            for axis in _marked_axes(equation, made_by, marked):
-                lengths.add(shape[axis])
+            found |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
         elif inner is not None:
             marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
-            out = _follow(inner, marks, lengths)
-            for var, output in zip(equation.outvars, inner.outvars, strict=False):
-                if output in out:
-                    marked.add(var)
+            out = _follow(inner, marks, found)
+            marked |= {
+                a
+                for a, b in zip(equation.outvars, inner.outvars, strict=False)
+                if b in out
+            }
         elif equation.primitive.name in ADDRESSING:
             marked |= set(equation.outvars)
-    return marked.intersection(_variables(jaxpr.outvars))
+    return {
+        var for var in jaxpr.outvars if not isinstance(var, Literal) and var in marked
+    }
 
 
 def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]:
     """The axes that a gather indexes with marked numbers: `x[i, j]` stacks i and j into
     one operand.
     """
-    axes = gather.params["dimension_numbers"].start_index_map
-    index = gather.invars[1]
+    axes, index = gather.params["dimension_numbers"].start_index_map, gather.invars[1]
     if isinstance(index, Literal) or index not in marked:
         return []
     maker = made_by.get(index)
@@ -323,10 +326,8 @@ def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]
         return []
     if maker.params["dimension"] != len(index.aval.shape) - 1:
         return []
-    columns = [column for column in maker.invars for _ in range(column.aval.shape[-1])]
+    columns = [part for part in maker.invars for _ in range(part.aval.shape[-1])]
     pairs = zip(axes, columns, strict=True)
     return [
-        axis
-        for axis, column in pairs
-        if not isinstance(column, Literal) and column in marked
+        axis for axis, part in pairs if not isinstance(part, Literal) and part in marked
     ]

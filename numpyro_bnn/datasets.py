@@ -128,17 +128,21 @@ class Scaler:
 
 
 def _floating(values: np.ndarray) -> np.ndarray:
-    if np.issubdtype(values.dtype, np.floating):
-        return values
-    return values.astype(np.float64)
+    return (
+        values
+        if np.issubdtype(values.dtype, np.floating)
+        else values.astype(np.float64)
+    )
 
 
 def _constant(values: np.ndarray) -> np.ndarray:
     """Columns whose values differ only by rounding: their std is a rounding error too,
     and often not 0.
     """
-    largest = values.max(axis=0).astype(np.float64)
-    smallest = values.min(axis=0).astype(np.float64)
+    largest, smallest = (
+        values.max(axis=0).astype(np.float64),
+        values.min(axis=0).astype(np.float64),
+    )
     return largest - smallest <= 8 * np.finfo(values.dtype).eps * np.maximum(
         np.abs(largest), np.abs(smallest)
     )
