@@ -55,7 +55,7 @@ class Exporter:
         shown: bool,
     ) -> None:
         self.fit = fit
-        self.coords: dict[str, Sequence] = {}
+        self.coords: dict[str, Any] = {}
         self.dims: dict[str, Sequence[str]] = {}
         for stat, (axis, labels) in fit.stat_coords.items():
             self.coords[axis] = labels
@@ -415,7 +415,7 @@ class Exporter:
 
     # -- values at one draw ------------------------------------------------------------
 
-    def _predicted(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+    def _predicted(self, sites: Sites) -> dict[str, jax.Array]:
         values = {}
         for name in self.redrawn:
             values[safe(name)] = sites[name]["value"]
@@ -424,12 +424,12 @@ class Exporter:
                 values[self._derived(name, mean[0])] = mean[1]
         return values
 
-    def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+    def _functions(self, sites: Sites) -> dict[str, jax.Array]:
         return {
             safe(name): sites[name]["value"] for name in self.dependent if name in sites
         }
 
-    def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+    def _log_likelihood(self, sites: Sites) -> dict[str, jax.Array]:
         log_densities = _log_densities(sites, self.factors)
         for name in self.observed_sites:
             fn, value = sites[name]["fn"], sites[name]["value"]
@@ -452,7 +452,7 @@ class Exporter:
     def _sampled(
         self,
         values: Mapping[str, np.ndarray],
-        sites: Mapping[str, dict],
+        sites: Sites,
         densities: Collection[str] = (),
     ) -> Any:
         """Dataset of draws of observed or deterministic sites, dimensions by plate.
@@ -490,7 +490,7 @@ class Exporter:
         return self._dataset(variables)
 
     def _constants(
-        self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]
+        self, arrays: Mapping[str, Any], left_out: set[str], sites: Sites
     ) -> Any:
         """Dataset of array arguments; an axis that counts the rows of a plate is named
         after it.
