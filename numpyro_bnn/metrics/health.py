@@ -326,7 +326,7 @@ class _Checks:
         )
         drawn = columns(values.values(), COLUMNS)
         finite = np.flatnonzero(np.isfinite(drawn).all(axis=(1, 2)))
-        return drawn[[c for c in finite if c not in self.faulty]]
+        return drawn[np.setdiff1d(finite, [*self.faulty])]
 
     @cached_property
     def rhat_of_function(self) -> float:
@@ -356,12 +356,11 @@ class _Checks:
     @cached_property
     def has_network(self) -> bool:
         """Whether the model has a network, whose priors expect standardized data."""
-        leaves = {
-            name.rsplit(".", 1)[-1].removesuffix("_base")
-            for name in self.arrays("posterior")
-            if "." in name
-        }
-        return "network" in self.about or bool(leaves & {"kernel", "weight"})
+        for name in self.variables("posterior"):
+            _, dot, leaf = name.rpartition(".")
+            if dot and leaf.removesuffix("_base") in ("kernel", "weight"):
+                return True
+        return "network" in self.about
 
     @cached_property
     def targets(self) -> dict[str, np.ndarray]:

@@ -387,13 +387,12 @@ class Exporter:
         for name, value in arrays.items():
             for axis, size in enumerate(np.shape(value)):
                 rows.add(self._plate(name, axis, size, plates))
-        other_coords = {
-            dim: v
-            for dim, v in self.coords.items()
-            if dim not in rows and not dim.endswith("_dim_0")
-        }
         exporter = copy(self)
-        exporter.coords = {**other_coords, **new_coords}
+        exporter.coords = {}
+        for dim, labels in self.coords.items():
+            if dim not in rows and not dim.endswith("_dim_0"):
+                exporter.coords[dim] = labels
+        exporter.coords.update(new_coords)
         densities = [
             f"{safe(name)}_log_likelihood"
             for name in (*self.observed_sites, *self.factors)
@@ -442,12 +441,10 @@ class Exporter:
 
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
-        return self._dataset(
-            {
-                n: (SAMPLE_DIMS + self._dims(n, v.shape[2:]), v)
-                for n, v in values.items()
-            }
-        )
+        variables = {}
+        for name, value in values.items():
+            variables[name] = SAMPLE_DIMS + self._dims(name, value.shape[2:]), value
+        return self._dataset(variables)
 
     def _sampled(
         self,
@@ -557,12 +554,11 @@ class Exporter:
             dims = tuple(f"{dim}_dim" if dim in variables else dim for dim in axes)
             renamed[name] = dims, value
             sizes.update(zip(dims, value.shape, strict=True))
-        fitting = {
-            dim: values
-            for dim, values in self.coords.items()
-            if sizes.get(dim) == len(values)
-        }
-        return _arviz.dataset(renamed, fitting)
+        coords = {}
+        for dim, labels in self.coords.items():
+            if sizes.get(dim) == len(labels):
+                coords[dim] = labels
+        return _arviz.dataset(renamed, coords)
 
 
 def _of_type(sites: Sites, *types: str) -> list[str]:

@@ -113,11 +113,12 @@ def for_prediction(
             if rows.same(name, rows.axes[name], column)
         }
         check_same_length(CALL, **columns)
-    lacking = []
+    lacking = set()
     for name in run_arrays.keys() - new.keys() - observed:
-        axes = range(np.ndim(run_arrays[name]))
-        if any(rows.same(name, axis, column) for axis in axes for column in replaced):
-            lacking.append(name)
+        for axis in range(np.ndim(run_arrays[name])):
+            for column in replaced:
+                if rows.same(name, axis, column):
+                    lacking.add(name)
     affected = affecting() if lacking else ()
     for name in sorted(lacking):
         if name not in arguments.optional or name in affected:
@@ -161,8 +162,8 @@ class _RowAxes:
         along = self.axes[column]
         if np.shape(self.arrays[name])[axis] != np.shape(self.arrays[column])[along]:
             return False
-        told = self.counts.alike((name, axis), (column, along))
-        return axis == self.axes[name] if told is None else told
+        alike = self.counts.alike((name, axis), (column, along))
+        return axis == self.axes[name] if alike is None else alike
 
 
 def sites_at(
@@ -351,9 +352,8 @@ def map_draws(
         count = min(size, total - start)
         for name, value in chunk.items():
             if name not in results:
-                results[name] = np.empty((total, *value.shape[1:]), value.dtype)
-            results[name][start : start + count] = value[:count]
-    return {
-        name: value.reshape((chains, length, *value.shape[1:]))
-        for name, value in results.items()
-    }
+                shape = chains, length, *value.shape[1:]
+                results[name] = np.empty(shape, value.dtype)
+            by_draw = results[name].reshape(total, *value.shape[1:])  # a view
+            by_draw[start : start + count] = value[:count]
+    return results

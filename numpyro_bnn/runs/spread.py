@@ -80,10 +80,11 @@ class DeviceSpread:
         copies of rows.
         """
         split_places = set(split if self.by_rows else ())
-        return {
-            place: self._parts(a) if place in split_places else self.same(a)
-            for place, a in arrays.items()
-        }
+        placed = {}
+        for place, array in arrays.items():
+            place_array = self._parts if place in split_places else self.same
+            placed[place] = place_array(array)
+        return placed
 
     def _parts(self, array: Any) -> jax.Array:
         missing = -len(array) % self.mesh.shape[DATA]
