@@ -147,10 +147,8 @@ def training_points(
     idata: Any, site: str, name: str | None
 ) -> tuple[NDArray, NDArray] | None:
     """Training inputs and targets, if both are present and one-dimensional."""
-    inputs, observed = (
-        _dataset(idata, "constant_data"),
-        _dataset(idata, "observed_data"),
-    )
+    inputs = _dataset(idata, "constant_data")
+    observed = _dataset(idata, "observed_data")
     if (
         name not in inputs
         or site not in observed

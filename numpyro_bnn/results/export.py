@@ -266,7 +266,8 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     idata.attrs["health"] = json.dumps(
         [finding._asdict() for finding in report.findings]
     )
-    if off := report.warnings:
+    off = report.warnings
+    if off:
         failures = "".join(f"\n- {finding}" for finding in off)
         text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{failures}"
         warnings.warn(text, HealthWarning, stacklevel=outside())

@@ -354,10 +354,8 @@ class Exporter:
         new_names: set[str],
         new_coords: Mapping[str, Sequence],
     ) -> dict[str, Any]:
-        model, shared = (
-            self.fit.model,
-            (self.fit.params, new.call(), self.fit.arguments.call()),
-        )
+        model = self.fit.model
+        shared = self.fit.params, new.call(), self.fit.arguments.call()
         scored = bool(self.observed) and self.observed <= new_names
 
         def at_draw(

@@ -119,14 +119,19 @@ def _initialize(mcmc: MCMC) -> None:
     """Build again what a kernel that was pickled after its run has lost: programs
     cannot be pickled.
     """
-    kernel: Any = mcmc.sampler
-    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
-        kernel = inner
+    kernel = _innermost(mcmc.sampler)
     if getattr(kernel, "_policy", kernel) is None:
         state = mcmc.last_state
         model_arguments = {"model_args": mcmc._args, "model_kwargs": mcmc._kwargs}
         values = getattr(state, mcmc.sampler.sample_field)
         mcmc.sampler.init(state.rng_key, mcmc.num_warmup, values, **model_arguments)
+
+
+def _innermost(kernel: Any) -> Any:
+    """The kernel inside of wrappers."""
+    while isinstance(getattr(kernel, "kernel", None), MCMCKernel):
+        kernel = kernel.kernel
+    return kernel
 
 
 def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
@@ -201,12 +206,10 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
     """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth
     of the trees of NUTS.
     """
-    kernel = mcmc.sampler
     described: dict[str, Any] = {}
-    if hasattr(kernel, "describe"):
-        described = kernel.describe(mcmc.last_state)
-    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
-        kernel = inner
+    if hasattr(mcmc.sampler, "describe"):
+        described = mcmc.sampler.describe(mcmc.last_state)
+    kernel = _innermost(mcmc.sampler)
     if isinstance(kernel, NUTS):
         depth = int(np.ravel(kernel._max_tree_depth)[-1])
         described = {**described, "max_tree_depth": depth}

@@ -74,10 +74,8 @@ def predict(
     """
     result = _arviz.opened("predict", idata)
     arguments = bind(model, args, kwargs, "predict")
-    observed, constants = (
-        _values(result, "observed_data"),
-        _values(result, "constant_data"),
-    )
+    observed = _values(result, "observed_data")
+    constants = _values(result, "constant_data")
     for name, value in arguments.arrays.items():
         if value.dtype.kind == "f":
             check_finite("predict", name, value)

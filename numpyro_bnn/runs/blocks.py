@@ -211,12 +211,10 @@ class Chains:
         def advance(
             state: Any, first: jax.Array, count: jax.Array, inputs: dict
         ) -> tuple:
-            inputs_on_devices = self.spread.cut(inputs, self._rows)
-            args, kwargs = (
-                self._fixed.call(inputs_on_devices)
-                if inputs_on_devices
-                else (self.args, self.kwargs)
-            )
+            args, kwargs = self.args, self.kwargs
+            arrays = self.spread.cut(inputs, self._rows)
+            if arrays:
+                args, kwargs = self._fixed.call(arrays)
 
             def transition(i: jax.Array, carry: tuple) -> tuple:
                 state, buffer = carry
@@ -246,12 +244,12 @@ class Chains:
         if self.spread.mesh is None:
             return shared(advance)
         zero = self.spread.same(np.int32(0))
-        inputs_on_devices = self.spread.chains(state), zero, zero
+        arguments = self.spread.chains(state), zero, zero
         try:
-            return self.spread.compiled(advance, *inputs_on_devices, self._inputs)
+            return self.spread.compiled(advance, *arguments, self._inputs)
         except NEEDS_VALUES as cause:
             self._fix_inputs(cause)
-            return self.spread.compiled(advance, *inputs_on_devices, self._inputs)
+            return self.spread.compiled(advance, *arguments, self._inputs)
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for

@@ -435,9 +435,8 @@ def _close(was: str, now: str) -> bool:
     but for rounding.
     """
     try:
-        first, second = (
-            np.array(text.split(), float).reshape(-1, 2) for text in (was, now)
-        )
+        first = np.array(was.split(), float).reshape(-1, 2)
+        second = np.array(now.split(), float).reshape(-1, 2)
     except ValueError:  # absent
         return False
     if first.shape != second.shape:
