@@ -138,8 +138,8 @@ def pareto_smoothed(
         # ArviZ subtracts and sorts, so a weight of zero is replaced by a negligible
         # one.
         filled = np.where(zero, row[~zero].min() - 1000.0, row)
-        smoothed_row, k[i] = _smooth(_untied(filled))
-        smoothed[i] = np.where(zero, -np.inf, smoothed_row)
+        found, k[i] = _smooth(_untied(filled))
+        smoothed[i] = np.where(zero, -np.inf, found)
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
@@ -237,12 +237,12 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     """
     import xarray as xr
 
-    data = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
-    data = data.isel(
+    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
+    held = held.isel(
         draw=slice(draws), missing_dims="ignore"
     )  # a kernel may have no statistics
-    return data.assign_coords(
-        {dim: np.arange(size) for dim, size in data.sizes.items()}
+    return held.assign_coords(
+        {dim: np.arange(size) for dim, size in held.sizes.items()}
     )
 
 
@@ -262,11 +262,11 @@ def group_names(idata: Any, call: str = "group_names") -> list[str]:
 
 def group(idata: Any, name: str) -> "xr.Dataset":
     """The dataset of one group; the error for an unknown name lists the groups."""
-    names = group_names(idata)
-    if name not in names:
-        raise unknown_name("group", "name", name, names)
-    data = idata[name]
-    return data.to_dataset() if hasattr(data, "children") else data
+    known = group_names(idata)
+    if name not in known:
+        raise unknown_name("group", "name", name, known)
+    held = idata[name]
+    return held.to_dataset() if hasattr(held, "children") else held
 
 
 def attrs(idata: Any) -> dict[str, Any]:
@@ -340,16 +340,16 @@ def _variable(
     name: str, dims: Iterable[str], values: ArrayLike
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Check one variable of a dataset."""
-    array, names = np.asarray(values), tuple(dims)
+    array, named = np.asarray(values), tuple(dims)
     fault = None
     if "/" in name:
         fault = (
             f"the name {name!r}",
             f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}.",
         )
-    elif len(names) != array.ndim:
+    elif len(named) != array.ndim:
         got = (
-            f"{len(names)} dimension names {names} for {name!r} of shape {array.shape}"
+            f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}"
         )
         fault = got, "Name every axis once."
     elif array.dtype.kind not in "biufUM":
@@ -360,7 +360,7 @@ def _variable(
         fault = f"{name!r} of dtype {array.dtype}", instead
     if fault:
         raise argument_error("dataset", "variables", *fault)
-    return names, array
+    return named, array
 
 
 def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:

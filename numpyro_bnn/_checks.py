@@ -15,7 +15,7 @@ import numpy as np
 # a neighbor such as `numpyro_bnn_models` belongs to the user
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
-MAX_SHOWN_CHARACTERS = 300  # characters of a value in a message
+LONGEST = 300  # characters of a value in a message
 # Values of the data that a program is traced on, by the id of their tracers.
 TRACED: ContextVar[Mapping[int, Any]] = ContextVar("traced")
 
@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
     if hasattr(value, "dtype") and np.ndim(value):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
-    return f"a {type(value).__name__}" if len(text) > MAX_SHOWN_CHARACTERS else text
+    return f"a {type(value).__name__}" if len(text) > LONGEST else text
 
 
 def is_list(value: Any) -> bool:
@@ -61,13 +61,13 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def unknown_name(call: str, argument: str, got: Any, accepted: Any) -> Exception:
-    """Build the error for a name that is not among the ``accepted`` ones, with the
-    closest of these first.
+def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
+    """Build the error for a name that is not among the ``known`` ones, with the closest
+    of these first.
     """
     from difflib import get_close_matches
 
-    names = [str(name) for name in accepted]
+    names = [str(name) for name in known]
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(str(got).lower(), by_lower, n=1)
     hint = f"Did you mean {by_lower[close[0]]!r}? " if close else ""
@@ -118,12 +118,12 @@ def probabilities(call: str, quantiles: Any) -> Any:
     """Quantiles that a guide is asked for."""
     if isinstance(quantiles, jax.core.Tracer):
         return quantiles
-    levels = as_floats(call, "quantiles", quantiles)
-    if not ((levels >= 0) & (levels <= 1)).all():
+    found = as_floats(call, "quantiles", quantiles)
+    if not ((found >= 0) & (found <= 1)).all():
         raise argument_error(
             call, "quantiles", quantiles, "Pass probabilities, from 0 to 1."
         )
-    return jax.numpy.asarray(levels, float)
+    return jax.numpy.asarray(found, float)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
@@ -173,10 +173,10 @@ def check_same_length(call: str, **arrays: Any) -> None:
             raise argument_error(call, name, shown(value), instead)
     sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
     if len(set(sizes.values())) > 1:
-        lengths = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         instead = "Pass one row per data point in each."
         raise argument_error(
-            call, next(reversed(sizes)), f"mismatched lengths ({lengths})", instead
+            call, next(reversed(sizes)), f"mismatched lengths ({listed})", instead
         )
 
 

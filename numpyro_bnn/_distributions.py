@@ -46,15 +46,15 @@ def unmasked_elements(fn: dist.Distribution) -> jax.Array:
     """Which elements of a value, shaped like ``fn.shape()``, count in its log density:
     those without a mask.
     """
-    unmasked = jnp.ones(fn.shape(), bool)
+    found = jnp.ones(fn.shape(), bool)
     while isinstance(
         fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
     ):
         if isinstance(fn, dist.MaskedDistribution):
             mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
-            unmasked &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
+            found &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
         fn = fn.base_dist
-    return unmasked
+    return found
 
 
 _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)
@@ -94,9 +94,9 @@ def in_support(fn: Any, value: Any = None) -> Any:
             and not periodic
         ):
             inside &= _all(bound(parameter), constraint.event_dim)
-    for component in vars(fn).values():
-        if isinstance(component, dist.Distribution):
-            obeys = jnp.asarray(in_support(component))
+    for part in vars(fn).values():
+        if isinstance(part, dist.Distribution):
+            obeys = jnp.asarray(in_support(part))
             inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
     computed = value is not None and any(
         isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
@@ -108,9 +108,9 @@ def in_support(fn: Any, value: Any = None) -> Any:
     )
 
 
-def _all(mask: jax.Array, num_axes: int) -> jax.Array:
+def _all(found: jax.Array, last: int) -> jax.Array:
     """Whether all are true along so many of the last axes."""
-    return jnp.all(mask, axis=tuple(range(mask.ndim - num_axes, mask.ndim)))
+    return jnp.all(found, axis=tuple(range(found.ndim - last, found.ndim)))
 
 
 def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:

@@ -241,9 +241,9 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     _check_finite(call, "x", x)
     size = np.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
-    full = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
+    whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
     if (
-        not full
+        not whole
         and batch_size is not None
         and Count().check(call, "batch_size", batch_size) > size
     ):

@@ -239,10 +239,8 @@ def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
         raise argument_error(call, "logits", f"shape {array.shape}", instead)
     check_finite(call, "logits", array)
     centered = draws - draws.mean(axis=-1, keepdims=True)
-    variance, square = (
-        centered.var(axis=0).sum(axis=-1),
-        (centered.mean(axis=0) ** 2).sum(axis=-1),
-    )
+    variance = centered.var(axis=0).sum(axis=-1)
+    square = (centered.mean(axis=0) ** 2).sum(axis=-1)
     with np.errstate(divide="ignore"):
         return np.divide(
             variance, square, out=np.zeros_like(variance), where=variance > 0
@@ -271,10 +269,8 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> Auroc:
     >>> auroc([0.1, 0.3], [0.3, 0.9]).value
     0.875
     """
-    inside, outside = (
-        vector("auroc", "scores_in", scores_in),
-        vector("auroc", "scores_out", scores_out),
-    )
+    inside = vector("auroc", "scores_in", scores_in)
+    outside = vector("auroc", "scores_out", scores_out)
     above, below = _share_below(inside, outside), 1.0 - _share_below(outside, inside)
     return Auroc(
         float(above.mean()),

@@ -198,7 +198,8 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Cov
     [True, True, False]
     """
     array, target = draws_and_targets("interval_coverage", draws, y)
-    if (reach := (len(array) - 1) / (len(array) + 1)) < level - 1e-9:
+    reach = (len(array) - 1) / (len(array) + 1)
+    if reach < level - 1e-9:
         got = (
             f"{len(array)} draws of y, which hold a new one with probability "
             f"{reach:.2f} at most"

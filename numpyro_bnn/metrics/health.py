@@ -332,7 +332,7 @@ class _Checks:
         )
         drawn = columns(values.values(), COLUMNS)
         finite = np.flatnonzero(np.isfinite(drawn).all(axis=(1, 2)))
-        return drawn[[c for c in finite if c not in self.faulty]]
+        return drawn[np.setdiff1d(finite, [*self.faulty])]
 
     @cached_property
     def rhat_of_function(self) -> float:
@@ -362,12 +362,11 @@ class _Checks:
     @cached_property
     def has_network(self) -> bool:
         """Whether the model has a network, whose priors expect standardized data."""
-        leaves = {
-            name.rsplit(".", 1)[-1].removesuffix("_base")
-            for name in self.arrays("posterior")
-            if "." in name
-        }
-        return "network" in self.about or bool(leaves & {"kernel", "weight"})
+        for name in self.variables("posterior"):
+            _, dot, leaf = name.rpartition(".")
+            if dot and leaf.removesuffix("_base") in ("kernel", "weight"):
+                return True
+        return "network" in self.about
 
     @cached_property
     def targets(self) -> dict[str, np.ndarray]:
@@ -418,8 +417,8 @@ class _Checks:
                 if dim == f"{site}_dim_0":
                     lengths_without_plate.add(len(y))
         argument = self.groups["constant_data"][name]
-        for axis, dim in enumerate(argument.dims):
-            if str(dim).removesuffix("_dim") in row_dims:
+        for axis, dim in enumerate(map(str, argument.dims)):
+            if dim.removesuffix("_dim") in row_dims:
                 return axis
         return 0 if argument.ndim and len(argument) in lengths_without_plate else None
 

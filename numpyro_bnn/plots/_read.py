@@ -70,18 +70,15 @@ def predicted(
     targets), else of the data.
     """
     name = _site_name(call, idata, site)
-    groups = [key for key in INPUTS if key in _arviz.group_names(idata)]
-    targets_by_group = {
-        key: _observed(call, idata, key, name, target) for key in groups
-    }
-    usable = [
-        key
-        for key, observed in targets_by_group.items()
-        if observed is not None or not scored
-    ]
+    targets = {}
+    for drawn_group in INPUTS:
+        if drawn_group in _arviz.group_names(idata):
+            observed = _observed(call, idata, drawn_group, name, target)
+            if observed is not None or not scored:
+                targets[drawn_group] = observed
     if group is not None:
-        Choice(usable).check(call, "group", group)
-    if not usable:
+        Choice(targets).check(call, "group", group)
+    if not targets:
         without = f"predictions{' and their targets' if scored else ''}"
         got = f"the groups {_arviz.group_names(idata)}, without {without}"
         instead = (
@@ -89,21 +86,20 @@ def predicted(
             f"{name!r}: y_test}}`."
         )
         raise argument_error(call, "idata", got, instead)
-    drawn_group = group or usable[0]
+    drawn_group = group or next(iter(targets))
     data = _arviz.group(idata, drawn_group)
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
-    draws = {
+    draws: dict[str, Any] = {
         key: data[key].transpose("chain", "draw", ...)
         for key in (name, function)
         if key in data
     }
     sound = sound_chains(call, "idata", *draws.values()) if draws else None
-    y, mean = (
-        np.asarray(draws[key], dtype=np.float64)[sound] if key in draws else None
-        for key in (name, function)
-    )
-    return Drawn(name, drawn_group, y, mean, classes, targets_by_group[drawn_group])
+    for key, value in draws.items():
+        draws[key] = np.asarray(value, dtype=np.float64)[sound]
+    y, mean = draws.get(name), draws.get(function)
+    return Drawn(name, drawn_group, y, mean, classes, targets[drawn_group])
 
 
 def input_values(
@@ -124,7 +120,7 @@ def input_values(
                 f"Pass one value for each of {size} points.",
             )
         return None, values
-    data = _held(idata, INPUTS[drawn.group])
+    data = _dataset(idata, INPUTS[drawn.group])
     inputs = [
         name
         for name in _names(data)
@@ -151,7 +147,8 @@ def training_points(
     idata: Any, site: str, name: str | None
 ) -> tuple[NDArray, NDArray] | None:
     """Training inputs and targets, if both are present and one-dimensional."""
-    inputs, observed = _held(idata, "constant_data"), _held(idata, "observed_data")
+    inputs = _dataset(idata, "constant_data")
+    observed = _dataset(idata, "observed_data")
     if (
         name not in inputs
         or site not in observed
@@ -166,7 +163,7 @@ def label(idata: Any, group: str, name: str) -> str:
     if it has them.
     """
     for holder in (group, INPUTS[group], "observed_data"):
-        data = _held(idata, holder)
+        data = _dataset(idata, holder)
         about = data[name].attrs if name in data else {}
         if about.keys() & {"long_name", "units"}:
             text = about.get("long_name", name)
@@ -176,14 +173,12 @@ def label(idata: Any, group: str, name: str) -> str:
 
 def _site_name(call: str, idata: Any, site: str | None) -> str:
     """The site to draw: the one given, or the only observed one."""
-    sites = _names(_held(idata, "observed_data"))
+    sites = _names(_dataset(idata, "observed_data"))
     if not sites:
-        drawn = [name for group in INPUTS for name in _names(_held(idata, group))]
-        sites = list(
-            dict.fromkeys(
-                name for name in drawn if not name.endswith(("_mean", "_probs"))
-            )
-        )
+        for group in INPUTS:
+            for name in _names(_dataset(idata, group)):
+                if name not in sites and not name.endswith(("_mean", "_probs")):
+                    sites.append(name)
     if site is not None:
         return Choice(sites).check(call, "site", site)
     if len(sites) != 1:
@@ -199,14 +194,14 @@ def _site_name(call: str, idata: Any, site: str | None) -> str:
 def _observed(call: str, idata: Any, group: str, site: str, target: str | None) -> Any:
     """Observed values for a group of draws, or None."""
     if group == "posterior_predictive":
-        return _held(idata, "observed_data").get(site)
-    data = _held(idata, INPUTS[group])
+        return _dataset(idata, "observed_data").get(site)
+    data = _dataset(idata, INPUTS[group])
     if target is None:
         return data.get(site)
     return data[Choice(_names(data)).check(call, "target", target)]
 
 
-def _held(idata: Any, group: str) -> Any:
+def _dataset(idata: Any, group: str) -> Any:
     """The dataset of a group; empty if there is no such group."""
     return _arviz.group(idata, group) if group in _arviz.group_names(idata) else {}
 

@@ -181,9 +181,8 @@ def _coverage_panel(
     axis: Any, draws: NDArray[np.float64], observed: NDArray[np.float64]
 ) -> None:
     levels = np.linspace(0.05, 0.95, 19)
-    levels = levels[
-        levels <= (len(draws) - 1) / (len(draws) + 1) + 1e-9
-    ]  # that so few draws reach
+    # those that so few draws reach
+    levels = levels[levels <= (len(draws) - 1) / (len(draws) + 1) + 1e-9]
     shares = [
         metrics.interval_coverage(draws, observed, level).coverage for level in levels
     ]
@@ -231,11 +230,8 @@ def _confidence_panel(axis: Any, table: Reliability) -> None:
 def _reliability_curve(axis: Any, table: Reliability) -> None:
     """Accuracy by confidence, over the band of a calibrated model."""
     filled = table.counts > 0
-    confidence, accuracy, counts = (
-        table.confidence[filled],
-        table.accuracy[filled],
-        table.counts[filled],
-    )
+    confidence = table.confidence[filled]
+    counts = table.counts[filled]
     axis.vlines(
         confidence,
         *_binomial_band(counts, confidence),
@@ -245,7 +241,7 @@ def _reliability_curve(axis: Any, table: Reliability) -> None:
     )
     axis.plot([0, 1], [0, 1], color=_style.DATA, linewidth=0.6)
     marks = {"color": _style.FUNCTION, "marker": "o", "markersize": 3}
-    axis.plot(confidence, accuracy, label="most probable class", **marks)
+    axis.plot(confidence, table.accuracy[filled], label="most probable class", **marks)
     axis.set(
         xlabel="confidence", ylabel="share of right labels", xlim=(0, 1), ylim=(0, 1.02)
     )

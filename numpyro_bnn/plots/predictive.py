@@ -145,23 +145,16 @@ def predicted_vs_observed(
     call = "plots.predicted_vs_observed"
     drawn = _read.predicted(call, idata, site, group, scored=True, target=target)
     if drawn.classes or drawn.y is None:
-        got = (
-            f"{drawn.site!r}, "
-            f"{'a class label' if drawn.classes else 'without draws of it'}"
-        )
+        lack = "a class label" if drawn.classes else "without draws of it"
+        got = f"{drawn.site!r}, {lack}"
         raise argument_error(call, "site", got, "For classes draw `plots.calibration`.")
     observed = drawn.targets()
     draws = drawn.y.reshape(-1, observed.size)
-    mean = (
-        (drawn.y if drawn.function is None else drawn.function)
-        .reshape(-1, observed.size)
-        .mean(axis=0)
-    )
+    function = drawn.y if drawn.function is None else drawn.function
+    mean = function.reshape(-1, observed.size).mean(axis=0)
     low, high = _central(draws, level)
-    coverage, error = (
-        metrics.interval_coverage(draws, observed, level),
-        metrics.rmse(mean, observed),
-    )
+    coverage = metrics.interval_coverage(draws, observed, level)
+    error = metrics.rmse(mean, observed)
 
     (axis,) = _style.axes(call, ax, size=(_style.COLUMN, _style.COLUMN))
     faint = float(np.clip(12 / np.sqrt(observed.size), 0.12, 0.6))
@@ -241,9 +234,8 @@ def _bands(
         # Opaque tones: overlapping transparent bands would suggest levels that do not
         # exist.
         tone = 1 - (0.15 + 0.35 * place / len(levels)) * (1 - rgb)
-        exact_level = min(
-            level, (len(draws) - 1) / (len(draws) + 1)
-        )  # by the least and the largest draw
+        # by the least and the largest draw
+        exact_level = min(level, (len(draws) - 1) / (len(draws) + 1))
         axis.fill_between(
             x,
             *_central(draws, level),

@@ -35,7 +35,7 @@ from numpyro_bnn.program.rows import rows_in, with_head
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
 from numpyro_bnn.results.fit import (
-    InferenceResult,
+    Fit,
     check_complete,
     from_guide,
     from_mcmc,
@@ -162,130 +162,94 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
+    labels = coords or {}, prediction_coords or {}
+    dims = dims or {}
+    _check_result(result, predictions, {"guide": guide, "args": args, "kwargs": kwargs})
+    if isinstance(result, str | PathLike):
+        needs_model = predictions is not None or members or bool(posterior_predictive)
+        groups, settings = from_folder(result, needs_model)
+        return _arviz.inference_data(groups, about(settings, rng_key, attrs))
+    result = result.mcmc if isinstance(result, Run) else result
+    optional_groups = log_likelihood, posterior_predictive is not False
+    if isinstance(result, GPRegression):
+        groups = process_groups(
+            result, predictions, rng_key, num_samples, *optional_groups, *labels
+        )
+        settings = process_attrs(result, num_samples)
+        return reported(groups, about(settings, rng_key, attrs))
+    run_arguments = [getattr(result, name, None) for name in ("_args", "_kwargs")]
+    on_disk = bool(rows_in(args, kwargs, *run_arguments))
+    log_likelihood &= not on_disk
+    if isinstance(result, MCMC):
+        fit = from_mcmc(result, members)
+        if log_likelihood or optional_groups[1] or predictions is not None:
+            check_complete(result, fit.posterior)
+    else:
+        key = jax.random.fold_in(rng_key, 1)
+        options = key, num_samples, log_likelihood, draws_per_chunk
+        fit = from_guide(result, guide, args, kwargs or {}, *options)
+    if on_disk:
+        fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
+    train_key, new_key = jax.random.split(rng_key)
+    exporter = Exporter(fit, labels[0], dims, draws_per_chunk, progress_bar)
+    new = None
+    if predictions is not None:
+        facts = exporter.observed, exporter.affecting, exporter.counts
+        new = replay.for_prediction(fit.arguments, predictions, *facts)
+    predictive = exporter.predicts_training_rows(posterior_predictive)
+    optional_groups = log_likelihood, predictive
+    new_names = set(predictions or {})
+    _check_outline(exporter, new, new_names, optional_groups, *labels, dims)
+    judged = isinstance(result, MCMC) and predictive and not members
+    starts = _starts(result, exporter) if judged else {}
+    groups, more = _training(exporter, starts, train_key, optional_groups)
+    if on_disk:
+        del groups["observed_data"], groups["constant_data"]
+    if new is not None:
+        groups |= exporter.prediction_groups(new_key, new, new_names, labels[1])
+    exporter.warn_of_missing(groups)
+    return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
+
+
+def _check_result(
+    result: Any, predictions: Any, guide_options: Mapping[str, Any]
+) -> None:
+    """Refuse new arguments without names; and a guide and arguments beside a result
+    that has its own, which would be ignored.
+    """
     if predictions is not None and not isinstance(predictions, Mapping):
         instead = 'Name the arguments of the model: `predictions={"x": x_test}`.'
         raise argument_error(
             CALL, "predictions", type(predictions).__name__, instead, TypeError
         )
-    _check_result(result, {"guide": guide, "args": args, "kwargs": kwargs})
-    if isinstance(result, str | PathLike):
-        groups, settings = from_folder(
-            result, predictions is not None or members or bool(posterior_predictive)
-        )
-        return _arviz.inference_data(groups, about(settings, rng_key, attrs))
-    result = result.mcmc if isinstance(result, Run) else result
-    optional_groups = (log_likelihood, posterior_predictive is not False)
-    if isinstance(result, GPRegression):
-        both_coords = coords or {}, prediction_coords or {}
-        groups = process_groups(
-            result, predictions, rng_key, num_samples, *optional_groups, *both_coords
-        )
-        return reported(
-            groups, about(process_attrs(result, num_samples), rng_key, attrs)
-        )
-    on_disk = bool(
-        rows_in(
-            args,
-            kwargs,
-            *(getattr(result, name, None) for name in ("_args", "_kwargs")),
-        )
-    )
-    log_likelihood &= not on_disk
-    if isinstance(result, MCMC):
-        fit = from_mcmc(result, members)
-        if (
-            log_likelihood
-            or posterior_predictive is not False
-            or predictions is not None
-        ):
-            check_complete(result, fit.posterior)
-    else:
-        options = (
-            jax.random.fold_in(rng_key, 1),
-            num_samples,
-            log_likelihood,
-            draws_per_chunk,
-        )
-        fit = from_guide(result, guide, args, kwargs or {}, *options)
-    if on_disk:
-        fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
-    train_key, new_key = jax.random.split(rng_key)
-    exporter = Exporter(fit, coords or {}, dims or {}, draws_per_chunk, progress_bar)
-    new = None
-    if predictions is not None:
-        parts = exporter.observed, exporter.affecting, exporter.counts
-        new = replay.for_prediction(fit.arguments, predictions, *parts)
-    optional_groups = (
-        log_likelihood,
-        exporter.predicts_training_rows(posterior_predictive),
-    )
-    new_names = set(predictions or {})
-    _check_outline(
-        exporter,
-        new,
-        new_names,
-        optional_groups,
-        coords or {},
-        prediction_coords or {},
-        dims or {},
-    )
-    judged = isinstance(result, MCMC) and optional_groups[1] and not members
-    groups, more = _training(
-        exporter,
-        _starts(result, exporter) if judged else {},
-        train_key,
-        optional_groups,
-    )
-    for group in ("observed_data", "constant_data") if on_disk else ():
-        del groups[group]
-    if new is not None:
-        groups |= exporter.prediction_groups(
-            new_key, new, new_names, prediction_coords or {}
-        )
-    exporter.warn_of_missing(groups)
-    return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
+    if not isinstance(result, MCMC | Run | GPRegression | str | PathLike):
+        return
+    for name, value in guide_options.items():
+        if value:
+            got = f"a value for {type(result).__name__}"
+            instead = (
+                "Leave it out: it belongs to the result of a guide, and this result "
+                "has its own."
+            )
+            raise argument_error(CALL, name, got, instead)
 
 
-def _check_result(result: Any, options: Mapping[str, Any]) -> None:
-    """Refuse a guide and arguments beside a result that has its own, which would be
-    ignored.
-    """
-    knows = isinstance(result, MCMC | Run | GPRegression | str | PathLike)
-    for name in [name for name, value in options.items() if knows and value]:
-        instead = (
-            "Leave it out: it belongs to the result of a guide, and this result has "
-            "its own."
-        )
-        raise argument_error(
-            CALL, name, f"a value for {type(result).__name__}", instead
-        )
-
-
-def _of_first_rows(
-    fit: InferenceResult, posterior_predictive: bool | None
-) -> InferenceResult:
+def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
     """A fit of which only parameters and predictions are exported: its rows are on
     disk.
     """
     if posterior_predictive:
-        got, instead = (
-            "True for rows that stay on disk",
-            "Pass some of the rows as `predictions`.",
-        )
+        got = "True for rows that stay on disk"
+        instead = "Pass some of the rows as `predictions`."
         raise argument_error(CALL, "posterior_predictive", got, instead)
     with record_statistics() as recorded:
         Reading(fit.model, *fit.arguments.call(), full=False)
     if any(recorded.calls):
+        got = "a network with batch normalization and rows on disk"
         instead = "Its statistics are those of all training inputs: use `nn.LayerNorm`."
-        raise argument_error(
-            CALL,
-            "result",
-            "a network with batch normalization and rows on disk",
-            instead,
-        )
-    return replace(
-        fit, arguments=fit.arguments.with_values(with_head(fit.arguments.values))
-    )
+        raise argument_error(CALL, "result", got, instead)
+    arguments = fit.arguments.with_values(with_head(fit.arguments.values))
+    return replace(fit, arguments=arguments)
 
 
 def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -293,17 +257,17 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     warning of what is off.
     """
     report = health(_arviz.inference_data(groups, about))
-    for name, data in groups.items() if report.marked else ():
-        if "chain" in data.dims:
-            groups = {
-                **groups,
-                name: data.assign_coords(marked=data["chain"].isin(report.marked)),
-            }
-    idata = _arviz.inference_data(groups, about)
+    marked = dict(groups)
+    for name, data in groups.items():
+        if report.marked and "chain" in data.dims:
+            at_fault = data["chain"].isin(report.marked)
+            marked[name] = data.assign_coords(marked=at_fault)
+    idata = _arviz.inference_data(marked, about)
     idata.attrs["health"] = json.dumps(
         [finding._asdict() for finding in report.findings]
     )
-    if off := report.warnings:
+    off = report.warnings
+    if off:
         failures = "".join(f"\n- {finding}" for finding in off)
         text = f"{CALL}: {len(off)} of {len(report.findings)} checks failed:{failures}"
         warnings.warn(text, HealthWarning, stacklevel=outside())
@@ -314,9 +278,10 @@ def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
     """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
     and draws to be compared.
     """
-    few = next(iter(exporter.fit.posterior.values())).shape[1] < MIN_DRAWS
+    if next(iter(exporter.fit.posterior.values())).shape[1] < MIN_DRAWS:
+        return {}
     try:
-        member_values = {} if few else members_of(mcmc)
+        member_values = members_of(mcmc)
     except ValueError:  # a run without warm start
         return {}
     return member_values if exporter.latent.keys() <= member_values.keys() else {}
@@ -338,19 +303,16 @@ def _training(
         fn: Callable, draws: replay.Draws, *options: Any
     ) -> dict[str, np.ndarray]:
         shape = next(iter(draws.values())).shape[:2]
-        flat = {
-            name: value.reshape(-1, *value.shape[2:]) for name, value in draws.items()
-        }
-        joined = {
-            name: np.concatenate([value, starts[name][:, 0]])[None]
-            for name, value in flat.items()
-        }
-        evaluated, total = map_draws(fn, joined, *options), shape[0] * shape[1]
-        of_members.update({name: value[0, total:] for name, value in evaluated.items()})
-        return {
-            name: value[0, :total].reshape(*shape, *value.shape[2:])
-            for name, value in evaluated.items()
-        }
+        total = shape[0] * shape[1]
+        joined = {}
+        for name, value in draws.items():
+            flat = value.reshape(-1, *value.shape[2:])
+            joined[name] = np.concatenate([flat, starts[name][:, 0]])[None]
+        evaluated = map_draws(fn, joined, *options)
+        for name, value in evaluated.items():
+            of_members[name] = value[0, total:]
+            evaluated[name] = value[0, :total].reshape(*shape, *value.shape[2:])
+        return evaluated
 
     exporter.map_draws = with_members if starts else map_draws
     groups = exporter.training_groups(key, *optional_groups)
@@ -360,7 +322,8 @@ def _training(
     observed = {
         str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()
     }
-    means, log_likelihood = {}, np.zeros(len(next(iter(of_members.values()))))
+    means = {}
+    log_likelihood = np.zeros(len(next(iter(of_members.values()))))
     for name, values in of_members.items():
         if name.startswith("log_likelihood/"):
             log_likelihood += values.reshape(len(values), -1).sum(axis=1)
@@ -413,12 +376,10 @@ def _check_outline(
         "constant_data",
         "predictions_constant_data",
     )
-    variables = [
-        variable
-        for name in group_names
-        if name in groups
-        for variable in groups[name].data_vars
-    ]
+    variables: list[str] = []
+    for name in group_names:
+        if name in groups:
+            variables += groups[name].data_vars
     for variable in dims:
         if variable not in variables:
             raise unknown_name(CALL, "dims", variable, variables)
@@ -434,10 +395,9 @@ def _check_coords(
     one chain and draw.
     """
     for data in groups:
-        for dim, size in (
-            (d, n) for d, n in data.sizes.items() if d not in SAMPLE_DIMS
-        ):
-            sizes.setdefault(dim, set()).add(size)
+        for dim, size in data.sizes.items():
+            if dim not in SAMPLE_DIMS:
+                sizes.setdefault(dim, set()).add(size)
     for dim, labels in coords.items():
         if dim not in sizes:
             raise unknown_name(CALL, argument, dim, sizes)

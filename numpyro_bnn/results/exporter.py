@@ -23,7 +23,7 @@ from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.results import replay
-from numpyro_bnn.results.fit import InferenceResult
+from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import (
     CALL,
     map_draws,
@@ -48,23 +48,24 @@ class Exporter:
 
     def __init__(
         self,
-        fit: InferenceResult,
+        fit: Fit,
         coords: Mapping,
         dims: Mapping,
         draws_per_chunk: int | None,
         shown: bool,
     ) -> None:
         self.fit = fit
-        self.coords = {**dict(fit.stat_coords.values()), **coords}
-        self.dims = {
-            **{stat: (axis,) for stat, (axis, _) in fit.stat_coords.items()},
-            **dims,
-        }
+        self.coords: dict[str, Any] = {}
+        self.dims: dict[str, Sequence[str]] = {}
+        for stat, (axis, labels) in fit.stat_coords.items():
+            self.coords[axis] = labels
+            self.dims[stat] = (axis,)
+        self.coords.update(coords)
+        self.dims.update(dims)
         self.draws_per_chunk = draws_per_chunk
         self._counted: Counted | None = None
-        self.without_rows: list[
-            str
-        ] = []  # factors of the data that are no log likelihood of single rows
+        #: Factors of the data that are no log likelihood of single rows.
+        self.without_rows: list[str] = []
         self.first = fit.params | {
             name: value[0, 0] for name, value in fit.posterior.items()
         }
@@ -75,18 +76,15 @@ class Exporter:
         self.map_draws: Callable = partial(map_draws, progress_bar=shown)
         self._check_parameters(reading)
         self._check_names()
-        sampled = {
-            name for name, site in self.sites.items() if site["type"] == "sample"
-        }
+        sampled = _of_type(self.sites, "sample")
         self.latent = {
             name: value for name, value in fit.posterior.items() if name in sampled
         }
-        self.reading, sources = reading, reading.sources(_values)
+        self.reading = reading
+        sources = reading.sources(_values)
         self._find_observations(reading, sources)
         self.dependent = [
-            n
-            for n, s in self.sites.items()
-            if s["type"] == "deterministic" and sources[n]
+            name for name in _of_type(self.sites, "deterministic") if sources[name]
         ]
         #: Factors of single rows, such as those of censored ones, which are likelihood
         # as well.
@@ -114,31 +112,20 @@ class Exporter:
         others: a site of x, of which y is a function.
         """
         data_sites = [name for name, site in self.sites.items() if replay.is_data(site)]
-        samples = [
-            name for name, site in self.sites.items() if site["type"] == "sample"
-        ]
-        below = reading.depends(
-            lambda sites: {
-                n: sites[n]["fn"].log_prob(sites[n]["value"]) for n in samples
-            },
-            data_sites,
-        )
-        inner = {
-            name
-            for name in data_sites
-            if any(name in below[n] for n in below if n != name)
-        }
-        self.observed_sites = [
-            name for name in data_sites if sources[name] or name not in inner
-        ]
-        self.observed = set().union(
-            *(sources[name] for name in data_sites if name not in inner)
-        )
-        self.redrawn = [
-            n
-            for n in self.observed_sites
-            if n not in inner or sources[n] & self.observed
-        ]
+        samples = _of_type(self.sites, "sample")
+        below = reading.depends(partial(_log_densities, names=samples), data_sites)
+        inner: set[str] = set()
+        for name in samples:
+            inner |= below[name] - {name}
+        outer = [name for name in data_sites if name not in inner]
+        self.observed: set[str] = set().union(*map(sources.__getitem__, outer))
+        self.observed_sites = []
+        self.redrawn = []
+        for name in data_sites:
+            if name in outer or sources[name]:
+                self.observed_sites.append(name)
+            if name in outer or sources[name] & self.observed:
+                self.redrawn.append(name)
 
     def _factors_of_data(self, reading: Reading) -> list[str]:
         """Names of the factors that are computed from data, in a plate whose rows they
@@ -146,38 +133,31 @@ class Exporter:
         """
         factors = [
             name
-            for name, site in self.sites.items()
-            if site["type"] == "sample" and is_factor(site["fn"])
+            for name in _of_type(self.sites, "sample")
+            if is_factor(self.sites[name]["fn"])
         ]
-
-        def parts(sites: Sites) -> dict[str, Any]:
-            return {
-                name: sites[name]["fn"].log_prob(sites[name]["value"])
-                for name in factors
-            }
-
-        sources, factors_by_row = reading.sources(parts) if factors else {}, []
+        by_row: list[str] = []
+        if not factors:
+            return by_row
+        sources = reading.sources(partial(_log_densities, names=factors))
         for name in factors:
-            site = self.sites[name]
-            shape = site["fn"].batch_shape
-            frames = site["cond_indep_stack"]
-            by_row = frames and all(
+            shape = self.sites[name]["fn"].batch_shape
+            frames = self.sites[name]["cond_indep_stack"]
+            has_rows = frames and all(
                 len(shape) >= -f.dim and shape[f.dim] == f.size for f in frames
             )
-            if sources[name] and by_row:
-                factors_by_row.append(name)
-            elif sources[name]:
-                self.without_rows.append(name)
-        return factors_by_row
+            if sources[name]:
+                (by_row if has_rows else self.without_rows).append(name)
+        return by_row
 
     def _check_parameters(self, reading: Reading) -> None:
         """Parameter sites must not depend on the key, because their values in the run
         are not stored.
         """
         unknown = [
-            n
-            for n, s in self.sites.items()
-            if s["type"] in PARAMETERS and n not in self.fit.params
+            name
+            for name in _of_type(self.sites, *PARAMETERS)
+            if name not in self.fit.params
         ]
         if not unknown:
             return
@@ -205,9 +185,7 @@ class Exporter:
             owners: dict[str, str] = {
                 dim: f"{dim!r} (an axis of the draws)" for dim in SAMPLE_DIMS
             }
-            for name in (
-                name for name, site in self.sites.items() if site["type"] in types
-            ):
+            for name in _of_type(self.sites, *types):
                 owner = owners.setdefault(safe(name), repr(name))
                 if owner != repr(name):
                     got = f"a model with the names {owner} and {name!r}"
@@ -263,21 +241,18 @@ class Exporter:
                 f"{CALL}: `log_likelihood` lacks the factor {factors}. {instead}.",
                 stacklevel=outside(),
             )
-        for data in (
-            groups[name]
-            for name in ("predictions", "posterior_predictive")
-            if name in groups
-        ):
+        for group in ("predictions", "posterior_predictive"):
+            if group not in groups:
+                continue
+            data = groups[group].data_vars
             for name in self.redrawn:
-                means = {f"{safe(name)}_mean", f"{safe(name)}_probs"} & set(
-                    map(str, data.data_vars)
-                )
-                if safe(name) in data and not means:
+                variable = safe(name)
+                means = {f"{variable}_mean", f"{variable}_probs"} & data.keys()
+                if variable in data and not means:
                     kind = type(unwrapped(self.sites[name]["fn"], masked=True)).__name__
-                    instead = f"Average the draws of {safe(name)!r}"
                     text = (
-                        f"no `{safe(name)}_mean`, as NumPyro has no mean of a {kind}. "
-                        f"{instead}"
+                        f"no `{variable}_mean`, as NumPyro has no mean of a {kind}. "
+                        f"Average the draws of {variable!r}"
                     )
                     warnings.warn(f"{CALL}: {text}.", stacklevel=outside())
                     return
@@ -286,8 +261,8 @@ class Exporter:
         """Whether to predict the training rows: as asked, else with a warning only if
         there are few.
         """
-        shapes = [np.shape(self.sites[name]["value"]) for name in self.redrawn]
-        rows = max((shape[0] for shape in shapes if shape), default=0)
+        values = [np.atleast_1d(self.sites[name]["value"]) for name in self.redrawn]
+        rows = max(map(len, values), default=0)
         if asked is None and rows > MAX_ROWS_UNASKED:
             message = (
                 f"{CALL}: no `posterior_predictive` of {rows} training rows: ask for "
@@ -336,10 +311,8 @@ class Exporter:
                     run_model(predict=self.redrawn)
                 ) | self._functions(sites)
             if log_likelihood:
-                values |= {
-                    f"log_likelihood/{safe(name)}": v
-                    for name, v in self._log_likelihood(sites).items()
-                }
+                for name, density in self._log_likelihood(sites).items():
+                    values[f"log_likelihood/{safe(name)}"] = density
             return values
 
         scored_sites = [*self.observed_sites, *self.factors] if log_likelihood else []
@@ -348,17 +321,18 @@ class Exporter:
             values = self.map_draws(
                 at_draw, self.latent, rng_key, self.draws_per_chunk, shared
             )
-            density = {
-                k.removeprefix("log_likelihood/"): v
-                for k, v in values.items()
-                if "/" in k
-            }
+            predicted = {}
+            density = {}
+            for name, value in values.items():
+                if "/" in name:
+                    density[name.removeprefix("log_likelihood/")] = value
+                else:
+                    predicted[name] = value
             groups["log_likelihood"] = self._sampled(density, self.sites, density)
             if "diverging" in fit.sample_stats:
                 groups["sample_stats"] = self._sampled_parameters(
                     _with_impossible(fit.sample_stats, density)
                 )
-            predicted = {k: v for k, v in values.items() if "/" not in k}
             groups["posterior_predictive"] = self._sampled(predicted, self.sites)
         observed = {}
         for name in self.observed_sites:
@@ -380,10 +354,8 @@ class Exporter:
         new_names: set[str],
         new_coords: Mapping[str, Sequence],
     ) -> dict[str, Any]:
-        model, shared = (
-            self.fit.model,
-            (self.fit.params, new.call(), self.fit.arguments.call()),
-        )
+        model = self.fit.model
+        shared = self.fit.params, new.call(), self.fit.arguments.call()
         scored = bool(self.observed) and self.observed <= new_names
 
         def at_draw(
@@ -395,11 +367,8 @@ class Exporter:
             sites = run_model(predict=self.redrawn)
             values = self._predicted(sites) | self._functions(sites)
             if scored:
-                scores = self._log_likelihood(run_model())
-                values |= {
-                    self._derived(name, "log_likelihood"): value
-                    for name, value in scores.items()
-                }
+                for name, density in self._log_likelihood(run_model()).items():
+                    values[self._derived(name, "log_likelihood")] = density
             return values
 
         sites = site_values(
@@ -411,24 +380,17 @@ class Exporter:
         arrays = {
             name: value for name, value in new.arrays.items() if name in new_names
         }
-        plates = {
-            name: site["args"][0]
-            for name, site in sites.items()
-            if site["type"] == "plate"
-        }
+        plates = _plate_sizes(sites)
         rows = set()
         for name, value in arrays.items():
-            rows |= {
-                self._plate(name, axis, size, plates)
-                for axis, size in enumerate(np.shape(value))
-            }
-        other_coords = {
-            dim: v
-            for dim, v in self.coords.items()
-            if dim not in rows and not dim.endswith("_dim_0")
-        }
+            for axis, size in enumerate(np.shape(value)):
+                rows.add(self._plate(name, axis, size, plates))
         exporter = copy(self)
-        exporter.coords = {**other_coords, **new_coords}
+        exporter.coords = {}
+        for dim, labels in self.coords.items():
+            if dim not in rows and not dim.endswith("_dim_0"):
+                exporter.coords[dim] = labels
+        exporter.coords.update(new_coords)
         densities = [
             f"{safe(name)}_log_likelihood"
             for name in (*self.observed_sites, *self.factors)
@@ -450,7 +412,7 @@ class Exporter:
 
     # -- values at one draw ------------------------------------------------------------
 
-    def _predicted(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+    def _predicted(self, sites: Sites) -> dict[str, jax.Array]:
         values = {}
         for name in self.redrawn:
             values[safe(name)] = sites[name]["value"]
@@ -459,16 +421,13 @@ class Exporter:
                 values[self._derived(name, mean[0])] = mean[1]
         return values
 
-    def _functions(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
+    def _functions(self, sites: Sites) -> dict[str, jax.Array]:
         return {
             safe(name): sites[name]["value"] for name in self.dependent if name in sites
         }
 
-    def _log_likelihood(self, sites: Mapping[str, dict]) -> dict[str, jax.Array]:
-        log_densities = {
-            name: sites[name]["fn"].log_prob(sites[name]["value"])
-            for name in self.factors
-        }
+    def _log_likelihood(self, sites: Sites) -> dict[str, jax.Array]:
+        log_densities = _log_densities(sites, self.factors)
         for name in self.observed_sites:
             fn, value = sites[name]["fn"], sites[name]["value"]
             log_densities[name] = jnp.where(
@@ -480,17 +439,15 @@ class Exporter:
 
     def _sampled_parameters(self, values: Mapping[str, np.ndarray]) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
-        return self._dataset(
-            {
-                n: (SAMPLE_DIMS + self._dims(n, v.shape[2:]), v)
-                for n, v in values.items()
-            }
-        )
+        variables = {}
+        for name, value in values.items():
+            variables[name] = SAMPLE_DIMS + self._dims(name, value.shape[2:]), value
+        return self._dataset(variables)
 
     def _sampled(
         self,
         values: Mapping[str, np.ndarray],
-        sites: Mapping[str, dict],
+        sites: Sites,
         densities: Collection[str] = (),
     ) -> Any:
         """Dataset of draws of observed or deterministic sites, dimensions by plate.
@@ -504,18 +461,15 @@ class Exporter:
         for name, value in values.items():
             # A derived variable such as `y_mean` belongs to the site with the longest
             # name that is a prefix of it.
-            stems = (
-                [name]
-                if name in by_name
-                else [site for site in by_name if name.startswith(f"{site}_")]
-            )
-            site = by_name[max(stems, key=len)]
+            stem = name
+            if name not in by_name:
+                stems = [stem for stem in by_name if name.startswith(f"{stem}_")]
+                stem = max(stems, key=len)
+            site = by_name[stem]
             dims = site_dims(site, name, value.shape[2:])
-            unmasked = (
-                replay.observed_elements(site, value)
-                if name in densities
-                else np.array(True)
-            )
+            unmasked = np.array(True)
+            if name in densities:
+                unmasked = replay.observed_elements(site, value)
             if not unmasked.all():
                 dim = f"{safe(site['name'])}_observed"
                 labels = np.asarray(
@@ -531,16 +485,12 @@ class Exporter:
         return self._dataset(variables)
 
     def _constants(
-        self, arrays: Mapping[str, Any], left_out: set[str], sites: Mapping[str, dict]
+        self, arrays: Mapping[str, Any], left_out: set[str], sites: Sites
     ) -> Any:
         """Dataset of array arguments; an axis that counts the rows of a plate is named
         after it.
         """
-        plates = {
-            name: site["args"][0]
-            for name, site in sites.items()
-            if site["type"] == "plate"
-        }
+        plates = _plate_sizes(sites)
         variables = {}
         for name, value in arrays.items():
             if name not in left_out:
@@ -558,13 +508,15 @@ class Exporter:
         """The plate whose rows an axis counts; by its length if the program cannot say
         and the axis is the first.
         """
-        fitting = [plate for plate, rows in plates.items() if rows == size]
-        told = {plate: self.counts().alike((name, axis), plate) for plate in fitting}
-        sure = [plate for plate, answer in told.items() if answer]
-        guessed = [
-            plate for plate, answer in told.items() if answer is None and axis == 0
-        ]
-        return next(map(safe, [*sure, *guessed[::-1]]), None)
+        guess = None
+        for plate, rows in plates.items():
+            if rows == size:
+                alike = self.counts().alike((name, axis), plate)
+                if alike:
+                    return safe(plate)
+                if alike is None and axis == 0:
+                    guess = safe(plate)
+        return guess
 
     def _dims(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         dims = tuple(self.dims.get(name, self._default_dims(name, shape)))
@@ -580,52 +532,48 @@ class Exporter:
         its other axes.
         """
         dims = parameter_dims(name, shape)
-        site = next(
-            (
-                site
-                for site_name, site in self.sites.items()
-                if safe(site_name) == name and site_name in self.latent
-            ),
-            None,
-        )
-        if site is None:
-            return dims
-        pairs = zip(site_dims(site, name, shape), dims, strict=True)
-        return tuple(
-            dim if plate.startswith(f"{name}_dim_") else plate for plate, dim in pairs
-        )
+        for site in self.latent:
+            if safe(site) == name:
+                plates = site_dims(self.sites[site], name, shape)
+                return tuple(
+                    dim if plate.startswith(f"{name}_dim_") else plate
+                    for plate, dim in zip(plates, dims, strict=True)
+                )
+        return dims
 
     def _dataset(
         self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]]
     ) -> Any:
         # A plate and an argument may share a name, but for ArviZ dimensions and
         # variables must differ.
-        renamed = {
-            name: (
-                tuple(f"{dim}_dim" if dim in variables else dim for dim in axes),
-                value,
-            )
-            for name, (axes, value) in variables.items()
-        }
-        sizes = {
-            dim: n
-            for axes, value in renamed.values()
-            for dim, n in zip(axes, value.shape, strict=True)
-        }
-        fitting = {
-            dim: values
-            for dim, values in self.coords.items()
-            if sizes.get(dim) == len(values)
-        }
-        return _arviz.dataset(renamed, fitting)
+        renamed = {}
+        sizes: dict[str, int] = {}
+        for name, (axes, value) in variables.items():
+            dims = tuple(f"{dim}_dim" if dim in variables else dim for dim in axes)
+            renamed[name] = dims, value
+            sizes.update(zip(dims, value.shape, strict=True))
+        coords = {}
+        for dim, labels in self.coords.items():
+            if sizes.get(dim) == len(labels):
+                coords[dim] = labels
+        return _arviz.dataset(renamed, coords)
+
+
+def _of_type(sites: Sites, *types: str) -> list[str]:
+    return [name for name, site in sites.items() if site["type"] in types]
+
+
+def _plate_sizes(sites: Sites) -> dict[str, int]:
+    return {name: sites[name]["args"][0] for name in _of_type(sites, "plate")}
 
 
 def _values(sites: Sites) -> dict[str, Any]:
-    return {
-        name: site["value"]
-        for name, site in sites.items()
-        if site["type"] in ("sample", "deterministic")
-    }
+    names = _of_type(sites, "sample", "deterministic")
+    return {name: sites[name]["value"] for name in names}
+
+
+def _log_densities(sites: Sites, names: Collection[str]) -> dict[str, jax.Array]:
+    return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
 
 def _with_impossible(

@@ -39,7 +39,7 @@ SAMPLE_STATS = {
 
 
 @dataclass(frozen=True)
-class InferenceResult:
+class Fit:
     """One inference result.
 
     :param model: the NumPyro model.
@@ -65,7 +65,7 @@ def key_text(key: jax.Array) -> str:
     return str(np.asarray(key_numbers(key)).tolist())
 
 
-def from_mcmc(mcmc: MCMC, members: bool = False) -> InferenceResult:
+def from_mcmc(mcmc: MCMC, members: bool = False) -> Fit:
     """Read an :class:`~numpyro.infer.mcmc.MCMC` that has run.
 
     :param members: read the end points of its warm start instead of the draws.
@@ -98,15 +98,14 @@ def from_mcmc(mcmc: MCMC, members: bool = False) -> InferenceResult:
     }
     # A model that hides its data from the sampler refers to one that contains them.
     model = getattr(mcmc.sampler.model, "predictive_model", mcmc.sampler.model)
-    settings |= (
-        {"members_of_warm_start": True, "num_samples": 1}
-        if members
-        else _described(mcmc)
-    )
+    if members:
+        settings |= {"members_of_warm_start": True, "num_samples": 1}
+    else:
+        settings |= _described(mcmc)
     arguments = bind(model, mcmc._args, mcmc._kwargs)
     check_row_lengths(CALL, model, *arguments.call())
     stat_coords = getattr(mcmc.sampler, "stat_coords", {})
-    return InferenceResult(
+    return Fit(
         model,
         arguments,
         samples,
@@ -120,9 +119,7 @@ def _initialize(mcmc: MCMC) -> None:
     """Build again what a kernel that was pickled after its run has lost: programs
     cannot be pickled.
     """
-    kernel: Any = mcmc.sampler
-    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
-        kernel = inner
+    kernel = _innermost(mcmc.sampler)
     if getattr(kernel, "_policy", kernel) is None:
         state = mcmc.last_state
         model_arguments = {"model_args": mcmc._args, "model_kwargs": mcmc._kwargs}
@@ -130,13 +127,20 @@ def _initialize(mcmc: MCMC) -> None:
         mcmc.sampler.init(state.rng_key, mcmc.num_warmup, values, **model_arguments)
 
 
+def _innermost(kernel: Any) -> Any:
+    """The kernel inside of wrappers."""
+    while isinstance(getattr(kernel, "kernel", None), MCMCKernel):
+        kernel = kernel.kernel
+    return kernel
+
+
 def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
     """Refuse to evaluate a model at draws that lack latent sites, whose values would
     come from the prior.
     """
-    if lacking := sorted(
-        getattr(mcmc.last_state, mcmc.sampler.sample_field).keys() - posterior.keys()
-    ):
+    sites = getattr(mcmc.last_state, mcmc.sampler.sample_field)
+    lacking = sorted(sites.keys() - posterior.keys())
+    if lacking:
         instead = (
             "Keep all sites, or leave out predictions, `log_likelihood` and "
             "`posterior_predictive` (False)."
@@ -151,20 +155,16 @@ def _check_unchanged(mcmc: MCMC) -> None:
     them.
     """
     kernel, state = mcmc.sampler, mcmc.last_state
-    changed = bool(
-        getattr(kernel, "changed_data", lambda *_: ())(mcmc._args, mcmc._kwargs)
-    )
+    changed_data = getattr(kernel, "changed_data", lambda *_: ())
+    changed = bool(changed_data(mcmc._args, mcmc._kwargs))
     has_potential = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
     if has_potential and fingerprints(mcmc._args, mcmc._kwargs):
-        chain_state = (
-            state
-            if is_prng_key(state.rng_key)
-            else jax.tree.map(lambda leaf: leaf[0], state)
-        )
-        old_potential = float(chain_state.potential_energy)
+        if not is_prng_key(state.rng_key):
+            state = jax.tree.map(lambda leaf: leaf[0], state)
+        old_potential = float(state.potential_energy)
         new_potential = run(
             lambda z, a, k: kernel._potential_fn_gen(*a, **k)(z),
-            chain_state.z,
+            state.z,
             mcmc._args,
             mcmc._kwargs,
             once=True,
@@ -206,18 +206,14 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
     """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth
     of the trees of NUTS.
     """
-    kernel = mcmc.sampler
-    described: dict[str, Any] = getattr(kernel, "describe", lambda _: {})(
-        mcmc.last_state
-    )
-    while isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
-        kernel = inner
-    depth = (
-        {"max_tree_depth": int(np.ravel(kernel._max_tree_depth)[-1])}
-        if isinstance(kernel, NUTS)
-        else {}
-    )
-    return {**described, **depth}
+    described: dict[str, Any] = {}
+    if hasattr(mcmc.sampler, "describe"):
+        described = mcmc.sampler.describe(mcmc.last_state)
+    kernel = _innermost(mcmc.sampler)
+    if isinstance(kernel, NUTS):
+        depth = int(np.ravel(kernel._max_tree_depth)[-1])
+        described = {**described, "max_tree_depth": depth}
+    return described
 
 
 def sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -242,7 +238,7 @@ def from_guide(
     num_samples: int,
     weigh: bool = False,
     draws_per_chunk: int | None = None,
-) -> InferenceResult:
+) -> Fit:
     """Draw from a fitted guide, in one chain.
 
     :param result: returned by ``SVI.run`` or ``AutoADF.run``, or anything else with
@@ -290,9 +286,9 @@ def from_guide(
         log_weights = stats["log_weight"][0].astype(np.float64)
         if log_weights.size > 1 and not np.isnan(log_weights).any():
             judged = weight_statistics(log_weights)
-            settings |= {
-                name: value for name, value in judged.items() if np.isfinite(value)
-            }
+            for name, value in judged.items():
+                if np.isfinite(value):
+                    settings[name] = value
     else:
         set_up(guide, args, kwargs)
 
@@ -308,7 +304,7 @@ def from_guide(
             name: np.asarray(value)[None]
             for name, value in jax.device_get(drawn).items()
         }
-    return InferenceResult(
+    return Fit(
         guide.model,
         arguments,
         draws,
@@ -345,10 +341,8 @@ def _elbo_rise(losses: np.ndarray) -> float:
     """
     size = len(losses) // 100
     batches = losses[-20 * size :].reshape(20, size).mean(axis=1, dtype=np.float64)
-    rise, error = (
-        batches[:10].mean() - batches[10:].mean(),
-        np.sqrt(np.square(np.diff(batches)).mean() / 10),
-    )
+    rise = batches[:10].mean() - batches[10:].mean()
+    error = np.sqrt(np.square(np.diff(batches)).mean() / 10)
     return float(np.sign(rise) * max(abs(rise) - 4 * error, 0.0))
 
 
@@ -359,10 +353,9 @@ def _weighted(
     its log weight.
     """
     draw = weighted_draw(guide.model, guide, params, args, kwargs, key)
-    values = {
-        n: s["value"]
-        for n, s in draw.model.items()
-        if s["type"] == "deterministic" or is_latent(s)
-    }
+    values = {}
+    for name, site in draw.model.items():
+        if site["type"] == "deterministic" or is_latent(site):
+            values[name] = site["value"]
     values["stats:lp"] = draw.log_joint + log_jacobian(draw.model)
     return values | {"stats:log_weight": draw.log_joint - draw.log_guide}

@@ -74,13 +74,12 @@ def from_folder(
         "num_samples": num_draws,
         "folder": str(path),
     }
-    numbers = {
-        name: int(described[name]) for name in ("num_chains", "num_warmup", "thinning")
-    }
+    for name in ("num_chains", "num_warmup", "thinning"):
+        attrs[name] = int(described[name])
     return {
         SITES: posterior,
         STATISTICS: _arviz.dataset(stat_variables),
-    }, attrs | numbers
+    }, attrs
 
 
 def _named(posterior: Any, variables: dict[str, Any]) -> Any:
@@ -102,10 +101,9 @@ def _likes(
     variables: dict[str, dict[str, Any]],
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """Shapes and dtypes of one draw, as the record of a run has them."""
-    return {
-        group: {
-            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
-            for name, (dtype, shape) in values.items()
-        }
-        for group, values in variables.items()
-    }
+    likes: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for group, values in variables.items():
+        likes[group] = {}
+        for name, (dtype, shape) in values.items():
+            likes[group][name] = jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+    return likes

@@ -17,7 +17,7 @@ from numpyro_bnn.program.plates import PARAMETERS, check_observations, unobserve
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results import replay
 from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
-from numpyro_bnn.results.fit import InferenceResult
+from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
 # By how much a log likelihood or a mean may differ from that of the run, of one plus
@@ -72,14 +72,10 @@ def predict(
     >>> predict(model, bnn.to_inference_data(mcmc), x[:2])["y_mean"].shape
     (1, 10, 2)
     """
-    result, arguments = (
-        _arviz.opened("predict", idata),
-        bind(model, args, kwargs, "predict"),
-    )
-    observed, constants = (
-        _values(result, "observed_data"),
-        _values(result, "constant_data"),
-    )
+    result = _arviz.opened("predict", idata)
+    arguments = bind(model, args, kwargs, "predict")
+    observed = _values(result, "observed_data")
+    constants = _values(result, "constant_data")
     for name, value in arguments.arrays.items():
         if value.dtype.kind == "f":
             check_finite("predict", name, value)
@@ -90,7 +86,7 @@ def predict(
         _check_redrawn(reading, observed)
         draws = _draws_of_sites(reading, _values(result, "posterior"), observed)
         exporter = Exporter(
-            InferenceResult(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
+            Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
         )
     compared = (
         "no" if reading.stochastic else _compared(exporter, result, observed, constants)
@@ -104,14 +100,13 @@ def predict(
         raise argument_error(
             "predict", "idata", f"no `constant_data` of {lacking}", instead
         )
-    training = {
-        name: value for name, value in constants.items() if name in arguments.values
-    }
-    training |= {
-        name: default
-        for name, default in arguments.optional.items()
-        if name in exporter.observed
-    }
+    training = {}
+    for name, value in constants.items():
+        if name in arguments.values:
+            training[name] = value
+    for name, default in arguments.optional.items():
+        if name in exporter.observed:
+            training[name] = default
     exporter.fit = replace(exporter.fit, arguments=arguments.with_values(training))
     fixed = set(exporter.observed_sites) - set(exporter.redrawn)
     exporter.redrawn = [
@@ -136,10 +131,8 @@ def _compared(
         call the model as in the run.
     """
     fit, call = exporter.fit, _training_call(exporter, observed, constants)
-    stored = {
-        name: _values(idata, name)
-        for name in ("log_likelihood", "posterior_predictive")
-    }
+    groups = ("log_likelihood", "posterior_predictive")
+    stored = {name: _values(idata, name) for name in groups}
     if call is None or not any(stored.values()):
         return "no"
 
@@ -166,20 +159,21 @@ def _compared(
     shape = next(iter(fit.posterior.values())).shape[:2]
     compared = "no"
     for place in {(0, 0), (shape[0] - 1, shape[1] - 1)}:
-        found = jax.device_get(
-            program({name: value[place] for name, value in fit.posterior.items()})
-        )
-        for group, held in stored.items():
-            for name, value in found[group].items():
-                then = held[name][place] if name in held else np.full((), np.nan)
-                if then.shape != value.shape or not np.isfinite(then).all():
+        draw = {name: value[place] for name, value in fit.posterior.items()}
+        values = jax.device_get(program(draw))
+        for group, variables in stored.items():
+            for name, value in values[group].items():
+                if name not in variables:
+                    continue
+                in_run = variables[name][place]
+                if in_run.shape != value.shape or not np.isfinite(in_run).all():
                     continue  # masked rows, or a draw of a chain that diverged
                 compared = group if compared == "no" else compared
-                apart = np.abs(value - then)
-                if not (apart <= TOLERANCE * (1 + np.abs(then))).all():
+                difference = np.abs(value - in_run)
+                if not (difference <= TOLERANCE * (1 + np.abs(in_run))).all():
                     got = (
                         f"a model with another `{group}` of {name!r} than in the run, "
-                        f"by up to {apart.max():.2g}"
+                        f"by up to {difference.max():.2g}"
                     )
                     instead = (
                         "Pass the model of the run: its networks, activations and "
@@ -251,11 +245,8 @@ def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None
         shape = drawn[:1] + tuple(
             1 if data_size == 1 else drawn_size for data_size, drawn_size in other_axes
         )
-        sites[name] = {
-            **site,
-            "is_observed": True,
-            "value": np.broadcast_to(0.0, shape),
-        }
+        value = np.broadcast_to(0.0, shape)
+        sites[name] = {**site, "is_observed": True, "value": value}
     check_observations(sites)
 
 
@@ -270,35 +261,36 @@ def _draws_of_sites(
         for name in reading.latent
         if name not in reading.fixed and safe(name) not in observed
     ]
-    shapes = {name: found.shape for name, found in reading.shapes(drawn).items()}
-    params = {
-        n: s["value"]
-        for n, s in reading.sites.items()
-        if s["type"] in PARAMETERS and n not in reading.fixed
-    }
+    draws = {}
+    unlike = []
+    for name, latent in reading.shapes(drawn).items():
+        if safe(name) in posterior:
+            draws[name] = posterior[safe(name)]
+            shape = draws[name].shape[2:]
+            if shape != latent.shape:
+                unlike.append(f"{name!r} is {shape}, not {latent.shape}")
     # A network of another library has placeholders for the weights that are sampled.
-    learned = [name for name, value in params.items() if jax.tree.leaves(value)]
-    found = {name: posterior[safe(name)] for name in shapes if safe(name) in posterior}
-    unlike = [
-        f"{n!r} is {found[n].shape[2:]}, not {shapes[n]}"
-        for n in found
-        if found[n].shape[2:] != shapes[n]
+    learned = [
+        name
+        for name, site in reading.sites.items()
+        if site["type"] in PARAMETERS
+        and name not in reading.fixed
+        and jax.tree.leaves(site["value"])
     ]
     faults = {
-        "no draws of the sites": sorted(shapes.keys() - found.keys()),
+        "no draws of the sites": sorted(set(drawn) - draws.keys()),
         "no values of the parameters": learned,
         "variables that are no sites": sorted(
             posterior.keys() - set(map(safe, reading.sites))
         ),
         "draws of another shape": unlike,
     }
-    if any(faults.values()):
-        got = "; ".join(
-            f"{what} {', '.join(which)}" for what, which in faults.items() if which
-        )
+    texts = [f"{fault} {', '.join(names)}" for fault, names in faults.items() if names]
+    if texts:
+        got = "; ".join(texts)
         instead = (
             "Pass the model of the run; fix parameters by `handlers.substitute(model, "
             "data=...)`."
         )
         raise argument_error("predict", "idata", got, instead)
-    return found
+    return draws

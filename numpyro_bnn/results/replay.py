@@ -89,43 +89,36 @@ def for_prediction(
         if np.issubdtype(np.asarray(value).dtype, np.floating):
             check_finite(CALL, f"predictions[{name!r}]", value)
         if name in run_arrays:
-            run_shape, axis = (
-                list(map(str, np.shape(run_arrays[name]))),
-                rows.axes[name],
-            )
-            shape = list(map(str, np.shape(value)))
-            if shape[:axis] + shape[axis + 1 :] != run_shape[:axis] + run_shape[
-                axis + 1 :
-            ] or len(shape) != len(run_shape):
-                expected = ", ".join(
-                    [*run_shape[:axis], "M", *run_shape[axis + 1 :]]
-                ) + "," * (len(run_shape) == 1)
+            shape, run_shape = np.shape(value), np.shape(run_arrays[name])
+            sizes, expected = list(map(str, shape)), list(map(str, run_shape))
+            row_axis = rows.axes[name]
+            sizes[row_axis : row_axis + 1] = ["M"]
+            expected[row_axis : row_axis + 1] = ["M"]
+            if sizes != expected or len(shape) != len(run_shape):
+                comma = "," if len(run_shape) == 1 else ""
                 instead = (
-                    f"Pass ({expected}), one row per new point, as in the run's "
-                    f"{np.shape(run_arrays[name])}."
+                    f"Pass ({', '.join(expected)}{comma}), one row per new point, as "
+                    f"in the run's {run_shape}."
                 )
                 raise argument_error(
-                    CALL, f"predictions[{name!r}]", f"shape {np.shape(value)}", instead
+                    CALL, f"predictions[{name!r}]", f"shape {shape}", instead
                 )
     replaced = [name for name in arrays if name in run_arrays]
     for name in replaced:
         # Arguments with the same rows in the run are columns of one table, so their new
         # lengths must agree.
-        alike = [
-            column for column in replaced if rows.same(name, rows.axes[name], column)
-        ]
-        check_same_length(
-            CALL,
-            **{
-                column: np.moveaxis(arrays[column], rows.axes[column], 0)
-                for column in alike
-            },
-        )
-    lacking = []
+        columns = {
+            column: np.moveaxis(arrays[column], rows.axes[column], 0)
+            for column in replaced
+            if rows.same(name, rows.axes[name], column)
+        }
+        check_same_length(CALL, **columns)
+    lacking = set()
     for name in run_arrays.keys() - new.keys() - observed:
-        axes = range(np.ndim(run_arrays[name]))
-        if any(rows.same(name, axis, column) for axis in axes for column in replaced):
-            lacking.append(name)
+        for axis in range(np.ndim(run_arrays[name])):
+            for column in replaced:
+                if rows.same(name, axis, column):
+                    lacking.add(name)
     affected = affecting() if lacking else ()
     for name in sorted(lacking):
         if name not in arguments.optional or name in affected:
@@ -135,12 +128,10 @@ def for_prediction(
                 instead += f", or its default, `{name!r}: {arguments.optional[name]!r}`"
             instead += "."
             raise argument_error(CALL, "predictions", got, instead)
-    left_out = {
-        name
-        for name, default in arguments.optional.items()
-        if name in observed and default is None
-    }
-    defaults = {name: arguments.optional[name] for name in (*lacking, *left_out)}
+    defaults = {}
+    for name, default in arguments.optional.items():
+        if name in lacking or (name in observed and default is None):
+            defaults[name] = default
     return arguments.with_values({**defaults, **new})
 
 
@@ -153,23 +144,26 @@ class _RowAxes:
         self, arrays: Mapping[str, Any], observed: set[str], counts: Counted
     ) -> None:
         self.arrays, self.counts = arrays, counts
-        of_rows = [(name, 0) for name in observed & arrays.keys()]
+        self.observed = observed & arrays.keys()
         self.axes: dict[str, int] = {}
         for name, array in arrays.items():
-            told = [
-                {counts.alike((name, axis), row) for row in of_rows}
-                for axis in range(np.ndim(array))
-            ]
-            along = [axis for axis, answers in enumerate(told) if True in answers]
-            self.axes[name] = along[0] if along and told[0] == {False} else 0
+            self.axes[name] = 0
+            axes = range(np.ndim(array))
+            along = [axis for axis in axes if True in self._answers(name, axis)]
+            if along and self._answers(name, 0) == {False}:
+                self.axes[name] = along[0]
+
+    def _answers(self, name: str, axis: int) -> set[bool | None]:
+        """Whether an axis has the rows of each observation, as far as it is known."""
+        return {self.counts.alike((name, axis), (y, 0)) for y in self.observed}
 
     def same(self, name: str, axis: int, column: str) -> bool:
         """Whether an axis of an array has the rows of another array."""
         along = self.axes[column]
         if np.shape(self.arrays[name])[axis] != np.shape(self.arrays[column])[along]:
             return False
-        told = self.counts.alike((name, axis), (column, along))
-        return axis == self.axes[name] if told is None else told
+        alike = self.counts.alike((name, axis), (column, along))
+        return axis == self.axes[name] if alike is None else alike
 
 
 def sites_at(
@@ -252,13 +246,8 @@ def _computed(
     site: Mapping[str, Any], observed: Collection[str] | None
 ) -> dict[str, Any]:
     if site["type"] in PARAMETERS:
-        return {
-            "value": [
-                leaf
-                for leaf in jax.tree.leaves(site["value"])
-                if isinstance(leaf, jax.Array)
-            ]
-        }
+        leaves = jax.tree.leaves(site["value"])
+        return {"value": [leaf for leaf in leaves if isinstance(leaf, jax.Array)]}
     if is_data(site) if observed is None else site["name"] in observed:
         return {"unmasked": unmasked_elements(site["fn"]), "value": site["value"]}
     return {}
@@ -363,9 +352,8 @@ def map_draws(
         count = min(size, total - start)
         for name, value in chunk.items():
             if name not in results:
-                results[name] = np.empty((total, *value.shape[1:]), value.dtype)
-            results[name][start : start + count] = value[:count]
-    return {
-        name: value.reshape((chains, length, *value.shape[1:]))
-        for name, value in results.items()
-    }
+                shape = chains, length, *value.shape[1:]
+                results[name] = np.empty(shape, value.dtype)
+            by_draw = results[name].reshape(total, *value.shape[1:])  # a view
+            by_draw[start : start + count] = value[:count]
+    return results

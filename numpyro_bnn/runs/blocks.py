@@ -3,7 +3,7 @@ time.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -54,16 +54,14 @@ class Chains:
         spread: DeviceSpread,
         row_counts: Collection[int],
     ) -> None:
-        self.call, self.mcmc, self.recording, self.spread = (
-            spread.call,
-            mcmc,
-            recording,
-            spread,
-        )
+        self.call = spread.call
+        self.mcmc = mcmc
+        self.recording = recording
+        self.spread = spread
         self.kernel = fresh(mcmc.sampler)
         self.args, self.kwargs = args, kwargs
         self.in_turn = mcmc.num_chains > 1 and mcmc.chain_method == "sequential"
-        self._fixed, self._arrays = Arguments.of(self.args, self.kwargs).split()
+        self._fixed, self._arrays = Arguments.of(args, kwargs).split()
         #: Numbers of rows of the data that are split, by place.
         self._rows = {
             place: len(a)
@@ -84,21 +82,21 @@ class Chains:
         them.
         """
         count = self.mcmc.num_chains
-        keys = (
-            jax.random.split(rng_key, count)
-            if count > 1 and is_prng_key(rng_key)
-            else rng_key
-        )
+        if count > 1 and is_prng_key(rng_key):
+            rng_key = jax.random.split(rng_key, count)
 
         def init(key: jax.Array, params: Any) -> Any:
-            given = {"model_args": self.args, "model_kwargs": self.kwargs}
-            return self.kernel.init(key, self.mcmc.num_warmup, params, **given)
+            model_arguments = {"model_args": self.args, "model_kwargs": self.kwargs}
+            return self.kernel.init(
+                key, self.mcmc.num_warmup, params, **model_arguments
+            )
 
         if self.in_turn:
-            each = [init(keys[c], _one(init_params, c)) for c in range(count)]
-            state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+            state = _stacked(
+                [init(rng_key[c], _one(init_params, c)) for c in range(count)]
+            )
         else:
-            state = init(keys, init_params)
+            state = init(rng_key, init_params)
         # Weak types would be lost in the first transition and force a second
         # compilation.
         state = jax.tree.map(
@@ -124,18 +122,10 @@ class Chains:
             )
         lead = 1 if self.batched else 0
         #: Shape and dtype of one draw of one chain, by group and name.
-        self.shapes = {
-            group: {
-                name: jax.ShapeDtypeStruct(v.shape[lead:], v.dtype)
-                for name, v in values.items()
-            }
-            for group, values in shapes.items()
-        }
-        size = sum(
-            v.size * v.dtype.itemsize
-            for values in shapes.values()
-            for v in values.values()
+        self.shapes = jax.tree.map(
+            lambda like: jax.ShapeDtypeStruct(like.shape[lead:], like.dtype), shapes
         )
+        size = sum(like.size * like.dtype.itemsize for like in jax.tree.leaves(shapes))
         self.capacity = int(
             np.clip(BLOCK_BYTES // max(1, size), 1, MAX_DRAWS_PER_BLOCK)
         )
@@ -172,29 +162,26 @@ class Chains:
                 self.call, "mcmc", "a kernel of a potential function", instead
             )
         return {
-            SITES: self._chosen(values),
+            SITES: self._selected(values),
             STATISTICS: {n: self._field(state, n) for n in self.recording.fields},
         }
 
-    def _chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _selected(self, values: Mapping[str, Any]) -> dict[str, Any]:
         patterns = self.recording.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):
                 raise unknown_name(self.call, "sites", pattern, values)
-        selected = {
-            n: v
-            for n, v in values.items()
-            if patterns is None or any(fnmatch(n, p) for p in patterns)
-        }
-        return {name: self._in_dtype(value) for name, value in selected.items()}
+        selected = {}
+        for name, value in values.items():
+            if patterns is None or any(fnmatch(name, p) for p in patterns):
+                selected[name] = self._in_dtype(value)
+        return selected
 
     def _in_dtype(self, value: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return (
-            value.astype(self.recording.dtype)
-            if self.recording.dtype is not None and floating
-            else value
-        )
+        dtype = self.recording.dtype
+        if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        return value.astype(dtype)
 
     def _field(self, state: Any, name: str) -> jax.Array:
         try:
@@ -224,12 +211,10 @@ class Chains:
         def advance(
             state: Any, first: jax.Array, count: jax.Array, inputs: dict
         ) -> tuple:
-            inputs_on_devices = self.spread.cut(inputs, self._rows)
-            args, kwargs = (
-                self._fixed.call(inputs_on_devices)
-                if inputs_on_devices
-                else (self.args, self.kwargs)
-            )
+            args, kwargs = self.args, self.kwargs
+            arrays = self.spread.cut(inputs, self._rows)
+            if arrays:
+                args, kwargs = self._fixed.call(arrays)
 
             def transition(i: jax.Array, carry: tuple) -> tuple:
                 state, buffer = carry
@@ -259,12 +244,12 @@ class Chains:
         if self.spread.mesh is None:
             return shared(advance)
         zero = self.spread.same(np.int32(0))
-        inputs_on_devices = self.spread.chains(state), zero, zero
+        arguments = self.spread.chains(state), zero, zero
         try:
-            return self.spread.compiled(advance, *inputs_on_devices, self._inputs)
+            return self.spread.compiled(advance, *arguments, self._inputs)
         except NEEDS_VALUES as cause:
             self._fix_inputs(cause)
-            return self.spread.compiled(advance, *inputs_on_devices, self._inputs)
+            return self.spread.compiled(advance, *arguments, self._inputs)
 
     def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for
@@ -277,14 +262,13 @@ class Chains:
         numbers = [self.spread.same(np.int32(number)) for number in (skipped, count)]
         if not self.in_turn:
             return self._program(self.spread.chains(state), *numbers, self._inputs)
-        each = [
-            self._program(_one(state, c), *numbers, self._inputs)
-            for c in range(self.mcmc.num_chains)
-        ]
-        state = jax.tree.map(
-            lambda *leaves: jnp.stack(leaves), *[chain_state for chain_state, _ in each]
-        )
-        return state, [buffer for _, buffer in each]
+        states = []
+        buffers = []
+        for c in range(self.mcmc.num_chains):
+            chain_state, buffer = self._program(_one(state, c), *numbers, self._inputs)
+            states.append(chain_state)
+            buffers.append(buffer)
+        return _stacked(states), buffers
 
     def fetch(self, buffers: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
         """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group
@@ -313,6 +297,10 @@ def fresh(kernel: MCMCKernel) -> MCMCKernel:
         models[id(model)] = model
         inner = getattr(inner, "_kernel", None)
     return copy.deepcopy(kernel, models)
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _one(tree: Any, chain: int) -> Any:

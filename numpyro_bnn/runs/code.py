@@ -82,23 +82,19 @@ def options_of(method: MCMCKernel | AutoGuide) -> dict[str, Any]:
     """What a kernel or a guide was made with, by argument, its model too; the same once
     it was used.
     """
-    kinds = [kind for kind in type(method).__mro__ if kind is not object]
-    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    names: set[str] = set()
+    for kind in type(method).__mro__[:-1]:
+        names.update(inspect.signature(kind).parameters)
+    values = {}
     if isinstance(method, AutoGuide):
         # whose `_name` may be what it has made of an argument
-        values = {
-            name: getattr(method, name, getattr(method, f"_{name}", None))
-            for name in names - {"blocks"}
-        }
-        values |= {
-            name: getattr(method, f"_{name}", None)
-            for name in ("asked", "patterns", "guides")
-        }
+        for name in names - {"blocks"}:
+            values[name] = getattr(method, name, getattr(method, f"_{name}", None))
+        for name in ("asked", "patterns", "guides"):
+            values[name] = getattr(method, f"_{name}", None)
     else:
-        values = {
-            name: getattr(method, f"_{name}", getattr(method, name, None))
-            for name in names
-        }
+        for name in names:
+            values[name] = getattr(method, f"_{name}", getattr(method, name, None))
     return {name: value for name, value in sorted(values.items()) if value is not None}
 
 
@@ -131,15 +127,8 @@ class _Reader:
         texts = self._read(value)
         self._depth -= 1
         if len(texts) > MAX_TEXTS and self._depth:
-            texts = [
-                (
-                    "",
-                    (
-                        f"{texts[0][1]} and {len(texts) - 1} parts "
-                        f"{_hash([text for _, text in texts])}"
-                    ),
-                )
-            ]
+            summary = _hash([text for _, text in texts])
+            texts = [("", f"{texts[0][1]} and {len(texts) - 1} parts {summary}")]
         self._known[id(value)] = value, texts
         return texts
 
@@ -152,30 +141,26 @@ class _Reader:
             return self._module(value)
         if isinstance(value, functools.partial):
             bound = {"": value.func, " args": value.args}
-            bound |= {f" {name}": item for name, item in value.keywords.items()}
+            bound |= _prefixed(" ", value.keywords)
             return self._joined(f"partial({', '.join(value.keywords)})", bound)
         if inspect.ismethod(value):
             return self._joined("method", {"": value.__func__, ".self": value.__self__})
         if isinstance(value, enum.Enum):
             return [("", _short(f"{type(value).__qualname__}.{value.name}"))]
         if isinstance(value, Mapping):
-            keys = ", ".join(
-                " ".join(text for _, text in self.texts(key)) for key in value
-            )
-            return self._joined(
-                f"{_name(type(value))}({keys})",
-                {f"[{key!r}]": item for key, item in value.items()},
-            )
+            keys = ", ".join(map(self._text, value))
+            items = {f"[{key!r}]": item for key, item in value.items()}
+            return self._joined(f"{_name(type(value))}({keys})", items)
         if isinstance(value, list | tuple):
-            return self._joined(
-                _name(type(value)), {f"[{i}]": item for i, item in enumerate(value)}
-            )
+            items = {f"[{i}]": item for i, item in enumerate(value)}
+            return self._joined(_name(type(value)), items)
         if isinstance(value, set | frozenset):
-            members = sorted(
-                " ".join(text for _, text in self.texts(item)) for item in value
-            )
+            members = sorted(map(self._text, value))
             return [("", _short(f"set of {members}"))]
         return self._object(value)
+
+    def _text(self, value: Any) -> str:
+        return " ".join(text for _, text in self.texts(value))
 
     def _joined(self, head: str, values: Mapping[str, Any]) -> list[LabeledText]:
         """The texts of several values by label; ``head`` says what a label would, as
@@ -188,7 +173,8 @@ class _Reader:
 
     def _object(self, value: Any) -> list[LabeledText]:
         kind = type(value)
-        head, values = _name(kind), _state(value)
+        head = _name(kind)
+        values = _state(value)
         if not _of_library(kind.__module__):
             values = {"class": kind, **values}
         elif not values and hasattr(value, "__qualname__"):
@@ -204,43 +190,30 @@ class _Reader:
     def _class(self, kind: type) -> list[LabeledText]:
         if _of_library(kind.__module__):
             return [("", _name(kind))]
-        members = {
-            f".{n}": v
-            for n, v in vars(kind).items()
-            if not n.startswith("__") or isinstance(v, FunctionType)
-        }
-        members = {
-            n: getattr(v, "__func__", getattr(v, "fget", v))
-            for n, v in members.items()
-            if n != "._abc_impl"
-        }
-        bases = {f" base {i}": base for i, base in enumerate(kind.__bases__)}
+        members = {}
+        for name, member in vars(kind).items():
+            special = name.startswith("__") and not isinstance(member, FunctionType)
+            if not special and name != "_abc_impl":
+                member = getattr(member, "__func__", getattr(member, "fget", member))
+                members[f".{name}"] = member
+        bases = _prefixed(" base ", dict(enumerate(kind.__bases__)))
         return self._joined(f"class({', '.join(members)})", members | bases)
 
     def _module(self, module: ModuleType) -> list[LabeledText]:
         if _of_library(module.__name__):
             return [("", f"{module.__name__} {_version(module.__name__)}".strip())]
-        members = {
-            n: v
-            for n, v in vars(module).items()
-            if getattr(v, "__module__", None) == module.__name__
-        }
-        return self._joined(
-            f"module({', '.join(members)})",
-            {f".{name}": value for name, value in members.items()},
-        )
+        members = {}
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__:
+                members[name] = value
+        return self._joined(f"module({', '.join(members)})", _prefixed(".", members))
 
     def _function(self, function: FunctionType) -> list[LabeledText]:
-        defaults = {
-            f" default {i}": value
-            for i, value in enumerate(function.__defaults__ or ())
-        }
-        defaults |= {
-            f" default {name}": value
-            for name, value in (function.__kwdefaults__ or {}).items()
-        }
+        by_position = dict(enumerate(function.__defaults__ or ()))
+        defaults = _prefixed(" default ", by_position)
+        defaults |= _prefixed(" default ", function.__kwdefaults__ or {})
         if _in_library(function.__code__.co_filename):
-            cells = {f", {name}": value for name, value in _cells(function).items()}
+            cells = _prefixed(", ", _cells(function))
             module = str(function.__globals__.get("__name__", ""))
             head = f"{module}.{function.__code__.co_qualname} {_version(module)}"
             return self._joined(head.strip(), cells | defaults)
@@ -288,18 +261,9 @@ class _Code:
             if kind == "LOAD_CLOSURE":
                 words.append(kind)
             elif of_cell or kind in READS:
-                value, exists = self._outside(step.argval, of_cell)
-                chain = [step.argval]
-                while (
-                    exists
-                    and steps[position].opname in ATTRIBUTES
-                    and _holds(value, steps[position].argval)
-                ):
-                    chain.append(steps[position].argval)
-                    value = getattr(value, chain[-1])
-                    position += 1
-                self.reads.setdefault(tuple(chain), value)
-                words.append(f"{kind} {list(self.reads).index(tuple(chain))}")
+                names_read = self._read(steps[position - 1 :], of_cell)
+                position += len(names_read) - 1
+                words.append(f"{kind} {list(self.reads).index(names_read)}")
             elif step.opcode in dis.hasconst:
                 if isinstance(step.argval, CodeType):
                     num_cells = len(step.argval.co_freevars)
@@ -330,13 +294,26 @@ class _Code:
                 words.append(f"{kind} {places[step.argval]}")
             elif step.opcode in dis.hasname:
                 words.append(f"{kind} {step.argval}")
-                if kind == "IMPORT_NAME" and isinstance(
-                    module := sys.modules.get(step.argval), ModuleType
-                ):
+                module = sys.modules.get(step.argval)
+                if kind == "IMPORT_NAME" and isinstance(module, ModuleType):
                     self.reads.setdefault((step.argval,), module)
             else:
                 words.append(f"{kind} {step.arg}")
         return words
+
+    def _read(self, steps: list[dis.Instruction], of_cell: bool) -> tuple[str, ...]:
+        """Note what the first step reads, and the attributes that the next ones read of
+        it; return the names.
+        """
+        value, exists = self._outside(steps[0].argval, of_cell)
+        chain = [steps[0].argval]
+        for step in steps[1:] if exists else ():
+            if step.opname not in ATTRIBUTES or not _holds(value, step.argval):
+                break
+            chain.append(step.argval)
+            value = getattr(value, step.argval)
+        self.reads.setdefault(tuple(chain), value)
+        return tuple(chain)
 
     def _outside(self, name: str, of_cell: bool) -> tuple[Any, bool]:
         """The value of a name outside of the function, and whether there is one."""
@@ -429,20 +406,19 @@ def _state(value: Any) -> dict[str, Any]:
     if any(base.__module__.startswith("flax.nnx") for base in kind.__mro__):
         leaves, _ = jax.tree_util.tree_flatten_with_path(value)
         return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-    slots = [
-        name
-        for base in kind.__mro__
-        for name in np.atleast_1d(getattr(base, "__slots__", ()))
-    ]
-    values = {str(name): getattr(value, name) for name in slots if hasattr(value, name)}
+    values = {}
+    for base in kind.__mro__:
+        for name in np.atleast_1d(getattr(base, "__slots__", ())):
+            if hasattr(value, name):
+                values[str(name)] = getattr(value, name)
     values |= getattr(value, "__dict__", {})
-    computed = ("cached_property", "lazy_property")
-    return {
-        name: content
-        for name, content in values.items()
-        if not name.startswith("__")
-        and type(inspect.getattr_static(kind, name, None)).__name__ not in computed
-    }
+    state = {}
+    for name, content in values.items():
+        descriptor = type(inspect.getattr_static(kind, name, None)).__name__
+        computed = descriptor in ("cached_property", "lazy_property")
+        if not computed and not name.startswith("__"):
+            state[name] = content
+    return state
 
 
 def _name(kind: type) -> str:
@@ -480,6 +456,10 @@ def _version(module: str | None) -> str:
         if package in PACKAGES
         else str(getattr(sys.modules.get(package), "__version__", ""))
     )
+
+
+def _prefixed(prefix: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def _hash(texts: list[str]) -> str:

@@ -80,10 +80,12 @@ class StoredDraws:
     @property
     def _bounds(self) -> list[tuple[int, int, bytes]]:
         """Where blocks start and stop, and their digests."""
-        starts = [0, *(block.stop for block in self.blocks)]
-        return [
-            (start, *block) for start, block in zip(starts, self.blocks, strict=False)
-        ]
+        bounds = []
+        start = 0
+        for block in self.blocks:
+            bounds.append((start, *block))
+            start = block.stop
+        return bounds
 
     # -- writing -----------------------------------------------------------------------
 
@@ -91,8 +93,9 @@ class StoredDraws:
         """How many draws are a block, since the first one was written."""
         if not self.blocks:
             return proposed
-        block_sizes = [array.chunks[1] for _, _, array in _flat(self._arrays("r"))]
-        return int(block_sizes[0]) if block_sizes else proposed
+        for _, _, array in _flat(self._arrays("r")):
+            return int(array.chunks[1])
+        return proposed
 
     def write(
         self, start: int, stop: int, block: Groups, layout: DrawLayout
@@ -104,31 +107,26 @@ class StoredDraws:
         :return: the blocks that are finished with this one, which take effect once they
             are set and in a state.
         """
-        written = {
-            group: {name: np.asarray(v) for name, v in values.items()}
-            for group, values in block.items()
-        }
         try:
             arrays = self._prepared(layout)
-            for group, name, values in _flat(written):
+            for group, name, values in _flat(block):
                 array = arrays[group][name]
                 index, begins = divmod(start, array.chunks[1])
                 files = [
                     self._path / group / name / _chunk(c, index, values.ndim)
                     for c in range(len(values))
                 ]
-                for file in files if not begins else ():
-                    file.unlink(
-                        missing_ok=True
-                    )  # left by a process that was killed; Zarr would read a part of it
+                if not begins:
+                    # Zarr would read a part of a file that a killed process has left
+                    for file in files:
+                        file.unlink(missing_ok=True)
                 array[:, start:stop] = values
                 for file in files:
                     _sync(file)
         except OSError as cause:
             raise self._place.unwritable(cause) from cause
-        return *(
-            finished for finished in self.blocks if finished.stop <= start
-        ), WrittenBlock(stop, _digest(written))
+        earlier = [written for written in self.blocks if written.stop <= start]
+        return *earlier, WrittenBlock(stop, _digest(block))
 
     def _prepared(self, layout: DrawLayout) -> dict[str, dict[str, Any]]:
         """The arrays, made if no block is finished, or lengthened."""
@@ -181,37 +179,30 @@ class StoredDraws:
                 return block
         except DAMAGE as error:
             cause = error
-        hint = (
-            "`runs.start` makes the last block again. "
-            if stop == self.blocks[-1].stop
-            else ""
-        )
-        raise self._place.error(
-            f"whose draws {start} to {stop - 1} are damaged or lost", hint + RESTORE
-        ) from cause
+        got = f"whose draws {start} to {stop - 1} are damaged or lost"
+        instead = RESTORE
+        if stop == self.blocks[-1].stop:
+            instead = f"`runs.start` makes the last block again. {RESTORE}"
+        raise self._place.error(got, instead) from cause
 
     def _arrays(self, mode: str) -> dict[str, dict[str, Any]]:
         """The arrays by group and name; a ``ValueError`` if reading them could take
         more memory than the draws do.
         """
         root = import_extra(self._place.call, "zarr").open_group(self._path, mode=mode)
-        groups = {group: root[group] for group in self._likes}
-        arrays: dict[str, dict[str, Any]] = {group: {} for group in groups}
+        arrays: dict[str, dict[str, Any]] = {group: {} for group in self._likes}
         for group, name, like in _flat(self._likes):
-            array = arrays[group][name] = groups[group][name]
-            chunk, draws_per_block = (
-                _chunk_shape(like, array.chunks[1]),
-                array.chunks[1],
-            )
-            as_expected = array.shape[0] == self._num_chains and array.shape[
-                2:
-            ] == tuple(like.shape)
-            as_expected &= (
-                array.dtype == like.dtype
-                and array.chunks == chunk
+            array = arrays[group][name] = root[group][name]
+            draws_per_block = array.chunks[1]
+            as_written = (
+                array.shape[0] == self._num_chains
+                and array.shape[2:] == tuple(like.shape)
+                and array.dtype == like.dtype
+                and array.chunks == _chunk_shape(like, draws_per_block)
                 and draws_per_block <= MAX_DRAWS_PER_BLOCK
+                and len(array.metadata.codecs) == 1
             )
-            if not as_expected or len(array.metadata.codecs) != 1:
+            if not as_written:
                 raise ValueError("an array of another layout")
         return arrays
 
@@ -245,7 +236,8 @@ def check_names(call: str, groups: Groups) -> None:
                     got,
                     "Rename the site in the model, or leave it out by `sites=`.",
                 )
-            if (owner := owners.setdefault(stored(name), name)) != name:
+            owner = owners.setdefault(stored(name), name)
+            if owner != name:
                 got = (
                     f"a model with {name!r}, which is stored as {stored(name)!r} like "
                     f"{owner!r}"
@@ -264,11 +256,9 @@ def _digest(block: Groups) -> bytes:
 
 
 def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
-    return (
-        (group, name, value)
-        for group, values in groups.items()
-        for name, value in values.items()
-    )
+    for group, values in groups.items():
+        for name, value in values.items():
+            yield group, name, value
 
 
 def _chunk_shape(like: Any, draws_per_block: int) -> tuple[int, ...]:

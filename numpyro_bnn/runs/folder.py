@@ -31,15 +31,13 @@ from numpyro_bnn.program.rows import Rows
 
 FORMAT = 2  # 1, of version 0.2.0, had no digests
 STATES_KEPT = 2  # states
-DENSITY = (
-    "log density of "  # entries of a description whose numbers may differ by rounding
-)
+# entries of a description whose numbers may differ by rounding
+DENSITY = "log density of "
 DAMAGE = Exception  # a damaged file may fail anywhere in the library that reads it
 RESTORE = "Restore the folder from a copy, or delete it and start again."
 STATE = re.compile(r"state-(\d{8,})\.npz")
-UNFINISHED = re.compile(
-    r"(run\.json|state-\d{8,}\.npz)\.[0-9a-f]{32}\.part"
-)  # written by a process that was killed
+# written by a process that was killed
+UNFINISHED = re.compile(r"(run\.json|state-\d{8,}\.npz)\.[0-9a-f]{32}\.part")
 
 
 class Saved(NamedTuple):
@@ -143,7 +141,7 @@ class FolderPath:
 
     def numbers(self) -> list[int]:
         """Numbers of the states, in order."""
-        matches = [STATE.fullmatch(file.name) for file in self.path.iterdir()]
+        matches = map(STATE.fullmatch, os.listdir(self.path))
         return sorted(int(match[1]) for match in matches if match)
 
     def state_file(self, number: int) -> Path:
@@ -200,14 +198,12 @@ class FolderPath:
             ]
         except DAMAGE:
             return None
-        more = {
-            name.removeprefix("array_"): v
-            for name, v in arrays.items()
-            if name.startswith("array_")
-        }
-        return Saved(
-            number, jax.tree.unflatten(structure, leaves), described["notes"], more
-        )
+        more = {}
+        for name, value in arrays.items():
+            if name.startswith("array_"):
+                more[name.removeprefix("array_")] = value
+        tree = jax.tree.unflatten(structure, leaves)
+        return Saved(number, tree, described["notes"], more)
 
 
 class Folder:
@@ -256,9 +252,8 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not (
-            self.path / "run.json"
-        ).exists():  # nothing was written: leave nothing behind
+        if not (self.path / "run.json").exists():
+            # nothing was written: leave nothing behind
             with suppress(OSError):
                 (self.path / "lock").unlink(missing_ok=True)
         self._lock.release()
@@ -270,11 +265,7 @@ class Folder:
         """Refuse a folder that was not made by a run, before anything
         in it is touched.
         """
-        names = (
-            {entry.name for entry in self.path.iterdir()}
-            if self.path.exists()
-            else set()
-        )
+        names = set(os.listdir(self.path)) if self.path.exists() else set()
         if "run.json" in names:
             return
         if "draws.zarr" in names or any(STATE.fullmatch(name) for name in names):
@@ -292,7 +283,8 @@ class Folder:
             record = self.place.record()
         except FileNotFoundError:
             return
-        if differences := _differences(record["description"], self.description):
+        differences = _differences(record["description"], self.description)
+        if differences:
             instead = "Pass a new folder, or all that this run was started with."
             raise self.place.error(
                 f"the run of something else: {'; '.join(differences)}", instead
@@ -335,12 +327,11 @@ class Folder:
             self._replace(
                 self.path / "run.json", lambda file: file.write(content.encode())
             )
-        arrays = {
-            f"leaf_{i}": raw(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))
-        }
-        arrays |= {
-            f"array_{name}": np.asarray(value) for name, value in (more or {}).items()
-        }
+        arrays = {}
+        for i, leaf in enumerate(jax.tree.leaves(tree)):
+            arrays[f"leaf_{i}"] = raw(leaf)
+        for name, value in (more or {}).items():
+            arrays[f"array_{name}"] = np.asarray(value)
         described = {
             "notes": dict(notes),
             "values": digest(arrays),
@@ -410,13 +401,13 @@ def _differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> li
     """The entries that differ, in words; at most three."""
     differing = []
     for name in {**expected, **recorded}:
-        if difference := _difference(
-            name, recorded.get(name, "absent"), expected.get(name, "absent")
-        ):
+        was, now = recorded.get(name, "absent"), expected.get(name, "absent")
+        difference = _difference(name, was, now)
+        if difference:
             differing.append(difference)
-    return differing[:3] + (
-        [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
-    )
+    if len(differing) > 3:
+        differing[3:] = [f"and {len(differing) - 3} more"]
+    return differing
 
 
 def _difference(name: str, was: Any, now: Any) -> str:
@@ -427,18 +418,16 @@ def _difference(name: str, was: Any, now: Any) -> str:
         for (_, was_text), (label, now_text) in zip(was, now, strict=False):
             if was_text != now_text:
                 return f"{name}{label} was {was_text}, is {now_text}"
-        return (
-            ""
-            if len(was) == len(now)
-            else f"{name} had {len(was)} parts, has {len(now)}"
-        )
+        if len(was) == len(now):
+            return ""
+        return f"{name} had {len(was)} parts, has {len(now)}"
     if was == now or (name.startswith(DENSITY) and _close(was, now)):
         return ""
-    shown = (
-        f"{value[0][1]}, ..." if isinstance(value, list) else value
-        for value in (was, now)
-    )
-    return "{} was {}, is {}".format(name, *shown)
+    if isinstance(was, list):
+        was = f"{was[0][1]}, ..."
+    if isinstance(now, list):
+        now = f"{now[0][1]}, ..."
+    return f"{name} was {was}, is {now}"
 
 
 def _close(was: str, now: str) -> bool:
@@ -446,9 +435,8 @@ def _close(was: str, now: str) -> bool:
     but for rounding.
     """
     try:
-        first, second = (
-            np.array(text.split(), float).reshape(-1, 2) for text in (was, now)
-        )
+        first = np.array(was.split(), float).reshape(-1, 2)
+        second = np.array(now.split(), float).reshape(-1, 2)
     except ValueError:  # absent
         return False
     if first.shape != second.shape:
@@ -470,14 +458,12 @@ def digest(tree: Any) -> str:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         plain = isinstance(leaf, str | bytes | int | float | complex)
-        leaf = (
-            np.frombuffer(leaf.digest(), np.uint8) if isinstance(leaf, Rows) else leaf
-        )
-        array = (
-            raw(leaf)
-            if hasattr(leaf, "dtype")
-            else np.asarray(str(leaf if plain else type(leaf)))
-        )
+        if isinstance(leaf, Rows):
+            array = np.frombuffer(leaf.digest(), np.uint8)
+        elif hasattr(leaf, "dtype"):
+            array = raw(leaf)
+        else:
+            array = np.asarray(str(leaf if plain else type(leaf)))
         hasher.update(
             f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape};".encode()
         )
@@ -507,9 +493,6 @@ def restored(array: np.ndarray, leaf: Any) -> jax.Array:
 
 def with_keys(numbers: Any, leaf: jax.Array) -> Any:
     """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
-    typed = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return (
-        jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))
-        if typed
-        else numbers
-    )
+    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return numbers
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(leaf))

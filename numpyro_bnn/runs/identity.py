@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -91,7 +92,7 @@ def _densities(reading: Reading) -> dict[str, str]:
     ]
     texts: dict[str, str] = {}
     for name in numbers[0]:
-        pairs = [number for at_draw in numbers for number in at_draw[name]]
+        pairs = np.concatenate([at_draw[name] for at_draw in numbers])
         texts[DENSITY + name] = " ".join(f"{number:.9g}" for number in pairs)
     return texts
 
@@ -137,14 +138,11 @@ def described_options(role: str, method: Any) -> dict[str, Any]:
     description: dict[str, Any] = {role: type(method).__name__}
     for name, value in options_of(method).items():
         if isinstance(value, MCMCKernel):
-            description |= {
-                f"inner {key}": text
-                for key, text in described_options(role, value).items()
-            }
+            for key, text in described_options(role, value).items():
+                description[f"inner {key}"] = text
         else:
-            description["model" if name == "model" else f"option {name}"] = (
-                described_value(value)
-            )
+            key = "model" if name == "model" else f"option {name}"
+            description[key] = described_value(value)
     return description
 
 
@@ -155,5 +153,6 @@ def described_versions() -> dict[str, str]:
     Code is compared as Python runs it, which is another in each of its versions.
     """
     versions = {"version of Python": "{}.{}".format(*sys.version_info)}
-    versions |= {f"version of {name}": version(name) for name in PACKAGES}
+    for name in PACKAGES:
+        versions[f"version of {name}"] = version(name)
     return versions | {"precision": str(jnp.result_type(float))}

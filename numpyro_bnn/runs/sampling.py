@@ -67,12 +67,10 @@ class Run:
         complete: bool,
         model_arguments: tuple,
     ) -> None:
-        self._mcmc, self._kernel, self._draws, self._given = (
-            chains.mcmc,
-            chains.kernel,
-            draws,
-            model_arguments,
-        )
+        self._mcmc = chains.mcmc
+        self._kernel = chains.kernel
+        self._draws = draws
+        self._model_arguments = model_arguments
         self._names = [name for values in chains.shapes.values() for name in values]
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
 
@@ -97,15 +95,14 @@ class Run:
                 "0: ...`."
             )
         stored_values = self._draws.read(group)
-        values = {
-            name: stored_values[stored(name)]
-            for name in self._names
-            if stored(name) in stored_values
-        }
-        return {
-            n: v if group_by_chain else v.reshape(-1, *v.shape[2:])
-            for n, v in values.items()
-        }
+        values = {}
+        for name in self._names:
+            if stored(name) in stored_values:
+                value = stored_values[stored(name)]
+                if not group_by_chain:
+                    value = value.reshape(-1, *value.shape[2:])
+                values[name] = value
+        return values
 
     @property
     def mcmc(self) -> MCMC:
@@ -113,16 +110,14 @@ class Run:
         as ``print_summary``.
         """
         mcmc = copy(self._mcmc)
-        mcmc.sampler, mcmc._args, mcmc._kwargs = self._kernel, *self._given
-        fields = {
+        mcmc.sampler = self._kernel
+        mcmc._args, mcmc._kwargs = self._model_arguments
+        mcmc._states = {
             mcmc._sample_field: self.get_samples(True),
             **self.get_extra_fields(True),
         }
-        mcmc._states, mcmc._states_flat, mcmc._last_state = (
-            fields,
-            None,
-            self.last_state,
-        )
+        mcmc._states_flat = None
+        mcmc._last_state = self.last_state
         mcmc.num_samples = self.num_draws * mcmc.thinning
         return mcmc
 
@@ -196,11 +191,9 @@ def start(
     """
     _check(mcmc, extra_fields, sites, (rng_key, args, kwargs, init_params))
     import_extra(CALL, "zarr")
-    names = (*mcmc.sampler.default_fields, *extra_fields)
-    fields = tuple(
-        dict.fromkeys(name for name in names if name != mcmc.sampler.sample_field)
-    )
-    recording = Recording(sites, dtype, fields)
+    fields = dict.fromkeys((*mcmc.sampler.default_fields, *extra_fields))
+    fields.pop(mcmc.sampler.sample_field, None)
+    recording = Recording(sites, dtype, tuple(fields))
     spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
     model_arguments = as_arrays(args, kwargs, CALL)
     reading = read_model(CALL, mcmc.sampler.model, *model_arguments)
@@ -211,10 +204,9 @@ def start(
         mcmc, *model_arguments, recording, spread, sizes if spread.by_rows else ()
     )
     description = {
-        **{
-            name: str(getattr(mcmc, name))
-            for name in ("num_chains", "num_warmup", "thinning")
-        },
+        "num_chains": str(mcmc.num_chains),
+        "num_warmup": str(mcmc.num_warmup),
+        "thinning": str(mcmc.thinning),
         "rng_key": digest(rng_key)[:16],
         "init_params": digest(init_params)[:16],
         "sites": str(sites and sorted(sites)),
@@ -253,21 +245,15 @@ class _Loop:
     """
 
     def __init__(self, chains: Chains, folder: Any, block_seconds: float) -> None:
-        self.chains, self.spread, self.folder, self.seconds = (
-            chains,
-            chains.spread,
-            folder,
-            block_seconds,
-        )
-        mcmc = chains.mcmc
-        self.warmup, self.draws_wanted = (
-            mcmc.num_warmup,
-            mcmc.num_samples // mcmc.thinning,
-        )
+        self.chains = chains
+        self.spread = chains.spread
+        self.folder = folder
+        self.seconds = block_seconds
+        self.warmup = chains.mcmc.num_warmup
+        self.draws_wanted = chains.mcmc.num_samples // chains.mcmc.thinning
         self.warmed = self.draws_done = self.number = self.diverging = 0
-        self.pace = self.ended = (
-            0.0  # seconds per transition, and when the last block ended; 0 if not known
-        )
+        # seconds per transition, and when the last block ended; 0 if not known
+        self.pace = self.ended = 0.0
 
     def begin(self, rng_key: jax.Array, init_params: Any) -> None:
         """The first state, or the last one on disk."""
@@ -276,21 +262,18 @@ class _Loop:
         numbers, self.state = self.spread.from_first(
             self._saved, (np.zeros(4, np.int64), self.state)
         )
-        self.number, self.warmed, self.draws_done, self.diverging = (
-            int(number) for number in numbers
-        )
+        self.number, self.warmed, self.draws_done, self.diverging = map(int, numbers)
         self.last = self.state  # on the host of every process
 
     def _described(self) -> StoredDraws:
         check_names(CALL, self.chains.shapes)
         likes = _on_disk(self.chains.shapes)
-        self.folder.more["variables"] = {
-            group: {
-                name: [str(like.dtype), list(like.shape)]
-                for name, like in values.items()
-            }
-            for group, values in likes.items()
-        }
+        variables: dict[str, dict[str, list]] = {}
+        for group, values in likes.items():
+            variables[group] = {}
+            for name, like in values.items():
+                variables[group][name] = [str(like.dtype), list(like.shape)]
+        self.folder.more["variables"] = variables
         return StoredDraws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
     def _saved(self) -> tuple[np.ndarray, Any]:
@@ -301,9 +284,9 @@ class _Loop:
         if saved is None:
             return np.zeros(4, np.int64), self.state
         self.draws.check(slice(-1))
-        return np.array(
-            [saved.number, *(saved.notes[n] for n in ("warmed", "draws", "diverging"))]
-        ), saved.tree
+        notes = saved.notes
+        numbers = saved.number, notes["warmed"], notes["draws"], notes["diverging"]
+        return np.array(numbers), saved.tree
 
     def _is_whole(self, saved: Saved) -> bool:
         """Whether the last block of draws before a state is on disk; the earlier ones
@@ -440,19 +423,16 @@ class _Loop:
             self.folder.commit(self.number + 1, host_state, notes, table(blocks))
             self.draws.blocks = blocks
         # An interruption before this line leaves the block before, on disk and here.
-        reached = self.number + 1, warmed, draws, state, host_state
-        self.number, self.warmed, self.draws_done, self.state, self.last = reached
+        progress = self.number + 1, warmed, draws, state, host_state
+        self.number, self.warmed, self.draws_done, self.state, self.last = progress
 
     def _show(self, bar: tqdm.tqdm, phase: str, steps: int) -> None:
-        size = next(
-            (
-                found
-                for name in STEP_SIZES
-                if (found := _value(self.last, name)) is not None
-            ),
-            None,
-        )
-        text = "" if size is None else f"step size {float(np.median(size)):.2e}"
+        text = ""
+        for name in STEP_SIZES:
+            size = _value(self.last, name)
+            if size is not None:
+                text = f"step size {float(np.median(size)):.2e}"
+                break
         text += f", {self.diverging} diverging" if self.diverging else ""
         bar.set_description(phase, refresh=False)
         bar.set_postfix_str(text, refresh=False)
@@ -461,10 +441,10 @@ class _Loop:
 
 def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Values by the names that they have on disk."""
-    return {
-        group: {stored(name): value for name, value in values.items()}
-        for group, values in groups.items()
-    }
+    on_disk = {}
+    for group, values in groups.items():
+        on_disk[group] = {stored(name): value for name, value in values.items()}
+    return on_disk
 
 
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it

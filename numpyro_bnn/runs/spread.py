@@ -21,11 +21,9 @@ from numpyro_bnn.program.rows import refuse_rows
 from numpyro_bnn.runs.folder import raw, restored, with_keys
 
 AXES = CHAIN, DATA = "chain", "data"
-BY_CHAIN, BY_DRAW, SAME = (
-    PartitionSpec(CHAIN),
-    PartitionSpec(None, CHAIN),
-    PartitionSpec(),
-)
+BY_CHAIN = PartitionSpec(CHAIN)
+BY_DRAW = PartitionSpec(None, CHAIN)
+SAME = PartitionSpec()
 _MOVED = re.compile(
     r"= (.*?) (?:all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
 )
@@ -82,19 +80,17 @@ class DeviceSpread:
         copies of rows.
         """
         split_places = set(split if self.by_rows else ())
-        return {
-            place: self._parts(a) if place in split_places else self.same(a)
-            for place, a in arrays.items()
-        }
+        placed = {}
+        for place, array in arrays.items():
+            place_array = self._parts if place in split_places else self.same
+            placed[place] = place_array(array)
+        return placed
 
     def _parts(self, array: Any) -> jax.Array:
         missing = -len(array) % self.mesh.shape[DATA]
-        filled = (
-            np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
-            if missing
-            else array
-        )
-        return self._placed(filled, PartitionSpec(DATA))
+        if missing:
+            array = np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
+        return self._placed(array, PartitionSpec(DATA))
 
     def cut(
         self, arrays: Mapping[str, jax.Array], lengths: Mapping[str, int]
@@ -157,11 +153,10 @@ class DeviceSpread:
             ),
             key=np.size,
         )
-        moved_shapes = {
-            tuple(map(int, sizes.split(",")))
-            for sent in _MOVED.findall(text)
-            for sizes in _SHAPE.findall(sent)
-        }
+        moved_shapes = set()
+        for sent in _MOVED.findall(text):
+            for sizes in _SHAPE.findall(sent):
+                moved_shapes.add(tuple(map(int, sizes.split(","))))
         rows, *row_shape = largest.shape
         # Without the copies at the end it may be shorter.
         if any(
@@ -260,11 +255,9 @@ def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
         raise argument_error(
             call, "args", "arrays of which this process has a part", instead
         )
-    used = (
-        {device.process_index for device in mesh.devices.flat}
-        if mesh is not None
-        else {0}
-    )
+    used = {0}
+    if mesh is not None:
+        used = {device.process_index for device in mesh.devices.flat}
     if len(used) < jax.process_count():
         got = (
             f"{num_chains} chains for {jax.process_count()} processes, of which "
