@@ -61,13 +61,13 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
-    """Build the error for a name that is not among the ``known`` ones, with the closest
-    of these first.
+def unknown_name(call: str, argument: str, got: Any, names: Any) -> Exception:
+    """Build the error for a name that is not among the known ``names``, with the
+    closest of these first.
     """
     from difflib import get_close_matches
 
-    names = [str(name) for name in known]
+    names = [str(name) for name in names]
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(str(got).lower(), by_lower, n=1)
     hint = f"Did you mean {by_lower[close[0]]!r}? " if close else ""
@@ -118,12 +118,12 @@ def probabilities(call: str, quantiles: Any) -> Any:
     """Quantiles that a guide is asked for."""
     if isinstance(quantiles, jax.core.Tracer):
         return quantiles
-    found = as_floats(call, "quantiles", quantiles)
-    if not ((found >= 0) & (found <= 1)).all():
+    levels = as_floats(call, "quantiles", quantiles)
+    if not ((levels >= 0) & (levels <= 1)).all():
         raise argument_error(
             call, "quantiles", quantiles, "Pass probabilities, from 0 to 1."
         )
-    return jax.numpy.asarray(found, float)
+    return jax.numpy.asarray(levels, float)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
@@ -173,10 +173,10 @@ def check_same_length(call: str, **arrays: Any) -> None:
             raise argument_error(call, name, shown(value), instead)
     sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        lengths = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         instead = "Pass one row per data point in each."
         raise argument_error(
-            call, next(reversed(sizes)), f"mismatched lengths ({listed})", instead
+            call, next(reversed(sizes)), f"mismatched lengths ({lengths})", instead
         )
 
 

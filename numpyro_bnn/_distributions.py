@@ -46,15 +46,15 @@ def unmasked_elements(fn: dist.Distribution) -> jax.Array:
     """Which elements of a value, shaped like ``fn.shape()``, count in its log density:
     those without a mask.
     """
-    found = jnp.ones(fn.shape(), bool)
+    counted = jnp.ones(fn.shape(), bool)
     while isinstance(
         fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
     ):
         if isinstance(fn, dist.MaskedDistribution):
             mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
-            found &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
+            counted &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
         fn = fn.base_dist
-    return found
+    return counted
 
 
 _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)
@@ -94,9 +94,9 @@ def in_support(fn: Any, value: Any = None) -> Any:
             and not periodic
         ):
             inside &= _all(bound(parameter), constraint.event_dim)
-    for part in vars(fn).values():
-        if isinstance(part, dist.Distribution):
-            obeys = jnp.asarray(in_support(part))
+    for component in vars(fn).values():
+        if isinstance(component, dist.Distribution):
+            obeys = jnp.asarray(in_support(component))
             inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
     computed = value is not None and any(
         isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
@@ -108,9 +108,11 @@ def in_support(fn: Any, value: Any = None) -> Any:
     )
 
 
-def _all(found: jax.Array, last: int) -> jax.Array:
+def _all(conditions: jax.Array, num_axes: int) -> jax.Array:
     """Whether all are true along so many of the last axes."""
-    return jnp.all(found, axis=tuple(range(found.ndim - last, found.ndim)))
+    return jnp.all(
+        conditions, axis=tuple(range(conditions.ndim - num_axes, conditions.ndim))
+    )
 
 
 def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
@@ -249,12 +251,12 @@ class GroupStudentT(dist.Distribution):
 
         :param chosen: booleans that broadcast against the array ``value``.
         """
-        chosen = jnp.broadcast_to(chosen, value.shape)
-        df = self.df + jnp.sum(~chosen)
-        square = jnp.sum(jnp.where(chosen, 0.0, value) ** 2)
+        mask = jnp.broadcast_to(chosen, value.shape)
+        df = self.df + jnp.sum(~mask)
+        square = jnp.sum(jnp.where(mask, 0.0, value) ** 2)
         scale = jnp.sqrt((self.df * self.scale**2 + square) / df)
-        drawn = GroupStudentT(df, scale, value.shape).sample(rng_key)
-        return jnp.where(chosen, drawn, value).astype(value.dtype)
+        new_values = GroupStudentT(df, scale, value.shape).sample(rng_key)
+        return jnp.where(mask, new_values, value).astype(value.dtype)
 
     @property
     def mean(self) -> jax.Array:

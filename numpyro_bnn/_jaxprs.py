@@ -78,11 +78,11 @@ def dependence(
     :return: a superset if a loop or a branch mixes arguments.
 
     >>> import jax.numpy as jnp
-    >>> found = dependence(
+    >>> sources = dependence(
     ...     lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]},
     ...     {"x": jnp.ones(2), "y": jnp.ones(2)},
     ... )
-    >>> {name: sorted(found[name]) for name in found}
+    >>> {name: sorted(sources[name]) for name in sources}
     {'s': ['x', 'y'], 't': ['y']}
     """
     return program_dependence(
@@ -98,12 +98,12 @@ def program_dependence(
     """
     owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
     outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
-    found: dict[Any, set] = {name: set() for name in shapes}
+    sources_of: dict[Any, set] = {name: set() for name in shapes}
     for name, sources in zip(
         outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True
     ):
-        found[name] |= sources
-    return found
+        sources_of[name] |= sources
+    return sources_of
 
 
 def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
@@ -143,37 +143,37 @@ def called(equation: Any) -> Any:
 
 
 def needed_equations(
-    jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
+    jaxpr: Any, outputs: Iterable[Any], constants: Container[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
-    """The equations that compute the ``wanted`` variables of a jaxpr, in order, and
+    """The equations that compute the variables ``outputs`` of a jaxpr, in order, and
     which of their outputs are used.
 
-    Variables in ``known`` have known values, and so do literals.
+    Variables in ``constants`` have known values, and so do literals.
     """
     needed = {
-        var for var in wanted if not isinstance(var, Literal) and var not in known
+        var for var in outputs if not isinstance(var, Literal) and var not in constants
     }
-    kept = []
+    equations = []
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
-            kept.append((equation, [var in needed for var in equation.outvars]))
+            equations.append((equation, [var in needed for var in equation.outvars]))
             needed.update(
                 var
                 for var in equation.invars
-                if not isinstance(var, Literal) and var not in known
+                if not isinstance(var, Literal) and var not in constants
             )
-    return kept[::-1]
+    return equations[::-1]
 
 
 def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
-    found = set(start)
+    variables = set(start)
     for equation in equations:
-        if found.intersection(
+        if variables.intersection(
             var for var in equation.invars if not isinstance(var, Literal)
         ):
-            found.update(equation.outvars)
-    return found
+            variables.update(equation.outvars)
+    return variables
 
 
 def evaluate_equations(
@@ -203,23 +203,25 @@ def evaluate_equations(
 
 def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program with only the equations and constants that its outputs need."""
-    kept = [
+    equations = [
         equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)
     ]
     used = {
         var
-        for equation in kept
+        for equation in equations
         for var in equation.invars
         if not isinstance(var, Literal)
     }
     used.update(var for var in closed.jaxpr.outvars if not isinstance(var, Literal))
-    held = [
+    constants = [
         pair
         for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)
         if pair[0] in used
     ]
-    jaxpr = closed.jaxpr.replace(eqns=kept, constvars=[var for var, _ in held])
-    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
+    jaxpr = closed.jaxpr.replace(
+        eqns=equations, constvars=[var for var, _ in constants]
+    )
+    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in constants])
 
 
 def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
@@ -248,9 +250,9 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
         for eqn in closed.jaxpr.eqns
         if (key := key_of(eqn)) is not None
     ]
-    kept = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
+    equations = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
     jaxpr = closed.jaxpr.replace(
-        eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars]
+        eqns=equations, invars=[*(var for _, var in places), *closed.jaxpr.invars]
     )
     run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
 
@@ -276,12 +278,12 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
     {5, 7}
     """
     closed = jax.make_jaxpr(fn)(indices)
-    found: set[int] = set()
-    _follow(closed.jaxpr, set(closed.jaxpr.invars), found)
-    return found
+    lengths: set[int] = set()
+    _follow(closed.jaxpr, set(closed.jaxpr.invars), lengths)
+    return lengths
 
 
-def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
+def _follow(jaxpr: Any, marked: set, lengths: set[int]) -> set:
     """Propagate marks through a jaxpr, collect axes gathered with marked indices;
     return the marked outputs.
     """
@@ -296,10 +298,10 @@ def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
         inner = subprogram(equation)
         if equation.primitive.name == "gather":
             shape = equation.invars[0].aval.shape
-            found |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
+            lengths |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
         elif inner is not None:
             marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
-            out = _follow(inner, marks, found)
+            out = _follow(inner, marks, lengths)
             marked |= {
                 a
                 for a, b in zip(equation.outvars, inner.outvars, strict=False)
@@ -326,8 +328,10 @@ def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]
         return []
     if maker.params["dimension"] != len(index.aval.shape) - 1:
         return []
-    columns = [part for part in maker.invars for _ in range(part.aval.shape[-1])]
+    columns = [column for column in maker.invars for _ in range(column.aval.shape[-1])]
     pairs = zip(axes, columns, strict=True)
     return [
-        axis for axis, part in pairs if not isinstance(part, Literal) and part in marked
+        axis
+        for axis, column in pairs
+        if not isinstance(column, Literal) and column in marked
     ]

@@ -58,13 +58,13 @@ class Count(Option):
 @dataclass(frozen=True, eq=False)
 class Number(Option):
     """A finite number of at least (``strict``: above) ``minimum``, ``below`` a limit or
-    at ``most`` one.
+    of at most ``maximum``.
     """
 
     minimum: float = 0.0
     strict: bool = False
     below: float = math.inf
-    most: float = math.inf
+    maximum: float = math.inf
     infinite: bool = False  # infinity passes too
 
     def check(self, call: str, argument: str, value: Any) -> Any:
@@ -88,7 +88,7 @@ class Number(Option):
     def _allows(self, number: float) -> bool:  # NaN is nowhere
         high_enough = number > self.minimum if self.strict else number >= self.minimum
         small_enough = number < self.below or (self.infinite and number == math.inf)
-        return high_enough and small_enough and -math.inf < number <= self.most
+        return high_enough and small_enough and -math.inf < number <= self.maximum
 
     def __repr__(self) -> str:
         bounds = (
@@ -96,7 +96,7 @@ class Number(Option):
             if self.minimum > -math.inf
             else []
         )
-        limits = ("below", self.below), ("at most", self.most)
+        limits = ("below", self.below), ("at most", self.maximum)
         bounds += [f"{word} {limit:g}" for word, limit in limits if limit < math.inf]
         return f"finite number {' and '.join(bounds)}".strip()
 
@@ -151,7 +151,7 @@ Positive: TypeAlias = Annotated[float, Number(strict=True)]
 PositiveOrInfinite: TypeAlias = Annotated[float, Number(strict=True, infinite=True)]
 NonNegative: TypeAlias = Annotated[float, Number()]
 NonNegativeOrInfinite: TypeAlias = Annotated[float, Number(infinite=True)]
-Fraction: TypeAlias = Annotated[float, Number(most=1)]
+Fraction: TypeAlias = Annotated[float, Number(maximum=1)]
 FractionBelow1: TypeAlias = Annotated[float, Number(below=1)]
 Level: TypeAlias = Annotated[float, Number(strict=True, below=1)]
 Switch: TypeAlias = Annotated[
@@ -184,20 +184,20 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
         if get_origin(member) is not Annotated
     )
     for member in members:
-        for part in getattr(member, "__metadata__", ()):
-            if isinstance(part, Option):
-                return classes, part
+        for metadata in getattr(member, "__metadata__", ()):
+            if isinstance(metadata, Option):
+                return classes, metadata
     return None
 
 
 @cache
 def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
     """The declared options of a function, by argument."""
-    found = {
+    declared = {
         name: declared_option(annotation)
         for name, annotation in function.__annotations__.items()
     }
-    return {name: option for name, option in found.items() if option is not None}
+    return {name: option for name, option in declared.items() if option is not None}
 
 
 def check_option(call: str, function: Callable, argument: str, value: Any) -> Any:
@@ -235,16 +235,18 @@ def checked(call: str) -> Callable[[F], F]:
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            given = list(args)
+            values = list(args)
             name = call.format(*[type(owner).__name__ for owner in args[:1]])
             for argument in declared:
                 if argument in kwargs:
                     kwargs[argument] = check_option(
                         name, function, argument, kwargs[argument]
                     )
-                elif (place := places.get(argument, len(given))) < len(given):
-                    given[place] = check_option(name, function, argument, given[place])
-            return function(*given, **kwargs)
+                elif (place := places.get(argument, len(values))) < len(values):
+                    values[place] = check_option(
+                        name, function, argument, values[place]
+                    )
+            return function(*values, **kwargs)
 
         return cast(F, wrapper)
 

@@ -241,9 +241,9 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     _check_finite(call, "x", x)
     size = np.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
-    whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
+    on_full_plates = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
     if (
-        not whole
+        not on_full_plates
         and batch_size is not None
         and Count().check(call, "batch_size", batch_size) > size
     ):

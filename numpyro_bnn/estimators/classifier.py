@@ -102,10 +102,10 @@ class Classifier(ClassifierMixin, Network):
         self._run(
             X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,)
         )
-        rows, labels = (part[:CHECKED_ROWS] for part in self._data)
-        found = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
+        rows, labels = (array[:CHECKED_ROWS] for array in self._data)
+        probs = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
         constant = np.bincount(codes)[labels] / len(codes)
-        self._warn_if_worse(_log(found), np.log(constant))
+        self._warn_if_worse(_log(probs), np.log(constant))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over
@@ -161,8 +161,8 @@ class Classifier(ClassifierMixin, Network):
         codes = self._codes(X_held_out, y_held_out, "conformal_set", "_held_out")
         rank = self._conformal_rank("conformal_set", len(codes), level)
         (probs,) = self._alike("probabilities", X_held_out, X)
-        known = np.sort(probs[np.arange(len(codes)), codes])
-        return probs[len(codes) :] >= known[-rank]
+        label_probs = np.sort(probs[np.arange(len(codes)), codes])
+        return probs[len(codes) :] >= label_probs[-rank]
 
     @checked("estimators.{}.sample")
     def sample(
@@ -188,10 +188,10 @@ class Classifier(ClassifierMixin, Network):
         (probs,), generator = self._components(X, num_samples, random_state)
         if not noise:
             return probs
-        reached = (
+        exceeded = (
             generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]
         )
-        return self.classes_[reached.sum(axis=2)]
+        return self.classes_[exceeded.sum(axis=2)]
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """The fraction of rows whose label is predicted, as scikit-learn has it."""
@@ -231,9 +231,11 @@ class Classifier(ClassifierMixin, Network):
         self, X: Any, y: Any, method: str
     ) -> Callable[[float], np.ndarray]:
         codes = self._codes(X, y, method)
-        own = np.arange(len(codes)), codes
+        label_entries = np.arange(len(codes)), codes
         log_probs = self._log_probs(X, 1.0)
-        return lambda temperature: log_softmax(log_probs / temperature, axis=1)[own]
+        return lambda temperature: log_softmax(log_probs / temperature, axis=1)[
+            label_entries
+        ]
 
 
 def _log(probs: np.ndarray) -> np.ndarray:

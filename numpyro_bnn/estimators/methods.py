@@ -61,12 +61,12 @@ class Task(NamedTuple):
     num_samples: int | None
     report: Callable[[int, int], None]
 
-    def steps(self, usual: int, least: int) -> int:
+    def steps(self, usual: int, minimum: int) -> int:
         """A number of steps or epochs, scaled by the effort."""
-        return max(least, round(self.effort * usual))
+        return max(minimum, round(self.effort * usual))
 
 
-def _parts(total: int) -> Iterator[tuple[np.int32, np.int32]]:
+def _report_intervals(total: int) -> Iterator[tuple[np.int32, np.int32]]:
     """First and last step of each part of the work, after which progress
     is reported.
     """
@@ -117,39 +117,39 @@ def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Arra
     size = len(x)
     step = max(16, 2 ** max(0, (size // 32).bit_length() - 1))
     length = -(-size // step) * step
-    known = np.ones(length, bool)
-    known[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
+    is_data = np.ones(length, bool)
+    is_data[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
 
     def spread(rows: np.ndarray) -> np.ndarray:
-        whole = np.zeros((length, *rows.shape[1:]), rows.dtype)
-        whole[known] = rows
-        return whole
+        padded_rows = np.zeros((length, *rows.shape[1:]), rows.dtype)
+        padded_rows[is_data] = rows
+        return padded_rows
 
     kind = float if y.dtype.kind == "f" else int
     return (
         jnp.asarray(spread(x), float),
         jnp.asarray(spread(y), kind),
-        jnp.asarray(known),
+        jnp.asarray(is_data),
     )
 
 
 def network_model(
     x: jax.Array,
     y: Any = None,
-    known: Any = None,
+    is_data: Any = None,
     *,
     net: nn.Layer,
     prior: Any,
     likelihood: Callable,
 ) -> None:
     """A NumPyro model: a random network, and one observation per row that
-    is ``known``.
+    is data (``is_data``).
     """
     f = random_network("net", net, x.shape[1:], prior)
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
         fn = of_output(f(x[index]))
-        fn = fn if known is None else fn.mask(known[index])
+        fn = fn if is_data is None else fn.mask(is_data[index])
         numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
@@ -209,9 +209,9 @@ def nuts(task: Task) -> Draws:
         warnings.filterwarnings(
             "ignore", "symmetry.find: found none"
         )  # in a linear network
-        found = symmetry.find(task.model, *task.data)
+        symmetries = symmetry.find(task.model, *task.data)
     inner = NUTS(task.model, max_tree_depth=8)
-    kernel = infer.OrbitMoves(inner, found) if found else inner
+    kernel = infer.OrbitMoves(inner, symmetries) if symmetries else inner
     return _chains(
         task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4)
     )
@@ -232,16 +232,17 @@ def _chains(
             model_args=args,
             model_kwargs={},
         )
-        one = jax.eval_shape(
+        draw_shapes = jax.eval_shape(
             jax.vmap(kernel.postprocess_fn(args, {})),
             getattr(state, kernel.sample_field),
         )
     draws = jax.tree.map(
-        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype), one
+        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
+        draw_shapes,
     )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
 
-    def advance(given: tuple, args: tuple, kwargs: Any) -> tuple:
+    def advance(carry: tuple, args: tuple, kwargs: Any) -> tuple:
         mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
         chain, everywhere = PartitionSpec("chain"), PartitionSpec()
         specs = (chain, chain, everywhere, everywhere, everywhere)
@@ -254,12 +255,12 @@ def _chains(
                 out_specs=(chain, chain),
                 check_vma=False,
             )
-        return run(*given, args)
+        return run(*carry, args)
 
     program, total = prepare(advance, args, {}), num_warmup + num_samples
-    for first, last in _parts(total):
-        state, draws = jax.block_until_ready(program((state, draws, first, last)))
-        task.report(int(last), total)
+    for start, stop in _report_intervals(total):
+        state, draws = jax.block_until_ready(program((state, draws, start, stop)))
+        task.report(int(stop), total)
     state, sites = jax.device_get(
         jax.device_put((state, draws), jax.local_devices()[0])
     )
@@ -278,8 +279,8 @@ def _transitions(
     num_warmup: int,
     state: Any,
     draws: Any,
-    first: Any,
-    last: Any,
+    start: Any,
+    stop: Any,
     args: tuple,
 ) -> tuple[Any, Any]:
     """Make the transitions ``first`` to ``last`` of a batch of chains, and write down
@@ -295,10 +296,10 @@ def _transitions(
         )  # warm-up writes where the first draw will be
         new = values(getattr(state, kernel.sample_field))
         return state, jax.tree.map(
-            lambda kept, value: kept.at[:, place].set(value), draws, new
+            lambda stored, value: stored.at[:, place].set(value), draws, new
         )
 
-    return jax.lax.fori_loop(first, last, transition, (state, draws))
+    return jax.lax.fori_loop(start, stop, transition, (state, draws))
 
 
 def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Draws:
@@ -347,14 +348,14 @@ def mean_field(task: Task) -> Draws:
     adam = optax.adam(optax.cosine_decay_schedule(0.01, steps))
     svi = SVI(task.model, guide, adam, guides.TraceLocalReparam_ELBO())
     fit: Any = None
-    for first, last in _parts(steps):
+    for start, stop in _report_intervals(steps):
         options = {
             "progress_bar": False,
             "stable_update": True,
             "init_state": fit and fit.state,
         }
-        fit = guides.fit(svi, task.rng_key, int(last - first), *task.data, **options)
-        task.report(int(last), steps)
+        fit = guides.fit(svi, task.rng_key, int(stop - start), *task.data, **options)
+        task.report(int(stop), steps)
     return _from_guide(task, guide, fit)
 
 
@@ -376,11 +377,11 @@ def laplace(task: Task) -> Draws:
     predictions are linearized.
     """
     with LinearizedPredictive.precision():
-        x, y, known = task.data
+        x, y, is_data = task.data
         data = (
             jnp.asarray(x, float),
             jnp.asarray(y, int if y.dtype.kind == "i" else float),
-            known,
+            is_data,
         )
         reading = Reading(task.model, data)
         number = sum(value.size for value in reading.shapes(reading.latent).values())
@@ -400,15 +401,15 @@ def laplace(task: Task) -> Draws:
             fit,
             max(50, min(1000, MOST_VALUES // number)),
         )
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "log_evidence": fit.log_evidence,
         "effective_parameters": fit.effective_parameters,
     }
-    found |= {
+    summary |= {
         "prior_precision": str(fit.prior_precision),
         "converged": int(fit.converged),
     }
-    attrs = {**draws.attrs, **found, "structure": guide.structure}
+    attrs = {**draws.attrs, **summary, "structure": guide.structure}
     return Draws(
         draws.sites, attrs, LinearizedPredictive(guide, fit.params, draws.sites)
     )
@@ -417,8 +418,8 @@ def laplace(task: Task) -> Draws:
 def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
     """Independent draws from a fitted guide, as one chain."""
     key = jax.random.fold_in(task.rng_key, 1)
-    found = from_guide(fit, guide, task.data, {}, key, task.num_samples or usual)
-    return _sound(task.call, dict(found.posterior), dict(found.attrs))
+    result = from_guide(fit, guide, task.data, {}, key, task.num_samples or usual)
+    return _sound(task.call, dict(result.posterior), dict(result.attrs))
 
 
 # One row for each method.

@@ -83,8 +83,8 @@ def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     place = np.array([hash(row.tobytes()) for row in x + 0.0])  # without negative zeros
     order = np.argsort(place, kind="stable")
     equal, agree = (
-        (np.diff(part[order].reshape(len(x), -1), axis=0) == 0).all(axis=1)
-        for part in (place, y)
+        (np.diff(array[order].reshape(len(x), -1), axis=0) == 0).all(axis=1)
+        for array in (place, y)
     )
     copies = np.sum(equal & agree)
     by_chance = np.sum((np.unique(y, axis=0, return_counts=True)[1] / len(y)) ** 2)
@@ -222,9 +222,9 @@ class Network(BaseEstimator):
         # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
 
-    def _warn_if_worse(self, found: np.ndarray, constant: np.ndarray) -> None:
+    def _warn_if_worse(self, predicted: np.ndarray, constant: np.ndarray) -> None:
         """Log densities of rows of the fit, predicted and by a constant prediction."""
-        lost = float(np.mean(constant) - np.mean(found))
+        lost = float(np.mean(constant) - np.mean(predicted))
         if not lost < WORSE:
             message = (
                 f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row "
@@ -248,8 +248,8 @@ class Network(BaseEstimator):
         rows = self._rows(X)
         answers = self._answers(name, rows, *by_row, **options)
         if warn:
-            far, limit, words = extrapolated(self._data[0], rows)
-            if far > limit:
+            share, limit, words = extrapolated(self._data[0], rows)
+            if share > limit:
                 warnings.warn(
                     f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside()
                 )
@@ -296,8 +296,8 @@ class Network(BaseEstimator):
     ) -> tuple:
         """A summary at standardized rows."""
         with np.errstate(over="ignore"):  # of float32
-            found = self._predictive(name, rows, *by_row, **options)
-        if any(np.isnan(values).any() for values in found):
+            answers = self._predictive(name, rows, *by_row, **options)
+        if any(np.isnan(values).any() for values in answers):
             got = "rows so far from those of the fit that the network overflows"
             raise argument_error(
                 self._call,
@@ -305,7 +305,7 @@ class Network(BaseEstimator):
                 got,
                 "Check the units of these rows, or leave them out.",
             )
-        return found
+        return answers
 
     def _alike(self, name: str, X_held_out: Any, X: Any) -> list[np.ndarray]:
         """A summary at held-out and new rows: equal rows have equal values, to the last
@@ -378,8 +378,8 @@ class Network(BaseEstimator):
             raise argument_error(
                 f"{self._call}.calibrate", "y", got, "Check their units."
             )
-        found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
-        self.calibration_ = float(np.exp(found.x))
+        optimum = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
+        self.calibration_ = float(np.exp(optimum.x))
         return self
 
     def _density_by_factor(
@@ -397,10 +397,10 @@ class Network(BaseEstimator):
         """
         rank = int(np.ceil((num_rows + 1) * level - 1e-9))
         if rank > num_rows:
-            least = int(np.ceil(level / (1 - level) - 1e-9))
+            minimum = int(np.ceil(level / (1 - level) - 1e-9))
             got, instead = (
                 f"{num_rows} rows",
-                f"Hold out at least {least} rows for this level.",
+                f"Hold out at least {minimum} rows for this level.",
             )
             raise argument_error(f"{self._call}.{method}", "X_held_out", got, instead)
         return rank
@@ -418,7 +418,7 @@ class Network(BaseEstimator):
         total = self._predictive.num_draws
         orders = [generator.permutation(total) for _ in range(-(-count // total))]
         return self._summary(
-            "components", X, chosen=np.concatenate(orders)[:count]
+            "components", X, draw_index=np.concatenate(orders)[:count]
         ), generator
 
     @property
@@ -456,13 +456,13 @@ class Network(BaseEstimator):
             for name in ("diverged", "frozen_chains")
             for chain in ast.literal_eval(self.attrs_[name])
         }
-        kept = [
+        chains = [
             chain
             for chain in range(self.attrs_.get("num_chains", 1))
             if chain not in lost
         ]
         groups = {
-            name: g.assign_coords(chain=kept) if "chain" in g.dims else g
+            name: g.assign_coords(chain=chains) if "chain" in g.dims else g
             for name, g in groups.items()
         }
 

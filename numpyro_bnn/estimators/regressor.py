@@ -184,11 +184,13 @@ class Regressor(RegressorMixin, Network):
             y_scaler,
             usual.widths,
         )
-        rows, targets = (part[:CHECKED_ROWS] for part in self._data)
+        rows, targets = (array[:CHECKED_ROWS] for array in self._data)
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
-        found = self._answers("log_density", rows, targets)[0]
-        self._warn_if_worse(found, constant)
-        exact = np.mean(found > norm.logpdf(0, scale=EXACT_SD) * targets[0].size)
+        log_densities = self._answers("log_density", rows, targets)[0]
+        self._warn_if_worse(log_densities, constant)
+        exact = np.mean(
+            log_densities > norm.logpdf(0, scale=EXACT_SD) * targets[0].size
+        )
         if exact > MOST_EXACT:
             message = (
                 f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
@@ -347,7 +349,7 @@ class Regressor(RegressorMixin, Network):
         mean = self._summary("moments", X)[0]
 
         def density(factor: float) -> np.ndarray:
-            (found,) = self._summary("log_density", X, mean + (y - mean) / factor)
-            return found - np.sum(np.log(factor * self._y_scaler.scale))
+            (log_density,) = self._summary("log_density", X, mean + (y - mean) / factor)
+            return log_density - np.sum(np.log(factor * self._y_scaler.scale))
 
         return density

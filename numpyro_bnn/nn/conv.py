@@ -232,8 +232,8 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
     """
     batch, height, width, channels = x.shape
     rows, columns = height // window[0], width // window[1]
-    whole = x[:, : rows * window[0], : columns * window[1]]
-    return whole.reshape(batch, rows, window[0], columns, window[1], channels)
+    cropped = x[:, : rows * window[0], : columns * window[1]]
+    return cropped.reshape(batch, rows, window[0], columns, window[1], channels)
 
 
 @jax.custom_jvp
@@ -246,10 +246,8 @@ def _largest(tiles: jax.Array) -> jax.Array:
 
 @_largest.defjvp
 def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Dual:
-    def larger(one: Dual, other: Dual) -> Dual:
-        return lax.max(one[0], other[0]), jnp.where(
-            one[0] >= other[0], one[1], other[1]
-        )
+    def larger(a: Dual, b: Dual) -> Dual:
+        return lax.max(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
 
     (x,), (dx,) = primals, tangents
     for axis in (4, 2):

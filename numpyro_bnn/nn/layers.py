@@ -194,20 +194,20 @@ class Sequential(Layer):
         object.__setattr__(self, "layers", layers)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for layer in self.layers:
             assert isinstance(layer, Layer)
             kind = type(layer).__name__
-            yield f"{kind}_{seen[kind]}", layer
-            seen[kind] += 1
+            yield f"{kind}_{counts[kind]}", layer
+            counts[kind] += 1
 
     def shapes(
         self, input_shape: Shape, path: str = ""
     ) -> tuple[dict[str, Shape], Shape]:
         params: dict[str, Shape] = {}
         for name, layer in self.children():
-            own, input_shape = layer.shapes(input_shape, join(path, name))
-            params |= {join(name, key): shape for key, shape in own.items()}
+            layer_shapes, input_shape = layer.shapes(input_shape, join(path, name))
+            params |= {join(name, key): shape for key, shape in layer_shapes.items()}
         return params, input_shape
 
     def connect(
@@ -260,8 +260,8 @@ class Residual(Layer):
         params: dict[str, Shape] = {}
         outputs = {"shortcut": input_shape}
         for name, layer in self.children():
-            own, outputs[name] = layer.shapes(input_shape, join(path, name))
-            params |= {join(name, key): shape for key, shape in own.items()}
+            layer_shapes, outputs[name] = layer.shapes(input_shape, join(path, name))
+            params |= {join(name, key): shape for key, shape in layer_shapes.items()}
         self._check_sum(path, input_shape, outputs["body"], outputs["shortcut"])
         return params, outputs["body"]
 

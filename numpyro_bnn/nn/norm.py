@@ -165,14 +165,14 @@ class BatchNorm(_Norm):
         return self._affine(context, y)
 
     def _normalize_with(
-        self, given: Mapping[str, BatchStatistics], path: str, x: jax.Array
+        self, statistics: Mapping[str, BatchStatistics], path: str, x: jax.Array
     ) -> jax.Array:
-        if path not in given:
+        if path not in statistics:
             instead = "Compute them by `net.statistics(params, x_train)`."
             raise argument_error(
                 "nn.apply", "statistics", f"no entry {path!r}", instead
             )
-        mean, sd = given[path]
+        mean, sd = statistics[path]
         _same_features(self, path, mean, x)
         return _divide(x - per_feature(mean, x), per_feature(sd, x))
 

@@ -62,16 +62,16 @@ class Segment:
     before: list[int] = field(default_factory=list)
     flipped_with: list[int] = field(default_factory=list)
 
-    def absorb(self, other: "Segment") -> None:
+    def absorb(self, segment: "Segment") -> None:
         """Merge with another segment whose units are added to these: a property must
         hold for both.
         """
         for name in ("writers", "readers", "norms", "gains", "before", "flipped_with"):
-            getattr(self, name).extend(getattr(other, name))
+            getattr(self, name).extend(getattr(segment, name))
         for name in ("homogeneous", "odd", "linear", "pointwise"):
-            setattr(self, name, getattr(self, name) and getattr(other, name))
-        self.bound |= other.bound
-        self.fixed |= other.fixed or self.units != other.units
+            setattr(self, name, getattr(self, name) and getattr(segment, name))
+        self.bound |= segment.bound
+        self.fixed |= segment.fixed or self.units != segment.units
 
 
 class Feature(NamedTuple):

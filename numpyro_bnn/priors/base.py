@@ -129,8 +129,8 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     """
     if unit == "weight":
         return shape
-    found = layout(name, shape)
-    axes = {"layer": (), "input": found.inputs, "output": found.outputs}[unit]
+    weight = layout(name, shape)
+    axes = {"layer": (), "input": weight.inputs, "output": weight.outputs}[unit]
     return tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
 
 
@@ -264,12 +264,12 @@ class BySite:
             raise argument_error(
                 "priors.BySite", "patterns", self.patterns, instead, TypeError
             )
-        given = {
+        by_argument = {
             f"patterns[{pattern!r}]": prior for pattern, prior in self.patterns.items()
         }
         if self.default is not None:
-            given["default"] = self.default
-        for argument, prior in given.items():
+            by_argument["default"] = self.default
+        for argument, prior in by_argument.items():
             if isinstance(prior, type) or not callable(prior):
                 instead = "Pass an object such as `priors.Normal()`."
                 raise argument_error(
@@ -301,10 +301,10 @@ class BySite:
         """Refuse patterns that match none of ``names``: most likely a
         misspelled site.
         """
-        known = list(names)
+        names = list(names)
         for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise unknown_name("priors.BySite", "patterns", pattern, known)
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise unknown_name("priors.BySite", "patterns", pattern, names)
 
 
 def as_prior(
@@ -323,7 +323,7 @@ def as_prior(
     if isinstance(prior, type) or not callable(prior):
         families = [*_families(Prior), "BySite", "Fixed", "Learned"]
         if isinstance(prior, type):
-            made = (
+            example = (
                 f"`priors.{prior.__name__}()`"
                 if prior.__name__ in families
                 else "e.g. `priors.Normal()`"
@@ -332,7 +332,7 @@ def as_prior(
                 call,
                 "prior",
                 f"the class {prior.__name__}",
-                f"Pass an object, {made}.",
+                f"Pass an object, {example}.",
                 TypeError,
             )
         error = unknown_name(call, "prior", str(prior), families)

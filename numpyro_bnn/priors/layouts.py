@@ -88,14 +88,14 @@ def _kinds(layer: Any) -> Iterator[str]:
         yield f"{library}.{kind.__name__}"
 
 
-def _nnx_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _nnx_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     from flax import nnx
 
-    layers = nnx.iter_modules(given["nn_module"])
+    layers = nnx.iter_modules(call_locals["nn_module"])
     return {".".join(map(str, path)): layer for path, layer in layers}
 
 
-def _equinox_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _equinox_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     layers: dict[str, Any] = {}
 
     def note(path: Any, node: Any) -> bool:
@@ -103,19 +103,25 @@ def _equinox_layers(given: Mapping[str, Any]) -> dict[str, Any]:
         return False
 
     jax.tree_util.tree_map_with_path(
-        lambda *_: None, given["nn_module"], is_leaf=note, is_leaf_takes_path=True
+        lambda *_: None, call_locals["nn_module"], is_leaf=note, is_leaf_takes_path=True
     )
     return layers
 
 
-def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _linen_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     """Layers of Linen exist only while the module runs: it is run abstractly, once for
     equal modules.
     """
     from flax import linen
 
-    module, args, input_shape = given["nn_module"], given["args"], given["input_shape"]
-    key = repr((module, input_shape, jax.tree.map(np.shape, (args, given["kwargs"]))))
+    module, args, input_shape = (
+        call_locals["nn_module"],
+        call_locals["args"],
+        call_locals["input_shape"],
+    )
+    key = repr(
+        (module, input_shape, jax.tree.map(np.shape, (args, call_locals["kwargs"])))
+    )
     if key in _LINEN:
         return _LINEN[key]
     layers: dict[str, Any] = {}
@@ -127,9 +133,10 @@ def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
     def run() -> Any:
         inputs = args if input_shape is None else (jnp.ones(input_shape),)
         keys = {
-            kind: jax.random.key(0) for kind in ("params", *(given["apply_rng"] or ()))
+            kind: jax.random.key(0)
+            for kind in ("params", *(call_locals["apply_rng"] or ()))
         }
-        return module.init(keys, *inputs, **given["kwargs"])
+        return module.init(keys, *inputs, **call_locals["kwargs"])
 
     with linen.intercept_methods(note):
         jax.eval_shape(run)
@@ -215,16 +222,16 @@ def _einsum(layer: Any, name: str, shape: Shape) -> Layout:
 
 def _convolution(layer: Any, name: str, shape: Shape) -> Layout:
     rank = np.size(layer.kernel_size)
-    found = _kernel(shape, (-2,), (-1,), range(-2 - rank, -2))
-    return found._replace(fan_in=found.fan_in / _per_axis(layer.input_dilation, rank))
+    dense = _kernel(shape, (-2,), (-1,), range(-2 - rank, -2))
+    return dense._replace(fan_in=dense.fan_in / _per_axis(layer.input_dilation, rank))
 
 
 def _transposed_convolution(layer: Any, name: str, shape: Shape) -> Layout:
     """The window meets an input only once per stride."""
     rank = np.size(layer.kernel_size)
     axes = ((-1,), (-2,)) if layer.transpose_kernel else ((-2,), (-1,))
-    found = _kernel(shape, *axes, range(-2 - rank, -2))
-    return found._replace(fan_in=found.fan_in / _per_axis(layer.strides, rank))
+    dense = _kernel(shape, *axes, range(-2 - rank, -2))
+    return dense._replace(fan_in=dense.fan_in / _per_axis(layer.strides, rank))
 
 
 def _per_axis(strides: Any, rank: int) -> int:
@@ -238,8 +245,8 @@ def _equinox_convolution(layer: Any, name: str, shape: Shape) -> Layout:
 
 
 def _equinox_transposed_convolution(layer: Any, name: str, shape: Shape) -> Layout:
-    found = _equinox_convolution(layer, name, shape)
-    return found._replace(fan_in=found.fan_in / prod(layer.stride))
+    dense = _equinox_convolution(layer, name, shape)
+    return dense._replace(fan_in=dense.fan_in / prod(layer.stride))
 
 
 def _gain(layer: Any, name: str, shape: Shape) -> Layout:

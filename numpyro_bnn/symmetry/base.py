@@ -214,12 +214,12 @@ def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
     """Convert one symmetry or several to a tuple; refuse anything else."""
     if isinstance(symmetries, str) or not isinstance(symmetries, Iterable):
         symmetries = (symmetries,)
-    given = tuple(symmetries)
-    for symmetry in given:
+    symmetries = tuple(symmetries)
+    for symmetry in symmetries:
         if not isinstance(symmetry, Symmetry):
             instead = (
                 "Pass symmetries such as `symmetry.Scale(...)`, or those of "
                 "`symmetry.find(model, ...)`."
             )
             raise argument_error(call, "symmetries", symmetry, instead, TypeError)
-    return given
+    return symmetries

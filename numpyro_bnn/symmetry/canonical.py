@@ -95,14 +95,13 @@ def canonical(
         elif groups:
             target = _target(call, reference or {}, symmetries, points)
             points = _sweep(groups, _first_pass(groups, points, target), sweeps, target)
-    moved = {
+    aligned = {
         site: value.reshape((*size, *value.shape[1:])) for site, value in points.items()
     }
-    given = {site: np.asarray(value) for site, value in draws.items()}
-    return {
-        site: moved[site].astype(v.dtype) if site in moved else v
-        for site, v in given.items()
-    }
+    arrays = {site: np.asarray(value) for site, value in draws.items()}
+    for site, value in aligned.items():
+        arrays[site] = value.astype(arrays[site].dtype)
+    return arrays
 
 
 def _target(
@@ -112,8 +111,8 @@ def _target(
     points: Points,
 ) -> Points:
     """The reference in the gauge, as one draw."""
-    one = {site: np.asarray(value)[None] for site, value in reference.items()}
-    target, _, _ = read(call, one, symmetries, leading=1)
+    point = {site: np.asarray(value)[None] for site, value in reference.items()}
+    target, _, _ = read(call, point, symmetries, leading=1)
     for site, value in target.items():
         if value.shape[1:] != points[site].shape[1:]:
             instead = (
@@ -145,7 +144,7 @@ class _Group(NamedTuple):
 
 
 def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
-    one = {site: value[0] for site, value in points.items()}
+    first_draw = {site: value[0] for site, value in points.items()}
     flips = [s for s in symmetries if isinstance(s, SignFlip)]
     for order in symmetries:
         if isinstance(order, Permutation):
@@ -153,7 +152,7 @@ def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
             layers = [
                 f
                 for f in flips
-                if f.units(one) == 1 and set(f.sites) <= set(order.sites)
+                if f.units(first_draw) == 1 and set(f.sites) <= set(order.sites)
             ]
             flips = [f for f in flips if f not in units and f not in layers]
             yield _Group(order, tuple(units), tuple(layers), _alone(order.unit_axes))
@@ -245,7 +244,7 @@ def _best(
     ]
     scores = [np.swapaxes(draws @ reference.T, 1, 2) for draws, reference in pairs]
     unit_choices = list(product((1.0, -1.0), repeat=len(group.unit_flips)))
-    found: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
+    best: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
     for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
         layered = [
             _signed(*pair, group.layer_flips, layer_signs)
@@ -258,19 +257,19 @@ def _best(
                 for signs in unit_choices
             ]
         )
-        tables, which = totals.max(0), totals.argmax(0)
+        tables, best_choice = totals.max(0), totals.argmax(0)
         for i, table in enumerate(tables):
             units = np.arange(len(table))
             order = (
                 linear_sum_assignment(table, maximize=True)[1] if group.order else units
             )
             value = float(table[units, order].sum())
-            if value > found[i][0] + 1e-12 * abs(value):
+            if value > best[i][0] + 1e-12 * abs(value):
                 # Order first; the signs belong to the units in their new order.
-                signs = np.array(unit_choices)[which[i][units, order]]
+                signs = np.array(unit_choices)[best_choice[i][units, order]]
                 layer = [np.full(1, sign) for sign in layer_signs]
-                found[i] = value, [*([order] if group.order else []), *signs.T, *layer]
-    return [elements for _, elements in found]
+                best[i] = value, [*([order] if group.order else []), *signs.T, *layer]
+    return [elements for _, elements in best]
 
 
 def _signed(
@@ -313,9 +312,9 @@ def _settled(
 ) -> tuple[SignFlip, tuple[UnitAxis, ...]]:
     """A flip with sites that no other flip changes, and those sites."""
     for flip in flips:
-        others = [*(other for other in flips if other is not flip), *later]
-        free = _free(_alone(flip.unit_axes), others)
-        if not any(free[0].site in other.sites for other in others):
+        members = [*(member for member in flips if member is not flip), *later]
+        free = _free(_alone(flip.unit_axes), members)
+        if not any(free[0].site in member.sites for member in members):
             return flip, free
     return flips[0], flips[0].unit_axes
 

@@ -68,8 +68,9 @@ def read(
 
 
 def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
-    if found := [name for name in (site, site.replace("/", ".")) if name in draws]:
-        return found[0]
+    for name in (site, site.replace("/", ".")):
+        if name in draws:
+            return name
     raise unknown_name(call, "symmetries", site, draws)
 
 
@@ -135,7 +136,9 @@ def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitA
     next layer), and those.
     """
     for s in waiting:
-        touched = {site for other in waiting if other is not s for site in other.sites}
+        touched = {
+            site for sharing in waiting if sharing is not s for site in sharing.sites
+        }
         touched |= {axis.site for axis, power in s.powers if power < 0}
         free = [
             axis for axis, power in s.powers if power > 0 and axis.site not in touched
@@ -178,16 +181,16 @@ def invariants(
     [[[10.0, 21.0]]]
     """
     points, symmetries, size = read("symmetry.invariants", draws, symmetries)
-    moved = {
+    permuted = {
         axis for s in symmetries if isinstance(s, Permutation) for axis in s.unit_axes
     }
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
-    found = [(s, _invariant(s, points)) for s in symmetries]
+    summaries = [(s, _invariant(s, points)) for s in symmetries]
     return _named(
         [
-            (s, -np.sort(-v, -1) if v is not None and moved & {*s.unit_axes} else v)
-            for s, v in found
+            (s, -np.sort(-v, -1) if v is not None and permuted & {*s.unit_axes} else v)
+            for s, v in summaries
         ],
         size,
     )
@@ -228,12 +231,12 @@ def _named(
     """Summaries (C, S, U) by the name of their symmetry, extended by its last site if
     the name is taken.
     """
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
     for s, summary in summaries:
         if summary is not None:
-            name = s.name if s.name not in found else f"{s.name[:-1]}, {s.sites[-1]})"
-            found[name] = summary.reshape((*size, -1))
-    return found
+            name = s.name if s.name not in by_name else f"{s.name[:-1]}, {s.sites[-1]})"
+            by_name[name] = summary.reshape((*size, -1))
+    return by_name
 
 
 def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:

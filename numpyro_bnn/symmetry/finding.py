@@ -101,11 +101,11 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
         for name, net, input_shape in networks
         for s in from_network(net, input_shape, name, logits)
     ]
-    found = [
+    free = [
         s for s in every if all({site, f"{site}_base"} & latent for site in s.sites)
     ]
     joint = [
-        candidate for symmetry in found for candidate in _with_scales(symmetry, latent)
+        candidate for symmetry in free for candidate in _with_scales(symmetry, latent)
     ]
     measure = _invariance("symmetry.find", model, args, kwargs)
 
@@ -114,14 +114,14 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
             entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE
         ]
 
-    candidates = list(dict.fromkeys(found + joint))
-    known = {
+    candidates = list(dict.fromkeys(free + joint))
+    known_sites = {
         name
-        for symmetry in found
+        for symmetry in free
         for site in symmetry.sites
         for name in (site, f"{site}_base")
     }
-    valid = holding(candidates) + hidden_units(reading.shapes(), known, holding)
+    valid = holding(candidates) + hidden_units(reading.shapes(), known_sites, holding)
     if not valid:
         looked = (
             f"in {', '.join(repr(name) for name, *_ in networks)}"
@@ -132,12 +132,13 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
             f" of {len(candidates)} candidates "
             f"({', '.join(sorted({type(s).__name__ for s in candidates}))})"
         )
-        own = (
+        advice = (
             "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and "
             "verify them by `check`."
         )
         warnings.warn(
-            f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}",
+            f"symmetry.find: found none{tried if candidates else ''} {looked}. "
+            f"{advice}",
             stacklevel=outside(),
         )
     return valid
@@ -198,28 +199,32 @@ def hidden_units(
             if length > 1:
                 by_length[length].append(UnitAxis(site, axis))
     candidates: list[Symmetry] = [
-        Permutation(axes) for found in by_length.values() for axes in _subsets(found)
+        Permutation(axes)
+        for same_length in by_length.values()
+        for axes in _subsets(same_length)
     ]
-    kept: list[Symmetry] = []
+    smallest: list[Symmetry] = []
     for symmetry in sorted(
         valid(candidates) if candidates else [], key=lambda entry: len(entry.unit_axes)
     ):
-        if not any(set(known.unit_axes) <= set(symmetry.unit_axes) for known in kept):
-            kept.append(symmetry)
+        if not any(
+            set(subset.unit_axes) <= set(symmetry.unit_axes) for subset in smallest
+        ):
+            smallest.append(symmetry)
     # An axis that may be permuted alone, as of hyperparameters, does not enter the
     # likelihood.
-    kept = [symmetry for symmetry in kept if len(symmetry.unit_axes) > 1]
-    signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in kept]
-    return kept + (valid(signs) if signs else [])
+    smallest = [symmetry for symmetry in smallest if len(symmetry.unit_axes) > 1]
+    signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in smallest]
+    return smallest + (valid(signs) if signs else [])
 
 
 def _subsets(axes: Sequence[UnitAxis]) -> Iterator[tuple[UnitAxis, ...]]:
     """Sets of axes of different sites."""
     if len(axes) <= MOST_AXES:
         for size in range(1, len(axes) + 1):
-            for chosen in combinations(axes, size):
-                if len({axis.site for axis in chosen}) == size:
-                    yield chosen
+            for subset in combinations(axes, size):
+                if len({axis.site for axis in subset}) == size:
+                    yield subset
 
 
 # -- from the layers of a network ------------------------------------------------------
@@ -364,8 +369,8 @@ def _groups(wiring: Wiring, linked: Callable[[Segment], list[int]]) -> list[list
     """Segments joined by links, in the order of the network."""
     group = {i: {i} for i in wiring.kept()}
     for i in wiring.kept():
-        for before in linked(wiring.segments[i]):
-            joined = group[i] | group[wiring.find(before)]
+        for neighbor in linked(wiring.segments[i]):
+            joined = group[i] | group[wiring.find(neighbor)]
             group.update(dict.fromkeys(joined, joined))
     return [sorted(g) for g in dict.fromkeys(map(frozenset, group.values()))]
 
@@ -374,13 +379,13 @@ def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
     """One number added to all outputs: by the bias, and by every input of the last
     layer.
     """
-    last = wiring[wiring.output]
-    if not last.linear or last.bound or last.readers or last.norms:
+    segment = wiring[wiring.output]
+    if not segment.linear or segment.bound or segment.readers or segment.norms:
         return
-    for wire in last.writers:
+    for wire in segment.writers:
         if _is("bias", wire):
             yield Shift((UnitAxis(wire.param),))
-        elif _is("kernel", wire) and last.pointwise and wiring.output.repeats == 1:
+        elif _is("kernel", wire) and segment.pointwise and wiring.output.repeats == 1:
             yield Shift((UnitAxis(wire.param, wire.axis - 1),))
 
 
@@ -434,10 +439,10 @@ def check(
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which ...
     """
     args, kwargs = as_arrays(args, kwargs, "symmetry.check")
-    found = _invariance("symmetry.check", model, args, kwargs)(
+    invariances = _invariance("symmetry.check", model, args, kwargs)(
         as_symmetries("symmetry.check", symmetries)
     )
-    for entry in found:
+    for entry in invariances:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
             instead = (
@@ -447,7 +452,7 @@ def check(
             )
             got = f"{entry.symmetry.name}, under which {change}"
             raise argument_error("symmetry.check", "symmetries", got, instead)
-    return found
+    return invariances
 
 
 def _invariance(
@@ -527,8 +532,8 @@ def _check_data(
 
         return jax.value_and_grad(total)(free)
 
-    found = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
-    if not all(np.isfinite(part).all() for part in found):
+    slopes_by_site = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
+    if not all(np.isfinite(slope).all() for slope in slopes_by_site):
         check_finite(call, *suspicious[0])
 
 

@@ -35,14 +35,14 @@ class _Shape(NamedTuple):
         series = jnp.ones_like(x)
         for k in range(10, 2, -1):
             series = 1.0 + series * x / k
-        rest = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
+        remainder = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
         cosh, sinh = (
             self.low * growth * (0.5 * ratio),
             self.low * (0.5 * (growth + ratio)),
         )
-        some = self.low > 0.0  # avoids 0 times infinity
-        return jnp.where(some, cosh, 0.0) + self.order * rest, jnp.where(
-            some, sinh, 0.0
+        positive = self.low > 0.0  # avoids 0 times infinity
+        return jnp.where(positive, cosh, 0.0) + self.order * remainder, jnp.where(
+            positive, sinh, 0.0
         ) + self.order * slope
 
 

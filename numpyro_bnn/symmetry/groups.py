@@ -29,13 +29,13 @@ class Multiplicative(Symmetry):
         return tuple(axis for axis, _ in self.powers)
 
     def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        moved: Values = {}
+        new_values: Values = {}
         for axis, power in self.powers:
-            value = moved.get(axis.site, values[axis.site])
-            moved[axis.site] = value * jnp.exp(
+            value = new_values.get(axis.site, values[axis.site])
+            new_values[axis.site] = value * jnp.exp(
                 power * axis.by_element(g, jnp.ndim(value))
             )
-        return moved
+        return new_values
 
     def dimension(self, values: Mapping[str, Any]) -> float:
         """Sum of the powers over the elements of a unit: log|det| is
@@ -182,7 +182,7 @@ class JointScale(Multiplicative):
         """The same group without weights that are computed from their scale, and so
         need not be moved.
         """
-        return replace(self, weights=_others(self.weights, sites))
+        return replace(self, weights=_without(self.weights, sites))
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ class JointRescale(Multiplicative):
         """
         return replace(
             self,
-            incoming=_others(self.incoming, sites),
-            outgoing=_others(self.outgoing, sites),
+            incoming=_without(self.incoming, sites),
+            outgoing=_without(self.outgoing, sites),
         )
 
 
@@ -265,7 +265,7 @@ def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     return axes
 
 
-def _others(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis, ...]:
+def _without(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis, ...]:
     return tuple(axis for axis in axes if axis.site not in sites)
 
 
@@ -294,12 +294,12 @@ class OnElements(Symmetry):
         """The value of one site after ``g`` (U,) has acted along the axis."""
 
     def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        moved: Values = {}
+        new_values: Values = {}
         for axis in self.elements:
-            moved[axis.site] = self.on_site(
-                axis, moved.get(axis.site, values[axis.site]), g
+            new_values[axis.site] = self.on_site(
+                axis, new_values.get(axis.site, values[axis.site]), g
             )
-        return moved
+        return new_values
 
     def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
         return jnp.zeros(g.shape)

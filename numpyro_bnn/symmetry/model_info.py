@@ -36,8 +36,8 @@ def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
     """Mean and sd of a distribution of independent normals, in the shape of the site;
     ``None`` for others.
     """
-    found = affine_normal(fn)
-    return None if found is None else (found[0], jnp.abs(found[1]))
+    normal = affine_normal(fn)
+    return None if normal is None else (normal[0], jnp.abs(normal[1]))
 
 
 def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
@@ -103,14 +103,14 @@ class PriorProgram:
     def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
         sites = self.reading.sites.items()
-        made = [
+        noncentered = [
             name
             for name, site in sites
             if site["type"] == "deterministic" and f"{name}_base" in values
         ]
         return {
             f"{name}_base": site["value"]
-            for name, site in self.reading.at(values, only=made).items()
+            for name, site in self.reading.at(values, only=noncentered).items()
         }
 
     def children(self, sites: set[str]) -> set[str]:
@@ -206,7 +206,7 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
         lambda values: info.prior.elements(values) | info.prior.noncentered(values),
         once=True,
     )
-    before = driven(values)
+    elements = driven(values)
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
             fitting = [
@@ -216,17 +216,25 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
                 continue
             changed = np.moveaxis(np.array(values[hyper]), number, 0)
             changed[0] = 1.5 * changed[0]
-            after = driven({**values, hyper: np.moveaxis(changed, 0, number)})
+            changed_elements = driven(
+                {**values, hyper: np.moveaxis(changed, 0, number)}
+            )
             axes += [
                 axis._replace(site=hyper, axis=number)
                 for axis in fitting
-                if _first_slice_changed(before[axis.site], after[axis.site], axis.axis)
+                if _first_slice_changed(
+                    elements[axis.site], changed_elements[axis.site], axis.axis
+                )
             ]
     return Permutation(tuple(dict.fromkeys(axes)))
 
 
-def _first_slice_changed(before: Any, after: Any, axis: int | None) -> bool:
-    if before is None or after is None or axis is None:
+def _first_slice_changed(
+    elements: Any, changed_elements: Any, axis: int | None
+) -> bool:
+    if elements is None or changed_elements is None or axis is None:
         return False
-    different = np.moveaxis(np.asarray(before) != np.asarray(after), axis, 0)
+    different = np.moveaxis(
+        np.asarray(elements) != np.asarray(changed_elements), axis, 0
+    )
     return bool(different[0].all() and not different[1:].any())

@@ -99,7 +99,7 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
         touched
     )  # the distributions of the moving sites do not change
     method = _method(symmetry, prior, draws, free)
-    chosen = Plan(
+    candidate = Plan(
         symmetry,
         method,
         by_unit,
@@ -107,9 +107,13 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
         symmetry.units(draws[0]),
         exact,
     )
-    if exact and method in ALWAYS_ACCEPTED and _always_accepted(chosen, prior, draws):
-        return chosen._replace(method=ALWAYS_ACCEPTED[method])
-    return chosen
+    if (
+        exact
+        and method in ALWAYS_ACCEPTED
+        and _always_accepted(candidate, prior, draws)
+    ):
+        return candidate._replace(method=ALWAYS_ACCEPTED[method])
+    return candidate
 
 
 def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
@@ -150,10 +154,10 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
         return corrections
 
     program = shared(log_corrections, once=True)
-    found = [program(*start) for start in enumerate(draws)]
+    by_draw = [program(*start) for start in enumerate(draws)]
     return all(
         abs(float(correction)) < 1e-5
-        for corrections in found
+        for corrections in by_draw
         for correction in corrections
     )
 
@@ -416,14 +420,14 @@ def _one_by_one(
 def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:
     """Take steps in sequence, each from where the last one ended."""
 
-    def body(moved: Values, step_input: Any) -> tuple[Values, jax.Array]:
-        return step(orbit._replace(values={**orbit.values, **moved}), step_input)
+    def body(last_values: Values, step_input: Any) -> tuple[Values, jax.Array]:
+        return step(orbit._replace(values={**orbit.values, **last_values}), step_input)
 
     start = {
         site: orbit.values[site] for site in dict.fromkeys(orbit.plan.symmetry.sites)
     }
-    moved, accept_prob = lax.scan(body, start, inputs)
-    return moved, jnp.mean(accept_prob)
+    last_values, accept_prob = lax.scan(body, start, inputs)
+    return last_values, jnp.mean(accept_prob)
 
 
 def _flip(

@@ -234,10 +234,10 @@ def _fill_in(
             values |= move(
                 entry, random.fold_in(rng_key, i), values, prior, jnp.ones(())
             )[0]
-        again = handlers.substitute(
+        rerun = handlers.substitute(
             _SameKeys(model, run.keys), {**run.plates, **values}
         )
-        traced = handlers.trace(again).get_trace(*args, **kwargs)
+        traced = handlers.trace(rerun).get_trace(*args, **kwargs)
     for name in sorted(run.gauge.touched):
         numpyro.deterministic(name, values[name])
     for name in run.hidden:
