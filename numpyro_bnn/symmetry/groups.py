@@ -1,10 +1,10 @@
 """The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,12 @@ import jax.numpy as jnp
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
+
+Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
+
+
+def _with_power(axes: Iterable[UnitAxis], power: float) -> Powers:
+    return tuple((axis, power) for axis in axes)
 
 
 class Multiplicative(Symmetry):
@@ -21,7 +27,7 @@ class Multiplicative(Symmetry):
 
     @property
     @abstractmethod
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+    def powers(self) -> Powers:
         """Unit axes with the power of c that multiplies their sites."""
 
     @property
@@ -85,8 +91,8 @@ class Scale(Multiplicative):
         )
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return tuple((axis, 1.0) for axis in self.weights)
+    def powers(self) -> Powers:
+        return _with_power(self.weights, 1.0)
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,8 @@ class Rescale(Multiplicative):
             )
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return tuple((axis, 1.0) for axis in self.incoming) + tuple(
-            (axis, -1.0) for axis in self.outgoing
-        )
+    def powers(self) -> Powers:
+        return _with_power(self.incoming, 1.0) + _with_power(self.outgoing, -1.0)
 
 
 @dataclass(frozen=True)
@@ -172,17 +176,15 @@ class JointScale(Multiplicative):
         return f"JointScale({self.scale[0].site})"
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return (
-            *((axis, 1.0) for axis in self.weights),
-            (self.scale[0], float(self.power)),
-        )
+    def powers(self) -> Powers:
+        scale = (self.scale[0], float(self.power))
+        return (*_with_power(self.weights, 1.0), scale)
 
     def without(self, sites: Container[str]) -> "JointScale":
         """The same group without weights that are computed from their scale, and so
         need not be moved.
         """
-        return replace(self, weights=_without(self.weights, sites))
+        return replace(self, weights=axes_without(self.weights, sites))
 
 
 @dataclass(frozen=True)
@@ -236,11 +238,9 @@ class JointRescale(Multiplicative):
         return f"JointRescale({self.scales[0][0].site})"
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        weights = [(axis, 1.0) for axis in self.incoming] + [
-            (axis, -1.0) for axis in self.outgoing
-        ]
-        return (*weights, *self.scales)
+    def powers(self) -> Powers:
+        weights = _with_power(self.incoming, 1.0) + _with_power(self.outgoing, -1.0)
+        return weights + self.scales
 
     def without(self, sites: Container[str]) -> "JointRescale":
         """The same group without weights that are computed from their scale, and so
@@ -248,8 +248,8 @@ class JointRescale(Multiplicative):
         """
         return replace(
             self,
-            incoming=_without(self.incoming, sites),
-            outgoing=_without(self.outgoing, sites),
+            incoming=axes_without(self.incoming, sites),
+            outgoing=axes_without(self.outgoing, sites),
         )
 
 
@@ -265,7 +265,10 @@ def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     return axes
 
 
-def _without(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis, ...]:
+def axes_without(
+    axes: Iterable[UnitAxis], sites: Container[str]
+) -> tuple[UnitAxis, ...]:
+    """The axes of all other sites."""
     return tuple(axis for axis in axes if axis.site not in sites)
 
 

@@ -25,11 +25,12 @@ def log_likelihoods(reading: Reading, values: Mapping[str, Any]) -> list[jax.Arr
     """Log density of every observed site at ``values`` of the latent ones, on all data,
     with its masks and scale.
     """
-    observed = reading.at(
-        values, only=[name for name in reading.observed if name not in reading.held]
-    ).values()
-    logs = [(site["fn"].log_prob(site["value"]), site["scale"]) for site in observed]
-    return [log if scale is None else scale * log for log, scale in logs]
+    observed = [name for name in reading.observed if name not in reading.held]
+    logs = []
+    for site in reading.at(values, only=observed).values():
+        log = site["fn"].log_prob(site["value"])
+        logs.append(log if site["scale"] is None else site["scale"] * log)
+    return logs
 
 
 def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
@@ -74,7 +75,8 @@ class PriorProgram:
     """
 
     def __init__(self, reading: Reading) -> None:
-        self.reading, self.held = reading, reading.held
+        self.reading = reading
+        self.held = reading.held
         #: Sites whose density is the prior: latent ones, and those that other blocks of
         # a ``Gibbs`` hold.
         self.sites = tuple(

@@ -131,35 +131,28 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
     def log_corrections(seed: jax.Array, values: dict) -> list[jax.Array]:
         rng_key = random.key(seed)
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
-        orders = (
-            plan.symmetry.trials(rng_key, plan.units)
-            if isinstance(plan.symmetry, Permutation)
-            else []
-        )
-        proposals = [(g, jnp.zeros(())) for g in orders] or [
-            orbit.independent_draw(rng_key)
-        ]
+        if isinstance(plan.symmetry, Permutation):
+            orders = plan.symmetry.trials(rng_key, plan.units)
+            proposals = [(g, jnp.zeros(())) for g in orders]
+        else:
+            proposals = [orbit.independent_draw(rng_key)]
         fns = prior.distributions(values)
         bounds = jax.tree.leaves(
             [fns[site].support for site in plan.affected if site != redrawn]
         )
         corrections = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
-        for (
-            g,
-            proposal,
-        ) in proposals:  # relative to the size of the log densities in a ratio
+        # Relative to the size of the log densities in a ratio.
+        for g, proposal in proposals:
             ends = values, {**values, **orbit.moved(g)}
             size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
             corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
         return corrections
 
     program = shared(log_corrections, once=True)
-    by_draw = [program(*start) for start in enumerate(draws)]
-    return all(
-        abs(float(correction)) < 1e-5
-        for corrections in by_draw
-        for correction in corrections
-    )
+    corrections = []
+    for seed, values in enumerate(draws):
+        corrections += program(seed, values)
+    return bool(np.all(np.abs(np.array(corrections, float)) < 1e-5))
 
 
 def _method(
@@ -184,7 +177,9 @@ def _method(
         if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
             return "prior"
     means = shared(partial(_locations, symmetry, prior), once=True)
-    locations = [loc for values in draws for loc in means(values)]
+    locations = []
+    for values in draws:
+        locations += means(values)
     if any(loc is None for loc in locations):
         return "walk"
     if isinstance(symmetry, Shift):
@@ -258,14 +253,12 @@ class _Orbit(NamedTuple):
         plan, prior = self.plan, self.prior
         if plan.by_unit:
             fns = prior.distributions(values)
-            logs = [
-                (axis, elementwise(fns[axis.site], values[axis.site]))
-                for axis in plan.symmetry.unit_axes
-            ]
-            return sum(
-                (axis.over_units(log) for axis, log in logs if log is not None),
-                jnp.zeros(plan.units),
-            )
+            by_unit = jnp.zeros(plan.units)
+            for axis in plan.symmetry.unit_axes:
+                log = elementwise(fns[axis.site], values[axis.site])
+                if log is not None:
+                    by_unit = by_unit + axis.over_units(log)
+            return by_unit
         total = prior.total(values, plan.affected)
         return (total if plan.exact else total + prior.likelihood(values))[None]
 
@@ -323,18 +316,11 @@ class _Orbit(NamedTuple):
         """``g``, or the identity for units of a redrawn site that rounding puts on the
         border of its support.
         """
-        fn, value = (
-            self.prior.distributions(self.values)[axis.site],
-            self.moved(g)[axis.site],
-        )
+        fn = self.prior.distributions(self.values)[axis.site]
+        value = self.moved(g)[axis.site]
         logs = elementwise(fn, value)
-        return jnp.where(
-            jnp.isfinite(
-                axis.over_units(log_density(fn, value) if logs is None else logs)
-            ),
-            g,
-            0.0,
-        )
+        logs = log_density(fn, value) if logs is None else logs
+        return jnp.where(jnp.isfinite(axis.over_units(logs)), g, 0.0)
 
 
 def _normal_shift(
@@ -423,9 +409,7 @@ def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array
     def body(last_values: Values, step_input: Any) -> tuple[Values, jax.Array]:
         return step(orbit._replace(values={**orbit.values, **last_values}), step_input)
 
-    start = {
-        site: orbit.values[site] for site in dict.fromkeys(orbit.plan.symmetry.sites)
-    }
+    start = {site: orbit.values[site] for site in orbit.plan.symmetry.sites}
     last_values, accept_prob = lax.scan(body, start, inputs)
     return last_values, jnp.mean(accept_prob)
 
