@@ -170,11 +170,9 @@ def dataset(
         name: _variable(name, dims, values)
         for name, (dims, values) in variables.items()
     }
-    sizes = {
-        dim: n
-        for dims, values in arrays.values()
-        for dim, n in zip(dims, values.shape, strict=True)
-    }
+    sizes: dict[str, int] = {}
+    for dims, values in arrays.values():
+        sizes.update(zip(dims, values.shape, strict=True))
     for name in sizes.keys() & arrays.keys():
         got = f"{name!r} as a variable and as a dimension"
         raise argument_error(
@@ -237,9 +235,8 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     import xarray as xr
 
     data = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
-    data = data.isel(
-        draw=slice(draws), missing_dims="ignore"
-    )  # a kernel may have no statistics
+    # A kernel may have no statistics.
+    data = data.isel(draw=slice(draws), missing_dims="ignore")
     return data.assign_coords(
         {dim: np.arange(size) for dim, size in data.sizes.items()}
     )
@@ -339,7 +336,8 @@ def _variable(
     name: str, dims: Iterable[str], values: ArrayLike
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Check one variable of a dataset."""
-    array, dim_names = np.asarray(values), tuple(dims)
+    array = np.asarray(values)
+    dim_names = tuple(dims)
     fault = None
     if "/" in name:
         fault = (

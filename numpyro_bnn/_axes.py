@@ -79,23 +79,22 @@ def follow_axes(
         ]
 
     for equation in jaxpr.eqns:
-        operands, name = read(equation.invars), equation.primitive.name
-        inner = called(equation)
+        operands = read(equation.invars)
         if not any(operands):
             continue
+        name = equation.primitive.name
+        inner = called(equation)
+        all_rows = all(isinstance(operand, Rows) for operand in operands)
         if inner is not None:
             outputs = follow_axes(inner, operands, enter)
         elif name in ("scan", "cond"):
-            if (
-                not all(isinstance(operand, Rows) for operand in operands)
-                and enter is not None
-            ):
+            if not all_rows and enter is not None:
                 enter(equation, operands)
             rows = [
                 operand if isinstance(operand, Rows) else Rows() for operand in operands
             ]
             outputs = (_scanned if name == "scan" else _chosen)(equation, rows, enter)
-        elif all(isinstance(operand, Rows) for operand in operands):
+        elif all_rows:
             outputs = [moved(equation, operands)] * len(equation.outvars)
         else:
             assert enter is not None
@@ -142,7 +141,8 @@ def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[R
     """The outputs of ``scan``: carried labels are followed until they no
     longer change.
     """
-    constants, carried = equation.params["num_consts"], equation.params["num_carry"]
+    constants = equation.params["num_consts"]
+    carried = equation.params["num_carry"]
 
     def shifted(rows: Rows, by: int) -> Rows:
         """By the axis that is scanned, whose own labels are mixed."""
@@ -153,12 +153,12 @@ def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[R
                 moved_rows[label] = SUMMED if axis < 0 else place._replace(axis=axis)
         return moved_rows
 
-    start = [Rows(rows) for rows in operands[constants : constants + carried]]
+    start = list(map(Rows, operands[constants : constants + carried]))
     slices = [shifted(rows, -1) for rows in operands[constants + carried :]]
     while True:
-        inputs = [*operands[:constants], *(Rows(rows) for rows in start), *slices]
+        inputs = [*operands[:constants], *map(Rows, start), *slices]
         outputs = follow_axes(equation.params["jaxpr"].jaxpr, inputs, enter)
-        previous = [Rows(rows) for rows in start]
+        previous = list(map(Rows, start))
         for carry, rows in zip(start, outputs[:carried], strict=True):
             _merge(carry, rows)
         if start == previous:
@@ -241,11 +241,15 @@ def dot_axes(
 ) -> tuple[dict[int, int], tuple[int, ...]]:
     """Output axes that come from the free axes of an operand, and its other axes."""
     contracted, batch = equation.params["dimension_numbers"]
-    ranks = [len(var.aval.shape) for var in equation.invars]
     inputs = (*batch[operand], *contracted[operand])
-    free = [axis for axis in range(ranks[operand]) if axis not in inputs]
-    first = len(batch[0]) if operand == 0 else ranks[0] - len(contracted[0])
-    return {first + n: axis for n, axis in enumerate(free)}, inputs
+    free = _other_axes(equation.invars[operand], inputs)
+    rank = equation.invars[0].aval.ndim
+    first = len(batch[0]) if operand == 0 else rank - len(contracted[0])
+    return dict(enumerate(free, first)), inputs
+
+
+def _other_axes(var: Any, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in range(var.aval.ndim) if axis not in axes]
 
 
 def _dot(equation: Equation, operand: int, place: Place) -> Place | None:
@@ -272,7 +276,8 @@ def _convolution(equation: Equation, operand: int, place: Place) -> Place | None
 
 
 def _window(equation: Equation, operand: int, place: Place) -> Place | None:
-    p, axis = equation.params, place.axis
+    p = equation.params
+    axis = place.axis
     dilations = (p.get("base_dilation"), p.get("window_dilation"))
     untouched = p["window_dimensions"][axis] == 1 and p["window_strides"][axis] == 1
     untouched = untouched and tuple(p["padding"][axis]) == (0, 0)
@@ -286,14 +291,12 @@ def _window(equation: Equation, operand: int, place: Place) -> Place | None:
 def _gathered(
     equation: Equation, operand: int, place: Place, counting: Mapping[int, int]
 ) -> Place | None:
-    numbers, axis = equation.params["dimension_numbers"], place.axis
-    shape, index_shape = (var.aval.shape for var in equation.invars)
+    numbers = equation.params["dimension_numbers"]
+    axis = place.axis
+    shape = equation.invars[0].aval.shape
+    index_shape = equation.invars[1].aval.shape
     # Axes of the output that come from those of the index, in order.
-    looked_up = [
-        a
-        for a in range(len(equation.outvars[0].aval.shape))
-        if a not in numbers.offset_dims
-    ]
+    looked_up = _other_axes(equation.outvars[0], numbers.offset_dims)
     if operand == 1:  # each element of the output is looked up by one row of the index
         return place._replace(axis=looked_up[axis]) if axis < len(looked_up) else SUMMED
     if axis in numbers.operand_batching_dims:
@@ -310,7 +313,7 @@ def _gathered(
             else SUMMED
         )
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    slice_axes = [a for a in range(len(shape)) if a not in dropped]
+    slice_axes = _other_axes(equation.invars[0], dropped)
     complete = (
         axis in slice_axes and equation.params["slice_sizes"][axis] == shape[axis]
     )
@@ -322,7 +325,8 @@ def _gathered(
 
 
 def _sliced(equation: Equation) -> Iterable[int]:
-    shape, sliced_shape = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    shape = equation.invars[0].aval.shape
+    sliced_shape = equation.outvars[0].aval.shape
     strides = equation.params.get("strides") or [1] * len(shape)
     return [
         a for a in range(len(shape)) if shape[a] != sliced_shape[a] or strides[a] != 1

@@ -61,13 +61,20 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def is_floating(value: Any) -> bool:
+    """Whether it is an array of floating-point numbers."""
+    return hasattr(value, "dtype") and jax.numpy.issubdtype(
+        value.dtype, jax.numpy.floating
+    )
+
+
 def unknown_name(call: str, argument: str, got: Any, names: Any) -> Exception:
     """Build the error for a name that is not among the known ``names``, with the
     closest of these first.
     """
     from difflib import get_close_matches
 
-    names = [str(name) for name in names]
+    names = list(map(str, names))
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(str(got).lower(), by_lower, n=1)
     hint = f"Did you mean {by_lower[close[0]]!r}? " if close else ""
@@ -80,9 +87,11 @@ def outside() -> int:
     """The ``stacklevel`` of a warning about the line of the user that called the
     package.
     """
-    frame, level = inspect.currentframe(), 0
+    frame = inspect.currentframe()
+    level = 0
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level
 
 
@@ -144,7 +153,7 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         return
     bad = ~np.isfinite(numbers)
     if bad.any():
-        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        first = tuple(np.argwhere(bad)[0].tolist())
         came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"
         raise argument_error(call, argument, came, "Drop or impute those rows first.")
 

@@ -162,9 +162,11 @@ def affine_normal(
     while isinstance(base, dist.TransformedDistribution):
         transforms += [elementwise(t) for t in reversed(base.transforms)]
         base = unwrapped(base.base_dist, masked)
-    loc, scale = base.loc, base.scale
+    loc = base.loc
+    scale = base.scale
     for transform in reversed(transforms):
-        loc, scale = transform.loc + transform.scale * loc, transform.scale * scale
+        loc = transform.loc + transform.scale * loc
+        scale = transform.scale * scale
     return jnp.broadcast_to(loc, fn.shape()), jnp.broadcast_to(scale, fn.shape())
 
 
@@ -205,7 +207,8 @@ class GroupStudentT(dist.Distribution):
     def __init__(
         self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None
     ) -> None:
-        self.df, self.scale = df, scale
+        self.df = df
+        self.scale = scale
         super().__init__(
             batch_shape=(), event_shape=tuple(shape), validate_args=validate_args
         )
@@ -227,7 +230,8 @@ class GroupStudentT(dist.Distribution):
 
     @validate_sample
     def log_prob(self, value: jax.Array) -> jax.Array:
-        n, half = prod(self.event_shape), self.df / 2
+        n = prod(self.event_shape)
+        half = self.df / 2
         axes = tuple(range(-len(self.event_shape), 0))
         square = jnp.sum((value / self.scale) ** 2, axis=axes)
         constant = (

@@ -154,9 +154,8 @@ NonNegativeOrInfinite: TypeAlias = Annotated[float, Number(infinite=True)]
 Fraction: TypeAlias = Annotated[float, Number(maximum=1)]
 FractionBelow1: TypeAlias = Annotated[float, Number(below=1)]
 Level: TypeAlias = Annotated[float, Number(strict=True, below=1)]
-Switch: TypeAlias = Annotated[
-    bool, Kind(bool | np.bool, "Pass True or False.")
-]  # the text "no" would be true
+# The text "no" would be true.
+Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]
 RandomKey: TypeAlias = Annotated[jax.Array, KEY]
 NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
 Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
@@ -193,11 +192,12 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
 @cache
 def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
     """The declared options of a function, by argument."""
-    declared = {
-        name: declared_option(annotation)
-        for name, annotation in function.__annotations__.items()
-    }
-    return {name: option for name, option in declared.items() if option is not None}
+    options = {}
+    for name, annotation in function.__annotations__.items():
+        option = declared_option(annotation)
+        if option is not None:
+            options[name] = option
+    return options
 
 
 def check_option(call: str, function: Callable, argument: str, value: Any) -> Any:

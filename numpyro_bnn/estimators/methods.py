@@ -27,20 +27,14 @@ from numpyro_bnn.program.compiled import TRACING, prepare
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.fit import from_guide
 
-LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
-HELD_OUT, ENOUGH_ROWS = (
-    0.1,
-    20,
-)  # share of the rows that stop the optimizer, and the fewest rows that afford it
-ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
-MANY_ROWS = (
-    5000  # above it a gradient is so expensive that chains are fewer and shorter
-)
-LARGEST_FULL, LARGEST_WORK = (
-    1500,
-    10**10,
-)  # unknowns of a dense precision of "laplace", and rows times their square
-MOST_VALUES = 10**8  # numbers in the draws of "laplace"
+MIN_SD = 1e-6  # of the noise, in standard deviations of the targets
+HELD_OUT = 0.1  # share of the rows, which stop the optimizer
+MIN_ROWS_TO_HOLD_OUT = 20  # fewer rows cannot afford it
+MIN_ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
+MANY_ROWS = 5000  # above, a gradient is so expensive that chains are fewer and shorter
+MAX_DENSE_UNKNOWNS = 1500  # of a dense precision of "laplace"
+MAX_DENSE_WORK = 10**10  # its rows times the square of its unknowns
+MAX_DRAWN_NUMBERS = 10**8  # in the draws of "laplace"
 REPORTS = 20  # calls of a callback in one fit
 
 
@@ -51,9 +45,7 @@ class Task(NamedTuple):
 
     call: str  # name of the estimator, for messages
     model: Callable
-    data: tuple[
-        jax.Array, jax.Array, jax.Array
-    ]  # arguments of the model, from `padded`
+    data: tuple[jax.Array, jax.Array, jax.Array]  # of the model, from `padded`
     num_rows: int  # without padding
     rng_key: jax.Array
     effort: float
@@ -87,14 +79,12 @@ class Regression(NamedTuple):
         """
         if method != "ensemble":
             return cls()
-        return (
-            cls((16, 16, 16), True, True)
-            if num_rows >= ROWS_OF_NOISE
-            else cls(heavy_tails=True)
-        )
+        if num_rows >= MIN_ROWS_OF_NOISE:
+            return cls((16, 16, 16), True, True)
+        return cls(heavy_tails=True)
 
 
-class Draws(NamedTuple):
+class MethodDraws(NamedTuple):
     """Draws of the sites (C, S, ...) by name, and settings for the attributes of the
     result.
     """
@@ -154,7 +144,7 @@ def network_model(
 
 
 def noise_likelihood(
-    targets: int, heteroscedastic: bool, heavy_tails: bool, least_sd: float = 0.0
+    targets: int, heteroscedastic: bool, heavy_tails: bool, min_sd: float = 0.0
 ) -> Callable:
     """Normal or Student's t noise: one scale for all rows, with prior HalfNormal(1), or
     outputs of the network.
@@ -163,15 +153,16 @@ def noise_likelihood(
     sigma: Any = 0.0
     if not heteroscedastic:
         prior = dist.HalfNormal(1.0)
-        sigma = least_sd + numpyro.sample(
+        sigma = min_sd + numpyro.sample(
             "sigma", prior.expand(shape).to_event(1) if shape else prior
         )
     family = noise_family(heavy_tails)
 
     def of_output(out: jax.Array) -> dist.Distribution:
-        mean, sd = out[..., :targets], sigma
+        mean = out[..., :targets]
+        sd = sigma
         if heteroscedastic:
-            sd = max(LEAST_SD, least_sd) + jax.nn.softplus(out[..., targets:])
+            sd = max(MIN_SD, min_sd) + jax.nn.softplus(out[..., targets:])
             sd = sd if shape else sd[..., 0]
         return family(mean, sd).to_event(1) if shape else family(mean[..., 0], sd)
 
@@ -186,10 +177,10 @@ def categorical_likelihood() -> Callable:
 # -- Markov chains ---------------------------------------------------------------------
 
 
-def ensemble(task: Task) -> Draws:
+def ensemble(task: Task) -> MethodDraws:
     """Microcanonical chains around the members of a deep ensemble."""
     gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (60_000, 8)
-    held_out = HELD_OUT if task.num_rows >= ENOUGH_ROWS else 0.0
+    held_out = HELD_OUT if task.num_rows >= MIN_ROWS_TO_HOLD_OUT else 0.0
     mcmc = infer.ensemble(
         task.model,
         task.steps(gradients, 100),
@@ -199,31 +190,27 @@ def ensemble(task: Task) -> Draws:
     return _chains(task, mcmc.sampler, chains, mcmc.num_warmup, mcmc.num_samples)
 
 
-def nuts(task: Task) -> Draws:
+def nuts(task: Task) -> MethodDraws:
     """NUTS, with moves along the symmetries of the network after each transition."""
-    with (
-        TRACING,
-        warnings.catch_warnings(),
-    ):
-        # filters of warnings belong to all threads, too
-        warnings.filterwarnings(
-            "ignore", "symmetry.find: found none"
-        )  # in a linear network
+    # The lock: filters of warnings belong to all threads, too.
+    with TRACING, warnings.catch_warnings():
+        # A linear network has none.
+        warnings.filterwarnings("ignore", "symmetry.find: found none")
         symmetries = symmetry.find(task.model, *task.data)
     inner = NUTS(task.model, max_tree_depth=8)
     kernel = infer.OrbitMoves(inner, symmetries) if symmetries else inner
-    return _chains(
-        task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4)
-    )
+    num_samples = task.num_samples or task.steps(400, 4)
+    return _chains(task, kernel, 4, task.steps(400, 10), num_samples)
 
 
 def _chains(
     task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int
-) -> Draws:
+) -> MethodDraws:
     """Run a kernel by one compiled program whose inputs are the data; leave out chains
     at fault, with a warning.
     """
-    count, args = task.num_chains or num_chains, task.data
+    count = task.num_chains or num_chains
+    args = task.data
     with TRACING:
         state = kernel.init(
             jax.random.split(task.rng_key, count),
@@ -257,7 +244,8 @@ def _chains(
             )
         return run(*carry, args)
 
-    program, total = prepare(advance, args, {}), num_warmup + num_samples
+    program = prepare(advance, args, {})
+    total = num_warmup + num_samples
     for start, stop in _report_intervals(total):
         state, draws = jax.block_until_ready(program((state, draws, start, stop)))
         task.report(int(stop), total)
@@ -291,9 +279,8 @@ def _transitions(
     def transition(i: jax.Array, carry: tuple) -> tuple:
         state, draws = carry
         state = kernel.sample(state, args, {})
-        place = jnp.maximum(
-            i - num_warmup, 0
-        )  # warm-up writes where the first draw will be
+        # Warm-up writes where the first draw will be.
+        place = jnp.maximum(i - num_warmup, 0)
         new = values(getattr(state, kernel.sample_field))
         return state, jax.tree.map(
             lambda stored, value: stored.at[:, place].set(value), draws, new
@@ -302,7 +289,9 @@ def _transitions(
     return jax.lax.fori_loop(start, stop, transition, (state, draws))
 
 
-def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Draws:
+def _sound(
+    call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]
+) -> MethodDraws:
     """The chains that neither diverged nor froze."""
     flat = np.concatenate(
         [value.reshape((*value.shape[:2], -1)) for value in sites.values()], axis=2
@@ -333,13 +322,13 @@ def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Dr
             f"chains are not affected."
         )
         warnings.warn(message, stacklevel=2)
-    return Draws({name: value[~at_fault] for name, value in sites.items()}, attrs)
+    return MethodDraws({name: value[~at_fault] for name, value in sites.items()}, attrs)
 
 
 # -- guides ----------------------------------------------------------------------------
 
 
-def mean_field(task: Task) -> Draws:
+def mean_field(task: Task) -> MethodDraws:
     """Bayes by Backprop with the local reparameterization."""
     import optax
 
@@ -349,30 +338,31 @@ def mean_field(task: Task) -> Draws:
     svi = SVI(task.model, guide, adam, guides.TraceLocalReparam_ELBO())
     fit: Any = None
     for start, stop in _report_intervals(steps):
-        options = {
-            "progress_bar": False,
-            "stable_update": True,
-            "init_state": fit and fit.state,
-        }
-        fit = guides.fit(svi, task.rng_key, int(stop - start), *task.data, **options)
+        fit = guides.fit(
+            svi,
+            task.rng_key,
+            int(stop - start),
+            *task.data,
+            progress_bar=False,
+            stable_update=True,
+            init_state=fit and fit.state,
+        )
         task.report(int(stop), steps)
     return _from_guide(task, guide, fit)
 
 
-def adf(task: Task) -> Draws:
+def adf(task: Task) -> MethodDraws:
     """Probabilistic backpropagation; every epoch counts the rows again, so few rows get
     few of them.
     """
-    guide, epochs = (
-        guides.AutoADF(task.model),
-        task.steps(min(40, max(4, task.num_rows // 8)), 1),
-    )
+    guide = guides.AutoADF(task.model)
+    epochs = task.steps(min(40, max(4, task.num_rows // 8)), 1)
     fit = guide.run(task.rng_key, *task.data, num_epochs=epochs, progress_bar=False)
     task.report(epochs, epochs)
     return _from_guide(task, guide, fit)
 
 
-def laplace(task: Task) -> Draws:
+def laplace(task: Task) -> MethodDraws:
     """A Gaussian at the mode, with prior precisions and noise by the evidence;
     predictions are linearized.
     """
@@ -385,37 +375,33 @@ def laplace(task: Task) -> Draws:
         )
         reading = Reading(task.model, data)
         number = sum(value.size for value in reading.shapes(reading.latent).values())
-        dense = number <= LARGEST_FULL and len(x) * number**2 <= LARGEST_WORK
+        dense = number <= MAX_DENSE_UNKNOWNS and len(x) * number**2 <= MAX_DENSE_WORK
         guide = guides.AutoLaplace(task.model, "full" if dense else "kron")
-        options: dict[str, Any] = {
-            "num_epochs": 20 if dense else 300,
-            "num_rounds": task.steps(100 if dense else 15, 2),
-        }
         fit = guide.run(
-            task.rng_key, *data, tune_prior="auto", progress_bar=False, **options
+            task.rng_key,
+            *data,
+            tune_prior="auto",
+            progress_bar=False,
+            num_epochs=20 if dense else 300,
+            num_rounds=task.steps(100 if dense else 15, 2),
         )
         task.report(1, 1)
-        draws = _from_guide(
-            task._replace(data=data),
-            guide,
-            fit,
-            max(50, min(1000, MOST_VALUES // number)),
-        )
-    summary: dict[str, Any] = {
+        num_samples = max(50, min(1000, MAX_DRAWN_NUMBERS // number))
+        draws = _from_guide(task._replace(data=data), guide, fit, num_samples)
+    attrs = {
+        **draws.attrs,
         "log_evidence": fit.log_evidence,
         "effective_parameters": fit.effective_parameters,
-    }
-    summary |= {
         "prior_precision": str(fit.prior_precision),
         "converged": int(fit.converged),
+        "structure": guide.structure,
     }
-    attrs = {**draws.attrs, **summary, "structure": guide.structure}
-    return Draws(
+    return MethodDraws(
         draws.sites, attrs, LinearizedPredictive(guide, fit.params, draws.sites)
     )
 
 
-def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
+def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> MethodDraws:
     """Independent draws from a fitted guide, as one chain."""
     key = jax.random.fold_in(task.rng_key, 1)
     result = from_guide(fit, guide, task.data, {}, key, task.num_samples or usual)
@@ -435,7 +421,8 @@ HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could
 # choose to have no noise; learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}
-NOISE_FLOORS, ACTIVATIONS = {"laplace": 1e-3}, {"laplace": "tanh"}
+NOISE_FLOORS = {"laplace": 1e-3}
+ACTIVATIONS = {"laplace": "tanh"}
 # Rows below which a regression warns, by default 5. After fits to two or three random
 # rows, 90 % intervals held 57 to 95 % of new targets, from five rows on 84 to 99 %; of
 # "laplace" 70 % with six, 81 % with eight and ten.

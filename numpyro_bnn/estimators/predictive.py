@@ -25,12 +25,11 @@ from numpyro_bnn.guides.laplace.prediction import (
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
 from numpyro_bnn.results.replay import sites_at
 
-LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
+# Rows of a chunk: few programs, bounded memory.
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 1024
 HALVINGS = 40  # of the bracket of a quantile
-FARTHEST, GRID = (
-    20.0,
-    2049,
-)  # of the table of a Student's t: largest asinh of a value, and number of nodes
+# Of the table of a Student's t: largest asinh of a value, and number of nodes.
+MAX_ASINH, NUM_NODES = 20.0, 2049
 
 
 class Predictive:
@@ -45,7 +44,8 @@ class Predictive:
     precision: Callable = nullcontext  # of all computations
 
     def __init__(self, model: Callable, draws: Mapping[str, np.ndarray]) -> None:
-        self.model, self.draws = model, draws
+        self.model = model
+        self.draws = draws
         self.num_draws = int(np.prod(next(iter(draws.values())).shape[:2]))
         self._programs: dict[str, Callable] = {}
 
@@ -68,52 +68,36 @@ class Predictive:
         :return: a tuple of arrays, whose rows are on the axis that the table says.
         """
         with self.precision():
-            return self._summarize(
-                summary, x, *by_row, draw_index=draw_index, options=options
-            )
+            axis, _ = SUMMARIES[summary]
+            program = self._programs.setdefault(summary, shared(self._program(summary)))
+            draws = {} if summary in self.closed_form else self._selected(draw_index)
+            num_draws = self.num_draws if draw_index is None else len(draw_index)
+            chunk = self._rows(len(x), num_draws)
+            chunks = []
+            for first in range(0, len(x), chunk):
+                size = min(chunk, len(x) - first)
+                # One shape: one program.
+                index = np.minimum(np.arange(first, first + chunk), len(x) - 1)
+                rows = []
+                for values in (x, *by_row):
+                    kind = float if values.dtype.kind == "f" else int
+                    rows.append(jnp.asarray(values[index], kind))
+                results = jax.device_get(program(draws, self.params, rows, options))
+                chunks.append([np.take(value, range(size), axis) for value in results])
+            joined = []
+            for pieces in zip(*chunks, strict=True):
+                joined.append(np.concatenate(pieces, axis).astype(np.float64))
+            return tuple(joined)
 
-    def _summarize(
-        self,
-        summary: str,
-        x: np.ndarray,
-        *by_row: np.ndarray,
-        draw_index: Any,
-        options: Any,
-    ) -> tuple:
-        axis, _ = SUMMARIES[summary]
-        program = self._programs.setdefault(summary, shared(self._program(summary)))
-        merged = {
-            name: value.reshape((-1, *value.shape[2:]))
-            for name, value in self.draws.items()
-        }
-        draws = {
-            name: jnp.asarray(value if draw_index is None else value[draw_index])
-            for name, value in merged.items()
-        }
-        draws = {} if summary in self.closed_form else draws
-        chunk = self._rows(
-            len(x), self.num_draws if draw_index is None else len(draw_index)
-        )
-        chunks = []
-        for first in range(0, len(x), chunk):
-            size = min(chunk, len(x) - first)
-            index = np.minimum(
-                np.arange(first, first + chunk), len(x) - 1
-            )  # one shape: one program
-            rows = [
-                jnp.asarray(values[index], float if values.dtype.kind == "f" else int)
-                for values in (x, *by_row)
-            ]
-            values = jax.device_get(program(draws, self.params, rows, options))
-            chunks.append(
-                [
-                    np.take(value, range(size), axis).astype(np.float64)
-                    for value in values
-                ]
+    def _selected(self, draw_index: Any) -> dict[str, jax.Array]:
+        """The draws of all chains, or those of the indices."""
+        draws = {}
+        for name, value in self.draws.items():
+            merged = value.reshape((-1, *value.shape[2:]))
+            draws[name] = jnp.asarray(
+                merged if draw_index is None else merged[draw_index]
             )
-        return tuple(
-            np.concatenate(pieces, axis) for pieces in zip(*chunks, strict=True)
-        )
+        return draws
 
     def _rows(self, num_rows: int, num_draws: int) -> int:
         """Rows of a chunk: a power of two, so that the components of all draws fit into
@@ -121,7 +105,8 @@ class Predictive:
         """
         fitting = 2 ** (max(1, CHUNK_BYTES // (64 * num_draws)).bit_length() - 1)
         return max(
-            LEAST_ROWS, min(MOST_ROWS, fitting, 2 ** (num_rows - 1).bit_length())
+            MIN_CHUNK_ROWS,
+            min(MAX_CHUNK_ROWS, fitting, 2 ** (num_rows - 1).bit_length()),
         )
 
     def _program(self, summary: str) -> Callable:
@@ -158,18 +143,15 @@ class LinearizedPredictive(Predictive):
     """
 
     closed_form = frozenset({"moments", "quantiles", "log_density"})
-    precision = staticmethod(
-        partial(jax.enable_x64, True)
-    )  # a posterior with little noise is ill-conditioned
+    # A posterior with little noise is ill-conditioned.
+    precision = staticmethod(partial(jax.enable_x64, True))
 
     def __init__(
         self, guide: Any, params: Mapping[str, Any], draws: Mapping[str, np.ndarray]
     ) -> None:
         super().__init__(guide.model, draws)
-        self.guide, self.params = (
-            guide,
-            {name: np.asarray(value) for name, value in params.items()},
-        )
+        self.guide = guide
+        self.params = {name: np.asarray(value) for name, value in params.items()}
 
     def model_of(self, params: Any) -> Callable:
         return partial(linearized_model, guide=self.guide, params=params)
@@ -203,7 +185,8 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
     """The model of a guide with outputs that are linear in its coordinates, whose
     posterior the Gaussian is.
     """
-    problem, mode = guide._problem, guide._coordinates(params)
+    problem = guide._problem
+    mode = guide._coordinates(params)
     call: tuple = ((x,), {})
     trace = problem.trace(mode, None, call)
     values = {name: numpyro.sample(name, trace[name]["fn"]) for name in mode}
@@ -212,7 +195,7 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
     outputs, change = jax.jvp(
         lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (difference,)
     )
-    f = {name: outputs[name] + change[name] for name in outputs}
+    f = jax.tree.map(jnp.add, outputs, change)
     logits = f.get("logits")
     fn: Any = (
         dist.Normal(f["loc"], jnp.exp(f["log_scale"]))
@@ -286,13 +269,15 @@ def _cdf(mixture: tuple) -> Callable:
     if len(mixture) == 2:
         return ndtr
     df = mixture[2].reshape((len(mixture[2]), -1))[:, :1]
-    table = dist.StudentT(df).cdf(jnp.sinh(jnp.linspace(-FARTHEST, FARTHEST, GRID)))
+    table = dist.StudentT(df).cdf(
+        jnp.sinh(jnp.linspace(-MAX_ASINH, MAX_ASINH, NUM_NODES))
+    )
     draw = jnp.arange(len(df)).reshape((-1, *[1] * (mixture[2].ndim - 1)))
 
     def cdf(z: jax.Array) -> jax.Array:
-        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / mixture[2])) / FARTHEST
-        place = (jnp.clip(place, -1, 1) + 1) * (GRID - 1) / 2
-        below = jnp.clip(place.astype(int), 0, GRID - 2)
+        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / mixture[2])) / MAX_ASINH
+        place = (jnp.clip(place, -1, 1) + 1) * (NUM_NODES - 1) / 2
+        below = jnp.clip(place.astype(int), 0, NUM_NODES - 2)
         low, high = table[draw, below], table[draw, below + 1]
         return low + (place - below) * (high - low)
 

@@ -16,21 +16,13 @@ from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import (
-    CHECKED_ROWS,
-    Callback,
-    Method,
-    Network,
-    Uncertainty,
-)
+from numpyro_bnn.estimators.network import Callback, Method, Network, Uncertainty
 from numpyro_bnn.estimators.tables import check_numbers
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
 
-EXACT_SD, MOST_EXACT = (
-    1e-3,
-    0.1,
-)  # of the noise, in standard deviations of the targets, and share of such rows
+EXACT_SD = 1e-3  # of the noise, in standard deviations of the targets
+MAX_EXACT_SHARE = 0.1  # of rows predicted as if their noise were smaller
 ROUNDING = 4 * np.finfo(float).eps
 
 
@@ -108,15 +100,17 @@ class Regressor(RegressorMixin, Network):
         progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
-        self.method, self.widths, self.activation, self.prior = (
-            method,
-            widths,
-            activation,
-            prior,
-        )
-        self.heteroscedastic, self.heavy_tails = heteroscedastic, heavy_tails
-        self.num_chains, self.num_samples = num_chains, num_samples
-        self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
+        self.method = method
+        self.widths = widths
+        self.activation = activation
+        self.prior = prior
+        self.heteroscedastic = heteroscedastic
+        self.heavy_tails = heavy_tails
+        self.num_chains = num_chains
+        self.num_samples = num_samples
+        self.effort = effort
+        self.callback = callback
+        self.progress_bar = progress_bar
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
@@ -130,7 +124,8 @@ class Regressor(RegressorMixin, Network):
 
     def _learn(self, X: Any, y: Any) -> None:
         self._check_settings()
-        hetero, tails = self.heteroscedastic, self.heavy_tails
+        hetero = self.heteroscedastic
+        tails = self.heavy_tails
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = (
                 f"Leave it out, or use another `method`: "
@@ -138,10 +133,8 @@ class Regressor(RegressorMixin, Network):
             )
             raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
-        usual, y = (
-            methods.Regression.usual(self.method, len(X)),
-            np.asarray(y, np.float64),
-        )
+        y = np.asarray(y, np.float64)
+        usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
         if self.method == "laplace" and len(X) < (fewest := 2 * len(widths) + 4):
             instead = (
@@ -174,8 +167,8 @@ class Regressor(RegressorMixin, Network):
         hetero = usual.heteroscedastic if hetero is None else bool(hetero)
         tails = usual.heavy_tails if tails is None else tails
         y_scaler = Scaler.fit(y)
-        least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
-        likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
+        min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
+        likelihood = partial(methods.noise_likelihood, targets, hetero, tails, min_sd)
         self._run(
             X,
             y_scaler.transform(y),
@@ -184,14 +177,14 @@ class Regressor(RegressorMixin, Network):
             y_scaler,
             usual.widths,
         )
-        rows, targets = (array[:CHECKED_ROWS] for array in self._data)
+        rows, targets = self._checked_rows()
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
         log_densities = self._answers("log_density", rows, targets)[0]
         self._warn_if_worse(log_densities, constant)
         exact = np.mean(
             log_densities > norm.logpdf(0, scale=EXACT_SD) * targets[0].size
         )
-        if exact > MOST_EXACT:
+        if exact > MAX_EXACT_SHARE:
             message = (
                 f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
                 f"their noise were below {EXACT_SD} standard deviations of the "
@@ -218,11 +211,8 @@ class Regressor(RegressorMixin, Network):
         """
         mean, noise, spread = self._summary("moments", X, warn=True)
         sd = self.calibration_ * np.sqrt(noise + spread)
-        return (
-            (self._in_units(mean), self._in_units(sd, shift=False))
-            if return_std
-            else self._in_units(mean)
-        )
+        mean = self._in_units(mean)
+        return (mean, self._in_units(sd, shift=False)) if return_std else mean
 
     @checked("estimators.{}.predict_interval")
     def predict_interval(
@@ -268,10 +258,8 @@ class Regressor(RegressorMixin, Network):
         y = self._targets(X_held_out, y_held_out, "conformal_interval", "_held_out")
         rank = self._conformal_rank("conformal_interval", len(y), level)
         mean, noise, spread = self._alike("moments", X_held_out, X)
-        mean, sd = (
-            self._in_units(mean),
-            self._in_units(np.sqrt(noise + spread), shift=False),
-        )
+        mean = self._in_units(mean)
+        sd = self._in_units(np.sqrt(noise + spread), shift=False)
         away = np.abs(y.reshape(-1, *mean.shape[1:]) - mean[: len(y)])
         factor = np.sort(away / sd[: len(y)], axis=0)[rank - 1]
         # Rounding made the factor smaller by at most three halves of an ulp, and makes
@@ -306,11 +294,10 @@ class Regressor(RegressorMixin, Network):
         """
         (draws, sds, *df), generator = self._components(X, num_samples, random_state)
         if noise:
-            unit = (
-                np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0])
-                if df
-                else generator.normal(size=sds.shape)
-            )
+            if df:
+                unit = np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0])
+            else:
+                unit = generator.normal(size=sds.shape)
             draws = draws + sds * unit
         if self.calibration_ != 1:
             mean = self._summary("moments", X)[0]

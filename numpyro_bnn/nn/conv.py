@@ -141,7 +141,8 @@ class Conv2d(Layer):
         ), self.output_shape(shape)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        kernel, images = context["kernel"], _as_images(self, context, x)
+        kernel = context["kernel"]
+        images = _as_images(self, context, x)
         if images.shape[-1] != kernel.shape[2]:
             raise shape_error(
                 self, context.path, f"(..., height, width, {kernel.shape[2]})", x.shape

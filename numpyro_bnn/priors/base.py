@@ -115,9 +115,8 @@ def is_positive(support: Any) -> bool:
     support = getattr(support, "base_constraint", support)
     if support is dist.constraints.positive or support is dist.constraints.nonnegative:
         return True
-    lower = getattr(
-        support, "lower_bound", None
-    )  # intervals, greater_than: Uniform, Pareto, TruncatedNormal
+    # Of intervals and greater_than: Uniform, Pareto, TruncatedNormal.
+    lower = getattr(support, "lower_bound", None)
     if lower is None or support.is_discrete:
         return False
     return isinstance(lower, jax.core.Tracer) or bool(np.all(np.asarray(lower) >= 0))
@@ -186,18 +185,16 @@ class _NonCenter(handlers.reparam):
         if msg["type"] != "sample":
             return
         if isinstance(msg["fn"], Constant):  # outer handlers see no site
-            msg["value"], msg["stop"] = msg["fn"].v, True
+            msg["value"] = msg["fn"].v
+            msg["stop"] = True
             return
         inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
-        scopes = [
-            f
-            for f in inside
-            if isinstance(f, handlers.scope) and "sample" not in f.hide_types
-        ]
+        prefix = ""
+        for frame in inside:
+            if isinstance(frame, handlers.scope) and "sample" not in frame.hide_types:
+                prefix = f"{prefix}{frame.prefix}{frame.divider}"
         full = msg["name"]
-        msg["name"] = full.removeprefix(
-            "".join(f"{scope.prefix}{scope.divider}" for scope in scopes)
-        )
+        msg["name"] = full.removeprefix(prefix)
         super().process_message(msg)
         msg["name"] = full
 
@@ -277,14 +274,11 @@ class BySite:
                 )
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
-        prior = next(
-            (
-                prior
-                for pattern, prior in self.patterns.items()
-                if fnmatchcase(name, pattern)
-            ),
-            self.default,
-        )
+        prior = self.default
+        for pattern, pattern_prior in self.patterns.items():
+            if fnmatchcase(name, pattern):
+                prior = pattern_prior
+                break
         if prior is None:
             came = (
                 f"no pattern for parameter {name!r} (patterns: "

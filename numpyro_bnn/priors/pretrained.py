@@ -13,7 +13,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, is_floating, unknown_name
 from numpyro_bnn._options import Positive
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
@@ -50,12 +50,12 @@ def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
         flat = {
             jax.tree_util.keystr(path)[1:]: leaf
             for path, leaf in leaves
-            if path and _is_floating(leaf)
+            if path and is_floating(leaf)
         }
     if not flat:
         raise argument_error(call, argument, params, ACCEPTED, TypeError)
     for name, value in flat.items():
-        if not _is_floating(value):
+        if not is_floating(value):
             raise argument_error(
                 call, f"{argument}[{name!r}]", value, ACCEPTED, TypeError
             )
@@ -65,14 +65,6 @@ def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
                 call, f"{argument}[{name!r}]", "NaN or infinite values", instead
             )
     return flat
-
-
-def _is_floating(value: Any) -> bool:
-    return (
-        hasattr(value, "shape")
-        and hasattr(value, "dtype")
-        and jnp.issubdtype(value.dtype, jnp.floating)
-    )
 
 
 class _Given:

@@ -146,7 +146,8 @@ def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
     for order in symmetries:
         if not isinstance(order, Permutation):
             continue
-        units, layers = [], []
+        units = []
+        layers = []
         for flip in flips.copy():
             if set(flip.unit_axes) <= set(order.unit_axes):
                 units.append(flip)

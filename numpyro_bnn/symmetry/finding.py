@@ -16,7 +16,7 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
 
-from numpyro_bnn._checks import argument_error, check_finite, outside
+from numpyro_bnn._checks import argument_error, check_finite, is_floating, outside
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import (
     Args,
@@ -506,14 +506,14 @@ def _check_data(
     """
     suspicious = []
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if _is_floating(leaf) and not np.isfinite(leaf).all():
+        if is_floating(leaf) and not np.isfinite(leaf).all():
             suspicious.append((place_of(path), leaf))
     if not suspicious:
         return
 
     def slopes(reading: Reading, values: dict) -> Any:
-        fixed = {k: v for k, v in values.items() if not _is_floating(v)}
-        free = {k: v for k, v in values.items() if _is_floating(v)}
+        fixed = {k: v for k, v in values.items() if not is_floating(v)}
+        free = {k: v for k, v in values.items() if is_floating(v)}
 
         def total(free: dict) -> jax.Array:
             logs = log_likelihoods(reading, {**fixed, **free})
@@ -524,10 +524,6 @@ def _check_data(
     results = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
     if not all(np.isfinite(result).all() for result in results):
         check_finite(call, *suspicious[0])
-
-
-def _is_floating(value: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _unlearned(site: dict[str, Any]) -> jax.Array | None:
@@ -547,7 +543,7 @@ def _unlearned(site: dict[str, Any]) -> jax.Array | None:
 
 
 def _doubled(leaf: Any) -> Any:
-    return jnp.asarray(np.asarray(leaf, np.float64)) if _is_floating(leaf) else leaf
+    return jnp.asarray(np.asarray(leaf, np.float64)) if is_floating(leaf) else leaf
 
 
 def _changes(

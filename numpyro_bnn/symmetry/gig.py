@@ -124,7 +124,8 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     """
     dtype = jnp.result_type(p, a, b, float)
     p, a, b = jnp.broadcast_arrays(*(jnp.asarray(value, dtype) for value in (p, a, b)))
-    order, root = jnp.abs(p), jnp.sqrt(a) * jnp.sqrt(b)
+    order = jnp.abs(p)
+    root = jnp.sqrt(a) * jnp.sqrt(b)
     high = jnp.hypot(order, root) + order
     shape = _Shape(root * (root / high), order)
     envelope = _envelope(shape)

@@ -17,7 +17,7 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.reading import Reading, arrays_in
-from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
@@ -129,7 +129,8 @@ class PriorProgram:
         self, values: Mapping[str, jax.Array], sites: tuple[str, ...]
     ) -> jax.Array:
         """Sum of the log densities of ``sites``."""
-        fns, values = self.distributions(values), {**self.held, **values}
+        fns = self.distributions(values)
+        values = {**self.held, **values}
         return sum(
             (jnp.sum(log_density(fns[name], values[name])) for name in sites),
             jnp.zeros(()),
@@ -170,7 +171,8 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
 
     :raises ValueError: for a site that the model does not have or does not sample.
     """
-    call, latent = f"symmetry.{type(symmetry).__name__}", tuple(info.draws[0])
+    call = f"symmetry.{type(symmetry).__name__}"
+    latent = tuple(info.draws[0])
     names = {}
     for site in symmetry.sites:
         if site in latent:
@@ -202,7 +204,8 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     A site of per-unit hyperparameters is recognized by its effect: its first entry
     changes the prior of the first slice of a weight site and of no other slice.
     """
-    values, axes = info.draws[0], list(symmetry.unit_axes)
+    values = info.draws[0]
+    axes = list(symmetry.unit_axes)
     units = symmetry.units(values)
     driven = shared(
         lambda values: info.prior.elements(values) | info.prior.noncentered(values),
@@ -221,22 +224,22 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
             changed_elements = driven(
                 {**values, hyper: np.moveaxis(changed, 0, number)}
             )
-            axes += [
-                axis._replace(site=hyper, axis=number)
-                for axis in fitting
-                if _first_slice_changed(
-                    elements[axis.site], changed_elements[axis.site], axis.axis
-                )
-            ]
+            for axis in fitting:
+                if _first_slice_changed(elements, changed_elements, axis):
+                    axes.append(axis._replace(site=hyper, axis=number))
     return Permutation(tuple(dict.fromkeys(axes)))
 
 
 def _first_slice_changed(
-    elements: Any, changed_elements: Any, axis: int | None
+    elements: Mapping[str, Any],
+    changed_elements: Mapping[str, Any],
+    unit_axis: UnitAxis,
 ) -> bool:
-    if elements is None or changed_elements is None or axis is None:
+    original = elements[unit_axis.site]
+    changed = changed_elements[unit_axis.site]
+    if original is None or changed is None or unit_axis.axis is None:
         return False
     different = np.moveaxis(
-        np.asarray(elements) != np.asarray(changed_elements), axis, 0
+        np.asarray(original) != np.asarray(changed), unit_axis.axis, 0
     )
     return bool(different[0].all() and not different[1:].any())

@@ -84,7 +84,8 @@ def plan(
 
 
 def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
-    draws, prior = info.draws, info.prior
+    draws = info.draws
+    prior = info.prior
     touched = set(symmetry.sites)
     affected = touched | prior.children(touched)
     distinct = len(touched) == len(symmetry.unit_axes)
@@ -250,7 +251,8 @@ class _Orbit(NamedTuple):
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """The part of the log density that a move changes."""
-        plan, prior = self.plan, self.prior
+        plan = self.plan
+        prior = self.prior
         if plan.by_unit:
             fns = prior.distributions(values)
             by_unit = jnp.zeros(plan.units)
@@ -273,7 +275,8 @@ class _Orbit(NamedTuple):
         if not isinstance(symmetry, JointScale):
             return symmetry.random(rng_key, self.plan.units), jnp.zeros(())
         site = symmetry.scale[0].site
-        hyperprior, now = self.prior.distributions(self.values)[site], self.values[site]
+        hyperprior = self.prior.distributions(self.values)[site]
+        now = self.values[site]
         then = jnp.reshape(hyperprior.sample(rng_key), jnp.shape(now))
         g = (jnp.log(then / now) / symmetry.power).reshape(1)
         return g, jnp.sum(
@@ -285,7 +288,8 @@ class _Orbit(NamedTuple):
 
     def exact_draw(self, rng_key: jax.Array) -> jax.Array:
         """A group element from the conditional density on the orbit."""
-        symmetry, method = self.plan.symmetry, self.plan.method
+        symmetry = self.plan.symmetry
+        method = self.plan.method
         if method == "order":
             return self.independent_draw(rng_key)[0]
         if isinstance(symmetry, JointScale):

@@ -118,7 +118,8 @@ def _gauge(
 ) -> Gauge:
     reading = Reading(model, args, kwargs)
     info = model_info(reading)
-    values, sites = info.draws[0], reading.sites
+    values = info.draws[0]
+    sites = reading.sites
     # Sites that are not sampled are drawn first: the other moves read their densities.
     plans = tuple(
         sorted(plan(info, symmetries), key=lambda entry: not _removed(entry, values))
@@ -168,7 +169,8 @@ class _InGauge(Messenger):
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        name, gauge = msg.get("name", ""), self.gauge
+        name = msg.get("name", "")
+        gauge = self.gauge
         if msg["type"] == "deterministic" and name not in gauge.constant:
             msg["stop"] = True
             self.hidden.append(name)
@@ -192,7 +194,8 @@ class _InGauge(Messenger):
             if name in self.gauge.normal:
                 loc, scale = as_normal(fn)  # type: ignore[misc]
                 msg["value"] = loc + scale * msg["value"]
-            msg["name"], msg["fn"] = name, fn
+            msg["name"] = name
+            msg["fn"] = fn
         if is_latent(msg):
             self.values[msg["name"]] = msg["value"]
         elif msg["type"] in PARAMETERS:
