@@ -281,11 +281,9 @@ def _window(equation: Equation, operand: int, place: Place) -> Place | None:
     dilations = (p.get("base_dilation"), p.get("window_dilation"))
     untouched = p["window_dimensions"][axis] == 1 and p["window_strides"][axis] == 1
     untouched = untouched and tuple(p["padding"][axis]) == (0, 0)
-    return (
-        place
-        if untouched and all(d is None or d[axis] == 1 for d in dilations)
-        else SUMMED
-    )
+    if untouched and all(d is None or d[axis] == 1 for d in dilations):
+        return place
+    return SUMMED
 
 
 def _gathered(
@@ -307,21 +305,14 @@ def _gathered(
     if axis in numbers.start_index_map:
         index = counting.get(numbers.start_index_map.index(axis), -1)
         complete = index >= 0 and index_shape[index] == shape[axis]
-        return (
-            place._replace(axis=looked_up[index])
-            if complete and axis in numbers.collapsed_slice_dims
-            else SUMMED
-        )
+        if complete and axis in numbers.collapsed_slice_dims:
+            return place._replace(axis=looked_up[index])
+        return SUMMED
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     slice_axes = _other_axes(equation.invars[0], dropped)
-    complete = (
-        axis in slice_axes and equation.params["slice_sizes"][axis] == shape[axis]
-    )
-    return (
-        place._replace(axis=numbers.offset_dims[slice_axes.index(axis)])
-        if complete
-        else SUMMED
-    )
+    if axis in slice_axes and equation.params["slice_sizes"][axis] == shape[axis]:
+        return place._replace(axis=numbers.offset_dims[slice_axes.index(axis)])
+    return SUMMED
 
 
 def _sliced(equation: Equation) -> Iterable[int]:

@@ -176,11 +176,12 @@ def check_rank(
 
 def check_same_length(call: str, **arrays: Any) -> None:
     """Refuse arrays whose leading axes differ, and numbers without an axis."""
+    sizes = {}
     for name, value in arrays.items():
         if np.ndim(value) == 0:
             instead = "Pass one row per data point."
             raise argument_error(call, name, shown(value), instead)
-    sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
+        sizes[name] = np.shape(value)[0]
     if len(set(sizes.values())) > 1:
         lengths = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         instead = "Pass one row per data point in each."

@@ -75,11 +75,8 @@ def in_support(fn: Any, value: Any = None) -> Any:
     if isinstance(fn, dist.MaskedDistribution):
         return in_support(fn.base_dist, value) | ~jnp.asarray(fn._mask)
     if isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        batch = (
-            fn.base_dist.batch_shape
-            if isinstance(fn, dist.Independent)
-            else fn.batch_shape
-        )
+        independent = isinstance(fn, dist.Independent)
+        batch = fn.base_dist.batch_shape if independent else fn.batch_shape
         inside = jnp.asarray(in_support(fn.base_dist, value))
         inside = jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, batch))
         return _all(inside, len(batch) - len(fn.batch_shape))
@@ -101,11 +98,9 @@ def in_support(fn: Any, value: Any = None) -> Any:
     computed = value is not None and any(
         isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
     )
-    return (
-        inside & fn.support(value)
-        if computed and not fn.support.is_discrete
-        else inside
-    )
+    if computed and not fn.support.is_discrete:
+        inside &= fn.support(value)
+    return inside
 
 
 def _all(conditions: jax.Array, num_axes: int) -> jax.Array:

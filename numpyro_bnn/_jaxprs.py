@@ -135,11 +135,9 @@ def subprogram(equation: Any) -> Any:
     """The jaxpr of an equation that applies one to its operands, else ``None``."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
-    return (
-        inner
-        if inner is not None and len(inner.invars) == len(equation.invars)
-        else None
-    )
+    if inner is None or len(inner.invars) != len(equation.invars):
+        return None
+    return inner
 
 
 def called(equation: Any) -> Any:

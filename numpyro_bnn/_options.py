@@ -10,6 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from operator import index
@@ -41,10 +42,10 @@ class Count(Option):
     minimum: int = 1
 
     def check(self, call: str, argument: str, value: Any) -> int:
-        try:
-            count = None if isinstance(value, bool | np.bool) else index(value)
-        except TypeError:
-            count = None
+        count = None
+        if not isinstance(value, bool | np.bool):
+            with suppress(TypeError):
+                count = index(value)
         if count is None or count < self.minimum:
             raise argument_error(
                 call,
@@ -70,14 +71,10 @@ class Number(Option):
     def check(self, call: str, argument: str, value: Any) -> Any:
         if isinstance(value, jax.core.Tracer):
             return value  # which number it is, is not known yet
-        try:
-            number = (
-                None
-                if isinstance(value, str | bytes | bool | np.bool)
-                else float(value)
-            )
-        except (TypeError, ValueError):
-            number = None
+        number = None
+        if not isinstance(value, str | bytes | bool | np.bool):
+            with suppress(TypeError, ValueError):
+                number = float(value)
         if number is None or not self._allows(number):
             kind = TypeError if number is None else ValueError
             raise argument_error(
@@ -91,11 +88,9 @@ class Number(Option):
         return high_enough and small_enough and -math.inf < number <= self.maximum
 
     def __repr__(self) -> str:
-        bounds = (
-            [f"{'above' if self.strict else 'at least'} {self.minimum:g}"]
-            if self.minimum > -math.inf
-            else []
-        )
+        bounds = []
+        if self.minimum > -math.inf:
+            bounds = [f"{'above' if self.strict else 'at least'} {self.minimum:g}"]
         limits = ("below", self.below), ("at most", self.maximum)
         bounds += [f"{word} {limit:g}" for word, limit in limits if limit < math.inf]
         return f"finite number {' and '.join(bounds)}".strip()
@@ -123,11 +118,10 @@ class Kind(Option):
     instead: str
 
     def check(self, call: str, argument: str, value: Any) -> Any:
-        accepts = (
-            isinstance(value, self.kind)
-            if isinstance(self.kind, type | UnionType)
-            else self.kind(value)
-        )
+        if isinstance(self.kind, type | UnionType):
+            accepts = isinstance(value, self.kind)
+        else:
+            accepts = self.kind(value)
         if not accepts:
             raise argument_error(call, argument, shown(value), self.instead, TypeError)
         return value
@@ -172,11 +166,8 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
     """The option that an annotation declares, if any, and the classes whose instances
     pass unchecked.
     """
-    members = (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, UnionType)
-        else (annotation,)
-    )
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
     classes = tuple(
         get_origin(member) or member
         for member in members

@@ -129,11 +129,9 @@ class Scaler:
 
 
 def _floating(values: np.ndarray) -> np.ndarray:
-    return (
-        values
-        if np.issubdtype(values.dtype, np.floating)
-        else values.astype(np.float64)
-    )
+    if np.issubdtype(values.dtype, np.floating):
+        return values
+    return values.astype(np.float64)
 
 
 def _constant(values: np.ndarray) -> np.ndarray:

@@ -110,11 +110,10 @@ def _regression(
         mean = out[..., :targets]
         sd = 1e-6 + jax.nn.softplus(out[..., targets:]) if heteroscedastic else sigma
         sd = jnp.broadcast_to(sd, mean.shape)
-        likelihood = (
-            family(mean[..., 0], sd[..., 0])
-            if targets == 1
-            else family(mean, sd).to_event(1)
-        )
+        if targets == 1:
+            likelihood = family(mean[..., 0], sd[..., 0])
+        else:
+            likelihood = family(mean, sd).to_event(1)
         numpyro.sample(
             "y", likelihood, obs=None if y is None else _rows(y, index).astype(float)
         )

@@ -65,6 +65,10 @@ class Uncertainty(NamedTuple):
     epistemic: np.ndarray
 
 
+def warn_of_health(message: str) -> None:
+    warnings.warn(message, HealthWarning, stacklevel=outside())
+
+
 def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     """How many rows repeat another row, target included; 0 if rows with equal inputs
     agree no more than by chance.
@@ -173,13 +177,12 @@ class Network(BaseEstimator):
         for users who give none.
         """
         if (copies := copied_rows(x, y)) > MAX_COPIES_SHARE * len(x):
-            message = (
+            warn_of_health(
                 f"{self._call}.fit: {copies} of {len(x)} rows repeat another, target "
                 "included. If they are copies, not observations of their own, leave "
                 "them out: copies count as evidence, noise would be taken to be too "
                 "small, and a row that has a copy in the fit gets too good a score."
             )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
         net = nn.MLP(
@@ -228,13 +231,12 @@ class Network(BaseEstimator):
         """Log densities of rows of the fit, predicted and by a constant prediction."""
         lost = float(np.mean(constant) - np.mean(predicted))
         if not lost < MAX_LOSS_NATS:
-            message = (
+            warn_of_health(
                 f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row "
                 f"worse than by a constant."
                 ' Do not use it: take another `method`, such as "ensemble", more '
                 "`effort`, or more rows."
             )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
@@ -252,9 +254,7 @@ class Network(BaseEstimator):
         if warn:
             share, limit, words = extrapolated(self._data[0], rows)
             if share > limit:
-                warnings.warn(
-                    f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside()
-                )
+                warn_of_health(f"{self._call}: {words}. {FAR}")
         return answers
 
     def _rows(self, X: Any, argument: str = "X") -> np.ndarray:

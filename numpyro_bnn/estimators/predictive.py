@@ -217,12 +217,10 @@ def _component(fn: Any) -> tuple:
     if hasattr(fn, "logits"):
         return (fn.probs,)
     kind = unwrapped(fn)
-    df = (
-        [jnp.broadcast_to(kind.df, fn.mean.shape)]
-        if isinstance(kind, dist.StudentT)
-        else []
-    )
-    return fn.mean, jnp.sqrt(fn.variance), *df
+    component = (fn.mean, jnp.sqrt(fn.variance))
+    if isinstance(kind, dist.StudentT):
+        return *component, jnp.broadcast_to(kind.df, fn.mean.shape)
+    return component
 
 
 def _moments(mixture: tuple, weights: jax.Array) -> tuple:

@@ -2,7 +2,6 @@
 the data.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -12,13 +11,18 @@ from scipy.stats import norm
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import Callback, Method, Network, Uncertainty
+from numpyro_bnn.estimators.network import (
+    Callback,
+    Method,
+    Network,
+    Uncertainty,
+    warn_of_health,
+)
 from numpyro_bnn.estimators.tables import check_numbers
-from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
 
 EXACT_SD = 1e-3  # of the noise, in standard deviations of the targets
@@ -136,22 +140,7 @@ class Regressor(RegressorMixin, Network):
         y = np.asarray(y, np.float64)
         usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
-        if self.method == "laplace" and len(X) < (fewest := 2 * len(widths) + 4):
-            instead = (
-                f"Pass at least {fewest} rows, fewer `widths`, or another `method`, "
-                f'such as "ensemble".'
-            )
-            got = (
-                f"{len(X)} rows, whose evidence chooses {fewest - 2} prior precisions "
-                f"and the noise"
-            )
-            raise argument_error(f"{self._call}.fit", "X", got, instead)
-        if len(X) < (enough := methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)):
-            message = (
-                f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets "
-                f"and of their noise: intervals are too narrow. Pass at least {enough}."
-            )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
+        self._check_size(len(X), len(widths))
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
@@ -177,6 +166,31 @@ class Regressor(RegressorMixin, Network):
             y_scaler,
             usual.widths,
         )
+        self._check_fit()
+
+    def _check_size(self, num_rows: int, num_hidden: int) -> None:
+        """Refuse too few rows for the evidence, and warn of too few for intervals."""
+        min_rows = 2 * num_hidden + 4
+        if self.method == "laplace" and num_rows < min_rows:
+            instead = (
+                f"Pass at least {min_rows} rows, fewer `widths`, or another `method`, "
+                f'such as "ensemble".'
+            )
+            got = (
+                f"{num_rows} rows, whose evidence chooses {min_rows - 2} prior "
+                f"precisions and the noise"
+            )
+            raise argument_error(f"{self._call}.fit", "X", got, instead)
+        enough = methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)
+        if num_rows < enough:
+            warn_of_health(
+                f"{self._call}.fit: {num_rows} rows hardly show the scale of the "
+                f"targets and of their noise: intervals are too narrow. Pass at least "
+                f"{enough}."
+            )
+
+    def _check_fit(self) -> None:
+        """Warn if rows of the fit are predicted badly, or better than noise allows."""
         rows, targets = self._checked_rows()
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
         log_densities = self._answers("log_density", rows, targets)[0]
@@ -185,14 +199,13 @@ class Regressor(RegressorMixin, Network):
             log_densities > norm.logpdf(0, scale=EXACT_SD) * targets[0].size
         )
         if exact > MAX_EXACT_SHARE:
-            message = (
+            warn_of_health(
                 f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
                 f"their noise were below {EXACT_SD} standard deviations of the "
                 "targets. Unless these are exact, the network reproduces them: trust "
                 "densities and intervals only as far as rows that were not in the fit "
                 "confirm them."
             )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
         """Standardized values (..., N) or (..., N, K) in the units of the data, shaped

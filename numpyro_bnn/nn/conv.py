@@ -63,14 +63,15 @@ def _window_shape(
     if padding == "SAME":
         return tuple(-(-n // s) for n, s in zip(spatial, strides, strict=True))  # type: ignore[return-value]
     pads = padding if isinstance(padding, tuple) else ((0, 0), (0, 0))
-    sizes = [n + sum(p) for n, p in zip(spatial, pads, strict=True)]
-    if any(n < k for n, k in zip(sizes, window, strict=True)):
-        raise shape_error(
-            layer, path, f"images of at least {window[0]} x {window[1]}", spatial
-        )
-    return tuple(
-        (n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True)
-    )  # type: ignore
+    counts = []
+    for n, pad, k, step in zip(spatial, pads, window, strides, strict=True):
+        size = n + sum(pad)
+        if size < k:
+            raise shape_error(
+                layer, path, f"images of at least {window[0]} x {window[1]}", spatial
+            )
+        counts.append((size - k) // step + 1)
+    return tuple(counts)  # type: ignore[return-value]
 
 
 def _as_images(layer: Layer, context: ForwardContext, x: jax.Array) -> jax.Array:
@@ -136,9 +137,8 @@ class Conv2d(Layer):
     ) -> tuple[Feature, Shape]:
         wiring.read(x, join(path, "kernel"), 2)
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
-        return wiring.begin(
-            self.channels, Wire(join(path, "kernel"), 3), *biases
-        ), self.output_shape(shape)
+        out = wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases)
+        return out, self.output_shape(shape)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         kernel = context["kernel"]
@@ -306,7 +306,7 @@ def convolve_by_product(
     height, width, _, outputs = kernel.shape
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(x.shape[1:3], (height, width), strides, padding)
-    if any(side for pair in padding for side in pair):
+    if any(map(any, padding)):
         x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     columns = jnp.concatenate(_shifted(x, 2, width, strides[1]), axis=-1)
     return jnp.concatenate(

@@ -73,9 +73,8 @@ class Dense(Layer):
     ) -> tuple[Feature, Shape]:
         wiring.read(x, join(path, "kernel"), 0)
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
-        return wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases), (
-            self.units,
-        )
+        out = wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases)
+        return out, (self.units,)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         kernel = context["kernel"]
@@ -274,11 +273,9 @@ class Residual(Layer):
         return wiring.add(x, y), out
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        skip = (
-            x
-            if self.shortcut is None
-            else self.shortcut.forward(context.child("shortcut"), x)
-        )
+        skip = x
+        if self.shortcut is not None:
+            skip = self.shortcut.forward(context.child("shortcut"), x)
         y = self.body.forward(context.child("body"), x)
         self._check_sum(context.path, x.shape, y.shape, skip.shape)
         return skip + y

@@ -169,11 +169,9 @@ class Constant(dist.Delta):
 
 
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
-    return (
-        TransformReparam()
-        if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
-        else None
-    )
+    if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]:
+        return TransformReparam()
+    return None
 
 
 class _NonCenter(handlers.reparam):
@@ -317,11 +315,9 @@ def as_prior(
     if isinstance(prior, type) or not callable(prior):
         families = [*_families(Prior), "BySite", "Fixed", "Learned"]
         if isinstance(prior, type):
-            example = (
-                f"`priors.{prior.__name__}()`"
-                if prior.__name__ in families
-                else "e.g. `priors.Normal()`"
-            )
+            example = "e.g. `priors.Normal()`"
+            if prior.__name__ in families:
+                example = f"`priors.{prior.__name__}()`"
             raise argument_error(
                 call,
                 "prior",

@@ -142,11 +142,12 @@ class GPFilters(Prior):
         return family(unit, transform)
 
     def bias(self, name: str, shape: Shape) -> dist.Distribution:
-        common = {
-            key: getattr(self, key)
-            for key in ("fan_in_scaling", "bias_scale", "gain_scale")
-        }
-        return (self.other or Normal(**common))(name, shape)
+        usual = Normal(
+            fan_in_scaling=self.fan_in_scaling,
+            bias_scale=self.bias_scale,
+            gain_scale=self.gain_scale,
+        )
+        return (self.other or usual)(name, shape)
 
     gain = bias
 

@@ -215,9 +215,14 @@ def _einsum(layer: Any, name: str, shape: Shape) -> ParameterLayout:
             f"{name!r}, an `Einsum` of the equation {equation!r}",
             instead,
         )
-    axes = range(len(letters))
-    inputs = [axis for axis in axes if letters[axis] not in result]
-    return _kernel(shape, inputs, [axis for axis in axes if axis not in inputs])
+    inputs = []
+    outputs = []
+    for axis, letter in enumerate(letters):
+        if letter in result:
+            outputs.append(axis)
+        else:
+            inputs.append(axis)
+    return _kernel(shape, inputs, outputs)
 
 
 def _convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:

@@ -42,16 +42,13 @@ def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
     if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
         params = params["params"]  # Linen's variables
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if isinstance(params, Mapping):
-        flat = {
-            ".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves
-        }
-    else:  # Equinox: places in the tree, e.g. "layers[0].weight"
-        flat = {
-            jax.tree_util.keystr(path)[1:]: leaf
-            for path, leaf in leaves
-            if path and is_floating(leaf)
-        }
+    flat = {}
+    for path, leaf in leaves:
+        if isinstance(params, Mapping):
+            flat[".".join(str(entry.key) for entry in path)] = leaf
+        elif path and is_floating(leaf):
+            # Equinox: places in the tree, e.g. "layers[0].weight"
+            flat[jax.tree_util.keystr(path)[1:]] = leaf
     if not flat:
         raise argument_error(call, argument, params, ACCEPTED, TypeError)
     for name, value in flat.items():

@@ -209,12 +209,9 @@ def _match(
     changed = False
     for member, by_draw in zip(group.members, zip(*elements, strict=True), strict=True):
         g = np.stack(by_draw)
-        still = (
-            np.arange(g.shape[1])
-            if isinstance(member, Permutation)
-            else np.ones(g.shape[1])
-        )
-        if np.any(g != still):
+        units = g.shape[1]
+        identity = np.arange(units) if member is group.order else np.ones(units)
+        if np.any(g != identity):
             points = act(member, points, g)
             changed = True
     return points, changed

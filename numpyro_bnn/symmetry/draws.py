@@ -80,8 +80,8 @@ def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
 def act(s: Symmetry, points: Points, g: np.ndarray) -> Points:
     """Every point moved by its own group element, g (n, U)."""
     touched = {site: points[site] for site in s.sites}
-    moved = jax.vmap(s.act)(jax.tree.map(jnp.asarray, touched), jnp.asarray(g))
-    return points | jax.tree.map(np.asarray, moved)
+    new_values = jax.vmap(s.act)(jax.tree.map(jnp.asarray, touched), jnp.asarray(g))
+    return points | jax.tree.map(np.asarray, new_values)
 
 
 def by_unit(axis: UnitAxis, value: np.ndarray) -> np.ndarray:

@@ -114,25 +114,24 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
     known_sites |= {f"{site}_base" for site in known_sites}
     valid = holding(candidates) + hidden_units(reading.shapes(), known_sites, holding)
     if not valid:
-        looked = (
-            f"in {', '.join(repr(name) for name, *_ in networks)}"
-            if networks
-            else "as it has no `random_network`"
-        )
-        tried = (
-            f" of {len(candidates)} candidates "
-            f"({', '.join(sorted({type(s).__name__ for s in candidates}))})"
-        )
-        advice = (
-            "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and "
-            "verify them by `check`."
-        )
-        warnings.warn(
-            f"symmetry.find: found none{tried if candidates else ''} {looked}. "
-            f"{advice}",
-            stacklevel=outside(),
-        )
+        names = [repr(name) for name, *_ in networks]
+        warnings.warn(_none_found(names, candidates), stacklevel=outside())
     return valid
+
+
+def _none_found(networks: Sequence[str], candidates: Sequence[Symmetry]) -> str:
+    """What was tried, where, and what to do instead."""
+    tried = ""
+    if candidates:
+        kinds = ", ".join(sorted({type(s).__name__ for s in candidates}))
+        tried = f" of {len(candidates)} candidates ({kinds})"
+    looked = "as it has no `random_network`"
+    if networks:
+        looked = f"in {', '.join(networks)}"
+    return (
+        f"symmetry.find: found none{tried} {looked}. Declare your own, e.g. "
+        "`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
+    )
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:

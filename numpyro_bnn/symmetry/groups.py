@@ -1,7 +1,7 @@
 """The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -18,6 +18,14 @@ Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
 
 def _with_power(axes: Iterable[UnitAxis], power: float) -> Powers:
     return tuple((axis, power) for axis in axes)
+
+
+def _convert_fields(symmetry: Symmetry, convert: Callable, *names: str) -> None:
+    """Set fields of a frozen symmetry to the unit axes that they name."""
+    call = f"symmetry.{type(symmetry).__name__}"
+    for name in names:
+        axes = convert(call, name, getattr(symmetry, name))
+        object.__setattr__(symmetry, name, axes)
 
 
 class Multiplicative(Symmetry):
@@ -86,9 +94,7 @@ class Scale(Multiplicative):
     weights: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "weights", as_unit_axes("symmetry.Scale", "weights", self.weights)
-        )
+        _convert_fields(self, as_unit_axes, "weights")
 
     @property
     def powers(self) -> Powers:
@@ -121,12 +127,7 @@ class Rescale(Multiplicative):
     outgoing: Any
 
     def __post_init__(self) -> None:
-        for argument in ("incoming", "outgoing"):
-            object.__setattr__(
-                self,
-                argument,
-                as_unit_axes("symmetry.Rescale", argument, getattr(self, argument)),
-            )
+        _convert_fields(self, as_unit_axes, "incoming", "outgoing")
 
     @property
     def powers(self) -> Powers:
@@ -168,7 +169,7 @@ class JointScale(Multiplicative):
             raise argument_error(
                 call, "power", self.power, "Pass 1 for a scale, -2 for a precision."
             )
-        object.__setattr__(self, "weights", _whole_sites(call, "weights", self.weights))
+        _convert_fields(self, _whole_sites, "weights")
         object.__setattr__(self, "scale", scale)
 
     @property
@@ -214,10 +215,7 @@ class JointRescale(Multiplicative):
 
     def __post_init__(self) -> None:
         call = "symmetry.JointRescale"
-        for argument in ("incoming", "outgoing"):
-            object.__setattr__(
-                self, argument, _whole_sites(call, argument, getattr(self, argument))
-            )
+        _convert_fields(self, _whole_sites, "incoming", "outgoing")
         instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
         pairs = self.scales
         paired = isinstance(pairs, list | tuple) and all(
@@ -283,10 +281,7 @@ class OnElements(Symmetry):
     elements: Any
 
     def __post_init__(self) -> None:
-        elements = as_unit_axes(
-            f"symmetry.{type(self).__name__}", "elements", self.elements
-        )
-        object.__setattr__(self, "elements", elements)
+        _convert_fields(self, as_unit_axes, "elements")
 
     @property
     def unit_axes(self) -> tuple[UnitAxis, ...]:

@@ -191,11 +191,9 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
     if isinstance(symmetry, JointScale | JointRescale):
         return symmetry.without(names)
     renamed = symmetry.rename(names)
-    return (
-        _with_hyper_sites(renamed, info)
-        if isinstance(renamed, Permutation)
-        else renamed
-    )
+    if isinstance(renamed, Permutation):
+        return _with_hyper_sites(renamed, info)
+    return renamed
 
 
 def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:

@@ -96,9 +96,8 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
         and distinct
         and all(logs[site] is not None for site in touched)
     )
-    free = by_unit and not prior.children(
-        touched
-    )  # the distributions of the moving sites do not change
+    # Free: the distributions of the moving sites do not change.
+    free = by_unit and not prior.children(touched)
     method = _method(symmetry, prior, draws, free)
     candidate = Plan(
         symmetry,
@@ -138,10 +137,11 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
         else:
             proposals = [orbit.independent_draw(rng_key)]
         fns = prior.distributions(values)
-        bounds = jax.tree.leaves(
-            [fns[site].support for site in plan.affected if site != redrawn]
-        )
-        corrections = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
+        corrections = []
+        for site in plan.affected:
+            bounds = [] if site == redrawn else jax.tree.leaves(fns[site].support)
+            for bound in bounds:
+                corrections.append(jnp.where(jnp.any(bound != 0), jnp.inf, 0.0))
         # Relative to the size of the log densities in a ratio.
         for g, proposal in proposals:
             ends = values, {**values, **orbit.moved(g)}
@@ -166,11 +166,9 @@ def _method(
     if isinstance(symmetry, JointScale):
         hyper = symmetry.scale[0].site
         scalar = jnp.size(draws[0][hyper]) == 1
-        return (
-            "hyperprior"
-            if scalar and hyper not in prior.children(set(symmetry.sites))
-            else "walk"
-        )
+        if scalar and hyper not in prior.children(set(symmetry.sites)):
+            return "hyperprior"
+        return "walk"
     if not free:
         return "walk"
     if isinstance(symmetry, Shift) and len(symmetry.unit_axes) == 1:
@@ -279,12 +277,8 @@ class _Orbit(NamedTuple):
         now = self.values[site]
         then = jnp.reshape(hyperprior.sample(rng_key), jnp.shape(now))
         g = (jnp.log(then / now) / symmetry.power).reshape(1)
-        return g, jnp.sum(
-            hyperprior.log_prob(then)
-            + jnp.log(then)
-            - hyperprior.log_prob(now)
-            - jnp.log(now)
-        )
+        log_then = hyperprior.log_prob(then) + jnp.log(then)
+        return g, jnp.sum(log_then - hyperprior.log_prob(now) - jnp.log(now))
 
     def exact_draw(self, rng_key: jax.Array) -> jax.Array:
         """A group element from the conditional density on the orbit."""
@@ -312,9 +306,8 @@ class _Orbit(NamedTuple):
         g = 0.5 * log_gig(
             rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0]
         )
-        return jnp.where(
-            jnp.isfinite(g), g, 0.0
-        )  # a unit of zeros has no scale to draw
+        # A unit of zeros has no scale to draw.
+        return jnp.where(jnp.isfinite(g), g, 0.0)
 
     def _inside(self, axis: UnitAxis, g: jax.Array) -> jax.Array:
         """``g``, or the identity for units of a redrawn site that rounding puts on the
@@ -343,9 +336,8 @@ def _independent(orbit: _Orbit, rng_key: jax.Array) -> tuple[Values, jax.Array]:
     """Propose independently of the place on the orbit."""
     propose_key, accept_key = random.split(rng_key)
     g, proposal = orbit.independent_draw(propose_key)
-    ratio = (
-        orbit._replace(plan=orbit.plan._replace(by_unit=False)).log_ratio(g) - proposal
-    )
+    orbit_of_all = orbit._replace(plan=orbit.plan._replace(by_unit=False))
+    ratio = orbit_of_all.log_ratio(g) - proposal
     accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
     identity = jnp.arange(orbit.plan.units) if orbit.plan.method == "shuffle" else 0.0
     return orbit.moved(jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
@@ -355,13 +347,15 @@ def _walk(
     orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array
 ) -> tuple[Values, jax.Array]:
     """One random-walk step of the moving units."""
-    normal_key, uniform_key = random.split(rng_key)
     size = moving.shape if orbit.plan.by_unit else (1,)
-    noise = (
-        random.normal(normal_key, moving.shape),
-        jnp.log(random.uniform(uniform_key, size)),
-    )
-    return _step(orbit, noise, width, moving)
+    return _step(orbit, _noise(rng_key, moving.shape, size), width, moving)
+
+
+def _noise(rng_key: jax.Array, steps: tuple, tests: tuple) -> tuple:
+    """Normal steps, and logs of the uniform numbers that accept them."""
+    normal_key, uniform_key = random.split(rng_key)
+    uniform = random.uniform(uniform_key, tests)
+    return random.normal(normal_key, steps), jnp.log(uniform)
 
 
 def _step(
@@ -369,9 +363,8 @@ def _step(
 ) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, width * noise[0], 0)
     ratio = orbit.log_ratio(g)
-    return orbit.moved(jnp.where(noise[1] < ratio, g, 0.0)), jnp.mean(
-        _probability(ratio)
-    )
+    new_values = orbit.moved(jnp.where(noise[1] < ratio, g, 0.0))
+    return new_values, jnp.mean(_probability(ratio))
 
 
 def _several_steps(
@@ -380,16 +373,11 @@ def _several_steps(
     """Several steps for a single unit: they cost little, and hyperparameters gain from
     long moves.
     """
-    normal_key, uniform_key = random.split(rng_key)
-    noise = (
-        random.normal(normal_key, (STEPS, 1)),
-        jnp.log(random.uniform(uniform_key, (STEPS, 1))),
-    )
-    return _scan(
-        orbit,
-        lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)),
-        noise,
-    )
+
+    def step(orbit: _Orbit, noise: tuple) -> tuple[Values, jax.Array]:
+        return _step(orbit, noise, width, jnp.ones((1,), bool))
+
+    return _scan(orbit, step, _noise(rng_key, (STEPS, 1), (STEPS, 1)))
 
 
 def _one_by_one(
@@ -423,9 +411,8 @@ def _flip(
 ) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, -1.0, 1.0)
     probability = jax.nn.sigmoid(orbit.log_ratio(g))
-    return orbit.moved(
-        jnp.where(random.bernoulli(rng_key, probability), g, 1.0)
-    ), jnp.mean(probability)
+    flipped = random.bernoulli(rng_key, probability)
+    return orbit.moved(jnp.where(flipped, g, 1.0)), jnp.mean(probability)
 
 
 def _probability(log_ratio: jax.Array) -> jax.Array:
