@@ -15,7 +15,7 @@ import numpy as np
 # a neighbor such as `numpyro_bnn_models` belongs to the user
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
-LONGEST = 300  # characters of a value in a message
+MAX_SHOWN_CHARACTERS = 300  # characters of a value in a message
 # Values of the data that a program is traced on, by the id of their tracers.
 TRACED: ContextVar[Mapping[int, Any]] = ContextVar("traced")
 
@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
     if hasattr(value, "dtype") and np.ndim(value):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
-    return f"a {type(value).__name__}" if len(text) > LONGEST else text
+    return f"a {type(value).__name__}" if len(text) > MAX_SHOWN_CHARACTERS else text
 
 
 def is_list(value: Any) -> bool:
