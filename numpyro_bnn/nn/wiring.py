@@ -125,7 +125,7 @@ class Wiring:
             segment = self._same[segment]
         return segment
 
-    def kept(self) -> list[int]:
+    def distinct(self) -> list[int]:
         """Numbers of all segments, merged ones once."""
         return [i for i, same in enumerate(self._same) if i == same]
 

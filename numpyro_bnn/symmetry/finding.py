@@ -273,14 +273,11 @@ def _reaches_far(segment: Segment) -> bool:
 
 
 def _scales(wiring: Wiring) -> Iterator[Symmetry]:
-    for i in wiring.kept():
+    for i in wiring.distinct():
         segment = wiring.segments[i]
-        if (
-            segment.fixed
-            or segment.bound
-            or not segment.homogeneous
-            or not segment.writers
-        ):
+        if segment.fixed or segment.bound or not segment.homogeneous:
+            continue
+        if not segment.writers:
             continue
         layer = _reaches_far(segment)
         if segment.readers:
@@ -301,14 +298,11 @@ def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
         # One factor for the layer; a shift shared by all units, from the bias and from
         # every input.
         yield Scale(_axes(segment.writers, True))
+        # What an input adds differs by data point and pixel: each must be normalized
+        # separately.
+        separate = segment.pointwise and set(segment.norms) == {"layer"}
         for wire in factors:
-            # What an input adds differs by data point and pixel: each must be
-            # normalized separately.
-            if (
-                _is("kernel", wire)
-                and segment.pointwise
-                and set(segment.norms) == {"layer"}
-            ):
+            if separate and _is("kernel", wire):
                 yield Shift((UnitAxis(wire.param, wire.axis - 1),))
         if biases:
             yield Shift((UnitAxis(biases[0].param),))
@@ -358,8 +352,8 @@ def _groups(
     wiring: Wiring, linked: Callable[[Segment], list[int]]
 ) -> Iterator[list[Segment]]:
     """Segments joined by links, in the order of the network."""
-    group = {i: {i} for i in wiring.kept()}
-    for i in wiring.kept():
+    group = {i: {i} for i in wiring.distinct()}
+    for i in wiring.distinct():
         for neighbor in linked(wiring.segments[i]):
             joined = group[i] | group[wiring.find(neighbor)]
             group.update(dict.fromkeys(joined, joined))
