@@ -138,8 +138,8 @@ def pareto_smoothed(
         # ArviZ subtracts and sorts, so a weight of zero is replaced by a negligible
         # one.
         filled = np.where(zero, row[~zero].min() - 1000.0, row)
-        found, k[i] = _smooth(_untied(filled))
-        smoothed[i] = np.where(zero, -np.inf, found)
+        smoothed_row, k[i] = _smooth(_untied(filled))
+        smoothed[i] = np.where(zero, -np.inf, smoothed_row)
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
@@ -170,21 +170,18 @@ def dataset(
         name: _variable(name, dims, values)
         for name, (dims, values) in variables.items()
     }
-    sizes = {
-        dim: n
-        for dims, values in arrays.values()
-        for dim, n in zip(dims, values.shape, strict=True)
-    }
+    sizes: dict[str, int] = {}
+    for dims, values in arrays.values():
+        sizes.update(zip(dims, values.shape, strict=True))
     for name in sizes.keys() & arrays.keys():
         got = f"{name!r} as a variable and as a dimension"
         raise argument_error(
             "dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'."
         )
-    given = coords or {}
-    used = {
-        dim: np.asarray(given[dim]) if dim in given else np.arange(size)
-        for dim, size in sizes.items()
-    }
+    used = {dim: np.arange(size) for dim, size in sizes.items()}
+    coords = coords or {}
+    for dim in used.keys() & coords.keys():
+        used[dim] = np.asarray(coords[dim])
     return xr.Dataset(arrays, coords=used)
 
 
@@ -237,12 +234,11 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     """
     import xarray as xr
 
-    held = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
-    held = held.isel(
-        draw=slice(draws), missing_dims="ignore"
-    )  # a kernel may have no statistics
-    return held.assign_coords(
-        {dim: np.arange(size) for dim, size in held.sizes.items()}
+    data = xr.open_zarr(str(path), group=name, consolidated=False, chunks=None)
+    # A kernel may have no statistics.
+    data = data.isel(draw=slice(draws), missing_dims="ignore")
+    return data.assign_coords(
+        {dim: np.arange(size) for dim, size in data.sizes.items()}
     )
 
 
@@ -262,11 +258,11 @@ def group_names(idata: Any, call: str = "group_names") -> list[str]:
 
 def group(idata: Any, name: str) -> "xr.Dataset":
     """The dataset of one group; the error for an unknown name lists the groups."""
-    known = group_names(idata)
-    if name not in known:
-        raise unknown_name("group", "name", name, known)
-    held = idata[name]
-    return held.to_dataset() if hasattr(held, "children") else held
+    names = group_names(idata)
+    if name not in names:
+        raise unknown_name("group", "name", name, names)
+    data = idata[name]
+    return data.to_dataset() if hasattr(data, "children") else data
 
 
 def attrs(idata: Any) -> dict[str, Any]:
@@ -340,16 +336,18 @@ def _variable(
     name: str, dims: Iterable[str], values: ArrayLike
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Check one variable of a dataset."""
-    array, named = np.asarray(values), tuple(dims)
+    array = np.asarray(values)
+    dim_names = tuple(dims)
     fault = None
     if "/" in name:
         fault = (
             f"the name {name!r}",
             f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}.",
         )
-    elif len(named) != array.ndim:
+    elif len(dim_names) != array.ndim:
         got = (
-            f"{len(named)} dimension names {named} for {name!r} of shape {array.shape}"
+            f"{len(dim_names)} dimension names {dim_names} for {name!r} of shape "
+            f"{array.shape}"
         )
         fault = got, "Name every axis once."
     elif array.dtype.kind not in "biufUM":
@@ -360,7 +358,7 @@ def _variable(
         fault = f"{name!r} of dtype {array.dtype}", instead
     if fault:
         raise argument_error("dataset", "variables", *fault)
-    return named, array
+    return dim_names, array
 
 
 def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -65,49 +65,48 @@ def follow_axes(
     ... ).jaxpr
     >>> rows = Axis("x", 0, 3)
     >>> [
-    ...     found[rows]
-    ...     for found in follow_axes(program, [Rows({rows: Place(0, 1)}), Rows()])
+    ...     places[rows]
+    ...     for places in follow_axes(program, [Rows({rows: Place(0, 1)}), Rows()])
     ... ]
     [Place(axis=0, inner=1), None]
     """
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    rows_of: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variables: Sequence[Any]) -> list[Any]:
         return [
-            Rows() if isinstance(var, Literal) else known.get(var, Rows())
+            Rows() if isinstance(var, Literal) else rows_of.get(var, Rows())
             for var in variables
         ]
 
     for equation in jaxpr.eqns:
-        operands, name = read(equation.invars), equation.primitive.name
-        inner = called(equation)
+        operands = read(equation.invars)
         if not any(operands):
             continue
+        name = equation.primitive.name
+        inner = called(equation)
+        all_rows = all(isinstance(operand, Rows) for operand in operands)
         if inner is not None:
             outputs = follow_axes(inner, operands, enter)
         elif name in ("scan", "cond"):
-            if (
-                not all(isinstance(operand, Rows) for operand in operands)
-                and enter is not None
-            ):
+            if not all_rows and enter is not None:
                 enter(equation, operands)
             rows = [
                 operand if isinstance(operand, Rows) else Rows() for operand in operands
             ]
             outputs = (_scanned if name == "scan" else _chosen)(equation, rows, enter)
-        elif all(isinstance(operand, Rows) for operand in operands):
+        elif all_rows:
             outputs = [moved(equation, operands)] * len(equation.outvars)
         else:
             assert enter is not None
             outputs = [enter(equation, operands)] * len(equation.outvars)
-        known.update(zip(equation.outvars, outputs, strict=True))
+        rows_of.update(zip(equation.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
 
 def moved(equation: Equation, operands: Sequence[Rows]) -> Rows:
     """Where the labels of all operands lie in the output of a primitive."""
     move, _ = rule_of(equation, {})
-    found = Rows()
+    places = Rows()
     for operand, rows in enumerate(operands):
         for label, place in rows.items():
             if place is not SUMMED and equation.primitive.name in RESHAPES:
@@ -115,14 +114,14 @@ def moved(equation: Equation, operands: Sequence[Rows]) -> Rows:
                 place = reshaped(place, label.size, *shapes)[0]
             elif place is not SUMMED:
                 place = SUMMED if move is None else move(equation, operand, place)
-            _merge(found, {label: place})
-    return found
+            _merge(places, {label: place})
+    return places
 
 
-def _merge(found: Rows, rows: Mapping[Any, Place | None]) -> None:
+def _merge(places: Rows, rows: Mapping[Any, Place | None]) -> None:
     """Add labels to those of a value; one that lies at two places is mixed."""
     for label, place in rows.items():
-        found[label] = place if found.get(label, place) == place else SUMMED
+        places[label] = place if places.get(label, place) == place else SUMMED
 
 
 def _chosen(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
@@ -131,10 +130,10 @@ def _chosen(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Ro
     """
     results = [Rows(dict.fromkeys(operands[0], SUMMED)) for _ in equation.outvars]
     for branch in equation.params["branches"]:
-        for found, rows in zip(
+        for result, rows in zip(
             results, follow_axes(branch.jaxpr, operands[1:], enter), strict=True
         ):
-            _merge(found, rows)
+            _merge(result, rows)
     return results
 
 
@@ -142,26 +141,27 @@ def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[R
     """The outputs of ``scan``: carried labels are followed until they no
     longer change.
     """
-    constants, carried = equation.params["num_consts"], equation.params["num_carry"]
+    constants = equation.params["num_consts"]
+    carried = equation.params["num_carry"]
 
     def shifted(rows: Rows, by: int) -> Rows:
         """By the axis that is scanned, whose own labels are mixed."""
-        found = Rows(rows)
+        moved_rows = Rows(rows)
         for label, place in rows.items():
             if place is not SUMMED:
                 axis = place.axis + by
-                found[label] = SUMMED if axis < 0 else place._replace(axis=axis)
-        return found
+                moved_rows[label] = SUMMED if axis < 0 else place._replace(axis=axis)
+        return moved_rows
 
-    start = [Rows(rows) for rows in operands[constants : constants + carried]]
+    start = list(map(Rows, operands[constants : constants + carried]))
     slices = [shifted(rows, -1) for rows in operands[constants + carried :]]
     while True:
-        inputs = [*operands[:constants], *(Rows(rows) for rows in start), *slices]
+        inputs = [*operands[:constants], *map(Rows, start), *slices]
         outputs = follow_axes(equation.params["jaxpr"].jaxpr, inputs, enter)
-        before = [Rows(rows) for rows in start]
-        for found, rows in zip(start, outputs[:carried], strict=True):
-            _merge(found, rows)
-        if start == before:
+        previous = list(map(Rows, start))
+        for carry, rows in zip(start, outputs[:carried], strict=True):
+            _merge(carry, rows)
+        if start == previous:
             return [*start, *(shifted(rows, 1) for rows in outputs[carried:])]
 
 
@@ -192,14 +192,14 @@ def rule_of(
 
 
 def reshaped(
-    place: Place, size: int, before: tuple[int, ...], after: tuple[int, ...]
+    place: Place, size: int, shape: tuple[int, ...], new_shape: tuple[int, ...]
 ) -> tuple[Place | None, int | None]:
     """Place after a reshape; or, if two axes share what was one label, the size of its
     inner part.
     """
-    stride = place.inner * prod(before[place.axis + 1 :])
-    for axis, length in enumerate(after):
-        below = prod(after[axis + 1 :])
+    stride = place.inner * prod(shape[place.axis + 1 :])
+    for axis, length in enumerate(new_shape):
+        below = prod(new_shape[axis + 1 :])
         if length == 1 or stride * size <= below or stride >= below * length:
             continue  # this axis holds no part of the label
         if stride % below == 0 and (below * length) % (stride * size) == 0:
@@ -236,14 +236,20 @@ def _unless_along(name: str) -> Move:
     return _unless(lambda equation: [equation.params[name]])
 
 
-def dot_axes(equation: Equation, other: int) -> tuple[dict[int, int], tuple[int, ...]]:
+def dot_axes(
+    equation: Equation, operand: int
+) -> tuple[dict[int, int], tuple[int, ...]]:
     """Output axes that come from the free axes of an operand, and its other axes."""
     contracted, batch = equation.params["dimension_numbers"]
-    ranks = [len(var.aval.shape) for var in equation.invars]
-    inputs = (*batch[other], *contracted[other])
-    free = [axis for axis in range(ranks[other]) if axis not in inputs]
-    first = len(batch[0]) if other == 0 else ranks[0] - len(contracted[0])
-    return {first + n: axis for n, axis in enumerate(free)}, inputs
+    inputs = (*batch[operand], *contracted[operand])
+    free = _other_axes(equation.invars[operand], inputs)
+    rank = equation.invars[0].aval.ndim
+    first = len(batch[0]) if operand == 0 else rank - len(contracted[0])
+    return dict(enumerate(free, first)), inputs
+
+
+def _other_axes(var: Any, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in range(var.aval.ndim) if axis not in axes]
 
 
 def _dot(equation: Equation, operand: int, place: Place) -> Place | None:
@@ -270,26 +276,25 @@ def _convolution(equation: Equation, operand: int, place: Place) -> Place | None
 
 
 def _window(equation: Equation, operand: int, place: Place) -> Place | None:
-    p, axis = equation.params, place.axis
+    p = equation.params
+    axis = place.axis
     dilations = (p.get("base_dilation"), p.get("window_dilation"))
-    alone = p["window_dimensions"][axis] == 1 and p["window_strides"][axis] == 1
-    alone = alone and tuple(p["padding"][axis]) == (0, 0)
-    return (
-        place if alone and all(d is None or d[axis] == 1 for d in dilations) else SUMMED
-    )
+    untouched = p["window_dimensions"][axis] == 1 and p["window_strides"][axis] == 1
+    untouched = untouched and tuple(p["padding"][axis]) == (0, 0)
+    if untouched and all(d is None or d[axis] == 1 for d in dilations):
+        return place
+    return SUMMED
 
 
 def _gathered(
     equation: Equation, operand: int, place: Place, counting: Mapping[int, int]
 ) -> Place | None:
-    numbers, axis = equation.params["dimension_numbers"], place.axis
-    shape, index_shape = (var.aval.shape for var in equation.invars)
+    numbers = equation.params["dimension_numbers"]
+    axis = place.axis
+    shape = equation.invars[0].aval.shape
+    index_shape = equation.invars[1].aval.shape
     # Axes of the output that come from those of the index, in order.
-    looked_up = [
-        a
-        for a in range(len(equation.outvars[0].aval.shape))
-        if a not in numbers.offset_dims
-    ]
+    looked_up = _other_axes(equation.outvars[0], numbers.offset_dims)
     if operand == 1:  # each element of the output is looked up by one row of the index
         return place._replace(axis=looked_up[axis]) if axis < len(looked_up) else SUMMED
     if axis in numbers.operand_batching_dims:
@@ -299,24 +304,24 @@ def _gathered(
         return place._replace(axis=looked_up[index])
     if axis in numbers.start_index_map:
         index = counting.get(numbers.start_index_map.index(axis), -1)
-        whole = index >= 0 and index_shape[index] == shape[axis]
-        return (
-            place._replace(axis=looked_up[index])
-            if whole and axis in numbers.collapsed_slice_dims
-            else SUMMED
-        )
+        complete = index >= 0 and index_shape[index] == shape[axis]
+        if complete and axis in numbers.collapsed_slice_dims:
+            return place._replace(axis=looked_up[index])
+        return SUMMED
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    kept = [a for a in range(len(shape)) if a not in dropped]
-    whole = axis in kept and equation.params["slice_sizes"][axis] == shape[axis]
-    return (
-        place._replace(axis=numbers.offset_dims[kept.index(axis)]) if whole else SUMMED
-    )
+    slice_axes = _other_axes(equation.invars[0], dropped)
+    if axis in slice_axes and equation.params["slice_sizes"][axis] == shape[axis]:
+        return place._replace(axis=numbers.offset_dims[slice_axes.index(axis)])
+    return SUMMED
 
 
 def _sliced(equation: Equation) -> Iterable[int]:
-    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    strides = equation.params.get("strides") or [1] * len(before)
-    return [a for a in range(len(before)) if before[a] != after[a] or strides[a] != 1]
+    shape = equation.invars[0].aval.shape
+    sliced_shape = equation.outvars[0].aval.shape
+    strides = equation.params.get("strides") or [1] * len(shape)
+    return [
+        a for a in range(len(shape)) if shape[a] != sliced_shape[a] or strides[a] != 1
+    ]
 
 
 # Whether an operation is linear in the operands (given by position) that depend on one

@@ -15,7 +15,7 @@ import numpy as np
 # a neighbor such as `numpyro_bnn_models` belongs to the user
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
-LONGEST = 300  # characters of a value in a message
+MAX_SHOWN_CHARACTERS = 300  # characters of a value in a message
 # Values of the data that a program is traced on, by the id of their tracers.
 TRACED: ContextVar[Mapping[int, Any]] = ContextVar("traced")
 
@@ -51,7 +51,7 @@ def shown(value: Any) -> str:
     if hasattr(value, "dtype") and np.ndim(value):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
-    return f"a {type(value).__name__}" if len(text) > LONGEST else text
+    return f"a {type(value).__name__}" if len(text) > MAX_SHOWN_CHARACTERS else text
 
 
 def is_list(value: Any) -> bool:
@@ -61,13 +61,20 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def unknown_name(call: str, argument: str, got: Any, known: Any) -> Exception:
-    """Build the error for a name that is not among the ``known`` ones, with the closest
-    of these first.
+def is_floating(value: Any) -> bool:
+    """Whether it is an array of floating-point numbers."""
+    return hasattr(value, "dtype") and jax.numpy.issubdtype(
+        value.dtype, jax.numpy.floating
+    )
+
+
+def unknown_name(call: str, argument: str, got: Any, names: Any) -> Exception:
+    """Build the error for a name that is not among the known ``names``, with the
+    closest of these first.
     """
     from difflib import get_close_matches
 
-    names = [str(name) for name in known]
+    names = list(map(str, names))
     by_lower = {name.lower(): name for name in names}
     close = get_close_matches(str(got).lower(), by_lower, n=1)
     hint = f"Did you mean {by_lower[close[0]]!r}? " if close else ""
@@ -80,9 +87,11 @@ def outside() -> int:
     """The ``stacklevel`` of a warning about the line of the user that called the
     package.
     """
-    frame, level = inspect.currentframe(), 0
+    frame = inspect.currentframe()
+    level = 0
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level
 
 
@@ -118,12 +127,12 @@ def probabilities(call: str, quantiles: Any) -> Any:
     """Quantiles that a guide is asked for."""
     if isinstance(quantiles, jax.core.Tracer):
         return quantiles
-    found = as_floats(call, "quantiles", quantiles)
-    if not ((found >= 0) & (found <= 1)).all():
+    levels = as_floats(call, "quantiles", quantiles)
+    if not ((levels >= 0) & (levels <= 1)).all():
         raise argument_error(
             call, "quantiles", quantiles, "Pass probabilities, from 0 to 1."
         )
-    return jax.numpy.asarray(found, float)
+    return jax.numpy.asarray(levels, float)
 
 
 def check_finite(call: str, argument: str, value: Any) -> None:
@@ -144,7 +153,7 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         return
     bad = ~np.isfinite(numbers)
     if bad.any():
-        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        first = tuple(np.argwhere(bad)[0].tolist())
         came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"
         raise argument_error(call, argument, came, "Drop or impute those rows first.")
 
@@ -167,16 +176,17 @@ def check_rank(
 
 def check_same_length(call: str, **arrays: Any) -> None:
     """Refuse arrays whose leading axes differ, and numbers without an axis."""
+    sizes = {}
     for name, value in arrays.items():
         if np.ndim(value) == 0:
             instead = "Pass one row per data point."
             raise argument_error(call, name, shown(value), instead)
-    sizes = {name: np.shape(value)[0] for name, value in arrays.items()}
+        sizes[name] = np.shape(value)[0]
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        lengths = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         instead = "Pass one row per data point in each."
         raise argument_error(
-            call, next(reversed(sizes)), f"mismatched lengths ({listed})", instead
+            call, next(reversed(sizes)), f"mismatched lengths ({lengths})", instead
         )
 
 

@@ -46,15 +46,15 @@ def unmasked_elements(fn: dist.Distribution) -> jax.Array:
     """Which elements of a value, shaped like ``fn.shape()``, count in its log density:
     those without a mask.
     """
-    found = jnp.ones(fn.shape(), bool)
+    counted = jnp.ones(fn.shape(), bool)
     while isinstance(
         fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution
     ):
         if isinstance(fn, dist.MaskedDistribution):
             mask = jnp.broadcast_to(fn._mask, fn.batch_shape)
-            found &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
+            counted &= mask.reshape(fn.batch_shape + (1,) * fn.event_dim)
         fn = fn.base_dist
-    return found
+    return counted
 
 
 _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)
@@ -75,11 +75,8 @@ def in_support(fn: Any, value: Any = None) -> Any:
     if isinstance(fn, dist.MaskedDistribution):
         return in_support(fn.base_dist, value) | ~jnp.asarray(fn._mask)
     if isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        batch = (
-            fn.base_dist.batch_shape
-            if isinstance(fn, dist.Independent)
-            else fn.batch_shape
-        )
+        independent = isinstance(fn, dist.Independent)
+        batch = fn.base_dist.batch_shape if independent else fn.batch_shape
         inside = jnp.asarray(in_support(fn.base_dist, value))
         inside = jnp.broadcast_to(inside, jnp.broadcast_shapes(inside.shape, batch))
         return _all(inside, len(batch) - len(fn.batch_shape))
@@ -94,23 +91,23 @@ def in_support(fn: Any, value: Any = None) -> Any:
             and not periodic
         ):
             inside &= _all(bound(parameter), constraint.event_dim)
-    for part in vars(fn).values():
-        if isinstance(part, dist.Distribution):
-            obeys = jnp.asarray(in_support(part))
+    for component in vars(fn).values():
+        if isinstance(component, dist.Distribution):
+            obeys = jnp.asarray(in_support(component))
             inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
     computed = value is not None and any(
         isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
     )
-    return (
-        inside & fn.support(value)
-        if computed and not fn.support.is_discrete
-        else inside
-    )
+    if computed and not fn.support.is_discrete:
+        inside &= fn.support(value)
+    return inside
 
 
-def _all(found: jax.Array, last: int) -> jax.Array:
+def _all(conditions: jax.Array, num_axes: int) -> jax.Array:
     """Whether all are true along so many of the last axes."""
-    return jnp.all(found, axis=tuple(range(found.ndim - last, found.ndim)))
+    return jnp.all(
+        conditions, axis=tuple(range(conditions.ndim - num_axes, conditions.ndim))
+    )
 
 
 def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
@@ -160,9 +157,11 @@ def affine_normal(
     while isinstance(base, dist.TransformedDistribution):
         transforms += [elementwise(t) for t in reversed(base.transforms)]
         base = unwrapped(base.base_dist, masked)
-    loc, scale = base.loc, base.scale
+    loc = base.loc
+    scale = base.scale
     for transform in reversed(transforms):
-        loc, scale = transform.loc + transform.scale * loc, transform.scale * scale
+        loc = transform.loc + transform.scale * loc
+        scale = transform.scale * scale
     return jnp.broadcast_to(loc, fn.shape()), jnp.broadcast_to(scale, fn.shape())
 
 
@@ -203,7 +202,8 @@ class GroupStudentT(dist.Distribution):
     def __init__(
         self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None
     ) -> None:
-        self.df, self.scale = df, scale
+        self.df = df
+        self.scale = scale
         super().__init__(
             batch_shape=(), event_shape=tuple(shape), validate_args=validate_args
         )
@@ -225,7 +225,8 @@ class GroupStudentT(dist.Distribution):
 
     @validate_sample
     def log_prob(self, value: jax.Array) -> jax.Array:
-        n, half = prod(self.event_shape), self.df / 2
+        n = prod(self.event_shape)
+        half = self.df / 2
         axes = tuple(range(-len(self.event_shape), 0))
         square = jnp.sum((value / self.scale) ** 2, axis=axes)
         constant = (
@@ -249,12 +250,12 @@ class GroupStudentT(dist.Distribution):
 
         :param chosen: booleans that broadcast against the array ``value``.
         """
-        chosen = jnp.broadcast_to(chosen, value.shape)
-        df = self.df + jnp.sum(~chosen)
-        square = jnp.sum(jnp.where(chosen, 0.0, value) ** 2)
+        mask = jnp.broadcast_to(chosen, value.shape)
+        df = self.df + jnp.sum(~mask)
+        square = jnp.sum(jnp.where(mask, 0.0, value) ** 2)
         scale = jnp.sqrt((self.df * self.scale**2 + square) / df)
-        drawn = GroupStudentT(df, scale, value.shape).sample(rng_key)
-        return jnp.where(chosen, drawn, value).astype(value.dtype)
+        new_values = GroupStudentT(df, scale, value.shape).sample(rng_key)
+        return jnp.where(mask, new_values, value).astype(value.dtype)
 
     @property
     def mean(self) -> jax.Array:

@@ -2,7 +2,8 @@
 running it.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import compress
 from typing import Any
 
 import jax
@@ -78,11 +79,11 @@ def dependence(
     :return: a superset if a loop or a branch mixes arguments.
 
     >>> import jax.numpy as jnp
-    >>> found = dependence(
+    >>> sources = dependence(
     ...     lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]},
     ...     {"x": jnp.ones(2), "y": jnp.ones(2)},
     ... )
-    >>> {name: sorted(found[name]) for name in found}
+    >>> {name: sorted(sources[name]) for name in sources}
     {'s': ['x', 'y'], 't': ['y']}
     """
     return program_dependence(
@@ -96,14 +97,17 @@ def program_dependence(
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
     ``shapes``.
     """
-    owners = [path[0].key for path, _ in jax.tree.flatten_with_path(dict(arguments))[0]]
-    outputs = [path[0].key for path, _ in jax.tree.flatten_with_path(shapes)[0]]
-    found: dict[Any, set] = {name: set() for name in shapes}
-    for name, sources in zip(
-        outputs, _sources(closed.jaxpr, [{owner} for owner in owners]), strict=True
-    ):
-        found[name] |= sources
-    return found
+    owners = [{name} for name in _names_of_leaves(dict(arguments))]
+    outputs = _names_of_leaves(shapes)
+    sources_of: dict[Any, set] = {name: set() for name in shapes}
+    for name, sources in zip(outputs, _sources(closed.jaxpr, owners), strict=True):
+        sources_of[name] |= sources
+    return sources_of
+
+
+def _names_of_leaves(trees: Mapping) -> list[Any]:
+    """For each leaf the key of its tree."""
+    return [path[0].key for path, _ in jax.tree.flatten_with_path(trees)[0]]
 
 
 def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
@@ -119,7 +123,8 @@ def _sources(jaxpr: Any, arguments: list[set]) -> list[set]:
         ]
 
     for equation in jaxpr.eqns:
-        used, inner = read(equation.invars), called(equation)
+        used = read(equation.invars)
+        inner = called(equation)
         mixed = [set().union(*used)] * len(equation.outvars)
         outputs = mixed if inner is None else _sources(inner, used)
         sources.update(zip(equation.outvars, outputs, strict=True))
@@ -130,11 +135,9 @@ def subprogram(equation: Any) -> Any:
     """The jaxpr of an equation that applies one to its operands, else ``None``."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
-    return (
-        inner
-        if inner is not None and len(inner.invars) == len(equation.invars)
-        else None
-    )
+    if inner is None or len(inner.invars) != len(equation.invars):
+        return None
+    return inner
 
 
 def called(equation: Any) -> Any:
@@ -142,38 +145,35 @@ def called(equation: Any) -> Any:
     return subprogram(equation) if equation.primitive.name in CALLS else None
 
 
+def variables_of(atoms: Iterable[Any]) -> set:
+    """The variables among the operands of an equation, of which some are literals."""
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
 def needed_equations(
-    jaxpr: Any, wanted: Iterable[Any], known: Container[Any] = frozenset()
+    jaxpr: Any, outputs: Iterable[Any], constants: Collection[Any] = frozenset()
 ) -> list[tuple[Any, list[bool]]]:
-    """The equations that compute the ``wanted`` variables of a jaxpr, in order, and
+    """The equations that compute the variables ``outputs`` of a jaxpr, in order, and
     which of their outputs are used.
 
-    Variables in ``known`` have known values, and so do literals.
+    Variables in ``constants`` have known values, and so do literals.
     """
-    needed = {
-        var for var in wanted if not isinstance(var, Literal) and var not in known
-    }
-    kept = []
+    needed = variables_of(outputs).difference(constants)
+    equations = []
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
-            kept.append((equation, [var in needed for var in equation.outvars]))
-            needed.update(
-                var
-                for var in equation.invars
-                if not isinstance(var, Literal) and var not in known
-            )
-    return kept[::-1]
+            equations.append((equation, [var in needed for var in equation.outvars]))
+            needed |= variables_of(equation.invars).difference(constants)
+    return equations[::-1]
 
 
 def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
-    found = set(start)
+    variables = set(start)
     for equation in equations:
-        if found.intersection(
-            var for var in equation.invars if not isinstance(var, Literal)
-        ):
-            found.update(equation.outvars)
-    return found
+        if variables & variables_of(equation.invars):
+            variables.update(equation.outvars)
+    return variables
 
 
 def evaluate_equations(
@@ -203,23 +203,20 @@ def evaluate_equations(
 
 def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program with only the equations and constants that its outputs need."""
-    kept = [
+    equations = [
         equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)
     ]
-    used = {
-        var
-        for equation in kept
-        for var in equation.invars
-        if not isinstance(var, Literal)
-    }
-    used.update(var for var in closed.jaxpr.outvars if not isinstance(var, Literal))
-    held = [
-        pair
-        for pair in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        if pair[0] in used
-    ]
-    jaxpr = closed.jaxpr.replace(eqns=kept, constvars=[var for var, _ in held])
-    return closed.replace(jaxpr=jaxpr, consts=[value for _, value in held])
+    used = variables_of(closed.jaxpr.outvars)
+    for equation in equations:
+        used |= variables_of(equation.invars)
+    variables = []
+    values = []
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if var in used:
+            variables.append(var)
+            values.append(value)
+    jaxpr = closed.jaxpr.replace(eqns=equations, constvars=variables)
+    return closed.replace(jaxpr=jaxpr, consts=values)
 
 
 def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
@@ -239,18 +236,17 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
     ... ]
     [8.0, 10.0]
     """
-
-    def key_of(eqn: Any) -> str | None:
-        return names.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
-
-    places = [
-        (key, eqn.outvars[0])
-        for eqn in closed.jaxpr.eqns
-        if (key := key_of(eqn)) is not None
-    ]
-    kept = [eqn for eqn in closed.jaxpr.eqns if key_of(eqn) is None]
+    places = []
+    equations = []
+    for equation in closed.jaxpr.eqns:
+        is_name = equation.primitive.name == "name"
+        key = names.get(equation.params["name"]) if is_name else None
+        if key is None:
+            equations.append(equation)
+        else:
+            places.append((key, equation.outvars[0]))
     jaxpr = closed.jaxpr.replace(
-        eqns=kept, invars=[*(var for _, var in places), *closed.jaxpr.invars]
+        eqns=equations, invars=[*(var for _, var in places), *closed.jaxpr.invars]
     )
     run = jaxpr_as_fun(needed_part(closed.replace(jaxpr=jaxpr)))
 
@@ -276,12 +272,12 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
     {5, 7}
     """
     closed = jax.make_jaxpr(fn)(indices)
-    found: set[int] = set()
-    _follow(closed.jaxpr, set(closed.jaxpr.invars), found)
-    return found
+    lengths: set[int] = set()
+    _follow(closed.jaxpr, set(closed.jaxpr.invars), lengths)
+    return lengths
 
 
-def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
+def _follow(jaxpr: Any, marked: set, lengths: set[int]) -> set:
     """Propagate marks through a jaxpr, collect axes gathered with marked indices;
     return the marked outputs.
     """
@@ -296,10 +292,9 @@ def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
         inner = subprogram(equation)
         if equation.primitive.name == "gather":
             shape = equation.invars[0].aval.shape
-            found |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
+            lengths |= {shape[axis] for axis in _marked_axes(equation, made_by, marked)}
         elif inner is not None:
-            marks = {var for var, hit in zip(inner.invars, inputs, strict=True) if hit}
-            out = _follow(inner, marks, found)
+            out = _follow(inner, set(compress(inner.invars, inputs)), lengths)
             marked |= {
                 a
                 for a, b in zip(equation.outvars, inner.outvars, strict=False)
@@ -307,16 +302,15 @@ def _follow(jaxpr: Any, marked: set, found: set[int]) -> set:
             }
         elif equation.primitive.name in ADDRESSING:
             marked |= set(equation.outvars)
-    return {
-        var for var in jaxpr.outvars if not isinstance(var, Literal) and var in marked
-    }
+    return variables_of(jaxpr.outvars) & marked
 
 
 def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]:
     """The axes that a gather indexes with marked numbers: `x[i, j]` stacks i and j into
     one operand.
     """
-    axes, index = gather.params["dimension_numbers"].start_index_map, gather.invars[1]
+    axes = gather.params["dimension_numbers"].start_index_map
+    index = gather.invars[1]
     if isinstance(index, Literal) or index not in marked:
         return []
     maker = made_by.get(index)
@@ -326,8 +320,12 @@ def _marked_axes(gather: Any, made_by: dict[Any, Any], marked: set) -> list[int]
         return []
     if maker.params["dimension"] != len(index.aval.shape) - 1:
         return []
-    columns = [part for part in maker.invars for _ in range(part.aval.shape[-1])]
+    columns: list[Any] = []
+    for operand in maker.invars:
+        columns += [operand] * operand.aval.shape[-1]
     pairs = zip(axes, columns, strict=True)
     return [
-        axis for axis, part in pairs if not isinstance(part, Literal) and part in marked
+        axis
+        for axis, column in pairs
+        if not isinstance(column, Literal) and column in marked
     ]

@@ -10,6 +10,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from operator import index
@@ -41,10 +42,10 @@ class Count(Option):
     minimum: int = 1
 
     def check(self, call: str, argument: str, value: Any) -> int:
-        try:
-            count = None if isinstance(value, bool | np.bool) else index(value)
-        except TypeError:
-            count = None
+        count = None
+        if not isinstance(value, bool | np.bool):
+            with suppress(TypeError):
+                count = index(value)
         if count is None or count < self.minimum:
             raise argument_error(
                 call,
@@ -58,26 +59,22 @@ class Count(Option):
 @dataclass(frozen=True, eq=False)
 class Number(Option):
     """A finite number of at least (``strict``: above) ``minimum``, ``below`` a limit or
-    at ``most`` one.
+    of at most ``maximum``.
     """
 
     minimum: float = 0.0
     strict: bool = False
     below: float = math.inf
-    most: float = math.inf
+    maximum: float = math.inf
     infinite: bool = False  # infinity passes too
 
     def check(self, call: str, argument: str, value: Any) -> Any:
         if isinstance(value, jax.core.Tracer):
             return value  # which number it is, is not known yet
-        try:
-            number = (
-                None
-                if isinstance(value, str | bytes | bool | np.bool)
-                else float(value)
-            )
-        except (TypeError, ValueError):
-            number = None
+        number = None
+        if not isinstance(value, str | bytes | bool | np.bool):
+            with suppress(TypeError, ValueError):
+                number = float(value)
         if number is None or not self._allows(number):
             kind = TypeError if number is None else ValueError
             raise argument_error(
@@ -88,15 +85,13 @@ class Number(Option):
     def _allows(self, number: float) -> bool:  # NaN is nowhere
         high_enough = number > self.minimum if self.strict else number >= self.minimum
         small_enough = number < self.below or (self.infinite and number == math.inf)
-        return high_enough and small_enough and -math.inf < number <= self.most
+        return high_enough and small_enough and -math.inf < number <= self.maximum
 
     def __repr__(self) -> str:
-        bounds = (
-            [f"{'above' if self.strict else 'at least'} {self.minimum:g}"]
-            if self.minimum > -math.inf
-            else []
-        )
-        limits = ("below", self.below), ("at most", self.most)
+        bounds = []
+        if self.minimum > -math.inf:
+            bounds = [f"{'above' if self.strict else 'at least'} {self.minimum:g}"]
+        limits = ("below", self.below), ("at most", self.maximum)
         bounds += [f"{word} {limit:g}" for word, limit in limits if limit < math.inf]
         return f"finite number {' and '.join(bounds)}".strip()
 
@@ -123,11 +118,10 @@ class Kind(Option):
     instead: str
 
     def check(self, call: str, argument: str, value: Any) -> Any:
-        accepts = (
-            isinstance(value, self.kind)
-            if isinstance(self.kind, type | UnionType)
-            else self.kind(value)
-        )
+        if isinstance(self.kind, type | UnionType):
+            accepts = isinstance(value, self.kind)
+        else:
+            accepts = self.kind(value)
         if not accepts:
             raise argument_error(call, argument, shown(value), self.instead, TypeError)
         return value
@@ -151,12 +145,11 @@ Positive: TypeAlias = Annotated[float, Number(strict=True)]
 PositiveOrInfinite: TypeAlias = Annotated[float, Number(strict=True, infinite=True)]
 NonNegative: TypeAlias = Annotated[float, Number()]
 NonNegativeOrInfinite: TypeAlias = Annotated[float, Number(infinite=True)]
-Fraction: TypeAlias = Annotated[float, Number(most=1)]
+Fraction: TypeAlias = Annotated[float, Number(maximum=1)]
 FractionBelow1: TypeAlias = Annotated[float, Number(below=1)]
 Level: TypeAlias = Annotated[float, Number(strict=True, below=1)]
-Switch: TypeAlias = Annotated[
-    bool, Kind(bool | np.bool, "Pass True or False.")
-]  # the text "no" would be true
+# The text "no" would be true.
+Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]
 RandomKey: TypeAlias = Annotated[jax.Array, KEY]
 NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
 Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
@@ -173,31 +166,29 @@ def declared_option(annotation: Any) -> tuple[tuple[type, ...], Option] | None:
     """The option that an annotation declares, if any, and the classes whose instances
     pass unchecked.
     """
-    members = (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, UnionType)
-        else (annotation,)
-    )
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
     classes = tuple(
         get_origin(member) or member
         for member in members
         if get_origin(member) is not Annotated
     )
     for member in members:
-        for part in getattr(member, "__metadata__", ()):
-            if isinstance(part, Option):
-                return classes, part
+        for metadata in getattr(member, "__metadata__", ()):
+            if isinstance(metadata, Option):
+                return classes, metadata
     return None
 
 
 @cache
 def options_of(function: Callable) -> dict[str, tuple[tuple[type, ...], Option]]:
     """The declared options of a function, by argument."""
-    found = {
-        name: declared_option(annotation)
-        for name, annotation in function.__annotations__.items()
-    }
-    return {name: option for name, option in found.items() if option is not None}
+    options = {}
+    for name, annotation in function.__annotations__.items():
+        option = declared_option(annotation)
+        if option is not None:
+            options[name] = option
+    return options
 
 
 def check_option(call: str, function: Callable, argument: str, value: Any) -> Any:
@@ -235,16 +226,18 @@ def checked(call: str) -> Callable[[F], F]:
 
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            given = list(args)
+            values = list(args)
             name = call.format(*[type(owner).__name__ for owner in args[:1]])
             for argument in declared:
                 if argument in kwargs:
                     kwargs[argument] = check_option(
                         name, function, argument, kwargs[argument]
                     )
-                elif (place := places.get(argument, len(given))) < len(given):
-                    given[place] = check_option(name, function, argument, given[place])
-            return function(*given, **kwargs)
+                elif (place := places.get(argument, len(values))) < len(values):
+                    values[place] = check_option(
+                        name, function, argument, values[place]
+                    )
+            return function(*values, **kwargs)
 
         return cast(F, wrapper)
 

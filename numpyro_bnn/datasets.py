@@ -77,7 +77,8 @@ class Scaler:
         # 0 in constant columns.
         first = values[0].astype(np.float64)
         with np.errstate(over="ignore"):
-            constant, shifted = _constant(values), values - first
+            constant = _constant(values)
+            shifted = values - first
         if not np.isfinite(shifted).all():
             got = "values whose differences exceed the range of float64"
             raise argument_error("Scaler.fit", "train", got, "Change their unit.")
@@ -128,21 +129,17 @@ class Scaler:
 
 
 def _floating(values: np.ndarray) -> np.ndarray:
-    return (
-        values
-        if np.issubdtype(values.dtype, np.floating)
-        else values.astype(np.float64)
-    )
+    if np.issubdtype(values.dtype, np.floating):
+        return values
+    return values.astype(np.float64)
 
 
 def _constant(values: np.ndarray) -> np.ndarray:
     """Columns whose values differ only by rounding: their std is a rounding error too,
     and often not 0.
     """
-    largest, smallest = (
-        values.max(axis=0).astype(np.float64),
-        values.min(axis=0).astype(np.float64),
-    )
+    largest = values.max(axis=0).astype(np.float64)
+    smallest = values.min(axis=0).astype(np.float64)
     return largest - smallest <= 8 * np.finfo(values.dtype).eps * np.maximum(
         np.abs(largest), np.abs(smallest)
     )

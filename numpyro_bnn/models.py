@@ -76,12 +76,14 @@ def regression(
     noise = dist.HalfNormal(1.0) if noise is None else noise
     _check_noise(call, noise)
     as_prior({} if prior is None else prior, call)
-    options = {
-        "noise": noise,
-        "heteroscedastic": heteroscedastic,
-        "heavy_tails": heavy_tails,
-    }
-    return partial(_regression, net=net, prior=prior, **options)
+    return partial(
+        _regression,
+        net=net,
+        prior=prior,
+        noise=noise,
+        heteroscedastic=heteroscedastic,
+        heavy_tails=heavy_tails,
+    )
 
 
 def _regression(
@@ -95,12 +97,11 @@ def _regression(
         _checks.check_rank(call, "y", y, *shape)
         _checks.check_same_length(call, x=x, y=y)
         _check_finite(call, "y", y)
-        if heavy_tails and not any(
-            isinstance(handler, unobserved) for handler in _PYRO_STACK
-        ):
+        if heavy_tails and not _inside(unobserved):
             # new rows may repeat
             check_not_repeated(call, y.head() if isinstance(y, Rows) else y)
-    f, sigma = random_network("net", net, np.shape(x)[1:], prior), noise
+    f = random_network("net", net, np.shape(x)[1:], prior)
+    sigma = noise
     if not heteroscedastic and isinstance(noise, dist.Distribution):
         sigma = numpyro.sample("sigma", noise)
     family = noise_family(heavy_tails)
@@ -109,11 +110,10 @@ def _regression(
         mean = out[..., :targets]
         sd = 1e-6 + jax.nn.softplus(out[..., targets:]) if heteroscedastic else sigma
         sd = jnp.broadcast_to(sd, mean.shape)
-        likelihood = (
-            family(mean[..., 0], sd[..., 0])
-            if targets == 1
-            else family(mean, sd).to_event(1)
-        )
+        if targets == 1:
+            likelihood = family(mean[..., 0], sd[..., 0])
+        else:
+            likelihood = family(mean, sd).to_event(1)
         numpyro.sample(
             "y", likelihood, obs=None if y is None else _rows(y, index).astype(float)
         )
@@ -131,11 +131,11 @@ def repeats_values(y: Any) -> bool:
     """Whether most rows have values of a twentieth each: the likelihood of a t that
     hits 2/3 of them has no bound.
     """
-    counts = [
-        np.unique(column, return_counts=True)[1]
-        for column in np.asarray(y).reshape(len(y), -1).T
-    ]
-    return any(2 * n[n >= max(3, len(y) / 20)].sum() > len(y) for n in counts)
+    for column in np.asarray(y).reshape(len(y), -1).T:
+        counts = np.unique(column, return_counts=True)[1]
+        if 2 * counts[counts >= max(3, len(y) / 20)].sum() > len(y):
+            return True
+    return False
 
 
 def check_not_repeated(call: str, y: Any) -> None:
@@ -195,6 +195,10 @@ def _classification(x, y=None, batch_size=None, *, net, num_classes, prior):
         numpyro.sample("y", dist.Categorical(logits=logits), obs=labels)
 
 
+def _inside(handler: type) -> bool:
+    return any(isinstance(frame, handler) for frame in _PYRO_STACK)
+
+
 def _rows(values: Any, index: jax.Array) -> jax.Array:
     """Those of a minibatch; all rows as they are, so that they may be spread over
     devices.
@@ -218,20 +222,13 @@ def _check_noise(call: str, noise: Any) -> None:
     """Refuse a noise that is not positive: a distribution, or one fixed value or
     several.
     """
-    random = isinstance(noise, dist.Distribution)
-    if random and not is_positive(noise.support):
-        raise argument_error(
-            call,
-            "noise",
-            noise,
-            "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`.",
-        )
-    for value in (
-        []
-        if random or isinstance(noise, jax.core.Tracer)
-        else np.ravel(np.asarray(noise, dtype=object))
-    ):
-        Number(strict=True).check(call, "noise", value)
+    if isinstance(noise, dist.Distribution):
+        if not is_positive(noise.support):
+            instead = "Pass a distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`."
+            raise argument_error(call, "noise", noise, instead)
+    elif not isinstance(noise, jax.core.Tracer):
+        for value in np.ravel(np.asarray(noise, dtype=object)):
+            Number(strict=True).check(call, "noise", value)
 
 
 def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
@@ -241,12 +238,9 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
     _check_finite(call, "x", x)
     size = np.shape(x)[0]
     # Predictions run on full plates, where the batch size of the run does not apply.
-    whole = any(isinstance(handler, full_plates) for handler in _PYRO_STACK)
-    if (
-        not whole
-        and batch_size is not None
-        and Count().check(call, "batch_size", batch_size) > size
-    ):
+    if batch_size is None or _inside(full_plates):
+        return
+    if Count().check(call, "batch_size", batch_size) > size:
         raise argument_error(
             call, "batch_size", batch_size, f"Pass a number from 1 to N = {size}."
         )

@@ -38,7 +38,9 @@ class RandomNetwork:
     """
 
     def __init__(self, name: str, net: Layer, params: Mapping[str, jax.Array]) -> None:
-        self.name, self.net, self.params = name, net, params
+        self.name = name
+        self.net = net
+        self.params = params
 
     def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> jax.Array:
         """Evaluate the network on a batch.

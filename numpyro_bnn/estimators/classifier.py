@@ -14,13 +14,7 @@ from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import (
-    CHECKED_ROWS,
-    Callback,
-    Method,
-    Network,
-    Uncertainty,
-)
+from numpyro_bnn.estimators.network import Callback, Method, Network, Uncertainty
 from numpyro_bnn.estimators.tables import check_labels, taught
 
 
@@ -68,18 +62,16 @@ class Classifier(ClassifierMixin, Network):
         progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
-        self.method, self.widths, self.activation, self.prior = (
-            method,
-            widths,
-            activation,
-            prior,
-        )
-        self.num_chains, self.num_samples, self.effort = num_chains, num_samples, effort
-        self.callback, self.progress_bar, self.random_state = (
-            callback,
-            progress_bar,
-            random_state,
-        )
+        self.method = method
+        self.widths = widths
+        self.activation = activation
+        self.prior = prior
+        self.num_chains = num_chains
+        self.num_samples = num_samples
+        self.effort = effort
+        self.callback = callback
+        self.progress_bar = progress_bar
+        self.random_state = random_state
 
     def _usual_prior(self) -> priors.Prior:
         return priors.Hierarchical(dist.HalfCauchy(1.0))
@@ -102,10 +94,10 @@ class Classifier(ClassifierMixin, Network):
         self._run(
             X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,)
         )
-        rows, labels = (part[:CHECKED_ROWS] for part in self._data)
-        found = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
+        rows, labels = self._checked_rows()
+        probs = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
         constant = np.bincount(codes)[labels] / len(codes)
-        self._warn_if_worse(_log(found), np.log(constant))
+        self._warn_if_worse(_log(probs), np.log(constant))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over
@@ -129,10 +121,8 @@ class Classifier(ClassifierMixin, Network):
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable class of each row."""
-        best = np.argmax(
-            self.predict_proba(X), axis=1
-        )  # refuses before there are classes
-        return self.classes_[best]
+        probs = self.predict_proba(X)  # refuses before there are classes
+        return self.classes_[np.argmax(probs, axis=1)]
 
     @checked("estimators.{}.conformal_set")
     def conformal_set(
@@ -161,8 +151,8 @@ class Classifier(ClassifierMixin, Network):
         codes = self._codes(X_held_out, y_held_out, "conformal_set", "_held_out")
         rank = self._conformal_rank("conformal_set", len(codes), level)
         (probs,) = self._alike("probabilities", X_held_out, X)
-        known = np.sort(probs[np.arange(len(codes)), codes])
-        return probs[len(codes) :] >= known[-rank]
+        label_probs = np.sort(probs[np.arange(len(codes)), codes])
+        return probs[len(codes) :] >= label_probs[-rank]
 
     @checked("estimators.{}.sample")
     def sample(
@@ -180,18 +170,15 @@ class Classifier(ClassifierMixin, Network):
             probabilities has no joint draws.
         """
         if getattr(self, "calibration_", 1) != 1:
-            got, instead = (
-                f"a temperature of {self.calibration_:.3g}",
-                "Set `calibration_ = 1.0` for draws without it.",
-            )
+            got = f"a temperature of {self.calibration_:.3g}"
+            instead = "Set `calibration_ = 1.0` for draws without it."
             raise argument_error(f"{self._call}.sample", "calibration_", got, instead)
         (probs,), generator = self._components(X, num_samples, random_state)
         if not noise:
             return probs
-        reached = (
-            generator.random((*probs.shape[:2], 1)) > np.cumsum(probs, axis=2)[..., :-1]
-        )
-        return self.classes_[reached.sum(axis=2)]
+        uniform = generator.random((*probs.shape[:2], 1))
+        exceeded = uniform > np.cumsum(probs, axis=2)[..., :-1]
+        return self.classes_[exceeded.sum(axis=2)]
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """The fraction of rows whose label is predicted, as scikit-learn has it."""
@@ -207,8 +194,8 @@ class Classifier(ClassifierMixin, Network):
 
     def _check_kind(self, call: str, argument: str, y: Any) -> None:
         """Refuse dates in the place of other labels: to NumPy one day equals 1."""
-        kinds = [np.asarray(labels).dtype.kind in "mM" for labels in (y, self.classes_)]
-        if kinds[0] != kinds[1]:
+        dates = np.asarray(y).dtype.kind in "mM"
+        if dates != (self.classes_.dtype.kind in "mM"):
             instead = f"Pass labels such as {self.classes_[0]!r}, as in the fit."
             raise argument_error(call, argument, y, instead)
 
@@ -231,9 +218,11 @@ class Classifier(ClassifierMixin, Network):
         self, X: Any, y: Any, method: str
     ) -> Callable[[float], np.ndarray]:
         codes = self._codes(X, y, method)
-        own = np.arange(len(codes)), codes
+        label_entries = np.arange(len(codes)), codes
         log_probs = self._log_probs(X, 1.0)
-        return lambda temperature: log_softmax(log_probs / temperature, axis=1)[own]
+        return lambda temperature: log_softmax(log_probs / temperature, axis=1)[
+            label_entries
+        ]
 
 
 def _log(probs: np.ndarray) -> np.ndarray:

@@ -27,20 +27,14 @@ from numpyro_bnn.program.compiled import TRACING, prepare
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.results.fit import from_guide
 
-LEAST_SD = 1e-6  # of the noise, in standard deviations of the targets
-HELD_OUT, ENOUGH_ROWS = (
-    0.1,
-    20,
-)  # share of the rows that stop the optimizer, and the fewest rows that afford it
-ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
-MANY_ROWS = (
-    5000  # above it a gradient is so expensive that chains are fewer and shorter
-)
-LARGEST_FULL, LARGEST_WORK = (
-    1500,
-    10**10,
-)  # unknowns of a dense precision of "laplace", and rows times their square
-MOST_VALUES = 10**8  # numbers in the draws of "laplace"
+MIN_SD = 1e-6  # of the noise, in standard deviations of the targets
+HELD_OUT = 0.1  # share of the rows, which stop the optimizer
+MIN_ROWS_TO_HOLD_OUT = 20  # fewer rows cannot afford it
+MIN_ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
+MANY_ROWS = 5000  # above, a gradient is so expensive that chains are fewer and shorter
+MAX_DENSE_UNKNOWNS = 1500  # of a dense precision of "laplace"
+MAX_DENSE_WORK = 10**10  # its rows times the square of its unknowns
+MAX_DRAWN_NUMBERS = 10**8  # in the draws of "laplace"
 REPORTS = 20  # calls of a callback in one fit
 
 
@@ -51,9 +45,7 @@ class Task(NamedTuple):
 
     call: str  # name of the estimator, for messages
     model: Callable
-    data: tuple[
-        jax.Array, jax.Array, jax.Array
-    ]  # arguments of the model, from `padded`
+    data: tuple[jax.Array, jax.Array, jax.Array]  # of the model, from `padded`
     num_rows: int  # without padding
     rng_key: jax.Array
     effort: float
@@ -61,12 +53,12 @@ class Task(NamedTuple):
     num_samples: int | None
     report: Callable[[int, int], None]
 
-    def steps(self, usual: int, least: int) -> int:
+    def steps(self, usual: int, minimum: int) -> int:
         """A number of steps or epochs, scaled by the effort."""
-        return max(least, round(self.effort * usual))
+        return max(minimum, round(self.effort * usual))
 
 
-def _parts(total: int) -> Iterator[tuple[np.int32, np.int32]]:
+def _report_intervals(total: int) -> Iterator[tuple[np.int32, np.int32]]:
     """First and last step of each part of the work, after which progress
     is reported.
     """
@@ -87,14 +79,12 @@ class Regression(NamedTuple):
         """
         if method != "ensemble":
             return cls()
-        return (
-            cls((16, 16, 16), True, True)
-            if num_rows >= ROWS_OF_NOISE
-            else cls(heavy_tails=True)
-        )
+        if num_rows >= MIN_ROWS_OF_NOISE:
+            return cls((16, 16, 16), True, True)
+        return cls(heavy_tails=True)
 
 
-class Draws(NamedTuple):
+class MethodDraws(NamedTuple):
     """Draws of the sites (C, S, ...) by name, and settings for the attributes of the
     result.
     """
@@ -117,44 +107,44 @@ def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Arra
     size = len(x)
     step = max(16, 2 ** max(0, (size // 32).bit_length() - 1))
     length = -(-size // step) * step
-    known = np.ones(length, bool)
-    known[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
+    is_data = np.ones(length, bool)
+    is_data[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
 
     def spread(rows: np.ndarray) -> np.ndarray:
-        whole = np.zeros((length, *rows.shape[1:]), rows.dtype)
-        whole[known] = rows
-        return whole
+        padded_rows = np.zeros((length, *rows.shape[1:]), rows.dtype)
+        padded_rows[is_data] = rows
+        return padded_rows
 
     kind = float if y.dtype.kind == "f" else int
     return (
         jnp.asarray(spread(x), float),
         jnp.asarray(spread(y), kind),
-        jnp.asarray(known),
+        jnp.asarray(is_data),
     )
 
 
 def network_model(
     x: jax.Array,
     y: Any = None,
-    known: Any = None,
+    is_data: Any = None,
     *,
     net: nn.Layer,
     prior: Any,
     likelihood: Callable,
 ) -> None:
     """A NumPyro model: a random network, and one observation per row that
-    is ``known``.
+    is data (``is_data``).
     """
     f = random_network("net", net, x.shape[1:], prior)
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
         fn = of_output(f(x[index]))
-        fn = fn if known is None else fn.mask(known[index])
+        fn = fn if is_data is None else fn.mask(is_data[index])
         numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
 def noise_likelihood(
-    targets: int, heteroscedastic: bool, heavy_tails: bool, least_sd: float = 0.0
+    targets: int, heteroscedastic: bool, heavy_tails: bool, min_sd: float = 0.0
 ) -> Callable:
     """Normal or Student's t noise: one scale for all rows, with prior HalfNormal(1), or
     outputs of the network.
@@ -163,15 +153,16 @@ def noise_likelihood(
     sigma: Any = 0.0
     if not heteroscedastic:
         prior = dist.HalfNormal(1.0)
-        sigma = least_sd + numpyro.sample(
+        sigma = min_sd + numpyro.sample(
             "sigma", prior.expand(shape).to_event(1) if shape else prior
         )
     family = noise_family(heavy_tails)
 
     def of_output(out: jax.Array) -> dist.Distribution:
-        mean, sd = out[..., :targets], sigma
+        mean = out[..., :targets]
+        sd = sigma
         if heteroscedastic:
-            sd = max(LEAST_SD, least_sd) + jax.nn.softplus(out[..., targets:])
+            sd = max(MIN_SD, min_sd) + jax.nn.softplus(out[..., targets:])
             sd = sd if shape else sd[..., 0]
         return family(mean, sd).to_event(1) if shape else family(mean[..., 0], sd)
 
@@ -186,10 +177,10 @@ def categorical_likelihood() -> Callable:
 # -- Markov chains ---------------------------------------------------------------------
 
 
-def ensemble(task: Task) -> Draws:
+def ensemble(task: Task) -> MethodDraws:
     """Microcanonical chains around the members of a deep ensemble."""
     gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (60_000, 8)
-    held_out = HELD_OUT if task.num_rows >= ENOUGH_ROWS else 0.0
+    held_out = HELD_OUT if task.num_rows >= MIN_ROWS_TO_HOLD_OUT else 0.0
     mcmc = infer.ensemble(
         task.model,
         task.steps(gradients, 100),
@@ -199,31 +190,27 @@ def ensemble(task: Task) -> Draws:
     return _chains(task, mcmc.sampler, chains, mcmc.num_warmup, mcmc.num_samples)
 
 
-def nuts(task: Task) -> Draws:
+def nuts(task: Task) -> MethodDraws:
     """NUTS, with moves along the symmetries of the network after each transition."""
-    with (
-        TRACING,
-        warnings.catch_warnings(),
-    ):
-        # filters of warnings belong to all threads, too
-        warnings.filterwarnings(
-            "ignore", "symmetry.find: found none"
-        )  # in a linear network
-        found = symmetry.find(task.model, *task.data)
+    # The lock: filters of warnings belong to all threads, too.
+    with TRACING, warnings.catch_warnings():
+        # A linear network has none.
+        warnings.filterwarnings("ignore", "symmetry.find: found none")
+        symmetries = symmetry.find(task.model, *task.data)
     inner = NUTS(task.model, max_tree_depth=8)
-    kernel = infer.OrbitMoves(inner, found) if found else inner
-    return _chains(
-        task, kernel, 4, task.steps(400, 10), task.num_samples or task.steps(400, 4)
-    )
+    kernel = infer.OrbitMoves(inner, symmetries) if symmetries else inner
+    num_samples = task.num_samples or task.steps(400, 4)
+    return _chains(task, kernel, 4, task.steps(400, 10), num_samples)
 
 
 def _chains(
     task: Task, kernel: Any, num_chains: int, num_warmup: int, num_samples: int
-) -> Draws:
+) -> MethodDraws:
     """Run a kernel by one compiled program whose inputs are the data; leave out chains
     at fault, with a warning.
     """
-    count, args = task.num_chains or num_chains, task.data
+    count = task.num_chains or num_chains
+    args = task.data
     with TRACING:
         state = kernel.init(
             jax.random.split(task.rng_key, count),
@@ -232,16 +219,17 @@ def _chains(
             model_args=args,
             model_kwargs={},
         )
-        one = jax.eval_shape(
+        draw_shapes = jax.eval_shape(
             jax.vmap(kernel.postprocess_fn(args, {})),
             getattr(state, kernel.sample_field),
         )
     draws = jax.tree.map(
-        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype), one
+        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
+        draw_shapes,
     )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
 
-    def advance(given: tuple, args: tuple, kwargs: Any) -> tuple:
+    def advance(carry: tuple, args: tuple, kwargs: Any) -> tuple:
         mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
         chain, everywhere = PartitionSpec("chain"), PartitionSpec()
         specs = (chain, chain, everywhere, everywhere, everywhere)
@@ -254,12 +242,13 @@ def _chains(
                 out_specs=(chain, chain),
                 check_vma=False,
             )
-        return run(*given, args)
+        return run(*carry, args)
 
-    program, total = prepare(advance, args, {}), num_warmup + num_samples
-    for first, last in _parts(total):
-        state, draws = jax.block_until_ready(program((state, draws, first, last)))
-        task.report(int(last), total)
+    program = prepare(advance, args, {})
+    total = num_warmup + num_samples
+    for start, stop in _report_intervals(total):
+        state, draws = jax.block_until_ready(program((state, draws, start, stop)))
+        task.report(int(stop), total)
     state, sites = jax.device_get(
         jax.device_put((state, draws), jax.local_devices()[0])
     )
@@ -278,8 +267,8 @@ def _transitions(
     num_warmup: int,
     state: Any,
     draws: Any,
-    first: Any,
-    last: Any,
+    start: Any,
+    stop: Any,
     args: tuple,
 ) -> tuple[Any, Any]:
     """Make the transitions ``first`` to ``last`` of a batch of chains, and write down
@@ -290,18 +279,19 @@ def _transitions(
     def transition(i: jax.Array, carry: tuple) -> tuple:
         state, draws = carry
         state = kernel.sample(state, args, {})
-        place = jnp.maximum(
-            i - num_warmup, 0
-        )  # warm-up writes where the first draw will be
+        # Warm-up writes where the first draw will be.
+        place = jnp.maximum(i - num_warmup, 0)
         new = values(getattr(state, kernel.sample_field))
         return state, jax.tree.map(
-            lambda kept, value: kept.at[:, place].set(value), draws, new
+            lambda stored, value: stored.at[:, place].set(value), draws, new
         )
 
-    return jax.lax.fori_loop(first, last, transition, (state, draws))
+    return jax.lax.fori_loop(start, stop, transition, (state, draws))
 
 
-def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Draws:
+def _sound(
+    call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]
+) -> MethodDraws:
     """The chains that neither diverged nor froze."""
     flat = np.concatenate(
         [value.reshape((*value.shape[:2], -1)) for value in sites.values()], axis=2
@@ -332,13 +322,13 @@ def _sound(call: str, sites: dict[str, np.ndarray], attrs: dict[str, Any]) -> Dr
             f"chains are not affected."
         )
         warnings.warn(message, stacklevel=2)
-    return Draws({name: value[~at_fault] for name, value in sites.items()}, attrs)
+    return MethodDraws({name: value[~at_fault] for name, value in sites.items()}, attrs)
 
 
 # -- guides ----------------------------------------------------------------------------
 
 
-def mean_field(task: Task) -> Draws:
+def mean_field(task: Task) -> MethodDraws:
     """Bayes by Backprop with the local reparameterization."""
     import optax
 
@@ -347,78 +337,75 @@ def mean_field(task: Task) -> Draws:
     adam = optax.adam(optax.cosine_decay_schedule(0.01, steps))
     svi = SVI(task.model, guide, adam, guides.TraceLocalReparam_ELBO())
     fit: Any = None
-    for first, last in _parts(steps):
-        options = {
-            "progress_bar": False,
-            "stable_update": True,
-            "init_state": fit and fit.state,
-        }
-        fit = guides.fit(svi, task.rng_key, int(last - first), *task.data, **options)
-        task.report(int(last), steps)
+    for start, stop in _report_intervals(steps):
+        fit = guides.fit(
+            svi,
+            task.rng_key,
+            int(stop - start),
+            *task.data,
+            progress_bar=False,
+            stable_update=True,
+            init_state=fit and fit.state,
+        )
+        task.report(int(stop), steps)
     return _from_guide(task, guide, fit)
 
 
-def adf(task: Task) -> Draws:
+def adf(task: Task) -> MethodDraws:
     """Probabilistic backpropagation; every epoch counts the rows again, so few rows get
     few of them.
     """
-    guide, epochs = (
-        guides.AutoADF(task.model),
-        task.steps(min(40, max(4, task.num_rows // 8)), 1),
-    )
+    guide = guides.AutoADF(task.model)
+    epochs = task.steps(min(40, max(4, task.num_rows // 8)), 1)
     fit = guide.run(task.rng_key, *task.data, num_epochs=epochs, progress_bar=False)
     task.report(epochs, epochs)
     return _from_guide(task, guide, fit)
 
 
-def laplace(task: Task) -> Draws:
+def laplace(task: Task) -> MethodDraws:
     """A Gaussian at the mode, with prior precisions and noise by the evidence;
     predictions are linearized.
     """
     with LinearizedPredictive.precision():
-        x, y, known = task.data
+        x, y, is_data = task.data
         data = (
             jnp.asarray(x, float),
             jnp.asarray(y, int if y.dtype.kind == "i" else float),
-            known,
+            is_data,
         )
         reading = Reading(task.model, data)
         number = sum(value.size for value in reading.shapes(reading.latent).values())
-        dense = number <= LARGEST_FULL and len(x) * number**2 <= LARGEST_WORK
+        dense = number <= MAX_DENSE_UNKNOWNS and len(x) * number**2 <= MAX_DENSE_WORK
         guide = guides.AutoLaplace(task.model, "full" if dense else "kron")
-        options: dict[str, Any] = {
-            "num_epochs": 20 if dense else 300,
-            "num_rounds": task.steps(100 if dense else 15, 2),
-        }
         fit = guide.run(
-            task.rng_key, *data, tune_prior="auto", progress_bar=False, **options
+            task.rng_key,
+            *data,
+            tune_prior="auto",
+            progress_bar=False,
+            num_epochs=20 if dense else 300,
+            num_rounds=task.steps(100 if dense else 15, 2),
         )
         task.report(1, 1)
-        draws = _from_guide(
-            task._replace(data=data),
-            guide,
-            fit,
-            max(50, min(1000, MOST_VALUES // number)),
-        )
-    found: dict[str, Any] = {
+        num_samples = max(50, min(1000, MAX_DRAWN_NUMBERS // number))
+        draws = _from_guide(task._replace(data=data), guide, fit, num_samples)
+    attrs = {
+        **draws.attrs,
         "log_evidence": fit.log_evidence,
         "effective_parameters": fit.effective_parameters,
-    }
-    found |= {
         "prior_precision": str(fit.prior_precision),
         "converged": int(fit.converged),
+        "structure": guide.structure,
     }
-    attrs = {**draws.attrs, **found, "structure": guide.structure}
-    return Draws(
+    return MethodDraws(
         draws.sites, attrs, LinearizedPredictive(guide, fit.params, draws.sites)
     )
 
 
-def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> Draws:
+def _from_guide(task: Task, guide: Any, fit: Any, usual: int = 1000) -> MethodDraws:
     """Independent draws from a fitted guide, as one chain."""
     key = jax.random.fold_in(task.rng_key, 1)
-    found = from_guide(fit, guide, task.data, {}, key, task.num_samples or usual)
-    return _sound(task.call, dict(found.posterior), dict(found.attrs))
+    result = from_guide(fit, guide, task.data, {}, key, task.num_samples or usual)
+    return _sound(task.call, dict(result.posterior), dict(result.attrs))
 
 
 # One row for each method.
@@ -434,7 +421,8 @@ HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could
 # choose to have no noise; learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}
-NOISE_FLOORS, ACTIVATIONS = {"laplace": 1e-3}, {"laplace": "tanh"}
+NOISE_FLOORS = {"laplace": 1e-3}
+ACTIVATIONS = {"laplace": "tanh"}
 # Rows below which a regression warns, by default 5. After fits to two or three random
 # rows, 90 % intervals held 57 to 95 % of new targets, from five rows on 84 to 99 %; of
 # "laplace" 70 % with six, 81 % with eight and ten.

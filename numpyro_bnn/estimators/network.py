@@ -42,15 +42,11 @@ from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import Fit
 from numpyro_bnn.results.replay import bind
 
-LEAST_HELD_OUT = 10  # rows of a calibration
+MIN_CALIBRATION_ROWS = 10
 CALIBRATION_SD = 0.5  # of the prior of the log factor
-CHECKED_ROWS, WORSE = (
-    256,
-    0.1,
-    # rows of the fit that are predicted, and nats a row below a constant that are a
-    # fault
-)
-MOST_COPIES = 0.1  # share of the rows
+CHECKED_ROWS = 256  # rows of the fit that are predicted
+MAX_LOSS_NATS = 0.1  # a row, against a constant prediction: more is a fault
+MAX_COPIES_SHARE = 0.1  # of the rows
 
 
 class Uncertainty(NamedTuple):
@@ -69,6 +65,10 @@ class Uncertainty(NamedTuple):
     epistemic: np.ndarray
 
 
+def warn_of_health(message: str) -> None:
+    warnings.warn(message, HealthWarning, stacklevel=outside())
+
+
 def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     """How many rows repeat another row, target included; 0 if rows with equal inputs
     agree no more than by chance.
@@ -82,11 +82,12 @@ def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     """
     place = np.array([hash(row.tobytes()) for row in x + 0.0])  # without negative zeros
     order = np.argsort(place, kind="stable")
-    equal, agree = (
-        (np.diff(part[order].reshape(len(x), -1), axis=0) == 0).all(axis=1)
-        for part in (place, y)
-    )
-    copies = np.sum(equal & agree)
+
+    def repeats(array: np.ndarray) -> np.ndarray:
+        return (np.diff(array[order].reshape(len(x), -1), axis=0) == 0).all(axis=1)
+
+    equal = repeats(place)
+    copies = np.sum(equal & repeats(y))
     by_chance = np.sum((np.unique(y, axis=0, return_counts=True)[1] / len(y)) ** 2)
     return int(copies) if copies > (1 + by_chance) / 2 * equal.sum() else 0
 
@@ -120,11 +121,9 @@ class Network(BaseEstimator):
 
     @property
     def _activation(self) -> Any:
-        return (
-            methods.ACTIVATIONS.get(self.method, "relu")
-            if self.activation is None
-            else self.activation
-        )
+        if self.activation is None:
+            return methods.ACTIVATIONS.get(self.method, "relu")
+        return self.activation
 
     def _usual_prior(self) -> priors.Prior:
         """The prior of methods that have none of their own."""
@@ -177,14 +176,13 @@ class Network(BaseEstimator):
         """Standardize the inputs, run the method, and keep its draws; ``widths`` are
         for users who give none.
         """
-        if (copies := copied_rows(x, y)) > MOST_COPIES * len(x):
-            message = (
+        if (copies := copied_rows(x, y)) > MAX_COPIES_SHARE * len(x):
+            warn_of_health(
                 f"{self._call}.fit: {copies} of {len(x)} rows repeat another, target "
                 "included. If they are copies, not observations of their own, leave "
                 "them out: copies count as evidence, noise would be taken to be too "
                 "small, and a row that has a copy in the fit gets too good a score."
             )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
         x_scaler = Scaler.fit(x)
         x = x_scaler.transform(x)
         net = nn.MLP(
@@ -216,23 +214,29 @@ class Network(BaseEstimator):
         # (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
         self._predictive = draws.predictive or Predictive(model, draws.sites)
-        self._x_scaler, self._y_scaler = x_scaler, y_scaler
-        self._data, self._idata = (x, y), None
+        self._x_scaler = x_scaler
+        self._y_scaler = y_scaler
+        self._data = (x, y)
+        self._idata = None
         #: Factor on predictive standard deviations, or temperature of class
         # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
 
-    def _warn_if_worse(self, found: np.ndarray, constant: np.ndarray) -> None:
+    def _checked_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the fit that are predicted to judge it, and their targets."""
+        x, y = self._data
+        return x[:CHECKED_ROWS], y[:CHECKED_ROWS]
+
+    def _warn_if_worse(self, predicted: np.ndarray, constant: np.ndarray) -> None:
         """Log densities of rows of the fit, predicted and by a constant prediction."""
-        lost = float(np.mean(constant) - np.mean(found))
-        if not lost < WORSE:
-            message = (
+        lost = float(np.mean(constant) - np.mean(predicted))
+        if not lost < MAX_LOSS_NATS:
+            warn_of_health(
                 f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row "
                 f"worse than by a constant."
                 ' Do not use it: take another `method`, such as "ensemble", more '
                 "`effort`, or more rows."
             )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
@@ -248,11 +252,9 @@ class Network(BaseEstimator):
         rows = self._rows(X)
         answers = self._answers(name, rows, *by_row, **options)
         if warn:
-            far, limit, words = extrapolated(self._data[0], rows)
-            if far > limit:
-                warnings.warn(
-                    f"{self._call}: {words}. {FAR}", HealthWarning, stacklevel=outside()
-                )
+            share, limit, words = extrapolated(self._data[0], rows)
+            if share > limit:
+                warn_of_health(f"{self._call}: {words}. {FAR}")
         return answers
 
     def _rows(self, X: Any, argument: str = "X") -> np.ndarray:
@@ -296,8 +298,8 @@ class Network(BaseEstimator):
     ) -> tuple:
         """A summary at standardized rows."""
         with np.errstate(over="ignore"):  # of float32
-            found = self._predictive(name, rows, *by_row, **options)
-        if any(np.isnan(values).any() for values in found):
+            answers = self._predictive(name, rows, *by_row, **options)
+        if any(np.isnan(values).any() for values in answers):
             got = "rows so far from those of the fit that the network overflows"
             raise argument_error(
                 self._call,
@@ -305,7 +307,7 @@ class Network(BaseEstimator):
                 got,
                 "Check the units of these rows, or leave them out.",
             )
-        return found
+        return answers
 
     def _alike(self, name: str, X_held_out: Any, X: Any) -> list[np.ndarray]:
         """A summary at held-out and new rows: equal rows have equal values, to the last
@@ -360,13 +362,13 @@ class Network(BaseEstimator):
 
         check_is_fitted(self)
         rows, _ = self._rows_and_targets("calibrate", X, y)
-        if len(rows) < LEAST_HELD_OUT:
+        if len(rows) < MIN_CALIBRATION_ROWS:
             got = f"{len(rows)} rows"
             raise argument_error(
                 f"{self._call}.calibrate",
                 "X",
                 got,
-                f"Hold out at least {LEAST_HELD_OUT} rows.",
+                f"Hold out at least {MIN_CALIBRATION_ROWS} rows.",
             )
         density = self._density_by_factor(X, y, "calibrate")
 
@@ -378,8 +380,8 @@ class Network(BaseEstimator):
             raise argument_error(
                 f"{self._call}.calibrate", "y", got, "Check their units."
             )
-        found = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
-        self.calibration_ = float(np.exp(found.x))
+        optimum = minimize_scalar(loss, bounds=(-5.0, 5.0), method="bounded")
+        self.calibration_ = float(np.exp(optimum.x))
         return self
 
     def _density_by_factor(
@@ -397,12 +399,11 @@ class Network(BaseEstimator):
         """
         rank = int(np.ceil((num_rows + 1) * level - 1e-9))
         if rank > num_rows:
-            least = int(np.ceil(level / (1 - level) - 1e-9))
-            got, instead = (
-                f"{num_rows} rows",
-                f"Hold out at least {least} rows for this level.",
+            minimum = int(np.ceil(level / (1 - level) - 1e-9))
+            instead = f"Hold out at least {minimum} rows for this level."
+            raise argument_error(
+                f"{self._call}.{method}", "X_held_out", f"{num_rows} rows", instead
             )
-            raise argument_error(f"{self._call}.{method}", "X_held_out", got, instead)
         return rank
 
     def _components(
@@ -417,9 +418,8 @@ class Network(BaseEstimator):
         generator = np.random.default_rng(source.randint(2**31))
         total = self._predictive.num_draws
         orders = [generator.permutation(total) for _ in range(-(-count // total))]
-        return self._summary(
-            "components", X, chosen=np.concatenate(orders)[:count]
-        ), generator
+        draw_index = np.concatenate(orders)[:count]
+        return self._summary("components", X, draw_index=draw_index), generator
 
     @property
     def idata_(self) -> Any:
@@ -435,36 +435,21 @@ class Network(BaseEstimator):
         return self._idata
 
     def _export(self) -> Any:
-        model, draws = (
-            self._predictive.model_of(self._predictive.params),
-            self._predictive.draws,
-        )
-        exporter = Exporter(
-            Fit(model, bind(model, self._data, {}), draws, {}, {}),
-            {},
-            {},
-            None,
-            self.progress_bar,
-        )
+        model = self._predictive.model_of(self._predictive.params)
+        bound = bind(model, self._data, {})
+        fit = Fit(model, bound, self._predictive.draws, {}, {})
+        exporter = Exporter(fit, {}, {}, None, self.progress_bar)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         with self._predictive.precision():
             groups = exporter.training_groups(
                 key, True, exporter.predicts_training_rows(None)
             )
-        lost = {
-            chain
-            for name in ("diverged", "frozen_chains")
-            for chain in ast.literal_eval(self.attrs_[name])
-        }
-        kept = [
-            chain
-            for chain in range(self.attrs_.get("num_chains", 1))
-            if chain not in lost
-        ]
-        groups = {
-            name: g.assign_coords(chain=kept) if "chain" in g.dims else g
-            for name, g in groups.items()
-        }
+        chains = np.arange(self.attrs_.get("num_chains", 1))
+        for name in ("diverged", "frozen_chains"):
+            chains = np.setdiff1d(chains, ast.literal_eval(self.attrs_[name]))
+        for name, data in groups.items():
+            if "chain" in data.dims:
+                groups[name] = data.assign_coords(chain=chains)
 
         def in_units(name: str, scaler: Scaler) -> None:
             values = {

@@ -25,12 +25,11 @@ from numpyro_bnn.guides.laplace.prediction import (
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
 from numpyro_bnn.results.replay import sites_at
 
-LEAST_ROWS, MOST_ROWS = 32, 1024  # rows of a chunk: few programs, bounded memory
+# Rows of a chunk: few programs, bounded memory.
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 1024
 HALVINGS = 40  # of the bracket of a quantile
-FARTHEST, GRID = (
-    20.0,
-    2049,
-)  # of the table of a Student's t: largest asinh of a value, and number of nodes
+# Of the table of a Student's t: largest asinh of a value, and number of nodes.
+MAX_ASINH, NUM_NODES = 20.0, 2049
 
 
 class Predictive:
@@ -45,7 +44,8 @@ class Predictive:
     precision: Callable = nullcontext  # of all computations
 
     def __init__(self, model: Callable, draws: Mapping[str, np.ndarray]) -> None:
-        self.model, self.draws = model, draws
+        self.model = model
+        self.draws = draws
         self.num_draws = int(np.prod(next(iter(draws.values())).shape[:2]))
         self._programs: dict[str, Callable] = {}
 
@@ -57,64 +57,57 @@ class Predictive:
         summary: str,
         x: np.ndarray,
         *by_row: np.ndarray,
-        chosen: Any = None,
+        draw_index: Any = None,
         options: Any = (),
     ) -> Any:
         """A summary of :data:`SUMMARIES` for rows x (N, D), and further arrays with one
         row each.
 
-        :param chosen: indices of the draws that are used; by default all.
+        :param draw_index: indices of the draws that are used; by default all.
         :param options: arrays that are the same for all rows.
         :return: a tuple of arrays, whose rows are on the axis that the table says.
         """
         with self.precision():
-            return self._summarize(summary, x, *by_row, chosen=chosen, options=options)
+            axis, _ = SUMMARIES[summary]
+            program = self._programs.setdefault(summary, shared(self._program(summary)))
+            draws = {} if summary in self.closed_form else self._selected(draw_index)
+            num_draws = self.num_draws if draw_index is None else len(draw_index)
+            chunk = self._rows(len(x), num_draws)
+            chunks = []
+            for first in range(0, len(x), chunk):
+                size = min(chunk, len(x) - first)
+                # One shape: one program.
+                index = np.minimum(np.arange(first, first + chunk), len(x) - 1)
+                rows = []
+                for values in (x, *by_row):
+                    kind = float if values.dtype.kind == "f" else int
+                    rows.append(jnp.asarray(values[index], kind))
+                results = jax.device_get(program(draws, self.params, rows, options))
+                chunks.append([np.take(value, range(size), axis) for value in results])
+            joined = []
+            for pieces in zip(*chunks, strict=True):
+                joined.append(np.concatenate(pieces, axis).astype(np.float64))
+            return tuple(joined)
 
-    def _summarize(
-        self,
-        summary: str,
-        x: np.ndarray,
-        *by_row: np.ndarray,
-        chosen: Any,
-        options: Any,
-    ) -> tuple:
-        axis, _ = SUMMARIES[summary]
-        program = self._programs.setdefault(summary, shared(self._program(summary)))
-        merged = {
-            name: value.reshape((-1, *value.shape[2:]))
-            for name, value in self.draws.items()
-        }
-        draws = {
-            name: jnp.asarray(value if chosen is None else value[chosen])
-            for name, value in merged.items()
-        }
-        draws = {} if summary in self.closed_form else draws
-        chunk = self._rows(len(x), self.num_draws if chosen is None else len(chosen))
-        found = []
-        for first in range(0, len(x), chunk):
-            kept = min(chunk, len(x) - first)
-            index = np.minimum(
-                np.arange(first, first + chunk), len(x) - 1
-            )  # one shape: one program
-            rows = [
-                jnp.asarray(values[index], float if values.dtype.kind == "f" else int)
-                for values in (x, *by_row)
-            ]
-            values = jax.device_get(program(draws, self.params, rows, options))
-            found.append(
-                [
-                    np.take(value, range(kept), axis).astype(np.float64)
-                    for value in values
-                ]
+    def _selected(self, draw_index: Any) -> dict[str, jax.Array]:
+        """The draws of all chains, or those of the indices."""
+        draws = {}
+        for name, value in self.draws.items():
+            merged = value.reshape((-1, *value.shape[2:]))
+            draws[name] = jnp.asarray(
+                merged if draw_index is None else merged[draw_index]
             )
-        return tuple(np.concatenate(parts, axis) for parts in zip(*found, strict=True))
+        return draws
 
-    def _rows(self, wanted: int, num_draws: int) -> int:
+    def _rows(self, num_rows: int, num_draws: int) -> int:
         """Rows of a chunk: a power of two, so that the components of all draws fit into
         the memory of a chunk.
         """
         fitting = 2 ** (max(1, CHUNK_BYTES // (64 * num_draws)).bit_length() - 1)
-        return max(LEAST_ROWS, min(MOST_ROWS, fitting, 2 ** (wanted - 1).bit_length()))
+        return max(
+            MIN_CHUNK_ROWS,
+            min(MAX_CHUNK_ROWS, fitting, 2 ** (num_rows - 1).bit_length()),
+        )
 
     def _program(self, summary: str) -> Callable:
         summarize = SUMMARIES[summary][1]
@@ -128,14 +121,14 @@ class Predictive:
                 fn = sites_at(model, draw, jax.random.key(0), ((rows[0],), {}))["y"][
                     "fn"
                 ]
-                return _parts(fn)
+                return _component(fn)
 
             size = draws_per_chunk(
                 components, jax.tree.map(lambda value: value[0], draws)
             )
             number = len(next(iter(draws.values())))
-            parts = jax.lax.map(components, draws, batch_size=min(size, number))
-            return summarize(parts, jnp.full(number, 1 / number), *rows[1:], *options)
+            mixture = jax.lax.map(components, draws, batch_size=min(size, number))
+            return summarize(mixture, jnp.full(number, 1 / number), *rows[1:], *options)
 
         return program
 
@@ -150,18 +143,15 @@ class LinearizedPredictive(Predictive):
     """
 
     closed_form = frozenset({"moments", "quantiles", "log_density"})
-    precision = staticmethod(
-        partial(jax.enable_x64, True)
-    )  # a posterior with little noise is ill-conditioned
+    # A posterior with little noise is ill-conditioned.
+    precision = staticmethod(partial(jax.enable_x64, True))
 
     def __init__(
         self, guide: Any, params: Mapping[str, Any], draws: Mapping[str, np.ndarray]
     ) -> None:
         super().__init__(guide.model, draws)
-        self.guide, self.params = (
-            guide,
-            {name: np.asarray(value) for name, value in params.items()},
-        )
+        self.guide = guide
+        self.params = {name: np.asarray(value) for name, value in params.items()}
 
     def model_of(self, params: Any) -> Callable:
         return partial(linearized_model, guide=self.guide, params=params)
@@ -172,15 +162,15 @@ class LinearizedPredictive(Predictive):
 
         def program(_: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
             problem = self.guide._problem
-            seen, cov, _ = gaussian_outputs(
+            output, cov, _ = gaussian_outputs(
                 self.guide, problem, params, ((rows[0],), {}), "y"
             )
-            f, variance = outputs_by_name(seen, problem.observed["y"][1], cov)
-            single = len(seen.shape) == 1
+            f, variance = outputs_by_name(output, problem.observed["y"][1], cov)
+            single = len(output.shape) == 1
             if summary == "moments":
                 noise = jnp.exp(2 * f["log_scale"] + 2 * variance["log_scale"])
-                found = f["loc"], noise, variance["loc"]
-                return tuple(value[:, 0] for value in found) if single else found
+                moments = f["loc"], noise, variance["loc"]
+                return tuple(value[:, 0] for value in moments) if single else moments
             if summary == "log_density":
                 return (gaussian_log_density(f, cov, rows[1].reshape(f["loc"].shape)),)
             means, cov, weights = given_log_scales(f, cov)
@@ -195,16 +185,17 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
     """The model of a guide with outputs that are linear in its coordinates, whose
     posterior the Gaussian is.
     """
-    problem, mode = guide._problem, guide._coordinates(params)
+    problem = guide._problem
+    mode = guide._coordinates(params)
     call: tuple = ((x,), {})
     trace = problem.trace(mode, None, call)
     values = {name: numpyro.sample(name, trace[name]["fn"]) for name in mode}
-    there = problem.coordinates(values, call)
-    away = {name: there[name] - value for name, value in mode.items()}
-    at, change = jax.jvp(
-        lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (away,)
+    coordinates = problem.coordinates(values, call)
+    difference = {name: coordinates[name] - value for name, value in mode.items()}
+    outputs, change = jax.jvp(
+        lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (difference,)
     )
-    f = {name: at[name] + change[name] for name in at}
+    f = jax.tree.map(jnp.add, outputs, change)
     logits = f.get("logits")
     fn: Any = (
         dist.Normal(f["loc"], jnp.exp(f["log_scale"]))
@@ -221,24 +212,22 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
 # -----------------------------------------------------------------------------
 
 
-def _parts(fn: Any) -> tuple:
+def _component(fn: Any) -> tuple:
     """The arrays that a component of the mixture consists of."""
     if hasattr(fn, "logits"):
         return (fn.probs,)
     kind = unwrapped(fn)
-    df = (
-        [jnp.broadcast_to(kind.df, fn.mean.shape)]
-        if isinstance(kind, dist.StudentT)
-        else []
-    )
-    return fn.mean, jnp.sqrt(fn.variance), *df
+    component = (fn.mean, jnp.sqrt(fn.variance))
+    if isinstance(kind, dist.StudentT):
+        return *component, jnp.broadcast_to(kind.df, fn.mean.shape)
+    return component
 
 
-def _moments(parts: tuple, weights: jax.Array) -> tuple:
+def _moments(mixture: tuple, weights: jax.Array) -> tuple:
     """Mean of an observation, mean variance of the noise, and variance of the function,
     which add up.
     """
-    means, sds = parts[:2]
+    means, sds = mixture[:2]
     mean = jnp.tensordot(weights, means, 1)
     return (
         mean,
@@ -247,11 +236,11 @@ def _moments(parts: tuple, weights: jax.Array) -> tuple:
     )
 
 
-def _quantiles(parts: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+def _quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
     """Quantiles of the mixture at each level, by bisection between bounds of those of
     its components (Cantelli).
     """
-    (means, sds), cdf = parts[:2], _cdf(parts)
+    (means, sds), cdf = mixture[:2], _cdf(mixture)
 
     def at(level: jax.Array) -> jax.Array:
         def halve(_: Any, bracket: tuple) -> tuple:
@@ -268,42 +257,44 @@ def _quantiles(parts: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
     return tuple(jax.lax.map(at, levels))
 
 
-def _cdf(parts: tuple) -> Callable:
+def _cdf(mixture: tuple) -> Callable:
     """Distribution functions of the standardized components, at values (M, R) or (M, R,
     K).
 
     That of a Student's t, whose degrees of freedom are the same for all rows of a draw,
     is read from a table: linear in asinh(z), so its error is below 2e-5.
     """
-    if len(parts) == 2:
+    if len(mixture) == 2:
         return ndtr
-    df = parts[2].reshape((len(parts[2]), -1))[:, :1]
-    table = dist.StudentT(df).cdf(jnp.sinh(jnp.linspace(-FARTHEST, FARTHEST, GRID)))
-    draw = jnp.arange(len(df)).reshape((-1, *[1] * (parts[2].ndim - 1)))
+    df = mixture[2].reshape((len(mixture[2]), -1))[:, :1]
+    table = dist.StudentT(df).cdf(
+        jnp.sinh(jnp.linspace(-MAX_ASINH, MAX_ASINH, NUM_NODES))
+    )
+    draw = jnp.arange(len(df)).reshape((-1, *[1] * (mixture[2].ndim - 1)))
 
     def cdf(z: jax.Array) -> jax.Array:
-        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / parts[2])) / FARTHEST
-        place = (jnp.clip(place, -1, 1) + 1) * (GRID - 1) / 2
-        below = jnp.clip(place.astype(int), 0, GRID - 2)
+        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / mixture[2])) / MAX_ASINH
+        place = (jnp.clip(place, -1, 1) + 1) * (NUM_NODES - 1) / 2
+        below = jnp.clip(place.astype(int), 0, NUM_NODES - 2)
         low, high = table[draw, below], table[draw, below + 1]
         return low + (place - below) * (high - low)
 
     return cdf
 
 
-def _log_density(parts: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     """Log density of the mixture at y; all outputs of a row together."""
-    means, sds = parts[:2]
-    tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in parts[2:]]
+    means, sds = mixture[:2]
+    tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
     each = (*tails, dist.Normal(means, sds))[0].log_prob(y)
     each = each.sum(-1) if each.ndim == 3 else each
     return (logsumexp(each, axis=0, b=weights[:, None]),)
 
 
-def _entropies(parts: tuple, weights: jax.Array) -> tuple:
+def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
     """Entropy of the mean probabilities, and mean entropy of the draws."""
-    mean = jnp.tensordot(weights, parts[0], 1)
-    return entr(mean).sum(-1), jnp.tensordot(weights, entr(parts[0]).sum(-1), 1)
+    mean = jnp.tensordot(weights, mixture[0], 1)
+    return entr(mean).sum(-1), jnp.tensordot(weights, entr(mixture[0]).sum(-1), 1)
 
 
 # Name -> the axis of the rows in its results, and the function of the components.
@@ -311,7 +302,10 @@ SUMMARIES: dict[str, tuple[int, Callable]] = {
     "moments": (0, _moments),
     "quantiles": (0, _quantiles),
     "log_density": (0, _log_density),
-    "components": (1, lambda parts, _: parts),
-    "probabilities": (0, lambda parts, weights: (jnp.tensordot(weights, parts[0], 1),)),
+    "components": (1, lambda mixture, _: mixture),
+    "probabilities": (
+        0,
+        lambda mixture, weights: (jnp.tensordot(weights, mixture[0], 1),),
+    ),
     "entropies": (0, _entropies),
 }

@@ -2,7 +2,6 @@
 the data.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -12,25 +11,22 @@ from scipy.stats import norm
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import (
-    CHECKED_ROWS,
     Callback,
     Method,
     Network,
     Uncertainty,
+    warn_of_health,
 )
 from numpyro_bnn.estimators.tables import check_numbers
-from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.models import repeats_values
 
-EXACT_SD, MOST_EXACT = (
-    1e-3,
-    0.1,
-)  # of the noise, in standard deviations of the targets, and share of such rows
+EXACT_SD = 1e-3  # of the noise, in standard deviations of the targets
+MAX_EXACT_SHARE = 0.1  # of rows predicted as if their noise were smaller
 ROUNDING = 4 * np.finfo(float).eps
 
 
@@ -108,15 +104,17 @@ class Regressor(RegressorMixin, Network):
         progress_bar: Switch = False,
         random_state: Any = None,
     ) -> None:
-        self.method, self.widths, self.activation, self.prior = (
-            method,
-            widths,
-            activation,
-            prior,
-        )
-        self.heteroscedastic, self.heavy_tails = heteroscedastic, heavy_tails
-        self.num_chains, self.num_samples = num_chains, num_samples
-        self.effort, self.callback, self.progress_bar = effort, callback, progress_bar
+        self.method = method
+        self.widths = widths
+        self.activation = activation
+        self.prior = prior
+        self.heteroscedastic = heteroscedastic
+        self.heavy_tails = heavy_tails
+        self.num_chains = num_chains
+        self.num_samples = num_samples
+        self.effort = effort
+        self.callback = callback
+        self.progress_bar = progress_bar
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
@@ -130,7 +128,8 @@ class Regressor(RegressorMixin, Network):
 
     def _learn(self, X: Any, y: Any) -> None:
         self._check_settings()
-        hetero, tails = self.heteroscedastic, self.heavy_tails
+        hetero = self.heteroscedastic
+        tails = self.heavy_tails
         if tails and self.method not in methods.HEAVY_TAILS:
             instead = (
                 f"Leave it out, or use another `method`: "
@@ -138,27 +137,10 @@ class Regressor(RegressorMixin, Network):
             )
             raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
-        usual, y = (
-            methods.Regression.usual(self.method, len(X)),
-            np.asarray(y, np.float64),
-        )
+        y = np.asarray(y, np.float64)
+        usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
-        if self.method == "laplace" and len(X) < (fewest := 2 * len(widths) + 4):
-            instead = (
-                f"Pass at least {fewest} rows, fewer `widths`, or another `method`, "
-                f'such as "ensemble".'
-            )
-            got = (
-                f"{len(X)} rows, whose evidence chooses {fewest - 2} prior precisions "
-                f"and the noise"
-            )
-            raise argument_error(f"{self._call}.fit", "X", got, instead)
-        if len(X) < (enough := methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)):
-            message = (
-                f"{self._call}.fit: {len(X)} rows hardly show the scale of the targets "
-                f"and of their noise: intervals are too narrow. Pass at least {enough}."
-            )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
+        self._check_size(len(X), len(widths))
         self._columns = y.shape[1:]
         y = y[:, 0] if self._columns == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
@@ -174,8 +156,8 @@ class Regressor(RegressorMixin, Network):
         hetero = usual.heteroscedastic if hetero is None else bool(hetero)
         tails = usual.heavy_tails if tails is None else tails
         y_scaler = Scaler.fit(y)
-        least_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
-        likelihood = partial(methods.noise_likelihood, targets, hetero, tails, least_sd)
+        min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
+        likelihood = partial(methods.noise_likelihood, targets, hetero, tails, min_sd)
         self._run(
             X,
             y_scaler.transform(y),
@@ -184,20 +166,46 @@ class Regressor(RegressorMixin, Network):
             y_scaler,
             usual.widths,
         )
-        rows, targets = (part[:CHECKED_ROWS] for part in self._data)
+        self._check_fit()
+
+    def _check_size(self, num_rows: int, num_hidden: int) -> None:
+        """Refuse too few rows for the evidence, and warn of too few for intervals."""
+        min_rows = 2 * num_hidden + 4
+        if self.method == "laplace" and num_rows < min_rows:
+            instead = (
+                f"Pass at least {min_rows} rows, fewer `widths`, or another `method`, "
+                f'such as "ensemble".'
+            )
+            got = (
+                f"{num_rows} rows, whose evidence chooses {min_rows - 2} prior "
+                f"precisions and the noise"
+            )
+            raise argument_error(f"{self._call}.fit", "X", got, instead)
+        enough = methods.ENOUGH_FOR_INTERVALS.get(self.method, 5)
+        if num_rows < enough:
+            warn_of_health(
+                f"{self._call}.fit: {num_rows} rows hardly show the scale of the "
+                f"targets and of their noise: intervals are too narrow. Pass at least "
+                f"{enough}."
+            )
+
+    def _check_fit(self) -> None:
+        """Warn if rows of the fit are predicted badly, or better than noise allows."""
+        rows, targets = self._checked_rows()
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
-        found = self._answers("log_density", rows, targets)[0]
-        self._warn_if_worse(found, constant)
-        exact = np.mean(found > norm.logpdf(0, scale=EXACT_SD) * targets[0].size)
-        if exact > MOST_EXACT:
-            message = (
+        log_densities = self._answers("log_density", rows, targets)[0]
+        self._warn_if_worse(log_densities, constant)
+        exact = np.mean(
+            log_densities > norm.logpdf(0, scale=EXACT_SD) * targets[0].size
+        )
+        if exact > MAX_EXACT_SHARE:
+            warn_of_health(
                 f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
                 f"their noise were below {EXACT_SD} standard deviations of the "
                 "targets. Unless these are exact, the network reproduces them: trust "
                 "densities and intervals only as far as rows that were not in the fit "
                 "confirm them."
             )
-            warnings.warn(message, HealthWarning, stacklevel=outside())
 
     def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
         """Standardized values (..., N) or (..., N, K) in the units of the data, shaped
@@ -216,11 +224,8 @@ class Regressor(RegressorMixin, Network):
         """
         mean, noise, spread = self._summary("moments", X, warn=True)
         sd = self.calibration_ * np.sqrt(noise + spread)
-        return (
-            (self._in_units(mean), self._in_units(sd, shift=False))
-            if return_std
-            else self._in_units(mean)
-        )
+        mean = self._in_units(mean)
+        return (mean, self._in_units(sd, shift=False)) if return_std else mean
 
     @checked("estimators.{}.predict_interval")
     def predict_interval(
@@ -266,10 +271,8 @@ class Regressor(RegressorMixin, Network):
         y = self._targets(X_held_out, y_held_out, "conformal_interval", "_held_out")
         rank = self._conformal_rank("conformal_interval", len(y), level)
         mean, noise, spread = self._alike("moments", X_held_out, X)
-        mean, sd = (
-            self._in_units(mean),
-            self._in_units(np.sqrt(noise + spread), shift=False),
-        )
+        mean = self._in_units(mean)
+        sd = self._in_units(np.sqrt(noise + spread), shift=False)
         away = np.abs(y.reshape(-1, *mean.shape[1:]) - mean[: len(y)])
         factor = np.sort(away / sd[: len(y)], axis=0)[rank - 1]
         # Rounding made the factor smaller by at most three halves of an ulp, and makes
@@ -304,11 +307,10 @@ class Regressor(RegressorMixin, Network):
         """
         (draws, sds, *df), generator = self._components(X, num_samples, random_state)
         if noise:
-            unit = (
-                np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0])
-                if df
-                else generator.normal(size=sds.shape)
-            )
+            if df:
+                unit = np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0])
+            else:
+                unit = generator.normal(size=sds.shape)
             draws = draws + sds * unit
         if self.calibration_ != 1:
             mean = self._summary("moments", X)[0]
@@ -347,7 +349,7 @@ class Regressor(RegressorMixin, Network):
         mean = self._summary("moments", X)[0]
 
         def density(factor: float) -> np.ndarray:
-            (found,) = self._summary("log_density", X, mean + (y - mean) / factor)
-            return found - np.sum(np.log(factor * self._y_scaler.scale))
+            (log_density,) = self._summary("log_density", X, mean + (y - mean) / factor)
+            return log_density - np.sum(np.log(factor * self._y_scaler.scale))
 
         return density

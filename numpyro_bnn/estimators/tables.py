@@ -23,8 +23,8 @@ def taught(call: str, argument: str, value: Any) -> Iterator[None]:
         if ": argument `" in str(error):
             raise
         kind = ValueError if isinstance(error, ValueError) else TypeError
-        why = f"{str(error).rstrip('.')}. {PASS.get(argument[:1], '')}"
-        raise argument_error(call, argument, shown(value), why, kind) from error
+        instead = f"{str(error).rstrip('.')}. {PASS.get(argument[:1], '')}"
+        raise argument_error(call, argument, shown(value), instead, kind) from error
 
 
 def check_numbers(call: str, argument: str, table: Any) -> None:

@@ -175,7 +175,8 @@ class Layer(ABC):
         for name, key in zip(
             shapes, jax.random.split(rng_key, max(len(shapes), 1)), strict=False
         ):
-            shape, kind = shapes[name], role(name, shapes[name])
+            shape = shapes[name]
+            kind = role(name, shapes[name])
             if kind == "kernel":
                 params[name] = (
                     jax.random.normal(key, shape) / fan_in(name, shape) ** 0.5

@@ -63,14 +63,15 @@ def _window_shape(
     if padding == "SAME":
         return tuple(-(-n // s) for n, s in zip(spatial, strides, strict=True))  # type: ignore[return-value]
     pads = padding if isinstance(padding, tuple) else ((0, 0), (0, 0))
-    sizes = [n + sum(p) for n, p in zip(spatial, pads, strict=True)]
-    if any(n < k for n, k in zip(sizes, window, strict=True)):
-        raise shape_error(
-            layer, path, f"images of at least {window[0]} x {window[1]}", spatial
-        )
-    return tuple(
-        (n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True)
-    )  # type: ignore
+    counts = []
+    for n, pad, k, step in zip(spatial, pads, window, strides, strict=True):
+        size = n + sum(pad)
+        if size < k:
+            raise shape_error(
+                layer, path, f"images of at least {window[0]} x {window[1]}", spatial
+            )
+        counts.append((size - k) // step + 1)
+    return tuple(counts)  # type: ignore[return-value]
 
 
 def _as_images(layer: Layer, context: ForwardContext, x: jax.Array) -> jax.Array:
@@ -136,12 +137,12 @@ class Conv2d(Layer):
     ) -> tuple[Feature, Shape]:
         wiring.read(x, join(path, "kernel"), 2)
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
-        return wiring.begin(
-            self.channels, Wire(join(path, "kernel"), 3), *biases
-        ), self.output_shape(shape)
+        out = wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases)
+        return out, self.output_shape(shape)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        kernel, images = context["kernel"], _as_images(self, context, x)
+        kernel = context["kernel"]
+        images = _as_images(self, context, x)
         if images.shape[-1] != kernel.shape[2]:
             raise shape_error(
                 self, context.path, f"(..., height, width, {kernel.shape[2]})", x.shape
@@ -232,8 +233,8 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
     """
     batch, height, width, channels = x.shape
     rows, columns = height // window[0], width // window[1]
-    whole = x[:, : rows * window[0], : columns * window[1]]
-    return whole.reshape(batch, rows, window[0], columns, window[1], channels)
+    cropped = x[:, : rows * window[0], : columns * window[1]]
+    return cropped.reshape(batch, rows, window[0], columns, window[1], channels)
 
 
 @jax.custom_jvp
@@ -246,10 +247,8 @@ def _largest(tiles: jax.Array) -> jax.Array:
 
 @_largest.defjvp
 def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Dual:
-    def larger(one: Dual, other: Dual) -> Dual:
-        return lax.max(one[0], other[0]), jnp.where(
-            one[0] >= other[0], one[1], other[1]
-        )
+    def larger(a: Dual, b: Dual) -> Dual:
+        return lax.max(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
 
     (x,), (dx,) = primals, tangents
     for axis in (4, 2):
@@ -307,7 +306,7 @@ def convolve_by_product(
     height, width, _, outputs = kernel.shape
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(x.shape[1:3], (height, width), strides, padding)
-    if any(side for pair in padding for side in pair):
+    if any(map(any, padding)):
         x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     columns = jnp.concatenate(_shifted(x, 2, width, strides[1]), axis=-1)
     return jnp.concatenate(

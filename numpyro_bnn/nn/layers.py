@@ -73,9 +73,8 @@ class Dense(Layer):
     ) -> tuple[Feature, Shape]:
         wiring.read(x, join(path, "kernel"), 0)
         biases = [Wire(join(path, "bias"), 0)] if self.use_bias else []
-        return wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases), (
-            self.units,
-        )
+        out = wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases)
+        return out, (self.units,)
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
         kernel = context["kernel"]
@@ -194,20 +193,20 @@ class Sequential(Layer):
         object.__setattr__(self, "layers", layers)
 
     def children(self) -> Iterator[tuple[str, Layer]]:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for layer in self.layers:
             assert isinstance(layer, Layer)
             kind = type(layer).__name__
-            yield f"{kind}_{seen[kind]}", layer
-            seen[kind] += 1
+            yield f"{kind}_{counts[kind]}", layer
+            counts[kind] += 1
 
     def shapes(
         self, input_shape: Shape, path: str = ""
     ) -> tuple[dict[str, Shape], Shape]:
         params: dict[str, Shape] = {}
         for name, layer in self.children():
-            own, input_shape = layer.shapes(input_shape, join(path, name))
-            params |= {join(name, key): shape for key, shape in own.items()}
+            layer_shapes, input_shape = layer.shapes(input_shape, join(path, name))
+            params |= {join(name, key): shape for key, shape in layer_shapes.items()}
         return params, input_shape
 
     def connect(
@@ -260,8 +259,8 @@ class Residual(Layer):
         params: dict[str, Shape] = {}
         outputs = {"shortcut": input_shape}
         for name, layer in self.children():
-            own, outputs[name] = layer.shapes(input_shape, join(path, name))
-            params |= {join(name, key): shape for key, shape in own.items()}
+            layer_shapes, outputs[name] = layer.shapes(input_shape, join(path, name))
+            params |= {join(name, key): shape for key, shape in layer_shapes.items()}
         self._check_sum(path, input_shape, outputs["body"], outputs["shortcut"])
         return params, outputs["body"]
 
@@ -274,11 +273,9 @@ class Residual(Layer):
         return wiring.add(x, y), out
 
     def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
-        skip = (
-            x
-            if self.shortcut is None
-            else self.shortcut.forward(context.child("shortcut"), x)
-        )
+        skip = x
+        if self.shortcut is not None:
+            skip = self.shortcut.forward(context.child("shortcut"), x)
         y = self.body.forward(context.child("body"), x)
         self._check_sum(context.path, x.shape, y.shape, skip.shape)
         return skip + y

@@ -55,9 +55,10 @@ def standardize(
     rounding = 8 * jnp.finfo(u.dtype).eps
     constant = var <= rounding**2 * jnp.mean(u**2, axis=axes, keepdims=True)
     sd = jnp.where(constant, 0, jnp.sqrt(jnp.where(constant, 1, var)))
-    return _divide(centered, sd), BatchStatistics(
+    statistics = BatchStatistics(
         jnp.squeeze(mean * unit, axes), jnp.squeeze(sd * unit, axes)
     )
+    return _divide(centered, sd), statistics
 
 
 def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
@@ -83,29 +84,27 @@ class _Norm(Layer):
     ) -> tuple[dict[str, Shape], Shape]:
         if len(input_shape) < 1:
             raise shape_error(self, path, "at least one axis of features", input_shape)
-        used = {"scale": self.use_scale, "bias": self.use_bias}
-        return {
-            name: (input_shape[-1],) for name, on in used.items() if on
-        }, input_shape
+        params: dict[str, Shape] = {}
+        if self.use_scale:
+            params["scale"] = (input_shape[-1],)
+        if self.use_bias:
+            params["bias"] = (input_shape[-1],)
+        return params, input_shape
 
     def connect(
         self, wiring: Wiring, path: str, x: Feature, shape: Shape
     ) -> tuple[Feature, Shape]:
         gain = join(path, "scale") if self.use_scale else None
-        return wiring.normalize(
-            x, self.reach, gain, join(path, "bias") if self.use_bias else None
-        ), shape
+        shift = join(path, "bias") if self.use_bias else None
+        return wiring.normalize(x, self.reach, gain, shift), shape
 
     def _affine(self, context: ForwardContext, y: jax.Array) -> jax.Array:
         for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):
             if on:
                 values = context[name]
                 _same_features(self, context.path, values, y)
-                y = (
-                    y * per_feature(values, y)
-                    if name == "scale"
-                    else y + per_feature(values, y)
-                )
+                values = per_feature(values, y)
+                y = y * values if name == "scale" else y + values
         return y
 
 
@@ -165,14 +164,14 @@ class BatchNorm(_Norm):
         return self._affine(context, y)
 
     def _normalize_with(
-        self, given: Mapping[str, BatchStatistics], path: str, x: jax.Array
+        self, statistics: Mapping[str, BatchStatistics], path: str, x: jax.Array
     ) -> jax.Array:
-        if path not in given:
+        if path not in statistics:
             instead = "Compute them by `net.statistics(params, x_train)`."
             raise argument_error(
                 "nn.apply", "statistics", f"no entry {path!r}", instead
             )
-        mean, sd = given[path]
+        mean, sd = statistics[path]
         _same_features(self, path, mean, x)
         return _divide(x - per_feature(mean, x), per_feature(sd, x))
 

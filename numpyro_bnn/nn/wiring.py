@@ -43,7 +43,7 @@ class Segment:
         inputs, a normalization without gain.
     :ivar fixed: whether the units are inputs or outputs of the network, or pass a layer
         of unknown kind.
-    :ivar before: segments whose normalization begins this one.
+    :ivar normalized: segments whose normalization begins this one.
     :ivar flipped_with: those of them that change sign with it, because their
         normalization has no gain.
     """
@@ -59,19 +59,26 @@ class Segment:
     pointwise: bool = True
     bound: bool = False
     fixed: bool = False
-    before: list[int] = field(default_factory=list)
+    normalized: list[int] = field(default_factory=list)
     flipped_with: list[int] = field(default_factory=list)
 
-    def absorb(self, other: "Segment") -> None:
+    def absorb(self, segment: "Segment") -> None:
         """Merge with another segment whose units are added to these: a property must
         hold for both.
         """
-        for name in ("writers", "readers", "norms", "gains", "before", "flipped_with"):
-            getattr(self, name).extend(getattr(other, name))
+        for name in (
+            "writers",
+            "readers",
+            "norms",
+            "gains",
+            "normalized",
+            "flipped_with",
+        ):
+            getattr(self, name).extend(getattr(segment, name))
         for name in ("homogeneous", "odd", "linear", "pointwise"):
-            setattr(self, name, getattr(self, name) and getattr(other, name))
-        self.bound |= other.bound
-        self.fixed |= other.fixed or self.units != other.units
+            setattr(self, name, getattr(self, name) and getattr(segment, name))
+        self.bound |= segment.bound
+        self.fixed |= segment.fixed or self.units != segment.units
 
 
 class Feature(NamedTuple):
@@ -118,7 +125,7 @@ class Wiring:
             segment = self._same[segment]
         return segment
 
-    def kept(self) -> list[int]:
+    def distinct(self) -> list[int]:
         """Numbers of all segments, merged ones once."""
         return [i for i, same in enumerate(self._same) if i == same]
 
@@ -149,7 +156,7 @@ class Wiring:
         segment.norms.append("image" if reach == "layer" and x.repeats > 1 else reach)
         segment.gains += gains
         y = self.begin(segment.units, *gains, *shifts, bound=not gain)
-        self[y].before.append(x.segment)
+        self[y].normalized.append(x.segment)
         if not gain:
             self[y].flipped_with.append(x.segment)
         return x._replace(segment=y.segment)

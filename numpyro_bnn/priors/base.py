@@ -115,9 +115,8 @@ def is_positive(support: Any) -> bool:
     support = getattr(support, "base_constraint", support)
     if support is dist.constraints.positive or support is dist.constraints.nonnegative:
         return True
-    lower = getattr(
-        support, "lower_bound", None
-    )  # intervals, greater_than: Uniform, Pareto, TruncatedNormal
+    # Of intervals and greater_than: Uniform, Pareto, TruncatedNormal.
+    lower = getattr(support, "lower_bound", None)
     if lower is None or support.is_discrete:
         return False
     return isinstance(lower, jax.core.Tracer) or bool(np.all(np.asarray(lower) >= 0))
@@ -129,8 +128,8 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     """
     if unit == "weight":
         return shape
-    found = layout(name, shape)
-    axes = {"layer": (), "input": found.inputs, "output": found.outputs}[unit]
+    weight = layout(name, shape)
+    axes = {"layer": (), "input": weight.inputs, "output": weight.outputs}[unit]
     return tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
 
 
@@ -170,11 +169,9 @@ class Constant(dist.Delta):
 
 
 def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
-    return (
-        TransformReparam()
-        if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]
-        else None
-    )
+    if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]:
+        return TransformReparam()
+    return None
 
 
 class _NonCenter(handlers.reparam):
@@ -186,18 +183,16 @@ class _NonCenter(handlers.reparam):
         if msg["type"] != "sample":
             return
         if isinstance(msg["fn"], Constant):  # outer handlers see no site
-            msg["value"], msg["stop"] = msg["fn"].v, True
+            msg["value"] = msg["fn"].v
+            msg["stop"] = True
             return
         inside = _PYRO_STACK[_PYRO_STACK.index(self) + 1 :]
-        scopes = [
-            f
-            for f in inside
-            if isinstance(f, handlers.scope) and "sample" not in f.hide_types
-        ]
+        prefix = ""
+        for frame in inside:
+            if isinstance(frame, handlers.scope) and "sample" not in frame.hide_types:
+                prefix = f"{prefix}{frame.prefix}{frame.divider}"
         full = msg["name"]
-        msg["name"] = full.removeprefix(
-            "".join(f"{scope.prefix}{scope.divider}" for scope in scopes)
-        )
+        msg["name"] = full.removeprefix(prefix)
         super().process_message(msg)
         msg["name"] = full
 
@@ -264,12 +259,12 @@ class BySite:
             raise argument_error(
                 "priors.BySite", "patterns", self.patterns, instead, TypeError
             )
-        given = {
+        by_argument = {
             f"patterns[{pattern!r}]": prior for pattern, prior in self.patterns.items()
         }
         if self.default is not None:
-            given["default"] = self.default
-        for argument, prior in given.items():
+            by_argument["default"] = self.default
+        for argument, prior in by_argument.items():
             if isinstance(prior, type) or not callable(prior):
                 instead = "Pass an object such as `priors.Normal()`."
                 raise argument_error(
@@ -277,14 +272,11 @@ class BySite:
                 )
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
-        prior = next(
-            (
-                prior
-                for pattern, prior in self.patterns.items()
-                if fnmatchcase(name, pattern)
-            ),
-            self.default,
-        )
+        prior = self.default
+        for pattern, pattern_prior in self.patterns.items():
+            if fnmatchcase(name, pattern):
+                prior = pattern_prior
+                break
         if prior is None:
             came = (
                 f"no pattern for parameter {name!r} (patterns: "
@@ -301,10 +293,10 @@ class BySite:
         """Refuse patterns that match none of ``names``: most likely a
         misspelled site.
         """
-        known = list(names)
+        names = list(names)
         for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise unknown_name("priors.BySite", "patterns", pattern, known)
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise unknown_name("priors.BySite", "patterns", pattern, names)
 
 
 def as_prior(
@@ -323,16 +315,14 @@ def as_prior(
     if isinstance(prior, type) or not callable(prior):
         families = [*_families(Prior), "BySite", "Fixed", "Learned"]
         if isinstance(prior, type):
-            made = (
-                f"`priors.{prior.__name__}()`"
-                if prior.__name__ in families
-                else "e.g. `priors.Normal()`"
-            )
+            example = "e.g. `priors.Normal()`"
+            if prior.__name__ in families:
+                example = f"`priors.{prior.__name__}()`"
             raise argument_error(
                 call,
                 "prior",
                 f"the class {prior.__name__}",
-                f"Pass an object, {made}.",
+                f"Pass an object, {example}.",
                 TypeError,
             )
         error = unknown_name(call, "prior", str(prior), families)

@@ -59,8 +59,8 @@ class _CholeskyFilter(Transform):
         grid = self._grid(y)
         flat = jnp.moveaxis(grid, -3, 0).reshape(grid.shape[-3], -1)
         solved = jax.scipy.linalg.solve_triangular(self.cholesky, flat, lower=True)
-        moved = solved.reshape((grid.shape[-3], *grid.shape[:-3], *grid.shape[-2:]))
-        return jnp.moveaxis(moved, 0, -3).reshape(y.shape)
+        filters = solved.reshape((grid.shape[-3], *grid.shape[:-3], *grid.shape[-2:]))
+        return jnp.moveaxis(filters, 0, -3).reshape(y.shape)
 
     def log_abs_det_jacobian(self, x, y, intermediates=None):
         channels = x.shape[-1] * x.shape[-2]
@@ -118,8 +118,8 @@ class GPFilters(Prior):
     centered: Switch = False
 
     def kernel(self, name: str, shape: Shape) -> dist.Distribution:
-        found = layout(name, shape)
-        window = set(range(len(shape))) - {*found.inputs, *found.outputs}
+        axes = layout(name, shape)
+        window = set(range(len(shape))) - {*axes.inputs, *axes.outputs}
         if len(shape) != 4 or len(window) != 2:
             return self.bias(name, shape)
         if window != {0, 1}:
@@ -142,11 +142,12 @@ class GPFilters(Prior):
         return family(unit, transform)
 
     def bias(self, name: str, shape: Shape) -> dist.Distribution:
-        common = {
-            key: getattr(self, key)
-            for key in ("fan_in_scaling", "bias_scale", "gain_scale")
-        }
-        return (self.other or Normal(**common))(name, shape)
+        usual = Normal(
+            fan_in_scaling=self.fan_in_scaling,
+            bias_scale=self.bias_scale,
+            gain_scale=self.gain_scale,
+        )
+        return (self.other or usual)(name, shape)
 
     gain = bias
 

@@ -29,7 +29,7 @@ from numpyro_bnn.nn.base import (
 )
 
 
-class Layout(NamedTuple):
+class ParameterLayout(NamedTuple):
     """What a parameter is to its layer.
 
     :param role: kernel, bias, or scale for a gain.
@@ -45,23 +45,24 @@ class Layout(NamedTuple):
     fan_in: float = 1.0
 
 
-def layout(name: str, shape: Shape) -> Layout:
+def layout(name: str, shape: Shape) -> ParameterLayout:
     """The layout of a parameter, by the layer that owns it if that can be seen, else by
     its name and shape.
 
     >>> layout("Dense_0.kernel", (3, 8))
-    Layout(role='kernel', inputs=(0,), outputs=(1,), fan_in=3)
+    ParameterLayout(role='kernel', inputs=(0,), outputs=(1,), fan_in=3)
 
     :raises ValueError: for a weight of a layer that does not say how it is used.
     """
     layer = _owner(name)
-    describe = next((LAYERS[kind] for kind in _kinds(layer) if kind in LAYERS), None)
-    if describe is not None and leaf_name(name).partition("[")[0] in WEIGHTS:
-        return describe(layer, name, shape)
+    if leaf_name(name).partition("[")[0] in WEIGHTS:
+        for kind in _kinds(layer):
+            if kind in LAYERS:
+                return LAYERS[kind](layer, name, shape)
     if role(name, shape) != "kernel":
-        return Layout(role(name, shape))
+        return ParameterLayout(role(name, shape))
     axes = (input_axis(name, shape),), (output_axis(name, shape),)
-    return Layout("kernel", *axes, fan_in(name, shape))
+    return ParameterLayout("kernel", *axes, fan_in(name, shape))
 
 
 # -- the layer that owns a parameter ---------------------------------------------------
@@ -88,14 +89,14 @@ def _kinds(layer: Any) -> Iterator[str]:
         yield f"{library}.{kind.__name__}"
 
 
-def _nnx_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _nnx_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     from flax import nnx
 
-    layers = nnx.iter_modules(given["nn_module"])
+    layers = nnx.iter_modules(call_locals["nn_module"])
     return {".".join(map(str, path)): layer for path, layer in layers}
 
 
-def _equinox_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _equinox_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     layers: dict[str, Any] = {}
 
     def note(path: Any, node: Any) -> bool:
@@ -103,19 +104,23 @@ def _equinox_layers(given: Mapping[str, Any]) -> dict[str, Any]:
         return False
 
     jax.tree_util.tree_map_with_path(
-        lambda *_: None, given["nn_module"], is_leaf=note, is_leaf_takes_path=True
+        lambda *_: None, call_locals["nn_module"], is_leaf=note, is_leaf_takes_path=True
     )
     return layers
 
 
-def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _linen_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     """Layers of Linen exist only while the module runs: it is run abstractly, once for
     equal modules.
     """
     from flax import linen
 
-    module, args, input_shape = given["nn_module"], given["args"], given["input_shape"]
-    key = repr((module, input_shape, jax.tree.map(np.shape, (args, given["kwargs"]))))
+    module = call_locals["nn_module"]
+    args = call_locals["args"]
+    input_shape = call_locals["input_shape"]
+    key = repr(
+        (module, input_shape, jax.tree.map(np.shape, (args, call_locals["kwargs"])))
+    )
     if key in _LINEN:
         return _LINEN[key]
     layers: dict[str, Any] = {}
@@ -127,13 +132,14 @@ def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
     def run() -> Any:
         inputs = args if input_shape is None else (jnp.ones(input_shape),)
         keys = {
-            kind: jax.random.key(0) for kind in ("params", *(given["apply_rng"] or ()))
+            kind: jax.random.key(0)
+            for kind in ("params", *(call_locals["apply_rng"] or ()))
         }
-        return module.init(keys, *inputs, **given["kwargs"])
+        return module.init(keys, *inputs, **call_locals["kwargs"])
 
     with linen.intercept_methods(note):
         jax.eval_shape(run)
-    if len(_LINEN) == MAX_LINEN:
+    if len(_LINEN) == MAX_LINEN_MODULES:
         _LINEN.clear()
     # Bound layers refer to their parameters: only what they were made of is kept.
     _LINEN[key] = {path: layer.clone(parent=None) for path, layer in layers.items()}
@@ -141,7 +147,7 @@ def _linen_layers(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LINEN: dict[str, dict[str, Any]] = {}
-MAX_LINEN = 16  # modules whose layers are remembered
+MAX_LINEN_MODULES = 16  # modules whose layers are remembered
 CALLS = {
     numpyro_modules.random_nnx_module.__code__: _nnx_layers,
     numpyro_modules.random_eqx_module.__code__: _equinox_layers,
@@ -157,13 +163,13 @@ def _kernel(
     inputs: Sequence[int],
     outputs: Sequence[int],
     window: Sequence[int] = (),
-) -> Layout:
+) -> ParameterLayout:
     """A kernel of which units sum over inputs and over the window of a convolution;
     axes as for indexing.
     """
     summed = prod(shape[axis] for axis in (*inputs, *window))
     rank = len(shape)
-    return Layout(
+    return ParameterLayout(
         "kernel",
         tuple(axis % rank for axis in inputs),
         tuple(axis % rank for axis in outputs),
@@ -171,28 +177,29 @@ def _kernel(
     )
 
 
-def _dense(layer: Any, name: str, shape: Shape) -> Layout:
+def _dense(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     """Any axes before those of inputs and outputs belong to layers in parallel."""
     return _kernel(shape, (-2,), (-1,))
 
 
-def _dense_outputs_first(layer: Any, name: str, shape: Shape) -> Layout:
+def _dense_outputs_first(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     return _kernel(shape, (-1,), (-2,))
 
 
-def _lookup(layer: Any, name: str, shape: Shape) -> Layout:
+def _lookup(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     """An embedding looks up one row."""
     return _dense(layer, name, shape)._replace(fan_in=1)
 
 
-def _general(layer: Any, name: str, shape: Shape) -> Layout:
+def _general(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     """A dense layer with several axes of inputs and outputs."""
     features = layer.features if hasattr(layer, "features") else layer.out_features
-    outputs, inputs = np.size(features), np.size(layer.axis)
+    outputs = np.size(features)
+    inputs = np.size(layer.axis)
     return _kernel(shape, range(-outputs - inputs, -outputs), range(-outputs, 0))
 
 
-def _einsum(layer: Any, name: str, shape: Shape) -> Layout:
+def _einsum(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     """Units sum over the letters of the kernel that the result lacks."""
     equation = layer.einsum_str
     operands, _, result = (equation or "").replace(" ", "").partition("->")
@@ -208,23 +215,28 @@ def _einsum(layer: Any, name: str, shape: Shape) -> Layout:
             f"{name!r}, an `Einsum` of the equation {equation!r}",
             instead,
         )
-    axes = range(len(letters))
-    inputs = [axis for axis in axes if letters[axis] not in result]
-    return _kernel(shape, inputs, [axis for axis in axes if axis not in inputs])
+    inputs = []
+    outputs = []
+    for axis, letter in enumerate(letters):
+        if letter in result:
+            outputs.append(axis)
+        else:
+            inputs.append(axis)
+    return _kernel(shape, inputs, outputs)
 
 
-def _convolution(layer: Any, name: str, shape: Shape) -> Layout:
+def _convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     rank = np.size(layer.kernel_size)
-    found = _kernel(shape, (-2,), (-1,), range(-2 - rank, -2))
-    return found._replace(fan_in=found.fan_in / _per_axis(layer.input_dilation, rank))
+    dense = _kernel(shape, (-2,), (-1,), range(-2 - rank, -2))
+    return dense._replace(fan_in=dense.fan_in / _per_axis(layer.input_dilation, rank))
 
 
-def _transposed_convolution(layer: Any, name: str, shape: Shape) -> Layout:
+def _transposed_convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     """The window meets an input only once per stride."""
     rank = np.size(layer.kernel_size)
     axes = ((-1,), (-2,)) if layer.transpose_kernel else ((-2,), (-1,))
-    found = _kernel(shape, *axes, range(-2 - rank, -2))
-    return found._replace(fan_in=found.fan_in / _per_axis(layer.strides, rank))
+    dense = _kernel(shape, *axes, range(-2 - rank, -2))
+    return dense._replace(fan_in=dense.fan_in / _per_axis(layer.strides, rank))
 
 
 def _per_axis(strides: Any, rank: int) -> int:
@@ -232,21 +244,23 @@ def _per_axis(strides: Any, rank: int) -> int:
     return int(np.prod(np.broadcast_to(1 if strides is None else strides, rank)))
 
 
-def _equinox_convolution(layer: Any, name: str, shape: Shape) -> Layout:
+def _equinox_convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     rank = layer.num_spatial_dims
     return _kernel(shape, (-1 - rank,), (-2 - rank,), range(-rank, 0))
 
 
-def _equinox_transposed_convolution(layer: Any, name: str, shape: Shape) -> Layout:
-    found = _equinox_convolution(layer, name, shape)
-    return found._replace(fan_in=found.fan_in / prod(layer.stride))
+def _equinox_transposed_convolution(
+    layer: Any, name: str, shape: Shape
+) -> ParameterLayout:
+    dense = _equinox_convolution(layer, name, shape)
+    return dense._replace(fan_in=dense.fan_in / prod(layer.stride))
 
 
-def _gain(layer: Any, name: str, shape: Shape) -> Layout:
-    return Layout("scale")
+def _gain(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+    return ParameterLayout("scale")
 
 
-def _state(layer: Any, name: str, shape: Shape) -> Layout:
+def _state(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     instead = (
         "Pass the module that `eqx.nn.make_with_state(Net)(...)` returns, whose state "
         "is apart."
@@ -256,7 +270,7 @@ def _state(layer: Any, name: str, shape: Shape) -> Layout:
 
 # What a weight is called; all other parameters of these layers are told by their names.
 WEIGHTS = ("kernel", "weight", "weight_ih", "weight_hh", "embedding", "g", "init")
-LAYERS: dict[str, Callable[[Any, str, Shape], Layout]] = {
+LAYERS: dict[str, Callable[[Any, str, Shape], ParameterLayout]] = {
     "flax.nnx.Linear": _dense,
     "flax.nnx.LinearGeneral": _general,
     "flax.nnx.Einsum": _einsum,

@@ -233,6 +233,7 @@ class RegularizedHorseshoe(Horseshoe):
         )
         # 1/sd^2 = 1/(tau lambda)^2 + 1/c^2, written so that value and gradient exist
         # for any tau * lambda.
-        sd, root = tau * local, jnp.sqrt(slab)
+        sd = tau * local
+        root = jnp.sqrt(slab)
         small = jnp.minimum(sd, root)
         return small / jnp.sqrt(1 + (small / jnp.maximum(sd, root)) ** 2)

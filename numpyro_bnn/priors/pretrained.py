@@ -13,7 +13,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._checks import argument_error, is_floating, unknown_name
 from numpyro_bnn._options import Positive
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
@@ -42,20 +42,17 @@ def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
     if isinstance(params, Mapping) and isinstance(params.get("params"), Mapping):
         params = params["params"]  # Linen's variables
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if isinstance(params, Mapping):
-        found = {
-            ".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves
-        }
-    else:  # Equinox: places in the tree, e.g. "layers[0].weight"
-        found = {
-            jax.tree_util.keystr(path)[1:]: leaf
-            for path, leaf in leaves
-            if path and _is_floating(leaf)
-        }
-    if not found:
+    flat = {}
+    for path, leaf in leaves:
+        if isinstance(params, Mapping):
+            flat[".".join(str(entry.key) for entry in path)] = leaf
+        elif path and is_floating(leaf):
+            # Equinox: places in the tree, e.g. "layers[0].weight"
+            flat[jax.tree_util.keystr(path)[1:]] = leaf
+    if not flat:
         raise argument_error(call, argument, params, ACCEPTED, TypeError)
-    for name, value in found.items():
-        if not _is_floating(value):
+    for name, value in flat.items():
+        if not is_floating(value):
             raise argument_error(
                 call, f"{argument}[{name!r}]", value, ACCEPTED, TypeError
             )
@@ -64,15 +61,7 @@ def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
             raise argument_error(
                 call, f"{argument}[{name!r}]", "NaN or infinite values", instead
             )
-    return found
-
-
-def _is_floating(value: Any) -> bool:
-    return (
-        hasattr(value, "shape")
-        and hasattr(value, "dtype")
-        and jnp.issubdtype(value.dtype, jnp.floating)
-    )
+    return flat
 
 
 class _Given:
@@ -92,15 +81,15 @@ class _Given:
         call = f"priors.{type(self).__name__}"
         if name not in self.flat:
             raise unknown_name(call, self.argument, name, self.flat)
-        found = self.flat[name]
-        if np.shape(found) != tuple(shape):
-            came = f"shape {np.shape(found)} for {name!r}"
+        parameter = self.flat[name]
+        if np.shape(parameter) != tuple(shape):
+            came = f"shape {np.shape(parameter)} for {name!r}"
             instead = (
                 f"The network has shape {tuple(shape)} there: pass the parameters of a "
                 f"network of this size."
             )
             raise argument_error(call, self.argument, came, instead)
-        return jnp.asarray(found, jnp.result_type(float))
+        return jnp.asarray(parameter, jnp.result_type(float))
 
 
 @dataclass(frozen=True, eq=False)

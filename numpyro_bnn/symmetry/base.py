@@ -210,16 +210,21 @@ class Symmetry(ABC):
         return replace(self, **changed)  # type: ignore[type-var]
 
 
+def sites_of(symmetries: Iterable[Symmetry]) -> set[str]:
+    """Names of the sites that any of the symmetries changes."""
+    return {site for symmetry in symmetries for site in symmetry.sites}
+
+
 def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
     """Convert one symmetry or several to a tuple; refuse anything else."""
     if isinstance(symmetries, str) or not isinstance(symmetries, Iterable):
         symmetries = (symmetries,)
-    given = tuple(symmetries)
-    for symmetry in given:
+    symmetries = tuple(symmetries)
+    for symmetry in symmetries:
         if not isinstance(symmetry, Symmetry):
             instead = (
                 "Pass symmetries such as `symmetry.Scale(...)`, or those of "
                 "`symmetry.find(model, ...)`."
             )
             raise argument_error(call, "symmetries", symmetry, instead, TypeError)
-    return given
+    return symmetries

@@ -9,9 +9,9 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, sites_of
 from numpyro_bnn.symmetry.draws import Points, act, by_unit, in_gauge, norms, read
-from numpyro_bnn.symmetry.groups import Permutation, SignFlip
+from numpyro_bnn.symmetry.groups import Permutation, SignFlip, axes_without
 
 # Number of draws whose score tables (units x units) are held at once.
 CHUNK = 512
@@ -83,7 +83,7 @@ def canonical(
     [[[[3.0, 1.0]], [[3.0, 1.0]]]]
     """
     call = "symmetry.canonical"
-    points, symmetries, size = read(call, draws, symmetries)
+    points, symmetries, _ = read(call, draws, symmetries)
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
         groups = list(_groups(symmetries, points)) if points else []
@@ -95,14 +95,10 @@ def canonical(
         elif groups:
             target = _target(call, reference or {}, symmetries, points)
             points = _sweep(groups, _first_pass(groups, points, target), sweeps, target)
-    moved = {
-        site: value.reshape((*size, *value.shape[1:])) for site, value in points.items()
-    }
-    given = {site: np.asarray(value) for site, value in draws.items()}
-    return {
-        site: moved[site].astype(v.dtype) if site in moved else v
-        for site, v in given.items()
-    }
+    arrays = {site: np.asarray(value) for site, value in draws.items()}
+    for site, value in points.items():
+        arrays[site] = value.reshape(arrays[site].shape).astype(arrays[site].dtype)
+    return arrays
 
 
 def _target(
@@ -112,8 +108,8 @@ def _target(
     points: Points,
 ) -> Points:
     """The reference in the gauge, as one draw."""
-    one = {site: np.asarray(value)[None] for site, value in reference.items()}
-    target, _, _ = read(call, one, symmetries, leading=1)
+    point = {site: np.asarray(value)[None] for site, value in reference.items()}
+    target, _, _ = read(call, point, symmetries, leading=1)
     for site, value in target.items():
         if value.shape[1:] != points[site].shape[1:]:
             instead = (
@@ -145,18 +141,22 @@ class _Group(NamedTuple):
 
 
 def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
-    one = {site: value[0] for site, value in points.items()}
+    first_draw = jax.tree.map(lambda value: value[0], points)
     flips = [s for s in symmetries if isinstance(s, SignFlip)]
     for order in symmetries:
-        if isinstance(order, Permutation):
-            units = [f for f in flips if set(f.unit_axes) <= set(order.unit_axes)]
-            layers = [
-                f
-                for f in flips
-                if f.units(one) == 1 and set(f.sites) <= set(order.sites)
-            ]
-            flips = [f for f in flips if f not in units and f not in layers]
-            yield _Group(order, tuple(units), tuple(layers), _alone(order.unit_axes))
+        if not isinstance(order, Permutation):
+            continue
+        units = []
+        layers = []
+        for flip in flips.copy():
+            if set(flip.unit_axes) <= set(order.unit_axes):
+                units.append(flip)
+            elif flip.units(first_draw) == 1 and set(flip.sites) <= set(order.sites):
+                layers.append(flip)
+            else:
+                continue
+            flips.remove(flip)
+        yield _Group(order, tuple(units), tuple(layers), _alone(order.unit_axes))
     for flip in flips:
         yield _Group(None, (flip,), (), _alone(flip.unit_axes))
 
@@ -173,8 +173,8 @@ def _first_pass(groups: Sequence[_Group], points: Points, target: Points) -> Poi
     """Match layer by layer, each by sites that later layers do not change, so that the
     start does not matter.
     """
-    for group, later in _with_later(groups):
-        points, _ = _match(group, points, target, _free(group.axes, later))
+    for group, later_sites in _with_later_sites(groups):
+        points, _ = _match(group, points, target, _free(group.axes, later_sites))
     return points
 
 
@@ -185,9 +185,9 @@ def _sweep(
     changes.
     """
     for _ in range(sweeps):
-        target = fixed or {
-            site: np.mean(value, 0, keepdims=True) for site, value in points.items()
-        }
+        target = fixed or jax.tree.map(
+            lambda value: np.mean(value, 0, keepdims=True), points
+        )
         any_changed = False
         for group in groups:
             points, changed = _match(group, points, target, group.axes)
@@ -203,25 +203,17 @@ def _match(
     """Find the signs and order of every draw that fit the target best; return whether
     any changed.
     """
-    chunks = [
-        slice(start, start + CHUNK)
-        for start in range(0, len(points[axes[0].site]), CHUNK)
-    ]
-    elements = [
-        element
-        for chunk in chunks
-        for element in _best(group, points, target, axes, chunk)
-    ]
+    elements = []
+    for start in range(0, len(points[axes[0].site]), CHUNK):
+        elements += _best(group, points, target, axes, slice(start, start + CHUNK))
     changed = False
-    for number, member in enumerate(group.members):
-        g = np.stack([element[number] for element in elements])
-        still = (
-            np.arange(g.shape[1])
-            if isinstance(member, Permutation)
-            else np.ones(g.shape[1])
-        )
-        if np.any(g != still):
-            points, changed = act(member, points, g), True
+    for member, by_draw in zip(group.members, zip(*elements, strict=True), strict=True):
+        g = np.stack(by_draw)
+        units = g.shape[1]
+        identity = np.arange(units) if member is group.order else np.ones(units)
+        if np.any(g != identity):
+            points = act(member, points, g)
+            changed = True
     return points, changed
 
 
@@ -239,48 +231,53 @@ def _best(
 
     # Inner products of units of draws (n, U, d) and of a reference (1, U, d): (n, U of
     # reference, U of draw).
-    pairs = [
-        (by_unit(axis, points[axis.site][chunk]), by_unit(axis, target[axis.site])[0])
-        for axis in axes
-    ]
-    scores = [np.swapaxes(draws @ reference.T, 1, 2) for draws, reference in pairs]
+    scores = []
+    for axis in axes:
+        draws = by_unit(axis, points[axis.site][chunk])
+        reference = by_unit(axis, target[axis.site])[0]
+        scores.append(np.swapaxes(draws @ reference.T, 1, 2))
+    flips = (*group.unit_flips, *group.layer_flips)
     unit_choices = list(product((1.0, -1.0), repeat=len(group.unit_flips)))
-    found: list[tuple[float, list[np.ndarray]]] = [(-np.inf, [])] * len(scores[0])
+    best: list[list[np.ndarray]] = [[]] * len(scores[0])
+    best_values = np.full(len(best), -np.inf)
     for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
-        layered = [
-            _signed(*pair, group.layer_flips, layer_signs)
-            for pair in zip(scores, axes, strict=True)
-        ]
-        signed = list(zip(layered, axes, strict=True))
         totals = np.stack(
             [
-                sum(_signed(*s, group.unit_flips, signs) for s in signed)
+                _total(scores, axes, flips, (*signs, *layer_signs))
                 for signs in unit_choices
             ]
         )
-        tables, which = totals.max(0), totals.argmax(0)
+        tables = totals.max(0)
+        best_choice = totals.argmax(0)
         for i, table in enumerate(tables):
             units = np.arange(len(table))
             order = (
                 linear_sum_assignment(table, maximize=True)[1] if group.order else units
             )
             value = float(table[units, order].sum())
-            if value > found[i][0] + 1e-12 * abs(value):
+            if value > best_values[i] + 1e-12 * abs(value):
                 # Order first; the signs belong to the units in their new order.
-                signs = np.array(unit_choices)[which[i][units, order]]
-                layer = [np.full(1, sign) for sign in layer_signs]
-                found[i] = value, [*([order] if group.order else []), *signs.T, *layer]
-    return [elements for _, elements in found]
+                signs = np.array(unit_choices)[best_choice[i][units, order]]
+                layer = np.array(layer_signs)[:, None]
+                best[i] = [*([order] if group.order else []), *signs.T, *layer]
+                best_values[i] = value
+    return best
 
 
-def _signed(
-    score: np.ndarray, axis: UnitAxis, flips: Sequence[SignFlip], signs: Sequence[float]
-) -> np.ndarray:
-    """The score of a site after flips by the signs."""
-    sign = 1.0
-    for flip, s in zip(flips, signs, strict=True):
-        sign *= s ** flip.sites.count(axis.site)
-    return sign * score
+def _total(
+    scores: Sequence[np.ndarray],
+    axes: Sequence[UnitAxis],
+    flips: Sequence[SignFlip],
+    signs: Sequence[float],
+) -> Any:
+    """The sum of the scores of the sites after flips by the signs."""
+    total: Any = 0.0
+    for score, axis in zip(scores, axes, strict=True):
+        sign = 1.0
+        for flip, flip_sign in zip(flips, signs, strict=True):
+            sign *= flip_sign ** flip.sites.count(axis.site)
+        total = total + sign * score
+    return total
 
 
 def _middle(groups: Sequence[_Group], points: Points) -> Points:
@@ -289,17 +286,17 @@ def _middle(groups: Sequence[_Group], points: Points) -> Points:
         [np.sort(norms(group.axes, points), -1) for group in groups], -1
     )
     nearest = int(np.argmin(np.sum((sizes - np.median(sizes, 0)) ** 2, -1)))
-    return {site: value[nearest : nearest + 1] for site, value in points.items()}
+    return jax.tree.map(lambda value: value[nearest : nearest + 1], points)
 
 
 def _absolute(groups: Sequence[_Group], point: Points) -> Points:
     """Fix signs and orders without a reference: by odd and symmetric functions of the
     weights of each unit.
     """
-    for group, later in _with_later(groups):
+    for group, later_sites in _with_later_sites(groups):
         flips: list[SignFlip] = [*group.layer_flips, *group.unit_flips]
         while flips:
-            flip, axes = _settled(flips, later)
+            flip, axes = _settled(flips, later_sites)
             flips.remove(flip)
             odd = sum(np.sum(by_unit(axis, point[axis.site]) ** 3, -1) for axis in axes)
             point = act(flip, point, np.where(odd < 0.0, -1.0, 1.0))
@@ -309,26 +306,26 @@ def _absolute(groups: Sequence[_Group], point: Points) -> Points:
 
 
 def _settled(
-    flips: Sequence[SignFlip], later: Sequence[Symmetry]
+    flips: Sequence[SignFlip], later_sites: set[str]
 ) -> tuple[SignFlip, tuple[UnitAxis, ...]]:
     """A flip with sites that no other flip changes, and those sites."""
     for flip in flips:
-        others = [*(other for other in flips if other is not flip), *later]
-        free = _free(_alone(flip.unit_axes), others)
-        if not any(free[0].site in other.sites for other in others):
+        touched = later_sites | sites_of(f for f in flips if f is not flip)
+        free = _free(_alone(flip.unit_axes), touched)
+        if free[0].site not in touched:
             return flip, free
     return flips[0], flips[0].unit_axes
 
 
-def _with_later(groups: Sequence[_Group]) -> Iterator[tuple[_Group, list[Symmetry]]]:
+def _with_later_sites(groups: Sequence[_Group]) -> Iterator[tuple[_Group, set[str]]]:
+    """Each group, and the sites that the groups after it change."""
     for number, group in enumerate(groups):
-        yield (
-            group,
-            [member for later in groups[number + 1 :] for member in later.members],
-        )
+        later_sites = set()
+        for later in groups[number + 1 :]:
+            later_sites |= sites_of(later.members)
+        yield group, later_sites
 
 
-def _free(axes: Sequence[UnitAxis], later: Sequence[Symmetry]) -> tuple[UnitAxis, ...]:
-    """Axes whose sites no later symmetry changes; all axes if there is none."""
-    touched = {site for member in later for site in member.sites}
-    return tuple(axis for axis in axes if axis.site not in touched) or tuple(axes)
+def _free(axes: Sequence[UnitAxis], touched: set[str]) -> tuple[UnitAxis, ...]:
+    """Axes whose sites are not touched; all axes if there is none."""
+    return axes_without(axes, touched) or tuple(axes)

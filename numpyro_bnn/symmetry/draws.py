@@ -12,7 +12,7 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite, unknown_name
 from numpyro_bnn._options import Kind
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries, sites_of
 from numpyro_bnn.symmetry.groups import (
     JointRescale,
     JointScale,
@@ -21,6 +21,7 @@ from numpyro_bnn.symmetry.groups import (
     Rescale,
     Scale,
     Shift,
+    axes_without,
 )
 
 # Site -> (n, *shape) in float64, with n draws of all chains.
@@ -41,48 +42,46 @@ def read(
     Kind(
         Mapping, "Pass arrays by site, e.g. `mcmc.get_samples(group_by_chain=True)`."
     ).check(call, "draws", draws)
-    renamed = [
-        s.rename({site: _stored(call, site, draws) for site in s.sites})
-        for s in as_symmetries(call, symmetries)
-    ]
+    symmetries = as_symmetries(call, symmetries)
+    names = {}
+    for s in symmetries:
+        for site in s.sites:
+            names[site] = _stored(call, site, draws)
+    renamed = [s.rename(names) for s in symmetries]
     sizes: dict[str, tuple[int, ...]] = {}
     points = {}
-    for site in dict.fromkeys(site for s in renamed for site in s.sites):
+    for site in names.values():
         value = as_floats(call, "draws", draws[site])
         check_finite(call, "draws", value)
         sizes[site] = value.shape[:leading]
         points[site] = value.reshape(
             (prod(value.shape[:leading]), *value.shape[leading:])
         )
-    if len(set(sizes.values())) > 1 or any(
-        len(size) < leading for size in sizes.values()
-    ):
+    different = set(sizes.values())
+    if len(different) > 1 or min(map(len, different), default=leading) < leading:
         instead = (
             "Pass arrays (chains, draws, ...), e.g. "
             "`mcmc.get_samples(group_by_chain=True)`."
         )
         raise argument_error(call, "draws", f"leading axes {sizes}", instead)
+    first_draw = jax.tree.map(lambda value: value[0], points)
     for s in renamed:
-        s.units({site: value[0] for site, value in points.items()})
+        s.units(first_draw)
     return points, renamed, next(iter(sizes.values()), ())
 
 
 def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
-    if found := [name for name in (site, site.replace("/", ".")) if name in draws]:
-        return found[0]
+    for name in (site, site.replace("/", ".")):
+        if name in draws:
+            return name
     raise unknown_name(call, "symmetries", site, draws)
 
 
 def act(s: Symmetry, points: Points, g: np.ndarray) -> Points:
     """Every point moved by its own group element, g (n, U)."""
-    touched = {site: jnp.asarray(points[site]) for site in dict.fromkeys(s.sites)}
-    return {
-        **points,
-        **{
-            site: np.asarray(v)
-            for site, v in jax.vmap(s.act)(touched, jnp.asarray(g)).items()
-        },
-    }
+    touched = {site: points[site] for site in s.sites}
+    new_values = jax.vmap(s.act)(jax.tree.map(jnp.asarray, touched), jnp.asarray(g))
+    return points | jax.tree.map(np.asarray, new_values)
 
 
 def by_unit(axis: UnitAxis, value: np.ndarray) -> np.ndarray:
@@ -130,19 +129,22 @@ def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
     )
 
 
-def _next(waiting: Sequence[Multiplicative]) -> tuple[Multiplicative, list[UnitAxis]]:
+def _next(
+    waiting: Sequence[Multiplicative],
+) -> tuple[Multiplicative, tuple[UnitAxis, ...]]:
     """A symmetry with sites whose norm no other symmetry changes (rescaling changes the
     next layer), and those.
     """
     for s in waiting:
-        touched = {site for other in waiting if other is not s for site in other.sites}
+        touched = sites_of(other for other in waiting if other is not s)
         touched |= {axis.site for axis, power in s.powers if power < 0}
-        free = [
-            axis for axis, power in s.powers if power > 0 and axis.site not in touched
-        ]
-        if free:
+        if free := axes_without(_incoming(s), touched):
             return s, free
-    return waiting[0], [axis for axis, power in waiting[0].powers if power > 0]
+    return waiting[0], _incoming(waiting[0])
+
+
+def _incoming(s: Multiplicative) -> tuple[UnitAxis, ...]:
+    return tuple(axis for axis, power in s.powers if power > 0)
 
 
 def invariants(
@@ -178,19 +180,19 @@ def invariants(
     [[[10.0, 21.0]]]
     """
     points, symmetries, size = read("symmetry.invariants", draws, symmetries)
-    moved = {
-        axis for s in symmetries if isinstance(s, Permutation) for axis in s.unit_axes
-    }
+    permuted: set[UnitAxis] = set()
+    for s in symmetries:
+        if isinstance(s, Permutation):
+            permuted.update(s.unit_axes)
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
-    found = [(s, _invariant(s, points)) for s in symmetries]
-    return _named(
-        [
-            (s, -np.sort(-v, -1) if v is not None and moved & {*s.unit_axes} else v)
-            for s, v in found
-        ],
-        size,
-    )
+    summaries = []
+    for s in symmetries:
+        summary = _invariant(s, points)
+        if summary is not None and not permuted.isdisjoint(s.unit_axes):
+            summary = -np.sort(-summary, -1)
+        summaries.append(summary)
+    return _named(symmetries, summaries, size)
 
 
 def orbit_coordinates(
@@ -219,21 +221,21 @@ def orbit_coordinates(
     [[[5.0]]]
     """
     points, symmetries, size = read("symmetry.orbit_coordinates", draws, symmetries)
-    return _named([(s, _coordinate(s, points)) for s in symmetries], size)
+    return _named(symmetries, [_coordinate(s, points) for s in symmetries], size)
 
 
 def _named(
-    summaries: Sequence[tuple[Symmetry, np.ndarray | None]], size: tuple
+    symmetries: Sequence[Symmetry], summaries: Sequence[np.ndarray | None], size: tuple
 ) -> dict[str, np.ndarray]:
     """Summaries (C, S, U) by the name of their symmetry, extended by its last site if
     the name is taken.
     """
-    found: dict[str, np.ndarray] = {}
-    for s, summary in summaries:
+    by_name: dict[str, np.ndarray] = {}
+    for s, summary in zip(symmetries, summaries, strict=True):
         if summary is not None:
-            name = s.name if s.name not in found else f"{s.name[:-1]}, {s.sites[-1]})"
-            found[name] = summary.reshape((*size, -1))
-    return found
+            name = s.name if s.name not in by_name else f"{s.name[:-1]}, {s.sites[-1]})"
+            by_name[name] = summary.reshape((*size, -1))
+    return by_name
 
 
 def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:

@@ -4,7 +4,7 @@ them numerically.
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 import numpyro.distributions as dist
 from numpyro import handlers
 
-from numpyro_bnn._checks import argument_error, check_finite, outside
+from numpyro_bnn._checks import argument_error, check_finite, is_floating, outside
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import (
     Args,
@@ -32,7 +32,7 @@ from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays, place_of
 from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.row_lengths import check_row_lengths
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries, sites_of
 from numpyro_bnn.symmetry.groups import (
     JointRescale,
     JointScale,
@@ -50,7 +50,7 @@ from numpyro_bnn.symmetry.model_info import (
 )
 
 SEEDS = (0, 1, 2)
-MOST_AXES = 8  # axes of one length of which all subsets are tried
+MAX_AXES_OF_A_LENGTH = 8  # axes of one length of which all subsets are tried
 TOLERANCE = 1e-6
 # How the hyper-sites of the priors scale a weight: w ~ s^power.
 HYPER_SITES = {"scale": 1.0, "global": 1.0, "precision": -2.0}
@@ -84,29 +84,24 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
     """
     args, kwargs = as_arrays(args, kwargs, "symmetry.find")
     reading = Reading(model, args, kwargs)
-    networks = {
-        s["infer"]["network"]: None
-        for s in reading.sites.values()
-        if "network" in (s.get("infer") or {})
-    }
+    networks: dict[Any, None] = {}
+    for site in reading.sites.values():
+        if network := (site.get("infer") or {}).get("network"):
+            networks[network] = None
     logits = any(
         isinstance(unwrapped(reading.sites[name]["fn"]), dist.CategoricalLogits)
         for name in reading.observed
     )
     latent = set(reading.latent)
-    # All weights of a unit must be free: those that are fixed or learned do not move
-    # with it.
-    every = [
-        s
-        for name, net, input_shape in networks
-        for s in from_network(net, input_shape, name, logits)
-    ]
-    found = [
-        s for s in every if all({site, f"{site}_base"} & latent for site in s.sites)
-    ]
-    joint = [
-        candidate for symmetry in found for candidate in _with_scales(symmetry, latent)
-    ]
+    free: list[Symmetry] = []
+    joint: list[Symmetry] = []
+    for name, net, input_shape in networks:
+        for symmetry in from_network(net, input_shape, name, logits):
+            # All weights of a unit must be free: those that are fixed or learned do not
+            # move with it.
+            if all({site, f"{site}_base"} & latent for site in symmetry.sites):
+                free.append(symmetry)
+                joint += _with_scales(symmetry, latent)
     measure = _invariance("symmetry.find", model, args, kwargs)
 
     def holding(candidates: list[Symmetry]) -> list[Symmetry]:
@@ -114,64 +109,54 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
             entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE
         ]
 
-    candidates = list(dict.fromkeys(found + joint))
-    known = {
-        name
-        for symmetry in found
-        for site in symmetry.sites
-        for name in (site, f"{site}_base")
-    }
-    valid = holding(candidates) + hidden_units(reading.shapes(), known, holding)
+    candidates = list(dict.fromkeys(free + joint))
+    known_sites = sites_of(free)
+    known_sites |= {f"{site}_base" for site in known_sites}
+    valid = holding(candidates) + hidden_units(reading.shapes(), known_sites, holding)
     if not valid:
-        looked = (
-            f"in {', '.join(repr(name) for name, *_ in networks)}"
-            if networks
-            else "as it has no `random_network`"
-        )
-        tried = (
-            f" of {len(candidates)} candidates "
-            f"({', '.join(sorted({type(s).__name__ for s in candidates}))})"
-        )
-        own = (
-            "Declare your own, e.g. `symmetry.Permutation([(site, axis), ...])`, and "
-            "verify them by `check`."
-        )
-        warnings.warn(
-            f"symmetry.find: found none{tried if candidates else ''} {looked}. {own}",
-            stacklevel=outside(),
-        )
+        names = [repr(name) for name, *_ in networks]
+        warnings.warn(_none_found(names, candidates), stacklevel=outside())
     return valid
+
+
+def _none_found(networks: Sequence[str], candidates: Sequence[Symmetry]) -> str:
+    """What was tried, where, and what to do instead."""
+    tried = ""
+    if candidates:
+        kinds = ", ".join(sorted({type(s).__name__ for s in candidates}))
+        tried = f" of {len(candidates)} candidates ({kinds})"
+    looked = "as it has no `random_network`"
+    if networks:
+        looked = f"in {', '.join(networks)}"
+    return (
+        f"symmetry.find: found none{tried} {looked}. Declare your own, e.g. "
+        "`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
+    )
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
     """The same group for a whole layer, with the hyper-sites that scale its kernels."""
     if isinstance(symmetry, Scale):
-        return [
-            JointScale(symmetry.sites, *entry)
-            for s in symmetry.sites
-            for entry in _driving(s, latent)
-        ]
+        driving = _driving(symmetry.sites, latent)
+        return [JointScale(symmetry.sites, *entry) for entry in driving]
     if isinstance(symmetry, Rescale):
-        incoming, outgoing = (
-            [axis.site for axis in side]
-            for side in (symmetry.incoming, symmetry.outgoing)
-        )
-        scales = [entry for site in incoming for entry in _driving(site, latent)]
-        scales += [
-            (hyper, -power)
-            for site in outgoing
-            for hyper, power in _driving(site, latent)
-        ]
+        incoming = [axis.site for axis in symmetry.incoming]
+        outgoing = [axis.site for axis in symmetry.outgoing]
+        scales = _driving(incoming, latent)
+        scales += [(hyper, -power) for hyper, power in _driving(outgoing, latent)]
         return [JointRescale(incoming, outgoing, scales)] if scales else []
     return []
 
 
-def _driving(site: str, latent: set[str]) -> list[tuple[str, float]]:
-    return [
-        (f"{site}_{end}", power)
-        for end, power in HYPER_SITES.items()
-        if f"{site}_{end}" in latent
-    ]
+def _driving(sites: Iterable[str], latent: set[str]) -> list[tuple[str, float]]:
+    """The hyper-sites that scale these sites, with their powers."""
+    driving = []
+    for site in sites:
+        for end, power in HYPER_SITES.items():
+            hyper = f"{site}_{end}"
+            if hyper in latent:
+                driving.append((hyper, power))
+    return driving
 
 
 # -- models that are not made of our layers --------------------------------------------
@@ -197,29 +182,31 @@ def hidden_units(
         for axis, length in enumerate(value.shape if site not in left_out else ()):
             if length > 1:
                 by_length[length].append(UnitAxis(site, axis))
-    candidates: list[Symmetry] = [
-        Permutation(axes) for found in by_length.values() for axes in _subsets(found)
-    ]
-    kept: list[Symmetry] = []
+    candidates: list[Symmetry] = []
+    for same_length in by_length.values():
+        candidates += map(Permutation, _subsets(same_length))
+    smallest: list[Symmetry] = []
     for symmetry in sorted(
         valid(candidates) if candidates else [], key=lambda entry: len(entry.unit_axes)
     ):
-        if not any(set(known.unit_axes) <= set(symmetry.unit_axes) for known in kept):
-            kept.append(symmetry)
+        if not any(
+            set(subset.unit_axes) <= set(symmetry.unit_axes) for subset in smallest
+        ):
+            smallest.append(symmetry)
     # An axis that may be permuted alone, as of hyperparameters, does not enter the
     # likelihood.
-    kept = [symmetry for symmetry in kept if len(symmetry.unit_axes) > 1]
-    signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in kept]
-    return kept + (valid(signs) if signs else [])
+    smallest = [symmetry for symmetry in smallest if len(symmetry.unit_axes) > 1]
+    signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in smallest]
+    return smallest + (valid(signs) if signs else [])
 
 
 def _subsets(axes: Sequence[UnitAxis]) -> Iterator[tuple[UnitAxis, ...]]:
     """Sets of axes of different sites."""
-    if len(axes) <= MOST_AXES:
+    if len(axes) <= MAX_AXES_OF_A_LENGTH:
         for size in range(1, len(axes) + 1):
-            for chosen in combinations(axes, size):
-                if len({axis.site for axis in chosen}) == size:
-                    yield chosen
+            for subset in combinations(axes, size):
+                if len({axis.site for axis in subset}) == size:
+                    yield subset
 
 
 # -- from the layers of a network ------------------------------------------------------
@@ -259,9 +246,11 @@ def from_network(
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.kernel)']
     """
     wiring = net.wiring(input_shape)
-    kinds = [_scales, _flips, _permutations] + ([_logit_shifts] if logits else [])
+    symmetries = [*_scales(wiring), *_flips(wiring), *_permutations(wiring)]
+    if logits:
+        symmetries += _logit_shifts(wiring)
     names = {path: f"{name}/{path}" for path in net.param_shapes(input_shape)}
-    return [symmetry.rename(names) for kind in kinds for symmetry in kind(wiring)]
+    return [symmetry.rename(names) for symmetry in symmetries]
 
 
 def _axis(wire: Wire, per_layer: bool = False) -> UnitAxis:
@@ -280,18 +269,15 @@ def _reaches_far(segment: Segment) -> bool:
     """Whether a normalization joins its units, so that only one number is free for all
     of them.
     """
-    return any(reach != "unit" for reach in segment.norms)
+    return not set(segment.norms) <= {"unit"}
 
 
 def _scales(wiring: Wiring) -> Iterator[Symmetry]:
-    for i in wiring.kept():
+    for i in wiring.distinct():
         segment = wiring.segments[i]
-        if (
-            segment.fixed
-            or segment.bound
-            or not segment.homogeneous
-            or not segment.writers
-        ):
+        if segment.fixed or segment.bound or not segment.homogeneous:
+            continue
+        if not segment.writers:
             continue
         layer = _reaches_far(segment)
         if segment.readers:
@@ -312,14 +298,11 @@ def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
         # One factor for the layer; a shift shared by all units, from the bias and from
         # every input.
         yield Scale(_axes(segment.writers, True))
+        # What an input adds differs by data point and pixel: each must be normalized
+        # separately.
+        separate = segment.pointwise and set(segment.norms) == {"layer"}
         for wire in factors:
-            # What an input adds differs by data point and pixel: each must be
-            # normalized separately.
-            if (
-                _is("kernel", wire)
-                and segment.pointwise
-                and set(segment.norms) == {"layer"}
-            ):
+            if separate and _is("kernel", wire):
                 yield Shift((UnitAxis(wire.param, wire.axis - 1),))
         if biases:
             yield Shift((UnitAxis(biases[0].param),))
@@ -327,60 +310,68 @@ def _before_normalization(segment: Segment, layer: bool) -> Iterator[Symmetry]:
         # The mean of each unit is subtracted: a bias has no effect, so only kernels and
         # gains scale.
         yield Scale(_axes(factors))
-        yield from (Shift(_axes([wire])) for wire in biases)
+        for wire in biases:
+            yield Shift(_axes([wire]))
 
 
 def _flips(wiring: Wiring) -> Iterator[Symmetry]:
     """Signs of units with odd activations; a normalization without gain passes the sign
     on.
     """
-    for members in _groups(wiring, lambda segment: segment.flipped_with):
-        segments = [wiring.segments[i] for i in members]
-        if any(s.fixed or not s.odd for s in segments) or not any(
-            s.writers for s in segments
-        ):
+    for segments in _groups(wiring, lambda segment: segment.flipped_with):
+        if any(map(_keeps_sign, segments)) or not any(s.writers for s in segments):
             continue
-        if any(s.bound and not s.flipped_with for s in segments):
-            continue
-        wires = [wire for s in segments for wire in (*s.writers, *s.readers, *s.gains)]
         layer = any(map(_reaches_far, segments))
-        axes = Counter(_axis(wire, layer) for wire in wires)
+        axes: Counter[UnitAxis] = Counter()
+        for s in segments:
+            for wire in (*s.writers, *s.readers, *s.gains):
+                axes[_axis(wire, layer)] += 1
         # A kernel between flipped layers, or the gain of a flipped output, changes sign
         # twice.
         yield SignFlip(tuple(axis for axis, times in axes.items() if times % 2))
 
 
+def _keeps_sign(segment: Segment) -> bool:
+    if segment.fixed or not segment.odd:
+        return True
+    return segment.bound and not segment.flipped_with
+
+
 def _permutations(wiring: Wiring) -> Iterator[Symmetry]:
-    for members in _groups(wiring, lambda segment: segment.before):
-        segments = [wiring.segments[i] for i in members]
+    for segments in _groups(wiring, lambda segment: segment.normalized):
         if any(s.fixed for s in segments) or max(s.units for s in segments) < 2:
             continue
-        wires = [wire for s in segments for wire in (*s.writers, *s.readers)]
+        wires: list[Wire] = []
+        for s in segments:
+            wires += (*s.writers, *s.readers)
         if wires:
             yield Permutation(_axes(wires))
 
 
-def _groups(wiring: Wiring, linked: Callable[[Segment], list[int]]) -> list[list[int]]:
+def _groups(
+    wiring: Wiring, linked: Callable[[Segment], list[int]]
+) -> Iterator[list[Segment]]:
     """Segments joined by links, in the order of the network."""
-    group = {i: {i} for i in wiring.kept()}
-    for i in wiring.kept():
-        for before in linked(wiring.segments[i]):
-            joined = group[i] | group[wiring.find(before)]
+    group = {i: {i} for i in wiring.distinct()}
+    for i in wiring.distinct():
+        for neighbor in linked(wiring.segments[i]):
+            joined = group[i] | group[wiring.find(neighbor)]
             group.update(dict.fromkeys(joined, joined))
-    return [sorted(g) for g in dict.fromkeys(map(frozenset, group.values()))]
+    for members in dict.fromkeys(map(frozenset, group.values())):
+        yield [wiring.segments[i] for i in sorted(members)]
 
 
 def _logit_shifts(wiring: Wiring) -> Iterator[Symmetry]:
     """One number added to all outputs: by the bias, and by every input of the last
     layer.
     """
-    last = wiring[wiring.output]
-    if not last.linear or last.bound or last.readers or last.norms:
+    segment = wiring[wiring.output]
+    if not segment.linear or segment.bound or segment.readers or segment.norms:
         return
-    for wire in last.writers:
+    for wire in segment.writers:
         if _is("bias", wire):
             yield Shift((UnitAxis(wire.param),))
-        elif _is("kernel", wire) and last.pointwise and wiring.output.repeats == 1:
+        elif _is("kernel", wire) and segment.pointwise and wiring.output.repeats == 1:
             yield Shift((UnitAxis(wire.param, wire.axis - 1),))
 
 
@@ -434,10 +425,10 @@ def check(
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which ...
     """
     args, kwargs = as_arrays(args, kwargs, "symmetry.check")
-    found = _invariance("symmetry.check", model, args, kwargs)(
+    invariances = _invariance("symmetry.check", model, args, kwargs)(
         as_symmetries("symmetry.check", symmetries)
     )
-    for entry in found:
+    for entry in invariances:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
             instead = (
@@ -447,7 +438,7 @@ def check(
             )
             got = f"{entry.symmetry.name}, under which {change}"
             raise argument_error("symmetry.check", "symmetries", got, instead)
-    return found
+    return invariances
 
 
 def _invariance(
@@ -493,10 +484,7 @@ def _invariance(
             moving = [in_latent(symmetry, info) for symmetry in symmetries]
             changes = reading.prepare(partial(_changes, moving))
             errors = np.array([changes(*start) for start in enumerate(info.draws)])
-        return [
-            Invariance(s, float(e))
-            for s, e in zip(symmetries, errors.max(0, initial=0.0), strict=True)
-        ]
+        return list(map(Invariance, symmetries, errors.max(0, initial=0.0).tolist()))
 
     return measure
 
@@ -509,17 +497,16 @@ def _check_data(
 
     Elsewhere they are allowed, as behind a mask or in an infinite bound.
     """
-    suspicious = [
-        (place_of(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))
-        if _is_floating(leaf) and not np.isfinite(leaf).all()
-    ]
+    suspicious = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if is_floating(leaf) and not np.isfinite(leaf).all():
+            suspicious.append((place_of(path), leaf))
     if not suspicious:
         return
 
     def slopes(reading: Reading, values: dict) -> Any:
-        fixed = {k: v for k, v in values.items() if not _is_floating(v)}
-        free = {k: v for k, v in values.items() if _is_floating(v)}
+        fixed = {k: v for k, v in values.items() if not is_floating(v)}
+        free = {k: v for k, v in values.items() if is_floating(v)}
 
         def total(free: dict) -> jax.Array:
             logs = log_likelihoods(reading, {**fixed, **free})
@@ -527,13 +514,9 @@ def _check_data(
 
         return jax.value_and_grad(total)(free)
 
-    found = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
-    if not all(np.isfinite(part).all() for part in found):
+    results = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
+    if not all(np.isfinite(result).all() for result in results):
         check_finite(call, *suspicious[0])
-
-
-def _is_floating(value: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _unlearned(site: dict[str, Any]) -> jax.Array | None:
@@ -553,7 +536,7 @@ def _unlearned(site: dict[str, Any]) -> jax.Array | None:
 
 
 def _doubled(leaf: Any) -> Any:
-    return jnp.asarray(np.asarray(leaf, np.float64)) if _is_floating(leaf) else leaf
+    return jnp.asarray(np.asarray(leaf, np.float64)) if is_floating(leaf) else leaf
 
 
 def _changes(
@@ -562,11 +545,12 @@ def _changes(
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw
     with its seed.
     """
-    rng_key, points, owner = jax.random.key(seed), [values], []
+    rng_key = jax.random.key(seed)
+    points = [values]
+    owner = []
     for i, symmetry in enumerate(moving):
-        for g in symmetry.trials(
-            jax.random.fold_in(rng_key, i), symmetry.units(values)
-        ):
+        symmetry_key = jax.random.fold_in(rng_key, i)
+        for g in symmetry.trials(symmetry_key, symmetry.units(values)):
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 

@@ -26,24 +26,20 @@ class _Shape(NamedTuple):
         y = jnp.abs(x)
         growth = jnp.expm1(y)
         decay = 1.0 / (1.0 + growth)
-        ratio = jnp.where(
-            y < 1.0, growth * decay, 1.0 - decay
-        )  # 1 - exp(-y), also if exp(y) overflows
+        # 1 - exp(-y), also if exp(y) overflows.
+        ratio = jnp.where(y < 1.0, growth * decay, 1.0 - decay)
         slope = jnp.where(x > 0.0, growth, ratio)
         # exp(x) - 1 - x loses all digits near 0, where a narrow density lies: use its
         # series there.
         series = jnp.ones_like(x)
         for k in range(10, 2, -1):
             series = 1.0 + series * x / k
-        rest = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
-        cosh, sinh = (
-            self.low * growth * (0.5 * ratio),
-            self.low * (0.5 * (growth + ratio)),
-        )
-        some = self.low > 0.0  # avoids 0 times infinity
-        return jnp.where(some, cosh, 0.0) + self.order * rest, jnp.where(
-            some, sinh, 0.0
-        ) + self.order * slope
+        remainder = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
+        cosh = self.low * growth * (0.5 * ratio)
+        sinh = self.low * (0.5 * (growth + ratio))
+        positive = self.low > 0.0  # avoids 0 times infinity
+        value = jnp.where(positive, cosh, 0.0) + self.order * remainder
+        return value, jnp.where(positive, sinh, 0.0) + self.order * slope
 
 
 class _Envelope(NamedTuple):
@@ -66,21 +62,18 @@ def _envelope(shape: _Shape) -> _Envelope:
     of rejections.
     """
     low, order = shape
-    at_right, at_left = (
-        (COSH_1 - 1.0) * low + (E - 2.0) * order,
-        (COSH_1 - 1.0) * low + order / E,
-    )
-    narrow, wide = jnp.sqrt(2.0 / (low + order)), jnp.log(4.0 / (low + 2.0 * order))
+    at_right = (COSH_1 - 1.0) * low + (E - 2.0) * order
+    at_left = (COSH_1 - 1.0) * low + order / E
+    narrow = jnp.sqrt(2.0 / (low + order))
+    wide = jnp.log(4.0 / (low + 2.0 * order))
     t = jnp.where(at_right > 2.0, narrow, jnp.where(at_right < 0.5, wide, 1.0))
     narrow = jnp.sqrt(4.0 / (COSH_1 * low + order))
     wide = jnp.minimum(
         1.0 / order, jnp.log((1.0 + low + jnp.sqrt(1.0 + 2.0 * low)) / low)
     )
     s = jnp.where(at_left > 2.0, narrow, jnp.where(at_left < 0.5, wide, 1.0))
-    (f_right, slope_right), (f_left, slope_left) = (
-        shape.minus_log_density(t),
-        shape.minus_log_density(-s),
-    )
+    f_right, slope_right = shape.minus_log_density(t)
+    f_left, slope_left = shape.minus_log_density(-s)
     return _Envelope(
         s - f_left / slope_left,
         t - f_right / slope_right,
@@ -131,7 +124,8 @@ def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax
     """
     dtype = jnp.result_type(p, a, b, float)
     p, a, b = jnp.broadcast_arrays(*(jnp.asarray(value, dtype) for value in (p, a, b)))
-    order, root = jnp.abs(p), jnp.sqrt(a) * jnp.sqrt(b)
+    order = jnp.abs(p)
+    root = jnp.sqrt(a) * jnp.sqrt(b)
     high = jnp.hypot(order, root) + order
     shape = _Shape(root * (root / high), order)
     envelope = _envelope(shape)

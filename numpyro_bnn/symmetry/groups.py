@@ -1,10 +1,10 @@
 """The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,20 @@ import jax.numpy as jnp
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
+
+Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
+
+
+def _with_power(axes: Iterable[UnitAxis], power: float) -> Powers:
+    return tuple((axis, power) for axis in axes)
+
+
+def _convert_fields(symmetry: Symmetry, convert: Callable, *names: str) -> None:
+    """Set fields of a frozen symmetry to the unit axes that they name."""
+    call = f"symmetry.{type(symmetry).__name__}"
+    for name in names:
+        axes = convert(call, name, getattr(symmetry, name))
+        object.__setattr__(symmetry, name, axes)
 
 
 class Multiplicative(Symmetry):
@@ -21,7 +35,7 @@ class Multiplicative(Symmetry):
 
     @property
     @abstractmethod
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
+    def powers(self) -> Powers:
         """Unit axes with the power of c that multiplies their sites."""
 
     @property
@@ -29,13 +43,13 @@ class Multiplicative(Symmetry):
         return tuple(axis for axis, _ in self.powers)
 
     def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        moved: Values = {}
+        new_values: Values = {}
         for axis, power in self.powers:
-            value = moved.get(axis.site, values[axis.site])
-            moved[axis.site] = value * jnp.exp(
+            value = new_values.get(axis.site, values[axis.site])
+            new_values[axis.site] = value * jnp.exp(
                 power * axis.by_element(g, jnp.ndim(value))
             )
-        return moved
+        return new_values
 
     def dimension(self, values: Mapping[str, Any]) -> float:
         """Sum of the powers over the elements of a unit: log|det| is
@@ -80,13 +94,11 @@ class Scale(Multiplicative):
     weights: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "weights", as_unit_axes("symmetry.Scale", "weights", self.weights)
-        )
+        _convert_fields(self, as_unit_axes, "weights")
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return tuple((axis, 1.0) for axis in self.weights)
+    def powers(self) -> Powers:
+        return _with_power(self.weights, 1.0)
 
 
 @dataclass(frozen=True)
@@ -115,18 +127,11 @@ class Rescale(Multiplicative):
     outgoing: Any
 
     def __post_init__(self) -> None:
-        for argument in ("incoming", "outgoing"):
-            object.__setattr__(
-                self,
-                argument,
-                as_unit_axes("symmetry.Rescale", argument, getattr(self, argument)),
-            )
+        _convert_fields(self, as_unit_axes, "incoming", "outgoing")
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return tuple((axis, 1.0) for axis in self.incoming) + tuple(
-            (axis, -1.0) for axis in self.outgoing
-        )
+    def powers(self) -> Powers:
+        return _with_power(self.incoming, 1.0) + _with_power(self.outgoing, -1.0)
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class JointScale(Multiplicative):
             raise argument_error(
                 call, "power", self.power, "Pass 1 for a scale, -2 for a precision."
             )
-        object.__setattr__(self, "weights", _whole_sites(call, "weights", self.weights))
+        _convert_fields(self, _whole_sites, "weights")
         object.__setattr__(self, "scale", scale)
 
     @property
@@ -172,17 +177,15 @@ class JointScale(Multiplicative):
         return f"JointScale({self.scale[0].site})"
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        return (
-            *((axis, 1.0) for axis in self.weights),
-            (self.scale[0], float(self.power)),
-        )
+    def powers(self) -> Powers:
+        scale = (self.scale[0], float(self.power))
+        return (*_with_power(self.weights, 1.0), scale)
 
     def without(self, sites: Container[str]) -> "JointScale":
         """The same group without weights that are computed from their scale, and so
         need not be moved.
         """
-        return replace(self, weights=_others(self.weights, sites))
+        return replace(self, weights=axes_without(self.weights, sites))
 
 
 @dataclass(frozen=True)
@@ -212,10 +215,7 @@ class JointRescale(Multiplicative):
 
     def __post_init__(self) -> None:
         call = "symmetry.JointRescale"
-        for argument in ("incoming", "outgoing"):
-            object.__setattr__(
-                self, argument, _whole_sites(call, argument, getattr(self, argument))
-            )
+        _convert_fields(self, _whole_sites, "incoming", "outgoing")
         instead = "Name hyper-sites with powers, e.g. `[(site, 1.0)]`."
         pairs = self.scales
         paired = isinstance(pairs, list | tuple) and all(
@@ -236,11 +236,9 @@ class JointRescale(Multiplicative):
         return f"JointRescale({self.scales[0][0].site})"
 
     @property
-    def powers(self) -> tuple[tuple[UnitAxis, float], ...]:
-        weights = [(axis, 1.0) for axis in self.incoming] + [
-            (axis, -1.0) for axis in self.outgoing
-        ]
-        return (*weights, *self.scales)
+    def powers(self) -> Powers:
+        weights = _with_power(self.incoming, 1.0) + _with_power(self.outgoing, -1.0)
+        return weights + self.scales
 
     def without(self, sites: Container[str]) -> "JointRescale":
         """The same group without weights that are computed from their scale, and so
@@ -248,8 +246,8 @@ class JointRescale(Multiplicative):
         """
         return replace(
             self,
-            incoming=_others(self.incoming, sites),
-            outgoing=_others(self.outgoing, sites),
+            incoming=axes_without(self.incoming, sites),
+            outgoing=axes_without(self.outgoing, sites),
         )
 
 
@@ -265,7 +263,10 @@ def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     return axes
 
 
-def _others(axes: tuple[UnitAxis, ...], sites: Container[str]) -> tuple[UnitAxis, ...]:
+def axes_without(
+    axes: Iterable[UnitAxis], sites: Container[str]
+) -> tuple[UnitAxis, ...]:
+    """The axes of all other sites."""
     return tuple(axis for axis in axes if axis.site not in sites)
 
 
@@ -280,10 +281,7 @@ class OnElements(Symmetry):
     elements: Any
 
     def __post_init__(self) -> None:
-        elements = as_unit_axes(
-            f"symmetry.{type(self).__name__}", "elements", self.elements
-        )
-        object.__setattr__(self, "elements", elements)
+        _convert_fields(self, as_unit_axes, "elements")
 
     @property
     def unit_axes(self) -> tuple[UnitAxis, ...]:
@@ -294,12 +292,12 @@ class OnElements(Symmetry):
         """The value of one site after ``g`` (U,) has acted along the axis."""
 
     def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
-        moved: Values = {}
+        new_values: Values = {}
         for axis in self.elements:
-            moved[axis.site] = self.on_site(
-                axis, moved.get(axis.site, values[axis.site]), g
+            new_values[axis.site] = self.on_site(
+                axis, new_values.get(axis.site, values[axis.site]), g
             )
-        return moved
+        return new_values
 
     def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
         return jnp.zeros(g.shape)

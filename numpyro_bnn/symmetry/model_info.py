@@ -17,7 +17,7 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.reading import Reading, arrays_in
-from numpyro_bnn.symmetry.base import Symmetry
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
@@ -25,19 +25,20 @@ def log_likelihoods(reading: Reading, values: Mapping[str, Any]) -> list[jax.Arr
     """Log density of every observed site at ``values`` of the latent ones, on all data,
     with its masks and scale.
     """
-    observed = reading.at(
-        values, only=[name for name in reading.observed if name not in reading.held]
-    ).values()
-    logs = [(site["fn"].log_prob(site["value"]), site["scale"]) for site in observed]
-    return [log if scale is None else scale * log for log, scale in logs]
+    observed = [name for name in reading.observed if name not in reading.held]
+    logs = []
+    for site in reading.at(values, only=observed).values():
+        log = site["fn"].log_prob(site["value"])
+        logs.append(log if site["scale"] is None else site["scale"] * log)
+    return logs
 
 
 def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
     """Mean and sd of a distribution of independent normals, in the shape of the site;
     ``None`` for others.
     """
-    found = affine_normal(fn)
-    return None if found is None else (found[0], jnp.abs(found[1]))
+    normal = affine_normal(fn)
+    return None if normal is None else (normal[0], jnp.abs(normal[1]))
 
 
 def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
@@ -74,7 +75,8 @@ class PriorProgram:
     """
 
     def __init__(self, reading: Reading) -> None:
-        self.reading, self.held = reading, reading.held
+        self.reading = reading
+        self.held = reading.held
         #: Sites whose density is the prior: latent ones, and those that other blocks of
         # a ``Gibbs`` hold.
         self.sites = tuple(
@@ -103,14 +105,14 @@ class PriorProgram:
     def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
         sites = self.reading.sites.items()
-        made = [
+        noncentered = [
             name
             for name, site in sites
             if site["type"] == "deterministic" and f"{name}_base" in values
         ]
         return {
             f"{name}_base": site["value"]
-            for name, site in self.reading.at(values, only=made).items()
+            for name, site in self.reading.at(values, only=noncentered).items()
         }
 
     def children(self, sites: set[str]) -> set[str]:
@@ -127,7 +129,8 @@ class PriorProgram:
         self, values: Mapping[str, jax.Array], sites: tuple[str, ...]
     ) -> jax.Array:
         """Sum of the log densities of ``sites``."""
-        fns, values = self.distributions(values), {**self.held, **values}
+        fns = self.distributions(values)
+        values = {**self.held, **values}
         return sum(
             (jnp.sum(log_density(fns[name], values[name])) for name in sites),
             jnp.zeros(()),
@@ -168,7 +171,8 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
 
     :raises ValueError: for a site that the model does not have or does not sample.
     """
-    call, latent = f"symmetry.{type(symmetry).__name__}", tuple(info.draws[0])
+    call = f"symmetry.{type(symmetry).__name__}"
+    latent = tuple(info.draws[0])
     names = {}
     for site in symmetry.sites:
         if site in latent:
@@ -187,11 +191,9 @@ def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
     if isinstance(symmetry, JointScale | JointRescale):
         return symmetry.without(names)
     renamed = symmetry.rename(names)
-    return (
-        _with_hyper_sites(renamed, info)
-        if isinstance(renamed, Permutation)
-        else renamed
-    )
+    if isinstance(renamed, Permutation):
+        return _with_hyper_sites(renamed, info)
+    return renamed
 
 
 def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
@@ -200,13 +202,14 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
     A site of per-unit hyperparameters is recognized by its effect: its first entry
     changes the prior of the first slice of a weight site and of no other slice.
     """
-    values, axes = info.draws[0], list(symmetry.unit_axes)
+    values = info.draws[0]
+    axes = list(symmetry.unit_axes)
     units = symmetry.units(values)
     driven = shared(
         lambda values: info.prior.elements(values) | info.prior.noncentered(values),
         once=True,
     )
-    before = driven(values)
+    elements = driven(values)
     for hyper in sorted(set(values) - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
             fitting = [
@@ -216,17 +219,25 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
                 continue
             changed = np.moveaxis(np.array(values[hyper]), number, 0)
             changed[0] = 1.5 * changed[0]
-            after = driven({**values, hyper: np.moveaxis(changed, 0, number)})
-            axes += [
-                axis._replace(site=hyper, axis=number)
-                for axis in fitting
-                if _first_slice_changed(before[axis.site], after[axis.site], axis.axis)
-            ]
+            changed_elements = driven(
+                {**values, hyper: np.moveaxis(changed, 0, number)}
+            )
+            for axis in fitting:
+                if _first_slice_changed(elements, changed_elements, axis):
+                    axes.append(axis._replace(site=hyper, axis=number))
     return Permutation(tuple(dict.fromkeys(axes)))
 
 
-def _first_slice_changed(before: Any, after: Any, axis: int | None) -> bool:
-    if before is None or after is None or axis is None:
+def _first_slice_changed(
+    elements: Mapping[str, Any],
+    changed_elements: Mapping[str, Any],
+    unit_axis: UnitAxis,
+) -> bool:
+    original = elements[unit_axis.site]
+    changed = changed_elements[unit_axis.site]
+    if original is None or changed is None or unit_axis.axis is None:
         return False
-    different = np.moveaxis(np.asarray(before) != np.asarray(after), axis, 0)
+    different = np.moveaxis(
+        np.asarray(original) != np.asarray(changed), unit_axis.axis, 0
+    )
     return bool(different[0].all() and not different[1:].any())

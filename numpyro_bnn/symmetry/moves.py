@@ -84,7 +84,8 @@ def plan(
 
 
 def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
-    draws, prior = info.draws, info.prior
+    draws = info.draws
+    prior = info.prior
     touched = set(symmetry.sites)
     affected = touched | prior.children(touched)
     distinct = len(touched) == len(symmetry.unit_axes)
@@ -95,11 +96,10 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
         and distinct
         and all(logs[site] is not None for site in touched)
     )
-    free = by_unit and not prior.children(
-        touched
-    )  # the distributions of the moving sites do not change
+    # Free: the distributions of the moving sites do not change.
+    free = by_unit and not prior.children(touched)
     method = _method(symmetry, prior, draws, free)
-    chosen = Plan(
+    candidate = Plan(
         symmetry,
         method,
         by_unit,
@@ -107,9 +107,13 @@ def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
         symmetry.units(draws[0]),
         exact,
     )
-    if exact and method in ALWAYS_ACCEPTED and _always_accepted(chosen, prior, draws):
-        return chosen._replace(method=ALWAYS_ACCEPTED[method])
-    return chosen
+    if (
+        exact
+        and method in ALWAYS_ACCEPTED
+        and _always_accepted(candidate, prior, draws)
+    ):
+        return candidate._replace(method=ALWAYS_ACCEPTED[method])
+    return candidate
 
 
 def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
@@ -127,35 +131,29 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool
     def log_corrections(seed: jax.Array, values: dict) -> list[jax.Array]:
         rng_key = random.key(seed)
         orbit = _Orbit(plan._replace(by_unit=False), values, prior)
-        orders = (
-            plan.symmetry.trials(rng_key, plan.units)
-            if isinstance(plan.symmetry, Permutation)
-            else []
-        )
-        proposals = [(g, jnp.zeros(())) for g in orders] or [
-            orbit.independent_draw(rng_key)
-        ]
+        if isinstance(plan.symmetry, Permutation):
+            orders = plan.symmetry.trials(rng_key, plan.units)
+            proposals = [(g, jnp.zeros(())) for g in orders]
+        else:
+            proposals = [orbit.independent_draw(rng_key)]
         fns = prior.distributions(values)
-        bounds = jax.tree.leaves(
-            [fns[site].support for site in plan.affected if site != redrawn]
-        )
-        corrections = [jnp.where(jnp.any(bound != 0), jnp.inf, 0.0) for bound in bounds]
-        for (
-            g,
-            proposal,
-        ) in proposals:  # relative to the size of the log densities in a ratio
+        corrections = []
+        for site in plan.affected:
+            bounds = [] if site == redrawn else jax.tree.leaves(fns[site].support)
+            for bound in bounds:
+                corrections.append(jnp.where(jnp.any(bound != 0), jnp.inf, 0.0))
+        # Relative to the size of the log densities in a ratio.
+        for g, proposal in proposals:
             ends = values, {**values, **orbit.moved(g)}
             size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
             corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
         return corrections
 
     program = shared(log_corrections, once=True)
-    found = [program(*start) for start in enumerate(draws)]
-    return all(
-        abs(float(correction)) < 1e-5
-        for corrections in found
-        for correction in corrections
-    )
+    corrections = []
+    for seed, values in enumerate(draws):
+        corrections += program(seed, values)
+    return bool(np.all(np.abs(np.array(corrections, float)) < 1e-5))
 
 
 def _method(
@@ -168,11 +166,9 @@ def _method(
     if isinstance(symmetry, JointScale):
         hyper = symmetry.scale[0].site
         scalar = jnp.size(draws[0][hyper]) == 1
-        return (
-            "hyperprior"
-            if scalar and hyper not in prior.children(set(symmetry.sites))
-            else "walk"
-        )
+        if scalar and hyper not in prior.children(set(symmetry.sites)):
+            return "hyperprior"
+        return "walk"
     if not free:
         return "walk"
     if isinstance(symmetry, Shift) and len(symmetry.unit_axes) == 1:
@@ -180,7 +176,9 @@ def _method(
         if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
             return "prior"
     means = shared(partial(_locations, symmetry, prior), once=True)
-    locations = [loc for values in draws for loc in means(values)]
+    locations = []
+    for values in draws:
+        locations += means(values)
     if any(loc is None for loc in locations):
         return "walk"
     if isinstance(symmetry, Shift):
@@ -251,17 +249,16 @@ class _Orbit(NamedTuple):
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """The part of the log density that a move changes."""
-        plan, prior = self.plan, self.prior
+        plan = self.plan
+        prior = self.prior
         if plan.by_unit:
             fns = prior.distributions(values)
-            logs = [
-                (axis, elementwise(fns[axis.site], values[axis.site]))
-                for axis in plan.symmetry.unit_axes
-            ]
-            return sum(
-                (axis.over_units(log) for axis, log in logs if log is not None),
-                jnp.zeros(plan.units),
-            )
+            by_unit = jnp.zeros(plan.units)
+            for axis in plan.symmetry.unit_axes:
+                log = elementwise(fns[axis.site], values[axis.site])
+                if log is not None:
+                    by_unit = by_unit + axis.over_units(log)
+            return by_unit
         total = prior.total(values, plan.affected)
         return (total if plan.exact else total + prior.likelihood(values))[None]
 
@@ -276,19 +273,17 @@ class _Orbit(NamedTuple):
         if not isinstance(symmetry, JointScale):
             return symmetry.random(rng_key, self.plan.units), jnp.zeros(())
         site = symmetry.scale[0].site
-        hyperprior, now = self.prior.distributions(self.values)[site], self.values[site]
+        hyperprior = self.prior.distributions(self.values)[site]
+        now = self.values[site]
         then = jnp.reshape(hyperprior.sample(rng_key), jnp.shape(now))
         g = (jnp.log(then / now) / symmetry.power).reshape(1)
-        return g, jnp.sum(
-            hyperprior.log_prob(then)
-            + jnp.log(then)
-            - hyperprior.log_prob(now)
-            - jnp.log(now)
-        )
+        log_then = hyperprior.log_prob(then) + jnp.log(then)
+        return g, jnp.sum(log_then - hyperprior.log_prob(now) - jnp.log(now))
 
     def exact_draw(self, rng_key: jax.Array) -> jax.Array:
         """A group element from the conditional density on the orbit."""
-        symmetry, method = self.plan.symmetry, self.plan.method
+        symmetry = self.plan.symmetry
+        method = self.plan.method
         if method == "order":
             return self.independent_draw(rng_key)[0]
         if isinstance(symmetry, JointScale):
@@ -311,26 +306,18 @@ class _Orbit(NamedTuple):
         g = 0.5 * log_gig(
             rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0]
         )
-        return jnp.where(
-            jnp.isfinite(g), g, 0.0
-        )  # a unit of zeros has no scale to draw
+        # A unit of zeros has no scale to draw.
+        return jnp.where(jnp.isfinite(g), g, 0.0)
 
     def _inside(self, axis: UnitAxis, g: jax.Array) -> jax.Array:
         """``g``, or the identity for units of a redrawn site that rounding puts on the
         border of its support.
         """
-        fn, value = (
-            self.prior.distributions(self.values)[axis.site],
-            self.moved(g)[axis.site],
-        )
+        fn = self.prior.distributions(self.values)[axis.site]
+        value = self.moved(g)[axis.site]
         logs = elementwise(fn, value)
-        return jnp.where(
-            jnp.isfinite(
-                axis.over_units(log_density(fn, value) if logs is None else logs)
-            ),
-            g,
-            0.0,
-        )
+        logs = log_density(fn, value) if logs is None else logs
+        return jnp.where(jnp.isfinite(axis.over_units(logs)), g, 0.0)
 
 
 def _normal_shift(
@@ -349,9 +336,8 @@ def _independent(orbit: _Orbit, rng_key: jax.Array) -> tuple[Values, jax.Array]:
     """Propose independently of the place on the orbit."""
     propose_key, accept_key = random.split(rng_key)
     g, proposal = orbit.independent_draw(propose_key)
-    ratio = (
-        orbit._replace(plan=orbit.plan._replace(by_unit=False)).log_ratio(g) - proposal
-    )
+    orbit_of_all = orbit._replace(plan=orbit.plan._replace(by_unit=False))
+    ratio = orbit_of_all.log_ratio(g) - proposal
     accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
     identity = jnp.arange(orbit.plan.units) if orbit.plan.method == "shuffle" else 0.0
     return orbit.moved(jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
@@ -361,13 +347,15 @@ def _walk(
     orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array
 ) -> tuple[Values, jax.Array]:
     """One random-walk step of the moving units."""
-    normal_key, uniform_key = random.split(rng_key)
     size = moving.shape if orbit.plan.by_unit else (1,)
-    noise = (
-        random.normal(normal_key, moving.shape),
-        jnp.log(random.uniform(uniform_key, size)),
-    )
-    return _step(orbit, noise, width, moving)
+    return _step(orbit, _noise(rng_key, moving.shape, size), width, moving)
+
+
+def _noise(rng_key: jax.Array, steps: tuple, tests: tuple) -> tuple:
+    """Normal steps, and logs of the uniform numbers that accept them."""
+    normal_key, uniform_key = random.split(rng_key)
+    uniform = random.uniform(uniform_key, tests)
+    return random.normal(normal_key, steps), jnp.log(uniform)
 
 
 def _step(
@@ -375,9 +363,8 @@ def _step(
 ) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, width * noise[0], 0)
     ratio = orbit.log_ratio(g)
-    return orbit.moved(jnp.where(noise[1] < ratio, g, 0.0)), jnp.mean(
-        _probability(ratio)
-    )
+    new_values = orbit.moved(jnp.where(noise[1] < ratio, g, 0.0))
+    return new_values, jnp.mean(_probability(ratio))
 
 
 def _several_steps(
@@ -386,16 +373,11 @@ def _several_steps(
     """Several steps for a single unit: they cost little, and hyperparameters gain from
     long moves.
     """
-    normal_key, uniform_key = random.split(rng_key)
-    noise = (
-        random.normal(normal_key, (STEPS, 1)),
-        jnp.log(random.uniform(uniform_key, (STEPS, 1))),
-    )
-    return _scan(
-        orbit,
-        lambda orbit, noise: _step(orbit, noise, width, jnp.ones((1,), bool)),
-        noise,
-    )
+
+    def step(orbit: _Orbit, noise: tuple) -> tuple[Values, jax.Array]:
+        return _step(orbit, noise, width, jnp.ones((1,), bool))
+
+    return _scan(orbit, step, _noise(rng_key, (STEPS, 1), (STEPS, 1)))
 
 
 def _one_by_one(
@@ -416,14 +398,12 @@ def _one_by_one(
 def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:
     """Take steps in sequence, each from where the last one ended."""
 
-    def body(moved: Values, step_input: Any) -> tuple[Values, jax.Array]:
-        return step(orbit._replace(values={**orbit.values, **moved}), step_input)
+    def body(last_values: Values, step_input: Any) -> tuple[Values, jax.Array]:
+        return step(orbit._replace(values={**orbit.values, **last_values}), step_input)
 
-    start = {
-        site: orbit.values[site] for site in dict.fromkeys(orbit.plan.symmetry.sites)
-    }
-    moved, accept_prob = lax.scan(body, start, inputs)
-    return moved, jnp.mean(accept_prob)
+    start = {site: orbit.values[site] for site in orbit.plan.symmetry.sites}
+    last_values, accept_prob = lax.scan(body, start, inputs)
+    return last_values, jnp.mean(accept_prob)
 
 
 def _flip(
@@ -431,9 +411,8 @@ def _flip(
 ) -> tuple[Values, jax.Array]:
     g = jnp.where(moving, -1.0, 1.0)
     probability = jax.nn.sigmoid(orbit.log_ratio(g))
-    return orbit.moved(
-        jnp.where(random.bernoulli(rng_key, probability), g, 1.0)
-    ), jnp.mean(probability)
+    flipped = random.bernoulli(rng_key, probability)
+    return orbit.moved(jnp.where(flipped, g, 1.0)), jnp.mean(probability)
 
 
 def _probability(log_ratio: jax.Array) -> jax.Array:

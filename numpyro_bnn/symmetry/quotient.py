@@ -20,7 +20,7 @@ from numpyro_bnn._keys import key_from
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import PARAMETERS, isolated
 from numpyro_bnn.program.reading import Reading
-from numpyro_bnn.symmetry.base import Symmetry, as_symmetries
+from numpyro_bnn.symmetry.base import Symmetry, as_symmetries, sites_of
 from numpyro_bnn.symmetry.finding import check
 from numpyro_bnn.symmetry.model_info import PriorProgram, as_normal, model_info
 from numpyro_bnn.symmetry.moves import Plan, move, plan
@@ -73,10 +73,8 @@ def quotient(
     >>> mcmc.get_samples()["net/Dense_0.kernel_scale"].shape
     (5,)
     """
-    symmetries, (args, kwargs) = (
-        as_symmetries("symmetry.quotient", symmetries),
-        as_arrays(args, kwargs),
-    )
+    symmetries = as_symmetries("symmetry.quotient", symmetries)
+    args, kwargs = as_arrays(args, kwargs)
     with jax.core.eval_context():
         check(model, symmetries, args, kwargs)
         gauge = _gauge(model, symmetries, args, kwargs)
@@ -120,17 +118,16 @@ def _gauge(
 ) -> Gauge:
     reading = Reading(model, args, kwargs)
     info = model_info(reading)
-    values, sites = info.draws[0], reading.sites
+    values = info.draws[0]
+    sites = reading.sites
     # Sites that are not sampled are drawn first: the other moves read their densities.
     plans = tuple(
         sorted(plan(info, symmetries), key=lambda entry: not _removed(entry, values))
     )
-    removed = {
-        site: value
-        for entry in plans
-        for site, value in _removed(entry, values).items()
-    }
-    touched = frozenset(site for entry in plans for site in entry.symmetry.sites)
+    removed: dict[str, np.ndarray] = {}
+    for entry in plans:
+        removed |= _removed(entry, values)
+    touched = frozenset(sites_of(entry.symmetry for entry in plans))
     normal = frozenset(site for site in touched if is_affine_normal(sites[site]["fn"]))
     computed = [name for name, site in sites.items() if site["type"] == "deterministic"]
     used = reading.depends(
@@ -172,7 +169,8 @@ class _InGauge(Messenger):
         super().__init__(None)
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        name, gauge = msg.get("name", ""), self.gauge
+        name = msg.get("name", "")
+        gauge = self.gauge
         if msg["type"] == "deterministic" and name not in gauge.constant:
             msg["stop"] = True
             self.hidden.append(name)
@@ -196,7 +194,8 @@ class _InGauge(Messenger):
             if name in self.gauge.normal:
                 loc, scale = as_normal(fn)  # type: ignore[misc]
                 msg["value"] = loc + scale * msg["value"]
-            msg["name"], msg["fn"] = name, fn
+            msg["name"] = name
+            msg["fn"] = fn
         if is_latent(msg):
             self.values[msg["name"]] = msg["value"]
         elif msg["type"] in PARAMETERS:
@@ -223,10 +222,7 @@ def _fill_in(
     model: Callable, run: _InGauge, args: tuple, kwargs: Mapping[str, Any]
 ) -> None:
     """Draw the orbit coordinates, and record the original sites."""
-    values = {
-        name: lax.stop_gradient(jnp.asarray(value))
-        for name, value in run.values.items()
-    }
+    values = lax.stop_gradient(jax.tree.map(jnp.asarray, run.values))
     rng_key = key_from(values)
     with isolated():
         prior = PriorProgram(Reading(model, args, kwargs))
@@ -234,10 +230,10 @@ def _fill_in(
             values |= move(
                 entry, random.fold_in(rng_key, i), values, prior, jnp.ones(())
             )[0]
-        again = handlers.substitute(
+        rerun = handlers.substitute(
             _SameKeys(model, run.keys), {**run.plates, **values}
         )
-        traced = handlers.trace(again).get_trace(*args, **kwargs)
+        traced = handlers.trace(rerun).get_trace(*args, **kwargs)
     for name in sorted(run.gauge.touched):
         numpyro.deterministic(name, values[name])
     for name in run.hidden:

@@ -179,7 +179,7 @@ def is_right(option, value):
             and value >= option.minimum
             and not (option.strict and value == option.minimum)
         )
-        below = number and value < option.below and value <= option.most
+        below = number and value < option.below and value <= option.maximum
         return above and (below or (option.infinite and value == np.inf))
     if kind == "Choice":
         return isinstance(value, str) and value in option.names
@@ -254,7 +254,9 @@ def right_value(option, random):
     if kind == "Number":
         lowest = max(option.minimum, 0.0)
         return float(
-            random.uniform(lowest + 0.01, min(lowest + 0.5, option.below, option.most))
+            random.uniform(
+                lowest + 0.01, min(lowest + 0.5, option.below, option.maximum)
+            )
         )
     if kind == "Choice":
         return str(random.choice(list(option.names)))
