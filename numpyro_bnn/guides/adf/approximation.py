@@ -158,10 +158,10 @@ class ADFPosterior(AutoNormal):
         for name, value in {**state.hyperparameters, **state.weights}.items():
             gamma = isinstance(value, Gamma)
             fields = FIELDS["gamma" if gamma else "normal"]
-            parts = value if gamma else (value.mean, _sqrt(value.var))
+            field_values = value if gamma else (value.mean, _sqrt(value.var))
             params |= {
                 f"{name}_{self.prefix}_{field}": p
-                for field, p in zip(fields, parts, strict=True)
+                for field, p in zip(fields, field_values, strict=True)
             }
         return params
 
@@ -238,11 +238,11 @@ class ADFPosterior(AutoNormal):
 
     def _distributions(self, params: Mapping[str, Any]) -> dict[str, dist.Distribution]:
         hypers, state = self._known_problem().hyperparameters, self._from_params(params)
-        found = {
+        distributions = {
             name: _distribution(hyper, state.hyperparameters[name])
             for name, hyper in hypers.items()
         }
-        return found | {
+        return distributions | {
             name: dist.Normal(mean, jnp.sqrt(var))
             for name, (mean, var) in state.weights.items()
         }
@@ -260,31 +260,31 @@ class ADFPosterior(AutoNormal):
         assert self.prototype_trace is not None
         weights = self._known_problem().sites.weights
 
-        def bases(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def bases(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {
-                weight.latent: (one[name] - jnp.asarray(weight.loc, float))
-                / weight.prior_sd(one)
+                weight.latent: (draw[name] - jnp.asarray(weight.loc, float))
+                / weight.prior_sd(draw)
                 for name, weight in weights.items()
                 if not weight.centered
             }
 
         values = {**map_samples(bases, values, sample_shape), **values}
-        wanted = [
+        deterministic_sites = [
             name
             for name, site in self.prototype_trace.items()
             if site["type"] == "deterministic"
         ]
-        missing = [name for name in wanted if name not in values]
+        missing = [name for name in deterministic_sites if name not in values]
         if not missing:
             return values
         call = (args, kwargs) if args or kwargs else self._prototype_call
 
         reading = read(self.model, *as_arrays(*call))
 
-        def deterministic(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def deterministic(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {
                 name: site["value"]
-                for name, site in reading.at(one, only=missing).items()
+                for name, site in reading.at(draw, only=missing).items()
             }
 
         return {**values, **map_samples(deterministic, values, sample_shape)}

@@ -183,7 +183,7 @@ class AutoADF(ADFPosterior):
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if is_traced((data, rng_key)):
-                state, record = program.whole(state, *data, keys, orders, 1.0)
+                state, record = program.all_epochs(state, *data, keys, orders, 1.0)
                 records = record if not batched else jax.tree.map(jnp.transpose, record)
             else:
                 state, records = run_epochs(
@@ -218,7 +218,9 @@ class AutoADF(ADFPosterior):
         """
 
         def make(problem: Problem) -> Callable:
-            return lambda *given: self._to_params(problem.sweep(*given)[0])
+            return lambda *state_and_data: self._to_params(
+                problem.sweep(*state_and_data)[0]
+            )
 
         new = self._on_new_data("update", params, args, kwargs, make, 1.0)
         return {
@@ -246,10 +248,10 @@ class AutoADF(ADFPosterior):
                 partial(problem.predictive, noise=noise), in_axes=(None, 0, None)
             )
 
-        found = self._on_new_data(
+        moments = self._on_new_data(
             "predictive_moments", params, args, kwargs, make, key=noise
         )
-        return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
+        return jnp.asarray(moments.mean, float), jnp.asarray(moments.var, float)
 
     def log_predictive_density(
         self, params: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -288,7 +290,9 @@ class AutoADF(ADFPosterior):
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         data = Data.read(self.model, first, kwargs)
         data.check(f"{CALL}.run")
-        whole = Data.of(self.model, args, kwargs, lambda name, leaf: name in data.rows)
+        all_data = Data.of(
+            self.model, args, kwargs, lambda name, leaf: name in data.rows
+        )
         labels = tuple(
             jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs
         )
@@ -297,12 +301,12 @@ class AutoADF(ADFPosterior):
         ).leaves
         axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
         if axis_of:
-            whole.check(f"{CALL}.run")
+            all_data.check(f"{CALL}.run")
         key = ("run", batched, tuple(axis_of.items()), data.key)
         if key not in self._programs:
             row_axes, array_axes = (
-                {name: axis_of.get(name) for name in part}
-                for part in (whole.rows, whole.arrays)
+                {name: axis_of.get(name) for name in leaves}
+                for leaves in (all_data.rows, all_data.arrays)
             )
             problem = Problem.of(data)
             self._programs[key] = (
@@ -312,7 +316,7 @@ class AutoADF(ADFPosterior):
         self._problem, program = self._programs[key]
         self._data = data.head()
         self._setup_prototype(*first, **kwargs)
-        return program, (whole.rows, whole.arrays), data.num_rows
+        return program, (all_data.rows, all_data.arrays), data.num_rows
 
     def _on_new_data(
         self,
@@ -376,9 +380,9 @@ def _narrow(value: Any) -> jax.Array:
     """In the precision of the session, converted on the host where the
     number is known.
     """
-    known = isinstance(value, np.ndarray | np.generic)
+    concrete = isinstance(value, np.ndarray | np.generic)
     return jnp.asarray(
-        np.asarray(value, jnp.result_type(float)) if known else value, float
+        np.asarray(value, jnp.result_type(float)) if concrete else value, float
     )
 
 

@@ -63,18 +63,20 @@ class Likelihood:
         Elements that share no random number have their own log Z. A Normal likelihood
         is integrated over its mean in closed form, everything else by quadrature.
         """
-        known = self._parameters(_means(quantities), context)
-        mask = known["mask"]
+        mean_parameters = self._parameters(_means(quantities), context)
+        mask = mean_parameters["mask"]
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
             return jnp.where(
-                mask, softmax_log_mean(logits, jnp.where(mask, known["value"], 0)), 0.0
+                mask,
+                softmax_log_mean(logits, jnp.where(mask, mean_parameters["value"], 0)),
+                0.0,
             )
         if self.observation.kind == "normal":
             loc, noise_variance, integrated = self._normal(
                 quantities, states, context, order
             )
-            residual = known["value"] - loc.mean
+            residual = mean_parameters["value"] - loc.mean
 
             def log_density(values: Mapping[str, Any]) -> jax.Array:
                 density = (
@@ -155,12 +157,12 @@ class Likelihood:
                 else variance * states[self.gamma].variance(order)
             )
 
-        rest = dict(quantities)
-        loc = rest.pop("loc", None)
+        scale_quantities = dict(quantities)
+        loc = scale_quantities.pop("loc", None)
         if loc is None:
-            known = self._parameters(means, context)["loc"]
-            loc = Gaussian(known, jnp.zeros_like(known))
-        return loc, noise_variance, self._integrated(rest, states)
+            fixed_loc = self._parameters(means, context)["loc"]
+            loc = Gaussian(fixed_loc, jnp.zeros_like(fixed_loc))
+        return loc, noise_variance, self._integrated(scale_quantities, states)
 
     def _integrated(
         self, quantities: Mapping[str, Gaussian], states: States
@@ -181,8 +183,10 @@ class Likelihood:
         }
         if self.gamma is not None:
             hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
-        given = {n: v for n, v in values.items() if n not in self.noise}
-        return self.observation.cut.tail(given, {**context, "hyperparameters": hypers})
+        quantities = {n: v for n, v in values.items() if n not in self.noise}
+        return self.observation.cut.tail(
+            quantities, {**context, "hyperparameters": hypers}
+        )
 
     def check(self, weights: Mapping[str, Gaussian], context: Context) -> None:
         """Refuse what cannot be integrated element by element."""
@@ -191,19 +195,19 @@ class Likelihood:
             return
         dimensions = len(self.observation.integrated) + len(self.noise)
         if dimensions > 2:
-            why = f"whose likelihood has {dimensions} random parameters"
-            raise refuse(name, why, "At most two can be integrated.")
+            reason = f"whose likelihood has {dimensions} random parameters"
+            raise refuse(name, reason, "At most two can be integrated.")
         for parameter, quantity in self.observation.quantities(
             weights, context
         ).items():
             if quantity.mean.size > np.prod(self.observation.shape):
-                why = (
+                reason = (
                     f"one observation of which uses {quantity.mean.shape} values of "
                     f"{parameter.split(' (')[0]}"
                 )
                 raise refuse(
                     name,
-                    why,
+                    reason,
                     (
                         "Use observations of one linear predictor each, or "
                         "Categorical(logits=...)."
@@ -233,23 +237,24 @@ def noise_powers(
     @partial(shared, once=True)
     def log_scales(values: jax.Array) -> jax.Array:
         def log_scale(value: jax.Array) -> jax.Array:
-            given = {
+            context_at_value = {
                 **context,
                 "hyperparameters": hypers
                 | {name: jnp.full(jnp.shape(hypers[name]), value)},
             }
             quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-            return jnp.log(observation.cut.tail(quantities, given)["scale"])
+            return jnp.log(observation.cut.tail(quantities, context_at_value)["scale"])
 
         return jax.vmap(log_scale)(values)
 
-    at = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
-    found = [
-        (one - at[0]) / np.log(h) for one, h in zip(at[1:], (2.0, 5.0), strict=True)
+    log_sds = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
+    powers = [
+        (log_sd - log_sds[0]) / np.log(h)
+        for log_sd, h in zip(log_sds[1:], (2.0, 5.0), strict=True)
     ]
-    power = float(found[0].flat[0])
+    power = float(powers[0].flat[0])
     return {
-        name: round(power, 6) if all(np.allclose(f, power) for f in found) else None
+        name: round(power, 6) if all(np.allclose(f, power) for f in powers) else None
     }
 
 
@@ -265,16 +270,18 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     Reference: Daunizeau (2017), arXiv:1703.00091, section 3.
     """
     index = jnp.asarray(value, int)[..., None]
-    chosen = Gaussian(*(jnp.take_along_axis(part, index, axis=-1) for part in logits))
-    difference = Gaussian(chosen.mean - logits.mean, chosen.var + logits.var)
+    observed = Gaussian(
+        *(jnp.take_along_axis(moment, index, axis=-1) for moment in logits)
+    )
+    difference = Gaussian(observed.mean - logits.mean, observed.var + logits.var)
     won = log_expectation(lambda v: jax.nn.log_sigmoid(v["d"]), {"d": difference})
     # The sum above is that of 1 / E over the K - 1 other classes, less K - 2.
     classes = logits.mean.shape[-1]
-    other = (jnp.arange(classes) != index).astype(float)
+    is_other = (jnp.arange(classes) != index).astype(float)
     ones = jnp.ones((*won.shape[:-1], 1))
     terms, signs = (
         jnp.concatenate(pair, axis=-1)
-        for pair in ((0 * ones, -won), ((2 - classes) * ones, other))
+        for pair in ((0 * ones, -won), ((2 - classes) * ones, is_other))
     )
     return -logsumexp(terms, axis=-1, b=signs)
 
@@ -297,10 +304,12 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     probs = jax.nn.softmax(log_p, axis=-1)
     if noise:
         return Gaussian(probs, probs * (1 - probs))
-    rest = jnp.where(jnp.eye(classes, dtype=bool), -jnp.inf, logits.mean[..., None, :])
-    share = jax.nn.softmax(rest, axis=-1)
+    other_logits = jnp.where(
+        jnp.eye(classes, dtype=bool), -jnp.inf, logits.mean[..., None, :]
+    )
+    share = jax.nn.softmax(other_logits, axis=-1)
     odds = Gaussian(
-        logits.mean - logsumexp(rest, axis=-1),
+        logits.mean - logsumexp(other_logits, axis=-1),
         logits.var + (share**2 * logits.var[..., None, :]).sum(-1),
     )
     first, second = expectations(
@@ -345,14 +354,14 @@ def log_expectation(
         nodes: Mapping[str, Any], names: list[str], values: Mapping[str, Any]
     ) -> jax.Array:
         if not names:
-            found = fn(values)
-            return jnp.where(jnp.isnan(found), -jnp.inf, found)
-        inner, *rest = names
+            log_value = fn(values)
+            return jnp.where(jnp.isnan(log_value), -jnp.inf, log_value)
+        outer, *inner = names
 
         def at(x: jax.Array) -> jax.Array:
-            return sum_to(integral(nodes, rest, {**values, inner: x}), x.shape)
+            return sum_to(integral(nodes, inner, {**values, outer: x}), x.shape)
 
-        x, log_weights = nodes[inner]
+        x, log_weights = nodes[outer]
         return logsumexp(jax.vmap(at)(x) + log_weights, axis=0)
 
     def both(z: jax.Array, spacing: Any) -> jax.Array:
@@ -380,14 +389,14 @@ def log_expectation(
     def narrow() -> jax.Array:
         z, spacing = _around_the_mode(log_integrand, first)
         by_all, by_half = both(z, spacing)
-        far = sum_to(
+        num_far = sum_to(
             (jnp.abs(z[SIDE - 1] + z[SIDE]) > 2 * FARTHEST).astype(z.dtype),
             by_half.shape,
         )
-        return jnp.stack([by_all, jnp.where(far > 0, jnp.inf, by_half)])
+        return jnp.stack([by_all, jnp.where(num_far > 0, jnp.inf, by_half)])
 
-    found, half = lax.cond(enough, lambda: wide, narrow)
-    return _trusted(found, jnp.abs(found - half) < ALLOWED)
+    log_mean, half = lax.cond(enough, lambda: wide, narrow)
+    return _trusted(log_mean, jnp.abs(log_mean - half) < ALLOWED)
 
 
 def _column(values: np.ndarray, like: Gaussian) -> jax.Array:
@@ -484,13 +493,14 @@ def expectations(
     def integral(names: list[str], values: Mapping[str, Any]) -> Any:
         if not names:
             return fn(values)
-        name, *rest = names
+        name, *remaining = names
         mean, var = gaussians[name]
-        at = jax.vmap(
+        by_node = jax.vmap(
             lambda z: integral(
-                rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z}
+                remaining,
+                {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z},
             )
         )(jnp.asarray(z))
-        return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), at)
+        return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), by_node)
 
     return integral(list(gaussians), {})

@@ -62,12 +62,12 @@ class Observation:
         self, weights: Mapping[str, Gaussian], context: Context
     ) -> dict[str, Gaussian]:
         """Moments of the Gaussian quantities, from those of the weights."""
-        found = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
+        outputs = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
         return {
             name: value
             if isinstance(value, Gaussian)
             else Gaussian(value, jnp.zeros_like(value))
-            for name, value in found.items()
+            for name, value in outputs.items()
         }
 
 
@@ -81,7 +81,7 @@ def observe(
     :param with_value: whether the observed value is among the arguments.
     """
     weights = {name: weight.loc for name, weight in sites.weights.items()}
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
 
     def program(weights: Any, context: Context) -> dict[str, Any]:
         call = data.row(context["rows"], context["arrays"])
@@ -90,14 +90,16 @@ def observe(
         )
         base = unwrapped(site["fn"], masked=True)
         if base.event_dim:
-            why = (
+            reason = (
                 f"a {type(base).__name__}, whose elements are not independent given "
                 f"the network"
             )
-            raise refuse(sites.observed, why, "Use independent observations, or MCMC.")
+            raise refuse(
+                sites.observed, reason, "Use independent observations, or MCMC."
+            )
         shape = site["fn"].shape()
         kind, parameters, build = _parameters(base, shape)
-        found.update(
+        description.update(
             kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters)
         )
         if not with_value:
@@ -108,11 +110,13 @@ def observe(
                 "that has no value",
                 "Pass the targets among the arguments, e.g. `y`.",
             )
-        whole = np.broadcast_shapes(shape, np.shape(site["value"]))
-        if whole[:1] != (1,):
+        joint_shape = np.broadcast_shapes(shape, np.shape(site["value"]))
+        if joint_shape[:1] != (1,):
             instead = "Pass data, targets and masks as arguments of the model."
             raise refuse(
-                sites.observed, f"of shape {whole} for one row of the data", instead
+                sites.observed,
+                f"of shape {joint_shape} for one row of the data",
+                instead,
             )
         return parameters | {
             "value": site["value"],
@@ -120,7 +124,7 @@ def observe(
         }
 
     cut = split(program, weights, context, keep=("loc", "logits"))
-    kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
+    kind = description["kind"] if cut.direct & {"loc", "logits"} else "other"
     entering = dependence(
         lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}),
         context["hyperparameters"],
@@ -132,9 +136,9 @@ def observe(
             "on the real line."
         )
         raise refuse(name, f"a {prior} from which the predictor is computed", instead)
-    for name in cut.random & found["bounded"]:
+    for name in cut.random & description["bounded"]:
         if name not in cut.nonlinear:
-            why = (
+            reason = (
                 f"whose {name.split(' (')[0]} is not an elementwise function of a "
                 f"linear predictor"
             )
@@ -142,8 +146,10 @@ def observe(
                 "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f "
                 "straight from the network."
             )
-            raise refuse(sites.observed, why, instead)
-    return Observation(kind, sites.observed, cut, found["build"], found["shape"])
+            raise refuse(sites.observed, reason, instead)
+    return Observation(
+        kind, sites.observed, cut, description["build"], description["shape"]
+    )
 
 
 def _parameters(
@@ -151,11 +157,11 @@ def _parameters(
 ) -> tuple[str, dict[str, Any], Callable]:
     """Kind, parameters by name, and how to build the distribution from them."""
     if type(base) is dist.Normal:
-        given = {
+        parameters = {
             "loc": jnp.broadcast_to(base.loc, shape),
             "scale": jnp.broadcast_to(base.scale, shape),
         }
-        return "normal", given, lambda p: dist.Normal(p["loc"], p["scale"])
+        return "normal", parameters, lambda p: dist.Normal(p["loc"], p["scale"])
     if isinstance(base, dist.CategoricalLogits):
         logits = jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
         return (
@@ -171,10 +177,10 @@ def _parameters(
         )
     leaves, structure = jax.tree.flatten(base)
     names = [_leaf_name(base, leaf, k) for k, leaf in enumerate(leaves)]
-    given = dict(zip(names, leaves, strict=True))
+    parameters = dict(zip(names, leaves, strict=True))
     return (
         "other",
-        given,
+        parameters,
         lambda p: jax.tree.unflatten(structure, [p[n] for n in names]),
     )
 
@@ -183,8 +189,8 @@ def _leaf_name(base: dist.Distribution, leaf: Any, index: int) -> str:
     """Name of a parameter; a number distinguishes two parameters of the same name (in
     an inner distribution).
     """
-    named = [name for name in base.arg_constraints if base.__dict__.get(name) is leaf]
-    return f"{named[0]} ({index})" if named else f"parameter {index}"
+    names = [name for name in base.arg_constraints if base.__dict__.get(name) is leaf]
+    return f"{names[0]} ({index})" if names else f"parameter {index}"
 
 
 def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]:
@@ -231,11 +237,13 @@ def check_quantities(observation: Observation, sites: Roles, context: Context) -
     slopes = np.asarray(slopes)[:, np.any(slopes, axis=0)]
     sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
     if len(sizes) and np.min(sizes) < 1e-9:
-        why = f"whose {count} linear predictors for one row are functions of each other"
+        reason = (
+            f"whose {count} linear predictors for one row are functions of each other"
+        )
         instead = (
             "Give each its own weights, or write one observation per row of the data."
         )
-        raise refuse(observation.name, why, instead)
+        raise refuse(observation.name, reason, instead)
 
 
 def _random_weights(sites: Roles) -> dict[str, np.ndarray]:
@@ -255,7 +263,7 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
     than with its own.
     """
     weights = _random_weights(sites)
-    chosen = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
+    row_indices = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
     def parameters(rows: Any) -> list[jax.Array]:
         site = data.site(
@@ -270,21 +278,23 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
         )
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
-        some = {name: leaf[chosen, None] for name, leaf in rows.items()}
-        found = []
-        for whole, alone in zip(
-            parameters(rows), jax.vmap(parameters)(some), strict=True
+        sample_rows = {name: leaf[row_indices, None] for name, leaf in rows.items()}
+        pairs = []
+        for together, separate in zip(
+            parameters(rows), jax.vmap(parameters)(sample_rows), strict=True
         ):
-            if jnp.shape(alone)[1:2] == (1,):
-                shape = data.num_rows, *jnp.shape(alone)[2:]
-                found.append((jnp.broadcast_to(whole, shape)[chosen], alone[:, 0]))
-        return found
+            if jnp.shape(separate)[1:2] == (1,):
+                shape = data.num_rows, *jnp.shape(separate)[2:]
+                pairs.append(
+                    (jnp.broadcast_to(together, shape)[row_indices], separate[:, 0])
+                )
+        return pairs
 
     rows = data.rows
     if data.num_rows < 2 or is_traced(rows):
         return
-    for together, alone in shared(both, once=True)(rows):
-        if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
+    for together, separate in shared(both, once=True)(rows):
+        if not np.allclose(together, separate, rtol=1e-6, atol=1e-9, equal_nan=True):
             instead = (
                 f"Data points are learned one at a time, each with its own row of "
                 f"{', '.join(rows)}: remove"
@@ -326,7 +336,7 @@ class Split:
     ]  # the Gaussian quantities, named by the first output computed from each
     random: set[str]  # outputs that depend on the weights, cut or not
     nonlinear: set[str]  # outputs that are a nonlinear function of their quantity
-    own: set[
+    direct: set[
         str
         # outputs that are a quantity of their own, or computed from neither weights nor
         # hyperparameters
@@ -380,57 +390,57 @@ def split(
         for name in outputs
         if name in random
     }
-    chosen = {}
+    cut_vars = {}
     for name, end in ends.items():
         var = outputs[name]
         if list(ends.values()).count(end) > 1 or end.aval.size < var.aval.size:
-            chosen[name] = end
+            cut_vars[name] = end
         elif name in keep and var not in held:
-            chosen[name] = var
+            cut_vars[name] = var
         else:
-            chosen[name] = _before_nonlinear(jaxpr, end, var, depends, held)
+            cut_vars[name] = _before_nonlinear(jaxpr, end, var, depends, held)
     cuts: dict[str, Any] = {}
-    for name, var in chosen.items():
+    for name, var in cut_vars.items():
         if var not in cuts.values():
             cuts[name] = var
 
-    def evaluate(inputs: list[Any], wanted: list[Any], values: list[Any]) -> list[Any]:
+    def evaluate(inputs: list[Any], targets: list[Any], values: list[Any]) -> list[Any]:
         equations = [
             equation
-            for equation, _ in needed_equations(jaxpr, wanted, frozenset(inputs))
+            for equation, _ in needed_equations(jaxpr, targets, frozenset(inputs))
         ]
-        part = jaxpr.replace(invars=inputs, outvars=wanted, eqns=equations)
-        return jaxpr_as_fun(closed.replace(jaxpr=part))(*values)
+        subprogram = jaxpr.replace(invars=inputs, outvars=targets, eqns=equations)
+        return jaxpr_as_fun(closed.replace(jaxpr=subprogram))(*values)
 
     def head(weights: Any, context: Any) -> dict[str, Any]:
-        found = evaluate(
+        values = evaluate(
             jaxpr.invars, list(cuts.values()), jax.tree.leaves((weights, context))
         )
-        return dict(zip(cuts, found, strict=True))
+        return dict(zip(cuts, values, strict=True))
 
     def tail(quantities: Mapping[str, Any], context: Any) -> dict[str, Any]:
         inputs = [cuts[name] for name in quantities] + jaxpr.invars[count:]
-        found = evaluate(
+        values = evaluate(
             inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)]
         )
-        return dict(zip(outputs, found, strict=True))
+        return dict(zip(outputs, values, strict=True))
 
     nonlinear = {
         n
         for n in ends
         if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]
     }
-    own = {
+    direct = {
         n
-        for n, var in chosen.items()
-        if var is outputs[n] and list(chosen.values()).count(var) == 1
+        for n, var in cut_vars.items()
+        if var is outputs[n] and list(cut_vars.values()).count(var) == 1
     }
-    own |= {
+    direct |= {
         n
         for n, var in outputs.items()
         if n not in random and (isinstance(var, Literal) or var not in held)
     }
-    return Split(head, tail, tuple(cuts), random, nonlinear, own)
+    return Split(head, tail, tuple(cuts), random, nonlinear, direct)
 
 
 def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
@@ -439,12 +449,12 @@ def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
 
     Of a single number everything is such a function.
     """
-    found: dict[Any, Any] = {}
+    sources: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         operands = {
             v for v in equation.invars if not isinstance(v, Literal) and v in random
         }
-        ends = {found.get(var, var) for var in operands}
+        ends = {sources.get(var, var) for var in operands}
         if len(ends) != 1:
             continue
         (end,) = ends
@@ -454,15 +464,15 @@ def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
             and equation.invars[0].aval.size == equation.outvars[0].aval.size
         )
         if name in ELEMENTWISE or shaping or end.aval.size == 1:
-            found.update(dict.fromkeys(equation.outvars, end))
-    return found
+            sources.update(dict.fromkeys(equation.outvars, end))
+    return sources
 
 
 def _before_nonlinear(
-    jaxpr: Any, source: Any, var: Any, random: set, held: Container = frozenset()
+    jaxpr: Any, source: Any, var: Any, random: set, barrier: Container = frozenset()
 ) -> Any:
     """From the source of ``var``, the end of the affine steps that lie on the only path
-    and use nothing ``held``.
+    and use nothing behind the ``barrier``.
     """
     users: dict[Any, list] = {}
     for equation, _ in needed_equations(jaxpr, [var]):
@@ -470,11 +480,11 @@ def _before_nonlinear(
             if not isinstance(used, Literal) and used in random:
                 users.setdefault(used, []).append(equation)
     while source is not var:
-        (step, *others) = users[source]
+        (step, *other_users) = users[source]
         divides_by_it = step.primitive.name == "div" and step.invars[1] is source
-        if others or step.primitive.name not in AFFINE | SHAPING or divides_by_it:
+        if other_users or step.primitive.name not in AFFINE | SHAPING or divides_by_it:
             break
-        if step.outvars[0] in held and source not in held:
+        if step.outvars[0] in barrier and source not in barrier:
             break
         source = step.outvars[0]
     return source

@@ -69,24 +69,25 @@ class Problem:
 
     @classmethod
     def of(
-        cls, data: Data, known: "Problem | None" = None, with_value: bool = True
+        cls, data: Data, template: "Problem | None" = None, with_value: bool = True
     ) -> "Problem":
-        """Read the model from one row of its arguments; if a ``known`` problem is
+        """Read the model from one row of its arguments; if a ``template`` is
         given, take the roles from it.
         """
         rows = {name: leaf[0] for name, leaf in data.rows.items()}
         arrays = data.arrays
         sites = (
             find_sites(data.model, *data.row(rows, arrays))
-            if known is None
-            else known.sites
+            if template is None
+            else template.sites
         )
         ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
         context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
         observation = observe(data, sites, context, with_value)
-        if known is not None:
+        if template is not None:
             return replace(
-                known, likelihood=replace(known.likelihood, observation=observation)
+                template,
+                likelihood=replace(template.likelihood, observation=observation),
             )
         hypers = moment_matching.describe(
             sites, noise_powers(observation, sites.noise, context)
@@ -193,21 +194,21 @@ class Problem:
                 noise[name], gradients[1][name]
             )[0]
         if likelihood.gamma is not None:
-            before = state.hyperparameters[likelihood.gamma]
+            gamma = state.hyperparameters[likelihood.gamma]
             terms = [
                 likelihood.log_z(quantities, state.hyperparameters, context, order)
                 for order in range(3)
             ]
             sums = jnp.stack(
-                [sum_to(term, before.concentration.shape) for term in terms]
+                [sum_to(term, gamma.concentration.shape) for term in terms]
             )
-            hypers[likelihood.gamma] = moment_matching.gamma_update(before, sums)
+            hypers[likelihood.gamma] = moment_matching.gamma_update(gamma, sums)
         return ADFState(weights, hypers, state.factors), value, refused
 
     def sweep(
-        self, state: ADFState, rows: Any, arrays: Any, one: Any
+        self, state: ADFState, rows: Any, arrays: Any, divisor: Any
     ) -> tuple[ADFState, Records]:
-        """One pass over rows in the order given; for ``one`` see
+        """One pass over rows in the order given; for ``divisor`` see
         :func:`fusion_barrier`.
         """
 
@@ -215,8 +216,8 @@ class Problem:
             def learn(carry: Any, row: Any) -> tuple[ADFState, jax.Array, jax.Array]:
                 return self.learn(ADFState(carry[0], carry[1], {}), row, arrays)
 
-            after, log_z, refused = fusion_barrier(learn, one)(carry, row)
-            return (after.weights, after.hyperparameters), (log_z, refused)
+            updated, log_z, refused = fusion_barrier(learn, divisor)(carry, row)
+            return (updated.weights, updated.hyperparameters), (log_z, refused)
 
         carry, (log_z, refused) = lax.scan(
             body, (state.weights, state.hyperparameters), rows
@@ -237,11 +238,11 @@ class Problem:
         """Mean and variance of the observation of one data point."""
         context = self.context(state, row, arrays)
         quantities = self.likelihood.observation.quantities(state.weights, context)
-        found = self.likelihood.predictive(
+        moments = self.likelihood.predictive(
             quantities, state.hyperparameters, context, noise
         )
         observation, parts = self.likelihood.observation, []
-        for part in found:
+        for part in moments:
             if observation.kind != "categorical":
                 # one number may be the predictor of all
                 part = jnp.broadcast_to(
@@ -284,7 +285,7 @@ def _sampled_mean(mask: jax.Array) -> jax.Array:
     return mask[:: -(-mask.shape[0] // slices)].astype(float).mean()
 
 
-def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
+def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
     """The same function with the operands of outer products divided by one: faster,
     with the same numbers.
 
@@ -295,14 +296,14 @@ def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
     that the divisor is 1, because that is an argument of the program.
 
     :param fn: a function of arrays, already differentiated.
-    :param one: the number 1; the same for all runs that are mapped over.
+    :param divisor: the number 1; the same for all runs that are mapped over.
     """
 
     def product(equation: Equation, *operands: Any) -> Any:
         if np.prod(equation.outputs[0].shape) > max(
             np.prod(np.shape(operand)) for operand in operands
         ):
-            operands = tuple(operand / one for operand in operands)
+            operands = tuple(operand / divisor for operand in operands)
         return equation.bind(*operands)
 
     return rewritten(fn, {"dot_general": product})
@@ -313,7 +314,7 @@ class Program(NamedTuple):
 
     start: Callable[[jax.Array, Any], ADFState]
     epoch: Callable[..., tuple[ADFState, Records]]
-    whole: Callable[..., tuple[ADFState, Records]]
+    all_epochs: Callable[..., tuple[ADFState, Records]]
 
 
 def build(
@@ -332,27 +333,32 @@ def build(
         arrays: Any,
         rng_key: jax.Array,
         order: Any,
-        one: Any,
+        divisor: Any,
     ) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
-        state, record = problem.sweep(state, shuffled, arrays, one)
+        state, record = problem.sweep(state, shuffled, arrays, divisor)
         return problem.refine(state), record
 
     if batched:
         start = jax.vmap(start, in_axes=(0, 0))
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    def whole(
-        state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any
+    def all_epochs(
+        state: ADFState,
+        rows: Any,
+        arrays: Any,
+        keys: jax.Array,
+        orders: Any,
+        divisor: Any,
     ) -> Any:
         return lax.scan(
-            lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one),
+            lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, divisor),
             state,
             (keys, orders),
         )
 
-    return Program(shared(start, once=True), shared(epoch), shared(whole))
+    return Program(shared(start, once=True), shared(epoch), shared(all_epochs))
 
 
 def run_epochs(
@@ -375,14 +381,16 @@ def run_epochs(
     records: list[Records] = []
     warned = False
 
-    def seen() -> Records:
-        return jax.tree.map(lambda *parts: np.stack(parts, axis=-1), *records)
+    def stacked_records() -> Records:
+        return jax.tree.map(lambda *leaves: np.stack(leaves, axis=-1), *records)
 
-    if keeper is not None and (found := keeper.load(state)) is not None:
-        state, kept = found
+    if keeper is not None and (saved := keeper.load(state)) is not None:
+        state, saved_records = saved
         records = [
             Records(*row)
-            for row in zip(kept["log_z"].T, kept["refused"].T, strict=True)
+            for row in zip(
+                saved_records["log_z"].T, saved_records["refused"].T, strict=True
+            )
         ]
     done = len(records)
     shown = progress_bar and done < num_epochs
@@ -392,12 +400,12 @@ def run_epochs(
         try:
             for k in (done + step for step in bar):
                 order = None if orders is None else orders[k]
-                after, record = program.epoch(state, *data, keys[k], order, 1.0)
+                updated, record = program.epoch(state, *data, keys[k], order, 1.0)
                 records.append(jax.device_get(record))
-                state = after
+                state = updated
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
-                    keeper.save(state, seen()._asdict(), last=False)
+                    keeper.save(state, stacked_records()._asdict(), last=False)
                 bar.set_postfix_str(
                     f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False
                 )
@@ -409,8 +417,8 @@ def run_epochs(
                 f"Interrupted: the result is that of {finished}.", stacklevel=outside()
             )
     if keeper is not None:
-        keeper.save(state, seen()._asdict(), last=True)
-    return state, seen()
+        keeper.save(state, stacked_records()._asdict(), last=True)
+    return state, stacked_records()
 
 
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:

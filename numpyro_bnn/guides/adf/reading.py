@@ -31,9 +31,9 @@ from numpyro_bnn.program.rows import refuse_rows
 CALL = "guides.AutoADF"
 
 
-def refuse(site: str, why: str, instead: str) -> Exception:
+def refuse(site: str, reason: str, instead: str) -> Exception:
     """The error for a site that assumed density filtering cannot handle."""
-    return argument_error(CALL, "model", f"site {site!r}, {why}", instead)
+    return argument_error(CALL, "model", f"site {site!r}, {reason}", instead)
 
 
 def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
@@ -46,7 +46,7 @@ def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
 
 def observed_site(sites: Sites) -> str:
     """The one observed site."""
-    seen = []
+    observed = []
     for name, site in sites.items():
         if site["type"] == "sample" and is_factor(site["fn"]):
             instead = "Write an observed `sample`, whose likelihood has a distribution."
@@ -56,18 +56,18 @@ def observed_site(sites: Sites) -> str:
             and site["is_observed"]
             and not site["infer"].get("is_auxiliary")
         ):
-            seen.append(name)
+            observed.append(name)
             if is_scaled(site):
                 raise refuse(
                     name, "whose likelihood is scaled", "Remove `handlers.scale`."
                 )
-    if len(seen) != 1:
-        listed = ", ".join(map(repr, seen)) or "none"
+    if len(observed) != 1:
+        names = ", ".join(map(repr, observed)) or "none"
         instead = "Pass the targets; exactly one site must be observed."
         raise argument_error(
-            CALL, "model", f"{len(seen)} observed sites ({listed})", instead
+            CALL, "model", f"{len(observed)} observed sites ({names})", instead
         )
-    return seen[0]
+    return observed[0]
 
 
 def is_scaled(site: Mapping[str, Any]) -> bool:
@@ -120,24 +120,24 @@ class Data:
             raise refuse(
                 observed, "one number", "Observe an array with one row per data point."
             )
-        found = cls.of(
+        data = cls.of(
             model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == length
         )
-        if not found.rows:
+        if not data.rows:
             came = f"no array of length {length[0]}, the length of the observation"
             raise argument_error(CALL, "args", came, "Pass the data as arguments.")
-        return found
+        return data
 
     def like(self, args: tuple, kwargs: Mapping[str, Any], call: str) -> "Data":
         """Split another call in the same way: the arguments that were data before are
         data again.
         """
-        found = self.of(self.model, args, kwargs, lambda name, leaf: name in self.rows)
-        if not found.rows:
+        data = self.of(self.model, args, kwargs, lambda name, leaf: name in self.rows)
+        if not data.rows:
             raise argument_error(
                 call, "args", "no data", f"Pass {', '.join(self.rows)}."
             )
-        for name, leaf in found.rows.items():
+        for name, leaf in data.rows.items():
             of_row = np.shape(self.rows[name])[1:]
             if np.ndim(leaf) == 0 or np.shape(leaf)[1:] != of_row:
                 instead = (
@@ -145,9 +145,9 @@ class Data:
                 )
                 raise argument_error(call, name, f"shape {np.shape(leaf)}", instead)
         check_same_length(
-            call, **{name.replace("'", ""): leaf for name, leaf in found.rows.items()}
+            call, **{name.replace("'", ""): leaf for name, leaf in data.rows.items()}
         )
-        return found
+        return data
 
     @property
     def num_rows(self) -> int:
@@ -273,21 +273,22 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles
     hypers = [
         name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])
     ]
-    weights = {
+    latent_of = {
         bases.get(name, name): name for name in reading.latent if name not in hypers
     }
-    if not weights:
+    if not latent_of:
         raise argument_error(
             CALL, "model", "no weights", "Give the weights a Normal prior."
         )
-    reached = _reached(reading, weights, hypers, observed)
-    at, distributions = _priors(reading, weights, hypers)
-    found = {
-        name: _weight(name, base, reached[name], at) for name, base in weights.items()
+    parents = _reached(reading, latent_of, hypers, observed)
+    probed_priors, distributions = _priors(reading, latent_of, hypers)
+    weights = {
+        name: _weight(name, base, parents[name], probed_priors)
+        for name, base in latent_of.items()
     }
-    noise = tuple(name for name in hypers if name in reached[observed])
-    _check_roles(found, reached[observed], noise)
-    return Roles(found, distributions, noise, observed)
+    noise = tuple(name for name in hypers if name in parents[observed])
+    _check_roles(weights, parents[observed], noise)
+    return Roles(weights, distributions, noise, observed)
 
 
 def _check_latent(reading: Reading, observed: str) -> None:
@@ -308,8 +309,8 @@ def _check_latent(reading: Reading, observed: str) -> None:
             if f.size == 1 and f.name in data_plates
         ]
         if local:
-            why = f"inside the plate {local[0]!r} of the data"
-            raise refuse(name, why, "Each data point would have its own weight.")
+            reason = f"inside the plate {local[0]!r} of the data"
+            raise refuse(name, reason, "Each data point would have its own weight.")
     for name, site in reading.sites.items():
         if site["type"] in PARAMETERS:
             raise refuse(
@@ -354,33 +355,36 @@ def _reached(
             for name, value in values.items()
         }
 
-    def others(sites: Sites) -> dict[tuple[str, str], Any]:
+    def others_leaves(sites: Sites) -> dict[tuple[str, str], Any]:
         fn = sites[observed]["fn"]
-        found = {("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers}
-        found["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
-        return found | {
+        leaves = {
+            ("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers
+        }
+        leaves["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
+        return leaves | {
             ("data", observed): [sites[observed]["value"], unmasked_elements(fn)]
         }
 
-    reached = {
-        name: found - {weights[name]} for name, found in reading.depends(priors).items()
+    weight_parents = {
+        name: sources - {weights[name]}
+        for name, sources in reading.depends(priors).items()
     }
-    whole = reading.depends(others, {*reading.latent, *weights})
-    above = {name: whole["prior", name] for name in hypers}
-    above |= {name: reached[name] - set(hypers) for name in weights}
+    leaf_parents = reading.depends(others_leaves, {*reading.latent, *weights})
+    above = {name: leaf_parents["prior", name] for name in hypers}
+    above |= {name: weight_parents[name] - set(hypers) for name in weights}
     for name, parents in above.items():
         if parents:
             instead = (
                 "A weight may have one positive hyperparameter, its scale, and no more."
             )
             raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
-    if parents := whole["data", observed]:
+    if parents := leaf_parents["data", observed]:
         raise refuse(
             observed,
             f"whose values, or mask, depend on {min(parents)!r}",
             "Pass them as data.",
         )
-    return {**reached, observed: whole["likelihood", observed]}
+    return {**weight_parents, observed: leaf_parents["likelihood", observed]}
 
 
 def _priors(
@@ -402,21 +406,23 @@ def _priors(
     ]
 
     def prior(reading: Reading, values: dict) -> dict[str, Any]:
-        at = [
+        sites_at = [
             reading.at(values | {bases[w]: p for w, p in point.items()})
             for point in (*ends, probes)
         ]
-        found = {w: _projected(at[0][latent]["fn"]) for w, latent in weights.items()}
+        moments = {
+            w: _projected(sites_at[0][latent]["fn"]) for w, latent in weights.items()
+        }
         for w in bases:
-            zero, one, checked = (sites[w]["value"] for sites in at)
-            mean, sd = found[w]
+            zero, one, checked = (sites[w]["value"] for sites in sites_at)
+            mean, sd = moments[w]
             plain = (
                 jnp.isclose(checked, zero + (one - zero) * probes[w])
                 & (mean == 0)
                 & (sd == 1)
             )
-            found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
-        return found
+            moments[w] = zero, jnp.where(plain, one - zero, jnp.nan)
+        return moments
 
     counts = {
         n: 1.0 + np.arange(s.size).reshape(s.shape)
@@ -429,25 +435,27 @@ def _priors(
     }
 
     def program(reading: Reading, values: dict) -> tuple[dict, dict]:
-        at = jax.lax.map(
-            lambda one: prior(reading, one[1]), (np.arange(len(points)), values)
+        priors = jax.lax.map(
+            lambda indexed: prior(reading, indexed[1]), (np.arange(len(points)), values)
         )
-        return at, {
+        return priors, {
             name: site["fn"] for name, site in reading.at({}, only=hypers).items()
         }
 
-    at, fns = jax.device_get(reading.run(program, values))
+    stacked, fns = jax.device_get(reading.run(program, values))
     return [
-        jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))
+        jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(len(points))
     ], fns
 
 
-def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
+def _weight(
+    name: str, latent: str, parents: set[str], probed_priors: list[dict]
+) -> Weight:
     """Read the prior of a weight site: its mean and sd, and how its hyperparameter
     scales it.
     """
     (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (
-        values[name] for values in at
+        values[name] for values in probed_priors
     )
     if latent == name and not np.all(np.isfinite(scale)):
         raise refuse(
@@ -462,8 +470,8 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
             "Use independent weights.",
         )
     if len(parents) > 1:
-        why = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
-        raise refuse(name, why, "Use one hyperparameter per weight.")
+        reason = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
+        raise refuse(name, reason, "Use one hyperparameter per weight.")
     if not parents:
         return Weight(latent, loc, scale)
     (hyper,) = parents
@@ -483,23 +491,23 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
         and np.allclose(tripled / scale, 3**power)
         and np.allclose(counted / scale, (2.0 * element + 2) ** power)
     ):
-        why = f"whose sd is not a constant times a power of {hyper!r}"
-        raise refuse(name, why, "Scale it by a scale, a variance or a precision.")
+        reason = f"whose sd is not a constant times a power of {hyper!r}"
+        raise refuse(name, reason, "Scale it by a scale, a variance or a precision.")
     # 32-bit indices work in either precision of JAX.
     return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
 
 
 def _check_roles(
-    weights: Mapping[str, Weight], reached: set[str], noise: tuple[str, ...]
+    weights: Mapping[str, Weight], likelihood_parents: set[str], noise: tuple[str, ...]
 ) -> None:
-    if not reached & set(weights):
+    if not likelihood_parents & set(weights):
         came = "an observation that does not depend on any Gaussian weight"
         raise argument_error(CALL, "model", came, "Check the prior of the weights.")
     for name, weight in weights.items():
         if weight.hyper in noise:
-            why = f"which scales {name!r} and also enters the likelihood"
+            reason = f"which scales {name!r} and also enters the likelihood"
             instead = (
                 "Write the weight centered, or non-centered with "
                 "`numpyro.infer.reparam`."
             )
-            raise refuse(str(weight.hyper), why, instead)
+            raise refuse(str(weight.hyper), reason, instead)
