@@ -198,12 +198,12 @@ class AutoBlocks(CompiledAutoNormal):
         return locs, scales
 
     def _make_blocks(self) -> None:
-        chosen = self._choose_blocks()
-        parts = partition(
-            self._call, list(self._latent()), [patterns for _, patterns, _ in chosen]
+        specs = self._choose_blocks()
+        sites_by_block = partition(
+            self._call, list(self._latent()), [patterns for _, patterns, _ in specs]
         )
         self._blocks: list[tuple[Block, Family]] = []
-        for (label, _, family), names in zip(chosen, parts, strict=True):
+        for (label, _, family), names in zip(specs, sites_by_block, strict=True):
             for name in names:
                 if local := self._subsampled_plates(name):
                     got = f"site {name!r} inside the subsampled plate {local[0]!r}"
@@ -215,10 +215,10 @@ class AutoBlocks(CompiledAutoNormal):
             label = self.prefix if label == "*" else f"{self.prefix}_{label}"
             shapes = {name: jnp.shape(self._init_locs[name]) for name in names}
             starts = (
-                [jnp.ravel(at[name]) for name in names]
-                for at in (self._init_locs, self._init_scales)
+                [jnp.ravel(values[name]) for name in names]
+                for values in (self._init_locs, self._init_scales)
             )
-            loc, scale = (jnp.concatenate(parts) for parts in starts)
+            loc, scale = (jnp.concatenate(sites_by_block) for sites_by_block in starts)
             self._blocks.append((Block(label, shapes, loc, scale), family))
 
     def _prior_program(
@@ -247,10 +247,12 @@ class AutoBlocks(CompiledAutoNormal):
         if self._scaled:
             # Where a handler fills the plates, a reading of minibatches has no place
             # for all indices.
-            whole = all(len(plate._indices) == plate.size for plate in plates.values())
+            all_full = all(
+                len(plate._indices) == plate.size for plate in plates.values()
+            )
             indices = (
                 None
-                if whole
+                if all_full
                 else {name: plate._indices for name, plate in plates.items()}
             )
             program = self._prior_program((args, kwargs), indices)
@@ -306,10 +308,10 @@ class AutoBlocks(CompiledAutoNormal):
         value = transform(unconstrained)
         if numpyro.get_mask() is False:
             return dist.Delta(value, event_dim=event_dim)
-        parts = (log_det, transform.log_abs_det_jacobian(unconstrained, value))
+        log_dets = (log_det, transform.log_abs_det_jacobian(unconstrained, value))
         batch_dim = jnp.ndim(value) - event_dim
         density = -sum(
-            sum_rightmost(part, jnp.ndim(part) - batch_dim) for part in parts
+            sum_rightmost(term, jnp.ndim(term) - batch_dim) for term in log_dets
         )
         return dist.Delta(value, log_density=density, event_dim=event_dim)
 
@@ -357,15 +359,17 @@ class AutoBlocks(CompiledAutoNormal):
         """
         self._check_called("quantiles")
         q = probabilities(f"{type(self).__name__}.quantiles", quantiles).reshape(-1)
-        found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
+        unconstrained = self._unconstrained_quantiles(
+            params, jnp.concatenate([q, 1.0 - q])
+        )
         mixing = [
             name
-            for name in found
+            for name in unconstrained
             if elementwise(self._transforms[name]).domain.event_dim > 0
         ]
         sites = {
             n: _monotone(self._transforms[n], v)
-            for n, v in found.items()
+            for n, v in unconstrained.items()
             if n not in mixing
         }
         if mixing:
@@ -373,7 +377,7 @@ class AutoBlocks(CompiledAutoNormal):
                 self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,)
             )
             sites |= {name: jnp.quantile(draws[name], q, axis=0) for name in mixing}
-        return {name: sites[name] for name in found}
+        return {name: sites[name] for name in unconstrained}
 
     def _check_called(self, method: str) -> None:
         if self.prototype_trace is None:
@@ -393,8 +397,8 @@ class AutoBlocks(CompiledAutoNormal):
             if name not in joint
         }
         return {
-            n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"])
-            for n, at in prefixes.items()
+            n: dist.Normal(params[f"{prefix}_loc"], params[f"{prefix}_scale"])
+            for n, prefix in prefixes.items()
         }
 
     def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
@@ -432,15 +436,15 @@ class AutoBlocks(CompiledAutoNormal):
         program = self._prior_program()
 
         def single(values: Values) -> Values:
-            found: Values = {}
-            known: Values = {}
+            unconstrained: Values = {}
+            constrained: Values = {}
             for name, transform in self._transforms.items():
-                found[name] = values[name]
+                unconstrained[name] = values[name]
                 if name in self._scaled:
-                    loc, scale = program(known)[name]
-                    found[name] = loc + scale * values[name]
-                known[name] = transform(found[name])
-            return found
+                    loc, scale = program(constrained)[name]
+                    unconstrained[name] = loc + scale * values[name]
+                constrained[name] = transform(unconstrained[name])
+            return unconstrained
 
         return map_samples(single, draws, sample_shape)
 
@@ -449,9 +453,9 @@ class AutoBlocks(CompiledAutoNormal):
         unconstrained values.
         """
 
-        def single(one: Values) -> Values:
+        def single(draw: Values) -> Values:
             with handlers.block(), full_plates():
-                return self._postprocess_fn(one)
+                return self._postprocess_fn(draw)
 
         if (
             getattr(getattr(self._postprocess_fn, "fn", None), "func", None)
@@ -475,7 +479,7 @@ class AutoBlocks(CompiledAutoNormal):
         def closed_form(mean: jax.Array, sd: jax.Array) -> jax.Array:
             return mean + sd * ndtri(q).reshape((-1,) + (1,) * jnp.ndim(mean))
 
-        found = {
+        quantiles = {
             name: closed_form(fn.loc, fn.scale)
             for name, fn in self._normals(params).items()
         }
@@ -483,16 +487,20 @@ class AutoBlocks(CompiledAutoNormal):
             self._blocks, self._families(params), strict=True
         ):
             if family.gaussian:
-                found |= block.unflatten(closed_form(fn.mean, jnp.sqrt(fn.variance)))
-        found = {
-            name: value for name, value in found.items() if name not in self._scaled
+                quantiles |= block.unflatten(
+                    closed_form(fn.mean, jnp.sqrt(fn.variance))
+                )
+        quantiles = {
+            name: value for name, value in quantiles.items() if name not in self._scaled
         }
-        if missing := [name for name in self._transforms if name not in found]:
+        if missing := [name for name in self._transforms if name not in quantiles]:
             draws = self._rescale(
                 self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,)
             )
-            found |= {name: jnp.quantile(draws[name], q, axis=0) for name in missing}
-        return {name: found[name] for name in self._transforms}
+            quantiles |= {
+                name: jnp.quantile(draws[name], q, axis=0) for name in missing
+            }
+        return {name: quantiles[name] for name in self._transforms}
 
 
 def is_identity(transform: Any) -> bool:
@@ -505,6 +513,6 @@ def _monotone(transform: Any, values: jax.Array) -> jax.Array:
     reverses the order.
     """
     half = len(values) // 2
-    at, opposite = transform(values[:half]), transform(values[half:])
+    direct, opposite = transform(values[:half]), transform(values[half:])
     zero = jnp.zeros(values.shape[1:])
-    return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, at)
+    return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, direct)

@@ -261,7 +261,7 @@ def partition(
         blocks.
     """
     owner: dict[str, tuple[str, ...]] = {}
-    found = []
+    site_groups = []
     for patterns in blocks:
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
@@ -275,5 +275,5 @@ def partition(
                 )
                 raise argument_error(call, "blocks", got, instead)
             owner[name] = patterns
-        found.append(sites)
-    return found
+        site_groups.append(sites)
+    return site_groups

@@ -90,14 +90,14 @@ class AutoCoupling(AutoBlocks):
         **options: Any,
     ) -> None:
         family = Coupling(num_flows, hidden, mask, bound, seed)
-        chosen = (
+        groups = (
             ["*"]
             if blocks is None
             else [blocks]
             if isinstance(blocks, str | tuple)
             else blocks
         )
-        super().__init__(model, [(patterns, family) for patterns in chosen], **options)
+        super().__init__(model, [(patterns, family) for patterns in groups], **options)
 
     # -- the guide as a transport of N(0, I), as NeuTraReparam requires it -------------
 
@@ -207,8 +207,8 @@ class Blockwise(Transform):
     def log_abs_det_jacobian(
         self, x: jax.Array, y: jax.Array, intermediates: Any = None
     ) -> jax.Array:
-        parts = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
-        return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in parts]).sum(0)
+        pieces = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
+        return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in pieces]).sum(0)
 
     def tree_flatten(self) -> Any:
         return (self.transforms,), (("transforms",), {"sizes": self.sizes})

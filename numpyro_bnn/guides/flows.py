@@ -60,14 +60,14 @@ def declare_conditioner(
     sizes = [inputs, *hidden, outputs]
     kernels, biases = [], []
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
-        last = i == len(sizes) - 2
+        is_last = i == len(sizes) - 2
         kernel = (
             jnp.zeros((fan_in, fan_out))
-            if last
+            if is_last
             else _normal((fan_in, fan_out), fan_in**-0.5)
         )
         # Units that bend at different places can shape the map where it needs to be.
-        bias = jnp.zeros(fan_out) if last else _normal((fan_out,), 1.0)
+        bias = jnp.zeros(fan_out) if is_last else _normal((fan_out,), 1.0)
         kernels.append(numpyro.param(f"{name}_kernel{i}", kernel))
         biases.append(numpyro.param(f"{name}_bias{i}", bias))
     return Conditioner(tuple(kernels), tuple(biases))
@@ -143,8 +143,8 @@ class AffineCoupling(Transform):
         ]
 
     def _parts(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        leading, rest = x[..., : self.split], x[..., self.split :]
-        return (rest, leading) if self.swap else (leading, rest)
+        leading, trailing = x[..., : self.split], x[..., self.split :]
+        return (trailing, leading) if self.swap else (leading, trailing)
 
     def _whole(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
         return jnp.concatenate(
@@ -178,14 +178,14 @@ def permutations(
     coordinates leave the last layer in their original order, and enter the first in any
     order, which does not matter for independent standard normals.
     """
-    found: list[np.ndarray | None] = [None] * num_flows
+    by_layer: list[np.ndarray | None] = [None] * num_flows
     if mask == "random":
         draws = np.random.default_rng((seed, dim))
         orders = [draws.permutation(dim) for _ in range(0, num_flows, 2)]
         for i, (order, following) in enumerate(pairwise([*orders, np.arange(dim)])):
             # Coordinate j of an ordered vector is coordinate order[j] of the block.
-            found[min(2 * i + 1, num_flows - 1)] = np.argsort(order)[following]
-    return found
+            by_layer[min(2 * i + 1, num_flows - 1)] = np.argsort(order)[following]
+    return by_layer
 
 
 @dataclass(frozen=True)
@@ -283,10 +283,10 @@ class Coupling(Family):
         flow = self.transforms(block.name, len(block.loc))
         loc, scale = declare_loc(block), declare_scale(block)
         base = dist.Normal(jnp.zeros_like(loc), jnp.ones_like(scale)).to_event(1)
-        last = dist.transforms.IndependentTransform(
+        standardization = dist.transforms.IndependentTransform(
             dist.transforms.AffineTransform(loc, scale), 1
         )
-        return dist.TransformedDistribution(base, [*flow, last])
+        return dist.TransformedDistribution(base, [*flow, standardization])
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,12 +379,12 @@ def _declare_flow(name: str, flow: Any) -> Any:
     import paramax
 
     fixed = {"is_leaf": lambda leaf: isinstance(leaf, paramax.NonTrainable)}
-    trainable, rest = equinox.partition(flow, equinox.is_inexact_array, **fixed)
+    trainable, static = equinox.partition(flow, equinox.is_inexact_array, **fixed)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(trainable)
     values = [
         numpyro.param(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves
     ]
-    return equinox.combine(jax.tree.unflatten(treedef, values), rest)
+    return equinox.combine(jax.tree.unflatten(treedef, values), static)
 
 
 class FlowjaxDistribution(dist.Distribution):

@@ -120,13 +120,13 @@ class AutoStructured(AutoBlocks):
             blocks is None,
             include_scales,
         )
-        chosen: Any = blocks or ()
-        if not isinstance(chosen, Mapping):
-            chosen = [
+        families: Any = blocks or ()
+        if not isinstance(families, Mapping):
+            families = [
                 (patterns, family)
-                for patterns in ([chosen] if isinstance(chosen, str) else chosen)
+                for patterns in ([families] if isinstance(families, str) else families)
             ]
-        super().__init__(model, chosen, **settings)
+        super().__init__(model, families, **settings)
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
         if not self._by_layer:
@@ -151,7 +151,7 @@ def _layer(name: str) -> str:
     """``net/Dense_0`` of ``net/Dense_0.kernel``, ``net`` of ``net/kernel``, else the
     name.
     """
-    before, _, leaf = name.rpartition("/")
+    module, _, leaf = name.rpartition("/")
     if "." in leaf:
         return name.rpartition(".")[0]
-    return before if before and leaf.startswith(PARAMETERS) else name
+    return module if module and leaf.startswith(PARAMETERS) else name

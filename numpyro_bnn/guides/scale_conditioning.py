@@ -25,8 +25,8 @@ def _moments(
     sites: Mapping[str, dict], names: Iterable[str]
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Prior loc and scale of those sites that are normal."""
-    found = {name: affine_normal(sites[name]["fn"], masked=True) for name in names}
-    return {name: pair for name, pair in found.items() if pair is not None}
+    moments = {name: affine_normal(sites[name]["fn"], masked=True) for name in names}
+    return {name: pair for name, pair in moments.items() if pair is not None}
 
 
 def scaled_sites(
@@ -43,14 +43,14 @@ def scaled_sites(
 
     def parts(sites: Mapping[str, dict]) -> dict[tuple[str, int], jax.Array]:
         return {
-            (n, part): pair[part]
+            (n, index): pair[index]
             for n, pair in _moments(sites, reading.latent).items()
-            for part in (0, 1)
+            for index in (0, 1)
         }
 
     parents = reading.depends(parts)
     of_both = {
-        name: parents[name, 0] | parents[name, 1] for name, part in parents if part
+        name: parents[name, 0] | parents[name, 1] for name, index in parents if index
     }
     return {
         n: frozenset(of_both[n])
@@ -80,12 +80,13 @@ def prior_program(
         reading = Reading(model, args, kwargs, full=plates is None)
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        given = {
+        parent_values = {
             name: jnp.asarray(values.get(name, parent), float)
             for name, parent in parents.items()
         }
         return _moments(
-            reading.at({**examples, **given, **(plates or {})}, only=scaled), scaled
+            reading.at({**examples, **parent_values, **(plates or {})}, only=scaled),
+            scaled,
         )
 
     return program

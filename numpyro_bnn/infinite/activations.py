@@ -62,7 +62,7 @@ def nodes(number: int = NODES) -> tuple[np.ndarray, np.ndarray]:
 
 def expectation(fn: Function, variance: jax.Array) -> jax.Array:
     """E f(x), x ~ N(0, variance), elementwise."""
-    x, w = (jnp.asarray(part, variance.dtype) for part in nodes())
+    x, w = (jnp.asarray(array, variance.dtype) for array in nodes())
     return (
         fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim))))
         @ w
@@ -86,15 +86,15 @@ def product_expectation(
     a, b = root(q1), root(q2)
     c = jnp.clip(k / jnp.where(a * b > 0, a * b, 1), -1, 1)
     along, across = b * c, b * jnp.sqrt(1 - c**2)
-    x, w = (jnp.asarray(part, k.dtype) for part in nodes())
-    last = jnp.expand_dims(x, tuple(range(k.ndim)))
+    x, w = (jnp.asarray(array, k.dtype) for array in nodes())
+    inner_nodes = jnp.expand_dims(x, tuple(range(k.ndim)))
 
     def row(
         total: jax.Array, node: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         value, weight = node
         inner = jnp.sum(
-            g((along * value)[..., None] + across[..., None] * last) * w, axis=-1
+            g((along * value)[..., None] + across[..., None] * inner_nodes) * w, axis=-1
         )
         return total + weight * f(a * value) * inner, None
 
@@ -199,8 +199,8 @@ def _gelu() -> Dual:
         a, b = 1 + q1, 1 + q2
         det = _determinant(k, q1, q2)
         bell = 1 / (2 * jnp.pi * jnp.sqrt(1 + q1 + q2 + det))
-        both = 0.25 + _arcsine(k / (jnp.sqrt(a) * jnp.sqrt(b))) / (2 * jnp.pi)
-        return k * both + bell * (det + k**2 * (1 / a + 1 / b))
+        both_positive = 0.25 + _arcsine(k / (jnp.sqrt(a) * jnp.sqrt(b))) / (2 * jnp.pi)
+        return k * both_positive + bell * (det + k**2 * (1 / a + 1 / b))
 
     def slope(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
         return jax.jvp(lambda k: value(k, q1, q2), (k,), (jnp.ones_like(k),))[1]

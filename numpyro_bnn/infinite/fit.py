@@ -121,43 +121,50 @@ def prior_fit(
     x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
     with jax.enable_x64(True):
-        found = prior_moments(call, net, x.shape[1:], prior, scales)
+        moments = prior_moments(call, net, x.shape[1:], prior, scales)
         spread = float(np.std(y)) or 1.0
-        begin = _beginning(call, net, found, x.shape[1:], ard)
+        begin = _beginning(call, net, moments, x.shape[1:], ard)
         begin["noise"] = np.asarray(
             np.log(spread / 3 if noise_sd is None else float(noise_sd))
         )
         best, first, evaluations, converged = _search(
-            net, found, begin, (x, y), spread, log_sd, max_steps
+            net, moments, begin, (x, y), spread, log_sd, max_steps
         )
-        value, jitter = _evidence(net, found.normal, found.sites, best, x, y)
+        value, jitter = _evidence(net, moments.normal, moments.sites, best, x, y)
         fitted = {name: np.exp(v) for name, v in best.items() if name != "noise"}
-    chosen = BySite(_patterns(found, fitted, net.param_shapes(x.shape[1:])))
+    fitted_prior = BySite(_patterns(moments, fitted, net.param_shapes(x.shape[1:])))
     plain = {
         name: float(v) if np.ndim(v) == 0 else v.ravel() for name, v in fitted.items()
     }
     noise = float(np.exp(best["noise"]))
     return PriorFit(
-        chosen, noise, float(value), first, plain, float(jitter), converged, evaluations
+        fitted_prior,
+        noise,
+        float(value),
+        first,
+        plain,
+        float(jitter),
+        converged,
+        evaluations,
     )
 
 
 def _beginning(
-    call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool
+    call: str, net: Layer, moments: PriorMoments, input_shape: Shape, ard: bool
 ) -> dict[str, Any]:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
-    for name, moments in found.sites.items():
+    for name, site in moments.sites.items():
         if role(name, shapes[name]) != "scale":
-            variance = np.asarray(moments.variance, np.float64)
+            variance = np.asarray(site.variance, np.float64)
             begin[name] = np.log(
                 np.sqrt(np.clip(variance.mean(), SCALES[0] ** 2, SCALES[1] ** 2))
             )
     if ard:
         first, start = next(iter(shapes)), net
-        while parts := list(start.children()):
-            start = parts[0][1]
+        while children := list(start.children()):
+            start = children[0][1]
         if len(input_shape) != 1 or not isinstance(start, Dense):
             instead = "Scales by input need a network that begins with `nn.Dense`."
             raise argument_error(call, "ard", "another first layer", instead)
@@ -167,7 +174,7 @@ def _beginning(
 
 def _search(
     net: Layer,
-    found: PriorMoments,
+    moments: PriorMoments,
     begin: dict,
     data: tuple,
     spread: float,
@@ -184,15 +191,15 @@ def _search(
     bounds = [tuple(limits[name]) for name in names for _ in range(begin[name].size)]
 
     def unflatten(flat: np.ndarray) -> dict[str, np.ndarray]:
-        parts = np.split(flat, sizes)
+        arrays = np.split(flat, sizes)
         return {
-            name: part.reshape(begin[name].shape)
-            for name, part in zip(names, parts, strict=True)
+            name: array.reshape(begin[name].shape)
+            for name, array in zip(names, arrays, strict=True)
         }
 
     def evidence(flat: np.ndarray) -> tuple[float, np.ndarray]:
         (value, _), slope = _evidence_and_slope(
-            net, found.normal, found.sites, unflatten(flat), *data
+            net, moments.normal, moments.sites, unflatten(flat), *data
         )
         return float(value), np.concatenate([np.ravel(slope[name]) for name in names])
 
@@ -234,12 +241,12 @@ def _evidence(
     y: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Log marginal likelihood, and the jitter of its Cholesky factor."""
-    moved = {
+    scaled = {
         n: sites[n]._replace(variance=jnp.exp(2 * log_scales[n]))
         for n in sites
         if n in log_scales
     }
-    kernel = kernels(net, {**sites, **moved}, normal, x, None, want_ntk=False).nngp
+    kernel = kernels(net, {**sites, **scaled}, normal, x, None, want_ntk=False).nngp
     return zero_mean_log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
 
 
@@ -249,7 +256,7 @@ _evidence_and_slope = jax.jit(
 
 
 def _patterns(
-    found: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
+    moments: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> dict[str, Any]:
     """One normal prior for each layer; plain distributions if its family has no such
     scale.
@@ -259,10 +266,8 @@ def _patterns(
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
         if role(name, shape) == "scale":
-            moments = found.sites[name]
-            special[name] = dist.Normal(
-                float(moments.mean), float(moments.variance) ** 0.5
-            )
+            site = moments.sites[name]
+            special[name] = dist.Normal(float(site.mean), float(site.variance) ** 0.5)
         elif fitted[name].ndim:
             special[name] = dist.Normal(0.0, fitted[name] / fan_in(name, shape) ** 0.5)
         else:

@@ -150,10 +150,10 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
     (N,).
     """
     x = _inputs(call, "x", x)
-    found = _prior_moments(call, net, x, prior, scales)
+    moments = _prior_moments(call, net, x, prior, scales)
     dtype = jnp.result_type(x, float)
-    sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), found.sites)
-    return _own(net, found.normal, sites, jnp.asarray(x, dtype))
+    sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), moments.sites)
+    return _own(net, moments.normal, sites, jnp.asarray(x, dtype))
 
 
 def both_kernels(
@@ -173,7 +173,7 @@ def both_kernels(
         raise argument_error(
             call, "x2", f"shape {x2.shape}", f"Pass (N2, *{x1.shape[1:]}), like x1."
         )
-    found = _prior_moments(call, net, x1, prior, scales)
+    moments = _prior_moments(call, net, x1, prior, scales)
     if (
         block_size is None
         and not isinstance(x1, jax.core.Tracer)
@@ -182,7 +182,7 @@ def both_kernels(
         block_size = (
             BLOCK_SIZE if len(x1) * len(x1 if x2 is None else x2) > LARGEST else None
         )
-    return kernels(net, found.sites, found.normal, x1, x2, want_ntk, block_size)
+    return kernels(net, moments.sites, moments.normal, x1, x2, want_ntk, block_size)
 
 
 def kernels(
@@ -202,24 +202,24 @@ def kernels(
             (net, normal, want_ntk), sites, np.asarray(x1, dtype), x2, block_size
         )
     x1 = jnp.asarray(x1, dtype)
-    found = _block(
+    blocks = _block(
         net, normal, want_ntk, sites, x1, x1 if x2 is None else jnp.asarray(x2, dtype)
     )
-    return Kernels(*map(_mirrored, found)) if x2 is None else found
+    return Kernels(*map(_mirrored, blocks)) if x2 is None else blocks
 
 
 def _prior_moments(
     call: str, net: Layer, x: Any, prior: Any, scales: Any
 ) -> PriorMoments:
     """Moments of a prior, for a network whose outputs have one axis."""
-    found = prior_moments(call, net, x.shape[1:], prior, scales)
+    moments = prior_moments(call, net, x.shape[1:], prior, scales)
     if len(out := net.output_shape(x.shape[1:])) != 1:
         instead = (
             "Put `nn.Flatten()` and a dense layer after it: kernels are those of "
             "outputs with one axis."
         )
         raise argument_error(call, "net", f"outputs of shape {out}", instead)
-    return found
+    return moments
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -278,8 +278,8 @@ def _in_blocks(
     for i in range(0, len(x1), size):
         rows = part(x1, i)
         for j in range(i if symmetric else 0, len(x2), size):
-            found = _block(*settings, sites, rows, part(x2, j))
-            for out, block in zip(filled, found, strict=True):
+            blocks = _block(*settings, sites, rows, part(x2, j))
+            for out, block in zip(filled, blocks, strict=True):
                 if out is not None:
                     values = np.asarray(block)[: len(x1) - i, : len(x2) - j]
                     values = _mirrored(values) if symmetric and i == j else values
@@ -352,7 +352,7 @@ def empirical_ntk(
     for name, value in params.items():
         check_finite(call, f"params[{name!r}]", value)
     shape = np.shape(x1)[1:]
-    found = prior_moments(call, net, shape, prior, scales)
+    moments = prior_moments(call, net, shape, prior, scales)
     if contains(net, BatchNorm):
         instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
         raise argument_error(call, "net", "a network with `BatchNorm`", instead)
@@ -364,7 +364,7 @@ def empirical_ntk(
         raise argument_error(
             call, "params", got, f"Pass one array for each parameter: {expected}."
         )
-    variances = {name: jnp.asarray(found.sites[name].variance) for name in params}
+    variances = {name: jnp.asarray(moments.sites[name].variance) for name in params}
     weights = {
         name: variances[name] / weight_fan_in(name, np.shape(params[name]))
         for name in params
@@ -396,24 +396,26 @@ def empirical_ntk(
 def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
     """Derivatives of every output, (B, K, *shape) for each parameter."""
     return jax.vmap(
-        lambda row: jax.jacrev(lambda at: net.apply(at, row).reshape(-1))(dict(params))
+        lambda row: jax.jacrev(lambda weights: net.apply(weights, row).reshape(-1))(
+            dict(params)
+        )
     )(x)
 
 
 @partial(jax.jit, static_argnums=2)
 def _contracted(
-    one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool
+    first: dict[str, jax.Array], second: dict[str, jax.Array], full: bool
 ) -> jax.Array:
     """Sum over parameters, and average over outputs unless all pairs of them are
     requested.
     """
     total: Any = 0.0
     formula = "akp,blp->abkl" if full else "akp,bkp->ab"
-    for name, left in one.items():
+    for name, left in first.items():
         shape = (*left.shape[:2], -1)
-        parts = (
+        jacobians = (
             left.reshape(shape),
-            other[name].reshape((other[name].shape[0], *shape[1:])),
+            second[name].reshape((second[name].shape[0], *shape[1:])),
         )
-        total += jnp.einsum(formula, *parts, precision="highest")
-    return total if full else total / next(iter(one.values())).shape[1]
+        total += jnp.einsum(formula, *jacobians, precision="highest")
+    return total if full else total / next(iter(first.values())).shape[1]

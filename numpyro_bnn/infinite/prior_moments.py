@@ -49,15 +49,15 @@ def prior_moments(
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):
         prior.check(shapes)
-    given, used = dict(scales or {}), set()
+    hyper_values, used = dict(scales or {}), set()
     sites, normal = {}, set()
     for name, shape in shapes.items():
-        fn, hyper = _distribution(call, prior, name, shape, given)
+        fn, hyper = _distribution(call, prior, name, shape, hyper_values)
         used.update(hyper)
         sites[name], is_normal = _moments(call, fn, name, shape)
         if is_normal:
             normal.add(name)
-    for name in given.keys() - used:
+    for name in hyper_values.keys() - used:
         raise unknown_name(
             call, "scales", name, used or ["(this prior has no hyper-sites)"]
         )
@@ -70,16 +70,16 @@ def weight_fan_in(name: str, shape: Shape) -> int:
 
 
 def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, given: dict
+    call: str, prior: Any, name: str, shape: Shape, hyper_values: dict
 ) -> tuple[Any, list[str]]:
     """The distribution of one parameter at the given values of its hyper-sites, and
     their names.
     """
-    seeded = handlers.seed(handlers.substitute(prior, data=given), rng_seed=0)
+    seeded = handlers.seed(handlers.substitute(prior, data=hyper_values), rng_seed=0)
     with handlers.block(), handlers.trace() as trace:
         fn = seeded(name, shape)
     hyper = [site for site, message in trace.items() if message["type"] == "sample"]
-    if missing := [site for site in hyper if site not in given]:
+    if missing := [site for site in hyper if site not in hyper_values]:
         came = f"a prior of {name!r} with the unknown scale {missing[0]!r}"
         choose = (
             f"choose one, `scales={{{missing[0]!r}: 1.0}}`, or a prior without "
@@ -110,10 +110,10 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
             "features of the body as x."
         )
         raise argument_error(call, "prior", came, instead)
-    found = affine_normal(fn)
+    normal_moments = affine_normal(fn)
     mean, variance = (
-        (found[0], found[1] ** 2)
-        if found is not None
+        (normal_moments[0], normal_moments[1] ** 2)
+        if normal_moments is not None
         else _other_moments(call, fn, name)
     )
     centered = (
@@ -135,7 +135,7 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
     scaled = variance * weight_fan_in(name, shape)
     return SiteMoments(
         _reduced(mean, shape), _reduced(scaled, shape)
-    ), found is not None
+    ), normal_moments is not None
 
 
 def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, Any]:

@@ -98,8 +98,10 @@ class GPRegression:
             half = solve_triangular(self._lower, cross, lower=True)
             mean = half.T @ self._whitened
             if diagonal:
-                own = prior_variance(call, self.net, new, self.prior, self.scales)
-                covariance = jnp.maximum(own - jnp.sum(half**2, axis=0), 0)
+                prior_variances = prior_variance(
+                    call, self.net, new, self.prior, self.scales
+                )
+                covariance = jnp.maximum(prior_variances - jnp.sum(half**2, axis=0), 0)
             else:
                 covariance = jnp.asarray(self._kernel(new, None)) - half.T @ half
             return Prediction(np.asarray(mean), np.asarray(covariance))

@@ -39,7 +39,7 @@ class Covariance(NamedTuple):
     mean2: jax.Array
 
 
-class Given(NamedTuple):
+class ByGain(NamedTuple):
     """Second moments given each of G values of a random number that all data points
     share: the gain of a unit.
     """
@@ -55,7 +55,7 @@ class Units(NamedTuple):
     gaussian: bool = (
         True  # whether they are normal, as after weights; activations need it
     )
-    given: Given | None = (
+    by_gain: ByGain | None = (
         None  # if they are normal given a random number, moments for each of its values
     )
 
@@ -106,14 +106,14 @@ class Context(NamedTuple):
             raise argument_error("infinite", "prior", came, instead)
         return jnp.mean(value)
 
-    def need_normal(self, name: str, why: str) -> None:
+    def need_normal(self, name: str, reason: str) -> None:
         if self.full(name) not in self.normal:
             came = f"weights of {self.full(name)!r} that are not normal"
             raise argument_error(
                 "infinite",
                 "prior",
                 came,
-                f"{why}: only normal ones give a Gaussian process.",
+                f"{reason}: only normal ones give a Gaussian process.",
             )
 
 
@@ -145,7 +145,7 @@ def propagate(layer: Layer, context: Context, state: State) -> State:
 def contains(layer: Layer, kind: type[Layer]) -> bool:
     """Whether a layer, or one inside it, is of a kind."""
     return isinstance(layer, kind) or any(
-        contains(part, kind) for _, part in layer.children()
+        contains(child, kind) for _, child in layer.children()
     )
 
 
@@ -155,14 +155,14 @@ def _on_inputs(layer: Layer, context: Context, state: Inputs) -> Inputs:
     )
 
 
-def _unsupported(layer: Layer, context: Context, why: str) -> Exception:
+def _unsupported(layer: Layer, context: Context, reason: str) -> Exception:
     """The error for a layer that has no Gaussian limit."""
     place = (
         f"{type(layer).__name__} at {context.path!r}"
         if context.path
         else type(layer).__name__
     )
-    return argument_error("infinite", "net", place, why)
+    return argument_error("infinite", "net", place, reason)
 
 
 @rule(nn.Dense)
@@ -212,15 +212,15 @@ def activation(layer: nn.Activation, context: Context, state: State) -> State:
     forms = dual(layer)
     if state.gaussian:
         return Units(_activated(forms, state.k), gaussian=False)
-    if state.given is None:
-        why = (
+    if state.by_gain is None:
+        reason = (
             "An activation needs normal inputs: put it after Dense. In a residual "
             "network write blocks `Residual(Sequential(['relu', Dense(n), ...]))`, "
             "without activation between them."
         )
-        raise _unsupported(layer, context, why)
-    parts = jax.vmap(lambda k: _activated(forms, k))(state.given.k)
-    return Units(_average(Given(state.given.weights, parts)), gaussian=False)
+        raise _unsupported(layer, context, reason)
+    covariances = jax.vmap(lambda k: _activated(forms, k))(state.by_gain.k)
+    return Units(_average(ByGain(state.by_gain.weights, covariances)), gaussian=False)
 
 
 def _activated(forms: Dual, k: Covariance) -> Covariance:
@@ -231,15 +231,17 @@ def _activated(forms: Dual, k: Covariance) -> Covariance:
         jnp.broadcast_to(q2[None, :], k.nngp.shape),
     )
     ntk = None if k.ntk is None else k.ntk * forms.slope(k.nngp, *cross)
-    own = forms.value(q1, q1, q1), forms.value(q2, q2, q2)
+    variances = forms.value(q1, q1, q1), forms.value(q2, q2, q2)
     return Covariance(
-        forms.value(k.nngp, *cross), ntk, *own, forms.mean(q1), forms.mean(q2)
+        forms.value(k.nngp, *cross), ntk, *variances, forms.mean(q1), forms.mean(q2)
     )
 
 
-def _average(given: Given) -> Covariance:
+def _average(by_gain: ByGain) -> Covariance:
     """Moments averaged over the random number that data points share."""
-    return jax.tree.map(lambda part: jnp.tensordot(given.weights, part, 1), given.k)
+    return jax.tree.map(
+        lambda moment: jnp.tensordot(by_gain.weights, moment, 1), by_gain.k
+    )
 
 
 @rule(nn.LayerNorm)
@@ -249,26 +251,26 @@ def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
     """
     if isinstance(state, Inputs):
         if layer.use_scale or layer.use_bias:
-            why = (
+            reason = (
                 "On inputs write `LayerNorm(use_scale=False, use_bias=False)`: few "
                 "random gains have no limit."
             )
-            raise _unsupported(layer, context, why)
+            raise _unsupported(layer, context, reason)
         return _on_inputs(layer, context, state)
     unit, bias = _standardized(state.k), context.bias(layer.use_bias)
     if not layer.use_scale:
         return Units(_shifted(unit, 1.0, 0.0, bias), state.gaussian)
     context.need_normal("scale", "Gains enter each unit as they are")
     mean, spread = context.sites[context.full("scale")].mean, context.common("scale")
-    x, w = (jnp.asarray(part, unit.own1.dtype) for part in nodes(GAIN_NODES))
-    given = Given(
+    x, w = (jnp.asarray(array, unit.own1.dtype) for array in nodes(GAIN_NODES))
+    by_gain = ByGain(
         w,
         jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(
             mean + jnp.sqrt(spread) * x
         ),
     )
     return Units(
-        _average(given), gaussian=False, given=given if state.gaussian else None
+        _average(by_gain), gaussian=False, by_gain=by_gain if state.gaussian else None
     )
 
 
@@ -290,7 +292,7 @@ def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
     parameters.
     """
     ntk = None if k.ntk is None else gain**2 * k.ntk + spread * k.nngp + bias
-    nngp, own1, own2 = (gain**2 * part + bias for part in (k.nngp, k.own1, k.own2))
+    nngp, own1, own2 = (gain**2 * moment + bias for moment in (k.nngp, k.own1, k.own2))
     return k._replace(nngp=nngp, ntk=ntk, own1=own1, own2=own2)
 
 
@@ -313,8 +315,8 @@ def flatten(layer: nn.Flatten, context: Context, state: State) -> State:
 @rule(nn.Sequential)
 def sequential(layer: nn.Sequential, context: Context, state: State) -> State:
     """Apply the layers in order."""
-    for name, part in layer.children():
-        state = propagate(part, context.child(name), state)
+    for name, child in layer.children():
+        state = propagate(child, context.child(name), state)
     return state
 
 
@@ -332,11 +334,11 @@ def residual(layer: nn.Residual, context: Context, state: State) -> State:
     if isinstance(a, Inputs) and isinstance(b, Inputs):
         return Inputs(a.x1 + b.x1, a.x2 + b.x2)
     if isinstance(a, Inputs) or isinstance(b, Inputs):
-        why = (
+        reason = (
             "Inputs plus random units have no limit in the width: put a Dense layer "
             "before the block."
         )
-        raise _unsupported(layer, context, why)
+        raise _unsupported(layer, context, reason)
     if not any(
         contains(branch, nn.Dense)
         for branch in (layer.body, layer.shortcut)

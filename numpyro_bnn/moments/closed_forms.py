@@ -228,7 +228,9 @@ def maximum_of(
             below += weight * half * 2 * (high - t) * cdf
         return total, below
 
-    first, second = (jnp.sum(part, 0) for part in jax.vmap(integrals)(nodes, weights))
+    first, second = (
+        jnp.sum(integral, 0) for integral in jax.vmap(integrals)(nodes, weights)
+    )
     return Gaussian(high - first, jnp.maximum(second - first * first, 0))
 
 
@@ -264,8 +266,8 @@ def _select(term: Term) -> Gaussian | None:
     """``select_n(u > 0, a * u, b * u)``, the usual form of leaky rectifiers; any order,
     any of the comparisons.
     """
-    which, *cases = term.operands
-    compared = _compared_with_zero(which)
+    predicate, *cases = term.operands
+    compared = _compared_with_zero(predicate)
     if compared is None or len(cases) != 2:
         return None
     u, positive = compared
@@ -280,13 +282,13 @@ def _select(term: Term) -> Gaussian | None:
 _FLIPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}
 
 
-def _compared_with_zero(which: Any) -> tuple[Term, bool] | None:
+def _compared_with_zero(predicate: Any) -> tuple[Term, bool] | None:
     """(u, whether the predicate holds for positive u) of a comparison of a term with
     the constant 0.
     """
-    if not isinstance(which, Term) or _name(which) not in _FLIPPED:
+    if not isinstance(predicate, Term) or _name(predicate) not in _FLIPPED:
         return None
-    name, (left, right) = _name(which), which.operands
+    name, (left, right) = _name(predicate), predicate.operands
     if isinstance(right, Term):
         name, left, right = _FLIPPED[name], right, left
     if isinstance(right, Term) or not is_zero(right):

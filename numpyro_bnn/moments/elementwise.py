@@ -72,8 +72,8 @@ def _affine(
         or not jnp.issubdtype(equation.outputs[0].dtype, jnp.floating)
     ):
         return None
-    parts = [(o.slope, o.shift) if isinstance(o, Term) else (None, o) for o in operands]
-    result = rule(*parts)
+    forms = [(o.slope, o.shift) if isinstance(o, Term) else (None, o) for o in operands]
+    result = rule(*forms)
     return None if result is None else (bases.pop(), *result)
 
 
@@ -100,13 +100,15 @@ def _div(x: Part, y: Part) -> Part | None:
     return None if y[0] is not None else (x[0] / y[1], x[1] / y[1])
 
 
-def _select(which: Part, *cases: Part) -> Part | None:
-    if which[0] is not None or which[1].dtype != bool or len(cases) != 2:
+def _select(predicate: Part, *cases: Part) -> Part | None:
+    if predicate[0] is not None or predicate[1].dtype != bool or len(cases) != 2:
         return None
     (no, no_shift), (yes, yes_shift) = (
         (0.0 if slope is None else slope, shift) for slope, shift in cases
     )
-    return jnp.where(which[1], yes, no), jnp.where(which[1], yes_shift, no_shift)
+    return jnp.where(predicate[1], yes, no), jnp.where(
+        predicate[1], yes_shift, no_shift
+    )
 
 
 _AFFINE: dict[str, Callable] = {
@@ -147,9 +149,9 @@ def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
 
 
 def _check_independence(equation: Equation, variables: set[Any]) -> None:
-    for one in variables:
-        for other in variables - {one}:
-            if one.parts & other.reduced:
+    for first in variables:
+        for second in variables - {first}:
+            if first.parts & second.reduced:
                 raise equation.refuse(
                     (
                         "combines a random array with a reduction of itself (a sum or "
@@ -160,7 +162,7 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
                         "known numbers instead."
                     ),
                 )
-            if one.path == other.path:
+            if first.path == second.path:
                 raise equation.refuse(
                     (
                         "combines two functions of the same random elements, reshaped "
@@ -186,14 +188,16 @@ def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
     return Gaussian(-result.mean, result.var)
 
 
-def _select_independent(equation: Equation, which: Any, *cases: Any) -> Gaussian:
+def _select_independent(equation: Equation, predicate: Any, *cases: Any) -> Gaussian:
     """Select between independent values; plain cases have variance 0."""
     means = [case.mean if isinstance(case, Gaussian) else case for case in cases]
     variances = [
         case.var if isinstance(case, Gaussian) else jnp.zeros_like(case)
         for case in cases
     ]
-    return Gaussian(equation.bind(which, *means), equation.bind(which, *variances))
+    return Gaussian(
+        equation.bind(predicate, *means), equation.bind(predicate, *variances)
+    )
 
 
 _INDEPENDENT: dict[str, Callable[..., Gaussian]] = {

@@ -57,15 +57,15 @@ def moments_of(term: Term) -> Gaussian:
             )
         if term.base is term:
             form = CLOSED_FORMS.get(term.equation.name)  # type: ignore[union-attr]
-            known = form(term) if form else None
-            found = _quadrature(term, NODES.get()) if known is None else known
+            closed = form(term) if form else None
+            moments = _quadrature(term, NODES.get()) if closed is None else closed
         else:
             base = moments_of(term.base)
-            found = Gaussian(
+            moments = Gaussian(
                 term.slope * base.mean + term.shift, term.slope * term.slope * base.var
             )
         term.moments = Gaussian(
-            *(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in found)
+            *(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in moments)
         )
     return term.moments
 
@@ -87,24 +87,24 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
     """
     x = Gaussian(*(jnp.broadcast_to(m, term.shape) for m in term.variable.gaussian))
     precision = jnp.finfo(x.mean.dtype)
-    known = x.var <= float(precision.tiny) ** 0.5
-    sd = jnp.sqrt(jnp.where(known, 1, x.var))
+    constant = x.var <= float(precision.tiny) ** 0.5
+    sd = jnp.sqrt(jnp.where(constant, 1, x.var))
     middle, half = _panels(_breaks(term), x.mean, sd)
-    sd = jnp.where(known, 0, sd)
+    sd = jnp.where(constant, 0, sd)
 
     def evaluate(z: Any) -> jax.Array:
         return term.evaluate(x.mean + sd * z).astype(x.mean.dtype)
 
-    found, error = _sums(evaluate, middle, half, -(-num_nodes // 2))
+    integral, error = _sums(evaluate, middle, half, -(-num_nodes // 2))
     value, slope, curvature = _derivatives(term.evaluate, x.mean)
     line = Gaussian(value + 0.5 * curvature * x.var, slope * slope * x.var)
-    width, spread = jnp.sqrt(found.var), jnp.abs(slope) * sd
+    width, spread = jnp.sqrt(integral.var), jnp.abs(slope) * sd
     rounding = 32 * precision.eps * (jnp.abs(value) + jnp.abs(slope * x.mean))
     allowed = rounding + float(precision.eps) ** 0.5 * spread
-    straight = (jnp.abs(found.mean - line.mean) <= allowed) & (
+    straight = (jnp.abs(integral.mean - line.mean) <= allowed) & (
         jnp.abs(width - spread) <= allowed
     )
-    straight = known | ((x.var <= float(precision.eps) ** (2 / 3)) & straight)
+    straight = constant | ((x.var <= float(precision.eps) ** (2 / 3)) & straight)
     limit = _TOLERANCE * width + rounding
     good = (error.mean <= limit) & (error.var <= limit * (width + rounding))
     bad = ~(good | straight) & jnp.isfinite(x.mean) & jnp.isfinite(x.var)
@@ -117,8 +117,8 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
                 "num_nodes=...)`."
             ),
         )
-    chosen = (jnp.where(straight, *pair) for pair in zip(line, found, strict=True))
-    return Gaussian(*(jnp.where(bad, jnp.nan, moment) for moment in chosen))
+    moments = (jnp.where(straight, *pair) for pair in zip(line, integral, strict=True))
+    return Gaussian(*(jnp.where(bad, jnp.nan, moment) for moment in moments))
 
 
 def _panels(
@@ -128,19 +128,19 @@ def _panels(
     low, zero, high = (jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH))
     cuts = [zero]
     for place, slope in breaks:
-        at = (place - mean) / sd
-        far = jnp.abs(at) > _FARTHEST
-        at = jnp.where(far, _REACH * jnp.sign(at), at)
+        center = (place - mean) / sd
+        is_far = jnp.abs(center) > _FARTHEST
+        center = jnp.where(is_far, _REACH * jnp.sign(center), center)
         layer = jnp.where(
-            far,
+            is_far,
             _REACH / 2,
             _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH),
         )
         low, high = (
-            jnp.minimum(low, at - jnp.maximum(layer, 1)),
-            jnp.maximum(high, at + jnp.maximum(layer, 1)),
+            jnp.minimum(low, center - jnp.maximum(layer, 1)),
+            jnp.maximum(high, center + jnp.maximum(layer, 1)),
         )
-        for cut in (at, at - layer, at + layer):
+        for cut in (center, center - layer, center + layer):
             cuts = _insert(cuts, cut)
     edges = jnp.stack([low, *cuts, high])
     return (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
@@ -151,9 +151,9 @@ def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
     as that of a sort.
     """
     result = []
-    for one in ordered:
-        result.append(jnp.minimum(one, new))
-        new = jnp.maximum(one, new)
+    for number in ordered:
+        result.append(jnp.minimum(number, new))
+        new = jnp.maximum(number, new)
     return [*result, new]
 
 
@@ -196,8 +196,8 @@ def _sums(
         )
         fine, rough = (
             [
-                jnp.sum(column(rule) * part, 0)
-                for part in _powers(density, values - center)
+                jnp.sum(column(rule) * power, 0)
+                for power in _powers(density, values - center)
             ]
             for rule in rules
         )
@@ -221,7 +221,7 @@ def _sums(
         fine, rough = jnp.moveaxis(
             jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2
         )
-    total, first, second = (jnp.sum(part, 0) for part in fine)
+    total, first, second = (jnp.sum(power, 0) for power in fine)
     mean = first / total
     # A function that grows too fast has not faded at the ends.
     ends = jax.lax.stop_gradient((middle[0] - half[0], middle[-1] + half[-1]))
@@ -248,12 +248,12 @@ def _derivatives(
     fn: Callable[[Any], Any], x: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """f, f', f'' of an elementwise function."""
-    one = jnp.ones_like(x)
+    unit = jnp.ones_like(x)
 
     def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.jvp(fn, (x,), (one,))
+        return jax.jvp(fn, (x,), (unit,))
 
-    (value, slope), (_, curvature) = jax.jvp(first, (x,), (one,))
+    (value, slope), (_, curvature) = jax.jvp(first, (x,), (unit,))
     return value, slope, curvature
 
 
@@ -261,23 +261,23 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
     """Where x makes an argument equal to the number it is compared with, or to 0, and
     the slope of that argument.
     """
-    found: dict[Any, tuple[Any, Any]] = {}
-    seen: set[int] = set()
+    breaks: dict[Any, tuple[Any, Any]] = {}
+    visited: set[int] = set()
 
     def visit(node: Any) -> None:
-        if not isinstance(node, Term) or id(node) in seen or node.equation is None:
+        if not isinstance(node, Term) or id(node) in visited or node.equation is None:
             return
-        seen.add(id(node))
+        visited.add(id(node))
         if node.base is node:
             for place, slope in _places(node):
-                found.setdefault((_identity(place), _identity(slope)), (place, slope))
+                breaks.setdefault((_identity(place), _identity(slope)), (place, slope))
         for operand in node.operands:
             visit(operand)
 
     visit(term)
     finite = [
         pair
-        for key, pair in found.items()
+        for key, pair in breaks.items()
         if not isinstance(key[0], float) or math.isfinite(key[0])
     ]
     return finite[:_MOST_BREAKS] or [(0.0, 1.0)]
@@ -285,8 +285,8 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
 
 def _identity(value: Any) -> Any:
     """Equal for equal known numbers, and for the same array."""
-    known = not isinstance(value, jax.core.Tracer) and np.size(value) == 1
-    return float(np.reshape(value, ())) if known else id(value)
+    concrete = not isinstance(value, jax.core.Tracer) and np.size(value) == 1
+    return float(np.reshape(value, ())) if concrete else id(value)
 
 
 def _places(node: Term) -> list[tuple[Any, Any]]:
@@ -299,10 +299,10 @@ def _places(node: Term) -> list[tuple[Any, Any]]:
     if (
         isinstance(line[1], float)
         and line[1] == 0
-        and all(is_zero(at) for at in against)
+        and all(is_zero(target) for target in against)
     ):
         return [(0.0, line[0])]
-    return [(_solve(*line, at), line[0]) for at in against]
+    return [(_solve(*line, target), line[0]) for target in against]
 
 
 def _line(term: Term) -> tuple[Any, Any] | None:
@@ -323,8 +323,8 @@ def _line(term: Term) -> tuple[Any, Any] | None:
     return line and (term.slope * line[0], term.slope * line[1] + term.shift)
 
 
-def _solve(slope: Any, shift: Any, at: Any) -> Any:
+def _solve(slope: Any, shift: Any, target: Any) -> Any:
     """x with slope * x + shift = at; 0 if the argument does not depend on x."""
     if isinstance(slope, float):
-        return (at - shift) / slope if slope else 0.0
-    return jnp.where(slope == 0, 0, (at - shift) / jnp.where(slope == 0, 1, slope))
+        return (target - shift) / slope if slope else 0.0
+    return jnp.where(slope == 0, 0, (target - shift) / jnp.where(slope == 0, 1, slope))

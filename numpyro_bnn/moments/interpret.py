@@ -41,8 +41,10 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
     """The program that a call holds, and its constants."""
-    held = next(equation.params[name] for name in _PROGRAMS if name in equation.params)
-    return getattr(held, "jaxpr", held), getattr(held, "consts", ())
+    program = next(
+        equation.params[name] for name in _PROGRAMS if name in equation.params
+    )
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,8 @@ class Interpreter:
         needed = [True] * len(jaxpr.outvars) if needed is None else needed
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
-        wanted = [var for var, want in zip(jaxpr.outvars, needed, strict=True) if want]
-        for equation, outputs_needed in needed_equations(jaxpr, wanted):
+        outvars = [var for var, want in zip(jaxpr.outvars, needed, strict=True) if want]
+        for equation, outputs_needed in needed_equations(jaxpr, outvars):
             operands = [_read(values, var) for var in equation.invars]
             outputs = self._evaluate(
                 Equation(equation, self, outputs_needed, caller), operands

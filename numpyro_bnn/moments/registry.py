@@ -68,8 +68,8 @@ def propagate(
         }
 
         def of_random(*values: Any) -> Any:
-            given = dict(zip(random, values, strict=True))
-            filled = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            by_index = dict(zip(random, values, strict=True))
+            filled = [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]
             filled_args, filled_kwargs = jax.tree.unflatten(tree, filled)
             return fn(*filled_args, **filled_kwargs)
 
@@ -153,9 +153,9 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
             if view and len(operands) == 1
             else None
         )
-        seen = variables[0].views if key and terms[0].equation is None else {}
-        if key in seen:
-            return seen[key]
+        views = variables[0].views if key and terms[0].equation is None else {}
+        if key in views:
+            return views[key]
         if (
             multiplies
             and len(variables) == 2
@@ -168,26 +168,27 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
         result = rule(
             equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands)
         )
-        parts = frozenset().union(*(variable.parts for variable in variables))
+        holders = frozenset().union(*(variable.parts for variable in variables))
         reduced = frozenset().union(*(variable.reduced for variable in variables))
         path = (*variables[0].path, key) if key else ()
         relations: dict[str, Any] = {}
         if view:
-            relations = {"parts": parts, "reduced": reduced, "path": path}
+            relations = {"parts": holders, "reduced": reduced, "path": path}
         elif reduces:
-            relations = {"reduced": reduced | parts}
+            relations = {"reduced": reduced | holders}
         if isinstance(result, list):
             # each output holds other elements, so each has its own path
             paths: list[dict[str, Any]] = [
                 {"path": (*path, i)} if path else {} for i in range(len(result))
             ]
             wrapped: Any = [
-                wrap(r, **relations | own) for r, own in zip(result, paths, strict=True)
+                wrap(r, **relations | own_path)
+                for r, own_path in zip(result, paths, strict=True)
             ]
         else:
             wrapped = wrap(result, **relations)
         if key:
-            seen[key] = wrapped
+            views[key] = wrapped
         return wrapped
 
     return apply

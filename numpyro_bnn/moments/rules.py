@@ -39,9 +39,9 @@ def _sum(equation: Equation, x: Gaussian) -> Gaussian:
 @register("reduce_max", reduces=True)
 def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
     axes = equation.params["axes"]
-    moved = (jnp.moveaxis(a, axes, range(len(axes))) for a in x)
+    front = (jnp.moveaxis(a, axes, range(len(axes))) for a in x)
     mean, var = (
-        a.reshape(-1, *a.shape[len(axes) :]) for a in moved
+        a.reshape(-1, *a.shape[len(axes) :]) for a in front
     )  # the reduced axes as one, in front
     if len(mean) == 2:
         return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
@@ -65,14 +65,14 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
     offsets = itertools.product(*(range(0, n * d, d) for n, d in windows))
     shape = equation.outputs[0].shape
-    taken = [
+    elements = [
         _strided(x, offset, p["padding"], p["window_strides"], shape)
         for offset in offsets
     ]
-    present = np.stack([mask for _, mask in taken])
-    if len(taken) == 2 and present.all():
-        return maximum(taken[0][0], taken[1][0])
-    mean, var = (jnp.stack([part[i] for part, _ in taken]) for i in (0, 1))
+    present = np.stack([mask for _, mask in elements])
+    if len(elements) == 2 and present.all():
+        return maximum(elements[0][0], elements[1][0])
+    mean, var = (jnp.stack([element[i] for element, _ in elements]) for i in (0, 1))
     return maximum_of(mean, var, present, NODES.get())
 
 
@@ -129,7 +129,7 @@ def _move(equation: Equation, *operands: Any) -> Any:
     return _alike(
         equation,
         data,
-        lambda parts: equation.bind(*parts, *_plain_indices(equation, indices)),
+        lambda arrays: equation.bind(*arrays, *_plain_indices(equation, indices)),
     )
 
 
@@ -139,7 +139,7 @@ def _scatter(equation: Equation, operand: Any, indices: Any, updates: Any) -> An
     return _alike(
         equation,
         (operand, updates),
-        lambda parts: equation.bind(parts[0], indices, parts[1]),
+        lambda arrays: equation.bind(arrays[0], indices, arrays[1]),
     )
 
 

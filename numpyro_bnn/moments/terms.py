@@ -131,7 +131,7 @@ class Term:
         """Value of the expression if its variable has the value ``x``, of the
         variable's shape or the term's.
         """
-        known: dict[int, Any] = {}
+        results: dict[int, Any] = {}
 
         def value(node: Any) -> Any:
             if not isinstance(node, Term):
@@ -139,14 +139,14 @@ class Term:
             equation, operands = node.evaluated_as
             if equation is None:
                 return x
-            if id(node) not in known:
+            if id(node) not in results:
                 result = _bind_larger(
                     equation, [value(operand) for operand in operands]
                 )
-                known[id(node)] = (
+                results[id(node)] = (
                     result[0] if isinstance(result, list | tuple) else result
                 )
-            return known[id(node)]
+            return results[id(node)]
 
         return value(self)
 
@@ -164,9 +164,9 @@ def _bind_larger(equation: Equation, values: list[Any]) -> Any:
         return equation.bind(*(jnp.broadcast_to(v, shape) for v in values))
     small = equation.outputs[0].shape
     aligned = (1,) * (len(shape) - len(small)) + small
-    added = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
-    kept = [axis for axis in range(len(shape)) if axis not in added]
-    axes = [*added, *kept]
+    new_axes = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
+    small_axes = [axis for axis in range(len(shape)) if axis not in new_axes]
+    axes = [*new_axes, *small_axes]
 
     def batch(value: Any) -> jax.Array:
         return jnp.broadcast_to(value, shape).transpose(axes).reshape(-1, *small)
