@@ -4,7 +4,7 @@ otherwise quadrature.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,20 +53,18 @@ def dual(layer: Activation, closed: bool = True) -> Dual:
     )
 
 
-def nodes(number: int = NODES) -> tuple[np.ndarray, np.ndarray]:
+def nodes(dtype: Any, number: int = NODES) -> tuple[jax.Array, jax.Array]:
     """Nodes and weights for an expectation under N(0, 1)."""
     x = np.linspace(-REACH, REACH, number)
     w = np.exp(-0.5 * x**2)
-    return x, w / w.sum()
+    return jnp.asarray(x, dtype), jnp.asarray(w / w.sum(), dtype)
 
 
 def expectation(fn: Function, variance: jax.Array) -> jax.Array:
     """E f(x), x ~ N(0, variance), elementwise."""
-    x, w = (jnp.asarray(array, variance.dtype) for array in nodes())
-    return (
-        fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim))))
-        @ w
-    )
+    x, w = nodes(variance.dtype)
+    x = jnp.expand_dims(x, tuple(range(variance.ndim)))
+    return fn(root(variance)[..., None] * x) @ w
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -86,7 +84,7 @@ def product_expectation(
     a, b = root(q1), root(q2)
     c = jnp.clip(k / jnp.where(a * b > 0, a * b, 1), -1, 1)
     along, across = b * c, b * jnp.sqrt(1 - c**2)
-    x, w = (jnp.asarray(array, k.dtype) for array in nodes())
+    x, w = nodes(k.dtype)
     inner_nodes = jnp.expand_dims(x, tuple(range(k.ndim)))
 
     def row(

@@ -174,14 +174,10 @@ def both_kernels(
             call, "x2", f"shape {x2.shape}", f"Pass (N2, *{x1.shape[1:]}), like x1."
         )
     moments = _prior_moments(call, net, x1, prior, scales)
-    if (
-        block_size is None
-        and not isinstance(x1, jax.core.Tracer)
-        and not isinstance(x2, jax.core.Tracer)
-    ):
-        block_size = (
-            BLOCK_SIZE if len(x1) * len(x1 if x2 is None else x2) > LARGEST else None
-        )
+    num_pairs = len(x1) * len(x1 if x2 is None else x2)
+    traced = isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer)
+    if block_size is None and num_pairs > LARGEST and not traced:
+        block_size = BLOCK_SIZE
     return kernels(net, moments.sites, moments.normal, x1, x2, want_ntk, block_size)
 
 
@@ -202,10 +198,9 @@ def kernels(
             (net, normal, want_ntk), sites, np.asarray(x1, dtype), x2, block_size
         )
     x1 = jnp.asarray(x1, dtype)
-    blocks = _block(
-        net, normal, want_ntk, sites, x1, x1 if x2 is None else jnp.asarray(x2, dtype)
-    )
-    return Kernels(*map(_mirrored, blocks)) if x2 is None else blocks
+    if x2 is None:
+        return Kernels(*map(_mirrored, _block(net, normal, want_ntk, sites, x1, x1)))
+    return _block(net, normal, want_ntk, sites, x1, jnp.asarray(x2, dtype))
 
 
 def _prior_moments(
@@ -265,15 +260,12 @@ def _in_blocks(
     """
     symmetric = x2 is None
     x2 = x1 if x2 is None else np.asarray(x2, x1.dtype)
-    filled = [
-        np.empty((len(x1), len(x2)), x1.dtype) if want else None
-        for want in (True, settings[2])
-    ]
+    nngp = np.empty((len(x1), len(x2)), x1.dtype)
+    filled = Kernels(nngp, np.empty_like(nngp) if settings[2] else None)
 
     def part(x: np.ndarray, start: int) -> np.ndarray:
-        return x[
-            np.minimum(np.arange(start, start + size), len(x) - 1)
-        ]  # the last block is padded
+        # the last block is padded
+        return x[np.minimum(np.arange(start, start + size), len(x) - 1)]
 
     for i in range(0, len(x1), size):
         rows = part(x1, i)
@@ -286,7 +278,7 @@ def _in_blocks(
                     out[i : i + size, j : j + size] = values
                     if symmetric and i != j:
                         out[j : j + size, i : i + size] = values.T
-    return Kernels(*filled)
+    return filled
 
 
 def _inputs(call: str, argument: str, value: Any) -> Any:
@@ -356,22 +348,21 @@ def empirical_ntk(
     if contains(net, BatchNorm):
         instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
         raise argument_error(call, "net", "a network with `BatchNorm`", instead)
-    expected, got = (
-        net.param_shapes(shape),
-        {name: np.shape(value) for name, value in params.items()},
-    )
+    expected = net.param_shapes(shape)
+    got = {name: np.shape(value) for name, value in params.items()}
     if got != expected:
         raise argument_error(
             call, "params", got, f"Pass one array for each parameter: {expected}."
         )
-    variances = {name: jnp.asarray(moments.sites[name].variance) for name in params}
-    weights = {
-        name: variances[name] / weight_fan_in(name, np.shape(params[name]))
-        for name in params
-    }
+    variances = {}
+    for name, got_shape in got.items():
+        scaled_variance = jnp.asarray(moments.sites[name].variance)
+        variances[name] = scaled_variance / weight_fan_in(name, got_shape)
     outputs = int(np.prod(net.output_shape(shape)))
-    fits = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
-    size = fits if block_size is None else block_size
+    size = block_size
+    if size is None:
+        num_params = sum(map(np.size, params.values()))
+        size = max(1, JACOBIAN // (outputs * num_params))
     first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
     pairs = (outputs, outputs) if full else ()
     result = np.empty(
@@ -379,7 +370,7 @@ def empirical_ntk(
     )
     for i in range(0, len(first), size):
         rows = _jacobian(net, params, first[i : i + size])
-        scaled = {name: rows[name] * weights[name] for name in rows}
+        scaled = {name: rows[name] * variances[name] for name in rows}
         for j in range(i if x2 is None else 0, len(second), size):
             block = np.asarray(
                 _contracted(scaled, _jacobian(net, params, second[j : j + size]), full)
@@ -413,9 +404,6 @@ def _contracted(
     formula = "akp,blp->abkl" if full else "akp,bkp->ab"
     for name, left in first.items():
         shape = (*left.shape[:2], -1)
-        jacobians = (
-            left.reshape(shape),
-            second[name].reshape((second[name].shape[0], *shape[1:])),
-        )
-        total += jnp.einsum(formula, *jacobians, precision="highest")
+        right = second[name].reshape((second[name].shape[0], *shape[1:]))
+        total += jnp.einsum(formula, left.reshape(shape), right, precision="highest")
     return total if full else total / next(iter(first.values())).shape[1]

@@ -111,15 +111,12 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
         )
         raise argument_error(call, "prior", came, instead)
     normal_moments = affine_normal(fn)
-    mean, variance = (
-        (normal_moments[0], normal_moments[1] ** 2)
-        if normal_moments is not None
-        else _other_moments(call, fn, name)
-    )
-    centered = (
-        call == "infinite.empirical_ntk" or role(name, shape) == "scale"
-    )  # any mean will do
-    if not centered and _known_not(mean, lambda m: m == 0):
+    if normal_moments is None:
+        mean, variance = _other_moments(call, fn, name)
+    else:
+        mean, variance = normal_moments[0], normal_moments[1] ** 2
+    any_mean = call == "infinite.empirical_ntk" or role(name, shape) == "scale"
+    if not any_mean and _known_not(mean, lambda m: m == 0):
         instead = "The wide limit needs weights and biases of mean 0."
         raise argument_error(
             call, "prior", f"a mean other than 0 for {name!r}", instead
@@ -133,9 +130,8 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
             call, "prior", f"an infinite variance for {name!r}", instead
         )
     scaled = variance * weight_fan_in(name, shape)
-    return SiteMoments(
-        _reduced(mean, shape), _reduced(scaled, shape)
-    ), normal_moments is not None
+    site = SiteMoments(_reduced(mean, shape), _reduced(scaled, shape))
+    return site, normal_moments is not None
 
 
 def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, Any]:
@@ -177,6 +173,6 @@ def _reduced(value: Any, shape: Shape) -> Any:
     array = np.broadcast_to(np.asarray(value), shape)
     if np.all(array == array.flat[0]):
         return jnp.asarray(array.flat[0])
-    return jnp.asarray(
-        array[..., :1] if len(shape) > 1 and np.all(array == array[..., :1]) else array
-    )
+    if len(shape) > 1 and np.all(array == array[..., :1]):
+        array = array[..., :1]
+    return jnp.asarray(array)

@@ -211,13 +211,20 @@ def gp_regression(
                 call, "noise_sd", came, "Pass a larger one, or remove repeated inputs."
             )
         whitened = solve_triangular(factor.lower, y, lower=True)
-        numbers = (
-            float(noise_sd),
-            float(_whitened_log_density(factor.lower, whitened)),
-            float(factor.jitter),
+        return GPRegression(
+            net,
+            prior,
+            scales,
+            x,
+            y,
+            noise_sd=float(noise_sd),
+            log_marginal_likelihood=float(
+                _whitened_log_density(factor.lower, whitened)
+            ),
+            jitter=float(factor.jitter),
+            _lower=np.asarray(factor.lower),
+            _whitened=np.asarray(whitened),
         )
-        lower, half = np.asarray(factor.lower), np.asarray(whitened)
-    return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
 
 
 def check_data(call: str, x: Any, y: Any) -> None:
@@ -284,9 +291,8 @@ def zero_mean_log_density(
     factor and one inverse; the derivative of the factor would take several.
     """
     factor = factorize(matrix)
-    return _whitened_log_density(
-        factor.lower, solve_triangular(factor.lower, y, lower=True)
-    ), factor.jitter
+    whitened = solve_triangular(factor.lower, y, lower=True)
+    return _whitened_log_density(factor.lower, whitened), factor.jitter
 
 
 @zero_mean_log_density.defjvp

@@ -30,9 +30,8 @@ class Covariance(NamedTuple):
     """
 
     nngp: jax.Array  # E f(x1) f(x2), (N1, N2)
-    ntk: (
-        jax.Array | None
-    )  # sum over standardized parameters of the products of their derivatives, (N1, N2)
+    # sum over standardized parameters of the products of their derivatives, (N1, N2)
+    ntk: jax.Array | None
     own1: jax.Array  # ``nngp`` of every first data point with itself, (N1,)
     own2: jax.Array
     mean1: jax.Array  # E f(x1), (N1,)
@@ -52,12 +51,10 @@ class Units(NamedTuple):
     """Infinitely many units of a layer."""
 
     k: Covariance
-    gaussian: bool = (
-        True  # whether they are normal, as after weights; activations need it
-    )
-    by_gain: ByGain | None = (
-        None  # if they are normal given a random number, moments for each of its values
-    )
+    # whether they are normal, as after weights; activations need it
+    gaussian: bool = True
+    # if they are normal given a random number, moments for each of its values
+    by_gain: ByGain | None = None
 
 
 State = Inputs | Units
@@ -130,9 +127,9 @@ def propagate(layer: Layer, context: Context, state: State) -> State:
     """Apply the rule of a layer, or refuse it; layers without parameters act on inputs
     as usual.
     """
-    kind = next((kind for kind in type(layer).__mro__ if kind in RULES), None)
-    if kind is not None:
-        return RULES[kind](layer, context, state)
+    for kind in type(layer).__mro__:
+        if kind in RULES:
+            return RULES[kind](layer, context, state)
     if isinstance(state, Inputs) and not layer.param_shapes(state.x1.shape[1:]):
         return _on_inputs(layer, context, state)
     raise _unsupported(
@@ -150,18 +147,17 @@ def contains(layer: Layer, kind: type[Layer]) -> bool:
 
 
 def _on_inputs(layer: Layer, context: Context, state: Inputs) -> Inputs:
+    no_weights = nn.ForwardContext({}, context.path)
     return Inputs(
-        *(layer.forward(nn.ForwardContext({}, context.path), x) for x in state)
+        layer.forward(no_weights, state.x1), layer.forward(no_weights, state.x2)
     )
 
 
 def _unsupported(layer: Layer, context: Context, reason: str) -> Exception:
     """The error for a layer that has no Gaussian limit."""
-    place = (
-        f"{type(layer).__name__} at {context.path!r}"
-        if context.path
-        else type(layer).__name__
-    )
+    place = type(layer).__name__
+    if context.path:
+        place += f" at {context.path!r}"
     return argument_error("infinite", "net", place, reason)
 
 
@@ -186,10 +182,8 @@ def _first_dense(layer: nn.Dense, context: Context, state: Inputs) -> Units:
         weight = weight[:, 0][None]
     scaled1, scaled2 = x1 * weight / x1.shape[1], x2 * weight / x1.shape[1]
     nngp = jnp.matmul(scaled1, x2.T, precision="highest") + bias
-    own1, own2 = (
-        jnp.sum(scaled1 * x1, axis=1) + bias,
-        jnp.sum(scaled2 * x2, axis=1) + bias,
-    )
+    own1 = jnp.sum(scaled1 * x1, axis=1) + bias
+    own2 = jnp.sum(scaled2 * x2, axis=1) + bias
     return _centered(nngp, nngp if context.ntk else None, own1, own2)
 
 
@@ -230,10 +224,13 @@ def _activated(forms: Dual, k: Covariance) -> Covariance:
         jnp.broadcast_to(q1[:, None], k.nngp.shape),
         jnp.broadcast_to(q2[None, :], k.nngp.shape),
     )
-    ntk = None if k.ntk is None else k.ntk * forms.slope(k.nngp, *cross)
-    variances = forms.value(q1, q1, q1), forms.value(q2, q2, q2)
     return Covariance(
-        forms.value(k.nngp, *cross), ntk, *variances, forms.mean(q1), forms.mean(q2)
+        nngp=forms.value(k.nngp, *cross),
+        ntk=None if k.ntk is None else k.ntk * forms.slope(k.nngp, *cross),
+        own1=forms.value(q1, q1, q1),
+        own2=forms.value(q2, q2, q2),
+        mean1=forms.mean(q1),
+        mean2=forms.mean(q2),
     )
 
 
@@ -262,16 +259,11 @@ def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
         return Units(_shifted(unit, 1.0, 0.0, bias), state.gaussian)
     context.need_normal("scale", "Gains enter each unit as they are")
     mean, spread = context.sites[context.full("scale")].mean, context.common("scale")
-    x, w = (jnp.asarray(array, unit.own1.dtype) for array in nodes(GAIN_NODES))
-    by_gain = ByGain(
-        w,
-        jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(
-            mean + jnp.sqrt(spread) * x
-        ),
-    )
-    return Units(
-        _average(by_gain), gaussian=False, by_gain=by_gain if state.gaussian else None
-    )
+    x, w = nodes(unit.own1.dtype, GAIN_NODES)
+    gains = mean + jnp.sqrt(spread) * x
+    moments = jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(gains)
+    by_gain = ByGain(w, moments)
+    return Units(_average(by_gain), False, by_gain if state.gaussian else None)
 
 
 def _standardized(k: Covariance) -> Covariance:
@@ -292,8 +284,12 @@ def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
     parameters.
     """
     ntk = None if k.ntk is None else gain**2 * k.ntk + spread * k.nngp + bias
-    nngp, own1, own2 = (gain**2 * moment + bias for moment in (k.nngp, k.own1, k.own2))
-    return k._replace(nngp=nngp, ntk=ntk, own1=own1, own2=own2)
+    return k._replace(
+        nngp=gain**2 * k.nngp + bias,
+        ntk=ntk,
+        own1=gain**2 * k.own1 + bias,
+        own2=gain**2 * k.own2 + bias,
+    )
 
 
 @rule(nn.BatchNorm)
@@ -325,11 +321,9 @@ def residual(layer: nn.Residual, context: Context, state: State) -> State:
     """Branches with separate weights are independent: covariances add, and so do
     products of their means.
     """
-    a = (
-        state
-        if layer.shortcut is None
-        else propagate(layer.shortcut, context.child("shortcut"), state)
-    )
+    a = state
+    if layer.shortcut is not None:
+        a = propagate(layer.shortcut, context.child("shortcut"), state)
     b = propagate(layer.body, context.child("body"), state)
     if isinstance(a, Inputs) and isinstance(b, Inputs):
         return Inputs(a.x1 + b.x1, a.x2 + b.x2)
@@ -339,11 +333,7 @@ def residual(layer: nn.Residual, context: Context, state: State) -> State:
             "before the block."
         )
         raise _unsupported(layer, context, reason)
-    if not any(
-        contains(branch, nn.Dense)
-        for branch in (layer.body, layer.shortcut)
-        if branch is not None
-    ):
+    if not contains(layer, nn.Dense):
         raise _unsupported(
             layer,
             context,

@@ -210,12 +210,9 @@ def maximum_of(
     """
     mean, var = jnp.where(present, mean, -jnp.inf), jnp.where(present, var, 0)
     fixed_mean, reach = lax.stop_gradient((mean, 8 * jnp.sqrt(var)))
-    low, middle, high = (
-        m.max(0) for m in (fixed_mean - reach, fixed_mean, fixed_mean + reach)
-    )
-    nodes, weights = (
-        a.astype(mean.dtype) for a in np.polynomial.legendre.leggauss(num_nodes)
-    )
+    low, middle = (fixed_mean - reach).max(0), fixed_mean.max(0)
+    high = (fixed_mean + reach).max(0)
+    nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
 
     def integrals(node: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
         total = below = jnp.zeros_like(high)
@@ -228,9 +225,8 @@ def maximum_of(
             below += weight * half * 2 * (high - t) * cdf
         return total, below
 
-    first, second = (
-        jnp.sum(integral, 0) for integral in jax.vmap(integrals)(nodes, weights)
-    )
+    by_node = jax.vmap(integrals)(nodes.astype(mean.dtype), weights.astype(mean.dtype))
+    first, second = (jnp.sum(integral, 0) for integral in by_node)
     return Gaussian(high - first, jnp.maximum(second - first * first, 0))
 
 

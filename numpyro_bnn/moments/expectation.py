@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn.moments.terms import Gaussian, Term
+from numpyro_bnn.moments.terms import Gaussian, Term, terms_among
 
 # Name of an elementwise primitive -> function of the term; ``None`` if the term has
 # another form.
@@ -30,7 +30,7 @@ _REACH = 8.0
 # Breaks are followed this far, where phi(z) is 1e-37; from further ones four more sd
 # are integrated.
 _FARTHEST = 13.0
-_MOST_BREAKS = 16
+_MAX_BREAKS = 16
 # Functions such as tanh change within this distance of a break, measured in their
 # argument.
 _LAYER = 5.0
@@ -64,10 +64,15 @@ def moments_of(term: Term) -> Gaussian:
             moments = Gaussian(
                 term.slope * base.mean + term.shift, term.slope * term.slope * base.var
             )
-        term.moments = Gaussian(
-            *(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in moments)
+        term.moments = jax.tree.map(
+            lambda m: jnp.broadcast_to(m, term.shape).astype(term.dtype), moments
         )
     return term.moments
+
+
+def known_moments(value: Any) -> Any:
+    """The moments of a term; plain values unchanged."""
+    return moments_of(value) if isinstance(value, Term) else value
 
 
 def is_zero(value: Any) -> bool:
@@ -85,7 +90,7 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
     function is straight there, E f = f(m) + f''(m) v / 2 and Var f = f'(m)^2 v are
     used.
     """
-    x = Gaussian(*(jnp.broadcast_to(m, term.shape) for m in term.variable.gaussian))
+    x = jax.tree.map(lambda m: jnp.broadcast_to(m, term.shape), term.variable.gaussian)
     precision = jnp.finfo(x.mean.dtype)
     constant = x.var <= float(precision.tiny) ** 0.5
     sd = jnp.sqrt(jnp.where(constant, 1, x.var))
@@ -117,16 +122,19 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
                 "num_nodes=...)`."
             ),
         )
-    moments = (jnp.where(straight, *pair) for pair in zip(line, integral, strict=True))
-    return Gaussian(*(jnp.where(bad, jnp.nan, moment) for moment in moments))
+
+    def checked(on_line: jax.Array, by_nodes: jax.Array) -> jax.Array:
+        return jnp.where(bad, jnp.nan, jnp.where(straight, on_line, by_nodes))
+
+    return jax.tree.map(checked, line, integral)
 
 
 def _panels(
     breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
-    low, zero, high = (jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH))
-    cuts = [zero]
+    low, high = jnp.full_like(mean, -_REACH), jnp.full_like(mean, _REACH)
+    cuts = [jnp.zeros_like(mean)]
     for place, slope in breaks:
         center = (place - mean) / sd
         is_far = jnp.abs(center) > _FARTHEST
@@ -136,9 +144,10 @@ def _panels(
             _REACH / 2,
             _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH),
         )
+        margin = jnp.maximum(layer, 1)
         low, high = (
-            jnp.minimum(low, center - jnp.maximum(layer, 1)),
-            jnp.maximum(high, center + jnp.maximum(layer, 1)),
+            jnp.minimum(low, center - margin),
+            jnp.maximum(high, center + margin),
         )
         for cut in (center, center - layer, center + layer):
             cuts = _insert(cuts, cut)
@@ -223,21 +232,25 @@ def _sums(
         )
     total, first, second = (jnp.sum(power, 0) for power in fine)
     mean = first / total
-    # A function that grows too fast has not faded at the ends.
-    ends = jax.lax.stop_gradient((middle[0] - half[0], middle[-1] + half[-1]))
-    away = [jnp.abs(jax.lax.stop_gradient(evaluate(z) - center)) for z in ends]
-    powers = [
-        _powers(jnp.exp(-0.5 * z * z), value)
-        for z, value in zip(ends, away, strict=True)
-    ]
-    beyond = [powers[0][q] + powers[1][q] for q in (1, 2)]
-    between = [
-        jnp.sum(jnp.abs(jax.lax.stop_gradient(fine[q] - rough[q])), 0) / _GAIN
-        for q in (1, 2)
-    ]
-    errors = [(e + b) / total for e, b in zip(between, beyond, strict=True)]
+
+    def powers_at(end: jax.Array) -> tuple[Any, Any, Any]:
+        """A function that grows too fast has not faded at the ends."""
+        z = jax.lax.stop_gradient(end)
+        away = jnp.abs(jax.lax.stop_gradient(evaluate(z) - center))
+        return _powers(jnp.exp(-0.5 * z * z), away)
+
+    low, high = powers_at(middle[0] - half[0]), powers_at(middle[-1] + half[-1])
+
+    def error(power: int) -> jax.Array:
+        difference = jax.lax.stop_gradient(fine[power] - rough[power])
+        between = jnp.sum(jnp.abs(difference), 0) / _GAIN
+        return (between + (low[power] + high[power])) / total
+
+    error_of_mean = error(1)
     moments = Gaussian(center + mean, jnp.maximum(second / total - mean * mean, 0))
-    return moments, Gaussian(errors[0], errors[1] + 2 * jnp.abs(mean) * errors[0])
+    return moments, Gaussian(
+        error_of_mean, error(2) + 2 * jnp.abs(mean) * error_of_mean
+    )
 
 
 def _powers(density: Any, away: Any) -> tuple[Any, Any, Any]:
@@ -270,17 +283,14 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
         visited.add(id(node))
         if node.base is node:
             for place, slope in _places(node):
-                breaks.setdefault((_identity(place), _identity(slope)), (place, slope))
+                key = _identity(place), _identity(slope)
+                if not isinstance(key[0], float) or math.isfinite(key[0]):
+                    breaks.setdefault(key, (place, slope))
         for operand in node.operands:
             visit(operand)
 
     visit(term)
-    finite = [
-        pair
-        for key, pair in breaks.items()
-        if not isinstance(key[0], float) or math.isfinite(key[0])
-    ]
-    return finite[:_MOST_BREAKS] or [(0.0, 1.0)]
+    return list(breaks.values())[:_MAX_BREAKS] or [(0.0, 1.0)]
 
 
 def _identity(value: Any) -> Any:
@@ -290,17 +300,13 @@ def _identity(value: Any) -> Any:
 
 
 def _places(node: Term) -> list[tuple[Any, Any]]:
-    terms = [operand for operand in node.operands if isinstance(operand, Term)]
+    terms = terms_among(node.operands)
     line = _line(terms[0]) if len(terms) == 1 else None
     if line is None or node.equation is None:
         return []
     plain = [operand for operand in node.operands if not isinstance(operand, Term)]
     against = plain if node.equation.name in _COMPARED else [0.0]
-    if (
-        isinstance(line[1], float)
-        and line[1] == 0
-        and all(is_zero(target) for target in against)
-    ):
+    if isinstance(line[1], float) and line[1] == 0 and all(map(is_zero, against)):
         return [(0.0, line[0])]
     return [(_solve(*line, target), line[0]) for target in against]
 
@@ -312,7 +318,7 @@ def _line(term: Term) -> tuple[Any, Any] | None:
     if term.is_normal:
         return term.slope, term.shift
     base = term.base
-    inner = [operand for operand in base.operands if isinstance(operand, Term)]
+    inner = terms_among(base.operands)
     if (
         base.equation is None
         or base.equation.name not in ("max", "min", "clamp")
