@@ -183,8 +183,9 @@ class AutoADF(ADFPosterior):
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if is_traced((data, rng_key)):
-                state, record = program.all_epochs(state, *data, keys, orders, 1.0)
-                records = record if not batched else jax.tree.map(jnp.transpose, record)
+                state, records = program.all_epochs(state, *data, keys, orders, 1.0)
+                if batched:
+                    records = jax.tree.map(jnp.transpose, records)
             else:
                 state, records = run_epochs(
                     program,
@@ -278,41 +279,34 @@ class AutoADF(ADFPosterior):
         """The compiled run of these arguments, its data, and the number of rows."""
         args, kwargs = as_arrays(args, kwargs, f"{CALL}.run")
         axes = _axes(args, in_axes, batched)
-        pairs = list(zip(args, axes, strict=True))
-        first = tuple(
-            arg
-            if axis is None
-            else jax.tree.map(
-                lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
-            )
-            for arg, axis in pairs
-        )
+        first, labels = [], []
+        for arg, axis in zip(args, axes, strict=True):
+            labels.append(jax.tree.map(lambda _, a=axis: str(a), arg))
+            if axis is not None:
+                arg = jax.tree.map(
+                    lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
+                )
+            first.append(arg)
+        first = tuple(first)
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         data = Data.read(self.model, first, kwargs)
         data.check(f"{CALL}.run")
         all_data = Data.of(
             self.model, args, kwargs, lambda name, leaf: name in data.rows
         )
-        labels = tuple(
-            jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs
-        )
         by_leaf = Arguments.of(
-            labels, jax.tree.map(lambda _: "None", kwargs), self.model
+            tuple(labels), jax.tree.map(lambda _: "None", kwargs), self.model
         ).leaves
         axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
         if axis_of:
             all_data.check(f"{CALL}.run")
         key = ("run", batched, tuple(axis_of.items()), data.key)
         if key not in self._programs:
-            row_axes, array_axes = (
-                {name: axis_of.get(name) for name in leaves}
-                for leaves in (all_data.rows, all_data.arrays)
-            )
+            row_axes = {name: axis_of.get(name) for name in all_data.rows}
+            array_axes = {name: axis_of.get(name) for name in all_data.arrays}
             problem = Problem.of(data)
-            self._programs[key] = (
-                problem,
-                build(problem, batched, row_axes, array_axes, data.num_rows),
-            )
+            program = build(problem, batched, row_axes, array_axes, data.num_rows)
+            self._programs[key] = problem, program
         self._problem, program = self._programs[key]
         self._data = data.head()
         self._setup_prototype(*first, **kwargs)
@@ -390,18 +384,14 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
     one_each = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
-    if (
-        batched
-        and one_each
-        and all(axis is None or isinstance(axis, int) for axis in in_axes)
-    ):
+    if not batched:
+        instead = "It needs one key per data set: `jax.random.split(key, R)`."
+    elif one_each and all(isinstance(axis, int | None) for axis in in_axes):
         return tuple(in_axes)
-    instead = f"Pass an axis or None for each of the {len(args)} positional arguments."
-    instead = (
-        instead
-        if batched
-        else "It needs one key per data set: `jax.random.split(key, R)`."
-    )
+    else:
+        instead = (
+            f"Pass an axis or None for each of the {len(args)} positional arguments."
+        )
     raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
 
 

@@ -45,9 +45,7 @@ class Likelihood:
     """An observation together with the posterior of its noise sites."""
 
     observation: Observation
-    noise: Mapping[
-        str, Hyperparameter
-    ]  # those that are Gaussian in unconstrained space
+    noise: Mapping[str, Hyperparameter]  # Gaussian in unconstrained space
     gamma: str | None  # the noise precision with a Gamma posterior, if there is one
 
     def log_z(
@@ -85,19 +83,12 @@ class Likelihood:
                 )
                 return jnp.where(mask, density, 0.0)
 
-            return (
-                log_expectation(log_density, integrated)
-                if integrated
-                else log_density({})
-            )
+            return log_expectation(log_density, integrated)
 
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
-            return (
-                self.observation.build(parameters)
-                .mask(mask)
-                .log_prob(parameters["value"])
-            )
+            fn = self.observation.build(parameters).mask(mask)
+            return fn.log_prob(parameters["value"])
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 
@@ -117,20 +108,18 @@ class Likelihood:
             loc, noise_variance, integrated = self._normal(
                 quantities, states, context, 0
             )
-            return (
-                Gaussian(loc.mean, loc.var + expectations(noise_variance, integrated))
-                if noise
-                else loc
+            if not noise:
+                return loc
+            return Gaussian(
+                loc.mean, loc.var + expectations(noise_variance, integrated)
             )
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
             fn = self.observation.build(self._parameters(values, context))
-            classes = isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits)
-            mean, variance = (
-                (fn.probs, fn.probs * (1 - fn.probs))
-                if classes
-                else (fn.mean, fn.variance)
-            )
+            if isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits):
+                mean, variance = fn.probs, fn.probs * (1 - fn.probs)
+            else:
+                mean, variance = fn.mean, fn.variance
             return mean, mean**2 + (variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
@@ -151,11 +140,9 @@ class Likelihood:
         def noise_variance(values: Mapping[str, Any]) -> jax.Array:
             scale = self._parameters({**means, **values}, context)["scale"]
             variance = scale * scale
-            return (
-                variance
-                if self.gamma is None
-                else variance * states[self.gamma].variance(order)
-            )
+            if self.gamma is not None:
+                variance = variance * states[self.gamma].variance(order)
+            return variance
 
         scale_quantities = dict(quantities)
         loc = scale_quantities.pop("loc", None)
@@ -176,11 +163,9 @@ class Likelihood:
         noise sites; Gamma is 1.
         """
         hypers = dict(context["hyperparameters"])
-        hypers |= {
-            n: hyper.transform(values[n])
-            for n, hyper in self.noise.items()
-            if n in values
-        }
+        for name, hyper in self.noise.items():
+            if name in values:
+                hypers[name] = hyper.transform(values[name])
         if self.gamma is not None:
             hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
         quantities = {n: v for n, v in values.items() if n not in self.noise}
@@ -205,14 +190,11 @@ class Likelihood:
                     f"one observation of which uses {quantity.mean.shape} values of "
                     f"{parameter.split(' (')[0]}"
                 )
-                raise refuse(
-                    name,
-                    reason,
-                    (
-                        "Use observations of one linear predictor each, or "
-                        "Categorical(logits=...)."
-                    ),
+                instead = (
+                    "Use observations of one linear predictor each, or "
+                    "Categorical(logits=...)."
                 )
+                raise refuse(name, reason, instead)
 
 
 def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
@@ -237,25 +219,21 @@ def noise_powers(
     @partial(shared, once=True)
     def log_scales(values: jax.Array) -> jax.Array:
         def log_scale(value: jax.Array) -> jax.Array:
-            context_at_value = {
-                **context,
-                "hyperparameters": hypers
-                | {name: jnp.full(jnp.shape(hypers[name]), value)},
-            }
-            quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-            return jnp.log(observation.cut.tail(quantities, context_at_value)["scale"])
+            noise_site = {name: jnp.full(jnp.shape(hypers[name]), value)}
+            quantities = dict.fromkeys(
+                observation.cut.cuts, jnp.zeros(observation.shape)
+            )
+            outputs = observation.cut.tail(
+                quantities, context | {"hyperparameters": hypers | noise_site}
+            )
+            return jnp.log(outputs["scale"])
 
         return jax.vmap(log_scale)(values)
 
-    log_sds = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
-    powers = [
-        (log_sd - log_sds[0]) / np.log(h)
-        for log_sd, h in zip(log_sds[1:], (2.0, 5.0), strict=True)
-    ]
+    at_1, at_2, at_5 = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
+    powers = (at_2 - at_1) / np.log(2.0), (at_5 - at_1) / np.log(5.0)
     power = float(powers[0].flat[0])
-    return {
-        name: round(power, 6) if all(np.allclose(f, power) for f in powers) else None
-    }
+    return {name: round(power, 6) if np.allclose(powers, power) else None}
 
 
 def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
@@ -270,8 +248,8 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     Reference: Daunizeau (2017), arXiv:1703.00091, section 3.
     """
     index = jnp.asarray(value, int)[..., None]
-    observed = Gaussian(
-        *(jnp.take_along_axis(moment, index, axis=-1) for moment in logits)
+    observed = jax.tree.map(
+        lambda moment: jnp.take_along_axis(moment, index, axis=-1), logits
     )
     difference = Gaussian(observed.mean - logits.mean, observed.var + logits.var)
     won = log_expectation(lambda v: jax.nn.log_sigmoid(v["d"]), {"d": difference})
@@ -279,10 +257,8 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     classes = logits.mean.shape[-1]
     is_other = (jnp.arange(classes) != index).astype(float)
     ones = jnp.ones((*won.shape[:-1], 1))
-    terms, signs = (
-        jnp.concatenate(pair, axis=-1)
-        for pair in ((0 * ones, -won), ((2 - classes) * ones, is_other))
-    )
+    terms = jnp.concatenate((0 * ones, -won), axis=-1)
+    signs = jnp.concatenate(((2 - classes) * ones, is_other), axis=-1)
     return -logsumexp(terms, axis=-1, b=signs)
 
 
@@ -436,17 +412,16 @@ def _around_the_mode(
         z, _, width = grid
         values = lax.stop_gradient(log_integrand(z))
         best = jnp.argmax(values, axis=0)[None]
-        places = [jnp.clip(best + step, 0, len(z) - 1) for step in (-1, 0, 1)]
-        low, mode, high = (jnp.take_along_axis(z, place, axis=0)[0] for place in places)
-        left, top, right = (
-            jnp.take_along_axis(values, place, axis=0)[0] for place in places
-        )
-        width = jnp.where(top - jnp.minimum(left, right) > 1, high - low, width)
-        return (
-            low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like),
-            mode,
-            width,
-        )
+
+        def beside_best(array: jax.Array, step: int) -> jax.Array:
+            place = jnp.clip(best + step, 0, len(z) - 1)
+            return jnp.take_along_axis(array, place, axis=0)[0]
+
+        low, high = beside_best(z, -1), beside_best(z, 1)
+        ends = jnp.minimum(beside_best(values, -1), beside_best(values, 1))
+        width = jnp.where(beside_best(values, 0) - ends > 1, high - low, width)
+        finer = low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like)
+        return finer, beside_best(z, 0), width
 
     z = _column(np.sinh(np.linspace(-7.0, 7.0, 41)), like)
     first = zoom(0, (z, z[0], jnp.full_like(z[0], REACH)))
@@ -455,9 +430,8 @@ def _around_the_mode(
     t = START + step * _column(np.arange(SIDE), like)
     away = width * jnp.exp(t - jnp.exp(-t))
     spacing = jnp.log(away * (1 + jnp.exp(-t)) * step)
-    return jnp.concatenate([mode - away[::-1], mode + away]), jnp.concatenate(
-        [spacing[::-1], spacing]
-    )
+    points = jnp.concatenate([mode - away[::-1], mode + away])
+    return points, jnp.concatenate([spacing[::-1], spacing])
 
 
 def sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
