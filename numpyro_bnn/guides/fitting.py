@@ -310,29 +310,26 @@ def _described(svi: SVI, state: Any) -> dict[str, dict[str, str]]:
     """Names, shapes and dtypes of the parameters and of the state, in which a given
     state must agree.
     """
-    trees = {
-        "parameter": svi.optim.get_params(state.optim_state),
-        "state": state._replace(rng_key=None),
-    }
-    flat = {
-        kind: jax.tree_util.tree_flatten_with_path(tree)[0]
-        for kind, tree in trees.items()
-    }
-    name = jax.tree_util.keystr
+    params = svi.optim.get_params(state.optim_state)
     return {
-        kind: {name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
-        for kind, leaves in flat.items()
+        "parameter": _leaf_types(params),
+        "state": _leaf_types(state._replace(rng_key=None)),
     }
+
+
+def _leaf_types(tree: Any) -> dict[str, str]:
+    types = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        types[jax.tree_util.keystr(path)] = f"{leaf.dtype}{list(leaf.shape)}"
+    return types
 
 
 def difference_of(description: dict[str, Any], expected: dict[str, Any]) -> str:
     """The first entry that differs, in words."""
     for kind, entries in expected.items():
         for name in [*entries, *description[kind]]:
-            value, expected_value = (
-                description[kind].get(name, "no such entry"),
-                entries.get(name, "none"),
-            )
+            value = description[kind].get(name, "no such entry")
+            expected_value = entries.get(name, "none")
             if name not in entries or value != expected_value:
                 return (
                     f"in which {kind} {name} is {value}; this run has {expected_value}"
@@ -389,16 +386,15 @@ def _check_params(init_params: Mapping[str, Any], params: Mapping[str, Any]) -> 
     """
     for name, value in init_params.items():
         Choice(params).check(CALL, "init_params", name)
-        shapes = [
-            [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-            for tree in (value, params[name])
-        ]
-        if shapes[0] != shapes[1]:
-            got = f"shape {shapes[0]} for {name!r}"
+        leaves = jax.tree.leaves(value)
+        shapes = list(map(np.shape, leaves))
+        expected = list(map(np.shape, jax.tree.leaves(params[name])))
+        if shapes != expected:
+            got = f"shape {shapes} for {name!r}"
             raise argument_error(
-                CALL, "init_params", got, f"Pass a value of shape {shapes[1]}."
+                CALL, "init_params", got, f"Pass a value of shape {expected}."
             )
-        for leaf in jax.tree.leaves(value):
+        for leaf in leaves:
             check_finite(CALL, f"init_params[{name!r}]", leaf)
 
 
@@ -420,25 +416,17 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss
 
-        ahead = (
-            read_ahead(update_once, state._replace(rng_key=None), state.rng_key)
-            if rows_in(args, kwargs)
-            else None
-        )
-        advance = (
-            partial(_step, update_once)
-            if ahead is None
-            else partial(_block, ahead, go_on)
-        )
+        advance = partial(_step, update_once)
+        if rows_in(args, kwargs):
+            keyless = state._replace(rng_key=None)
+            ahead = read_ahead(update_once, keyless, state.rng_key)
+            if ahead is not None:
+                advance = partial(_block, ahead, go_on)
         begin = state, jnp.zeros(LARGEST_CHUNK, float), jnp.int32(0), True
         state, losses, count, finite = lax.while_loop(go_on, advance, begin)
         params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
-        return (
-            state,
-            losses,
-            count,
-            finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params])),
-        )
+        all_finite = jnp.stack([jnp.isfinite(p).all() for p in params]).all()
+        return state, losses, count, finite & all_finite
 
     def take(arrays: dict, state: Any, number: int) -> _Chunk:
         state, *outputs = steps(state, number, arrays)

@@ -4,6 +4,7 @@ of flowjax.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -60,14 +61,13 @@ def declare_conditioner(
     sizes = [inputs, *hidden, outputs]
     kernels, biases = [], []
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
-        is_last = i == len(sizes) - 2
-        kernel = (
-            jnp.zeros((fan_in, fan_out))
-            if is_last
-            else _normal((fan_in, fan_out), fan_in**-0.5)
-        )
-        # Units that bend at different places can shape the map where it needs to be.
-        bias = jnp.zeros(fan_out) if is_last else _normal((fan_out,), 1.0)
+        if i == len(sizes) - 2:
+            kernel, bias = jnp.zeros((fan_in, fan_out)), jnp.zeros(fan_out)
+        else:
+            kernel = _normal((fan_in, fan_out), fan_in**-0.5)
+            # Units that bend at different places can shape the map where it needs to
+            # be.
+            bias = _normal((fan_out,), 1.0)
         kernels.append(numpyro.param(f"{name}_kernel{i}", kernel))
         biases.append(numpyro.param(f"{name}_bias{i}", bias))
     return Conditioner(tuple(kernels), tuple(biases))
@@ -101,12 +101,8 @@ class AffineCoupling(Transform):
         swap: bool = False,
         bound: float = 2.0,
     ) -> None:
-        self.conditioner, self.split, self.swap, self.bound = (
-            conditioner,
-            split,
-            swap,
-            bound,
-        )
+        self.conditioner, self.split = conditioner, split
+        self.swap, self.bound = swap, bound
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.call_with_intermediates(x)[0]
@@ -115,9 +111,8 @@ class AffineCoupling(Transform):
         """The transformed vector, and log |det|, which needs no further work."""
         fixed, changed = self._parts(x)
         log_scale, shift = self._scale_and_shift(fixed)
-        return self._whole(fixed, changed * jnp.exp(log_scale) + shift), log_scale.sum(
-            -1
-        )
+        y = self._whole(fixed, changed * jnp.exp(log_scale) + shift)
+        return y, log_scale.sum(-1)
 
     def _inverse(self, y: jax.Array) -> jax.Array:
         fixed, changed = self._parts(y)
@@ -128,19 +123,16 @@ class AffineCoupling(Transform):
         self, x: jax.Array, y: jax.Array, intermediates: Any = None
     ) -> jax.Array:
         """log |det dy/dx|, (...)."""
-        return (
-            self.call_with_intermediates(x)[1]
-            if intermediates is None
-            else intermediates
-        )
+        if intermediates is None:
+            return self.call_with_intermediates(x)[1]
+        return intermediates
 
     def _scale_and_shift(self, fixed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logarithm of the bounded scale, and shift, each (..., D_B)."""
         outputs = self.conditioner(fixed)
         size = outputs.shape[-1] // 2
-        return self.bound * jnp.tanh(outputs[..., :size] / self.bound), outputs[
-            ..., size:
-        ]
+        log_scale = self.bound * jnp.tanh(outputs[..., :size] / self.bound)
+        return log_scale, outputs[..., size:]
 
     def _parts(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         leading, trailing = x[..., : self.split], x[..., self.split :]
@@ -236,10 +228,8 @@ class Coupling(Family):
     def __post_init__(self) -> None:
         super().__post_init__()
         widths = (self.hidden,) if np.ndim(self.hidden) == 0 else self.hidden
-        counts = tuple(
-            Count().check("guides.Coupling", "hidden", width) for width in widths
-        )
-        object.__setattr__(self, "hidden", counts)
+        check = partial(Count().check, "guides.Coupling", "hidden")
+        object.__setattr__(self, "hidden", tuple(map(check, widths)))
 
     def transforms(self, name: str, dim: int) -> list[Transform]:
         """Declare the conditioners ``<name>_flow<i>_...`` and build the flow f: R^D ->
@@ -426,8 +416,6 @@ class FlowjaxDistribution(dist.Distribution):
 
 def _typed(key: jax.Array) -> jax.Array:
     """A typed key; NumPyro's ``Predictive`` passes raw key data."""
-    return (
-        key
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        else jax.random.wrap_key_data(key)
-    )
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(key)

@@ -238,14 +238,14 @@ def check_data(call: str, x: Any, y: Any) -> None:
     check_same_length(call, x=x, y=y)
 
 
-class Factor(NamedTuple):
+class CholeskyFactor(NamedTuple):
     """L L' = A + jitter I; L is NaN if even the largest jitter was not enough."""
 
     lower: jax.Array
     jitter: jax.Array
 
 
-def factorize(matrix: jax.Array) -> Factor:
+def factorize(matrix: jax.Array) -> CholeskyFactor:
     """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that
     works (e: N rounding errors).
     """
@@ -255,16 +255,16 @@ def factorize(matrix: jax.Array) -> Factor:
         * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
     )
 
-    def attempt(step: jax.Array) -> tuple[jax.Array, Factor]:
+    def attempt(step: jax.Array) -> tuple[jax.Array, CholeskyFactor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
-        return step, Factor(
+        return step, CholeskyFactor(
             jnp.linalg.cholesky(
                 matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)
             ),
             jitter,
         )
 
-    def failed(state: tuple[jax.Array, Factor]) -> jax.Array:
+    def failed(state: tuple[jax.Array, CholeskyFactor]) -> jax.Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 

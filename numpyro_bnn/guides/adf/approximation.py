@@ -19,7 +19,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
-from numpyro_bnn.guides.adf.problem import ADFState, Problem
+from numpyro_bnn.guides.adf.problem import ADFProblem, ADFState
 from numpyro_bnn.guides.adf.reading import CALL, Data, read
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.arguments import as_arrays
@@ -35,15 +35,15 @@ class ADFPosterior(AutoNormal):
     w_base is N(m / s, v / s^2).
     """
 
-    _problem: Problem | None = None
+    _problem: ADFProblem | None = None
     _data: Data | None = None
     _start: dict[str, Any] | None = None
 
-    def _known_problem(self) -> Problem:
+    def _known_problem(self) -> ADFProblem:
         """The model as it was read; after unpickling it is read again."""
         if self._problem is None and self._data is not None:
             with jax.enable_x64(True):
-                self._problem = Problem.of(self._data)
+                self._problem = ADFProblem.of(self._data)
         if self._problem is None:
             instead = (
                 "Call `run` of this guide first, or use it in `SVI`, so that it reads "
@@ -57,7 +57,7 @@ class ADFPosterior(AutoNormal):
         if self._problem is None:
             with jax.enable_x64(True):
                 data = Data.read(self.model, args, kwargs)
-                self._problem, self._data = Problem.of(data), data.head()
+                self._problem, self._data = ADFProblem.of(data), data.head()
         sites = read(self.model, args, kwargs).sites
         self._prototype_call = (args, kwargs)
         # The values are placeholders here, so only the fields without values are

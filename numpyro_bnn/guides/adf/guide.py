@@ -22,7 +22,13 @@ from numpyro_bnn._options import (
     checked,
 )
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
-from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
+from numpyro_bnn.guides.adf.problem import (
+    ADFProblem,
+    ADFState,
+    Program,
+    build,
+    run_epochs,
+)
 from numpyro_bnn.guides.adf.reading import CALL, Data
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.program.arguments import Arguments, as_arrays
@@ -218,7 +224,7 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def make(problem: Problem) -> Callable:
+        def make(problem: ADFProblem) -> Callable:
             return lambda *state_and_data: self._to_params(
                 problem.sweep(*state_and_data)[0]
             )
@@ -244,7 +250,7 @@ class AutoADF(ADFPosterior):
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
 
-        def make(problem: Problem) -> Callable:
+        def make(problem: ADFProblem) -> Callable:
             return jax.vmap(
                 partial(problem.predictive, noise=noise), in_axes=(None, 0, None)
             )
@@ -265,7 +271,7 @@ class AutoADF(ADFPosterior):
         :return: (N,), summed over the K outputs of one point.
         """
 
-        def make(problem: Problem) -> Callable:
+        def make(problem: ADFProblem) -> Callable:
             return jax.vmap(problem.log_density, in_axes=(None, 0, None))
 
         return jnp.asarray(
@@ -304,7 +310,7 @@ class AutoADF(ADFPosterior):
         if key not in self._programs:
             row_axes = {name: axis_of.get(name) for name in all_data.rows}
             array_axes = {name: axis_of.get(name) for name in all_data.arrays}
-            problem = Problem.of(data)
+            problem = ADFProblem.of(data)
             program = build(problem, batched, row_axes, array_axes, data.num_rows)
             self._programs[key] = problem, program
         self._problem, program = self._programs[key]
@@ -340,7 +346,7 @@ class AutoADF(ADFPosterior):
             if key not in self._programs:
                 with_value = method != "predictive_moments"
                 self._programs[key] = jax.jit(
-                    make(Problem.of(data, self._known_problem(), with_value))
+                    make(ADFProblem.of(data, self._known_problem(), with_value))
                 )
             return self._programs[key](
                 self._from_params(params), data.rows, data.arrays, *more

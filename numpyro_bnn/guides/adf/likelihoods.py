@@ -15,7 +15,7 @@ from jax import lax
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
-from numpyro_bnn.guides.adf.observation import Context, Observation
+from numpyro_bnn.guides.adf.observation import ADFObservation, Context
 from numpyro_bnn.guides.adf.reading import refuse
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.compiled import shared
@@ -44,7 +44,7 @@ States = Mapping[str, Any]
 class Likelihood:
     """An observation together with the posterior of its noise sites."""
 
-    observation: Observation
+    observation: ADFObservation
     noise: Mapping[str, Hyperparameter]  # Gaussian in unconstrained space
     gamma: str | None  # the noise precision with a Gamma posterior, if there is one
 
@@ -202,7 +202,7 @@ def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
 
 
 def noise_powers(
-    observation: Observation, noise: tuple[str, ...], context: Context
+    observation: ADFObservation, noise: tuple[str, ...], context: Context
 ) -> dict[str, float | None]:
     """Power with which each noise site enters the sd of a Normal observation; ``None``
     if it enters otherwise.

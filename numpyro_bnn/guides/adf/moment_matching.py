@@ -112,25 +112,21 @@ class Hyperparameter:
     kind: str
     fn: dist.Distribution  # prior
     transform: Transform  # from unconstrained space
-    prior: tuple[
-        np.ndarray, np.ndarray
-    ]  # as the guide represents it: shape and rate, or unconstrained moments
+    # as the guide represents it: shape and rate, or unconstrained moments
+    prior: tuple[np.ndarray, ...]
 
     @classmethod
     def of(cls, kind: str, fn: dist.Distribution) -> "Hyperparameter":
         """Represent a prior."""
         base = unwrapped(fn, masked=True)
         transform = biject_to(base.support)
-        gamma = kind == "gamma"
-        first, second = (
-            np.broadcast_to(np.asarray(parameter, float), fn.shape())
-            for parameter in (
-                (base.concentration, base.rate)
-                if gamma
-                else _unconstrained_moments(base, transform)
-            )
-        )
-        return cls(kind, fn, transform, (first, second))
+        if kind == "gamma":
+            prior = base.concentration, base.rate
+        else:
+            prior = _unconstrained_moments(base, transform)
+        shape = fn.shape()
+        arrays = (np.broadcast_to(np.asarray(p, float), shape) for p in prior)
+        return cls(kind, fn, transform, tuple(arrays))
 
     def start(self) -> Gamma | Gaussian:
         """The prior as a state."""
@@ -186,11 +182,10 @@ def describe(
                 f"a {type(base).__name__}",
                 "Sites other than the weights must be real or positive.",
             )
-        powers: list[float | None] = [
-            w.power for w in sites.weights.values() if w.hyper == name
-        ]
-        powers += [noise_powers[name]] if name in sites.noise else []
-        conjugate = type(base) is dist.Gamma and all(power == -0.5 for power in powers)
+        powers = {w.power for w in sites.weights.values() if w.hyper == name}
+        if name in sites.noise:
+            powers.add(noise_powers[name])
+        conjugate = type(base) is dist.Gamma and powers <= {-0.5}
         if conjugate and not np.all(np.asarray(base.concentration) > 1):
             reason = f"a Gamma with concentration {np.min(base.concentration):.3g}"
             instead = (
@@ -204,7 +199,7 @@ def describe(
     return hyperparameters
 
 
-class Factor(NamedTuple):
+class PriorFactor(NamedTuple):
     """Approximate prior factor of weights, by natural parameters: exp(-precision w^2 /
     2 + shift w).
 
@@ -222,7 +217,7 @@ class _Flat(NamedTuple):
     """All weights of one hyperparameter, flattened and concatenated."""
 
     weights: Gaussian
-    factor: Factor
+    factor: PriorFactor
     loc: Any
     scale: Any
     element: Any
@@ -243,7 +238,7 @@ def refine(
     factors: Any,
     hyper: Hyperparameter,
     state: Gamma | Gaussian,
-) -> tuple[dict[str, Gaussian], dict[str, Factor], Gamma | Gaussian]:
+) -> tuple[dict[str, Gaussian], dict[str, PriorFactor], Gamma | Gaussian]:
     """Refine the prior factors of all weights of one hyperparameter: new weights,
     factors and hyperparameter.
     """
@@ -266,34 +261,31 @@ def refine(
     return _unflatten(new, names, sites), _unflatten(factor, names, sites), state
 
 
-def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, Factor, Gamma]:
+def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, PriorFactor, Gamma]:
     """One weight at a time, as published: all share the Gamma of their precision.
 
     Reference: Hernandez-Lobato & Adams (2015), section 3.2 and supplement.
     """
 
-    def body(gamma: Gamma, flat_weight: _Flat) -> tuple[Gamma, tuple[Gaussian, Factor]]:
-        current = Gamma(*(parameter[flat_weight.element] for parameter in gamma))
+    def body(
+        gamma: Gamma, flat_weight: _Flat
+    ) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
+        element = flat_weight.element
+        current = jax.tree.map(lambda leaf: leaf[element], gamma)
         new, factor, updated = _refine_one(flat_weight, current)
-        gamma = Gamma(
-            *(
-                parameters.at[flat_weight.element].set(parameter)
-                for parameters, parameter in zip(gamma, updated, strict=True)
-            )
+        gamma = jax.tree.map(
+            lambda leaf, value: leaf.at[element].set(value), gamma, updated
         )
         return gamma, (new, factor)
 
-    gamma, (new, factor) = lax.scan(
-        body, Gamma(*(jnp.ravel(parameter) for parameter in state)), flat
-    )
-    return (
-        new,
-        factor,
-        Gamma(*(parameter.reshape(state.concentration.shape) for parameter in gamma)),
-    )
+    gamma, (new, factor) = lax.scan(body, jax.tree.map(jnp.ravel, state), flat)
+    shape = state.concentration.shape
+    return new, factor, jax.tree.map(lambda leaf: leaf.reshape(shape), gamma)
 
 
-def _refine_one(flat_weight: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
+def _refine_one(
+    flat_weight: _Flat, gamma: Gamma
+) -> tuple[Gaussian, PriorFactor, Gamma]:
     weight, factor = flat_weight.weights, flat_weight.factor
     precision = 1 / weight.var - factor.precision
     mean = (weight.mean / weight.var - factor.shift) / precision
@@ -317,7 +309,7 @@ def _refine_one(flat_weight: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gam
         (cavity.var > 0) & (cavity.var < WIDEST * unit) & jnp.isfinite(mean) & ~refused
     )
     good &= (cavity_gamma.rate > 0) & (cavity_gamma.concentration > 1)
-    share = Factor(
+    share = PriorFactor(
         1 / new.var - precision,
         new.mean / new.var - mean * precision,
         updated.concentration - cavity_gamma.concentration,
@@ -333,7 +325,7 @@ def _refine_one(flat_weight: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gam
 
 def _refine_normal(
     flat: _Flat, power: Any, hyper: Hyperparameter
-) -> tuple[Gaussian, Factor, Gaussian]:
+) -> tuple[Gaussian, PriorFactor, Gaussian]:
     r"""All weights of a scale at once, for a scale with any prior.
 
     Given the cavities N(m_i, v_i) the posterior of u, the scale in unconstrained space,
@@ -386,8 +378,6 @@ def _refine_normal(
     updated = flat.factor._replace(
         precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision
     )
-    return (
-        new,
-        _where(good, updated, flat.factor),
-        Gaussian(center.reshape(start.mean.shape), var.reshape(start.mean.shape)),
-    )
+    shape = start.mean.shape
+    state = Gaussian(center.reshape(shape), var.reshape(shape))
+    return new, _where(good, updated, flat.factor), state

@@ -38,7 +38,7 @@ HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 
 @dataclass(frozen=True)
-class Observation:
+class ADFObservation:
     """One data point's observation: Gaussian quantities of the network, and a
     distribution given these.
     """
@@ -48,9 +48,8 @@ class Observation:
     # the program of the distribution's parameters, the observed `value`, and its `mask`
     # if it has one
     cut: "Split"
-    build: Callable[
-        [Mapping[str, Any]], dist.Distribution
-    ]  # from these parameters, elementwise
+    # from these parameters, elementwise
+    build: Callable[[Mapping[str, Any]], dist.Distribution]
     shape: tuple[int, ...]  # of one observation
 
     @property
@@ -63,24 +62,22 @@ class Observation:
     ) -> dict[str, Gaussian]:
         """Moments of the Gaussian quantities, from those of the weights."""
         outputs = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
-        return {
-            name: value
-            if isinstance(value, Gaussian)
-            else Gaussian(value, jnp.zeros_like(value))
-            for name, value in outputs.items()
-        }
+        for name, value in outputs.items():
+            if not isinstance(value, Gaussian):
+                outputs[name] = Gaussian(value, jnp.zeros_like(value))
+        return outputs
 
 
 def observe(
     data: Data, sites: Roles, context: Context, with_value: bool
-) -> Observation:
+) -> ADFObservation:
     """Read the observation of one data point from the model.
 
     :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the
         data, the other arrays, and values of the hyperparameters.
     :param with_value: whether the observed value is among the arguments.
     """
-    weights = {name: weight.loc for name, weight in sites.weights.items()}
+    weights = sites.prior_means
     description: dict[str, Any] = {}
 
     def program(weights: Any, context: Context) -> dict[str, Any]:
@@ -125,6 +122,17 @@ def observe(
 
     cut = split(program, weights, context, keep=("loc", "logits"))
     kind = description["kind"] if cut.direct & {"loc", "logits"} else "other"
+    _check_cut(cut, description["bounded"], sites, context)
+    return ADFObservation(
+        kind, sites.observed, cut, description["build"], description["shape"]
+    )
+
+
+def _check_cut(cut: "Split", bounded: set[str], sites: Roles, context: Context) -> None:
+    """Refuse predictors that depend on hyperparameters, and bounded parameters that
+    would be treated as Gaussian.
+    """
+    weights = sites.prior_means
     entering = dependence(
         lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}),
         context["hyperparameters"],
@@ -136,20 +144,16 @@ def observe(
             "on the real line."
         )
         raise refuse(name, f"a {prior} from which the predictor is computed", instead)
-    for name in cut.random & description["bounded"]:
-        if name not in cut.nonlinear:
-            reason = (
-                f"whose {name.split(' (')[0]} is not an elementwise function of a "
-                f"linear predictor"
-            )
-            instead = (
-                "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f "
-                "straight from the network."
-            )
-            raise refuse(sites.observed, reason, instead)
-    return Observation(
-        kind, sites.observed, cut, description["build"], description["shape"]
-    )
+    for name in (cut.random & bounded) - cut.nonlinear:
+        reason = (
+            f"whose {name.split(' (')[0]} is not an elementwise function of a "
+            f"linear predictor"
+        )
+        instead = (
+            "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f "
+            "straight from the network."
+        )
+        raise refuse(sites.observed, reason, instead)
 
 
 def _parameters(
@@ -189,24 +193,26 @@ def _leaf_name(base: dist.Distribution, leaf: Any, index: int) -> str:
     """Name of a parameter; a number distinguishes two parameters of the same name (in
     an inner distribution).
     """
-    names = [name for name in base.arg_constraints if base.__dict__.get(name) is leaf]
-    return f"{names[0]} ({index})" if names else f"parameter {index}"
+    for name in base.arg_constraints:
+        if base.__dict__.get(name) is leaf:
+            return f"{name} ({index})"
+    return f"parameter {index}"
 
 
 def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]:
     """Parameters whose support is not the whole real line."""
-    free = {
-        "logits",
-        *(
-            name
-            for name, kind in base.arg_constraints.items()
-            if kind is constraints.real
-        ),
-    }
-    return {name for name in parameters if name.split(" (")[0] not in free}
+    bounded = set()
+    for name in parameters:
+        argument = name.split(" (")[0]
+        real = base.arg_constraints.get(argument) is constraints.real
+        if argument != "logits" and not real:
+            bounded.add(name)
+    return bounded
 
 
-def check_quantities(observation: Observation, sites: Roles, context: Context) -> None:
+def check_quantities(
+    observation: ADFObservation, sites: Roles, context: Context
+) -> None:
     """Refuse quantities of one row that are functions of fewer: they are integrated as
     if they were independent.
 
@@ -325,22 +331,17 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
 class Split:
     """A program ``fn(weights, context)`` in two parts."""
 
-    head: Callable[
-        [Any, Any], dict[str, Any]
-    ]  # computes the Gaussian quantities from weights and context
-    tail: Callable[
-        [Mapping[str, Any], Any], dict[str, Any]
-    ]  # computes all outputs from quantities and context
-    cuts: tuple[
-        str, ...
-    ]  # the Gaussian quantities, named by the first output computed from each
+    # computes the Gaussian quantities from weights and context
+    head: Callable[[Any, Any], dict[str, Any]]
+    # computes all outputs from quantities and context
+    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]
+    # the Gaussian quantities, named by the first output computed from each
+    cuts: tuple[str, ...]
     random: set[str]  # outputs that depend on the weights, cut or not
     nonlinear: set[str]  # outputs that are a nonlinear function of their quantity
-    direct: set[
-        str
-        # outputs that are a quantity of their own, or computed from neither weights nor
-        # hyperparameters
-    ]
+    # outputs that are a quantity of their own, or computed from neither weights nor
+    # hyperparameters
+    direct: set[str]
 
 
 def split(
@@ -363,52 +364,38 @@ def split(
         weights, context
     )
     jaxpr = closed.jaxpr
-    outputs = {
-        path[0].key: var
-        for (path, _), var in zip(
-            jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True
-        )
-    }
+    outputs = dict(zip(sorted(shapes), jaxpr.outvars, strict=True))
     count = len(jax.tree.leaves(weights))
-    paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
-    held = {
-        v
-        for v, p in zip(jaxpr.invars[count:], paths, strict=True)
-        if p[:1] == HYPERPARAMETERS
-    }
-    depends, held = (
-        reached(jaxpr.eqns, start) for start in (jaxpr.invars[:count], held)
-    )
-    random = {
-        name
-        for name, var in outputs.items()
-        if not isinstance(var, Literal) and var in depends
-    }
+    hypers = []
+    for var, (path, _) in zip(
+        jaxpr.invars[count:], jax.tree.flatten_with_path(context)[0], strict=True
+    ):
+        if path[:1] == HYPERPARAMETERS:
+            hypers.append(var)
+    depends = reached(jaxpr.eqns, jaxpr.invars[:count])
+    on_hypers = reached(jaxpr.eqns, hypers)
     sources = _sources(jaxpr, depends)
-    ends = {
-        name: sources.get(outputs[name], outputs[name])
-        for name in outputs
-        if name in random
-    }
+    ends = {}
+    for name, var in outputs.items():
+        if not isinstance(var, Literal) and var in depends:
+            ends[name] = sources.get(var, var)
     cut_vars = {}
     for name, end in ends.items():
         var = outputs[name]
         if list(ends.values()).count(end) > 1 or end.aval.size < var.aval.size:
             cut_vars[name] = end
-        elif name in keep and var not in held:
+        elif name in keep and var not in on_hypers:
             cut_vars[name] = var
         else:
-            cut_vars[name] = _before_nonlinear(jaxpr, end, var, depends, held)
+            cut_vars[name] = _before_nonlinear(jaxpr, end, var, depends, on_hypers)
     cuts: dict[str, Any] = {}
     for name, var in cut_vars.items():
         if var not in cuts.values():
             cuts[name] = var
 
     def evaluate(inputs: list[Any], targets: list[Any], values: list[Any]) -> list[Any]:
-        equations = [
-            equation
-            for equation, _ in needed_equations(jaxpr, targets, frozenset(inputs))
-        ]
+        needed = needed_equations(jaxpr, targets, frozenset(inputs))
+        equations = [equation for equation, _ in needed]
         subprogram = jaxpr.replace(invars=inputs, outvars=targets, eqns=equations)
         return jaxpr_as_fun(closed.replace(jaxpr=subprogram))(*values)
 
@@ -425,22 +412,17 @@ def split(
         )
         return dict(zip(outputs, values, strict=True))
 
-    nonlinear = {
-        n
-        for n in ends
-        if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]
-    }
-    direct = {
-        n
-        for n, var in cut_vars.items()
-        if var is outputs[n] and list(cut_vars.values()).count(var) == 1
-    }
-    direct |= {
-        n
-        for n, var in outputs.items()
-        if n not in random and (isinstance(var, Literal) or var not in held)
-    }
-    return Split(head, tail, tuple(cuts), random, nonlinear, direct)
+    nonlinear, direct = set(), set()
+    for name, var in outputs.items():
+        if name not in ends:
+            if isinstance(var, Literal) or var not in on_hypers:
+                direct.add(name)
+            continue
+        if _before_nonlinear(jaxpr, ends[name], var, depends) is not var:
+            nonlinear.add(name)
+        if cut_vars[name] is var and list(cut_vars.values()).count(var) == 1:
+            direct.add(name)
+    return Split(head, tail, tuple(cuts), set(ends), nonlinear, direct)
 
 
 def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
@@ -451,10 +433,10 @@ def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
     """
     sources: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
-        operands = {
-            v for v in equation.invars if not isinstance(v, Literal) and v in random
-        }
-        ends = {sources.get(var, var) for var in operands}
+        ends = set()
+        for var in equation.invars:
+            if not isinstance(var, Literal) and var in random:
+                ends.add(sources.get(var, var))
         if len(ends) != 1:
             continue
         (end,) = ends

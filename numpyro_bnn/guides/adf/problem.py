@@ -14,7 +14,7 @@ from jax import lax
 from numpyro_bnn._checks import outside
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
-from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
+from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, PriorFactor
 from numpyro_bnn.guides.adf.observation import (
     Context,
     check_quantities,
@@ -43,7 +43,7 @@ class ADFState(NamedTuple):
 
     weights: dict[str, Gaussian]
     hyperparameters: dict[str, Any]
-    factors: dict[str, Factor]
+    factors: dict[str, PriorFactor]
 
 
 class Records(NamedTuple):
@@ -60,7 +60,7 @@ class Records(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class ADFProblem:
     """A model read for assumed density filtering."""
 
     sites: Roles
@@ -69,18 +69,17 @@ class Problem:
 
     @classmethod
     def of(
-        cls, data: Data, template: "Problem | None" = None, with_value: bool = True
-    ) -> "Problem":
+        cls, data: Data, template: "ADFProblem | None" = None, with_value: bool = True
+    ) -> "ADFProblem":
         """Read the model from one row of its arguments; if a ``template`` is
         given, take the roles from it.
         """
         rows = {name: leaf[0] for name, leaf in data.rows.items()}
         arrays = data.arrays
-        sites = (
-            find_sites(data.model, *data.row(rows, arrays))
-            if template is None
-            else template.sites
-        )
+        if template is None:
+            sites = find_sites(data.model, *data.row(rows, arrays))
+        else:
+            sites = template.sites
         ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
         context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
         observation = observe(data, sites, context, with_value)
@@ -92,20 +91,18 @@ class Problem:
         hypers = moment_matching.describe(
             sites, noise_powers(observation, sites.noise, context)
         )
-        gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
-        normals = {
-            name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"
-        }
-        problem = cls(
-            sites, hypers, Likelihood(observation, normals, next(iter(gammas), None))
-        )
+        gamma, normals = None, {}
+        for name in sites.noise:
+            if hypers[name].kind == "gamma":
+                gamma = name
+            else:
+                normals[name] = hypers[name]
+        problem = cls(sites, hypers, Likelihood(observation, normals, gamma))
         check_rows(data, sites, ones)
         check_quantities(observation, sites, context)
 
         def check() -> None:
-            state = problem.start(
-                {name: weight.loc for name, weight in sites.weights.items()}
-            )
+            state = problem.start(sites.prior_means)
             context = problem.context(state, rows, arrays)
             problem.likelihood.check(state.weights, context)
 
@@ -114,40 +111,36 @@ class Problem:
 
     def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
         """Everything that a likelihood depends on except the weights."""
-        hypers = {
-            n: hyper.value(state.hyperparameters[n])
-            for n, hyper in self.hyperparameters.items()
-        }
+        hypers = self._values(state.hyperparameters)
         return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
+
+    def _values(self, states: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Typical values of the hyperparameters."""
+        hypers = self.hyperparameters.items()
+        return {name: hyper.value(states[name]) for name, hyper in hypers}
 
     def _prior(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """States of the hyperparameters, and at typical values of them the variances of
         the weights.
         """
         hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
-        typical = {
-            name: hyper.value(hypers[name])
-            for name, hyper in self.hyperparameters.items()
-        }
-        return hypers, {
-            name: weight.prior_sd(typical) ** 2
-            for name, weight in self.sites.weights.items()
-        }
+        values = self._values(hypers)
+        weights = self.sites.weights.items()
+        return hypers, {name: weight.prior_sd(values) ** 2 for name, weight in weights}
 
     def start(self, means: Mapping[str, Any]) -> ADFState:
         """The prior, but with these means of the weights."""
-        (hypers, variances), factors = self._prior(), {}
-        weights = {
-            name: Gaussian(jnp.asarray(means[name], float), var)
-            for name, var in variances.items()
-        }
+        hypers, variances = self._prior()
+        state = ADFState({}, hypers, {})
         for name, var in variances.items():
-            if self.sites.weights[name].hyper is not None:
+            state.weights[name] = Gaussian(jnp.asarray(means[name], float), var)
+            weight = self.sites.weights[name]
+            if weight.hyper is not None:
                 zero = jnp.zeros(var.shape)
-                factors[name] = Factor(
-                    1 / var, jnp.asarray(self.sites.weights[name].loc) / var, zero, zero
+                state.factors[name] = PriorFactor(
+                    1 / var, jnp.asarray(weight.loc) / var, zero, zero
                 )
-        return ADFState(weights, hypers, factors)
+        return state
 
     def random_means(self, rng_key: jax.Array) -> dict[str, Any]:
         """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden
@@ -195,14 +188,15 @@ class Problem:
             )[0]
         if likelihood.gamma is not None:
             gamma = state.hyperparameters[likelihood.gamma]
-            terms = [
-                likelihood.log_z(quantities, state.hyperparameters, context, order)
-                for order in range(3)
-            ]
-            sums = jnp.stack(
-                [sum_to(term, gamma.concentration.shape) for term in terms]
+            sums = []
+            for order in range(3):
+                log_zs = likelihood.log_z(
+                    quantities, state.hyperparameters, context, order
+                )
+                sums.append(sum_to(log_zs, gamma.concentration.shape))
+            hypers[likelihood.gamma] = moment_matching.gamma_update(
+                gamma, jnp.stack(sums)
             )
-            hypers[likelihood.gamma] = moment_matching.gamma_update(gamma, sums)
         return ADFState(weights, hypers, state.factors), value, refused
 
     def sweep(
@@ -241,37 +235,29 @@ class Problem:
         moments = self.likelihood.predictive(
             quantities, state.hyperparameters, context, noise
         )
-        observation, parts = self.likelihood.observation, []
-        for part in moments:
+        observation = self.likelihood.observation
+
+        def single(moment: jax.Array) -> jax.Array:
             if observation.kind != "categorical":
                 # one number may be the predictor of all
-                part = jnp.broadcast_to(
-                    part, jnp.broadcast_shapes(part.shape, observation.shape, (1,))
-                )
-            parts.append(part[0])
-        return Gaussian(*parts)
+                shape = jnp.broadcast_shapes(moment.shape, observation.shape, (1,))
+                moment = jnp.broadcast_to(moment, shape)
+            return moment[0]
+
+        return jax.tree.map(single, moments)
 
     def refine(self, state: ADFState) -> ADFState:
         """The prior factors of all weights with a hyperparameter."""
         weights, hypers, factors = map(dict, state)
-        for name in {
-            weight.hyper for weight in self.sites.weights.values() if weight.hyper
-        }:
-            names = [
-                site
-                for site, weight in self.sites.weights.items()
-                if weight.hyper == name
-            ]
-            new, factor, hypers[name] = moment_matching.refine(
-                names,
-                self.sites.weights,
-                weights,
-                factors,
-                self.hyperparameters[name],
-                hypers[name],
-            )
-            weights |= new
-            factors |= factor
+        sites = self.sites.weights
+        for name, hyper in self.hyperparameters.items():
+            names = [site for site, weight in sites.items() if weight.hyper == name]
+            if names:
+                new, factor, hypers[name] = moment_matching.refine(
+                    names, sites, weights, factors, hyper, hypers[name]
+                )
+                weights |= new
+                factors |= factor
         return ADFState(weights, hypers, factors)
 
 
@@ -300,9 +286,7 @@ def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
     """
 
     def product(equation: Equation, *operands: Any) -> Any:
-        if np.prod(equation.outputs[0].shape) > max(
-            np.prod(np.shape(operand)) for operand in operands
-        ):
+        if np.prod(equation.outputs[0].shape) > max(map(np.size, operands)):
             operands = tuple(operand / divisor for operand in operands)
         return equation.bind(*operands)
 
@@ -318,7 +302,7 @@ class Program(NamedTuple):
 
 
 def build(
-    problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+    problem: ADFProblem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
 ) -> Program:
     """Compiled functions of keys, rows and arrays; an epoch is one pass and the
     refinement of the prior.
@@ -386,12 +370,9 @@ def run_epochs(
 
     if keeper is not None and (saved := keeper.load(state)) is not None:
         state, saved_records = saved
-        records = [
-            Records(*row)
-            for row in zip(
-                saved_records["log_z"].T, saved_records["refused"].T, strict=True
-            )
-        ]
+        records = list(
+            map(Records, saved_records["log_z"].T, saved_records["refused"].T)
+        )
     done = len(records)
     shown = progress_bar and done < num_epochs
     with tqdm.trange(

@@ -100,11 +100,10 @@ class Data:
         """
         fixed, arrays = Arguments.of(args, kwargs, model).split()
         arrays = {name: _wide(leaf) for name, leaf in arrays.items()}
-        rows = {
-            name: arrays.pop(name)
-            for name in list(arrays)
-            if is_row(name, arrays[name])
-        }
+        rows = {}
+        for name in list(arrays):
+            if is_row(name, arrays[name]):
+                rows[name] = arrays.pop(name)
         return cls(model, fixed, rows, arrays)
 
     @classmethod
@@ -165,13 +164,12 @@ class Data:
         """Everything that a compiled program depends on except the
         values of the data.
         """
-        shapes = tuple(
-            (name, np.shape(leaf), leaf.dtype) for name, leaf in self.rows.items()
-        )
-        arrays = tuple(
-            (name, _fingerprint(value)) for name, value in self.arrays.items()
-        )
-        return self.fixed, shapes, arrays
+        shapes, arrays = [], []
+        for name, leaf in self.rows.items():
+            shapes.append((name, np.shape(leaf), leaf.dtype))
+        for name, leaf in self.arrays.items():
+            arrays.append((name, _fingerprint(leaf)))
+        return self.fixed, tuple(shapes), tuple(arrays)
 
     def call(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
         """Positional and keyword arguments with these rows and arrays."""
@@ -241,25 +239,25 @@ class Weight:
     def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
         """Prior sd at values of the hyperparameters."""
         scale = jnp.asarray(self.scale, float)
-        return (
-            scale
-            if self.hyper is None
-            else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
-        )
+        if self.hyper is None:
+            return scale
+        return scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
 
 
 @dataclass(frozen=True)
 class Roles:
     """What the sites of a model are for."""
 
-    weights: Mapping[
-        str, Weight
-    ]  # on the whole real line, by the name of the site whose value enters the network
-    hyperparameters: Mapping[
-        str, dist.Distribution
-    ]  # all others: scales of weights, noise, what data do not inform
+    # on the whole real line, by the name of the site whose value enters the network
+    weights: Mapping[str, Weight]
+    # all others: scales of weights, noise, what data do not inform
+    hyperparameters: Mapping[str, dist.Distribution]
     noise: tuple[str, ...]  # the hyperparameters that the observation depends on
     observed: str  # name of the observed site
+
+    @property
+    def prior_means(self) -> dict[str, Any]:
+        return {name: weight.loc for name, weight in self.weights.items()}
 
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
@@ -270,20 +268,20 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles
     observed = observed_site(reading.sites)
     _check_latent(reading, observed)
     bases = base_sites(reading.sites)
-    hypers = [
-        name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])
-    ]
-    latent_of = {
-        bases.get(name, name): name for name in reading.latent if name not in hypers
-    }
+    latent_of, hypers = {}, []
+    for name in reading.latent:
+        if _is_weight(reading.sites[name]["fn"]):
+            latent_of[bases.get(name, name)] = name
+        else:
+            hypers.append(name)
     if not latent_of:
         raise argument_error(
             CALL, "model", "no weights", "Give the weights a Normal prior."
         )
     parents = _reached(reading, latent_of, hypers, observed)
-    probed_priors, distributions = _priors(reading, latent_of, hypers)
+    prior_moments, distributions = _priors(reading, latent_of, hypers)
     weights = {
-        name: _weight(name, base, parents[name], probed_priors)
+        name: _weight(name, base, parents[name], prior_moments[name])
         for name, base in latent_of.items()
     }
     noise = tuple(name for name in hypers if name in parents[observed])
@@ -303,14 +301,10 @@ def _check_latent(reading: Reading, observed: str) -> None:
             raise refuse(name, "whose prior is masked or scaled", instead)
         if site["fn"].support.is_discrete:
             raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
-        local = [
-            f.name
-            for f in site["cond_indep_stack"]
-            if f.size == 1 and f.name in data_plates
-        ]
-        if local:
-            reason = f"inside the plate {local[0]!r} of the data"
-            raise refuse(name, reason, "Each data point would have its own weight.")
+        for frame in site["cond_indep_stack"]:
+            if frame.size == 1 and frame.name in data_plates:
+                reason = f"inside the plate {frame.name!r} of the data"
+                raise refuse(name, reason, "Each data point would have its own weight.")
     for name, site in reading.sites.items():
         if site["type"] in PARAMETERS:
             raise refuse(
@@ -346,24 +340,20 @@ def _reached(
     """
 
     def priors(sites: Sites) -> dict[str, Any]:
-        values = {
-            name: sites[name]["value"] if name != latent else 0.0
-            for name, latent in weights.items()
-        }
-        return {
-            name: [_projected(sites[weights[name]]["fn"]), value]
-            for name, value in values.items()
-        }
+        moments_and_value = {}
+        for name, latent in weights.items():
+            value = 0.0 if name == latent else sites[name]["value"]
+            moments_and_value[name] = [_projected(sites[latent]["fn"]), value]
+        return moments_and_value
 
     def others_leaves(sites: Sites) -> dict[tuple[str, str], Any]:
+        leaves: dict[tuple[str, str], Any] = {}
+        for name in hypers:
+            leaves["prior", name] = jax.tree.leaves(sites[name]["fn"])
         fn = sites[observed]["fn"]
-        leaves = {
-            ("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers
-        }
         leaves["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
-        return leaves | {
-            ("data", observed): [sites[observed]["value"], unmasked_elements(fn)]
-        }
+        leaves["data", observed] = [sites[observed]["value"], unmasked_elements(fn)]
+        return leaves
 
     weight_parents = {
         name: sources - {weights[name]}
@@ -389,74 +379,59 @@ def _reached(
 
 def _priors(
     reading: Reading, weights: Mapping[str, str], hypers: Sequence[str]
-) -> tuple[list[dict], dict[str, dist.Distribution]]:
-    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...;
-    priors of the rest.
+) -> tuple[dict[str, Any], dict[str, dist.Distribution]]:
+    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...,
+    each (4, ...); priors of the hyperparameters.
 
     The sd of a weight that is not an affine function of its own base is NaN.
     """
     random = np.random.default_rng(0)
     bases = {w: latent for w, latent in weights.items() if w != latent}
-    probes = {
-        w: random.normal(size=shape.shape) for w, shape in reading.shapes(bases).items()
-    }
-    ends = [
-        {w: np.full(p.shape, number) for w, p in probes.items()}
-        for number in (0.0, 1.0)
-    ]
+    zeros, ones, probes = {}, {}, {}
+    for w, shape in reading.shapes(bases).items():
+        base = bases[w]
+        zeros[base], ones[base] = np.zeros(shape.shape), np.ones(shape.shape)
+        probes[base] = random.normal(size=shape.shape)
 
     def prior(reading: Reading, values: dict) -> dict[str, Any]:
-        sites_at = [
-            reading.at(values | {bases[w]: p for w, p in point.items()})
-            for point in (*ends, probes)
-        ]
-        moments = {
-            w: _projected(sites_at[0][latent]["fn"]) for w, latent in weights.items()
-        }
-        for w in bases:
-            zero, one, checked = (sites[w]["value"] for sites in sites_at)
-            mean, sd = moments[w]
-            plain = (
-                jnp.isclose(checked, zero + (one - zero) * probes[w])
-                & (mean == 0)
-                & (sd == 1)
-            )
-            moments[w] = zero, jnp.where(plain, one - zero, jnp.nan)
+        at_zeros, at_ones = reading.at(values | zeros), reading.at(values | ones)
+        at_probes = reading.at(values | probes)
+        moments = {}
+        for w, latent in weights.items():
+            mean, sd = moments[w] = _projected(at_zeros[latent]["fn"])
+            if w in bases:
+                shift = at_zeros[w]["value"]
+                slope = at_ones[w]["value"] - shift
+                line = shift + slope * probes[latent]
+                affine = jnp.isclose(at_probes[w]["value"], line)
+                plain = affine & (mean == 0) & (sd == 1)
+                moments[w] = shift, jnp.where(plain, slope, jnp.nan)
         return moments
 
-    counts = {
-        n: 1.0 + np.arange(s.size).reshape(s.shape)
-        for n, s in reading.shapes(hypers).items()
-    }
-    points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
-    values = {
-        name: np.stack([f * count**power for f, power in points])
-        for name, count in counts.items()
-    }
+    values = {}
+    for name, shape in reading.shapes(hypers).items():
+        unit = np.ones(shape.shape)
+        count = 1.0 + np.arange(shape.size).reshape(shape.shape)
+        values[name] = np.stack([unit, 2 * unit, 3 * unit, 2 * count])
 
     def program(reading: Reading, values: dict) -> tuple[dict, dict]:
-        priors = jax.lax.map(
-            lambda indexed: prior(reading, indexed[1]), (np.arange(len(points)), values)
+        moments = jax.lax.map(
+            lambda indexed: prior(reading, indexed[1]), (np.arange(4), values)
         )
-        return priors, {
-            name: site["fn"] for name, site in reading.at({}, only=hypers).items()
-        }
+        sites = reading.at({}, only=hypers)
+        return moments, {name: site["fn"] for name, site in sites.items()}
 
-    stacked, fns = jax.device_get(reading.run(program, values))
-    return [
-        jax.tree.map(lambda leaf, k=k: leaf[k], stacked) for k in range(len(points))
-    ], fns
+    return jax.device_get(reading.run(program, values))
 
 
 def _weight(
-    name: str, latent: str, parents: set[str], probed_priors: list[dict]
+    name: str, latent: str, parents: set[str], moments: tuple[np.ndarray, np.ndarray]
 ) -> Weight:
     """Read the prior of a weight site: its mean and sd, and how its hyperparameter
     scales it.
     """
-    (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (
-        values[name] for values in probed_priors
-    )
+    loc, loc_doubled, *_ = moments[0]
+    scale, doubled, tripled, counted = moments[1]
     if latent == name and not np.all(np.isfinite(scale)):
         raise refuse(
             name,
