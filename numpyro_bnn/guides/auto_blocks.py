@@ -448,10 +448,8 @@ class AutoBlocks(CompiledAutoNormal):
         # likelihood of all the data.
         if sample_shape:
             return map_samples(single, values, sample_shape)
-        mapped = map_samples(
-            single, {name: value[None] for name, value in values.items()}, (1,)
-        )
-        return {name: value[0] for name, value in mapped.items()}
+        mapped = map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
+        return jax.tree.map(lambda v: v[0], mapped)
 
     def _unconstrained_quantiles(
         self, params: Mapping[str, Any], q: jax.Array

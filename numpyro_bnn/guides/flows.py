@@ -62,7 +62,8 @@ def declare_conditioner(
     kernels, biases = [], []
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
         if i == len(sizes) - 2:
-            kernel, bias = jnp.zeros((fan_in, fan_out)), jnp.zeros(fan_out)
+            kernel: Any = jnp.zeros((fan_in, fan_out))
+            bias: Any = jnp.zeros(fan_out)
         else:
             kernel = _normal((fan_in, fan_out), fan_in**-0.5)
             # Units that bend at different places can shape the map where it needs to

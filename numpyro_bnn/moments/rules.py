@@ -78,7 +78,7 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     if len(elements) == 2 and present.all():
         return maximum(*elements)
     stacked = jax.tree.map(lambda *moments: jnp.stack(moments), *elements)
-    return maximum_of(*stacked, present, NODES.get())
+    return maximum_of(stacked.mean, stacked.var, present, NODES.get())
 
 
 def _strided(

@@ -273,7 +273,7 @@ def _sqrt(value: Any) -> Any:
     )
 
 
-def _state(kind: str, parameter: Callable[[str], jax.Array]) -> Gamma | Gaussian:
+def _state(kind: str, parameter: Callable[[str], jax.Array]) -> Any:
     """The state of a site, from its parameters by field."""
     first, second = map(parameter, FIELDS[kind])
     return Gamma(first, second) if kind == "gamma" else Gaussian(first, second**2)

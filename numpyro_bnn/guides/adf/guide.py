@@ -285,15 +285,15 @@ class AutoADF(ADFPosterior):
         """The compiled run of these arguments, its data, and the number of rows."""
         args, kwargs = as_arrays(args, kwargs, f"{CALL}.run")
         axes = _axes(args, in_axes, batched)
-        first, labels = [], []
+        first_args, labels = [], []
         for arg, axis in zip(args, axes, strict=True):
             labels.append(jax.tree.map(lambda _, a=axis: str(a), arg))
             if axis is not None:
                 arg = jax.tree.map(
                     lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
                 )
-            first.append(arg)
-        first = tuple(first)
+            first_args.append(arg)
+        first = tuple(first_args)
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         data = Data.read(self.model, first, kwargs)
         data.check(f"{CALL}.run")

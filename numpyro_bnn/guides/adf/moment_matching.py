@@ -182,7 +182,9 @@ def describe(
                 f"a {type(base).__name__}",
                 "Sites other than the weights must be real or positive.",
             )
-        powers = {w.power for w in sites.weights.values() if w.hyper == name}
+        powers: set[float | None] = {
+            w.power for w in sites.weights.values() if w.hyper == name
+        }
         if name in sites.noise:
             powers.add(noise_powers[name])
         conjugate = type(base) is dist.Gamma and powers <= {-0.5}

@@ -284,7 +284,7 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
         )
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
-        sample_rows = {name: leaf[row_indices, None] for name, leaf in rows.items()}
+        sample_rows = jax.tree.map(lambda leaf: leaf[row_indices, None], rows)
         pairs = []
         for together, separate in zip(
             parameters(rows), jax.vmap(parameters)(sample_rows), strict=True

@@ -74,7 +74,7 @@ class ADFProblem:
         """Read the model from one row of its arguments; if a ``template`` is
         given, take the roles from it.
         """
-        rows = {name: leaf[0] for name, leaf in data.rows.items()}
+        rows = jax.tree.map(lambda leaf: leaf[0], data.rows)
         arrays = data.arrays
         if template is None:
             sites = find_sites(data.model, *data.row(rows, arrays))
@@ -320,7 +320,7 @@ def build(
         divisor: Any,
     ) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
-        shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
+        shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
         state, record = problem.sweep(state, shuffled, arrays, divisor)
         return problem.refine(state), record
 

@@ -177,7 +177,7 @@ class Data:
 
     def row(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
         """The call for one data point, without the leading axis."""
-        return self.call({name: leaf[None] for name, leaf in rows.items()}, arrays)
+        return self.call(jax.tree.map(lambda leaf: leaf[None], rows), arrays)
 
     def site(self, name: str, values: Mapping[str, Any], call: Call) -> Site:
         """One site of the model, called in this way, at values of others."""
@@ -360,9 +360,11 @@ def _reached(
         for name, sources in reading.depends(priors).items()
     }
     leaf_parents = reading.depends(others_leaves, {*reading.latent, *weights})
-    above = {name: leaf_parents["prior", name] for name in hypers}
-    above |= {name: weight_parents[name] - set(hypers) for name in weights}
-    for name, parents in above.items():
+    for name in (*hypers, *weights):
+        if name in hypers:
+            parents = leaf_parents["prior", name]
+        else:
+            parents = weight_parents[name] - set(hypers)
         if parents:
             instead = (
                 "A weight may have one positive hyperparameter, its scale, and no more."
