@@ -138,28 +138,23 @@ class AutoBlocks(CompiledAutoNormal):
         self._make_blocks()
 
     def _subsampled_plates(self, name: str) -> list[str]:
+        full_sizes = self._prototype_frame_full_sizes
         frames = self._latent()[name]["cond_indep_stack"]
-        return [
-            f.name for f in frames if f.size != self._prototype_frame_full_sizes[f.name]
-        ]
+        return [frame.name for frame in frames if frame.size != full_sizes[frame.name]]
 
     @property
     def _local_sites(self) -> set[str]:
         """Sites with one value per data point: in a plate of observations, or in a
         subsampled one.
         """
-        trace = (self.prototype_trace or {}).values()
-        data = {
-            f.name for s in trace if s.get("is_observed") for f in s["cond_indep_stack"]
-        }
-        plates = {
-            n: {f.name for f in s["cond_indep_stack"]}
-            for n, s in self._latent().items()
-        }
+        data_plates: set[str] = set()
+        for site in (self.prototype_trace or {}).values():
+            if site.get("is_observed"):
+                data_plates |= _plates(site)
         return {
             name
-            for name, inside in plates.items()
-            if data & inside or self._subsampled_plates(name)
+            for name, site in self._latent().items()
+            if data_plates & _plates(site) or self._subsampled_plates(name)
         }
 
     def _initial(
@@ -170,13 +165,11 @@ class AutoBlocks(CompiledAutoNormal):
         """
         sites, call = args[0], (args[1:], kwargs)
         local, locs = self._local_sites, dict(locs)
-        spreads = {
-            name: initialization.initial_spread(site, name in local)
-            for name, site in sites.items()
-        }
-        strategy = getattr(
-            self.init_loc_fn, "func", self.init_loc_fn
-        )  # inside a `partial`
+        spreads = {}
+        for name, site in sites.items():
+            spreads[name] = initialization.initial_spread(site, name in local)
+        # inside a `partial`
+        strategy = getattr(self.init_loc_fn, "func", self.init_loc_fn)
         if bases := initialization.base_sites(self.prototype_trace or {}, ndim=2):
             with handlers.block(), full_plates():
                 values = self._postprocess_fn(locs)
@@ -191,19 +184,19 @@ class AutoBlocks(CompiledAutoNormal):
             self._call, self._init_scale, spreads, shapes
         )
         if self._scaled:
-            values = {n: self._transforms[n](loc) for n, loc in locs.items()}
+            values = {name: self._transforms[name](loc) for name, loc in locs.items()}
             for name, (loc, scale) in self._prior_program(call)(values).items():
                 locs[name] = (locs[name] - loc) / scale
                 scales[name] = scales[name] / jnp.abs(scale)
         return locs, scales
 
     def _make_blocks(self) -> None:
-        chosen = self._choose_blocks()
-        parts = partition(
-            self._call, list(self._latent()), [patterns for _, patterns, _ in chosen]
+        specs = self._choose_blocks()
+        sites_by_block = partition(
+            self._call, list(self._latent()), [patterns for _, patterns, _ in specs]
         )
         self._blocks: list[tuple[Block, Family]] = []
-        for (label, _, family), names in zip(chosen, parts, strict=True):
+        for (label, _, family), names in zip(specs, sites_by_block, strict=True):
             for name in names:
                 if local := self._subsampled_plates(name):
                     got = f"site {name!r} inside the subsampled plate {local[0]!r}"
@@ -214,11 +207,8 @@ class AutoBlocks(CompiledAutoNormal):
                     raise argument_error(self._call, "blocks", got, instead)
             label = self.prefix if label == "*" else f"{self.prefix}_{label}"
             shapes = {name: jnp.shape(self._init_locs[name]) for name in names}
-            starts = (
-                [jnp.ravel(at[name]) for name in names]
-                for at in (self._init_locs, self._init_scales)
-            )
-            loc, scale = (jnp.concatenate(parts) for parts in starts)
+            loc = _joined(self._init_locs, names)
+            scale = _joined(self._init_scales, names)
             self._blocks.append((Block(label, shapes, loc, scale), family))
 
     def _prior_program(
@@ -228,12 +218,10 @@ class AutoBlocks(CompiledAutoNormal):
         with all plates full.
         """
         args, kwargs = self._prototype_call if call is None else call
-        latent = self._latent().items()
-        examples = {
-            name: site["value"]
-            for name, site in latent
-            if not self._subsampled_plates(name)
-        }
+        examples = {}
+        for name, site in self._latent().items():
+            if not self._subsampled_plates(name):
+                examples[name] = site["value"]
         return prior_program(self.model, self._scaled, examples, args, kwargs, indices)
 
     # -- the guide ---------------------------------------------------------------------
@@ -247,12 +235,9 @@ class AutoBlocks(CompiledAutoNormal):
         if self._scaled:
             # Where a handler fills the plates, a reading of minibatches has no place
             # for all indices.
-            whole = all(len(plate._indices) == plate.size for plate in plates.values())
-            indices = (
-                None
-                if whole
-                else {name: plate._indices for name, plate in plates.items()}
-            )
+            indices = None
+            if any(len(plate._indices) != plate.size for plate in plates.values()):
+                indices = {name: plate._indices for name, plate in plates.items()}
             program = self._prior_program((args, kwargs), indices)
         joint: Values = {}
         for block, family in self._blocks:
@@ -262,9 +247,9 @@ class AutoBlocks(CompiledAutoNormal):
             )
         result: Values = {}
         for name, site in self._latent().items():
-            moments = (
-                program(result)[name] if program and name in self._scaled else None
-            )
+            moments = None
+            if program and name in self._scaled:
+                moments = program(result)[name]
             if name in joint:
                 fn = self._in_block(name, site["fn"].event_dim, joint[name], moments)
                 result[name] = numpyro.sample(name, fn)
@@ -278,17 +263,19 @@ class AutoBlocks(CompiledAutoNormal):
     def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
         event_dim, site = self._event_dims[name], f"{name}_{self.prefix}"
         loc = numpyro.param(f"{site}_loc", self._init_locs[name], event_dim=event_dim)
-        options = {"constraint": self.scale_constraint, "event_dim": event_dim}
-        scale = numpyro.param(f"{site}_scale", self._init_scales[name], **options)
+        scale = numpyro.param(
+            f"{site}_scale",
+            self._init_scales[name],
+            constraint=self.scale_constraint,
+            event_dim=event_dim,
+        )
         if moments is not None:
             loc, scale = moments[0] + moments[1] * loc, jnp.abs(moments[1]) * scale
         fn = dist.Normal(loc, scale).to_event(event_dim)
         transform = self._transforms[name]
-        return (
-            fn
-            if is_identity(transform)
-            else dist.TransformedDistribution(fn, transform)
-        )
+        if is_identity(transform):
+            return fn
+        return dist.TransformedDistribution(fn, transform)
 
     def _in_block(
         self,
@@ -306,10 +293,10 @@ class AutoBlocks(CompiledAutoNormal):
         value = transform(unconstrained)
         if numpyro.get_mask() is False:
             return dist.Delta(value, event_dim=event_dim)
-        parts = (log_det, transform.log_abs_det_jacobian(unconstrained, value))
+        log_dets = (log_det, transform.log_abs_det_jacobian(unconstrained, value))
         batch_dim = jnp.ndim(value) - event_dim
         density = -sum(
-            sum_rightmost(part, jnp.ndim(part) - batch_dim) for part in parts
+            sum_rightmost(term, jnp.ndim(term) - batch_dim) for term in log_dets
         )
         return dist.Delta(value, log_density=density, event_dim=event_dim)
 
@@ -357,23 +344,20 @@ class AutoBlocks(CompiledAutoNormal):
         """
         self._check_called("quantiles")
         q = probabilities(f"{type(self).__name__}.quantiles", quantiles).reshape(-1)
-        found = self._unconstrained_quantiles(params, jnp.concatenate([q, 1.0 - q]))
-        mixing = [
-            name
-            for name in found
-            if elementwise(self._transforms[name]).domain.event_dim > 0
-        ]
-        sites = {
-            n: _monotone(self._transforms[n], v)
-            for n, v in found.items()
-            if n not in mixing
-        }
-        if mixing:
-            draws = self._sites(
-                self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,)
-            )
-            sites |= {name: jnp.quantile(draws[name], q, axis=0) for name in mixing}
-        return {name: sites[name] for name in found}
+        unconstrained = self._unconstrained_quantiles(
+            params, jnp.concatenate([q, 1.0 - q])
+        )
+        draws: Values = {}
+        sites: Values = {}
+        for name, values in unconstrained.items():
+            transform = self._transforms[name]
+            if elementwise(transform).domain.event_dim == 0:
+                sites[name] = _monotone(transform, values)
+                continue
+            if not draws:
+                draws = self._sites(self._fixed_draws(params), (NUM_DRAWS,))
+            sites[name] = jnp.quantile(draws[name], q, axis=0)
+        return sites
 
     def _check_called(self, method: str) -> None:
         if self.prototype_trace is None:
@@ -387,15 +371,14 @@ class AutoBlocks(CompiledAutoNormal):
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
         joint = {name for block, _ in self._blocks for name in block.shapes}
-        prefixes = {
-            name: f"{name}_{self.prefix}"
-            for name in self._transforms
-            if name not in joint
-        }
-        return {
-            n: dist.Normal(params[f"{at}_loc"], params[f"{at}_scale"])
-            for n, at in prefixes.items()
-        }
+        normals = {}
+        for name in self._transforms:
+            if name not in joint:
+                site = f"{name}_{self.prefix}"
+                normals[name] = dist.Normal(
+                    params[f"{site}_loc"], params[f"{site}_scale"]
+                )
+        return normals
 
     def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
 
@@ -422,6 +405,9 @@ class AutoBlocks(CompiledAutoNormal):
                 values[name] = numpyro.sample(name, fn, sample_shape=sample_shape)
         return values
 
+    def _fixed_draws(self, params: Mapping[str, Any]) -> Values:
+        return self._draw(jax.random.key(0), params, (NUM_DRAWS,))
+
     def _sites(self, draws: Values, sample_shape: Shape) -> Values:
         return self._constrain(self._rescale(draws, sample_shape), sample_shape)
 
@@ -432,15 +418,15 @@ class AutoBlocks(CompiledAutoNormal):
         program = self._prior_program()
 
         def single(values: Values) -> Values:
-            found: Values = {}
-            known: Values = {}
+            unconstrained: Values = {}
+            constrained: Values = {}
             for name, transform in self._transforms.items():
-                found[name] = values[name]
+                unconstrained[name] = values[name]
                 if name in self._scaled:
-                    loc, scale = program(known)[name]
-                    found[name] = loc + scale * values[name]
-                known[name] = transform(found[name])
-            return found
+                    loc, scale = program(constrained)[name]
+                    unconstrained[name] = loc + scale * values[name]
+                constrained[name] = transform(unconstrained[name])
+            return unconstrained
 
         return map_samples(single, draws, sample_shape)
 
@@ -449,9 +435,9 @@ class AutoBlocks(CompiledAutoNormal):
         unconstrained values.
         """
 
-        def single(one: Values) -> Values:
+        def single(draw: Values) -> Values:
             with handlers.block(), full_plates():
-                return self._postprocess_fn(one)
+                return self._postprocess_fn(draw)
 
         if (
             getattr(getattr(self._postprocess_fn, "fn", None), "func", None)
@@ -462,10 +448,8 @@ class AutoBlocks(CompiledAutoNormal):
         # likelihood of all the data.
         if sample_shape:
             return map_samples(single, values, sample_shape)
-        mapped = map_samples(
-            single, {name: value[None] for name, value in values.items()}, (1,)
-        )
-        return {name: value[0] for name, value in mapped.items()}
+        mapped = map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
+        return jax.tree.map(lambda v: v[0], mapped)
 
     def _unconstrained_quantiles(
         self, params: Mapping[str, Any], q: jax.Array
@@ -475,24 +459,30 @@ class AutoBlocks(CompiledAutoNormal):
         def closed_form(mean: jax.Array, sd: jax.Array) -> jax.Array:
             return mean + sd * ndtri(q).reshape((-1,) + (1,) * jnp.ndim(mean))
 
-        found = {
-            name: closed_form(fn.loc, fn.scale)
-            for name, fn in self._normals(params).items()
-        }
+        quantiles = {}
+        for name, fn in self._normals(params).items():
+            quantiles[name] = closed_form(fn.loc, fn.scale)
         for (block, family), fn in zip(
             self._blocks, self._families(params), strict=True
         ):
             if family.gaussian:
-                found |= block.unflatten(closed_form(fn.mean, jnp.sqrt(fn.variance)))
-        found = {
-            name: value for name, value in found.items() if name not in self._scaled
-        }
-        if missing := [name for name in self._transforms if name not in found]:
-            draws = self._rescale(
-                self._draw(jax.random.key(0), params, (NUM_DRAWS,)), (NUM_DRAWS,)
-            )
-            found |= {name: jnp.quantile(draws[name], q, axis=0) for name in missing}
-        return {name: found[name] for name in self._transforms}
+                quantiles |= block.unflatten(
+                    closed_form(fn.mean, jnp.sqrt(fn.variance))
+                )
+        missing = (self._transforms.keys() - quantiles.keys()) | set(self._scaled)
+        if missing:
+            draws = self._rescale(self._fixed_draws(params), (NUM_DRAWS,))
+            for name in missing:
+                quantiles[name] = jnp.quantile(draws[name], q, axis=0)
+        return {name: quantiles[name] for name in self._transforms}
+
+
+def _plates(site: Mapping[str, Any]) -> set[str]:
+    return {frame.name for frame in site["cond_indep_stack"]}
+
+
+def _joined(values: Values, names: Sequence[str]) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(values[name]) for name in names])
 
 
 def is_identity(transform: Any) -> bool:
@@ -505,6 +495,6 @@ def _monotone(transform: Any, values: jax.Array) -> jax.Array:
     reverses the order.
     """
     half = len(values) // 2
-    at, opposite = transform(values[:half]), transform(values[half:])
+    direct, opposite = transform(values[:half]), transform(values[half:])
     zero = jnp.zeros(values.shape[1:])
-    return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, at)
+    return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, direct)

@@ -6,13 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions import constraints
@@ -61,12 +59,12 @@ class Block(NamedTuple):
 
 def cut(vector: jax.Array, shapes: Mapping[Any, Shape]) -> dict[Any, jax.Array]:
     """Consecutive parts of a vector (..., D), by name and in these shapes."""
-    ends = pairwise(np.cumsum([0, *map(prod, shapes.values())]))
-    pairs = zip(shapes.items(), ends, strict=True)
-    return {
-        name: vector[..., a:b].reshape((*vector.shape[:-1], *shape))
-        for (name, shape), (a, b) in pairs
-    }
+    arrays, start = {}, 0
+    for name, shape in shapes.items():
+        end = start + prod(shape)
+        arrays[name] = vector[..., start:end].reshape((*vector.shape[:-1], *shape))
+        start = end
+    return arrays
 
 
 class Family(ABC):
@@ -261,7 +259,7 @@ def partition(
         blocks.
     """
     owner: dict[str, tuple[str, ...]] = {}
-    found = []
+    site_groups = []
     for patterns in blocks:
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
@@ -275,5 +273,5 @@ def partition(
                 )
                 raise argument_error(call, "blocks", got, instead)
             owner[name] = patterns
-        found.append(sites)
-    return found
+        site_groups.append(sites)
+    return site_groups

@@ -21,8 +21,9 @@ from numpyro_bnn._options import (
     checked,
 )
 from numpyro_bnn.guides.auto_blocks import AutoBlocks
-from numpyro_bnn.guides.blocks import Block, Patterns
+from numpyro_bnn.guides.blocks import Patterns, cut
 from numpyro_bnn.guides.flows import MASKS, Coupling
+from numpyro_bnn.nn.base import Shape
 
 
 class AutoCoupling(AutoBlocks):
@@ -90,14 +91,10 @@ class AutoCoupling(AutoBlocks):
         **options: Any,
     ) -> None:
         family = Coupling(num_flows, hidden, mask, bound, seed)
-        chosen = (
-            ["*"]
-            if blocks is None
-            else [blocks]
-            if isinstance(blocks, str | tuple)
-            else blocks
-        )
-        super().__init__(model, [(patterns, family) for patterns in chosen], **options)
+        if blocks is None:
+            blocks = "*"
+        groups = [blocks] if isinstance(blocks, str | tuple) else blocks
+        super().__init__(model, [(patterns, family) for patterns in groups], **options)
 
     # -- the guide as a transport of N(0, I), as NeuTraReparam requires it -------------
 
@@ -148,19 +145,12 @@ class AutoCoupling(AutoBlocks):
         return transforms[0] if len(transforms) == 1 else Blockwise(transforms, sizes)
 
     def _unpack_latent(self, vector: jax.Array) -> dict[str, jax.Array]:
-        values: dict[str, jax.Array] = {}
-        start = 0
+        shapes: dict[str, Shape] = {}
         for block, _ in self._blocks:
-            values |= block.unflatten(vector[..., start : start + block.size])
-            start += block.size
-        shapes = {
-            name: jnp.shape(loc)
-            for name, loc in self._init_locs.items()
-            if name not in values
-        }
-        return values | Block("rest", shapes, jnp.zeros(0), jnp.zeros(0)).unflatten(
-            vector[..., start:]
-        )
+            shapes |= block.shapes
+        for name, loc in self._init_locs.items():
+            shapes.setdefault(name, jnp.shape(loc))
+        return cut(vector, shapes)
 
     def _unpack_and_constrain(
         self, vector: jax.Array, params: Mapping[str, Any]
@@ -190,25 +180,18 @@ class Blockwise(Transform):
         return jnp.split(x, np.cumsum(self.sizes)[:-1], axis=-1)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.concatenate(
-            [t(p) for t, p in zip(self.transforms, self._parts(x), strict=True)],
-            axis=-1,
-        )
+        pieces = zip(self.transforms, self._parts(x), strict=True)
+        return jnp.concatenate([t(piece) for t, piece in pieces], axis=-1)
 
     def _inverse(self, y: jax.Array) -> jax.Array:
-        return jnp.concatenate(
-            [
-                t._inverse(p)
-                for t, p in zip(self.transforms, self._parts(y), strict=True)
-            ],
-            axis=-1,
-        )
+        pieces = zip(self.transforms, self._parts(y), strict=True)
+        return jnp.concatenate([t._inverse(piece) for t, piece in pieces], axis=-1)
 
     def log_abs_det_jacobian(
         self, x: jax.Array, y: jax.Array, intermediates: Any = None
     ) -> jax.Array:
-        parts = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
-        return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in parts]).sum(0)
+        pieces = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
+        return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in pieces]).sum(0)
 
     def tree_flatten(self) -> Any:
         return (self.transforms,), (("transforms",), {"sizes": self.sizes})
@@ -216,8 +199,6 @@ class Blockwise(Transform):
     def eq(self, other: object, static: bool = False) -> Any:
         if not isinstance(other, Blockwise) or self.sizes != other.sizes:
             return False
-        same = [
-            a.eq(b, static=static)
-            for a, b in zip(self.transforms, other.transforms, strict=False)
-        ]
+        pairs = zip(self.transforms, other.transforms, strict=False)
+        same = [a.eq(b, static=static) for a, b in pairs]
         return all(same) if static else jnp.all(jnp.asarray(same))

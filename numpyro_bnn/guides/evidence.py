@@ -164,14 +164,16 @@ def evidence(
         )
         raise argument_error(call, "guide", got, instead)
 
-    def weigh(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        keys, params = given
+    def weigh(
+        keys_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
+    ) -> jax.Array:
+        keys, params = keys_and_params
 
-        def one(key: jax.Array) -> jax.Array:
+        def log_weight(key: jax.Array) -> jax.Array:
             draw = weighted_draw(model, guide, params, args, kwargs, key)  # type: ignore[arg-type]
             return draw.log_joint - draw.log_guide
 
-        return map_keys(one, keys, draws_per_chunk)
+        return map_keys(log_weight, keys, draws_per_chunk)
 
     weights = run(
         weigh, (jax.random.split(rng_key, num_samples), dict(params)), args, kwargs

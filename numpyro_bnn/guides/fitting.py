@@ -128,8 +128,8 @@ def fit(
             svi, rng_key, args, kwargs, init_state, init_params, _expected(svi, fixed)
         )
     losses = np.zeros(0, jnp.result_type(float))
-    if keeper is not None and (found := keeper.load(state)) is not None:
-        state, losses = found[0], found[1]["losses"]
+    if keeper is not None and (saved := keeper.load(state)) is not None:
+        state, losses = saved[0], saved[1]["losses"]
     take = partial(_compiled(svi, fixed, stable_update), arrays)
     run = _Run(svi, take, num_steps, keeper, [losses], (state, len(losses)))
     message = run.go(progress_bar)
@@ -190,7 +190,7 @@ class _Run:
                     f"interrupted: the result is that of {self.count} of "
                     f"{self.num_steps} steps."
                 )
-        self._keep(last=True)
+        self._keep(final=True)
         return message
 
     def _advance(self, bar: tqdm.tqdm) -> str:
@@ -201,14 +201,14 @@ class _Run:
             started = time.perf_counter()
             chunk = self.take(self.state, number)
             if not chunk.finite:
-                kept = self._before_failure(chunk)
-                self._add(kept)
-                return self._failure(chunk.losses[len(kept.losses)])
+                finite_chunk = self._before_failure(chunk)
+                self._add(finite_chunk)
+                return self._failure(chunk.losses[len(finite_chunk.losses)])
             self._add(chunk)
             if number == pace:
-                wanted = pace * CHUNK_SECONDS / max(time.perf_counter() - started, 1e-9)
-                pace = int(np.clip(wanted, 1, min(4 * pace, LARGEST_CHUNK)))
-            self._keep(last=False)
+                target = pace * CHUNK_SECONDS / max(time.perf_counter() - started, 1e-9)
+                pace = int(np.clip(target, 1, min(4 * pace, LARGEST_CHUNK)))
+            self._keep(final=False)
             recent.extend(chunk.losses)
             finite = [loss for loss in recent if np.isfinite(loss)]
             bar.set_postfix_str(f"loss {np.mean(finite or np.nan):.5g}", refresh=False)
@@ -227,13 +227,13 @@ class _Run:
         self.chunks.append(chunk.losses)
         self.done = (chunk.state, self.count + len(chunk.losses))
 
-    def _keep(self, last: bool) -> None:
+    def _keep(self, final: bool) -> None:
         if self.keeper is not None and self.count:
-            self.keeper.save(self.state, {"losses": self.losses}, last)
+            self.keeper.save(self.state, {"losses": self.losses}, final)
 
     def _failure(self, loss: np.floating) -> str:
         """A message that names the step; an error if it is the first."""
-        what = "a gradient that is not finite" if np.isfinite(loss) else f"loss {loss}"
+        fault = "a gradient that is not finite" if np.isfinite(loss) else f"loss {loss}"
         advice = (
             "Lower the step size or clip gradients (`numpyro.optim.ClippedAdam`); "
             "start from likely values (`init_loc_fn=`, a small `init_scale`); look for "
@@ -243,12 +243,12 @@ class _Run:
             raise argument_error(
                 CALL,
                 "args",
-                f"data and parameters with {what} at the first step",
+                f"data and parameters with {fault} at the first step",
                 advice,
             )
         step = self.count + 1
         return (
-            f"{what} at step {step}; the result is that of the {self.count} steps "
+            f"{fault} at step {step}; the result is that of the {self.count} steps "
             f"before. {advice}"
         )
 
@@ -295,10 +295,13 @@ def _start(
             state = _initial_state(svi, rng_key, args, kwargs, init_params)
         expected.update(_described(svi, state))
     state = state if init_state is None else init_state
-    if (found := _described(svi, state)) != expected:
+    if (description := _described(svi, state)) != expected:
         instead = "Pass the `state` of a fit of this model, guide and optimizer."
         raise argument_error(
-            CALL, "init_state", f"a state {difference_of(found, expected)}", instead
+            CALL,
+            "init_state",
+            f"a state {difference_of(description, expected)}",
+            instead,
         )
     return _strong(state)
 
@@ -307,31 +310,30 @@ def _described(svi: SVI, state: Any) -> dict[str, dict[str, str]]:
     """Names, shapes and dtypes of the parameters and of the state, in which a given
     state must agree.
     """
-    trees = {
-        "parameter": svi.optim.get_params(state.optim_state),
-        "state": state._replace(rng_key=None),
-    }
-    flat = {
-        what: jax.tree_util.tree_flatten_with_path(tree)[0]
-        for what, tree in trees.items()
-    }
-    name = jax.tree_util.keystr
+    params = svi.optim.get_params(state.optim_state)
     return {
-        what: {name(at): f"{x.dtype}{list(x.shape)}" for at, x in leaves}
-        for what, leaves in flat.items()
+        "parameter": _leaf_types(params),
+        "state": _leaf_types(state._replace(rng_key=None)),
     }
 
 
-def difference_of(found: dict[str, Any], expected: dict[str, Any]) -> str:
+def _leaf_types(tree: Any) -> dict[str, str]:
+    types = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        types[jax.tree_util.keystr(path)] = f"{leaf.dtype}{list(leaf.shape)}"
+    return types
+
+
+def difference_of(description: dict[str, Any], expected: dict[str, Any]) -> str:
     """The first entry that differs, in words."""
-    for what, other in expected.items():
-        for name in [*other, *found[what]]:
-            here, there = (
-                found[what].get(name, "no such entry"),
-                other.get(name, "none"),
-            )
-            if name not in other or here != there:
-                return f"in which {what} {name} is {here}; this run has {there}"
+    for kind, entries in expected.items():
+        for name in [*entries, *description[kind]]:
+            value = description[kind].get(name, "no such entry")
+            expected_value = entries.get(name, "none")
+            if name not in entries or value != expected_value:
+                return (
+                    f"in which {kind} {name} is {value}; this run has {expected_value}"
+                )
     return "which differs in the order of its entries"
 
 
@@ -367,10 +369,10 @@ def _initial_state(
             )
             raise argument_error(CALL, "args", got, advice) from cause
 
-    def init(given: tuple, args: tuple, kwargs: Mapping) -> Any:
+    def init(start: tuple, args: tuple, kwargs: Mapping) -> Any:
         with numpyro.validation_enabled(False):
             # the first call of the guide has checked what is known
-            return _strong(svi.init(given[0], *args, init_params=given[1], **kwargs))
+            return _strong(svi.init(start[0], *args, init_params=start[1], **kwargs))
 
     state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
     if is_traced(svi.constrain_fn.args):  # bounds were computed in that program
@@ -378,22 +380,21 @@ def _initial_state(
     return state
 
 
-def _check_params(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_params(init_params: Mapping[str, Any], params: Mapping[str, Any]) -> None:
     """Refuse initial values of other parameters, of other shapes, or that are not
     finite.
     """
-    for name, value in given.items():
-        Choice(known).check(CALL, "init_params", name)
-        shapes = [
-            [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-            for tree in (value, known[name])
-        ]
-        if shapes[0] != shapes[1]:
-            got = f"shape {shapes[0]} for {name!r}"
+    for name, value in init_params.items():
+        Choice(params).check(CALL, "init_params", name)
+        leaves = jax.tree.leaves(value)
+        shapes = list(map(np.shape, leaves))
+        expected = list(map(np.shape, jax.tree.leaves(params[name])))
+        if shapes != expected:
+            got = f"shape {shapes} for {name!r}"
             raise argument_error(
-                CALL, "init_params", got, f"Pass a value of shape {shapes[1]}."
+                CALL, "init_params", got, f"Pass a value of shape {expected}."
             )
-        for leaf in jax.tree.leaves(value):
+        for leaf in leaves:
             check_finite(CALL, f"init_params[{name!r}]", leaf)
 
 
@@ -407,47 +408,41 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
         args, kwargs = fixed.call(arrays)
 
         def go_on(carry: tuple) -> jax.Array:
-            _, _, taken, finite = carry
-            return (taken < number) & (stable | finite)
+            _, _, count, finite = carry
+            return (count < number) & (stable | finite)
 
-        def one(state: Any, key: Any) -> tuple[Any, Any, jax.Array]:
+        def update_once(state: Any, key: Any) -> tuple[Any, Any, jax.Array]:
             with random_indices():
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss
 
-        ahead = (
-            read_ahead(one, state._replace(rng_key=None), state.rng_key)
-            if rows_in(args, kwargs)
-            else None
-        )
-        advance = (
-            partial(_step, one) if ahead is None else partial(_block, ahead, go_on)
-        )
+        advance = partial(_step, update_once)
+        if rows_in(args, kwargs):
+            keyless = state._replace(rng_key=None)
+            ahead = read_ahead(update_once, keyless, state.rng_key)
+            if ahead is not None:
+                advance = partial(_block, ahead, go_on)
         begin = state, jnp.zeros(LARGEST_CHUNK, float), jnp.int32(0), True
-        state, losses, taken, finite = lax.while_loop(go_on, advance, begin)
+        state, losses, count, finite = lax.while_loop(go_on, advance, begin)
         params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
-        return (
-            state,
-            losses,
-            taken,
-            finite & jnp.all(jnp.stack([jnp.isfinite(p).all() for p in params])),
-        )
+        all_finite = jnp.stack([jnp.isfinite(p).all() for p in params]).all()
+        return state, losses, count, finite & all_finite
 
     def take(arrays: dict, state: Any, number: int) -> _Chunk:
-        state, *found = steps(state, number, arrays)
-        losses, taken, finite = jax.device_get(found)
-        return _Chunk(state, losses[:taken], stable or bool(finite))
+        state, *outputs = steps(state, number, arrays)
+        losses, count, finite = jax.device_get(outputs)
+        return _Chunk(state, losses[:count], stable or bool(finite))
 
     return take
 
 
 def _step(take: Callable, carry: tuple) -> tuple:
-    state, losses, taken, _ = carry
-    key, rest, loss = take(state._replace(rng_key=None), state.rng_key)
+    state, losses, count, _ = carry
+    key, new_state, loss = take(state._replace(rng_key=None), state.rng_key)
     return (
-        rest._replace(rng_key=key),
-        losses.at[taken].set(loss),
-        taken + 1,
+        new_state._replace(rng_key=key),
+        losses.at[count].set(loss),
+        count + 1,
         jnp.isfinite(loss),
     )
 
@@ -461,7 +456,7 @@ def _block(ahead: Ahead, go_on: Callable, carry: tuple) -> tuple:
     rows = jax.vmap(ahead.read)(keys)
 
     def step(carry: tuple) -> tuple:
-        now = [part[carry[2] - begin] for part in rows]
+        now = [array[carry[2] - begin] for array in rows]
         return _step(lambda state, key: ahead.finish(state, key, now), carry)
 
     return lax.while_loop(

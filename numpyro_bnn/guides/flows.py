@@ -4,6 +4,7 @@ of flowjax.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -60,14 +61,14 @@ def declare_conditioner(
     sizes = [inputs, *hidden, outputs]
     kernels, biases = [], []
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
-        last = i == len(sizes) - 2
-        kernel = (
-            jnp.zeros((fan_in, fan_out))
-            if last
-            else _normal((fan_in, fan_out), fan_in**-0.5)
-        )
-        # Units that bend at different places can shape the map where it needs to be.
-        bias = jnp.zeros(fan_out) if last else _normal((fan_out,), 1.0)
+        if i == len(sizes) - 2:
+            kernel: Any = jnp.zeros((fan_in, fan_out))
+            bias: Any = jnp.zeros(fan_out)
+        else:
+            kernel = _normal((fan_in, fan_out), fan_in**-0.5)
+            # Units that bend at different places can shape the map where it needs to
+            # be.
+            bias = _normal((fan_out,), 1.0)
         kernels.append(numpyro.param(f"{name}_kernel{i}", kernel))
         biases.append(numpyro.param(f"{name}_bias{i}", bias))
     return Conditioner(tuple(kernels), tuple(biases))
@@ -101,12 +102,8 @@ class AffineCoupling(Transform):
         swap: bool = False,
         bound: float = 2.0,
     ) -> None:
-        self.conditioner, self.split, self.swap, self.bound = (
-            conditioner,
-            split,
-            swap,
-            bound,
-        )
+        self.conditioner, self.split = conditioner, split
+        self.swap, self.bound = swap, bound
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.call_with_intermediates(x)[0]
@@ -115,9 +112,8 @@ class AffineCoupling(Transform):
         """The transformed vector, and log |det|, which needs no further work."""
         fixed, changed = self._parts(x)
         log_scale, shift = self._scale_and_shift(fixed)
-        return self._whole(fixed, changed * jnp.exp(log_scale) + shift), log_scale.sum(
-            -1
-        )
+        y = self._whole(fixed, changed * jnp.exp(log_scale) + shift)
+        return y, log_scale.sum(-1)
 
     def _inverse(self, y: jax.Array) -> jax.Array:
         fixed, changed = self._parts(y)
@@ -128,23 +124,20 @@ class AffineCoupling(Transform):
         self, x: jax.Array, y: jax.Array, intermediates: Any = None
     ) -> jax.Array:
         """log |det dy/dx|, (...)."""
-        return (
-            self.call_with_intermediates(x)[1]
-            if intermediates is None
-            else intermediates
-        )
+        if intermediates is None:
+            return self.call_with_intermediates(x)[1]
+        return intermediates
 
     def _scale_and_shift(self, fixed: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logarithm of the bounded scale, and shift, each (..., D_B)."""
         outputs = self.conditioner(fixed)
         size = outputs.shape[-1] // 2
-        return self.bound * jnp.tanh(outputs[..., :size] / self.bound), outputs[
-            ..., size:
-        ]
+        log_scale = self.bound * jnp.tanh(outputs[..., :size] / self.bound)
+        return log_scale, outputs[..., size:]
 
     def _parts(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        leading, rest = x[..., : self.split], x[..., self.split :]
-        return (rest, leading) if self.swap else (leading, rest)
+        leading, trailing = x[..., : self.split], x[..., self.split :]
+        return (trailing, leading) if self.swap else (leading, trailing)
 
     def _whole(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
         return jnp.concatenate(
@@ -178,14 +171,14 @@ def permutations(
     coordinates leave the last layer in their original order, and enter the first in any
     order, which does not matter for independent standard normals.
     """
-    found: list[np.ndarray | None] = [None] * num_flows
+    by_layer: list[np.ndarray | None] = [None] * num_flows
     if mask == "random":
         draws = np.random.default_rng((seed, dim))
         orders = [draws.permutation(dim) for _ in range(0, num_flows, 2)]
         for i, (order, following) in enumerate(pairwise([*orders, np.arange(dim)])):
             # Coordinate j of an ordered vector is coordinate order[j] of the block.
-            found[min(2 * i + 1, num_flows - 1)] = np.argsort(order)[following]
-    return found
+            by_layer[min(2 * i + 1, num_flows - 1)] = np.argsort(order)[following]
+    return by_layer
 
 
 @dataclass(frozen=True)
@@ -236,10 +229,8 @@ class Coupling(Family):
     def __post_init__(self) -> None:
         super().__post_init__()
         widths = (self.hidden,) if np.ndim(self.hidden) == 0 else self.hidden
-        counts = tuple(
-            Count().check("guides.Coupling", "hidden", width) for width in widths
-        )
-        object.__setattr__(self, "hidden", counts)
+        check = partial(Count().check, "guides.Coupling", "hidden")
+        object.__setattr__(self, "hidden", tuple(map(check, widths)))
 
     def transforms(self, name: str, dim: int) -> list[Transform]:
         """Declare the conditioners ``<name>_flow<i>_...`` and build the flow f: R^D ->
@@ -283,10 +274,10 @@ class Coupling(Family):
         flow = self.transforms(block.name, len(block.loc))
         loc, scale = declare_loc(block), declare_scale(block)
         base = dist.Normal(jnp.zeros_like(loc), jnp.ones_like(scale)).to_event(1)
-        last = dist.transforms.IndependentTransform(
+        standardization = dist.transforms.IndependentTransform(
             dist.transforms.AffineTransform(loc, scale), 1
         )
-        return dist.TransformedDistribution(base, [*flow, last])
+        return dist.TransformedDistribution(base, [*flow, standardization])
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,12 +370,12 @@ def _declare_flow(name: str, flow: Any) -> Any:
     import paramax
 
     fixed = {"is_leaf": lambda leaf: isinstance(leaf, paramax.NonTrainable)}
-    trainable, rest = equinox.partition(flow, equinox.is_inexact_array, **fixed)
+    trainable, static = equinox.partition(flow, equinox.is_inexact_array, **fixed)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(trainable)
     values = [
         numpyro.param(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves
     ]
-    return equinox.combine(jax.tree.unflatten(treedef, values), rest)
+    return equinox.combine(jax.tree.unflatten(treedef, values), static)
 
 
 class FlowjaxDistribution(dist.Distribution):
@@ -426,8 +417,6 @@ class FlowjaxDistribution(dist.Distribution):
 
 def _typed(key: jax.Array) -> jax.Array:
     """A typed key; NumPyro's ``Predictive`` passes raw key data."""
-    return (
-        key
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        else jax.random.wrap_key_data(key)
-    )
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(key)

@@ -10,13 +10,8 @@ from numpyro_bnn._options import Kind, Model, Switch, checked
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, is_identity
 from numpyro_bnn.guides.blocks import Family, FullRank, Patterns
 
-PARAMETERS = (
-    "kernel",
-    "bias",
-    "scale",
-    "weight",
-    "embedding",
-)  # names in a network of a single layer
+# names in a network of a single layer
+PARAMETERS = ("kernel", "bias", "scale", "weight", "embedding")
 
 
 class AutoMeanField(AutoBlocks):
@@ -115,18 +110,14 @@ class AutoStructured(AutoBlocks):
         **settings: Any,
     ) -> None:
         family = FullRank() if family is None else family
-        self._family, self._by_layer, self._include_scales = (
-            family,
-            blocks is None,
-            include_scales,
-        )
-        chosen: Any = blocks or ()
-        if not isinstance(chosen, Mapping):
-            chosen = [
-                (patterns, family)
-                for patterns in ([chosen] if isinstance(chosen, str) else chosen)
-            ]
-        super().__init__(model, chosen, **settings)
+        self._family, self._include_scales = family, include_scales
+        self._by_layer = blocks is None
+        families: Any = blocks or ()
+        if isinstance(families, str):
+            families = {families: family}
+        elif not isinstance(families, Mapping):
+            families = [(patterns, family) for patterns in families]
+        super().__init__(model, families, **settings)
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
         if not self._by_layer:
@@ -151,7 +142,7 @@ def _layer(name: str) -> str:
     """``net/Dense_0`` of ``net/Dense_0.kernel``, ``net`` of ``net/kernel``, else the
     name.
     """
-    before, _, leaf = name.rpartition("/")
+    module, _, leaf = name.rpartition("/")
     if "." in leaf:
         return name.rpartition(".")[0]
-    return before if before and leaf.startswith(PARAMETERS) else name
+    return module if module and leaf.startswith(PARAMETERS) else name

@@ -84,8 +84,10 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
 
 
 def _normal_moments(fn: Any) -> list[jax.Array] | None:
-    found = affine_normal(fn, masked=True)
-    return found and [jnp.asarray(part, jnp.result_type(part, float)) for part in found]
+    moments = affine_normal(fn, masked=True)
+    if moments is None:
+        return None
+    return [jnp.asarray(moment, jnp.result_type(moment, float)) for moment in moments]
 
 
 def _weight(name: str) -> str:
@@ -96,23 +98,23 @@ def _weight(name: str) -> str:
 
 def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
     """Scale of a kernel; a base site is in units of its prior, whatever its fan-in."""
-    return (
-        fan_in(name, shape) ** -0.5 if len(shape) > 1 and _weight(name) == name else 1.0
-    )
+    if len(shape) > 1 and _weight(name) == name:
+        return fan_in(name, shape) ** -0.5
+    return 1.0
 
 
 def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, str]:
     """``{w_base: w}`` for the sites, of at least ``ndim`` axes, that a model samples in
     another space.
     """
-    found = {}
+    weight_names = {}
     for base, site in trace.items():
-        whole = trace.get(_weight(base), {})
-        if site["type"] == "sample" and whole.get("type") == "deterministic":
-            shape = np.shape(whole["value"])
+        weight = trace.get(_weight(base), {})
+        if site["type"] == "sample" and weight.get("type") == "deterministic":
+            shape = np.shape(weight["value"])
             if np.shape(site["value"]) == shape and len(shape) >= ndim:
-                found[base] = whole["name"]
-    return found
+                weight_names[base] = weight["name"]
+    return weight_names
 
 
 def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
@@ -122,11 +124,10 @@ def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
     w is proportional to z, so sd(w) / sd(z) over the elements is the factor on z,
     however the model computes it.
     """
-    wide, sd = jnp.std(weight), jnp.std(base)
-    wanted = (
-        sd * _fan_in_scale(_weight(name), weight.shape) / jnp.where(wide > 0, wide, 1.0)
-    )
-    return jnp.where((wide > 0) & (sd > 0), jnp.minimum(1.0, wanted), 1.0)
+    weight_sd, sd = jnp.std(weight), jnp.std(base)
+    fan_in_scale = _fan_in_scale(_weight(name), weight.shape)
+    factor = sd * fan_in_scale / jnp.where(weight_sd > 0, weight_sd, 1.0)
+    return jnp.where((weight_sd > 0) & (sd > 0), jnp.minimum(1.0, factor), 1.0)
 
 
 def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
@@ -168,8 +169,8 @@ def check_init_scale(call: str, init_scale: Any) -> None:
     numbers or arrays.
     """
     by_pattern = init_scale if isinstance(init_scale, Mapping) else {"*": init_scale}
-    named = by_pattern and all(isinstance(pattern, str) for pattern in by_pattern)
-    if not named or not all(map(_is_positive, by_pattern.values())):
+    texts = all(isinstance(pattern, str) for pattern in by_pattern)
+    if not (by_pattern and texts and all(map(_is_positive, by_pattern.values()))):
         instead = (
             "Pass a positive number, or positive standard deviations by pattern, "
             'e.g. `{"*.kernel": 0.01}`.'
@@ -205,10 +206,11 @@ def initial_scales(
             raise unknown_name(call, "init_scale", pattern, shapes)
     scales = {}
     for name, shape in shapes.items():
-        chosen = [
-            value for pattern, value in by_pattern.items() if matches(name, pattern)
-        ]
-        value = chosen[0] if chosen else factor * spreads[name]
+        value = factor * spreads[name]
+        for pattern, sd in by_pattern.items():
+            if matches(name, pattern):
+                value = sd
+                break
         try:
             scales[name] = jnp.broadcast_to(jnp.asarray(value, float), shape)
         except ValueError:

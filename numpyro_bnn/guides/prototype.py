@@ -26,11 +26,8 @@ class CompiledAutoNormal(AutoNormal):
     """
 
     def _latent(self) -> dict[str, dict[str, Any]]:
-        return {
-            name: site
-            for name, site in (self.prototype_trace or {}).items()
-            if is_latent(site)
-        }
+        trace = self.prototype_trace or {}
+        return {name: site for name, site in trace.items() if is_latent(site)}
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         key = numpyro.prng_key()
@@ -44,12 +41,16 @@ class CompiledAutoNormal(AutoNormal):
         for name, site in latent.items():
             with helpful_support_errors(site):
                 self._transforms[name] = biject_to(site["fn"].support)
-        self._prototype_frame_full_sizes = {
-            n: s["args"][0] for n, s in trace.items() if s["type"] == "plate"
-        }
-        frames = {
-            frame for site in latent.values() for frame in site["cond_indep_stack"]
-        }
+        self._prototype_frame_full_sizes = {}
+        params = {}
+        for name, site in trace.items():
+            if site["type"] == "plate":
+                self._prototype_frame_full_sizes[name] = site["args"][0]
+            elif site["type"] in PARAMETERS:
+                params[name] = site["value"]
+        frames: set[Any] = set()
+        for site in latent.values():
+            frames.update(site["cond_indep_stack"])
         self._prototype_frames = {frame.name: frame for frame in frames}
         if len(frames) > len(self._prototype_frames):
             names = sorted(frame.name for frame in frames)
@@ -63,14 +64,11 @@ class CompiledAutoNormal(AutoNormal):
                 got,
                 "Give each plate a name of its own.",
             )
-        self._init_locs = {
-            name: self._full_size(site, z[name]) for name, site in latent.items()
-        }
+        self._init_locs = {}
+        for name, site in latent.items():
+            self._init_locs[name] = self._full_size(site, z[name])
 
-        model = handlers.substitute(
-            self.model,
-            data={n: s["value"] for n, s in trace.items() if s["type"] in PARAMETERS},
-        )
+        model = handlers.substitute(self.model, data=params)
         bounds = jax.tree.leaves([site["fn"].support for site in latent.values()])
         if all(isinstance(bound, int | float) for bound in bounds) and not any(
             site["type"] == "deterministic" for site in trace.values()

@@ -25,8 +25,12 @@ def _moments(
     sites: Mapping[str, dict], names: Iterable[str]
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Prior loc and scale of those sites that are normal."""
-    found = {name: affine_normal(sites[name]["fn"], masked=True) for name in names}
-    return {name: pair for name, pair in found.items() if pair is not None}
+    moments = {}
+    for name in names:
+        pair = affine_normal(sites[name]["fn"], masked=True)
+        if pair is not None:
+            moments[name] = pair
+    return moments
 
 
 def scaled_sites(
@@ -41,22 +45,20 @@ def scaled_sites(
     with handlers.block():
         reading = Reading(model, args, kwargs)
 
-    def parts(sites: Mapping[str, dict]) -> dict[tuple[str, int], jax.Array]:
-        return {
-            (n, part): pair[part]
-            for n, pair in _moments(sites, reading.latent).items()
-            for part in (0, 1)
-        }
+    def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], jax.Array]:
+        arrays = {}
+        for name, (loc, scale) in _moments(sites, reading.latent).items():
+            arrays[name, "loc"], arrays[name, "scale"] = loc, scale
+        return arrays
 
-    parents = reading.depends(parts)
-    of_both = {
-        name: parents[name, 0] | parents[name, 1] for name, part in parents if part
-    }
-    return {
-        n: frozenset(of_both[n])
-        for n in of_both
-        if parents[n, 1] and not of_both[n] & local
-    }
+    parents = reading.depends(locs_and_scales)
+    scaled = {}
+    for (name, field), of_scale in parents.items():
+        if field == "scale" and of_scale:
+            of_both = of_scale | parents[name, "loc"]
+            if not of_both & local:
+                scaled[name] = frozenset(of_both)
+    return scaled
 
 
 def prior_program(
@@ -80,12 +82,12 @@ def prior_program(
         reading = Reading(model, args, kwargs, full=plates is None)
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        given = {
-            name: jnp.asarray(values.get(name, parent), float)
-            for name, parent in parents.items()
-        }
+        parent_values = {}
+        for name, parent in parents.items():
+            parent_values[name] = jnp.asarray(values.get(name, parent), float)
         return _moments(
-            reading.at({**examples, **given, **(plates or {})}, only=scaled), scaled
+            reading.at({**examples, **parent_values, **(plates or {})}, only=scaled),
+            scaled,
         )
 
     return program

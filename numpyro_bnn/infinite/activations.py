@@ -4,7 +4,7 @@ otherwise quadrature.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,20 +53,18 @@ def dual(layer: Activation, closed: bool = True) -> Dual:
     )
 
 
-def nodes(number: int = NODES) -> tuple[np.ndarray, np.ndarray]:
+def nodes(dtype: Any, number: int = NODES) -> tuple[jax.Array, jax.Array]:
     """Nodes and weights for an expectation under N(0, 1)."""
     x = np.linspace(-REACH, REACH, number)
     w = np.exp(-0.5 * x**2)
-    return x, w / w.sum()
+    return jnp.asarray(x, dtype), jnp.asarray(w / w.sum(), dtype)
 
 
 def expectation(fn: Function, variance: jax.Array) -> jax.Array:
     """E f(x), x ~ N(0, variance), elementwise."""
-    x, w = (jnp.asarray(part, variance.dtype) for part in nodes())
-    return (
-        fn(root(variance)[..., None] * jnp.expand_dims(x, tuple(range(variance.ndim))))
-        @ w
-    )
+    x, w = nodes(variance.dtype)
+    x = jnp.expand_dims(x, tuple(range(variance.ndim)))
+    return fn(root(variance)[..., None] * x) @ w
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -86,15 +84,15 @@ def product_expectation(
     a, b = root(q1), root(q2)
     c = jnp.clip(k / jnp.where(a * b > 0, a * b, 1), -1, 1)
     along, across = b * c, b * jnp.sqrt(1 - c**2)
-    x, w = (jnp.asarray(part, k.dtype) for part in nodes())
-    last = jnp.expand_dims(x, tuple(range(k.ndim)))
+    x, w = nodes(k.dtype)
+    inner_nodes = jnp.expand_dims(x, tuple(range(k.ndim)))
 
     def row(
         total: jax.Array, node: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, None]:
         value, weight = node
         inner = jnp.sum(
-            g((along * value)[..., None] + across[..., None] * last) * w, axis=-1
+            g((along * value)[..., None] + across[..., None] * inner_nodes) * w, axis=-1
         )
         return total + weight * f(a * value) * inner, None
 
@@ -199,8 +197,8 @@ def _gelu() -> Dual:
         a, b = 1 + q1, 1 + q2
         det = _determinant(k, q1, q2)
         bell = 1 / (2 * jnp.pi * jnp.sqrt(1 + q1 + q2 + det))
-        both = 0.25 + _arcsine(k / (jnp.sqrt(a) * jnp.sqrt(b))) / (2 * jnp.pi)
-        return k * both + bell * (det + k**2 * (1 / a + 1 / b))
+        both_positive = 0.25 + _arcsine(k / (jnp.sqrt(a) * jnp.sqrt(b))) / (2 * jnp.pi)
+        return k * both_positive + bell * (det + k**2 * (1 / a + 1 / b))
 
     def slope(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
         return jax.jvp(lambda k: value(k, q1, q2), (k,), (jnp.ones_like(k),))[1]

@@ -121,43 +121,48 @@ def prior_fit(
     x, y = as_floats(call, "x", x), as_floats(call, "y", y)
     check_data(call, x, y)
     with jax.enable_x64(True):
-        found = prior_moments(call, net, x.shape[1:], prior, scales)
+        moments = prior_moments(call, net, x.shape[1:], prior, scales)
         spread = float(np.std(y)) or 1.0
-        begin = _beginning(call, net, found, x.shape[1:], ard)
+        begin = _beginning(call, net, moments, x.shape[1:], ard)
         begin["noise"] = np.asarray(
             np.log(spread / 3 if noise_sd is None else float(noise_sd))
         )
-        best, first, evaluations, converged = _search(
-            net, found, begin, (x, y), spread, log_sd, max_steps
-        )
-        value, jitter = _evidence(net, found.normal, found.sites, best, x, y)
-        fitted = {name: np.exp(v) for name, v in best.items() if name != "noise"}
-    chosen = BySite(_patterns(found, fitted, net.param_shapes(x.shape[1:])))
-    plain = {
-        name: float(v) if np.ndim(v) == 0 else v.ravel() for name, v in fitted.items()
-    }
-    noise = float(np.exp(best["noise"]))
+        search = _search(net, moments, begin, (x, y), spread, log_sd, max_steps)
+        value, jitter = _evidence(net, moments.normal, moments.sites, search.best, x, y)
+        fitted = {name: np.exp(value) for name, value in search.best.items()}
+    noise = float(fitted.pop("noise"))
+    patterns = _patterns(moments, fitted, net.param_shapes(x.shape[1:]))
+    plain = {}
+    for name, scale in fitted.items():
+        plain[name] = scale.ravel() if np.ndim(scale) else float(scale)
     return PriorFit(
-        chosen, noise, float(value), first, plain, float(jitter), converged, evaluations
+        prior=BySite(patterns),
+        noise_sd=noise,
+        log_marginal_likelihood=float(value),
+        start=search.start,
+        scales=plain,
+        jitter=float(jitter),
+        converged=search.converged,
+        num_evaluations=search.num_evaluations,
     )
 
 
 def _beginning(
-    call: str, net: Layer, found: PriorMoments, input_shape: Shape, ard: bool
+    call: str, net: Layer, moments: PriorMoments, input_shape: Shape, ard: bool
 ) -> dict[str, Any]:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
-    for name, moments in found.sites.items():
+    for name, site in moments.sites.items():
         if role(name, shapes[name]) != "scale":
-            variance = np.asarray(moments.variance, np.float64)
+            variance = np.asarray(site.variance, np.float64)
             begin[name] = np.log(
                 np.sqrt(np.clip(variance.mean(), SCALES[0] ** 2, SCALES[1] ** 2))
             )
     if ard:
         first, start = next(iter(shapes)), net
-        while parts := list(start.children()):
-            start = parts[0][1]
+        while children := list(start.children()):
+            start = children[0][1]
         if len(input_shape) != 1 or not isinstance(start, Dense):
             instead = "Scales by input need a network that begins with `nn.Dense`."
             raise argument_error(call, "ard", "another first layer", instead)
@@ -165,47 +170,54 @@ def _beginning(
     return begin
 
 
+class _Search(NamedTuple):
+    best: dict[str, np.ndarray]  # logarithms of the scales
+    start: float  # log evidence
+    num_evaluations: int
+    converged: bool
+
+
 def _search(
     net: Layer,
-    found: PriorMoments,
+    moments: PriorMoments,
     begin: dict,
     data: tuple,
     spread: float,
     log_sd: float,
     max_steps: int,
-) -> tuple[dict[str, np.ndarray], float, int, bool]:
+) -> _Search:
     """L-BFGS on the logarithms, within bounds."""
-    names = list(begin)
-    sizes = np.cumsum([begin[name].size for name in names])[:-1]
-    limits = {
-        name: np.log(NOISE) + np.log(spread) if name == "noise" else np.log(SCALES)
-        for name in names
-    }
-    bounds = [tuple(limits[name]) for name in names for _ in range(begin[name].size)]
+    ends = np.cumsum(list(map(np.size, begin.values())))
+    bounds, is_scale = [], []
+    for name, value in begin.items():
+        limits = np.log(SCALES)
+        if name == "noise":
+            limits = np.log(NOISE) + np.log(spread)
+        bounds += [tuple(limits)] * value.size
+        is_scale += [float(name != "noise")] * value.size
+
+    def flatten(values: Mapping[str, Any]) -> np.ndarray:
+        return np.concatenate([np.ravel(values[name]) for name in begin])
 
     def unflatten(flat: np.ndarray) -> dict[str, np.ndarray]:
-        parts = np.split(flat, sizes)
-        return {
-            name: part.reshape(begin[name].shape)
-            for name, part in zip(names, parts, strict=True)
-        }
+        values = {}
+        for (name, value), array in zip(
+            begin.items(), np.split(flat, ends[:-1]), strict=True
+        ):
+            values[name] = array.reshape(value.shape)
+        return values
 
     def evidence(flat: np.ndarray) -> tuple[float, np.ndarray]:
         (value, _), slope = _evidence_and_slope(
-            net, found.normal, found.sites, unflatten(flat), *data
+            net, moments.normal, moments.sites, unflatten(flat), *data
         )
-        return float(value), np.concatenate([np.ravel(slope[name]) for name in names])
+        return float(value), flatten(slope)
 
-    start = np.concatenate([np.ravel(begin[name]) for name in names])
-    start = np.clip(start, *np.array(bounds).T)
-    precision = (
-        np.repeat([float(n != "noise") for n in names], [begin[n].size for n in names])
-        / log_sd**2
-    )
+    start = np.clip(flatten(begin), *np.array(bounds).T)
+    precision = np.array(is_scale) / log_sd**2
     first, slope = evidence(start)
-    unit = max(
-        1.0, float(np.abs(slope).max())
-    )  # the first step, down the gradient, is at most e-fold
+    # the first step, down the gradient, is at most e-fold
+    unit = max(1.0, float(np.abs(slope).max()))
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         value, gradient = evidence(flat)
@@ -215,13 +227,17 @@ def _search(
         penalty = 0.5 * float(np.sum(precision * (flat - start) ** 2))
         return (penalty - value) / unit, (precision * (flat - start) - gradient) / unit
 
-    options = {"maxiter": max_steps}
     from scipy.optimize import minimize
 
     done = minimize(
-        objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
+        objective,
+        start,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
+        options={"maxiter": max_steps},
     )
-    return unflatten(done.x), first, int(done.nfev) + 1, bool(done.success)
+    return _Search(unflatten(done.x), first, int(done.nfev) + 1, bool(done.success))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -234,12 +250,11 @@ def _evidence(
     y: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Log marginal likelihood, and the jitter of its Cholesky factor."""
-    moved = {
-        n: sites[n]._replace(variance=jnp.exp(2 * log_scales[n]))
-        for n in sites
-        if n in log_scales
-    }
-    kernel = kernels(net, {**sites, **moved}, normal, x, None, want_ntk=False).nngp
+    sites = dict(sites)
+    for name, log_scale in log_scales.items():
+        if name != "noise":
+            sites[name] = sites[name]._replace(variance=jnp.exp(2 * log_scale))
+    kernel = kernels(net, sites, normal, x, None, want_ntk=False).nngp
     return zero_mean_log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
 
 
@@ -249,7 +264,7 @@ _evidence_and_slope = jax.jit(
 
 
 def _patterns(
-    found: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
+    moments: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
 ) -> dict[str, Any]:
     """One normal prior for each layer; plain distributions if its family has no such
     scale.
@@ -259,17 +274,12 @@ def _patterns(
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
         if role(name, shape) == "scale":
-            moments = found.sites[name]
-            special[name] = dist.Normal(
-                float(moments.mean), float(moments.variance) ** 0.5
-            )
+            site = moments.sites[name]
+            special[name] = dist.Normal(float(site.mean), float(site.variance) ** 0.5)
         elif fitted[name].ndim:
             special[name] = dist.Normal(0.0, fitted[name] / fan_in(name, shape) ** 0.5)
         else:
-            layers.setdefault(layer, {})[
-                "scale" if leaf == "kernel" else "bias_scale"
-            ] = float(fitted[name])
-    return special | {
-        f"{layer}.*" if layer else "*": Normal(**options)
-        for layer, options in layers.items()
-    }
+            option = "scale" if leaf == "kernel" else "bias_scale"
+            pattern = f"{layer}.*" if layer else "*"
+            layers.setdefault(pattern, {})[option] = float(fitted[name])
+    return special | {pattern: Normal(**scales) for pattern, scales in layers.items()}

@@ -150,10 +150,10 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
     (N,).
     """
     x = _inputs(call, "x", x)
-    found = _prior_moments(call, net, x, prior, scales)
+    moments = _prior_moments(call, net, x, prior, scales)
     dtype = jnp.result_type(x, float)
-    sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), found.sites)
-    return _own(net, found.normal, sites, jnp.asarray(x, dtype))
+    sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), moments.sites)
+    return _own(net, moments.normal, sites, jnp.asarray(x, dtype))
 
 
 def both_kernels(
@@ -173,16 +173,12 @@ def both_kernels(
         raise argument_error(
             call, "x2", f"shape {x2.shape}", f"Pass (N2, *{x1.shape[1:]}), like x1."
         )
-    found = _prior_moments(call, net, x1, prior, scales)
-    if (
-        block_size is None
-        and not isinstance(x1, jax.core.Tracer)
-        and not isinstance(x2, jax.core.Tracer)
-    ):
-        block_size = (
-            BLOCK_SIZE if len(x1) * len(x1 if x2 is None else x2) > LARGEST else None
-        )
-    return kernels(net, found.sites, found.normal, x1, x2, want_ntk, block_size)
+    moments = _prior_moments(call, net, x1, prior, scales)
+    num_pairs = len(x1) * len(x1 if x2 is None else x2)
+    traced = isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer)
+    if block_size is None and num_pairs > LARGEST and not traced:
+        block_size = BLOCK_SIZE
+    return kernels(net, moments.sites, moments.normal, x1, x2, want_ntk, block_size)
 
 
 def kernels(
@@ -202,24 +198,23 @@ def kernels(
             (net, normal, want_ntk), sites, np.asarray(x1, dtype), x2, block_size
         )
     x1 = jnp.asarray(x1, dtype)
-    found = _block(
-        net, normal, want_ntk, sites, x1, x1 if x2 is None else jnp.asarray(x2, dtype)
-    )
-    return Kernels(*map(_mirrored, found)) if x2 is None else found
+    if x2 is None:
+        return Kernels(*map(_mirrored, _block(net, normal, want_ntk, sites, x1, x1)))
+    return _block(net, normal, want_ntk, sites, x1, jnp.asarray(x2, dtype))
 
 
 def _prior_moments(
     call: str, net: Layer, x: Any, prior: Any, scales: Any
 ) -> PriorMoments:
     """Moments of a prior, for a network whose outputs have one axis."""
-    found = prior_moments(call, net, x.shape[1:], prior, scales)
+    moments = prior_moments(call, net, x.shape[1:], prior, scales)
     if len(out := net.output_shape(x.shape[1:])) != 1:
         instead = (
             "Put `nn.Flatten()` and a dense layer after it: kernels are those of "
             "outputs with one axis."
         )
         raise argument_error(call, "net", f"outputs of shape {out}", instead)
-    return found
+    return moments
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -265,28 +260,25 @@ def _in_blocks(
     """
     symmetric = x2 is None
     x2 = x1 if x2 is None else np.asarray(x2, x1.dtype)
-    filled = [
-        np.empty((len(x1), len(x2)), x1.dtype) if want else None
-        for want in (True, settings[2])
-    ]
+    nngp = np.empty((len(x1), len(x2)), x1.dtype)
+    filled = Kernels(nngp, np.empty_like(nngp) if settings[2] else None)
 
     def part(x: np.ndarray, start: int) -> np.ndarray:
-        return x[
-            np.minimum(np.arange(start, start + size), len(x) - 1)
-        ]  # the last block is padded
+        # the last block is padded
+        return x[np.minimum(np.arange(start, start + size), len(x) - 1)]
 
     for i in range(0, len(x1), size):
         rows = part(x1, i)
         for j in range(i if symmetric else 0, len(x2), size):
-            found = _block(*settings, sites, rows, part(x2, j))
-            for out, block in zip(filled, found, strict=True):
+            blocks = _block(*settings, sites, rows, part(x2, j))
+            for out, block in zip(filled, blocks, strict=True):
                 if out is not None:
                     values = np.asarray(block)[: len(x1) - i, : len(x2) - j]
                     values = _mirrored(values) if symmetric and i == j else values
                     out[i : i + size, j : j + size] = values
                     if symmetric and i != j:
                         out[j : j + size, i : i + size] = values.T
-    return Kernels(*filled)
+    return filled
 
 
 def _inputs(call: str, argument: str, value: Any) -> Any:
@@ -352,26 +344,25 @@ def empirical_ntk(
     for name, value in params.items():
         check_finite(call, f"params[{name!r}]", value)
     shape = np.shape(x1)[1:]
-    found = prior_moments(call, net, shape, prior, scales)
+    moments = prior_moments(call, net, shape, prior, scales)
     if contains(net, BatchNorm):
         instead = "Batch statistics have no kernel of two data points: use `LayerNorm`."
         raise argument_error(call, "net", "a network with `BatchNorm`", instead)
-    expected, got = (
-        net.param_shapes(shape),
-        {name: np.shape(value) for name, value in params.items()},
-    )
+    expected = net.param_shapes(shape)
+    got = {name: np.shape(value) for name, value in params.items()}
     if got != expected:
         raise argument_error(
             call, "params", got, f"Pass one array for each parameter: {expected}."
         )
-    variances = {name: jnp.asarray(found.sites[name].variance) for name in params}
-    weights = {
-        name: variances[name] / weight_fan_in(name, np.shape(params[name]))
-        for name in params
-    }
+    variances = {}
+    for name, got_shape in got.items():
+        scaled_variance = jnp.asarray(moments.sites[name].variance)
+        variances[name] = scaled_variance / weight_fan_in(name, got_shape)
     outputs = int(np.prod(net.output_shape(shape)))
-    fits = max(1, JACOBIAN // (outputs * sum(np.size(p) for p in params.values())))
-    size = fits if block_size is None else block_size
+    size = block_size
+    if size is None:
+        num_params = sum(map(np.size, params.values()))
+        size = max(1, JACOBIAN // (outputs * num_params))
     first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
     pairs = (outputs, outputs) if full else ()
     result = np.empty(
@@ -379,7 +370,7 @@ def empirical_ntk(
     )
     for i in range(0, len(first), size):
         rows = _jacobian(net, params, first[i : i + size])
-        scaled = {name: rows[name] * weights[name] for name in rows}
+        scaled = {name: rows[name] * variances[name] for name in rows}
         for j in range(i if x2 is None else 0, len(second), size):
             block = np.asarray(
                 _contracted(scaled, _jacobian(net, params, second[j : j + size]), full)
@@ -396,24 +387,23 @@ def empirical_ntk(
 def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
     """Derivatives of every output, (B, K, *shape) for each parameter."""
     return jax.vmap(
-        lambda row: jax.jacrev(lambda at: net.apply(at, row).reshape(-1))(dict(params))
+        lambda row: jax.jacrev(lambda weights: net.apply(weights, row).reshape(-1))(
+            dict(params)
+        )
     )(x)
 
 
 @partial(jax.jit, static_argnums=2)
 def _contracted(
-    one: dict[str, jax.Array], other: dict[str, jax.Array], full: bool
+    first: dict[str, jax.Array], second: dict[str, jax.Array], full: bool
 ) -> jax.Array:
     """Sum over parameters, and average over outputs unless all pairs of them are
     requested.
     """
     total: Any = 0.0
     formula = "akp,blp->abkl" if full else "akp,bkp->ab"
-    for name, left in one.items():
+    for name, left in first.items():
         shape = (*left.shape[:2], -1)
-        parts = (
-            left.reshape(shape),
-            other[name].reshape((other[name].shape[0], *shape[1:])),
-        )
-        total += jnp.einsum(formula, *parts, precision="highest")
-    return total if full else total / next(iter(one.values())).shape[1]
+        right = second[name].reshape((second[name].shape[0], *shape[1:]))
+        total += jnp.einsum(formula, left.reshape(shape), right, precision="highest")
+    return total if full else total / next(iter(first.values())).shape[1]

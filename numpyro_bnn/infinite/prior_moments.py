@@ -49,15 +49,15 @@ def prior_moments(
     prior = as_prior(Normal() if prior is None else prior)
     if hasattr(prior, "check"):
         prior.check(shapes)
-    given, used = dict(scales or {}), set()
+    hyper_values, used = dict(scales or {}), set()
     sites, normal = {}, set()
     for name, shape in shapes.items():
-        fn, hyper = _distribution(call, prior, name, shape, given)
+        fn, hyper = _distribution(call, prior, name, shape, hyper_values)
         used.update(hyper)
         sites[name], is_normal = _moments(call, fn, name, shape)
         if is_normal:
             normal.add(name)
-    for name in given.keys() - used:
+    for name in hyper_values.keys() - used:
         raise unknown_name(
             call, "scales", name, used or ["(this prior has no hyper-sites)"]
         )
@@ -70,16 +70,16 @@ def weight_fan_in(name: str, shape: Shape) -> int:
 
 
 def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, given: dict
+    call: str, prior: Any, name: str, shape: Shape, hyper_values: dict
 ) -> tuple[Any, list[str]]:
     """The distribution of one parameter at the given values of its hyper-sites, and
     their names.
     """
-    seeded = handlers.seed(handlers.substitute(prior, data=given), rng_seed=0)
+    seeded = handlers.seed(handlers.substitute(prior, data=hyper_values), rng_seed=0)
     with handlers.block(), handlers.trace() as trace:
         fn = seeded(name, shape)
     hyper = [site for site, message in trace.items() if message["type"] == "sample"]
-    if missing := [site for site in hyper if site not in given]:
+    if missing := [site for site in hyper if site not in hyper_values]:
         came = f"a prior of {name!r} with the unknown scale {missing[0]!r}"
         choose = (
             f"choose one, `scales={{{missing[0]!r}: 1.0}}`, or a prior without "
@@ -110,16 +110,13 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
             "features of the body as x."
         )
         raise argument_error(call, "prior", came, instead)
-    found = affine_normal(fn)
-    mean, variance = (
-        (found[0], found[1] ** 2)
-        if found is not None
-        else _other_moments(call, fn, name)
-    )
-    centered = (
-        call == "infinite.empirical_ntk" or role(name, shape) == "scale"
-    )  # any mean will do
-    if not centered and _known_not(mean, lambda m: m == 0):
+    normal_moments = affine_normal(fn)
+    if normal_moments is None:
+        mean, variance = _other_moments(call, fn, name)
+    else:
+        mean, variance = normal_moments[0], normal_moments[1] ** 2
+    any_mean = call == "infinite.empirical_ntk" or role(name, shape) == "scale"
+    if not any_mean and _known_not(mean, lambda m: m == 0):
         instead = "The wide limit needs weights and biases of mean 0."
         raise argument_error(
             call, "prior", f"a mean other than 0 for {name!r}", instead
@@ -133,9 +130,8 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
             call, "prior", f"an infinite variance for {name!r}", instead
         )
     scaled = variance * weight_fan_in(name, shape)
-    return SiteMoments(
-        _reduced(mean, shape), _reduced(scaled, shape)
-    ), found is not None
+    site = SiteMoments(_reduced(mean, shape), _reduced(scaled, shape))
+    return site, normal_moments is not None
 
 
 def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, Any]:
@@ -177,6 +173,6 @@ def _reduced(value: Any, shape: Shape) -> Any:
     array = np.broadcast_to(np.asarray(value), shape)
     if np.all(array == array.flat[0]):
         return jnp.asarray(array.flat[0])
-    return jnp.asarray(
-        array[..., :1] if len(shape) > 1 and np.all(array == array[..., :1]) else array
-    )
+    if len(shape) > 1 and np.all(array == array[..., :1]):
+        array = array[..., :1]
+    return jnp.asarray(array)

@@ -98,8 +98,10 @@ class GPRegression:
             half = solve_triangular(self._lower, cross, lower=True)
             mean = half.T @ self._whitened
             if diagonal:
-                own = prior_variance(call, self.net, new, self.prior, self.scales)
-                covariance = jnp.maximum(own - jnp.sum(half**2, axis=0), 0)
+                prior_variances = prior_variance(
+                    call, self.net, new, self.prior, self.scales
+                )
+                covariance = jnp.maximum(prior_variances - jnp.sum(half**2, axis=0), 0)
             else:
                 covariance = jnp.asarray(self._kernel(new, None)) - half.T @ half
             return Prediction(np.asarray(mean), np.asarray(covariance))
@@ -209,13 +211,20 @@ def gp_regression(
                 call, "noise_sd", came, "Pass a larger one, or remove repeated inputs."
             )
         whitened = solve_triangular(factor.lower, y, lower=True)
-        numbers = (
-            float(noise_sd),
-            float(_whitened_log_density(factor.lower, whitened)),
-            float(factor.jitter),
+        return GPRegression(
+            net,
+            prior,
+            scales,
+            x,
+            y,
+            noise_sd=float(noise_sd),
+            log_marginal_likelihood=float(
+                _whitened_log_density(factor.lower, whitened)
+            ),
+            jitter=float(factor.jitter),
+            _lower=np.asarray(factor.lower),
+            _whitened=np.asarray(whitened),
         )
-        lower, half = np.asarray(factor.lower), np.asarray(whitened)
-    return GPRegression(net, prior, scales, x, y, *numbers, lower, half)
 
 
 def check_data(call: str, x: Any, y: Any) -> None:
@@ -229,14 +238,14 @@ def check_data(call: str, x: Any, y: Any) -> None:
     check_same_length(call, x=x, y=y)
 
 
-class Factor(NamedTuple):
+class CholeskyFactor(NamedTuple):
     """L L' = A + jitter I; L is NaN if even the largest jitter was not enough."""
 
     lower: jax.Array
     jitter: jax.Array
 
 
-def factorize(matrix: jax.Array) -> Factor:
+def factorize(matrix: jax.Array) -> CholeskyFactor:
     """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that
     works (e: N rounding errors).
     """
@@ -246,16 +255,16 @@ def factorize(matrix: jax.Array) -> Factor:
         * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
     )
 
-    def attempt(step: jax.Array) -> tuple[jax.Array, Factor]:
+    def attempt(step: jax.Array) -> tuple[jax.Array, CholeskyFactor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
-        return step, Factor(
+        return step, CholeskyFactor(
             jnp.linalg.cholesky(
                 matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)
             ),
             jitter,
         )
 
-    def failed(state: tuple[jax.Array, Factor]) -> jax.Array:
+    def failed(state: tuple[jax.Array, CholeskyFactor]) -> jax.Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 
@@ -282,9 +291,8 @@ def zero_mean_log_density(
     factor and one inverse; the derivative of the factor would take several.
     """
     factor = factorize(matrix)
-    return _whitened_log_density(
-        factor.lower, solve_triangular(factor.lower, y, lower=True)
-    ), factor.jitter
+    whitened = solve_triangular(factor.lower, y, lower=True)
+    return _whitened_log_density(factor.lower, whitened), factor.jitter
 
 
 @zero_mean_log_density.defjvp

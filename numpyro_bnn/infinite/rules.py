@@ -30,16 +30,15 @@ class Covariance(NamedTuple):
     """
 
     nngp: jax.Array  # E f(x1) f(x2), (N1, N2)
-    ntk: (
-        jax.Array | None
-    )  # sum over standardized parameters of the products of their derivatives, (N1, N2)
+    # sum over standardized parameters of the products of their derivatives, (N1, N2)
+    ntk: jax.Array | None
     own1: jax.Array  # ``nngp`` of every first data point with itself, (N1,)
     own2: jax.Array
     mean1: jax.Array  # E f(x1), (N1,)
     mean2: jax.Array
 
 
-class Given(NamedTuple):
+class ByGain(NamedTuple):
     """Second moments given each of G values of a random number that all data points
     share: the gain of a unit.
     """
@@ -52,12 +51,10 @@ class Units(NamedTuple):
     """Infinitely many units of a layer."""
 
     k: Covariance
-    gaussian: bool = (
-        True  # whether they are normal, as after weights; activations need it
-    )
-    given: Given | None = (
-        None  # if they are normal given a random number, moments for each of its values
-    )
+    # whether they are normal, as after weights; activations need it
+    gaussian: bool = True
+    # if they are normal given a random number, moments for each of its values
+    by_gain: ByGain | None = None
 
 
 State = Inputs | Units
@@ -106,14 +103,14 @@ class Context(NamedTuple):
             raise argument_error("infinite", "prior", came, instead)
         return jnp.mean(value)
 
-    def need_normal(self, name: str, why: str) -> None:
+    def need_normal(self, name: str, reason: str) -> None:
         if self.full(name) not in self.normal:
             came = f"weights of {self.full(name)!r} that are not normal"
             raise argument_error(
                 "infinite",
                 "prior",
                 came,
-                f"{why}: only normal ones give a Gaussian process.",
+                f"{reason}: only normal ones give a Gaussian process.",
             )
 
 
@@ -130,9 +127,9 @@ def propagate(layer: Layer, context: Context, state: State) -> State:
     """Apply the rule of a layer, or refuse it; layers without parameters act on inputs
     as usual.
     """
-    kind = next((kind for kind in type(layer).__mro__ if kind in RULES), None)
-    if kind is not None:
-        return RULES[kind](layer, context, state)
+    for kind in type(layer).__mro__:
+        if kind in RULES:
+            return RULES[kind](layer, context, state)
     if isinstance(state, Inputs) and not layer.param_shapes(state.x1.shape[1:]):
         return _on_inputs(layer, context, state)
     raise _unsupported(
@@ -145,24 +142,23 @@ def propagate(layer: Layer, context: Context, state: State) -> State:
 def contains(layer: Layer, kind: type[Layer]) -> bool:
     """Whether a layer, or one inside it, is of a kind."""
     return isinstance(layer, kind) or any(
-        contains(part, kind) for _, part in layer.children()
+        contains(child, kind) for _, child in layer.children()
     )
 
 
 def _on_inputs(layer: Layer, context: Context, state: Inputs) -> Inputs:
+    no_weights = nn.ForwardContext({}, context.path)
     return Inputs(
-        *(layer.forward(nn.ForwardContext({}, context.path), x) for x in state)
+        layer.forward(no_weights, state.x1), layer.forward(no_weights, state.x2)
     )
 
 
-def _unsupported(layer: Layer, context: Context, why: str) -> Exception:
+def _unsupported(layer: Layer, context: Context, reason: str) -> Exception:
     """The error for a layer that has no Gaussian limit."""
-    place = (
-        f"{type(layer).__name__} at {context.path!r}"
-        if context.path
-        else type(layer).__name__
-    )
-    return argument_error("infinite", "net", place, why)
+    place = type(layer).__name__
+    if context.path:
+        place += f" at {context.path!r}"
+    return argument_error("infinite", "net", place, reason)
 
 
 @rule(nn.Dense)
@@ -186,10 +182,8 @@ def _first_dense(layer: nn.Dense, context: Context, state: Inputs) -> Units:
         weight = weight[:, 0][None]
     scaled1, scaled2 = x1 * weight / x1.shape[1], x2 * weight / x1.shape[1]
     nngp = jnp.matmul(scaled1, x2.T, precision="highest") + bias
-    own1, own2 = (
-        jnp.sum(scaled1 * x1, axis=1) + bias,
-        jnp.sum(scaled2 * x2, axis=1) + bias,
-    )
+    own1 = jnp.sum(scaled1 * x1, axis=1) + bias
+    own2 = jnp.sum(scaled2 * x2, axis=1) + bias
     return _centered(nngp, nngp if context.ntk else None, own1, own2)
 
 
@@ -212,15 +206,15 @@ def activation(layer: nn.Activation, context: Context, state: State) -> State:
     forms = dual(layer)
     if state.gaussian:
         return Units(_activated(forms, state.k), gaussian=False)
-    if state.given is None:
-        why = (
+    if state.by_gain is None:
+        reason = (
             "An activation needs normal inputs: put it after Dense. In a residual "
             "network write blocks `Residual(Sequential(['relu', Dense(n), ...]))`, "
             "without activation between them."
         )
-        raise _unsupported(layer, context, why)
-    parts = jax.vmap(lambda k: _activated(forms, k))(state.given.k)
-    return Units(_average(Given(state.given.weights, parts)), gaussian=False)
+        raise _unsupported(layer, context, reason)
+    covariances = jax.vmap(lambda k: _activated(forms, k))(state.by_gain.k)
+    return Units(_average(ByGain(state.by_gain.weights, covariances)), gaussian=False)
 
 
 def _activated(forms: Dual, k: Covariance) -> Covariance:
@@ -230,16 +224,21 @@ def _activated(forms: Dual, k: Covariance) -> Covariance:
         jnp.broadcast_to(q1[:, None], k.nngp.shape),
         jnp.broadcast_to(q2[None, :], k.nngp.shape),
     )
-    ntk = None if k.ntk is None else k.ntk * forms.slope(k.nngp, *cross)
-    own = forms.value(q1, q1, q1), forms.value(q2, q2, q2)
     return Covariance(
-        forms.value(k.nngp, *cross), ntk, *own, forms.mean(q1), forms.mean(q2)
+        nngp=forms.value(k.nngp, *cross),
+        ntk=None if k.ntk is None else k.ntk * forms.slope(k.nngp, *cross),
+        own1=forms.value(q1, q1, q1),
+        own2=forms.value(q2, q2, q2),
+        mean1=forms.mean(q1),
+        mean2=forms.mean(q2),
     )
 
 
-def _average(given: Given) -> Covariance:
+def _average(by_gain: ByGain) -> Covariance:
     """Moments averaged over the random number that data points share."""
-    return jax.tree.map(lambda part: jnp.tensordot(given.weights, part, 1), given.k)
+    return jax.tree.map(
+        lambda moment: jnp.tensordot(by_gain.weights, moment, 1), by_gain.k
+    )
 
 
 @rule(nn.LayerNorm)
@@ -249,27 +248,22 @@ def layer_norm(layer: nn.LayerNorm, context: Context, state: State) -> State:
     """
     if isinstance(state, Inputs):
         if layer.use_scale or layer.use_bias:
-            why = (
+            reason = (
                 "On inputs write `LayerNorm(use_scale=False, use_bias=False)`: few "
                 "random gains have no limit."
             )
-            raise _unsupported(layer, context, why)
+            raise _unsupported(layer, context, reason)
         return _on_inputs(layer, context, state)
     unit, bias = _standardized(state.k), context.bias(layer.use_bias)
     if not layer.use_scale:
         return Units(_shifted(unit, 1.0, 0.0, bias), state.gaussian)
     context.need_normal("scale", "Gains enter each unit as they are")
     mean, spread = context.sites[context.full("scale")].mean, context.common("scale")
-    x, w = (jnp.asarray(part, unit.own1.dtype) for part in nodes(GAIN_NODES))
-    given = Given(
-        w,
-        jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(
-            mean + jnp.sqrt(spread) * x
-        ),
-    )
-    return Units(
-        _average(given), gaussian=False, given=given if state.gaussian else None
-    )
+    x, w = nodes(unit.own1.dtype, GAIN_NODES)
+    gains = mean + jnp.sqrt(spread) * x
+    moments = jax.vmap(lambda gain: _shifted(unit, gain, spread, bias))(gains)
+    by_gain = ByGain(w, moments)
+    return Units(_average(by_gain), False, by_gain if state.gaussian else None)
 
 
 def _standardized(k: Covariance) -> Covariance:
@@ -290,8 +284,12 @@ def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
     parameters.
     """
     ntk = None if k.ntk is None else gain**2 * k.ntk + spread * k.nngp + bias
-    nngp, own1, own2 = (gain**2 * part + bias for part in (k.nngp, k.own1, k.own2))
-    return k._replace(nngp=nngp, ntk=ntk, own1=own1, own2=own2)
+    return k._replace(
+        nngp=gain**2 * k.nngp + bias,
+        ntk=ntk,
+        own1=gain**2 * k.own1 + bias,
+        own2=gain**2 * k.own2 + bias,
+    )
 
 
 @rule(nn.BatchNorm)
@@ -313,8 +311,8 @@ def flatten(layer: nn.Flatten, context: Context, state: State) -> State:
 @rule(nn.Sequential)
 def sequential(layer: nn.Sequential, context: Context, state: State) -> State:
     """Apply the layers in order."""
-    for name, part in layer.children():
-        state = propagate(part, context.child(name), state)
+    for name, child in layer.children():
+        state = propagate(child, context.child(name), state)
     return state
 
 
@@ -323,25 +321,19 @@ def residual(layer: nn.Residual, context: Context, state: State) -> State:
     """Branches with separate weights are independent: covariances add, and so do
     products of their means.
     """
-    a = (
-        state
-        if layer.shortcut is None
-        else propagate(layer.shortcut, context.child("shortcut"), state)
-    )
+    a = state
+    if layer.shortcut is not None:
+        a = propagate(layer.shortcut, context.child("shortcut"), state)
     b = propagate(layer.body, context.child("body"), state)
     if isinstance(a, Inputs) and isinstance(b, Inputs):
         return Inputs(a.x1 + b.x1, a.x2 + b.x2)
     if isinstance(a, Inputs) or isinstance(b, Inputs):
-        why = (
+        reason = (
             "Inputs plus random units have no limit in the width: put a Dense layer "
             "before the block."
         )
-        raise _unsupported(layer, context, why)
-    if not any(
-        contains(branch, nn.Dense)
-        for branch in (layer.body, layer.shortcut)
-        if branch is not None
-    ):
+        raise _unsupported(layer, context, reason)
+    if not contains(layer, nn.Dense):
         raise _unsupported(
             layer,
             context,

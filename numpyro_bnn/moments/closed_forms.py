@@ -210,12 +210,9 @@ def maximum_of(
     """
     mean, var = jnp.where(present, mean, -jnp.inf), jnp.where(present, var, 0)
     fixed_mean, reach = lax.stop_gradient((mean, 8 * jnp.sqrt(var)))
-    low, middle, high = (
-        m.max(0) for m in (fixed_mean - reach, fixed_mean, fixed_mean + reach)
-    )
-    nodes, weights = (
-        a.astype(mean.dtype) for a in np.polynomial.legendre.leggauss(num_nodes)
-    )
+    low, middle = (fixed_mean - reach).max(0), fixed_mean.max(0)
+    high = (fixed_mean + reach).max(0)
+    nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
 
     def integrals(node: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
         total = below = jnp.zeros_like(high)
@@ -228,7 +225,8 @@ def maximum_of(
             below += weight * half * 2 * (high - t) * cdf
         return total, below
 
-    first, second = (jnp.sum(part, 0) for part in jax.vmap(integrals)(nodes, weights))
+    by_node = jax.vmap(integrals)(nodes.astype(mean.dtype), weights.astype(mean.dtype))
+    first, second = (jnp.sum(integral, 0) for integral in by_node)
     return Gaussian(high - first, jnp.maximum(second - first * first, 0))
 
 
@@ -264,8 +262,8 @@ def _select(term: Term) -> Gaussian | None:
     """``select_n(u > 0, a * u, b * u)``, the usual form of leaky rectifiers; any order,
     any of the comparisons.
     """
-    which, *cases = term.operands
-    compared = _compared_with_zero(which)
+    predicate, *cases = term.operands
+    compared = _compared_with_zero(predicate)
     if compared is None or len(cases) != 2:
         return None
     u, positive = compared
@@ -280,13 +278,13 @@ def _select(term: Term) -> Gaussian | None:
 _FLIPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}
 
 
-def _compared_with_zero(which: Any) -> tuple[Term, bool] | None:
+def _compared_with_zero(predicate: Any) -> tuple[Term, bool] | None:
     """(u, whether the predicate holds for positive u) of a comparison of a term with
     the constant 0.
     """
-    if not isinstance(which, Term) or _name(which) not in _FLIPPED:
+    if not isinstance(predicate, Term) or _name(predicate) not in _FLIPPED:
         return None
-    name, (left, right) = _name(which), which.operands
+    name, (left, right) = _name(predicate), predicate.operands
     if isinstance(right, Term):
         name, left, right = _FLIPPED[name], right, left
     if isinstance(right, Term) or not is_zero(right):

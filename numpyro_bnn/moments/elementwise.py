@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from numpyro_bnn._jaxprs import ELEMENTWISE
 from numpyro_bnn._options import Kind
 from numpyro_bnn.moments.closed_forms import maximum
-from numpyro_bnn.moments.expectation import moments_of
+from numpyro_bnn.moments.expectation import known_moments
 from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import RULES, wrap
-from numpyro_bnn.moments.terms import Gaussian, Term
+from numpyro_bnn.moments.terms import Gaussian, Term, both_moments, terms_among
 
 # Undefined or with a pole somewhere on the real line: no moments for a Gaussian
 # argument.
@@ -42,7 +42,7 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
     """Extend the term if all random operands share their variable; otherwise treat
     operands as independent.
     """
-    variables = {operand.variable for operand in operands if isinstance(operand, Term)}
+    variables = {term.variable for term in terms_among(operands)}
     if len(variables) == 1:
         _check_domain(equation, operands)
         return Term(variables.pop(), equation, operands, _affine(equation, operands))
@@ -53,9 +53,7 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
             "joins two different random quantities",
             "Sums, differences, products, maxima and minima of them have a rule.",
         )
-    return wrap(
-        pair(equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands))
-    )
+    return wrap(pair(equation, *map(known_moments, operands)))
 
 
 def _affine(
@@ -64,7 +62,7 @@ def _affine(
     """(base, slope, shift) of the result if the primitive keeps an affine function
     affine.
     """
-    bases = {operand.base for operand in operands if isinstance(operand, Term)}
+    bases = {term.base for term in terms_among(operands)}
     rule = _AFFINE.get(equation.name)
     if (
         len(bases) > 1
@@ -72,41 +70,42 @@ def _affine(
         or not jnp.issubdtype(equation.outputs[0].dtype, jnp.floating)
     ):
         return None
-    parts = [(o.slope, o.shift) if isinstance(o, Term) else (None, o) for o in operands]
-    result = rule(*parts)
+    forms = [(o.slope, o.shift) if isinstance(o, Term) else (None, o) for o in operands]
+    result = rule(*forms)
     return None if result is None else (bases.pop(), *result)
 
 
-Part = tuple[Any, Any]  # (slope, shift); a plain operand has the slope None
+Form = tuple[Any, Any]  # (slope, shift); a plain operand has the slope None
 
 
-def _add(x: Part, y: Part) -> Part:
+def _add(x: Form, y: Form) -> Form:
     slopes = [slope for slope in (x[0], y[0]) if slope is not None]
     return sum(slopes[1:], slopes[0]), x[1] + y[1]
 
 
-def _sub(x: Part, y: Part) -> Part:
+def _sub(x: Form, y: Form) -> Form:
     return _add(x, (None if y[0] is None else -y[0], -y[1]))
 
 
-def _mul(x: Part, y: Part) -> Part | None:
+def _mul(x: Form, y: Form) -> Form | None:
     if x[0] is not None and y[0] is not None:
         return None
     factor, (slope, shift) = (x[1], y) if x[0] is None else (y[1], x)
     return slope * factor, shift * factor
 
 
-def _div(x: Part, y: Part) -> Part | None:
+def _div(x: Form, y: Form) -> Form | None:
     return None if y[0] is not None else (x[0] / y[1], x[1] / y[1])
 
 
-def _select(which: Part, *cases: Part) -> Part | None:
-    if which[0] is not None or which[1].dtype != bool or len(cases) != 2:
+def _select(predicate: Form, *cases: Form) -> Form | None:
+    if predicate[0] is not None or predicate[1].dtype != bool or len(cases) != 2:
         return None
-    (no, no_shift), (yes, yes_shift) = (
-        (0.0 if slope is None else slope, shift) for slope, shift in cases
+    (no, no_shift), (yes, yes_shift) = cases
+    slope = jnp.where(
+        predicate[1], 0.0 if yes is None else yes, 0.0 if no is None else no
     )
-    return jnp.where(which[1], yes, no), jnp.where(which[1], yes_shift, no_shift)
+    return slope, jnp.where(predicate[1], yes_shift, no_shift)
 
 
 _AFFINE: dict[str, Callable] = {
@@ -147,9 +146,9 @@ def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
 
 
 def _check_independence(equation: Equation, variables: set[Any]) -> None:
-    for one in variables:
-        for other in variables - {one}:
-            if one.parts & other.reduced:
+    for first in variables:
+        for second in variables - {first}:
+            if first.parts & second.reduced:
                 raise equation.refuse(
                     (
                         "combines a random array with a reduction of itself (a sum or "
@@ -160,7 +159,7 @@ def _check_independence(equation: Equation, variables: set[Any]) -> None:
                         "known numbers instead."
                     ),
                 )
-            if one.path == other.path:
+            if first.path == second.path:
                 raise equation.refuse(
                     (
                         "combines two functions of the same random elements, reshaped "
@@ -186,14 +185,9 @@ def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
     return Gaussian(-result.mean, result.var)
 
 
-def _select_independent(equation: Equation, which: Any, *cases: Any) -> Gaussian:
+def _select_independent(equation: Equation, predicate: Any, *cases: Any) -> Gaussian:
     """Select between independent values; plain cases have variance 0."""
-    means = [case.mean if isinstance(case, Gaussian) else case for case in cases]
-    variances = [
-        case.var if isinstance(case, Gaussian) else jnp.zeros_like(case)
-        for case in cases
-    ]
-    return Gaussian(equation.bind(which, *means), equation.bind(which, *variances))
+    return both_moments(lambda arrays: equation.bind(predicate, *arrays), cases)
 
 
 _INDEPENDENT: dict[str, Callable[..., Gaussian]] = {
@@ -210,7 +204,8 @@ def custom_derivative(equation: Equation, *operands: Any) -> list[Any]:
     that its author defined.
     """
     outputs = equation.descend(*operands)
-    variables = {operand.variable for operand in operands if isinstance(operand, Term)}
+    terms = terms_among(operands)
+    variables = {term.variable for term in terms}
     if len(outputs) != 1 or len(variables) != 1 or not isinstance(outputs[0], Term):
         return outputs
     (output,) = outputs
@@ -220,11 +215,7 @@ def custom_derivative(equation: Equation, *operands: Any) -> list[Any]:
         or output.equation is None
     ):
         return outputs
-    if any(
-        operand.shape != output.shape
-        for operand in operands
-        if isinstance(operand, Term)
-    ):
+    if any(term.shape != output.shape for term in terms):
         # it broadcasts inside, and cannot be evaluated at a value for each element
         return outputs
     return [output.evaluated(equation, *operands)]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn.moments.terms import Gaussian, Term
+from numpyro_bnn.moments.terms import Gaussian, Term, terms_among
 
 # Name of an elementwise primitive -> function of the term; ``None`` if the term has
 # another form.
@@ -30,7 +30,7 @@ _REACH = 8.0
 # Breaks are followed this far, where phi(z) is 1e-37; from further ones four more sd
 # are integrated.
 _FARTHEST = 13.0
-_MOST_BREAKS = 16
+_MAX_BREAKS = 16
 # Functions such as tanh change within this distance of a break, measured in their
 # argument.
 _LAYER = 5.0
@@ -59,17 +59,22 @@ def moments_of(term: Term) -> Gaussian:
             )
         if term.base is term:
             form = CLOSED_FORMS.get(term.equation.name)  # type: ignore[union-attr]
-            known = form(term) if form else None
-            found = _quadrature(term, NODES.get()) if known is None else known
+            closed = form(term) if form else None
+            moments = _quadrature(term, NODES.get()) if closed is None else closed
         else:
             base = moments_of(term.base)
-            found = Gaussian(
+            moments = Gaussian(
                 term.slope * base.mean + term.shift, term.slope * term.slope * base.var
             )
-        term.moments = Gaussian(
-            *(jnp.broadcast_to(m, term.shape).astype(term.dtype) for m in found)
+        term.moments = jax.tree.map(
+            lambda m: jnp.broadcast_to(m, term.shape).astype(term.dtype), moments
         )
     return term.moments
+
+
+def known_moments(value: Any) -> Any:
+    """The moments of a term; plain values unchanged."""
+    return moments_of(value) if isinstance(value, Term) else value
 
 
 def is_zero(value: Any) -> bool:
@@ -87,26 +92,26 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
     function is straight there, E f = f(m) + f''(m) v / 2 and Var f = f'(m)^2 v are
     used.
     """
-    x = Gaussian(*(jnp.broadcast_to(m, term.shape) for m in term.variable.gaussian))
+    x = jax.tree.map(lambda m: jnp.broadcast_to(m, term.shape), term.variable.gaussian)
     precision = jnp.finfo(x.mean.dtype)
-    known = x.var <= float(precision.tiny) ** 0.5
-    sd = jnp.sqrt(jnp.where(known, 1, x.var))
+    constant = x.var <= float(precision.tiny) ** 0.5
+    sd = jnp.sqrt(jnp.where(constant, 1, x.var))
     middle, half = _panels(_breaks(term), x.mean, sd)
-    sd = jnp.where(known, 0, sd)
+    sd = jnp.where(constant, 0, sd)
 
     def evaluate(z: Any) -> jax.Array:
         return term.evaluate(x.mean + sd * z).astype(x.mean.dtype)
 
-    found, error = _sums(evaluate, middle, half, -(-num_nodes // 2))
+    integral, error = _sums(evaluate, middle, half, -(-num_nodes // 2))
     value, slope, curvature = _derivatives(term.evaluate, x.mean)
     line = Gaussian(value + 0.5 * curvature * x.var, slope * slope * x.var)
-    width, spread = jnp.sqrt(found.var), jnp.abs(slope) * sd
+    width, spread = jnp.sqrt(integral.var), jnp.abs(slope) * sd
     rounding = 32 * precision.eps * (jnp.abs(value) + jnp.abs(slope * x.mean))
     allowed = rounding + float(precision.eps) ** 0.5 * spread
-    straight = (jnp.abs(found.mean - line.mean) <= allowed) & (
+    straight = (jnp.abs(integral.mean - line.mean) <= allowed) & (
         jnp.abs(width - spread) <= allowed
     )
-    straight = known | ((x.var <= float(precision.eps) ** (2 / 3)) & straight)
+    straight = constant | ((x.var <= float(precision.eps) ** (2 / 3)) & straight)
     # The tail of a saturated unit has no digits to lose: beside what the input varies,
     # its mean and standard deviation are 0.
     absolute = rounding + _NEGLIGIBLE * sd
@@ -122,30 +127,34 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
                 "num_nodes=...)`."
             ),
         )
-    chosen = (jnp.where(straight, *pair) for pair in zip(line, found, strict=True))
-    return Gaussian(*(jnp.where(bad, jnp.nan, moment) for moment in chosen))
+
+    def checked(on_line: jax.Array, by_nodes: jax.Array) -> jax.Array:
+        return jnp.where(bad, jnp.nan, jnp.where(straight, on_line, by_nodes))
+
+    return jax.tree.map(checked, line, integral)
 
 
 def _panels(
     breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
-    low, zero, high = (jnp.full_like(mean, end) for end in (-_REACH, 0.0, _REACH))
-    cuts = [zero]
+    low, high = jnp.full_like(mean, -_REACH), jnp.full_like(mean, _REACH)
+    cuts = [jnp.zeros_like(mean)]
     for place, slope in breaks:
-        at = (place - mean) / sd
-        far = jnp.abs(at) > _FARTHEST
-        at = jnp.where(far, _REACH * jnp.sign(at), at)
+        center = (place - mean) / sd
+        is_far = jnp.abs(center) > _FARTHEST
+        center = jnp.where(is_far, _REACH * jnp.sign(center), center)
         layer = jnp.where(
-            far,
+            is_far,
             _REACH / 2,
             _LAYER / jnp.maximum(jnp.abs(slope) * sd, 2 * _LAYER / _REACH),
         )
+        margin = jnp.maximum(layer, 1)
         low, high = (
-            jnp.minimum(low, at - jnp.maximum(layer, 1)),
-            jnp.maximum(high, at + jnp.maximum(layer, 1)),
+            jnp.minimum(low, center - margin),
+            jnp.maximum(high, center + margin),
         )
-        for cut in (at, at - layer, at + layer):
+        for cut in (center, center - layer, center + layer):
             cuts = _insert(cuts, cut)
     edges = jnp.stack([low, *cuts, high])
     return (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
@@ -156,9 +165,9 @@ def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
     as that of a sort.
     """
     result = []
-    for one in ordered:
-        result.append(jnp.minimum(one, new))
-        new = jnp.maximum(one, new)
+    for number in ordered:
+        result.append(jnp.minimum(number, new))
+        new = jnp.maximum(number, new)
     return [*result, new]
 
 
@@ -201,8 +210,8 @@ def _sums(
         )
         fine, rough = (
             [
-                jnp.sum(column(rule) * part, 0)
-                for part in _powers(density, values - center)
+                jnp.sum(column(rule) * power, 0)
+                for power in _powers(density, values - center)
             ]
             for rule in rules
         )
@@ -226,23 +235,27 @@ def _sums(
         fine, rough = jnp.moveaxis(
             jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2
         )
-    total, first, second = (jnp.sum(part, 0) for part in fine)
+    total, first, second = (jnp.sum(power, 0) for power in fine)
     mean = first / total
-    # A function that grows too fast has not faded at the ends.
-    ends = jax.lax.stop_gradient((middle[0] - half[0], middle[-1] + half[-1]))
-    away = [jnp.abs(jax.lax.stop_gradient(evaluate(z) - center)) for z in ends]
-    powers = [
-        _powers(jnp.exp(-0.5 * z * z), value)
-        for z, value in zip(ends, away, strict=True)
-    ]
-    beyond = [powers[0][q] + powers[1][q] for q in (1, 2)]
-    between = [
-        jnp.sum(jnp.abs(jax.lax.stop_gradient(fine[q] - rough[q])), 0) / _GAIN
-        for q in (1, 2)
-    ]
-    errors = [(e + b) / total for e, b in zip(between, beyond, strict=True)]
+
+    def powers_at(end: jax.Array) -> tuple[Any, Any, Any]:
+        """A function that grows too fast has not faded at the ends."""
+        z = jax.lax.stop_gradient(end)
+        away = jnp.abs(jax.lax.stop_gradient(evaluate(z) - center))
+        return _powers(jnp.exp(-0.5 * z * z), away)
+
+    low, high = powers_at(middle[0] - half[0]), powers_at(middle[-1] + half[-1])
+
+    def error(power: int) -> jax.Array:
+        difference = jax.lax.stop_gradient(fine[power] - rough[power])
+        between = jnp.sum(jnp.abs(difference), 0) / _GAIN
+        return (between + (low[power] + high[power])) / total
+
+    error_of_mean = error(1)
     moments = Gaussian(center + mean, jnp.maximum(second / total - mean * mean, 0))
-    return moments, Gaussian(errors[0], errors[1] + 2 * jnp.abs(mean) * errors[0])
+    return moments, Gaussian(
+        error_of_mean, error(2) + 2 * jnp.abs(mean) * error_of_mean
+    )
 
 
 def _powers(density: Any, away: Any) -> tuple[Any, Any, Any]:
@@ -253,12 +266,12 @@ def _derivatives(
     fn: Callable[[Any], Any], x: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """f, f', f'' of an elementwise function."""
-    one = jnp.ones_like(x)
+    unit = jnp.ones_like(x)
 
     def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.jvp(fn, (x,), (one,))
+        return jax.jvp(fn, (x,), (unit,))
 
-    (value, slope), (_, curvature) = jax.jvp(first, (x,), (one,))
+    (value, slope), (_, curvature) = jax.jvp(first, (x,), (unit,))
     return value, slope, curvature
 
 
@@ -266,48 +279,41 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
     """Where x makes an argument equal to the number it is compared with, or to 0, and
     the slope of that argument.
     """
-    found: dict[Any, tuple[Any, Any]] = {}
-    seen: set[int] = set()
+    breaks: dict[Any, tuple[Any, Any]] = {}
+    visited: set[int] = set()
 
     def visit(node: Any) -> None:
-        if not isinstance(node, Term) or id(node) in seen or node.equation is None:
+        if not isinstance(node, Term) or id(node) in visited or node.equation is None:
             return
-        seen.add(id(node))
+        visited.add(id(node))
         if node.base is node:
             for place, slope in _places(node):
-                found.setdefault((_identity(place), _identity(slope)), (place, slope))
+                key = _identity(place), _identity(slope)
+                if not isinstance(key[0], float) or math.isfinite(key[0]):
+                    breaks.setdefault(key, (place, slope))
         for operand in node.operands:
             visit(operand)
 
     visit(term)
-    finite = [
-        pair
-        for key, pair in found.items()
-        if not isinstance(key[0], float) or math.isfinite(key[0])
-    ]
-    return finite[:_MOST_BREAKS] or [(0.0, 1.0)]
+    return list(breaks.values())[:_MAX_BREAKS] or [(0.0, 1.0)]
 
 
 def _identity(value: Any) -> Any:
     """Equal for equal known numbers, and for the same array."""
-    known = not isinstance(value, jax.core.Tracer) and np.size(value) == 1
-    return float(np.reshape(value, ())) if known else id(value)
+    concrete = not isinstance(value, jax.core.Tracer) and np.size(value) == 1
+    return float(np.reshape(value, ())) if concrete else id(value)
 
 
 def _places(node: Term) -> list[tuple[Any, Any]]:
-    terms = [operand for operand in node.operands if isinstance(operand, Term)]
+    terms = terms_among(node.operands)
     line = _line(terms[0]) if len(terms) == 1 else None
     if line is None or node.equation is None:
         return []
     plain = [operand for operand in node.operands if not isinstance(operand, Term)]
     against = plain if node.equation.name in _COMPARED else [0.0]
-    if (
-        isinstance(line[1], float)
-        and line[1] == 0
-        and all(is_zero(at) for at in against)
-    ):
+    if isinstance(line[1], float) and line[1] == 0 and all(map(is_zero, against)):
         return [(0.0, line[0])]
-    return [(_solve(*line, at), line[0]) for at in against]
+    return [(_solve(*line, target), line[0]) for target in against]
 
 
 def _line(term: Term) -> tuple[Any, Any] | None:
@@ -317,7 +323,7 @@ def _line(term: Term) -> tuple[Any, Any] | None:
     if term.is_normal:
         return term.slope, term.shift
     base = term.base
-    inner = [operand for operand in base.operands if isinstance(operand, Term)]
+    inner = terms_among(base.operands)
     if (
         base.equation is None
         or base.equation.name not in ("max", "min", "clamp")
@@ -328,8 +334,8 @@ def _line(term: Term) -> tuple[Any, Any] | None:
     return line and (term.slope * line[0], term.slope * line[1] + term.shift)
 
 
-def _solve(slope: Any, shift: Any, at: Any) -> Any:
+def _solve(slope: Any, shift: Any, target: Any) -> Any:
     """x with slope * x + shift = at; 0 if the argument does not depend on x."""
     if isinstance(slope, float):
-        return (at - shift) / slope if slope else 0.0
-    return jnp.where(slope == 0, 0, (at - shift) / jnp.where(slope == 0, 1, slope))
+        return (target - shift) / slope if slope else 0.0
+    return jnp.where(slope == 0, 0, (target - shift) / jnp.where(slope == 0, 1, slope))

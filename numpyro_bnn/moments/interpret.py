@@ -9,6 +9,7 @@ by the rule of their primitive. Calls (``jit``, ``custom_jvp``, ``custom_vjp``,
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -41,8 +42,10 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
     """The program that a call holds, and its constants."""
-    held = next(equation.params[name] for name in _PROGRAMS if name in equation.params)
-    return getattr(held, "jaxpr", held), getattr(held, "consts", ())
+    program = next(
+        equation.params[name] for name in _PROGRAMS if name in equation.params
+    )
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,12 @@ class Equation:
         a different one.
         """
         frames = self._frames()
-        users = [
-            f
-            for f in frames
-            if not (f.file_name.startswith(_OURS) or "site-packages" in f.file_name)
-        ]
-        shown = frames[:1] + [f for f in users[:1] if f is not frames[0]]
+        shown = frames[:1]
+        for frame in frames:
+            path = frame.file_name
+            if not (path.startswith(_OURS) or "site-packages" in path):
+                shown += [frame] if frame is not frames[0] else []
+                break
         if not shown:
             return (
                 f"a line inside `{self.caller.params.get('name')}`"
@@ -142,12 +145,12 @@ class Equation:
         if self.caller is None:
             return frames
         name = str(self.caller.params.get("name", ""))
-        ends = [
-            i
-            for i, f in enumerate(frames)
-            if name and f.function_name.split(".")[-1] == name
-        ]
-        return frames[: ends[0] + 1 if ends else 0] + self.caller._frames()
+        length = 0
+        for i, frame in enumerate(frames):
+            if name and frame.function_name.split(".")[-1] == name:
+                length = i + 1
+                break
+        return frames[:length] + self.caller._frames()
 
 
 Rule = Callable[..., Any]
@@ -198,8 +201,8 @@ class Interpreter:
         needed = [True] * len(jaxpr.outvars) if needed is None else needed
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
-        wanted = [var for var, want in zip(jaxpr.outvars, needed, strict=True) if want]
-        for equation, outputs_needed in needed_equations(jaxpr, wanted):
+        outvars = list(compress(jaxpr.outvars, needed))
+        for equation, outputs_needed in needed_equations(jaxpr, outvars):
             operands = [_read(values, var) for var in equation.invars]
             outputs = self._evaluate(
                 Equation(equation, self, outputs_needed, caller), operands
@@ -212,7 +215,7 @@ class Interpreter:
 
     def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
         rule = self.rules.get(equation.name, self.default)
-        if not any(self.marked(operand) for operand in operands):
+        if not any(map(self.marked, operands)):
             rule = _plain
         elif equation.name in CALLS and equation.name not in self.rules:
             rule = Equation.descend
@@ -233,7 +236,7 @@ class Interpreter:
 
 
 def _plain(equation: Equation, *operands: Any) -> Any:
-    if all(_is_number(value) for value in operands) and all(
+    if all(map(_is_number, operands)) and all(
         out.size == 1 for out in equation.outputs
     ):
         # Known numbers stay known under jit, so that rules can inspect them (is this

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._options import Count, Kind, Switch, checked
-from numpyro_bnn.moments.expectation import NODES, moments_of
+from numpyro_bnn.moments.expectation import NODES, known_moments
 from numpyro_bnn.moments.interpret import Equation, Interpreter, Rule
-from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian
+from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian, terms_among
 
 # Name of a primitive -> rule of terms and plain arrays, as the interpreter calls it.
 RULES: dict[str, Rule] = {}
@@ -68,8 +68,9 @@ def propagate(
         }
 
         def of_random(*values: Any) -> Any:
-            given = dict(zip(random, values, strict=True))
-            filled = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            filled = list(leaves)
+            for i, value in zip(random, values, strict=True):
+                filled[i] = value
             filled_args, filled_kwargs = jax.tree.unflatten(tree, filled)
             return fn(*filled_args, **filled_kwargs)
 
@@ -79,15 +80,13 @@ def propagate(
         token = NODES.set(num_nodes)
         try:
             outputs = interpreter.run(
-                closed.jaxpr, closed.consts, [wrap(g) for g in random.values()]
+                closed.jaxpr, closed.consts, list(map(wrap, random.values()))
             )
-            outputs = [
-                moments_of(out) if isinstance(out, Term) else jnp.asarray(out)
-                for out in outputs
-            ]
+            outputs = list(map(known_moments, outputs))
         finally:
             NODES.reset(token)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        outputs = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return jax.tree.map(jnp.asarray, outputs)
 
     return propagated
 
@@ -146,16 +145,16 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
     """
 
     def apply(equation: Equation, *operands: Any) -> Any:
-        terms = [operand for operand in operands if isinstance(operand, Term)]
+        terms = terms_among(operands)
         variables = [term.variable for term in terms]
         key = (
             (equation.name, str(equation.params))
             if view and len(operands) == 1
             else None
         )
-        seen = variables[0].views if key and terms[0].equation is None else {}
-        if key in seen:
-            return seen[key]
+        views = variables[0].views if key and terms[0].equation is None else {}
+        if key in views:
+            return views[key]
         if (
             multiplies
             and len(variables) == 2
@@ -165,29 +164,26 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
                 "multiplies a random array with itself",
                 "Moments treat the factors of a matrix product as independent.",
             )
-        result = rule(
-            equation, *(moments_of(o) if isinstance(o, Term) else o for o in operands)
-        )
-        parts = frozenset().union(*(variable.parts for variable in variables))
+        result = rule(equation, *map(known_moments, operands))
+        holders = frozenset().union(*(variable.parts for variable in variables))
         reduced = frozenset().union(*(variable.reduced for variable in variables))
         path = (*variables[0].path, key) if key else ()
         relations: dict[str, Any] = {}
         if view:
-            relations = {"parts": parts, "reduced": reduced, "path": path}
+            relations = {"parts": holders, "reduced": reduced, "path": path}
         elif reduces:
-            relations = {"reduced": reduced | parts}
+            relations = {"reduced": reduced | holders}
         if isinstance(result, list):
-            # each output holds other elements, so each has its own path
-            paths: list[dict[str, Any]] = [
-                {"path": (*path, i)} if path else {} for i in range(len(result))
-            ]
-            wrapped: Any = [
-                wrap(r, **relations | own) for r, own in zip(result, paths, strict=True)
-            ]
+            wrapped: Any = []
+            for i, output in enumerate(result):
+                if path:
+                    # each output holds other elements, so each has its own path
+                    relations["path"] = (*path, i)
+                wrapped.append(wrap(output, **relations))
         else:
             wrapped = wrap(result, **relations)
         if key:
-            seen[key] = wrapped
+            views[key] = wrapped
         return wrapped
 
     return apply

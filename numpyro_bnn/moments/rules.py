@@ -5,6 +5,7 @@ only move elements.
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,7 +14,7 @@ from numpyro_bnn.moments.closed_forms import maximum, maximum_of
 from numpyro_bnn.moments.expectation import NODES
 from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import register
-from numpyro_bnn.moments.terms import Gaussian
+from numpyro_bnn.moments.terms import Gaussian, both_moments
 
 
 @register("dot_general", "conv_general_dilated", multiplies=True)
@@ -39,10 +40,13 @@ def _sum(equation: Equation, x: Gaussian) -> Gaussian:
 @register("reduce_max", reduces=True)
 def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
     axes = equation.params["axes"]
-    moved = (jnp.moveaxis(a, axes, range(len(axes))) for a in x)
-    mean, var = (
-        a.reshape(-1, *a.shape[len(axes) :]) for a in moved
-    )  # the reduced axes as one, in front
+
+    def reduced_first(moment: Any) -> Any:
+        """The reduced axes as one, in front."""
+        front = jnp.moveaxis(moment, axes, range(len(axes)))
+        return front.reshape(-1, *front.shape[len(axes) :])
+
+    mean, var = map(reduced_first, x)
     if len(mean) == 2:
         return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
     return maximum_of(mean, var, num_nodes=NODES.get())
@@ -65,15 +69,16 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
     offsets = itertools.product(*(range(0, n * d, d) for n, d in windows))
     shape = equation.outputs[0].shape
-    taken = [
-        _strided(x, offset, p["padding"], p["window_strides"], shape)
-        for offset in offsets
-    ]
-    present = np.stack([mask for _, mask in taken])
-    if len(taken) == 2 and present.all():
-        return maximum(taken[0][0], taken[1][0])
-    mean, var = (jnp.stack([part[i] for part, _ in taken]) for i in (0, 1))
-    return maximum_of(mean, var, present, NODES.get())
+    elements, masks = [], []
+    for offset in offsets:
+        element, mask = _strided(x, offset, p["padding"], p["window_strides"], shape)
+        elements.append(element)
+        masks.append(mask)
+    present = np.stack(masks)
+    if len(elements) == 2 and present.all():
+        return maximum(*elements)
+    stacked = jax.tree.map(lambda *moments: jnp.stack(moments), *elements)
+    return maximum_of(stacked.mean, stacked.var, present, NODES.get())
 
 
 def _strided(
@@ -86,27 +91,20 @@ def _strided(
     """The element at one offset of every window, and whether it lies inside the array
     rather than in the padding.
     """
-    places = [
-        np.arange(n) * stride + start - low
-        for n, stride, start, (low, _) in zip(
-            shape, strides, offset, padding, strict=True
-        )
-    ]
-    sizes = jnp.shape(x.mean)
-    inside = [
-        (place >= 0) & (place < size) for place, size in zip(places, sizes, strict=True)
-    ]
+    inside, config, steps = [], [], []
+    for size, n, stride, start, (low, _) in zip(
+        jnp.shape(x.mean), shape, strides, offset, padding, strict=True
+    ):
+        place = np.arange(n) * stride + start - low
+        inside.append((place >= 0) & (place < size))
+        config.append((low - start, stride * (n - 1) + 1 + start - low - size, 0))
+        steps.append(slice(None, None, stride))
     mask = np.logical_and.reduce(np.meshgrid(*inside, indexing="ij"))
-    config = [
-        (low - start, stride * (n - 1) + 1 + start - low - size, 0)
-        for start, n, stride, size, (low, _) in zip(
-            offset, shape, strides, sizes, padding, strict=True
-        )
-    ]
-    steps = tuple(slice(None, None, stride) for stride in strides)
-    return Gaussian(
-        *(lax.pad(a, jnp.zeros((), a.dtype), config)[steps] for a in x)
-    ), mask
+
+    def at_offset(moment: Any) -> Any:
+        return lax.pad(moment, jnp.zeros((), moment.dtype), config)[tuple(steps)]
+
+    return jax.tree.map(at_offset, x), mask
 
 
 # Name -> number of leading operands that are data (None: all); the others are indices,
@@ -125,32 +123,17 @@ _MOVES: dict[str, int | None] = {
 def _move(equation: Equation, *operands: Any) -> Any:
     """Means and variances move alike; plain data have variance 0."""
     count = _MOVES[equation.name]
-    data, indices = operands[:count], operands[len(operands[:count]) :]
-    return _alike(
-        equation,
-        data,
-        lambda parts: equation.bind(*parts, *_plain_indices(equation, indices)),
-    )
+    data = operands[:count]
+    indices = _plain_indices(equation, operands[len(data) :])
+    return both_moments(lambda arrays: equation.bind(*arrays, *indices), data)
 
 
 @register("scatter", "scatter-add", view=True)
 def _scatter(equation: Equation, operand: Any, indices: Any, updates: Any) -> Any:
     (indices,) = _plain_indices(equation, (indices,))
-    return _alike(
-        equation,
-        (operand, updates),
-        lambda parts: equation.bind(parts[0], indices, parts[1]),
+    return both_moments(
+        lambda arrays: equation.bind(arrays[0], indices, arrays[1]), (operand, updates)
     )
-
-
-def _alike(equation: Equation, data: tuple[Any, ...], move: Any) -> Any:
-    means = move([d.mean if isinstance(d, Gaussian) else d for d in data])
-    variances = move(
-        [d.var if isinstance(d, Gaussian) else jnp.zeros_like(d) for d in data]
-    )
-    if isinstance(means, list | tuple):
-        return [Gaussian(*pair) for pair in zip(means, variances, strict=True)]
-    return Gaussian(means, variances)
 
 
 def _plain_indices(equation: Equation, indices: tuple[Any, ...]) -> tuple[Any, ...]:

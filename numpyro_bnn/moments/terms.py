@@ -7,6 +7,7 @@ Therefore an elementwise equation whose random operands are all functions of the
 computed when an operation needs them that is not elementwise or joins two variables.
 """
 
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,6 +78,27 @@ class Variable:
         self.path = self.path or (self,)
 
 
+def terms_among(operands: Sequence[Any]) -> list["Term"]:
+    """The random operands."""
+    return [operand for operand in operands if isinstance(operand, Term)]
+
+
+def both_moments(move: Callable[[list[Any]], Any], operands: Sequence[Any]) -> Any:
+    """Apply a map of arrays to the means, and to the variances; plain operands have
+    variance 0.
+    """
+    means, variances = [], []
+    for operand in operands:
+        if not isinstance(operand, Gaussian):
+            operand = Gaussian(operand, jnp.zeros_like(operand))
+        means.append(operand.mean)
+        variances.append(operand.var)
+    mean, var = move(means), move(variances)
+    if isinstance(mean, list | tuple):
+        return list(map(Gaussian, mean, var))
+    return Gaussian(mean, var)
+
+
 class Term:
     """A node: ``equation`` applied to ``operands`` (terms of the same variable, and
     plain arrays).
@@ -106,10 +128,8 @@ class Term:
             self.shape, self.dtype = jnp.shape(mean), mean.dtype
             self.moments = variable.gaussian
         else:
-            self.shape, self.dtype = (
-                equation.outputs[0].shape,
-                equation.outputs[0].dtype,
-            )
+            output = equation.outputs[0]
+            self.shape, self.dtype = output.shape, output.dtype
 
     def evaluated(self, equation: Equation, *operands: Any) -> "Term":
         """The same term, evaluated by the call that produced it, which keeps custom
@@ -131,7 +151,7 @@ class Term:
         """Value of the expression if its variable has the value ``x``, of the
         variable's shape or the term's.
         """
-        known: dict[int, Any] = {}
+        results: dict[int, Any] = {}
 
         def value(node: Any) -> Any:
             if not isinstance(node, Term):
@@ -139,14 +159,12 @@ class Term:
             equation, operands = node.evaluated_as
             if equation is None:
                 return x
-            if id(node) not in known:
-                result = _bind_larger(
-                    equation, [value(operand) for operand in operands]
-                )
-                known[id(node)] = (
+            if id(node) not in results:
+                result = _bind_larger(equation, list(map(value, operands)))
+                results[id(node)] = (
                     result[0] if isinstance(result, list | tuple) else result
                 )
-            return known[id(node)]
+            return results[id(node)]
 
         return value(self)
 
@@ -164,9 +182,9 @@ def _bind_larger(equation: Equation, values: list[Any]) -> Any:
         return equation.bind(*(jnp.broadcast_to(v, shape) for v in values))
     small = equation.outputs[0].shape
     aligned = (1,) * (len(shape) - len(small)) + small
-    added = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
-    kept = [axis for axis in range(len(shape)) if axis not in added]
-    axes = [*added, *kept]
+    new_axes = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
+    small_axes = [axis for axis in range(len(shape)) if axis not in new_axes]
+    axes = [*new_axes, *small_axes]
 
     def batch(value: Any) -> jax.Array:
         return jnp.broadcast_to(value, shape).transpose(axes).reshape(-1, *small)

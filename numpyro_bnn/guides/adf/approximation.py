@@ -4,6 +4,7 @@ parameters.
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
-from numpyro_bnn.guides.adf.problem import ADFState, Problem
+from numpyro_bnn.guides.adf.problem import ADFProblem, ADFState
 from numpyro_bnn.guides.adf.reading import CALL, Data, read
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.arguments import as_arrays
@@ -34,15 +35,15 @@ class ADFPosterior(AutoNormal):
     w_base is N(m / s, v / s^2).
     """
 
-    _problem: Problem | None = None
+    _problem: ADFProblem | None = None
     _data: Data | None = None
     _start: dict[str, Any] | None = None
 
-    def _known_problem(self) -> Problem:
+    def _known_problem(self) -> ADFProblem:
         """The model as it was read; after unpickling it is read again."""
         if self._problem is None and self._data is not None:
             with jax.enable_x64(True):
-                self._problem = Problem.of(self._data)
+                self._problem = ADFProblem.of(self._data)
         if self._problem is None:
             instead = (
                 "Call `run` of this guide first, or use it in `SVI`, so that it reads "
@@ -56,23 +57,21 @@ class ADFPosterior(AutoNormal):
         if self._problem is None:
             with jax.enable_x64(True):
                 data = Data.read(self.model, args, kwargs)
-                self._problem, self._data = Problem.of(data), data.head()
+                self._problem, self._data = ADFProblem.of(data), data.head()
         sites = read(self.model, args, kwargs).sites
         self._prototype_call = (args, kwargs)
         # The values are placeholders here, so only the fields without values are
         # stored.
         fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
-        self.prototype_trace = {
-            n: {k: site[k] for k in fields if k in site} for n, site in sites.items()
-        }
+        self.prototype_trace = {}
         for name, site in sites.items():
+            self.prototype_trace[name] = {k: site[k] for k in fields if k in site}
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
             elif is_latent(site):
                 self._event_dims[name] = site["fn"].event_dim
-                self._prototype_frames |= {
-                    frame.name: frame for frame in site["cond_indep_stack"]
-                }
+                for frame in site["cond_indep_stack"]:
+                    self._prototype_frames[frame.name] = frame
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         """Sample the latent sites of the model, from parameters
@@ -106,22 +105,14 @@ class ADFPosterior(AutoNormal):
                 loc, scale = parameter(name, "loc"), parameter(name, "scale")
                 if not weight.centered:
                     unit = weight.prior_sd(values)
-                    loc, scale = (
-                        (loc - jnp.asarray(weight.loc, float)) / unit,
-                        scale / unit,
-                    )
+                    loc = (loc - jnp.asarray(weight.loc, float)) / unit
+                    scale = scale / unit
                 fn: dist.Distribution = dist.Normal(loc, scale)
             else:
                 hyper = problem.hyperparameters[latent]
-                first, second = (
-                    parameter(latent, field) for field in FIELDS[hyper.kind]
+                fn = _distribution(
+                    hyper, _state(hyper.kind, partial(parameter, latent))
                 )
-                state = (
-                    Gamma(first, second)
-                    if hyper.kind == "gamma"
-                    else Gaussian(first, second**2)
-                )
-                fn = _distribution(hyper, state)
             values[latent] = self._sample(latent, fn, plates)
         return values
 
@@ -156,37 +147,26 @@ class ADFPosterior(AutoNormal):
         """
         params: dict[str, jax.Array] = {}
         for name, value in {**state.hyperparameters, **state.weights}.items():
-            gamma = isinstance(value, Gamma)
-            fields = FIELDS["gamma" if gamma else "normal"]
-            parts = value if gamma else (value.mean, _sqrt(value.var))
-            params |= {
-                f"{name}_{self.prefix}_{field}": p
-                for field, p in zip(fields, parts, strict=True)
-            }
+            if isinstance(value, Gamma):
+                fields = value._asdict()
+            else:
+                fields = {"loc": value.mean, "scale": _sqrt(value.var)}
+            for field, field_value in fields.items():
+                params[f"{name}_{self.prefix}_{field}"] = field_value
         return params
 
     def _from_params(self, params: Mapping[str, Any]) -> ADFState:
         problem = self._known_problem()
 
-        def read(name: str, kind: str) -> Any:
-            first, second = (
-                jnp.asarray(params[f"{name}_{self.prefix}_{f}"], float)
-                for f in FIELDS[kind]
-            )
-            return (
-                Gamma(first, second)
-                if kind == "gamma"
-                else Gaussian(first, second * second)
-            )
+        def parameter(site: str, field: str) -> jax.Array:
+            return jnp.asarray(params[f"{site}_{self.prefix}_{field}"], float)
 
-        return ADFState(
-            {name: read(name, "normal") for name in problem.sites.weights},
-            {
-                name: read(name, hyper.kind)
-                for name, hyper in problem.hyperparameters.items()
-            },
-            {},
-        )
+        state = ADFState({}, {}, {})
+        for name in problem.sites.weights:
+            state.weights[name] = _state("normal", partial(parameter, name))
+        for name, hyper in problem.hyperparameters.items():
+            state.hyperparameters[name] = _state(hyper.kind, partial(parameter, name))
+        return state
 
     def sample_posterior(
         self,
@@ -206,8 +186,10 @@ class ADFPosterior(AutoNormal):
         :param sample_shape: shape of the batch of draws.
         """
         fns = self._distributions(params)
-        keys = dict(zip(fns, jax.random.split(rng_key, len(fns)), strict=True))
-        values = {name: fn.sample(keys[name], sample_shape) for name, fn in fns.items()}
+        keys = jax.random.split(rng_key, len(fns))
+        values = {}
+        for key, (name, fn) in zip(keys, fns.items(), strict=True):
+            values[name] = fn.sample(key, sample_shape)
         return self._complete(values, sample_shape, args, kwargs)
 
     def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -226,26 +208,20 @@ class ADFPosterior(AutoNormal):
         :param params: parameters from a run.
         :param quantiles: Q probabilities.
         """
-        q, fns = (
-            probabilities("AutoADF.quantiles", quantiles),
-            self._distributions(params),
-        )
-        values = {
-            name: _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape())))
-            for name, fn in fns.items()
-        }
+        q = probabilities("AutoADF.quantiles", quantiles)
+        values = {}
+        for name, fn in self._distributions(params).items():
+            values[name] = _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape())))
         return self._complete(values, q.shape, (), {})
 
     def _distributions(self, params: Mapping[str, Any]) -> dict[str, dist.Distribution]:
-        hypers, state = self._known_problem().hyperparameters, self._from_params(params)
-        found = {
-            name: _distribution(hyper, state.hyperparameters[name])
-            for name, hyper in hypers.items()
-        }
-        return found | {
-            name: dist.Normal(mean, jnp.sqrt(var))
-            for name, (mean, var) in state.weights.items()
-        }
+        state = self._from_params(params)
+        fns: dict[str, dist.Distribution] = {}
+        for name, hyper in self._known_problem().hyperparameters.items():
+            fns[name] = _distribution(hyper, state.hyperparameters[name])
+        for name, (mean, var) in state.weights.items():
+            fns[name] = dist.Normal(mean, jnp.sqrt(var))
+        return fns
 
     def _complete(
         self,
@@ -260,31 +236,30 @@ class ADFPosterior(AutoNormal):
         assert self.prototype_trace is not None
         weights = self._known_problem().sites.weights
 
-        def bases(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            return {
-                weight.latent: (one[name] - jnp.asarray(weight.loc, float))
-                / weight.prior_sd(one)
-                for name, weight in weights.items()
-                if not weight.centered
-            }
+        def bases(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            standardized = {}
+            for name, weight in weights.items():
+                if not weight.centered:
+                    residual = draw[name] - jnp.asarray(weight.loc, float)
+                    standardized[weight.latent] = residual / weight.prior_sd(draw)
+            return standardized
 
         values = {**map_samples(bases, values, sample_shape), **values}
-        wanted = [
+        missing = [
             name
             for name, site in self.prototype_trace.items()
-            if site["type"] == "deterministic"
+            if site["type"] == "deterministic" and name not in values
         ]
-        missing = [name for name in wanted if name not in values]
         if not missing:
             return values
         call = (args, kwargs) if args or kwargs else self._prototype_call
 
         reading = read(self.model, *as_arrays(*call))
 
-        def deterministic(one: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def deterministic(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             return {
                 name: site["value"]
-                for name, site in reading.at(one, only=missing).items()
+                for name, site in reading.at(draw, only=missing).items()
             }
 
         return {**values, **map_samples(deterministic, values, sample_shape)}
@@ -296,6 +271,12 @@ def _sqrt(value: Any) -> Any:
         if isinstance(value, np.ndarray | np.generic)
         else jnp.sqrt(value)
     )
+
+
+def _state(kind: str, parameter: Callable[[str], jax.Array]) -> Any:
+    """The state of a site, from its parameters by field."""
+    first, second = map(parameter, FIELDS[kind])
+    return Gamma(first, second) if kind == "gamma" else Gaussian(first, second**2)
 
 
 def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:
@@ -311,17 +292,16 @@ def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
         return dist.transforms.ComposeTransform(fn.transforms)(
             fn.base_dist.icdf(probability)
         )
-    return (
-        _gamma_quantile(fn, probability)
-        if isinstance(fn, dist.Gamma)
-        else fn.icdf(probability)
-    )
+    if isinstance(fn, dist.Gamma):
+        return _gamma_quantile(fn, probability)
+    return fn.icdf(probability)
 
 
 def _gamma_quantile(gamma: dist.Gamma, probability: jax.Array) -> jax.Array:
     """Inverse cdf of a Gamma distribution, by bisection of log x."""
     a = gamma.concentration
-    low, high = jnp.log(a) - 20.0 - 20.0 / a, jnp.log(a) + 5.0 + jnp.log1p(20.0 / a)
+    low = jnp.log(a) - 20.0 - 20.0 / a
+    high = jnp.log(a) + 5.0 + jnp.log1p(20.0 / a)
     low, high = jnp.broadcast_arrays(low, high + 0.0 * probability)
     low = low + jnp.zeros_like(high)
 
@@ -342,10 +322,9 @@ def map_samples(
     if not sample_shape:
         return fn(samples)
     ndim = len(sample_shape)
-    flat = {
-        name: value.reshape((-1, *value.shape[ndim:]))
-        for name, value in samples.items()
-    }
+    flat = jax.tree.map(
+        lambda leaf: leaf.reshape((-1, *leaf.shape[ndim:])), dict(samples)
+    )
     return jax.tree.map(
         lambda leaf: leaf.reshape(sample_shape + leaf.shape[1:]), jax.lax.map(fn, flat)
     )

@@ -22,7 +22,13 @@ from numpyro_bnn._options import (
     checked,
 )
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
-from numpyro_bnn.guides.adf.problem import ADFState, Problem, Program, build, run_epochs
+from numpyro_bnn.guides.adf.problem import (
+    ADFProblem,
+    ADFState,
+    Program,
+    build,
+    run_epochs,
+)
 from numpyro_bnn.guides.adf.reading import CALL, Data
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.program.arguments import Arguments, as_arrays
@@ -183,8 +189,9 @@ class AutoADF(ADFPosterior):
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if is_traced((data, rng_key)):
-                state, record = program.whole(state, *data, keys, orders, 1.0)
-                records = record if not batched else jax.tree.map(jnp.transpose, record)
+                state, records = program.all_epochs(state, *data, keys, orders, 1.0)
+                if batched:
+                    records = jax.tree.map(jnp.transpose, records)
             else:
                 state, records = run_epochs(
                     program,
@@ -217,8 +224,10 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def make(problem: Problem) -> Callable:
-            return lambda *given: self._to_params(problem.sweep(*given)[0])
+        def make(problem: ADFProblem) -> Callable:
+            return lambda *state_and_data: self._to_params(
+                problem.sweep(*state_and_data)[0]
+            )
 
         new = self._on_new_data("update", params, args, kwargs, make, 1.0)
         return {
@@ -241,15 +250,15 @@ class AutoADF(ADFPosterior):
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
 
-        def make(problem: Problem) -> Callable:
+        def make(problem: ADFProblem) -> Callable:
             return jax.vmap(
                 partial(problem.predictive, noise=noise), in_axes=(None, 0, None)
             )
 
-        found = self._on_new_data(
+        moments = self._on_new_data(
             "predictive_moments", params, args, kwargs, make, key=noise
         )
-        return jnp.asarray(found.mean, float), jnp.asarray(found.var, float)
+        return jnp.asarray(moments.mean, float), jnp.asarray(moments.var, float)
 
     def log_predictive_density(
         self, params: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -262,7 +271,7 @@ class AutoADF(ADFPosterior):
         :return: (N,), summed over the K outputs of one point.
         """
 
-        def make(problem: Problem) -> Callable:
+        def make(problem: ADFProblem) -> Callable:
             return jax.vmap(problem.log_density, in_axes=(None, 0, None))
 
         return jnp.asarray(
@@ -276,43 +285,38 @@ class AutoADF(ADFPosterior):
         """The compiled run of these arguments, its data, and the number of rows."""
         args, kwargs = as_arrays(args, kwargs, f"{CALL}.run")
         axes = _axes(args, in_axes, batched)
-        pairs = list(zip(args, axes, strict=True))
-        first = tuple(
-            arg
-            if axis is None
-            else jax.tree.map(
-                lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
-            )
-            for arg, axis in pairs
-        )
+        first_args, labels = [], []
+        for arg, axis in zip(args, axes, strict=True):
+            labels.append(jax.tree.map(lambda _, a=axis: str(a), arg))
+            if axis is not None:
+                arg = jax.tree.map(
+                    lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
+                )
+            first_args.append(arg)
+        first = tuple(first_args)
         check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
         data = Data.read(self.model, first, kwargs)
         data.check(f"{CALL}.run")
-        whole = Data.of(self.model, args, kwargs, lambda name, leaf: name in data.rows)
-        labels = tuple(
-            jax.tree.map(lambda _, a=axis: str(a), arg) for arg, axis in pairs
+        all_data = Data.of(
+            self.model, args, kwargs, lambda name, leaf: name in data.rows
         )
         by_leaf = Arguments.of(
-            labels, jax.tree.map(lambda _: "None", kwargs), self.model
+            tuple(labels), jax.tree.map(lambda _: "None", kwargs), self.model
         ).leaves
         axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
         if axis_of:
-            whole.check(f"{CALL}.run")
+            all_data.check(f"{CALL}.run")
         key = ("run", batched, tuple(axis_of.items()), data.key)
         if key not in self._programs:
-            row_axes, array_axes = (
-                {name: axis_of.get(name) for name in part}
-                for part in (whole.rows, whole.arrays)
-            )
-            problem = Problem.of(data)
-            self._programs[key] = (
-                problem,
-                build(problem, batched, row_axes, array_axes, data.num_rows),
-            )
+            row_axes = {name: axis_of.get(name) for name in all_data.rows}
+            array_axes = {name: axis_of.get(name) for name in all_data.arrays}
+            problem = ADFProblem.of(data)
+            program = build(problem, batched, row_axes, array_axes, data.num_rows)
+            self._programs[key] = problem, program
         self._problem, program = self._programs[key]
         self._data = data.head()
         self._setup_prototype(*first, **kwargs)
-        return program, (whole.rows, whole.arrays), data.num_rows
+        return program, (all_data.rows, all_data.arrays), data.num_rows
 
     def _on_new_data(
         self,
@@ -342,7 +346,7 @@ class AutoADF(ADFPosterior):
             if key not in self._programs:
                 with_value = method != "predictive_moments"
                 self._programs[key] = jax.jit(
-                    make(Problem.of(data, self._known_problem(), with_value))
+                    make(ADFProblem.of(data, self._known_problem(), with_value))
                 )
             return self._programs[key](
                 self._from_params(params), data.rows, data.arrays, *more
@@ -376,9 +380,9 @@ def _narrow(value: Any) -> jax.Array:
     """In the precision of the session, converted on the host where the
     number is known.
     """
-    known = isinstance(value, np.ndarray | np.generic)
+    concrete = isinstance(value, np.ndarray | np.generic)
     return jnp.asarray(
-        np.asarray(value, jnp.result_type(float)) if known else value, float
+        np.asarray(value, jnp.result_type(float)) if concrete else value, float
     )
 
 
@@ -386,18 +390,14 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
     one_each = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
-    if (
-        batched
-        and one_each
-        and all(axis is None or isinstance(axis, int) for axis in in_axes)
-    ):
+    if not batched:
+        instead = "It needs one key per data set: `jax.random.split(key, R)`."
+    elif one_each and all(isinstance(axis, int | None) for axis in in_axes):
         return tuple(in_axes)
-    instead = f"Pass an axis or None for each of the {len(args)} positional arguments."
-    instead = (
-        instead
-        if batched
-        else "It needs one key per data set: `jax.random.split(key, R)`."
-    )
+    else:
+        instead = (
+            f"Pass an axis or None for each of the {len(args)} positional arguments."
+        )
     raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
 
 

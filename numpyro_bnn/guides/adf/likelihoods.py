@@ -15,7 +15,7 @@ from jax import lax
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, normal_log_density
-from numpyro_bnn.guides.adf.observation import Context, Observation
+from numpyro_bnn.guides.adf.observation import ADFObservation, Context
 from numpyro_bnn.guides.adf.reading import refuse
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.compiled import shared
@@ -44,10 +44,8 @@ States = Mapping[str, Any]
 class Likelihood:
     """An observation together with the posterior of its noise sites."""
 
-    observation: Observation
-    noise: Mapping[
-        str, Hyperparameter
-    ]  # those that are Gaussian in unconstrained space
+    observation: ADFObservation
+    noise: Mapping[str, Hyperparameter]  # Gaussian in unconstrained space
     gamma: str | None  # the noise precision with a Gamma posterior, if there is one
 
     def log_z(
@@ -63,18 +61,20 @@ class Likelihood:
         Elements that share no random number have their own log Z. A Normal likelihood
         is integrated over its mean in closed form, everything else by quadrature.
         """
-        known = self._parameters(_means(quantities), context)
-        mask = known["mask"]
+        mean_parameters = self._parameters(_means(quantities), context)
+        mask = mean_parameters["mask"]
         if self.observation.kind == "categorical":
             logits = quantities["logits"]
             return jnp.where(
-                mask, softmax_log_mean(logits, jnp.where(mask, known["value"], 0)), 0.0
+                mask,
+                softmax_log_mean(logits, jnp.where(mask, mean_parameters["value"], 0)),
+                0.0,
             )
         if self.observation.kind == "normal":
             loc, noise_variance, integrated = self._normal(
                 quantities, states, context, order
             )
-            residual = known["value"] - loc.mean
+            residual = mean_parameters["value"] - loc.mean
 
             def log_density(values: Mapping[str, Any]) -> jax.Array:
                 density = (
@@ -83,19 +83,12 @@ class Likelihood:
                 )
                 return jnp.where(mask, density, 0.0)
 
-            return (
-                log_expectation(log_density, integrated)
-                if integrated
-                else log_density({})
-            )
+            return log_expectation(log_density, integrated)
 
         def log_prob(values: Mapping[str, Any]) -> jax.Array:
             parameters = self._parameters(values, context)
-            return (
-                self.observation.build(parameters)
-                .mask(mask)
-                .log_prob(parameters["value"])
-            )
+            fn = self.observation.build(parameters).mask(mask)
+            return fn.log_prob(parameters["value"])
 
         return log_expectation(log_prob, self._integrated(quantities, states))
 
@@ -115,20 +108,18 @@ class Likelihood:
             loc, noise_variance, integrated = self._normal(
                 quantities, states, context, 0
             )
-            return (
-                Gaussian(loc.mean, loc.var + expectations(noise_variance, integrated))
-                if noise
-                else loc
+            if not noise:
+                return loc
+            return Gaussian(
+                loc.mean, loc.var + expectations(noise_variance, integrated)
             )
 
         def two_moments(values: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
             fn = self.observation.build(self._parameters(values, context))
-            classes = isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits)
-            mean, variance = (
-                (fn.probs, fn.probs * (1 - fn.probs))
-                if classes
-                else (fn.mean, fn.variance)
-            )
+            if isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits):
+                mean, variance = fn.probs, fn.probs * (1 - fn.probs)
+            else:
+                mean, variance = fn.mean, fn.variance
             return mean, mean**2 + (variance if noise else 0.0)
 
         first, second = expectations(two_moments, self._integrated(quantities, states))
@@ -149,18 +140,16 @@ class Likelihood:
         def noise_variance(values: Mapping[str, Any]) -> jax.Array:
             scale = self._parameters({**means, **values}, context)["scale"]
             variance = scale * scale
-            return (
-                variance
-                if self.gamma is None
-                else variance * states[self.gamma].variance(order)
-            )
+            if self.gamma is not None:
+                variance = variance * states[self.gamma].variance(order)
+            return variance
 
-        rest = dict(quantities)
-        loc = rest.pop("loc", None)
+        scale_quantities = dict(quantities)
+        loc = scale_quantities.pop("loc", None)
         if loc is None:
-            known = self._parameters(means, context)["loc"]
-            loc = Gaussian(known, jnp.zeros_like(known))
-        return loc, noise_variance, self._integrated(rest, states)
+            fixed_loc = self._parameters(means, context)["loc"]
+            loc = Gaussian(fixed_loc, jnp.zeros_like(fixed_loc))
+        return loc, noise_variance, self._integrated(scale_quantities, states)
 
     def _integrated(
         self, quantities: Mapping[str, Gaussian], states: States
@@ -174,15 +163,15 @@ class Likelihood:
         noise sites; Gamma is 1.
         """
         hypers = dict(context["hyperparameters"])
-        hypers |= {
-            n: hyper.transform(values[n])
-            for n, hyper in self.noise.items()
-            if n in values
-        }
+        for name, hyper in self.noise.items():
+            if name in values:
+                hypers[name] = hyper.transform(values[name])
         if self.gamma is not None:
             hypers[self.gamma] = jnp.ones_like(hypers[self.gamma])
-        given = {n: v for n, v in values.items() if n not in self.noise}
-        return self.observation.cut.tail(given, {**context, "hyperparameters": hypers})
+        quantities = {n: v for n, v in values.items() if n not in self.noise}
+        return self.observation.cut.tail(
+            quantities, {**context, "hyperparameters": hypers}
+        )
 
     def check(self, weights: Mapping[str, Gaussian], context: Context) -> None:
         """Refuse what cannot be integrated element by element."""
@@ -191,24 +180,21 @@ class Likelihood:
             return
         dimensions = len(self.observation.integrated) + len(self.noise)
         if dimensions > 2:
-            why = f"whose likelihood has {dimensions} random parameters"
-            raise refuse(name, why, "At most two can be integrated.")
+            reason = f"whose likelihood has {dimensions} random parameters"
+            raise refuse(name, reason, "At most two can be integrated.")
         for parameter, quantity in self.observation.quantities(
             weights, context
         ).items():
             if quantity.mean.size > np.prod(self.observation.shape):
-                why = (
+                reason = (
                     f"one observation of which uses {quantity.mean.shape} values of "
                     f"{parameter.split(' (')[0]}"
                 )
-                raise refuse(
-                    name,
-                    why,
-                    (
-                        "Use observations of one linear predictor each, or "
-                        "Categorical(logits=...)."
-                    ),
+                instead = (
+                    "Use observations of one linear predictor each, or "
+                    "Categorical(logits=...)."
                 )
+                raise refuse(name, reason, instead)
 
 
 def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
@@ -216,7 +202,7 @@ def _means(quantities: Mapping[str, Gaussian]) -> dict[str, Any]:
 
 
 def noise_powers(
-    observation: Observation, noise: tuple[str, ...], context: Context
+    observation: ADFObservation, noise: tuple[str, ...], context: Context
 ) -> dict[str, float | None]:
     """Power with which each noise site enters the sd of a Normal observation; ``None``
     if it enters otherwise.
@@ -233,24 +219,21 @@ def noise_powers(
     @partial(shared, once=True)
     def log_scales(values: jax.Array) -> jax.Array:
         def log_scale(value: jax.Array) -> jax.Array:
-            given = {
-                **context,
-                "hyperparameters": hypers
-                | {name: jnp.full(jnp.shape(hypers[name]), value)},
-            }
-            quantities = {n: jnp.zeros(observation.shape) for n in observation.cut.cuts}
-            return jnp.log(observation.cut.tail(quantities, given)["scale"])
+            noise_site = {name: jnp.full(jnp.shape(hypers[name]), value)}
+            quantities = dict.fromkeys(
+                observation.cut.cuts, jnp.zeros(observation.shape)
+            )
+            outputs = observation.cut.tail(
+                quantities, context | {"hyperparameters": hypers | noise_site}
+            )
+            return jnp.log(outputs["scale"])
 
         return jax.vmap(log_scale)(values)
 
-    at = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
-    found = [
-        (one - at[0]) / np.log(h) for one, h in zip(at[1:], (2.0, 5.0), strict=True)
-    ]
-    power = float(found[0].flat[0])
-    return {
-        name: round(power, 6) if all(np.allclose(f, power) for f in found) else None
-    }
+    at_1, at_2, at_5 = np.asarray(log_scales(np.array([1.0, 2.0, 5.0])))
+    powers = (at_2 - at_1) / np.log(2.0), (at_5 - at_1) / np.log(5.0)
+    power = float(powers[0].flat[0])
+    return {name: round(power, 6) if np.allclose(powers, power) else None}
 
 
 def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
@@ -265,17 +248,17 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     Reference: Daunizeau (2017), arXiv:1703.00091, section 3.
     """
     index = jnp.asarray(value, int)[..., None]
-    chosen = Gaussian(*(jnp.take_along_axis(part, index, axis=-1) for part in logits))
-    difference = Gaussian(chosen.mean - logits.mean, chosen.var + logits.var)
+    observed = jax.tree.map(
+        lambda moment: jnp.take_along_axis(moment, index, axis=-1), logits
+    )
+    difference = Gaussian(observed.mean - logits.mean, observed.var + logits.var)
     won = log_expectation(lambda v: jax.nn.log_sigmoid(v["d"]), {"d": difference})
     # The sum above is that of 1 / E over the K - 1 other classes, less K - 2.
     classes = logits.mean.shape[-1]
-    other = (jnp.arange(classes) != index).astype(float)
+    is_other = (jnp.arange(classes) != index).astype(float)
     ones = jnp.ones((*won.shape[:-1], 1))
-    terms, signs = (
-        jnp.concatenate(pair, axis=-1)
-        for pair in ((0 * ones, -won), ((2 - classes) * ones, other))
-    )
+    terms = jnp.concatenate((0 * ones, -won), axis=-1)
+    signs = jnp.concatenate(((2 - classes) * ones, is_other), axis=-1)
     return -logsumexp(terms, axis=-1, b=signs)
 
 
@@ -297,10 +280,12 @@ def _class_probabilities(logits: Gaussian, noise: bool) -> Gaussian:
     probs = jax.nn.softmax(log_p, axis=-1)
     if noise:
         return Gaussian(probs, probs * (1 - probs))
-    rest = jnp.where(jnp.eye(classes, dtype=bool), -jnp.inf, logits.mean[..., None, :])
-    share = jax.nn.softmax(rest, axis=-1)
+    other_logits = jnp.where(
+        jnp.eye(classes, dtype=bool), -jnp.inf, logits.mean[..., None, :]
+    )
+    share = jax.nn.softmax(other_logits, axis=-1)
     odds = Gaussian(
-        logits.mean - logsumexp(rest, axis=-1),
+        logits.mean - logsumexp(other_logits, axis=-1),
         logits.var + (share**2 * logits.var[..., None, :]).sum(-1),
     )
     first, second = expectations(
@@ -345,14 +330,14 @@ def log_expectation(
         nodes: Mapping[str, Any], names: list[str], values: Mapping[str, Any]
     ) -> jax.Array:
         if not names:
-            found = fn(values)
-            return jnp.where(jnp.isnan(found), -jnp.inf, found)
-        inner, *rest = names
+            log_value = fn(values)
+            return jnp.where(jnp.isnan(log_value), -jnp.inf, log_value)
+        outer, *inner = names
 
         def at(x: jax.Array) -> jax.Array:
-            return sum_to(integral(nodes, rest, {**values, inner: x}), x.shape)
+            return sum_to(integral(nodes, inner, {**values, outer: x}), x.shape)
 
-        x, log_weights = nodes[inner]
+        x, log_weights = nodes[outer]
         return logsumexp(jax.vmap(at)(x) + log_weights, axis=0)
 
     def both(z: jax.Array, spacing: Any) -> jax.Array:
@@ -380,14 +365,14 @@ def log_expectation(
     def narrow() -> jax.Array:
         z, spacing = _around_the_mode(log_integrand, first)
         by_all, by_half = both(z, spacing)
-        far = sum_to(
+        num_far = sum_to(
             (jnp.abs(z[SIDE - 1] + z[SIDE]) > 2 * FARTHEST).astype(z.dtype),
             by_half.shape,
         )
-        return jnp.stack([by_all, jnp.where(far > 0, jnp.inf, by_half)])
+        return jnp.stack([by_all, jnp.where(num_far > 0, jnp.inf, by_half)])
 
-    found, half = lax.cond(enough, lambda: wide, narrow)
-    return _trusted(found, jnp.abs(found - half) < ALLOWED)
+    log_mean, half = lax.cond(enough, lambda: wide, narrow)
+    return _trusted(log_mean, jnp.abs(log_mean - half) < ALLOWED)
 
 
 def _column(values: np.ndarray, like: Gaussian) -> jax.Array:
@@ -427,17 +412,16 @@ def _around_the_mode(
         z, _, width = grid
         values = lax.stop_gradient(log_integrand(z))
         best = jnp.argmax(values, axis=0)[None]
-        places = [jnp.clip(best + step, 0, len(z) - 1) for step in (-1, 0, 1)]
-        low, mode, high = (jnp.take_along_axis(z, place, axis=0)[0] for place in places)
-        left, top, right = (
-            jnp.take_along_axis(values, place, axis=0)[0] for place in places
-        )
-        width = jnp.where(top - jnp.minimum(left, right) > 1, high - low, width)
-        return (
-            low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like),
-            mode,
-            width,
-        )
+
+        def beside_best(array: jax.Array, step: int) -> jax.Array:
+            place = jnp.clip(best + step, 0, len(z) - 1)
+            return jnp.take_along_axis(array, place, axis=0)[0]
+
+        low, high = beside_best(z, -1), beside_best(z, 1)
+        ends = jnp.minimum(beside_best(values, -1), beside_best(values, 1))
+        width = jnp.where(beside_best(values, 0) - ends > 1, high - low, width)
+        finer = low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like)
+        return finer, beside_best(z, 0), width
 
     z = _column(np.sinh(np.linspace(-7.0, 7.0, 41)), like)
     first = zoom(0, (z, z[0], jnp.full_like(z[0], REACH)))
@@ -446,9 +430,8 @@ def _around_the_mode(
     t = START + step * _column(np.arange(SIDE), like)
     away = width * jnp.exp(t - jnp.exp(-t))
     spacing = jnp.log(away * (1 + jnp.exp(-t)) * step)
-    return jnp.concatenate([mode - away[::-1], mode + away]), jnp.concatenate(
-        [spacing[::-1], spacing]
-    )
+    points = jnp.concatenate([mode - away[::-1], mode + away])
+    return points, jnp.concatenate([spacing[::-1], spacing])
 
 
 def sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -484,13 +467,14 @@ def expectations(
     def integral(names: list[str], values: Mapping[str, Any]) -> Any:
         if not names:
             return fn(values)
-        name, *rest = names
+        name, *remaining = names
         mean, var = gaussians[name]
-        at = jax.vmap(
+        by_node = jax.vmap(
             lambda z: integral(
-                rest, {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z}
+                remaining,
+                {**values, name: mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z},
             )
         )(jnp.asarray(z))
-        return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), at)
+        return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), by_node)
 
     return integral(list(gaussians), {})

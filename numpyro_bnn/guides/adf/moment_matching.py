@@ -49,7 +49,7 @@ def normal_log_density(residual: jax.Array, var: jax.Array) -> jax.Array:
     return -0.5 * (jnp.log(var) + residual * residual / var)
 
 
-def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.Array]:
+def gaussian_update(prior: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.Array]:
     r"""Moments of a Gaussian after a factor with normalizer Z, and a mask of the
     refused updates.
 
@@ -64,19 +64,21 @@ def gaussian_update(before: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax
     Reference: Hernandez-Lobato & Adams (2015), equations 10 and 11; Minka (2001),
     section 3.2.
     """
-    mean, var = before
+    mean, var = prior
     d_mean, d_var = gradient
     new_var = var - var * var * (d_mean * d_mean - 2 * d_var)
     # If the new variance is finite, so are both gradients, and hence the new mean.
     good = (new_var > 0) & (new_var < jnp.inf)
-    return _where(good, Gaussian(mean + var * d_mean, new_var), before), ~good
+    return _where(good, Gaussian(mean + var * d_mean, new_var), prior), ~good
 
 
-def _where(good: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+def _where(good: jax.Array, new: Any, previous: Any) -> Any:
+    return jax.tree.map(
+        lambda new, previous: jnp.where(good, new, previous), new, previous
+    )
 
 
-def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
+def gamma_update(prior: Gamma, log_z: jax.Array) -> Gamma:
     r"""Shape a and rate b of a Gamma after a factor with normalizers Z_k = Z(a + k, b),
     k = 0, 1, 2.
 
@@ -91,14 +93,14 @@ def gamma_update(before: Gamma, log_z: jax.Array) -> Gamma:
 
     Reference: Hernandez-Lobato & Adams (2015), supplement, section 3.
     """
-    a, b = before
+    a, b = prior
     z0, z1, z2 = log_z
     concentration = 1 / (jnp.exp(z2 - 2 * z1 + z0) * (a + 1) / a - 1)
     rate = 1 / (jnp.exp(z2 - z1) * (a + 1) / b - jnp.exp(z1 - z0) * a / b)
     good = (
         (concentration > 1) & (concentration < jnp.inf) & (rate > 0) & (rate < jnp.inf)
     )
-    return _where(good, Gamma(concentration, rate), before)
+    return _where(good, Gamma(concentration, rate), prior)
 
 
 @dataclass(frozen=True)
@@ -110,25 +112,21 @@ class Hyperparameter:
     kind: str
     fn: dist.Distribution  # prior
     transform: Transform  # from unconstrained space
-    prior: tuple[
-        np.ndarray, np.ndarray
-    ]  # as the guide represents it: shape and rate, or unconstrained moments
+    # as the guide represents it: shape and rate, or unconstrained moments
+    prior: tuple[np.ndarray, ...]
 
     @classmethod
     def of(cls, kind: str, fn: dist.Distribution) -> "Hyperparameter":
         """Represent a prior."""
         base = unwrapped(fn, masked=True)
         transform = biject_to(base.support)
-        gamma = kind == "gamma"
-        first, second = (
-            np.broadcast_to(np.asarray(part, float), fn.shape())
-            for part in (
-                (base.concentration, base.rate)
-                if gamma
-                else _unconstrained_moments(base, transform)
-            )
-        )
-        return cls(kind, fn, transform, (first, second))
+        if kind == "gamma":
+            prior = base.concentration, base.rate
+        else:
+            prior = _unconstrained_moments(base, transform)
+        shape = fn.shape()
+        arrays = (np.broadcast_to(np.asarray(p, float), shape) for p in prior)
+        return cls(kind, fn, transform, tuple(arrays))
 
     def start(self) -> Gamma | Gaussian:
         """The prior as a state."""
@@ -161,9 +159,9 @@ def _unconstrained_moments(
         value = transform(u)
         return base.log_prob(value) + transform.log_abs_det_jacobian(u, value)
 
-    found = np.asarray(log_density(u))
-    found = np.where(np.isfinite(found), found, -np.inf)
-    density = np.exp(found - found.max(axis=0))
+    log_p = np.asarray(log_density(u))
+    log_p = np.where(np.isfinite(log_p), log_p, -np.inf)
+    density = np.exp(log_p - log_p.max(axis=0))
     density /= density.sum(axis=0)
     mean = (density * u).sum(axis=0)
     return mean, (density * (u - mean) ** 2).sum(axis=0)
@@ -175,7 +173,7 @@ def describe(
     """Choose how each hyperparameter is represented; for ``noise_powers`` see the
     likelihoods.
     """
-    found = {}
+    hyperparameters = {}
     for name, fn in sites.hyperparameters.items():
         base = unwrapped(fn, masked=True)
         if base.event_dim or base.support.is_discrete:
@@ -184,23 +182,26 @@ def describe(
                 f"a {type(base).__name__}",
                 "Sites other than the weights must be real or positive.",
             )
-        powers: list[float | None] = [
+        powers: set[float | None] = {
             w.power for w in sites.weights.values() if w.hyper == name
-        ]
-        powers += [noise_powers[name]] if name in sites.noise else []
-        conjugate = type(base) is dist.Gamma and all(power == -0.5 for power in powers)
+        }
+        if name in sites.noise:
+            powers.add(noise_powers[name])
+        conjugate = type(base) is dist.Gamma and powers <= {-0.5}
         if conjugate and not np.all(np.asarray(base.concentration) > 1):
-            why = f"a Gamma with concentration {np.min(base.concentration):.3g}"
+            reason = f"a Gamma with concentration {np.min(base.concentration):.3g}"
             instead = (
                 "Pass a concentration above 1; otherwise the prior variance of what it "
                 "scales is infinite."
             )
-            raise refuse(name, why, instead)
-        found[name] = Hyperparameter.of("gamma" if conjugate else "normal", fn)
-    return found
+            raise refuse(name, reason, instead)
+        hyperparameters[name] = Hyperparameter.of(
+            "gamma" if conjugate else "normal", fn
+        )
+    return hyperparameters
 
 
-class Factor(NamedTuple):
+class PriorFactor(NamedTuple):
     """Approximate prior factor of weights, by natural parameters: exp(-precision w^2 /
     2 + shift w).
 
@@ -218,7 +219,7 @@ class _Flat(NamedTuple):
     """All weights of one hyperparameter, flattened and concatenated."""
 
     weights: Gaussian
-    factor: Factor
+    factor: PriorFactor
     loc: Any
     scale: Any
     element: Any
@@ -228,8 +229,8 @@ def _unflatten(
     flat: Any, names: Sequence[str], sites: Mapping[str, Weight]
 ) -> dict[str, Any]:
     shapes = {name: sites[name].loc.shape for name in names}
-    parts = [cut(leaf, shapes) for leaf in flat]
-    return {name: type(flat)(*(part[name] for part in parts)) for name in names}
+    fields = [cut(leaf, shapes) for leaf in flat]
+    return {name: type(flat)(*(field[name] for field in fields)) for name in names}
 
 
 def refine(
@@ -239,16 +240,16 @@ def refine(
     factors: Any,
     hyper: Hyperparameter,
     state: Gamma | Gaussian,
-) -> tuple[dict[str, Gaussian], dict[str, Factor], Gamma | Gaussian]:
+) -> tuple[dict[str, Gaussian], dict[str, PriorFactor], Gamma | Gaussian]:
     """Refine the prior factors of all weights of one hyperparameter: new weights,
     factors and hyperparameter.
     """
-    parts = [
+    by_site = [
         _Flat(weights[n], factors[n], sites[n].loc, sites[n].scale, sites[n].element)
         for n in names
     ]
     flat = jax.tree.map(
-        lambda *leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), *parts
+        lambda *leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), *by_site
     )
     if isinstance(state, Gamma):
         new, factor, state = _refine_gamma(flat, state)
@@ -262,59 +263,59 @@ def refine(
     return _unflatten(new, names, sites), _unflatten(factor, names, sites), state
 
 
-def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, Factor, Gamma]:
+def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, PriorFactor, Gamma]:
     """One weight at a time, as published: all share the Gamma of their precision.
 
     Reference: Hernandez-Lobato & Adams (2015), section 3.2 and supplement.
     """
 
-    def body(gamma: Gamma, one: _Flat) -> tuple[Gamma, tuple[Gaussian, Factor]]:
-        current = Gamma(*(part[one.element] for part in gamma))
-        new, factor, updated = _refine_one(one, current)
-        gamma = Gamma(
-            *(
-                whole.at[one.element].set(part)
-                for whole, part in zip(gamma, updated, strict=True)
-            )
+    def body(
+        gamma: Gamma, flat_weight: _Flat
+    ) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
+        element = flat_weight.element
+        current = jax.tree.map(lambda leaf: leaf[element], gamma)
+        new, factor, updated = _refine_one(flat_weight, current)
+        gamma = jax.tree.map(
+            lambda leaf, value: leaf.at[element].set(value), gamma, updated
         )
         return gamma, (new, factor)
 
-    gamma, (new, factor) = lax.scan(
-        body, Gamma(*(jnp.ravel(part) for part in state)), flat
-    )
-    return (
-        new,
-        factor,
-        Gamma(*(part.reshape(state.concentration.shape) for part in gamma)),
-    )
+    gamma, (new, factor) = lax.scan(body, jax.tree.map(jnp.ravel, state), flat)
+    shape = state.concentration.shape
+    return new, factor, jax.tree.map(lambda leaf: leaf.reshape(shape), gamma)
 
 
-def _refine_one(one: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
-    weight, factor = one.weights, one.factor
+def _refine_one(
+    flat_weight: _Flat, gamma: Gamma
+) -> tuple[Gaussian, PriorFactor, Gamma]:
+    weight, factor = flat_weight.weights, flat_weight.factor
     precision = 1 / weight.var - factor.precision
     mean = (weight.mean / weight.var - factor.shift) / precision
     cavity = Gaussian(mean, 1 / precision)
-    rest = Gamma(gamma.concentration - factor.concentration, gamma.rate - factor.rate)
-    unit = one.scale * one.scale
+    cavity_gamma = Gamma(
+        gamma.concentration - factor.concentration, gamma.rate - factor.rate
+    )
+    unit = flat_weight.scale * flat_weight.scale
 
     def log_z(cavity: Gaussian, order: int) -> jax.Array:
         return normal_log_density(
-            cavity.mean - one.loc, cavity.var + unit * rest.variance(order)
+            cavity.mean - flat_weight.loc,
+            cavity.var + unit * cavity_gamma.variance(order),
         )
 
     new, refused = gaussian_update(cavity, jax.grad(log_z)(cavity, 0))
     updated = gamma_update(
-        rest, jnp.stack([log_z(cavity, order) for order in range(3)])
+        cavity_gamma, jnp.stack([log_z(cavity, order) for order in range(3)])
     )
     good = (
         (cavity.var > 0) & (cavity.var < WIDEST * unit) & jnp.isfinite(mean) & ~refused
     )
-    good &= (rest.rate > 0) & (rest.concentration > 1)
-    share = Factor(
+    good &= (cavity_gamma.rate > 0) & (cavity_gamma.concentration > 1)
+    share = PriorFactor(
         1 / new.var - precision,
         new.mean / new.var - mean * precision,
-        updated.concentration - rest.concentration,
-        updated.rate - rest.rate,
+        updated.concentration - cavity_gamma.concentration,
+        updated.rate - cavity_gamma.rate,
     )
 
     return (
@@ -326,7 +327,7 @@ def _refine_one(one: _Flat, gamma: Gamma) -> tuple[Gaussian, Factor, Gamma]:
 
 def _refine_normal(
     flat: _Flat, power: Any, hyper: Hyperparameter
-) -> tuple[Gaussian, Factor, Gaussian]:
+) -> tuple[Gaussian, PriorFactor, Gaussian]:
     r"""All weights of a scale at once, for a scale with any prior.
 
     Given the cavities N(m_i, v_i) the posterior of u, the scale in unconstrained space,
@@ -369,18 +370,16 @@ def _refine_normal(
     center, _, var, u, share = lax.fori_loop(
         0, GRIDS, narrow, (mean0, WIDTHS * jnp.sqrt(var0), var0, blank, blank)
     )
-    given = prior_var(u)
-    tilted_var = 1 / (precision + 1 / given)
-    tilted_mean = tilted_var * (precision * mean + flat.loc / given)
-    at = share[:, flat.element]
-    new_mean = (at * tilted_mean).sum(axis=0)
-    new_var = (at * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
+    prior_vars = prior_var(u)
+    tilted_var = 1 / (precision + 1 / prior_vars)
+    tilted_mean = tilted_var * (precision * mean + flat.loc / prior_vars)
+    element_share = share[:, flat.element]
+    new_mean = (element_share * tilted_mean).sum(axis=0)
+    new_var = (element_share * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
     new = _where(good, Gaussian(new_mean, new_var), flat.weights)
     updated = flat.factor._replace(
         precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision
     )
-    return (
-        new,
-        _where(good, updated, flat.factor),
-        Gaussian(center.reshape(start.mean.shape), var.reshape(start.mean.shape)),
-    )
+    shape = start.mean.shape
+    state = Gaussian(center.reshape(shape), var.reshape(shape))
+    return new, _where(good, updated, flat.factor), state

@@ -38,7 +38,7 @@ HYPERPARAMETERS = (jax.tree_util.DictKey("hyperparameters"),)
 
 
 @dataclass(frozen=True)
-class Observation:
+class ADFObservation:
     """One data point's observation: Gaussian quantities of the network, and a
     distribution given these.
     """
@@ -48,9 +48,8 @@ class Observation:
     # the program of the distribution's parameters, the observed `value`, and its `mask`
     # if it has one
     cut: "Split"
-    build: Callable[
-        [Mapping[str, Any]], dist.Distribution
-    ]  # from these parameters, elementwise
+    # from these parameters, elementwise
+    build: Callable[[Mapping[str, Any]], dist.Distribution]
     shape: tuple[int, ...]  # of one observation
 
     @property
@@ -62,26 +61,24 @@ class Observation:
         self, weights: Mapping[str, Gaussian], context: Context
     ) -> dict[str, Gaussian]:
         """Moments of the Gaussian quantities, from those of the weights."""
-        found = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
-        return {
-            name: value
-            if isinstance(value, Gaussian)
-            else Gaussian(value, jnp.zeros_like(value))
-            for name, value in found.items()
-        }
+        outputs = moments.propagate(lambda w: self.cut.head(w, context))(dict(weights))
+        for name, value in outputs.items():
+            if not isinstance(value, Gaussian):
+                outputs[name] = Gaussian(value, jnp.zeros_like(value))
+        return outputs
 
 
 def observe(
     data: Data, sites: Roles, context: Context, with_value: bool
-) -> Observation:
+) -> ADFObservation:
     """Read the observation of one data point from the model.
 
     :param context: example of ``{"rows", "arrays", "hyperparameters"}``: one row of the
         data, the other arrays, and values of the hyperparameters.
     :param with_value: whether the observed value is among the arguments.
     """
-    weights = {name: weight.loc for name, weight in sites.weights.items()}
-    found: dict[str, Any] = {}
+    weights = sites.prior_means
+    description: dict[str, Any] = {}
 
     def program(weights: Any, context: Context) -> dict[str, Any]:
         call = data.row(context["rows"], context["arrays"])
@@ -90,14 +87,16 @@ def observe(
         )
         base = unwrapped(site["fn"], masked=True)
         if base.event_dim:
-            why = (
+            reason = (
                 f"a {type(base).__name__}, whose elements are not independent given "
                 f"the network"
             )
-            raise refuse(sites.observed, why, "Use independent observations, or MCMC.")
+            raise refuse(
+                sites.observed, reason, "Use independent observations, or MCMC."
+            )
         shape = site["fn"].shape()
         kind, parameters, build = _parameters(base, shape)
-        found.update(
+        description.update(
             kind=kind, build=build, shape=shape, bounded=_bounded(base, parameters)
         )
         if not with_value:
@@ -108,11 +107,13 @@ def observe(
                 "that has no value",
                 "Pass the targets among the arguments, e.g. `y`.",
             )
-        whole = np.broadcast_shapes(shape, np.shape(site["value"]))
-        if whole[:1] != (1,):
+        joint_shape = np.broadcast_shapes(shape, np.shape(site["value"]))
+        if joint_shape[:1] != (1,):
             instead = "Pass data, targets and masks as arguments of the model."
             raise refuse(
-                sites.observed, f"of shape {whole} for one row of the data", instead
+                sites.observed,
+                f"of shape {joint_shape} for one row of the data",
+                instead,
             )
         return parameters | {
             "value": site["value"],
@@ -120,7 +121,18 @@ def observe(
         }
 
     cut = split(program, weights, context, keep=("loc", "logits"))
-    kind = found["kind"] if cut.own & {"loc", "logits"} else "other"
+    kind = description["kind"] if cut.direct & {"loc", "logits"} else "other"
+    _check_cut(cut, description["bounded"], sites, context)
+    return ADFObservation(
+        kind, sites.observed, cut, description["build"], description["shape"]
+    )
+
+
+def _check_cut(cut: "Split", bounded: set[str], sites: Roles, context: Context) -> None:
+    """Refuse predictors that depend on hyperparameters, and bounded parameters that
+    would be treated as Gaussian.
+    """
+    weights = sites.prior_means
     entering = dependence(
         lambda hypers: cut.head(weights, {**context, "hyperparameters": hypers}),
         context["hyperparameters"],
@@ -132,18 +144,16 @@ def observe(
             "on the real line."
         )
         raise refuse(name, f"a {prior} from which the predictor is computed", instead)
-    for name in cut.random & found["bounded"]:
-        if name not in cut.nonlinear:
-            why = (
-                f"whose {name.split(' (')[0]} is not an elementwise function of a "
-                f"linear predictor"
-            )
-            instead = (
-                "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f "
-                "straight from the network."
-            )
-            raise refuse(sites.observed, why, instead)
-    return Observation(kind, sites.observed, cut, found["build"], found["shape"])
+    for name in (cut.random & bounded) - cut.nonlinear:
+        reason = (
+            f"whose {name.split(' (')[0]} is not an elementwise function of a "
+            f"linear predictor"
+        )
+        instead = (
+            "Write e.g. `Poisson(jnp.exp(f))` or `Categorical(logits=f)` with f "
+            "straight from the network."
+        )
+        raise refuse(sites.observed, reason, instead)
 
 
 def _parameters(
@@ -151,11 +161,11 @@ def _parameters(
 ) -> tuple[str, dict[str, Any], Callable]:
     """Kind, parameters by name, and how to build the distribution from them."""
     if type(base) is dist.Normal:
-        given = {
+        parameters = {
             "loc": jnp.broadcast_to(base.loc, shape),
             "scale": jnp.broadcast_to(base.scale, shape),
         }
-        return "normal", given, lambda p: dist.Normal(p["loc"], p["scale"])
+        return "normal", parameters, lambda p: dist.Normal(p["loc"], p["scale"])
     if isinstance(base, dist.CategoricalLogits):
         logits = jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
         return (
@@ -171,10 +181,10 @@ def _parameters(
         )
     leaves, structure = jax.tree.flatten(base)
     names = [_leaf_name(base, leaf, k) for k, leaf in enumerate(leaves)]
-    given = dict(zip(names, leaves, strict=True))
+    parameters = dict(zip(names, leaves, strict=True))
     return (
         "other",
-        given,
+        parameters,
         lambda p: jax.tree.unflatten(structure, [p[n] for n in names]),
     )
 
@@ -183,24 +193,26 @@ def _leaf_name(base: dist.Distribution, leaf: Any, index: int) -> str:
     """Name of a parameter; a number distinguishes two parameters of the same name (in
     an inner distribution).
     """
-    named = [name for name in base.arg_constraints if base.__dict__.get(name) is leaf]
-    return f"{named[0]} ({index})" if named else f"parameter {index}"
+    for name in base.arg_constraints:
+        if base.__dict__.get(name) is leaf:
+            return f"{name} ({index})"
+    return f"parameter {index}"
 
 
 def _bounded(base: dist.Distribution, parameters: Mapping[str, Any]) -> set[str]:
     """Parameters whose support is not the whole real line."""
-    free = {
-        "logits",
-        *(
-            name
-            for name, kind in base.arg_constraints.items()
-            if kind is constraints.real
-        ),
-    }
-    return {name for name in parameters if name.split(" (")[0] not in free}
+    bounded = set()
+    for name in parameters:
+        argument = name.split(" (")[0]
+        real = base.arg_constraints.get(argument) is constraints.real
+        if argument != "logits" and not real:
+            bounded.add(name)
+    return bounded
 
 
-def check_quantities(observation: Observation, sites: Roles, context: Context) -> None:
+def check_quantities(
+    observation: ADFObservation, sites: Roles, context: Context
+) -> None:
     """Refuse quantities of one row that are functions of fewer: they are integrated as
     if they were independent.
 
@@ -231,11 +243,13 @@ def check_quantities(observation: Observation, sites: Roles, context: Context) -
     slopes = np.asarray(slopes)[:, np.any(slopes, axis=0)]
     sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
     if len(sizes) and np.min(sizes) < 1e-9:
-        why = f"whose {count} linear predictors for one row are functions of each other"
+        reason = (
+            f"whose {count} linear predictors for one row are functions of each other"
+        )
         instead = (
             "Give each its own weights, or write one observation per row of the data."
         )
-        raise refuse(observation.name, why, instead)
+        raise refuse(observation.name, reason, instead)
 
 
 def _random_weights(sites: Roles) -> dict[str, np.ndarray]:
@@ -255,7 +269,7 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
     than with its own.
     """
     weights = _random_weights(sites)
-    chosen = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
+    row_indices = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
     def parameters(rows: Any) -> list[jax.Array]:
         site = data.site(
@@ -270,21 +284,23 @@ def check_rows(data: Data, sites: Roles, hyperparameters: Mapping[str, Any]) -> 
         )
 
     def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
-        some = {name: leaf[chosen, None] for name, leaf in rows.items()}
-        found = []
-        for whole, alone in zip(
-            parameters(rows), jax.vmap(parameters)(some), strict=True
+        sample_rows = jax.tree.map(lambda leaf: leaf[row_indices, None], rows)
+        pairs = []
+        for together, separate in zip(
+            parameters(rows), jax.vmap(parameters)(sample_rows), strict=True
         ):
-            if jnp.shape(alone)[1:2] == (1,):
-                shape = data.num_rows, *jnp.shape(alone)[2:]
-                found.append((jnp.broadcast_to(whole, shape)[chosen], alone[:, 0]))
-        return found
+            if jnp.shape(separate)[1:2] == (1,):
+                shape = data.num_rows, *jnp.shape(separate)[2:]
+                pairs.append(
+                    (jnp.broadcast_to(together, shape)[row_indices], separate[:, 0])
+                )
+        return pairs
 
     rows = data.rows
     if data.num_rows < 2 or is_traced(rows):
         return
-    for together, alone in shared(both, once=True)(rows):
-        if not np.allclose(together, alone, rtol=1e-6, atol=1e-9, equal_nan=True):
+    for together, separate in shared(both, once=True)(rows):
+        if not np.allclose(together, separate, rtol=1e-6, atol=1e-9, equal_nan=True):
             instead = (
                 f"Data points are learned one at a time, each with its own row of "
                 f"{', '.join(rows)}: remove"
@@ -315,22 +331,17 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
 class Split:
     """A program ``fn(weights, context)`` in two parts."""
 
-    head: Callable[
-        [Any, Any], dict[str, Any]
-    ]  # computes the Gaussian quantities from weights and context
-    tail: Callable[
-        [Mapping[str, Any], Any], dict[str, Any]
-    ]  # computes all outputs from quantities and context
-    cuts: tuple[
-        str, ...
-    ]  # the Gaussian quantities, named by the first output computed from each
+    # computes the Gaussian quantities from weights and context
+    head: Callable[[Any, Any], dict[str, Any]]
+    # computes all outputs from quantities and context
+    tail: Callable[[Mapping[str, Any], Any], dict[str, Any]]
+    # the Gaussian quantities, named by the first output computed from each
+    cuts: tuple[str, ...]
     random: set[str]  # outputs that depend on the weights, cut or not
     nonlinear: set[str]  # outputs that are a nonlinear function of their quantity
-    own: set[
-        str
-        # outputs that are a quantity of their own, or computed from neither weights nor
-        # hyperparameters
-    ]
+    # outputs that are a quantity of their own, or computed from neither weights nor
+    # hyperparameters
+    direct: set[str]
 
 
 def split(
@@ -353,84 +364,65 @@ def split(
         weights, context
     )
     jaxpr = closed.jaxpr
-    outputs = {
-        path[0].key: var
-        for (path, _), var in zip(
-            jax.tree.flatten_with_path(shapes)[0], jaxpr.outvars, strict=True
-        )
-    }
+    outputs = dict(zip(sorted(shapes), jaxpr.outvars, strict=True))
     count = len(jax.tree.leaves(weights))
-    paths = [path for path, _ in jax.tree.flatten_with_path(context)[0]]
-    held = {
-        v
-        for v, p in zip(jaxpr.invars[count:], paths, strict=True)
-        if p[:1] == HYPERPARAMETERS
-    }
-    depends, held = (
-        reached(jaxpr.eqns, start) for start in (jaxpr.invars[:count], held)
-    )
-    random = {
-        name
-        for name, var in outputs.items()
-        if not isinstance(var, Literal) and var in depends
-    }
+    hypers = []
+    for var, (path, _) in zip(
+        jaxpr.invars[count:], jax.tree.flatten_with_path(context)[0], strict=True
+    ):
+        if path[:1] == HYPERPARAMETERS:
+            hypers.append(var)
+    depends = reached(jaxpr.eqns, jaxpr.invars[:count])
+    on_hypers = reached(jaxpr.eqns, hypers)
     sources = _sources(jaxpr, depends)
-    ends = {
-        name: sources.get(outputs[name], outputs[name])
-        for name in outputs
-        if name in random
-    }
-    chosen = {}
+    ends = {}
+    for name, var in outputs.items():
+        if not isinstance(var, Literal) and var in depends:
+            ends[name] = sources.get(var, var)
+    cut_vars = {}
     for name, end in ends.items():
         var = outputs[name]
         if list(ends.values()).count(end) > 1 or end.aval.size < var.aval.size:
-            chosen[name] = end
-        elif name in keep and var not in held:
-            chosen[name] = var
+            cut_vars[name] = end
+        elif name in keep and var not in on_hypers:
+            cut_vars[name] = var
         else:
-            chosen[name] = _before_nonlinear(jaxpr, end, var, depends, held)
+            cut_vars[name] = _before_nonlinear(jaxpr, end, var, depends, on_hypers)
     cuts: dict[str, Any] = {}
-    for name, var in chosen.items():
+    for name, var in cut_vars.items():
         if var not in cuts.values():
             cuts[name] = var
 
-    def evaluate(inputs: list[Any], wanted: list[Any], values: list[Any]) -> list[Any]:
-        equations = [
-            equation
-            for equation, _ in needed_equations(jaxpr, wanted, frozenset(inputs))
-        ]
-        part = jaxpr.replace(invars=inputs, outvars=wanted, eqns=equations)
-        return jaxpr_as_fun(closed.replace(jaxpr=part))(*values)
+    def evaluate(inputs: list[Any], targets: list[Any], values: list[Any]) -> list[Any]:
+        needed = needed_equations(jaxpr, targets, frozenset(inputs))
+        equations = [equation for equation, _ in needed]
+        subprogram = jaxpr.replace(invars=inputs, outvars=targets, eqns=equations)
+        return jaxpr_as_fun(closed.replace(jaxpr=subprogram))(*values)
 
     def head(weights: Any, context: Any) -> dict[str, Any]:
-        found = evaluate(
+        values = evaluate(
             jaxpr.invars, list(cuts.values()), jax.tree.leaves((weights, context))
         )
-        return dict(zip(cuts, found, strict=True))
+        return dict(zip(cuts, values, strict=True))
 
     def tail(quantities: Mapping[str, Any], context: Any) -> dict[str, Any]:
         inputs = [cuts[name] for name in quantities] + jaxpr.invars[count:]
-        found = evaluate(
+        values = evaluate(
             inputs, jaxpr.outvars, [*quantities.values(), *jax.tree.leaves(context)]
         )
-        return dict(zip(outputs, found, strict=True))
+        return dict(zip(outputs, values, strict=True))
 
-    nonlinear = {
-        n
-        for n in ends
-        if _before_nonlinear(jaxpr, ends[n], outputs[n], depends) is not outputs[n]
-    }
-    own = {
-        n
-        for n, var in chosen.items()
-        if var is outputs[n] and list(chosen.values()).count(var) == 1
-    }
-    own |= {
-        n
-        for n, var in outputs.items()
-        if n not in random and (isinstance(var, Literal) or var not in held)
-    }
-    return Split(head, tail, tuple(cuts), random, nonlinear, own)
+    nonlinear, direct = set(), set()
+    for name, var in outputs.items():
+        if name not in ends:
+            if isinstance(var, Literal) or var not in on_hypers:
+                direct.add(name)
+            continue
+        if _before_nonlinear(jaxpr, ends[name], var, depends) is not var:
+            nonlinear.add(name)
+        if cut_vars[name] is var and list(cut_vars.values()).count(var) == 1:
+            direct.add(name)
+    return Split(head, tail, tuple(cuts), set(ends), nonlinear, direct)
 
 
 def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
@@ -439,12 +431,12 @@ def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
 
     Of a single number everything is such a function.
     """
-    found: dict[Any, Any] = {}
+    sources: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
-        operands = {
-            v for v in equation.invars if not isinstance(v, Literal) and v in random
-        }
-        ends = {found.get(var, var) for var in operands}
+        ends = set()
+        for var in equation.invars:
+            if not isinstance(var, Literal) and var in random:
+                ends.add(sources.get(var, var))
         if len(ends) != 1:
             continue
         (end,) = ends
@@ -454,15 +446,15 @@ def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
             and equation.invars[0].aval.size == equation.outvars[0].aval.size
         )
         if name in ELEMENTWISE or shaping or end.aval.size == 1:
-            found.update(dict.fromkeys(equation.outvars, end))
-    return found
+            sources.update(dict.fromkeys(equation.outvars, end))
+    return sources
 
 
 def _before_nonlinear(
-    jaxpr: Any, source: Any, var: Any, random: set, held: Container = frozenset()
+    jaxpr: Any, source: Any, var: Any, random: set, barrier: Container = frozenset()
 ) -> Any:
     """From the source of ``var``, the end of the affine steps that lie on the only path
-    and use nothing ``held``.
+    and use nothing behind the ``barrier``.
     """
     users: dict[Any, list] = {}
     for equation, _ in needed_equations(jaxpr, [var]):
@@ -470,11 +462,11 @@ def _before_nonlinear(
             if not isinstance(used, Literal) and used in random:
                 users.setdefault(used, []).append(equation)
     while source is not var:
-        (step, *others) = users[source]
+        (step, *other_users) = users[source]
         divides_by_it = step.primitive.name == "div" and step.invars[1] is source
-        if others or step.primitive.name not in AFFINE | SHAPING or divides_by_it:
+        if other_users or step.primitive.name not in AFFINE | SHAPING or divides_by_it:
             break
-        if step.outvars[0] in held and source not in held:
+        if step.outvars[0] in barrier and source not in barrier:
             break
         source = step.outvars[0]
     return source

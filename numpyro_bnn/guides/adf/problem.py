@@ -14,7 +14,7 @@ from jax import lax
 from numpyro_bnn._checks import outside
 from numpyro_bnn.guides.adf import moment_matching
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
-from numpyro_bnn.guides.adf.moment_matching import Factor, Hyperparameter
+from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, PriorFactor
 from numpyro_bnn.guides.adf.observation import (
     Context,
     check_quantities,
@@ -43,7 +43,7 @@ class ADFState(NamedTuple):
 
     weights: dict[str, Gaussian]
     hyperparameters: dict[str, Any]
-    factors: dict[str, Factor]
+    factors: dict[str, PriorFactor]
 
 
 class Records(NamedTuple):
@@ -60,7 +60,7 @@ class Records(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class ADFProblem:
     """A model read for assumed density filtering."""
 
     sites: Roles
@@ -69,42 +69,40 @@ class Problem:
 
     @classmethod
     def of(
-        cls, data: Data, known: "Problem | None" = None, with_value: bool = True
-    ) -> "Problem":
-        """Read the model from one row of its arguments; if a ``known`` problem is
+        cls, data: Data, template: "ADFProblem | None" = None, with_value: bool = True
+    ) -> "ADFProblem":
+        """Read the model from one row of its arguments; if a ``template`` is
         given, take the roles from it.
         """
-        rows = {name: leaf[0] for name, leaf in data.rows.items()}
+        rows = jax.tree.map(lambda leaf: leaf[0], data.rows)
         arrays = data.arrays
-        sites = (
-            find_sites(data.model, *data.row(rows, arrays))
-            if known is None
-            else known.sites
-        )
+        if template is None:
+            sites = find_sites(data.model, *data.row(rows, arrays))
+        else:
+            sites = template.sites
         ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
         context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
         observation = observe(data, sites, context, with_value)
-        if known is not None:
+        if template is not None:
             return replace(
-                known, likelihood=replace(known.likelihood, observation=observation)
+                template,
+                likelihood=replace(template.likelihood, observation=observation),
             )
         hypers = moment_matching.describe(
             sites, noise_powers(observation, sites.noise, context)
         )
-        gammas = [name for name in sites.noise if hypers[name].kind == "gamma"]
-        normals = {
-            name: hypers[name] for name in sites.noise if hypers[name].kind == "normal"
-        }
-        problem = cls(
-            sites, hypers, Likelihood(observation, normals, next(iter(gammas), None))
-        )
+        gamma, normals = None, {}
+        for name in sites.noise:
+            if hypers[name].kind == "gamma":
+                gamma = name
+            else:
+                normals[name] = hypers[name]
+        problem = cls(sites, hypers, Likelihood(observation, normals, gamma))
         check_rows(data, sites, ones)
         check_quantities(observation, sites, context)
 
         def check() -> None:
-            state = problem.start(
-                {name: weight.loc for name, weight in sites.weights.items()}
-            )
+            state = problem.start(sites.prior_means)
             context = problem.context(state, rows, arrays)
             problem.likelihood.check(state.weights, context)
 
@@ -113,40 +111,36 @@ class Problem:
 
     def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
         """Everything that a likelihood depends on except the weights."""
-        hypers = {
-            n: hyper.value(state.hyperparameters[n])
-            for n, hyper in self.hyperparameters.items()
-        }
+        hypers = self._values(state.hyperparameters)
         return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
+
+    def _values(self, states: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Typical values of the hyperparameters."""
+        hypers = self.hyperparameters.items()
+        return {name: hyper.value(states[name]) for name, hyper in hypers}
 
     def _prior(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """States of the hyperparameters, and at typical values of them the variances of
         the weights.
         """
         hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
-        typical = {
-            name: hyper.value(hypers[name])
-            for name, hyper in self.hyperparameters.items()
-        }
-        return hypers, {
-            name: weight.prior_sd(typical) ** 2
-            for name, weight in self.sites.weights.items()
-        }
+        values = self._values(hypers)
+        weights = self.sites.weights.items()
+        return hypers, {name: weight.prior_sd(values) ** 2 for name, weight in weights}
 
     def start(self, means: Mapping[str, Any]) -> ADFState:
         """The prior, but with these means of the weights."""
-        (hypers, variances), factors = self._prior(), {}
-        weights = {
-            name: Gaussian(jnp.asarray(means[name], float), var)
-            for name, var in variances.items()
-        }
+        hypers, variances = self._prior()
+        state = ADFState({}, hypers, {})
         for name, var in variances.items():
-            if self.sites.weights[name].hyper is not None:
+            state.weights[name] = Gaussian(jnp.asarray(means[name], float), var)
+            weight = self.sites.weights[name]
+            if weight.hyper is not None:
                 zero = jnp.zeros(var.shape)
-                factors[name] = Factor(
-                    1 / var, jnp.asarray(self.sites.weights[name].loc) / var, zero, zero
+                state.factors[name] = PriorFactor(
+                    1 / var, jnp.asarray(weight.loc) / var, zero, zero
                 )
-        return ADFState(weights, hypers, factors)
+        return state
 
     def random_means(self, rng_key: jax.Array) -> dict[str, Any]:
         """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden
@@ -193,21 +187,22 @@ class Problem:
                 noise[name], gradients[1][name]
             )[0]
         if likelihood.gamma is not None:
-            before = state.hyperparameters[likelihood.gamma]
-            terms = [
-                likelihood.log_z(quantities, state.hyperparameters, context, order)
-                for order in range(3)
-            ]
-            sums = jnp.stack(
-                [sum_to(term, before.concentration.shape) for term in terms]
+            gamma = state.hyperparameters[likelihood.gamma]
+            sums = []
+            for order in range(3):
+                log_zs = likelihood.log_z(
+                    quantities, state.hyperparameters, context, order
+                )
+                sums.append(sum_to(log_zs, gamma.concentration.shape))
+            hypers[likelihood.gamma] = moment_matching.gamma_update(
+                gamma, jnp.stack(sums)
             )
-            hypers[likelihood.gamma] = moment_matching.gamma_update(before, sums)
         return ADFState(weights, hypers, state.factors), value, refused
 
     def sweep(
-        self, state: ADFState, rows: Any, arrays: Any, one: Any
+        self, state: ADFState, rows: Any, arrays: Any, divisor: Any
     ) -> tuple[ADFState, Records]:
-        """One pass over rows in the order given; for ``one`` see
+        """One pass over rows in the order given; for ``divisor`` see
         :func:`fusion_barrier`.
         """
 
@@ -215,8 +210,8 @@ class Problem:
             def learn(carry: Any, row: Any) -> tuple[ADFState, jax.Array, jax.Array]:
                 return self.learn(ADFState(carry[0], carry[1], {}), row, arrays)
 
-            after, log_z, refused = fusion_barrier(learn, one)(carry, row)
-            return (after.weights, after.hyperparameters), (log_z, refused)
+            updated, log_z, refused = fusion_barrier(learn, divisor)(carry, row)
+            return (updated.weights, updated.hyperparameters), (log_z, refused)
 
         carry, (log_z, refused) = lax.scan(
             body, (state.weights, state.hyperparameters), rows
@@ -237,40 +232,32 @@ class Problem:
         """Mean and variance of the observation of one data point."""
         context = self.context(state, row, arrays)
         quantities = self.likelihood.observation.quantities(state.weights, context)
-        found = self.likelihood.predictive(
+        moments = self.likelihood.predictive(
             quantities, state.hyperparameters, context, noise
         )
-        observation, parts = self.likelihood.observation, []
-        for part in found:
+        observation = self.likelihood.observation
+
+        def single(moment: jax.Array) -> jax.Array:
             if observation.kind != "categorical":
                 # one number may be the predictor of all
-                part = jnp.broadcast_to(
-                    part, jnp.broadcast_shapes(part.shape, observation.shape, (1,))
-                )
-            parts.append(part[0])
-        return Gaussian(*parts)
+                shape = jnp.broadcast_shapes(moment.shape, observation.shape, (1,))
+                moment = jnp.broadcast_to(moment, shape)
+            return moment[0]
+
+        return jax.tree.map(single, moments)
 
     def refine(self, state: ADFState) -> ADFState:
         """The prior factors of all weights with a hyperparameter."""
         weights, hypers, factors = map(dict, state)
-        for name in {
-            weight.hyper for weight in self.sites.weights.values() if weight.hyper
-        }:
-            names = [
-                site
-                for site, weight in self.sites.weights.items()
-                if weight.hyper == name
-            ]
-            new, factor, hypers[name] = moment_matching.refine(
-                names,
-                self.sites.weights,
-                weights,
-                factors,
-                self.hyperparameters[name],
-                hypers[name],
-            )
-            weights |= new
-            factors |= factor
+        sites = self.sites.weights
+        for name, hyper in self.hyperparameters.items():
+            names = [site for site, weight in sites.items() if weight.hyper == name]
+            if names:
+                new, factor, hypers[name] = moment_matching.refine(
+                    names, sites, weights, factors, hyper, hypers[name]
+                )
+                weights |= new
+                factors |= factor
         return ADFState(weights, hypers, factors)
 
 
@@ -284,7 +271,7 @@ def _sampled_mean(mask: jax.Array) -> jax.Array:
     return mask[:: -(-mask.shape[0] // slices)].astype(float).mean()
 
 
-def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
+def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
     """The same function with the operands of outer products divided by one: faster,
     with the same numbers.
 
@@ -295,14 +282,12 @@ def fusion_barrier(fn: Callable, one: jax.Array) -> Callable:
     that the divisor is 1, because that is an argument of the program.
 
     :param fn: a function of arrays, already differentiated.
-    :param one: the number 1; the same for all runs that are mapped over.
+    :param divisor: the number 1; the same for all runs that are mapped over.
     """
 
     def product(equation: Equation, *operands: Any) -> Any:
-        if np.prod(equation.outputs[0].shape) > max(
-            np.prod(np.shape(operand)) for operand in operands
-        ):
-            operands = tuple(operand / one for operand in operands)
+        if np.prod(equation.outputs[0].shape) > max(map(np.size, operands)):
+            operands = tuple(operand / divisor for operand in operands)
         return equation.bind(*operands)
 
     return rewritten(fn, {"dot_general": product})
@@ -313,11 +298,11 @@ class Program(NamedTuple):
 
     start: Callable[[jax.Array, Any], ADFState]
     epoch: Callable[..., tuple[ADFState, Records]]
-    whole: Callable[..., tuple[ADFState, Records]]
+    all_epochs: Callable[..., tuple[ADFState, Records]]
 
 
 def build(
-    problem: Problem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+    problem: ADFProblem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
 ) -> Program:
     """Compiled functions of keys, rows and arrays; an epoch is one pass and the
     refinement of the prior.
@@ -332,27 +317,32 @@ def build(
         arrays: Any,
         rng_key: jax.Array,
         order: Any,
-        one: Any,
+        divisor: Any,
     ) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
-        shuffled = {name: jnp.asarray(leaf)[order] for name, leaf in rows.items()}
-        state, record = problem.sweep(state, shuffled, arrays, one)
+        shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
+        state, record = problem.sweep(state, shuffled, arrays, divisor)
         return problem.refine(state), record
 
     if batched:
         start = jax.vmap(start, in_axes=(0, 0))
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    def whole(
-        state: ADFState, rows: Any, arrays: Any, keys: jax.Array, orders: Any, one: Any
+    def all_epochs(
+        state: ADFState,
+        rows: Any,
+        arrays: Any,
+        keys: jax.Array,
+        orders: Any,
+        divisor: Any,
     ) -> Any:
         return lax.scan(
-            lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, one),
+            lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, divisor),
             state,
             (keys, orders),
         )
 
-    return Program(shared(start, once=True), shared(epoch), shared(whole))
+    return Program(shared(start, once=True), shared(epoch), shared(all_epochs))
 
 
 def run_epochs(
@@ -375,15 +365,14 @@ def run_epochs(
     records: list[Records] = []
     warned = False
 
-    def seen() -> Records:
-        return jax.tree.map(lambda *parts: np.stack(parts, axis=-1), *records)
+    def stacked_records() -> Records:
+        return jax.tree.map(lambda *leaves: np.stack(leaves, axis=-1), *records)
 
-    if keeper is not None and (found := keeper.load(state)) is not None:
-        state, kept = found
-        records = [
-            Records(*row)
-            for row in zip(kept["log_z"].T, kept["refused"].T, strict=True)
-        ]
+    if keeper is not None and (saved := keeper.load(state)) is not None:
+        state, saved_records = saved
+        records = list(
+            map(Records, saved_records["log_z"].T, saved_records["refused"].T)
+        )
     done = len(records)
     shown = progress_bar and done < num_epochs
     with tqdm.trange(
@@ -392,12 +381,12 @@ def run_epochs(
         try:
             for k in (done + step for step in bar):
                 order = None if orders is None else orders[k]
-                after, record = program.epoch(state, *data, keys[k], order, 1.0)
+                updated, record = program.epoch(state, *data, keys[k], order, 1.0)
                 records.append(jax.device_get(record))
-                state = after
+                state = updated
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
-                    keeper.save(state, seen()._asdict(), last=False)
+                    keeper.save(state, stacked_records()._asdict(), last=False)
                 bar.set_postfix_str(
                     f"log evidence {np.mean(records[-1].log_z):.4g}", refresh=False
                 )
@@ -409,8 +398,8 @@ def run_epochs(
                 f"Interrupted: the result is that of {finished}.", stacklevel=outside()
             )
     if keeper is not None:
-        keeper.save(state, seen()._asdict(), last=True)
-    return state, seen()
+        keeper.save(state, stacked_records()._asdict(), last=True)
+    return state, stacked_records()
 
 
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:

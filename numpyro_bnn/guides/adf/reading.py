@@ -31,9 +31,9 @@ from numpyro_bnn.program.rows import refuse_rows
 CALL = "guides.AutoADF"
 
 
-def refuse(site: str, why: str, instead: str) -> Exception:
+def refuse(site: str, reason: str, instead: str) -> Exception:
     """The error for a site that assumed density filtering cannot handle."""
-    return argument_error(CALL, "model", f"site {site!r}, {why}", instead)
+    return argument_error(CALL, "model", f"site {site!r}, {reason}", instead)
 
 
 def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
@@ -46,7 +46,7 @@ def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
 
 def observed_site(sites: Sites) -> str:
     """The one observed site."""
-    seen = []
+    observed = []
     for name, site in sites.items():
         if site["type"] == "sample" and is_factor(site["fn"]):
             instead = "Write an observed `sample`, whose likelihood has a distribution."
@@ -56,18 +56,18 @@ def observed_site(sites: Sites) -> str:
             and site["is_observed"]
             and not site["infer"].get("is_auxiliary")
         ):
-            seen.append(name)
+            observed.append(name)
             if is_scaled(site):
                 raise refuse(
                     name, "whose likelihood is scaled", "Remove `handlers.scale`."
                 )
-    if len(seen) != 1:
-        listed = ", ".join(map(repr, seen)) or "none"
+    if len(observed) != 1:
+        names = ", ".join(map(repr, observed)) or "none"
         instead = "Pass the targets; exactly one site must be observed."
         raise argument_error(
-            CALL, "model", f"{len(seen)} observed sites ({listed})", instead
+            CALL, "model", f"{len(observed)} observed sites ({names})", instead
         )
-    return seen[0]
+    return observed[0]
 
 
 def is_scaled(site: Mapping[str, Any]) -> bool:
@@ -100,11 +100,10 @@ class Data:
         """
         fixed, arrays = Arguments.of(args, kwargs, model).split()
         arrays = {name: _wide(leaf) for name, leaf in arrays.items()}
-        rows = {
-            name: arrays.pop(name)
-            for name in list(arrays)
-            if is_row(name, arrays[name])
-        }
+        rows = {}
+        for name in list(arrays):
+            if is_row(name, arrays[name]):
+                rows[name] = arrays.pop(name)
         return cls(model, fixed, rows, arrays)
 
     @classmethod
@@ -120,24 +119,24 @@ class Data:
             raise refuse(
                 observed, "one number", "Observe an array with one row per data point."
             )
-        found = cls.of(
+        data = cls.of(
             model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == length
         )
-        if not found.rows:
+        if not data.rows:
             came = f"no array of length {length[0]}, the length of the observation"
             raise argument_error(CALL, "args", came, "Pass the data as arguments.")
-        return found
+        return data
 
     def like(self, args: tuple, kwargs: Mapping[str, Any], call: str) -> "Data":
         """Split another call in the same way: the arguments that were data before are
         data again.
         """
-        found = self.of(self.model, args, kwargs, lambda name, leaf: name in self.rows)
-        if not found.rows:
+        data = self.of(self.model, args, kwargs, lambda name, leaf: name in self.rows)
+        if not data.rows:
             raise argument_error(
                 call, "args", "no data", f"Pass {', '.join(self.rows)}."
             )
-        for name, leaf in found.rows.items():
+        for name, leaf in data.rows.items():
             of_row = np.shape(self.rows[name])[1:]
             if np.ndim(leaf) == 0 or np.shape(leaf)[1:] != of_row:
                 instead = (
@@ -145,9 +144,9 @@ class Data:
                 )
                 raise argument_error(call, name, f"shape {np.shape(leaf)}", instead)
         check_same_length(
-            call, **{name.replace("'", ""): leaf for name, leaf in found.rows.items()}
+            call, **{name.replace("'", ""): leaf for name, leaf in data.rows.items()}
         )
-        return found
+        return data
 
     @property
     def num_rows(self) -> int:
@@ -165,13 +164,12 @@ class Data:
         """Everything that a compiled program depends on except the
         values of the data.
         """
-        shapes = tuple(
-            (name, np.shape(leaf), leaf.dtype) for name, leaf in self.rows.items()
-        )
-        arrays = tuple(
-            (name, _fingerprint(value)) for name, value in self.arrays.items()
-        )
-        return self.fixed, shapes, arrays
+        shapes, arrays = [], []
+        for name, leaf in self.rows.items():
+            shapes.append((name, np.shape(leaf), leaf.dtype))
+        for name, leaf in self.arrays.items():
+            arrays.append((name, _fingerprint(leaf)))
+        return self.fixed, tuple(shapes), tuple(arrays)
 
     def call(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
         """Positional and keyword arguments with these rows and arrays."""
@@ -179,7 +177,7 @@ class Data:
 
     def row(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
         """The call for one data point, without the leading axis."""
-        return self.call({name: leaf[None] for name, leaf in rows.items()}, arrays)
+        return self.call(jax.tree.map(lambda leaf: leaf[None], rows), arrays)
 
     def site(self, name: str, values: Mapping[str, Any], call: Call) -> Site:
         """One site of the model, called in this way, at values of others."""
@@ -241,25 +239,25 @@ class Weight:
     def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
         """Prior sd at values of the hyperparameters."""
         scale = jnp.asarray(self.scale, float)
-        return (
-            scale
-            if self.hyper is None
-            else scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
-        )
+        if self.hyper is None:
+            return scale
+        return scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
 
 
 @dataclass(frozen=True)
 class Roles:
     """What the sites of a model are for."""
 
-    weights: Mapping[
-        str, Weight
-    ]  # on the whole real line, by the name of the site whose value enters the network
-    hyperparameters: Mapping[
-        str, dist.Distribution
-    ]  # all others: scales of weights, noise, what data do not inform
+    # on the whole real line, by the name of the site whose value enters the network
+    weights: Mapping[str, Weight]
+    # all others: scales of weights, noise, what data do not inform
+    hyperparameters: Mapping[str, dist.Distribution]
     noise: tuple[str, ...]  # the hyperparameters that the observation depends on
     observed: str  # name of the observed site
+
+    @property
+    def prior_means(self) -> dict[str, Any]:
+        return {name: weight.loc for name, weight in self.weights.items()}
 
 
 def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
@@ -270,24 +268,25 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles
     observed = observed_site(reading.sites)
     _check_latent(reading, observed)
     bases = base_sites(reading.sites)
-    hypers = [
-        name for name in reading.latent if not _is_weight(reading.sites[name]["fn"])
-    ]
-    weights = {
-        bases.get(name, name): name for name in reading.latent if name not in hypers
-    }
-    if not weights:
+    latent_of, hypers = {}, []
+    for name in reading.latent:
+        if _is_weight(reading.sites[name]["fn"]):
+            latent_of[bases.get(name, name)] = name
+        else:
+            hypers.append(name)
+    if not latent_of:
         raise argument_error(
             CALL, "model", "no weights", "Give the weights a Normal prior."
         )
-    reached = _reached(reading, weights, hypers, observed)
-    at, distributions = _priors(reading, weights, hypers)
-    found = {
-        name: _weight(name, base, reached[name], at) for name, base in weights.items()
+    parents = _reached(reading, latent_of, hypers, observed)
+    prior_moments, distributions = _priors(reading, latent_of, hypers)
+    weights = {
+        name: _weight(name, base, parents[name], prior_moments[name])
+        for name, base in latent_of.items()
     }
-    noise = tuple(name for name in hypers if name in reached[observed])
-    _check_roles(found, reached[observed], noise)
-    return Roles(found, distributions, noise, observed)
+    noise = tuple(name for name in hypers if name in parents[observed])
+    _check_roles(weights, parents[observed], noise)
+    return Roles(weights, distributions, noise, observed)
 
 
 def _check_latent(reading: Reading, observed: str) -> None:
@@ -302,14 +301,10 @@ def _check_latent(reading: Reading, observed: str) -> None:
             raise refuse(name, "whose prior is masked or scaled", instead)
         if site["fn"].support.is_discrete:
             raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
-        local = [
-            f.name
-            for f in site["cond_indep_stack"]
-            if f.size == 1 and f.name in data_plates
-        ]
-        if local:
-            why = f"inside the plate {local[0]!r} of the data"
-            raise refuse(name, why, "Each data point would have its own weight.")
+        for frame in site["cond_indep_stack"]:
+            if frame.size == 1 and frame.name in data_plates:
+                reason = f"inside the plate {frame.name!r} of the data"
+                raise refuse(name, reason, "Each data point would have its own weight.")
     for name, site in reading.sites.items():
         if site["type"] in PARAMETERS:
             raise refuse(
@@ -345,110 +340,100 @@ def _reached(
     """
 
     def priors(sites: Sites) -> dict[str, Any]:
-        values = {
-            name: sites[name]["value"] if name != latent else 0.0
-            for name, latent in weights.items()
-        }
-        return {
-            name: [_projected(sites[weights[name]]["fn"]), value]
-            for name, value in values.items()
-        }
+        moments_and_value = {}
+        for name, latent in weights.items():
+            value = 0.0 if name == latent else sites[name]["value"]
+            moments_and_value[name] = [_projected(sites[latent]["fn"]), value]
+        return moments_and_value
 
-    def others(sites: Sites) -> dict[tuple[str, str], Any]:
+    def others_leaves(sites: Sites) -> dict[tuple[str, str], Any]:
+        leaves: dict[tuple[str, str], Any] = {}
+        for name in hypers:
+            leaves["prior", name] = jax.tree.leaves(sites[name]["fn"])
         fn = sites[observed]["fn"]
-        found = {("prior", name): jax.tree.leaves(sites[name]["fn"]) for name in hypers}
-        found["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
-        return found | {
-            ("data", observed): [sites[observed]["value"], unmasked_elements(fn)]
-        }
+        leaves["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
+        leaves["data", observed] = [sites[observed]["value"], unmasked_elements(fn)]
+        return leaves
 
-    reached = {
-        name: found - {weights[name]} for name, found in reading.depends(priors).items()
+    weight_parents = {
+        name: sources - {weights[name]}
+        for name, sources in reading.depends(priors).items()
     }
-    whole = reading.depends(others, {*reading.latent, *weights})
-    above = {name: whole["prior", name] for name in hypers}
-    above |= {name: reached[name] - set(hypers) for name in weights}
-    for name, parents in above.items():
+    leaf_parents = reading.depends(others_leaves, {*reading.latent, *weights})
+    for name in (*hypers, *weights):
+        if name in hypers:
+            parents = leaf_parents["prior", name]
+        else:
+            parents = weight_parents[name] - set(hypers)
         if parents:
             instead = (
                 "A weight may have one positive hyperparameter, its scale, and no more."
             )
             raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
-    if parents := whole["data", observed]:
+    if parents := leaf_parents["data", observed]:
         raise refuse(
             observed,
             f"whose values, or mask, depend on {min(parents)!r}",
             "Pass them as data.",
         )
-    return {**reached, observed: whole["likelihood", observed]}
+    return {**weight_parents, observed: leaf_parents["likelihood", observed]}
 
 
 def _priors(
     reading: Reading, weights: Mapping[str, str], hypers: Sequence[str]
-) -> tuple[list[dict], dict[str, dist.Distribution]]:
-    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...;
-    priors of the rest.
+) -> tuple[dict[str, Any], dict[str, dist.Distribution]]:
+    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...,
+    each (4, ...); priors of the hyperparameters.
 
     The sd of a weight that is not an affine function of its own base is NaN.
     """
     random = np.random.default_rng(0)
     bases = {w: latent for w, latent in weights.items() if w != latent}
-    probes = {
-        w: random.normal(size=shape.shape) for w, shape in reading.shapes(bases).items()
-    }
-    ends = [
-        {w: np.full(p.shape, number) for w, p in probes.items()}
-        for number in (0.0, 1.0)
-    ]
+    zeros, ones, probes = {}, {}, {}
+    for w, shape in reading.shapes(bases).items():
+        base = bases[w]
+        zeros[base], ones[base] = np.zeros(shape.shape), np.ones(shape.shape)
+        probes[base] = random.normal(size=shape.shape)
 
     def prior(reading: Reading, values: dict) -> dict[str, Any]:
-        at = [
-            reading.at(values | {bases[w]: p for w, p in point.items()})
-            for point in (*ends, probes)
-        ]
-        found = {w: _projected(at[0][latent]["fn"]) for w, latent in weights.items()}
-        for w in bases:
-            zero, one, checked = (sites[w]["value"] for sites in at)
-            mean, sd = found[w]
-            plain = (
-                jnp.isclose(checked, zero + (one - zero) * probes[w])
-                & (mean == 0)
-                & (sd == 1)
-            )
-            found[w] = zero, jnp.where(plain, one - zero, jnp.nan)
-        return found
+        at_zeros, at_ones = reading.at(values | zeros), reading.at(values | ones)
+        at_probes = reading.at(values | probes)
+        moments = {}
+        for w, latent in weights.items():
+            mean, sd = moments[w] = _projected(at_zeros[latent]["fn"])
+            if w in bases:
+                shift = at_zeros[w]["value"]
+                slope = at_ones[w]["value"] - shift
+                line = shift + slope * probes[latent]
+                affine = jnp.isclose(at_probes[w]["value"], line)
+                plain = affine & (mean == 0) & (sd == 1)
+                moments[w] = shift, jnp.where(plain, slope, jnp.nan)
+        return moments
 
-    counts = {
-        n: 1.0 + np.arange(s.size).reshape(s.shape)
-        for n, s in reading.shapes(hypers).items()
-    }
-    points = ((1, 0), (2, 0), (3, 0), (2, 1))  # factor, and power of the count
-    values = {
-        name: np.stack([f * count**power for f, power in points])
-        for name, count in counts.items()
-    }
+    values = {}
+    for name, shape in reading.shapes(hypers).items():
+        unit = np.ones(shape.shape)
+        count = 1.0 + np.arange(shape.size).reshape(shape.shape)
+        values[name] = np.stack([unit, 2 * unit, 3 * unit, 2 * count])
 
     def program(reading: Reading, values: dict) -> tuple[dict, dict]:
-        at = jax.lax.map(
-            lambda one: prior(reading, one[1]), (np.arange(len(points)), values)
+        moments = jax.lax.map(
+            lambda indexed: prior(reading, indexed[1]), (np.arange(4), values)
         )
-        return at, {
-            name: site["fn"] for name, site in reading.at({}, only=hypers).items()
-        }
+        sites = reading.at({}, only=hypers)
+        return moments, {name: site["fn"] for name, site in sites.items()}
 
-    at, fns = jax.device_get(reading.run(program, values))
-    return [
-        jax.tree.map(lambda leaf, k=k: leaf[k], at) for k in range(len(points))
-    ], fns
+    return jax.device_get(reading.run(program, values))
 
 
-def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight:
+def _weight(
+    name: str, latent: str, parents: set[str], moments: tuple[np.ndarray, np.ndarray]
+) -> Weight:
     """Read the prior of a weight site: its mean and sd, and how its hyperparameter
     scales it.
     """
-    (loc, scale), (loc_doubled, doubled), (_, tripled), (_, counted) = (
-        values[name] for values in at
-    )
+    loc, loc_doubled, *_ = moments[0]
+    scale, doubled, tripled, counted = moments[1]
     if latent == name and not np.all(np.isfinite(scale)):
         raise refuse(
             name,
@@ -462,8 +447,8 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
             "Use independent weights.",
         )
     if len(parents) > 1:
-        why = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
-        raise refuse(name, why, "Use one hyperparameter per weight.")
+        reason = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
+        raise refuse(name, reason, "Use one hyperparameter per weight.")
     if not parents:
         return Weight(latent, loc, scale)
     (hyper,) = parents
@@ -483,23 +468,23 @@ def _weight(name: str, latent: str, parents: set[str], at: list[dict]) -> Weight
         and np.allclose(tripled / scale, 3**power)
         and np.allclose(counted / scale, (2.0 * element + 2) ** power)
     ):
-        why = f"whose sd is not a constant times a power of {hyper!r}"
-        raise refuse(name, why, "Scale it by a scale, a variance or a precision.")
+        reason = f"whose sd is not a constant times a power of {hyper!r}"
+        raise refuse(name, reason, "Scale it by a scale, a variance or a precision.")
     # 32-bit indices work in either precision of JAX.
     return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
 
 
 def _check_roles(
-    weights: Mapping[str, Weight], reached: set[str], noise: tuple[str, ...]
+    weights: Mapping[str, Weight], likelihood_parents: set[str], noise: tuple[str, ...]
 ) -> None:
-    if not reached & set(weights):
+    if not likelihood_parents & set(weights):
         came = "an observation that does not depend on any Gaussian weight"
         raise argument_error(CALL, "model", came, "Check the prior of the weights.")
     for name, weight in weights.items():
         if weight.hyper in noise:
-            why = f"which scales {name!r} and also enters the likelihood"
+            reason = f"which scales {name!r} and also enters the likelihood"
             instead = (
                 "Write the weight centered, or non-centered with "
                 "`numpyro.infer.reparam`."
             )
-            raise refuse(str(weight.hyper), why, instead)
+            raise refuse(str(weight.hyper), reason, instead)
