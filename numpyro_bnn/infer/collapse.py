@@ -89,8 +89,8 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
     with isolated():
         reading = Reading(model, args, kwargs)
         structure = read(CALL, reading, names)
-    others = set(reading.latent).difference(names)
-    if not others:
+    free_sites = set(reading.latent).difference(names)
+    if not free_sites:
         instead = (
             "Leave at least one to the sampler: given all data, the posterior of these "
             "is normal."
@@ -102,7 +102,7 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
         run = _WithoutLinear(structure)
         with run:
             model(*args, **kwargs)
-        if run.values.keys() >= others:  # not while an outer handler hides sites
+        if run.values.keys() >= free_sites:  # not while an outer handler hides sites
             _integrate(
                 handlers.substitute(model, data=run.parameters),
                 structure,
@@ -173,12 +173,12 @@ def _integrate(
         linear = LinearModel(Reading(model, args, kwargs), structure, values)
         gaussian, blocks = linear.gaussian(), linear.blocks()
         factor = log_marginal(gaussian, blocks)
-        at = {
+        constants = {
             name: lax.stop_gradient(jnp.asarray(value))
             for name, value in values.items()
         }
         traced = linear.trace(
-            sample(key_from(at), *lax.stop_gradient((gaussian, blocks)))
+            sample(key_from(constants), *lax.stop_gradient((gaussian, blocks)))
         )
     numpyro.factor(FACTOR, factor)
     for name, site in traced.items():

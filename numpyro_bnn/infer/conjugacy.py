@@ -55,7 +55,7 @@ class ConjugateSite(NamedTuple):
 
 
 def read(
-    reading: Reading, held: Collection[str], priors: Collection[Any]
+    reading: Reading, conditioned: Collection[str], priors: Collection[Any]
 ) -> dict[str, ConjugateSite | str]:
     """By latent site that is not held, how to draw it, or the reason why it cannot be
     drawn.
@@ -63,59 +63,61 @@ def read(
     :param priors: pairs of a distribution that can be drawn, and whether for sites
         whose values are sds.
     """
-    used = reading.depends(_parts)
-    free = [name for name in reading.latent if name not in held]
+    dependences = reading.depends(_parts)
+    free = [name for name in reading.latent if name not in conditioned]
     depending = {
-        name: sorted(key for key, sites in used.items() if name in sites)
+        name: sorted(key for key, sites in dependences.items() if name in sites)
         for name in free
     }
     reasons = {
         name: _reason(reading.sites[name], priors, depending[name]) for name in free
     }
     pairs = [
-        (name, other)
+        (name, child)
         for name in free
         if reasons[name] is None
-        for _, other in depending[name]
+        for _, child in depending[name]
     ]
-    moved = reading.run(
+    effects = reading.run(
         partial(
             _effects, [pair for pair in pairs if not _is_piecewise_in(reading, *pair)]
         )
     )
-    found: dict[str, ConjugateSite | str] = {}
+    conditionals: dict[str, ConjugateSite | str] = {}
     for name in free:
         children = [
             _scaled_site(
-                other, moved.get((name, other)), reading.shapes([name])[name].size
+                child, effects.get((name, child)), reading.shapes([name])[name].size
             )
-            for _, other in depending[name]
+            for _, child in depending[name]
         ]
-        found[name] = reasons[name] or _conjugate(reading.sites[name], priors, children)
-    return found
+        conditionals[name] = reasons[name] or _conjugate(
+            reading.sites[name], priors, children
+        )
+    return conditionals
 
 
 def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """Whatever may enter the log density of a sample site, besides the value of a
     latent one.
     """
-    found: dict[tuple[str, str], Any] = {}
+    quantities: dict[tuple[str, str], Any] = {}
     for name, site in sites.items():
         # A conjugate draw stays in the support: the factor that is zero within it says
         # nothing of the draw.
         if site["type"] != "sample" or name == OUTSIDE:
             continue
-        found["scale of the log density", name] = site["scale"]
+        quantities["scale of the log density", name] = site["scale"]
         if site["is_observed"]:
-            found["observed value", name] = site["value"]
+            quantities["observed value", name] = site["value"]
         if is_affine_normal(site["fn"], masked=True):
-            found["mean", name], found["sd", name] = affine_normal(
+            quantities["mean", name], quantities["sd", name] = affine_normal(
                 site["fn"], masked=True
             ) or (0.0, 1.0)
-            found["mask", name] = weights({"fn": site["fn"], "scale": None})
+            quantities["mask", name] = weights({"fn": site["fn"], "scale": None})
         else:
-            found["distribution", name] = arrays_in(site["fn"])
-    return found
+            quantities["distribution", name] = arrays_in(site["fn"])
+    return quantities
 
 
 def _reason(
@@ -130,14 +132,14 @@ def _reason(
     )
     if prior not in kinds:
         return f"its prior is {prior}, not one of {', '.join(kinds)}"
-    for kind, other in depending:
+    for kind, child in depending:
         if kind != "sd":
             hint = (
                 " (a centered prior would not)"
                 if kind in ("distribution", "mean")
                 else ""
             )
-            return f"the {kind} of {other!r} depends on it{hint}"
+            return f"the {kind} of {child!r} depends on it{hint}"
     return None if depending else "no normal site depends on it"
 
 
@@ -165,21 +167,23 @@ def _log_sds(
     reading: Reading,
     values: Mapping[str, Any],
     name: str,
-    other: str,
+    child: str,
     log_value: jax.Array,
 ) -> jax.Array:
     """Log sds of the elements of ``other`` at (P,) logarithms of the
     value of ``name``.
     """
-    at = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
-    _, sd = affine_normal(reading.at(at, only=[other])[other]["fn"], masked=True) or (
+    shifted = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
+    _, sd = affine_normal(
+        reading.at(shifted, only=[child])[child]["fn"], masked=True
+    ) or (
         0.0,
         1.0,
     )
     return jnp.log(jnp.abs(sd)).ravel()
 
 
-def _is_piecewise_in(reading: Reading, name: str, other: str) -> bool:
+def _is_piecewise_in(reading: Reading, name: str, child: str) -> bool:
     """Whether the program of the sds of ``other`` cuts the values of ``name`` into
     pieces.
     """
@@ -187,7 +191,7 @@ def _is_piecewise_in(reading: Reading, name: str, other: str) -> bool:
         latent: jnp.zeros(site.shape, site.dtype)
         for latent, site in reading.shapes().items()
     }
-    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, other))(
+    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, child))(
         zeros[name].ravel()
     ).jaxpr
     return _is_piecewise(jaxpr, jaxpr.invars)
@@ -209,38 +213,38 @@ def _effects(
     """Changes of log sds by the steps in the log value of each site, at draws of the
     others from the prior.
     """
-    drawn, found = reading.at(), {}
+    drawn, effects = reading.at(), {}
     values = {name: jnp.asarray(drawn[name]["value"]) for name in reading.latent}
-    for name, other in pairs:
-        log_sds = partial(_log_sds, reading, values, name, other)
+    for name, child in pairs:
+        log_sds = partial(_log_sds, reading, values, name, child)
         start = jnp.full(values[name].size, 0.1, values[name].dtype)
         ends = jax.lax.map(
             log_sds, start + jnp.asarray(_steps(start.size)[0], start.dtype)
         )
-        found[name, other] = ends - log_sds(start)
-    return found
+        effects[name, child] = ends - log_sds(start)
+    return effects
 
 
-def _scaled_site(name: str, moved: Any, size: int) -> tuple[float, ScaledSite] | None:
+def _scaled_site(name: str, effect: Any, size: int) -> tuple[float, ScaledSite] | None:
     """Exponent and owners of the sds of a site, from the changes of their logarithms by
     the steps.
 
     ``None`` if sds are not products of powers: checked in the program, and at values
     over most of the floats.
     """
-    if moved is None or not np.isfinite(moved).all():
+    if effect is None or not np.isfinite(effect).all():
         return None
-    (steps, bits), moved = _steps(size), np.asarray(moved, np.float64)
-    power = min(POWERS, key=lambda p: np.abs(moved[0] - p).min())
-    digits = np.rint(moved[1 : 1 + bits] / power).astype(int)
-    follows = np.abs(moved[0]) > CLOSE
+    (steps, bits), effect = _steps(size), np.asarray(effect, np.float64)
+    power = min(POWERS, key=lambda p: np.abs(effect[0] - p).min())
+    digits = np.rint(effect[1 : 1 + bits] / power).astype(int)
+    follows = np.abs(effect[0]) > CLOSE
     owner = (
         np.clip(sum(digit << bit for bit, digit in enumerate(digits)), 0, size - 1)
         * follows
     )
     expected = np.where(follows, power * steps[:, owner], 0.0)
-    found = power, ScaledSite(name, owner.astype(np.int32), follows)
-    return found if np.allclose(moved, expected, atol=CLOSE) else None
+    scaled_site = power, ScaledSite(name, owner.astype(np.int32), follows)
+    return scaled_site if np.allclose(effect, expected, atol=CLOSE) else None
 
 
 def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:

@@ -103,9 +103,14 @@ def ensemble(
     steps = int(
         min(OPTIMIZED * num_gradients, max(MOST_OPTIMIZED, LEAST_STEPS * num_gradients))
     )
-    others = num_gradients - steps
-    each = max(1, round((1 - WARMUP) * others / (PER_STEP * num_samples)))
-    num_warmup = max(20, round(WARMUP * others / (PER_STEP * each * (1 - SHARE))))
+    sampling_gradients = num_gradients - steps
+    steps_per_draw = max(
+        1, round((1 - WARMUP) * sampling_gradients / (PER_STEP * num_samples))
+    )
+    num_warmup = max(
+        20,
+        round(WARMUP * sampling_gradients / (PER_STEP * steps_per_draw * (1 - SHARE))),
+    )
     warm = WarmStart(
         SHARE,
         num_steps=steps,
@@ -114,13 +119,16 @@ def ensemble(
         spread=SPREAD,
     )
     kernel: Any = MCLMC(
-        model, steps_per_draw=each, warm_start=warm, energy_variance=ENERGY_VARIANCE
+        model,
+        steps_per_draw=steps_per_draw,
+        warm_start=warm,
+        energy_variance=ENERGY_VARIANCE,
     )
     if symmetries:
         kernel = OrbitMoves(kernel, symmetries)
-    how: dict[str, Any] = {"chain_method": "vectorized"}
+    chain_options: dict[str, Any] = {"chain_method": "vectorized"}
     if min(num_chains, jax.local_device_count()) > 1:
-        how = {
+        chain_options = {
             "chain_method": parallel_vectorized,
             "progress_bar": False,
         }  # NumPyro has no bar for it
@@ -129,5 +137,5 @@ def ensemble(
         num_warmup=num_warmup,
         num_samples=num_samples,
         num_chains=num_chains,
-        **(how | options),
+        **(chain_options | options),
     )

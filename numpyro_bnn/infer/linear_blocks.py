@@ -77,7 +77,7 @@ def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array
     return (jax.jacfwd if u.size <= jax.eval_shape(fn, u).size else jax.jacrev)(fn)(u)
 
 
-def _follow(closed: Any, inputs: list[Any], most: int) -> list[Any]:
+def _follow(closed: Any, inputs: list[Any], max_terms: int) -> list[Any]:
     """Outputs of a linear program: terms, values that do not depend on u, ``None`` for
     what is not understood.
     """
@@ -96,25 +96,25 @@ def _follow(closed: Any, inputs: list[Any], most: int) -> list[Any]:
         )
         unknown = any(operand is None for operand in operands)
         if not unknown and called(equation):
-            found = _follow(
+            results = _follow(
                 equation.params.get("jaxpr", equation.params.get("call_jaxpr")),
                 operands,
-                most,
+                max_terms,
             )
         elif unknown or any(isinstance(operand, _Terms) for operand in operands):
-            found = [None if unknown else _terms(equation, operands, most)] * len(
-                equation.outvars
-            )
+            results = [
+                None if unknown else _terms(equation, operands, max_terms)
+            ] * len(equation.outvars)
         else:
-            found = primitive.bind(
+            results = primitive.bind(
                 *operands, **primitive.get_bind_params(equation.params)
             )
-            found = found if primitive.multiple_results else [found]
-        values.update(zip(equation.outvars, found, strict=True))
+            results = results if primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
+def _terms(equation: Any, operands: list[Any], max_terms: int) -> _Terms | None:
     """The output of one operation, on some operands with terms; ``None`` for other
     operations or too many terms.
     """
@@ -123,22 +123,28 @@ def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
         equation.params,
         equation.outvars[0].aval.shape,
     )
-    which = [i for i, operand in enumerate(operands) if isinstance(operand, _Terms)]
-    if len(which) > 1:
+    linear_operands = [
+        i for i, operand in enumerate(operands) if isinstance(operand, _Terms)
+    ]
+    if len(linear_operands) > 1:
         return (
             _joined(name, params, shape, operands)
-            if len(which) == len(operands)
+            if len(linear_operands) == len(operands)
             else None
         )
-    terms = operands[which[0]]
-    if name in MOVES or (name in ELEMENTWISE and (name != "div" or which == [0])):
+    terms = operands[linear_operands[0]]
+    if name in MOVES or (
+        name in ELEMENTWISE and (name != "div" or linear_operands == [0])
+    ):
         bind = partial(equation.primitive.bind, **params)
         numbers = [
-            terms.factor if i in which else operand
+            terms.factor if i in linear_operands else operand
             for i, operand in enumerate(operands)
         ]
         factor = jax.vmap(
-            bind, [-1 if i in which else None for i in range(len(operands))], -1
+            bind,
+            [-1 if i in linear_operands else None for i in range(len(operands))],
+            -1,
         )(*numbers)
         return _Terms(
             factor,
@@ -149,18 +155,20 @@ def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
     summed = (
         params["axes"]
         if name == "reduce_sum"
-        else params["dimension_numbers"][0][which[0]]
+        else params["dimension_numbers"][0][linear_operands[0]]
     )
-    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > most:
+    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > max_terms:
         # some are of the same input
         return None
     if name == "dot_general":
-        return _contracted(params["dimension_numbers"], shape, operands, which[0])
+        return _contracted(
+            params["dimension_numbers"], shape, operands, linear_operands[0]
+        )
     order = [axis for axis in range(terms.place.ndim - 1) if axis not in summed]
     return _Terms(
         *(
-            part.transpose(*order, *summed, part.ndim - 1).reshape(*shape, -1)
-            for part in terms
+            array.transpose(*order, *summed, array.ndim - 1).reshape(*shape, -1)
+            for array in terms
         )
     )
 
@@ -172,14 +180,17 @@ def _joined(
     if name in ("add", "add_any", "sub"):
         (a, i), (b, j) = operands
         factors = [
-            jnp.broadcast_to(part, (*shape, part.shape[-1]))
-            for part in (a, -b if name == "sub" else b)
+            jnp.broadcast_to(factor, (*shape, factor.shape[-1]))
+            for factor in (a, -b if name == "sub" else b)
         ]
         return _Terms(
             jnp.concatenate(factors, -1),
             np.concatenate([_wide(i, shape), _wide(j, shape)], -1),
         )
-    if name == "concatenate" and len({part.place.shape[-1] for part in operands}) == 1:
+    if (
+        name == "concatenate"
+        and len({operand.place.shape[-1] for operand in operands}) == 1
+    ):
         factor, index = zip(*operands, strict=True)
         return _Terms(
             jnp.concatenate(factor, params["dimension"]),
@@ -189,15 +200,15 @@ def _joined(
 
 
 def _contracted(
-    numbers: Any, shape: tuple[int, ...], operands: list[Any], which: int
+    numbers: Any, shape: tuple[int, ...], operands: list[Any], operand_side: int
 ) -> _Terms:
     """The product of an array with terms and another array: each term of one times a
     number of the other.
     """
 
-    def ordered(array: Any, side: int) -> Any:
+    def ordered(array: Any, operand_side: int) -> Any:
         """(batch, free, contracted, terms) elements of one operand."""
-        contracted, batch = numbers[0][side], numbers[1][side]
+        contracted, batch = numbers[0][operand_side], numbers[1][operand_side]
         free = [
             axis for axis in range(array.ndim - 1) if axis not in (*contracted, *batch)
         ]
@@ -209,10 +220,14 @@ def _contracted(
             *sizes, array.shape[-1]
         )
 
-    factor, index = (ordered(part, which) for part in operands[which])
-    other = ordered(jnp.asarray(operands[1 - which])[..., None], 1 - which)
-    factor = jnp.expand_dims(factor, 2 - which) * jnp.expand_dims(other, 1 + which)
-    index = np.broadcast_to(np.expand_dims(index, 2 - which), factor.shape)
+    factor, index = (ordered(array, operand_side) for array in operands[operand_side])
+    multiplier = ordered(
+        jnp.asarray(operands[1 - operand_side])[..., None], 1 - operand_side
+    )
+    factor = jnp.expand_dims(factor, 2 - operand_side) * jnp.expand_dims(
+        multiplier, 1 + operand_side
+    )
+    index = np.broadcast_to(np.expand_dims(index, 2 - operand_side), factor.shape)
     return _Terms(factor.reshape(*shape, -1), index.reshape(*shape, -1))
 
 

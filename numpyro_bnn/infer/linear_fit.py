@@ -78,15 +78,15 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
     (matrix, residual), (d_matrix, d_residual) = primals, tangents
     fit = linear_fit(matrix, residual)
     root, weights, error, gain = fit
-    orthonormal, moved = matrix @ root, d_matrix @ root
-    half = orthonormal.mT @ moved
+    orthonormal, d_orthonormal = matrix @ root, d_matrix @ root
+    half = orthonormal.mT @ d_orthonormal
     change = half + half.mT  # S' dC S
     d_root = -root @ (
         jnp.triu(change) - 0.5 * change * jnp.eye(change.shape[-1], dtype=change.dtype)
     )
     d_error = d_residual - d_matrix @ weights
-    d_weights = root @ (moved.mT @ error) + gain.mT @ d_error
-    d_gain = (moved - orthonormal @ change) @ root.mT
+    d_weights = root @ (d_orthonormal.mT @ error) + gain.mT @ d_error
+    d_gain = (d_orthonormal - orthonormal @ change) @ root.mT
     return fit, LinearFit(d_root, d_weights, d_error - matrix @ d_weights, d_gain)
 
 
@@ -183,9 +183,9 @@ def _decompose(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         return triangle, factor
 
     def expand(above: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = factor @ above
-        return found[..., :p, :], found[..., p:, :]
+        rows_q = factor @ above
+        return rows_q[..., :p, :], rows_q[..., p:, :]
 
     triangle, factors = lax.scan(join, eye, chunks)
-    _, found = lax.scan(expand, eye, factors, reverse=True)
-    return jnp.moveaxis(found, 0, -3).reshape(padded.shape)[..., :n, :], triangle
+    _, rows_q = lax.scan(expand, eye, factors, reverse=True)
+    return jnp.moveaxis(rows_q, 0, -3).reshape(padded.shape)[..., :n, :], triangle

@@ -156,20 +156,20 @@ def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure
 
 
 def _parts(
-    linear: LinearModel, at: Mapping[str, jax.Array]
+    linear: LinearModel, inputs: Mapping[str, jax.Array]
 ) -> dict[tuple[str, str], Any]:
     """For every sample site, the quantities that innovations may or may not change."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, site in linear.trace(at[INNOVATIONS]).items():
+    quantities: dict[tuple[str, str], Any] = {}
+    for name, site in linear.trace(inputs[INNOVATIONS]).items():
         if site["type"] == "sample":
-            found["density", name] = log_density(site)
+            quantities["density", name] = log_density(site)
             if is_affine_normal(site["fn"], masked=True):
-                found["sd", name] = _normal(site)[1]
-                found["weight", name], found["value", name] = (
+                quantities["sd", name] = _normal(site)[1]
+                quantities["weight", name], quantities["value", name] = (
                     weights(site),
                     site["value"],
                 )
-    return found
+    return quantities
 
 
 def _data(
@@ -177,16 +177,16 @@ def _data(
 ) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
-    what = {
+    meanings = {
         "sd": "the scale",
         "weight": "the scale or mask of the log density",
         "value": "the observed value",
     }
-    used = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
+    dependences = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
     below = tuple(
         name
-        for kind, name in used
-        if kind == "density" and name not in sites and used[kind, name]
+        for kind, name in dependences
+        if kind == "density" and name not in sites and dependences[kind, name]
     )
     for name in (*sites, *below):
         fn = traced[name]["fn"]
@@ -201,8 +201,8 @@ def _data(
                     "another kernel, e.g. `NUTS(model)`."
                 ),
             )
-        for kind, meaning in what.items():
-            if used[kind, name] and (kind != "value" or name in below):
+        for kind, meaning in meanings.items():
+            if dependences[kind, name] and (kind != "value" or name in below):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
                     (
@@ -221,8 +221,8 @@ def _data(
 def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
-    def slope(at: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        u = at[INNOVATIONS]
+    def slope(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        u = inputs[INNOVATIONS]
         return {"map": jax.jvp(linear.mean, (u,), (jnp.ones_like(u),))[1]}
 
     # If the program of the derivative does not use the point, the mean is linear.
@@ -263,7 +263,7 @@ def _errors(
         for name, site in drawn.items()
         if name not in structure.shapes
     }
-    linear, found = LinearModel(reading, structure, values), []
+    linear, errors = LinearModel(reading, structure, values), []
     jacobian, start = (
         jacobian_of(linear.mean, linear.zeros()),
         linear.mean(linear.zeros()),
@@ -271,8 +271,8 @@ def _errors(
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
-        found.append((linear.mean(u) - (start + jacobian @ u), tolerated))
-    return found
+        errors.append((linear.mean(u) - (start + jacobian @ u), tolerated))
+    return errors
 
 
 def log_density(site: Mapping[str, Any]) -> jax.Array:
@@ -297,9 +297,9 @@ def weights(site: Mapping[str, Any]) -> jax.Array:
 
 
 def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    found = affine_normal(site["fn"], masked=True)
-    assert found is not None  # callers have checked
-    return found
+    loc_and_scale = affine_normal(site["fn"], masked=True)
+    assert loc_and_scale is not None  # callers have checked
+    return loc_and_scale
 
 
 def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
@@ -308,6 +308,6 @@ def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     value = jnp.broadcast_to(site["value"], loc.shape)
     dtype = jnp.result_type(float)
     return tuple(
-        jnp.ravel(part).astype(dtype)
-        for part in (value, loc, jnp.abs(scale), weights(site))
+        jnp.ravel(array).astype(dtype)
+        for array in (value, loc, jnp.abs(scale), weights(site))
     )

@@ -81,8 +81,8 @@ class ArgumentKernel(MCMCKernel):
         def read(leaf: Any) -> Any:
             if id(leaf) not in self._inputs:
                 (array,), _ = as_arrays((leaf,), None)
-                known = isinstance(array, jax.Array) and not _is_tracer(array)
-                if not known or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                is_array = isinstance(array, jax.Array) and not _is_tracer(array)
+                if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                     return leaf
                 with jax.core.eval_context():
                     self._inputs[id(leaf)] = (
@@ -112,8 +112,8 @@ def _with_arrays(method: Callable) -> Callable:
     signature, name = inspect.signature(method), method.__name__
 
     @wraps(method)
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        bound = signature.bind(self, *given, **named)
+    def call(self: Any, *positional: Any, **keywords: Any) -> Any:
+        bound = signature.bind(self, *positional, **keywords)
         bound.apply_defaults()
         args, kwargs = bound.arguments["model_args"], bound.arguments["model_kwargs"]
 

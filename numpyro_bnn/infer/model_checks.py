@@ -135,11 +135,11 @@ def within_support(model: Callable) -> Callable:
     """
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        seen = _bounds()
-        with seen:
+        bounds = _bounds()
+        with bounds:
             result = model(*args, **kwargs)
-        if seen.inside is not None and not seen.known:
-            numpyro.factor(OUTSIDE, jnp.where(seen.inside, 0.0, -jnp.inf))
+        if bounds.inside is not None and not bounds.known:
+            numpyro.factor(OUTSIDE, jnp.where(bounds.inside, 0.0, -jnp.inf))
         return result
 
     return bounded
@@ -184,7 +184,9 @@ def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
             value = full[site["name"]]["value"]
             for frame in frames_of(site, plates):
                 value = jnp.take(
-                    value, seen[frame.name]["value"], frame.dim - site["fn"].event_dim
+                    value,
+                    minibatch[frame.name]["value"],
+                    frame.dim - site["fn"].event_dim,
                 )
             return value
 
@@ -192,7 +194,7 @@ def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
             full = handlers.trace(full_plates(model)).get_trace(*args, **kwargs)
         with (
             handlers.block(hide_fn=is_latent),
-            handlers.trace() as seen,
+            handlers.trace() as minibatch,
             handlers.substitute(substitute_fn=rows),
         ):
             return model(*args, **kwargs)
@@ -251,15 +253,15 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
         name: site for name, site in reading.sites.items() if site["type"] == "sample"
     }
 
-    def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
+    def quantities(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
         zeros = {
             name: jnp.zeros(site.shape, site.dtype)
             for name, site in reading.shapes().items()
         }
         return _parts(reading.at({**zeros, **batch}))
 
-    fresh = first_batch(plates)
-    used = dependence(parts, fresh)
+    batch = first_batch(plates)
+    used = dependence(quantities, batch)
     observed = set().union(*(used["density", name] for name in reading.observed))
     for name, plate in plates.items():
         if name not in observed:
@@ -269,21 +271,22 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
                 f"they were a fresh minibatch each step. Pass all {plate.size} rows "
                 "and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(
-            partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name]
+        row_counts = indexed_lengths(
+            partial(lambda plate_name, i: quantities({**batch, plate_name: i}), name),
+            batch[name],
         )
-        if reached and min(reached) < plate.size:
+        if row_counts and min(row_counts) < plate.size:
             raise refused(
                 (
                     f"plate {name!r} of size {plate.size} that indexes an array with "
-                    f"{min(reached)} rows"
+                    f"{min(row_counts)} rows"
                 ),
                 (
                     "JAX would silently repeat the last row. Make the plate as large "
                     "as the data: `x.shape[0]`."
                 ),
             )
-    shapes = jax.eval_shape(parts, fresh)
+    shapes = jax.eval_shape(quantities, batch)
     for site in sites.values():
         _check_site(refused, site, plates, used, shapes)
     if not reading.redrawn.issuperset(plates):
@@ -296,7 +299,7 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
         )
     if not reading.stochastic:
         # random numbers belong to places of the minibatch, not to its rows
-        _check_order(refused, reading, sites, fresh)
+        _check_order(refused, reading, sites, batch)
     local = [n for n, site in reading.sites.items() if frames_of(site, plates)]
     return frozenset(
         n
@@ -309,16 +312,18 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """What may depend on the minibatch: scaled log densities, values, and deterministic
     sites.
     """
-    found: dict[tuple[str, str], Any] = {}
+    quantities: dict[tuple[str, str], Any] = {}
     for name, site in traced.items():
         if site["type"] == "deterministic":
-            found["deterministic", name] = site["value"]
+            quantities["deterministic", name] = site["value"]
         elif site["type"] == "sample":
             scale = 1.0 if site["scale"] is None else site["scale"]
-            found["density", name] = scale * site["fn"].log_prob(site["value"])
-            own = unwrapped(site["fn"], masked=True)
-            found["value", name] = own.log_factor if is_factor(own) else site["value"]
-    return found
+            quantities["density", name] = scale * site["fn"].log_prob(site["value"])
+            base = unwrapped(site["fn"], masked=True)
+            quantities["value", name] = (
+                base.log_factor if is_factor(base) else site["value"]
+            )
+    return quantities
 
 
 def _check_site(
@@ -371,7 +376,7 @@ def _check_order(
     refused: Callable,
     reading: Reading,
     sites: Mapping[str, Any],
-    fresh: Mapping[str, jax.Array],
+    batch: Mapping[str, jax.Array],
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse
     their log densities.
@@ -381,26 +386,31 @@ def _check_order(
         drawn = reading.at()
         values = {name: drawn[name]["value"] for name in reading.latent}
         batches = [
-            fresh,
-            *({**fresh, plate: indices[::-1]} for plate, indices in fresh.items()),
+            batch,
+            *({**batch, plate: rows[::-1]} for plate, rows in batch.items()),
         ]
-        found = [_parts(reading.at({**values, **batch})) for batch in batches]
-        return [{name: part["density", name] for name in sites} for part in found]
+        quantities = [
+            _parts(reading.at({**values, **minibatch})) for minibatch in batches
+        ]
+        return [
+            {name: quantity["density", name] for name in sites}
+            for quantity in quantities
+        ]
 
-    before, *reversed_plates = reading.run(densities)
-    for plate, after in zip(fresh, reversed_plates, strict=True):
+    in_order, *reversed_plates = reading.run(densities)
+    for plate, reordered in zip(batch, reversed_plates, strict=True):
         for name, site in sites.items():
             axes = tuple(
                 frame.dim
                 for frame in frames_of(site, reading.plates)
                 if frame.name == plate
             )
-            if isinstance(after[name], jax.core.Tracer):
+            if isinstance(reordered[name], jax.core.Tracer):
                 continue  # the data are arguments of a compiled program
-            expected = np.flip(np.asarray(before[name]), axes)
+            expected = np.flip(np.asarray(in_order[name]), axes)
             largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
             if not np.allclose(
-                expected, after[name], 0, REORDERED * largest, equal_nan=True
+                expected, reordered[name], 0, REORDERED * largest, equal_nan=True
             ):
                 raise refused(
                     (

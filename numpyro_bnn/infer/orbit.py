@@ -125,10 +125,10 @@ class OrbitMoves(Wrapper):
         self._plans = plan(model_info(reading), self._symmetries, self._exact)
 
     def _start(
-        self, base: Any, many: tuple[int, ...], rng_key: jax.Array
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
     ) -> OrbitState:
-        ones = jnp.ones((*many, len(self._plans)))
-        return OrbitState(base, ones, ones, jnp.zeros(many, jnp.int32), rng_key)
+        ones = jnp.ones((*batch_shape, len(self._plans)))
+        return OrbitState(base, ones, ones, jnp.zeros(batch_shape, jnp.int32), rng_key)
 
     def _move(
         self,
@@ -140,17 +140,17 @@ class OrbitMoves(Wrapper):
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
         """One move along every orbit."""
         prior = PriorProgram(Reading(self.model, args, kwargs))
-        moved: dict[str, jax.Array] = {}
+        new_values: dict[str, jax.Array] = {}
         accepted = []
         for i, plan_ in enumerate(self._plans):
             changed, accept_prob = move(
                 plan_,
                 random.fold_in(rng_key, i),
-                {**values, **moved},
+                {**values, **new_values},
                 prior,
                 state.orbit_width[i],
             )
-            moved |= changed
+            new_values |= changed
             accepted.append(accept_prob)
         accept_prob = (
             jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
@@ -163,7 +163,7 @@ class OrbitMoves(Wrapper):
         state = state._replace(
             orbit_accept_prob=accept_prob, orbit_width=width.astype(accept_prob.dtype)
         )
-        return state, moved, prior.distributions({**values, **moved})
+        return state, new_values, prior.distributions({**values, **new_values})
 
     # -- read by `to_inference_data` ---------------------------------------------------
 

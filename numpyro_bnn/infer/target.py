@@ -124,10 +124,12 @@ class Target:
             z: dict[str, jax.Array], args: tuple, kwargs: Mapping[str, Any]
         ) -> dict[str, jax.Array]:
             call = args, {**kwargs, "_batch": batch}
-            found = constrain_fn(self._on_batch, *call, z, return_deterministic=True)
+            constrained = constrain_fn(
+                self._on_batch, *call, z, return_deterministic=True
+            )
             return {
                 name: value
-                for name, value in found.items()
+                for name, value in constrained.items()
                 if name not in self.of_one_minibatch
             }
 
@@ -197,8 +199,8 @@ def bind(
     if reading.learned and (learned := learn()):
         model = handlers.substitute(model, data=learned)
         reading = Reading(model, args, kwargs, full=False)
-    if held := held_parameters(call, reading):
-        model = handlers.substitute(model, data=held)
+    if start_values := held_parameters(call, reading):
+        model = handlers.substitute(model, data=start_values)
         reading = Reading(model, args, kwargs, full=False)
     if any(frames_of(reading.sites[name], reading.plates) for name in reading.latent):
         model = lifted(model, reading.plates)
@@ -238,7 +240,9 @@ def bind(
             call, "model", got, "Give every site the same name in each call."
         ) from error
     supports = {name: sites[name]["fn"].support for name in z}
-    known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
+    fixed_supports = all(
+        isinstance(bound, int | float) for bound in jax.tree.leaves(supports)
+    )
     sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
     target = Target(
         model=within_support(model),
@@ -247,7 +251,7 @@ def bind(
         num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
         rows=_rows(sites, plates),
         transforms={name: biject_to(support) for name, support in supports.items()}
-        if known
+        if fixed_supports
         else None,
         of_one_minibatch=of_one_minibatch,
         computes_values=any(site["type"] == "deterministic" for site in sites.values()),
@@ -277,10 +281,12 @@ def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
     """
     if not values:
         return model
-    held = handlers.substitute(model, data=values)
-    if whole := getattr(model, "predictive_model", None):
-        held.predictive_model = handlers.substitute(whole, data=values)
-    return held
+    parametrized = handlers.substitute(model, data=values)
+    if predictive_model := getattr(model, "predictive_model", None):
+        parametrized.predictive_model = handlers.substitute(
+            predictive_model, data=values
+        )
+    return parametrized
 
 
 def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
@@ -292,14 +298,14 @@ def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
         for name, site in reading.sites.items()
         if site["type"] in PARAMETERS
     }
-    start, other = reading.draw([0, 1], PARAMETERS) if kinds else ({}, {})
+    start, redrawn = reading.draw([0, 1], PARAMETERS) if kinds else ({}, {})
     for name, value in start.items():
-        pairs = zip(*map(jax.tree.leaves, (value, other[name])), strict=True)
-        moved = any(
+        pairs = zip(*map(jax.tree.leaves, (value, redrawn[name])), strict=True)
+        is_random = any(
             not isinstance(a, jax.core.Tracer) and not np.array_equal(a, b)
             for a, b in pairs
         )
-        if moved and kinds[name] == "param":
+        if is_random and kinds[name] == "param":
             instead = (
                 "MCMC would keep them: learn them (`priors.Learned`, SVI), or give "
                 "values (`priors.Fixed`)."
@@ -330,7 +336,7 @@ def given_values(
     call: str,
     target: Target,
     z: Any,
-    given: Any,
+    user_values: Any,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, jax.Array]:
@@ -338,21 +344,25 @@ def given_values(
     shapes.
     """
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
-        given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
+        user_values = unconstrain_fn(
+            full_plates(target.model), args, kwargs or {}, user_values
+        )
     Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(
-        call, "init_params", given
+        call, "init_params", user_values
     )
-    shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
-    if shapes != wanted:
+    shapes, expected = (
+        {k: jnp.shape(v) for k, v in tree.items()} for tree in (user_values, z)
+    )
+    if shapes != expected:
         raise argument_error(
             call,
             "init_params",
             f"shapes {shapes}",
-            f"Pass unconstrained values shaped {wanted}.",
+            f"Pass unconstrained values shaped {expected}.",
         )
-    for name, value in given.items():
+    for name, value in user_values.items():
         check_finite(call, f"init_params[{name!r}]", value)
-    return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
+    return {name: jnp.asarray(user_values[name], z[name].dtype) for name in z}
 
 
 def check_start(
@@ -377,9 +387,9 @@ def check_start(
         potential = target.potential(args, kwargs, batch or "full")
         return potential(z)[None] if single else jax.vmap(potential)(z)
 
-    found = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
-    for chain in np.flatnonzero(~np.isfinite(found)):
-        came = f"a start of chain {chain} where the log density is {-found[chain]}"
+    energies = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
+    for chain in np.flatnonzero(~np.isfinite(energies)):
+        came = f"a start of chain {chain} where the log density is {-energies[chain]}"
         raise argument_error(
             call,
             argument,

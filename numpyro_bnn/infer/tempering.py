@@ -164,13 +164,13 @@ class ParallelTempering(OuterKernel):
         def start(key: jax.Array, params: Any) -> TemperingState:
             rng_key, *keys = random.split(key, 1 + size)
 
-            def one(key: jax.Array) -> Any:
+            def start_replica(key: jax.Array) -> Any:
                 return self._inner.init(
                     key, num_warmup, params, model_args, _at(1.0, model_kwargs)
                 )
 
             # At a fixed temperature, so that the kernel stores no tracer.
-            base = jax.vmap(one)(jnp.stack(keys))
+            base = jax.vmap(start_replica)(jnp.stack(keys))
             zero = jnp.zeros((), jnp.int32)
             state = TemperingState(
                 z=jax.tree.map(lambda a: a[0], getattr(base, self._inner.sample_field)),
@@ -271,12 +271,12 @@ class ParallelTempering(OuterKernel):
     ) -> jax.Array:
         """The log density that the inverse temperature multiplies."""
         values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
-        held = (kwargs or {}).get(CONDITIONED, {})
+        conditioned = (kwargs or {}).get(CONDITIONED, {})
         sites = full_trace(self.model, values, args, kwargs).values()
         tempered = (
             s
             for s in sites
-            if s["type"] == "sample" and _is_tempered(s, self._temper, held)
+            if s["type"] == "sample" and _is_tempered(s, self._temper, conditioned)
         )
         return sum(map(log_density, tempered), jnp.zeros(()))
 
@@ -293,15 +293,15 @@ class ParallelTempering(OuterKernel):
         have moved.
         """
         if not is_prng_key(state.rng_key):
-            return jax.vmap(lambda one: self.refresh(one, model_args, model_kwargs))(
-                state
-            )
+            return jax.vmap(
+                lambda chain_state: self.refresh(chain_state, model_args, model_kwargs)
+            )(state)
         positions = getattr(state.base, self._inner.sample_field)
         positions = jax.tree.map(
             lambda each, first: each.at[0].set(first), positions, state.z
         )
 
-        def one(base: Any, z: Any, beta: jax.Array) -> Any:
+        def refresh_replica(base: Any, z: Any, beta: jax.Array) -> Any:
             return refreshed(
                 self._inner,
                 with_values(self._inner, base, z),
@@ -310,7 +310,9 @@ class ParallelTempering(OuterKernel):
             )
 
         return state._replace(
-            base=jax.vmap(one)(state.base, positions, state.inverse_temperatures)
+            base=jax.vmap(refresh_replica)(
+                state.base, positions, state.inverse_temperatures
+            )
         )
 
     def postprocess_fn(
@@ -347,11 +349,11 @@ class ParallelTempering(OuterKernel):
         inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(
             state.base
         )
-        own = {
+        attributes = {
             "inner_kernel": type(self._kernel).__name__,
             "num_replicas": self._num_replicas,
         }
-        return {**inner, **own, "temper": self._temper}
+        return {**inner, **attributes, "temper": self._temper}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
@@ -364,18 +366,22 @@ class ParallelTempering(OuterKernel):
         }
 
 
-def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
-    return temper == "joint" or (site["is_observed"] and site["name"] not in held)
+def _is_tempered(
+    site: Mapping[str, Any], temper: str, conditioned: Mapping[str, Any]
+) -> bool:
+    return temper == "joint" or (
+        site["is_observed"] and site["name"] not in conditioned
+    )
 
 
 class _scaled(Messenger):
     """Multiply log densities by an inverse temperature."""
 
     def __init__(
-        self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]
+        self, fn: Callable, beta: jax.Array, temper: str, conditioned: Mapping[str, Any]
     ) -> None:
         super().__init__(fn)
-        self.beta, self.temper, self.held = beta, temper, held
+        self.beta, self.temper, self.held = beta, temper, conditioned
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.held):

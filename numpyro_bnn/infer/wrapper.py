@@ -105,9 +105,11 @@ class Wrapper(OuterKernel):
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
-    def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
-        """The first state of one chain or, if ``many`` is ``(C,)``, of C vectorized
-        chains.
+    def _start(
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
+    ) -> Any:
+        """The first state of one chain or, if ``batch_shape`` is ``(C,)``, of C
+        vectorized chains.
         """
 
     @abstractmethod
@@ -142,13 +144,13 @@ class Wrapper(OuterKernel):
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         model_kwargs = dict(model_kwargs or {})
-        held = dict(model_kwargs.get(GIBBS_SITES_KWARG, {}))
-        own = {
+        conditioned = dict(model_kwargs.get(GIBBS_SITES_KWARG, {}))
+        model_options = {
             name: value
             for name, value in model_kwargs.items()
             if name != GIBBS_SITES_KWARG
         }
-        if is_traced((model_args, own)):
+        if is_traced((model_args, model_options)):
             came = "arrays that are traced by a transformation"
             instead = (
                 "Call `init` once outside of `jit` or `vmap`, and refresh its state "
@@ -163,14 +165,14 @@ class Wrapper(OuterKernel):
             )  # the moves read the model that the kernel samples
             planned = model_kwargs
             if is_traced(
-                held
+                conditioned
                 # as a block of a vectorized `Gibbs`: the plan is the same for all
                 # values
             ):
-                drawn = Reading(self.model, model_args, own).draw([0])[0]
+                drawn = Reading(self.model, model_args, model_options).draw([0])[0]
                 planned = {
-                    **own,
-                    GIBBS_SITES_KWARG: {name: drawn[name] for name in held},
+                    **model_options,
+                    GIBBS_SITES_KWARG: {name: drawn[name] for name in conditioned},
                 }
             reading = Reading(self.model, model_args, planned)
             check_state(self._call, "kernel", reading)
@@ -245,19 +247,19 @@ class Wrapper(OuterKernel):
         values = kernel.get_constrain_fn(model_args, model_kwargs)(
             getattr(state.base, self.sample_field)
         )
-        state, moved, prior = self._move(
+        state, new_values, prior = self._move(
             state, values, rng_key, model_args, model_kwargs
         )
         if self._bounded:
             # the inner kernel must hold their values relative to the new bounds
-            held, kwargs = held_values(model_kwargs)
-            moved = {name: values[name] for name in self._bounded} | moved
+            conditioned, kwargs = held_values(model_kwargs)
+            new_values = {name: values[name] for name in self._bounded} | new_values
             traced = full_trace(
-                self.model, {**held, **values, **moved}, model_args, kwargs
+                self.model, {**conditioned, **values, **new_values}, model_args, kwargs
             )
-            prior = {name: traced[name]["fn"] for name in moved}
+            prior = {name: traced[name]["fn"] for name in new_values}
         return state._replace(
-            base=with_constrained(kernel, state.base, moved, prior), i=state.i + 1
+            base=with_constrained(kernel, state.base, new_values, prior), i=state.i + 1
         )
 
     def refresh(
@@ -318,35 +320,38 @@ class Wrapper(OuterKernel):
 def with_constrained(
     kernel: MCMCKernel,
     state: Any,
-    moved: Mapping[str, jax.Array],
+    new_values: Mapping[str, jax.Array],
     prior: Mapping[str, Any],
 ) -> Any:
-    """Return ``state`` with the constrained values ``moved`` of some sites; its caches
-    become stale.
+    """Return ``state`` with the constrained values ``new_values`` of some sites; its
+    caches become stale.
     """
-    return with_values(kernel, state, _as_held(kernel, moved, prior))
+    return with_values(kernel, state, _as_held(kernel, new_values, prior))
 
 
 def _as_held(
-    kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
+    kernel: MCMCKernel, new_values: Mapping[str, jax.Array], prior: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
     """
     if isinstance(kernel, Gibbs):
-        found: dict[str, jax.Array] = {}
+        stored: dict[str, jax.Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
-            found |= _as_held(
-                block, {name: moved[name] for name in names if name in moved}, prior
+            stored |= _as_held(
+                block,
+                {name: new_values[name] for name in names if name in new_values},
+                prior,
             )
-        return found
+        return stored
     if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
         # a wrapper or replicas
-        return _as_held(inner, moved, prior)
+        return _as_held(inner, new_values, prior)
     if isinstance(kernel, CONSTRAINED):
-        return dict(moved)
+        return dict(new_values)
     return {
-        name: biject_to(prior[name].support).inv(value) for name, value in moved.items()
+        name: biject_to(prior[name].support).inv(value)
+        for name, value in new_values.items()
     }
 
 
@@ -371,12 +376,12 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
         return state._replace(
             base=with_values(kernel.kernel, state.base, values)
         )  # a wrapper in a wrapper
-    old = getattr(state, field)
-    new = {
+    old_values = getattr(state, field)
+    new_values = {
         name: values[name].astype(value.dtype) if name in values else value
-        for name, value in old.items()
+        for name, value in old_values.items()
     }
-    return state._replace(**{field: new})
+    return state._replace(**{field: new_values})
 
 
 def refreshed(
@@ -402,5 +407,7 @@ def refreshed(
         return state._replace(block_states=tuple(blocks))
     # NumPyro's own kernels refresh one chain at a time.
     if isinstance(kernel, HMC) and not is_prng_key(state.rng_key):
-        return jax.vmap(lambda one: kernel.refresh(one, args, kwargs))(state)
+        return jax.vmap(lambda chain_state: kernel.refresh(chain_state, args, kwargs))(
+            state
+        )
     return kernel.refresh(state, args, kwargs)

@@ -139,10 +139,12 @@ class Arguments:
         )
 
 
-def _own_signature(model: Callable, given: Mapping[str, Any]) -> inspect.Signature:
+def _own_signature(model: Callable, kwargs: Mapping[str, Any]) -> inspect.Signature:
     """The signature of a model without what a ``functools.partial`` has set already."""
     signature, inner = inspect.signature(model), inspect.unwrap(model)
-    settled = inner.keywords.keys() - given.keys() if isinstance(inner, partial) else ()
+    settled = (
+        inner.keywords.keys() - kwargs.keys() if isinstance(inner, partial) else ()
+    )
     return signature.replace(
         parameters=[
             p for name, p in signature.parameters.items() if name not in settled
@@ -214,10 +216,10 @@ def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
     """:func:`as_arrays` for the export: tables and lists become NumPy arrays, and
     arrays keep their precision.
     """
-    given = args, dict(kwargs or {})
+    call_arguments = args, dict(kwargs or {})
     return jax.tree.map(
         lambda leaf: leaf if _values(leaf) is None else _values(leaf),
-        given,
+        call_arguments,
         is_leaf=is_table,
     )
 
@@ -237,19 +239,19 @@ def naming_arguments(
 
 
 def _described(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> str:
-    named = {**{f"args[{at}]": value for at, value in enumerate(args)}, **kwargs}
+    values = {**{f"args[{index}]": value for index, value in enumerate(args)}, **kwargs}
     with suppress(TypeError, ValueError):
         signature = inspect.signature(model)
         bound = signature.bind_partial(*args, **kwargs).arguments
-        named = {
+        values = {
             name: value
             for name, value in bound.items()
             if signature.parameters[name].kind
             is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        } or named
+        } or values
     return "; ".join(
         f"argument `{name}` got {shown(value)}"
-        for name, value in named.items()
+        for name, value in values.items()
         if not name.startswith("_")
     )
 
@@ -269,7 +271,7 @@ def plain_values(
 
 
 def with_plain_values(
-    args: tuple, kwargs: Mapping[str, Any] | None, known: Mapping[str, int | bool]
+    args: tuple, kwargs: Mapping[str, Any] | None, initial: Mapping[str, int | bool]
 ) -> tuple[tuple, dict[str, Any], bool]:
     """The same call with the integers that ``MCMC(jit_model_args=True)`` has traced as
     they were at the start.
@@ -280,13 +282,15 @@ def with_plain_values(
 
     def restored(path: Any, leaf: Any) -> Any:
         place = jax.tree_util.keystr(path)
-        if not isinstance(leaf, jax.core.Tracer) or place not in known:
+        if not isinstance(leaf, jax.core.Tracer) or place not in initial:
             return leaf
         places.append(place)
-        return known[place]
+        return initial[place]
 
-    found = jax.tree_util.tree_map_with_path(restored, (args, dict(kwargs or {})))
-    return *found, bool(places)
+    restored_call = jax.tree_util.tree_map_with_path(
+        restored, (args, dict(kwargs or {}))
+    )
+    return *restored_call, bool(places)
 
 
 def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, bytes]:
@@ -298,16 +302,16 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
     >>> fingerprints((x,), {}) == before
     False
     """
-    found = {}
+    digests = {}
     for place, leaf in _leaves(args, kwargs):
         if isinstance(leaf, Rows):
-            found[place] = leaf.digest()
+            digests[place] = leaf.digest()
         array = _values(leaf)
         if array is not None and array.dtype != object:
-            found[place] = hashlib.blake2b(
+            digests[place] = hashlib.blake2b(
                 np.ascontiguousarray(array).data if array.size else b""
             ).digest()
-    return found
+    return digests
 
 
 def _leaves(args: tuple, kwargs: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:

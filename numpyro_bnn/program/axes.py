@@ -24,13 +24,16 @@ from numpyro_bnn.program.reading import Reading, Sites
 
 # Operations that sum over whole axes, and those along an axis whose elements stay as
 # many.
-SUMS = {f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or", "xor")}
+SUMS = {
+    f"reduce_{operation}"
+    for operation in ("sum", "max", "min", "prod", "and", "or", "xor")
+}
 SUMS |= {"argmax", "argmin", "dot_general"}
 ALIGNED = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"}
 
 
 def axes_of_data(
-    reading: Reading, parts: Callable[[Sites], Mapping[Any, jax.Array]]
+    reading: Reading, quantities: Callable[[Sites], Mapping[Any, jax.Array]]
 ) -> dict[Any, dict[Axis, int | None]]:
     """Where the axes of arguments, and the indices of plates, lie in parts of the
     trace.
@@ -50,36 +53,38 @@ def axes_of_data(
     {('_[0]', 0): None, ('_[0]', 1): None, ('data', 0): 0}
     """
     plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
-    given = {
+    arguments = {
         "data": reading._arrays,
         "plates": reading.shapes(plates),
         "latent": reading.shapes(),
     }
 
-    def program(given: Mapping[str, Any]) -> Mapping[Any, jax.Array]:
-        return parts(
-            reading._on(given["data"]).at({**given["latent"], **given["plates"]})
+    def program(arguments: Mapping[str, Any]) -> Mapping[Any, jax.Array]:
+        return quantities(
+            reading._on(arguments["data"]).at(
+                {**arguments["latent"], **arguments["plates"]}
+            )
         )
 
-    closed, outputs = jax.make_jaxpr(program, return_shape=True)(given)
+    closed, outputs = jax.make_jaxpr(program, return_shape=True)(arguments)
     inputs = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
-        numbered = Rows()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]:
+        labels = Rows()
         if path[0].key != "latent":
             for axis, size in enumerate(jnp.shape(leaf)):
-                numbered[Axis(path[1].key, axis, size)] = Place(axis, 1)
-        inputs.append(numbered)
+                labels[Axis(path[1].key, axis, size)] = Place(axis, 1)
+        inputs.append(labels)
     keys = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
-    found: dict[Any, dict[Axis, int | None]] = {key: {} for key in outputs}
+    axes: dict[Any, dict[Axis, int | None]] = {key: {} for key in outputs}
     for key, rows in zip(keys, follow_axes(closed.jaxpr, inputs), strict=True):
         for label, place in rows.items():
-            whole = (
+            is_axis = (
                 place is not None
                 and place.inner == 1
                 and outputs[key].shape[place.axis] == label.size
             )
-            found[key][label] = place.axis if whole else None
-    return found
+            axes[key][label] = place.axis if is_axis else None
+    return axes
 
 
 class Counted(NamedTuple):
@@ -130,21 +135,23 @@ def counted(reading: Reading) -> Counted:
     [False, True, False, True]
     """
     plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
-    given = {
+    arguments = {
         "data": reading._arrays,
         "plates": reading.shapes(plates),
         "latent": reading.shapes(),
     }
 
-    def program(given: Mapping[str, Any]) -> list[jax.Array]:
-        sites = reading._on(given["data"]).at({**given["latent"], **given["plates"]})
+    def program(arguments: Mapping[str, Any]) -> list[jax.Array]:
+        sites = reading._on(arguments["data"]).at(
+            {**arguments["latent"], **arguments["plates"]}
+        )
         return [sites[name]["fn"].log_prob(sites[name]["value"]) for name in samples]
 
     samples = [name for name, site in reading.sites.items() if site["type"] == "sample"]
-    closed, densities = jax.make_jaxpr(program, return_shape=True)(given)
+    closed, densities = jax.make_jaxpr(program, return_shape=True)(arguments)
     inputs, followed = [], _Meetings()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
-        kind, name = (part.key for part in path[:2])
+    for path, leaf in jax.tree_util.tree_flatten_with_path(arguments)[0]:
+        kind, name = (entry.key for entry in path[:2])
         places = set()
         for axis, size in enumerate(jnp.shape(leaf)):
             key = {"data": (name, axis), "plates": name}.get(kind, (kind, name, axis))
@@ -155,24 +162,24 @@ def counted(reading: Reading) -> Counted:
     for name, shape, value in zip(
         samples, densities, followed.walk(closed.jaxpr, inputs), strict=True
     ):
-        reached: set[tuple[_Label, Place | None]] = set(value.places)
+        label_places: set[tuple[_Label, Place | None]] = set(value.places)
         for frame in reading.sites[name]["cond_indep_stack"]:
             if (
                 len(shape.shape) >= -frame.dim
                 and shape.shape[frame.dim] == frame.size > 1
             ):
                 label = _Label(frame.name, frame.size)
-                reached.add((label, Place(len(shape.shape) + frame.dim, 1)))
+                label_places.add((label, Place(len(shape.shape) + frame.dim, 1)))
                 if name in reading.observed:
                     rows.add(label)
-        followed.meet(reached)
-        arrived |= {label for label, _ in reached}
+        followed.meet(label_places)
+        arrived |= {label for label, _ in label_places}
     labels = {label for value in inputs for label, _ in value.places} | arrived
     kinds = {label: followed.first(label) for label in labels}
     kinds_of_rows = {kinds[label] for label in rows}
     unclear = followed.lost | (labels - arrived)
-    for label, others in followed.beside.items():
-        if kinds_of_rows.isdisjoint(kinds[other] for other in others):
+    for label, neighbors in followed.beside.items():
+        if kinds_of_rows.isdisjoint(kinds[neighbor] for neighbor in neighbors):
             unclear.add(label)
     return Counted(
         {label.key: kinds[label] for label in labels},
@@ -226,18 +233,20 @@ class _Meetings:
         by_place: dict[Any, _Label] = {}
         for label, place in places:
             if place is not SUMMED:
-                first = self.first(label)
-                other = self.first(by_place.setdefault((place, label.size), label))
-                if first != other:
-                    self._before[first] = other
+                root = self.first(label)
+                shared_root = self.first(
+                    by_place.setdefault((place, label.size), label)
+                )
+                if root != shared_root:
+                    self._before[root] = shared_root
 
     def walk(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
         """The values of the outputs, from those of the inputs."""
-        known: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        environment: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(variables: Sequence[Any]) -> list[_Value]:
             return [
-                _Value() if isinstance(var, Literal) else known.get(var, _Value())
+                _Value() if isinstance(var, Literal) else environment.get(var, _Value())
                 for var in variables
             ]
 
@@ -259,20 +268,20 @@ class _Meetings:
                 outputs = [self._moved(equation, operands)] * len(equation.outvars)
             for output in outputs:
                 self.meet(output.places)
-            known.update(zip(equation.outvars, outputs, strict=True))
+            environment.update(zip(equation.outvars, outputs, strict=True))
         return read(jaxpr.outvars)
 
     def _moved(self, equation: Any, operands: Sequence[_Value]) -> _Value:
-        found, contracted, summed = set(), set(), set()
+        moved_places, contracted, summed = set(), set(), set()
         for number, operand in enumerate(operands):
             for label, place in operand.places:
-                after = (
+                output_place = (
                     place
                     if place is SUMMED
                     else self._move(equation, operands, number, label, place)
                 )
-                found.add((label, after))
-                if place is not SUMMED and after is SUMMED:
+                moved_places.add((label, output_place))
+                if place is not SUMMED and output_place is SUMMED:
                     summed.add(label)
                     if equation.primitive.name == "dot_general":
                         axes = equation.params["dimension_numbers"][0][number]
@@ -280,13 +289,13 @@ class _Meetings:
                             (label, Place(tuple(axes).index(place.axis), place.inner))
                         )
         self.meet(contracted)
-        self._sum(summed, found)
+        self._sum(summed, moved_places)
         is_index = equation.primitive.name in ADDRESSING and any(
             operand.is_index for operand in operands
         )
         if equation.primitive.name != "concatenate":
-            return _Value(frozenset(found), is_index)
-        return _Value(frozenset(found), is_index, _columns(equation, operands))
+            return _Value(frozenset(moved_places), is_index)
+        return _Value(frozenset(moved_places), is_index, _columns(equation, operands))
 
     def _move(
         self,
@@ -302,11 +311,11 @@ class _Meetings:
             return place
         if name in RESHAPES:
             shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            after = reshaped(place, label.size, *shapes)[0]
+            output_place = reshaped(place, label.size, *shapes)[0]
         else:
-            after = None if move is None else move(equation, number, place)
-        if after is not SUMMED or name in SUMS:
-            return after
+            output_place = None if move is None else move(equation, number, place)
+        if output_place is not SUMMED or name in SUMS:
+            return output_place
         if name == "gather" and number == 0:
             return self._looked_up(equation, label, place, operands[1])
         self.lost.add(label)
@@ -324,11 +333,17 @@ class _Meetings:
             column = index
         elif place.axis in axes and index.columns:
             column = index.columns[axes.index(place.axis)]
-        for other, at in column.places:
-            if column.is_index and at is not SUMMED and isinstance(other.key, str):
-                return rule_of(equation, {})[0](equation, 1, at)  # type: ignore[misc]
+        for index_label, index_place in column.places:
+            if (
+                column.is_index
+                and index_place is not SUMMED
+                and isinstance(index_label.key, str)
+            ):
+                return rule_of(equation, {})[0](equation, 1, index_place)  # type: ignore[misc]
         by_data = {
-            other for other, _ in column.places if not isinstance(other.key, str)
+            index_label
+            for index_label, _ in column.places
+            if not isinstance(index_label.key, str)
         }
         if not by_data or by_data & self.lost:
             self.lost.add(label)
@@ -342,8 +357,10 @@ class _Meetings:
             self.beside.setdefault(label, set()).update(left)
 
     def _branches(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        chosen: Places = frozenset((label, SUMMED) for label, _ in operands[0].places)
-        results = [chosen for _ in equation.outvars]
+        predicate: Places = frozenset(
+            (label, SUMMED) for label, _ in operands[0].places
+        )
+        results = [predicate for _ in equation.outvars]
         for branch in equation.params["branches"]:
             outputs = self.walk(branch.jaxpr, operands[1:])
             results = [
@@ -353,31 +370,43 @@ class _Meetings:
         return [_Value(places) for places in results]
 
     def _scan(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        first = equation.params["num_consts"]
-        last = first + equation.params["num_carry"]
+        carry_start = equation.params["num_consts"]
+        slice_start = carry_start + equation.params["num_carry"]
         scanned = [
-            (label, at) for operand in operands[last:] for label, at in operand.places
+            (label, place)
+            for operand in operands[slice_start:]
+            for label, place in operand.places
         ]
         steps = frozenset(
-            (label, at) for label, at in scanned if at is not SUMMED and at.axis == 0
+            (label, place)
+            for label, place in scanned
+            if place is not SUMMED and place.axis == 0
         )
         self.meet(steps)
-        slices = [_Value(_shifted(operand.places, -1)) for operand in operands[last:]]
+        slices = [
+            _Value(_shifted(operand.places, -1)) for operand in operands[slice_start:]
+        ]
         for sliced in slices:
             self._sum({label for label, _ in steps}, sliced.places)
-        carried = [operand.places for operand in operands[first:last]]
+        carried = [operand.places for operand in operands[carry_start:slice_start]]
         while True:
-            inputs = [*operands[:first], *map(_Value, carried), *slices]
+            inputs = [*operands[:carry_start], *map(_Value, carried), *slices]
             outputs = [
                 output.places
                 for output in self.walk(equation.params["jaxpr"].jaxpr, inputs)
             ]
-            before = carried
+            previous = carried
             carried = [
-                a | b for a, b in zip(before, outputs[: last - first], strict=True)
+                a | b
+                for a, b in zip(
+                    previous, outputs[: slice_start - carry_start], strict=True
+                )
             ]
-            if carried == before:
-                stacked = [_shifted(places, 1) for places in outputs[last - first :]]
+            if carried == previous:
+                stacked = [
+                    _shifted(places, 1)
+                    for places in outputs[slice_start - carry_start :]
+                ]
                 return [
                     *map(_Value, carried),
                     *(_Value(places | steps) for places in stacked),
@@ -386,13 +415,13 @@ class _Meetings:
 
 def _shifted(places: Iterable[tuple[_Label, Place | None]], by: int) -> Places:
     """The places in the slices of an array, or in an array of slices."""
-    found = set()
+    shifted = set()
     for label, place in places:
         if place is not SUMMED:
             axis = place.axis + by
             place = SUMMED if axis < 0 else place._replace(axis=axis)
-        found.add((label, place))
-    return frozenset(found)
+        shifted.add((label, place))
+    return frozenset(shifted)
 
 
 def _columns(equation: Any, operands: Sequence[_Value]) -> tuple[_Value, ...]:

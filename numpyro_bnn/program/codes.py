@@ -51,9 +51,9 @@ class _Lookup(NamedTuple):
     """One operation: the extremes of its indices, and the last ones that exist."""
 
     places: frozenset[str]
-    least: jax.Array
+    smallest: jax.Array
     largest: jax.Array
-    last: np.ndarray
+    last_levels: np.ndarray
 
 
 class _Lookups:
@@ -65,20 +65,20 @@ class _Lookups:
 
     def __init__(self, rows: Mapping[int, str], answer: float | None) -> None:
         self.rows, self.answer = rows, answer
-        self.found: list[_Lookup] = []
+        self.lookups: list[_Lookup] = []
 
     def evaluate(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
         jaxpr = getattr(program, "jaxpr", program)
         constants = map(_Value, getattr(program, "consts", ()))
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-        known.update(zip(jaxpr.constvars, constants, strict=True))
+        environment = dict(zip(jaxpr.invars, inputs, strict=True))
+        environment.update(zip(jaxpr.constvars, constants, strict=True))
 
         def read(atom: Any) -> _Value:
-            return _Value(atom.val) if isinstance(atom, Literal) else known[atom]
+            return _Value(atom.val) if isinstance(atom, Literal) else environment[atom]
 
         for equation in jaxpr.eqns:
             values = self._apply(equation, [read(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, values, strict=True))
+            environment.update(zip(equation.outvars, values, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _apply(self, equation: Any, operands: list[_Value]) -> list[_Value]:
@@ -108,9 +108,11 @@ class _Lookups:
             arrays = [arrays]
         if name in ("gather", "dynamic_slice"):
             arrays = [self._look_up(equation, operands[1:], arrays[0])]
-        moved = name in MOVES and all(operand.unchanged for operand in operands)
+        unchanged = name in MOVES and all(operand.unchanged for operand in operands)
         origin = operands[0] if name in ("lt", "add") else None
-        return [_Value(array, places, moved or not places, origin) for array in arrays]
+        return [
+            _Value(array, places, unchanged or not places, origin) for array in arrays
+        ]
 
     def _on_disk(self, source: Rows, shape: Any) -> _Value:
         """The extremes of a column of integers, in the place of some rows."""
@@ -120,7 +122,7 @@ class _Lookups:
         places = frozenset({self.rows[id(source)]})
         return _Value(jnp.resize(extremes, shape.shape), places)
 
-    def _look_up(self, equation: Any, indices: list[_Value], found: jax.Array) -> Any:
+    def _look_up(self, equation: Any, indices: list[_Value], result: jax.Array) -> Any:
         """Note an operation; what it found, maybe with other answers."""
         params, shape, places = (
             equation.params,
@@ -133,130 +135,141 @@ class _Lookups:
         unclear = DRAWN in places or (
             computed and places.intersection(self.rows.values())
         )
-        if not places or unclear or _answers_all(params, numbers, found):
-            return found
+        if not places or unclear or _answers_all(params, numbers, result):
+            return result
         if numbers is None:
             axes: Sequence[int] = range(len(shape))
             index = jnp.stack([jnp.asarray(start.array, int) for start in indices])
         else:
             axes, index = numbers.start_index_map, indices[0].array
-        last = np.array([shape[axis] - params["slice_sizes"][axis] for axis in axes])
+        last_levels = np.array(
+            [shape[axis] - params["slice_sizes"][axis] for axis in axes]
+        )
         flat = index.reshape(-1, len(axes))
         if self.answer is None or not flat.size:
             if flat.size:
-                self.found.append(
-                    _Lookup(places, flat.min(axis=0), flat.max(axis=0), last)
+                self.lookups.append(
+                    _Lookup(places, flat.min(axis=0), flat.max(axis=0), last_levels)
                 )
-            return found
-        unknown = ((index < 0) | (index > last)).any(axis=-1)
+            return result
+        unknown = ((index < 0) | (index > last_levels)).any(axis=-1)
         if numbers is not None:
             unknown = jnp.expand_dims(unknown, numbers.offset_dims)
         answer: Any = self.answer
-        if not jnp.issubdtype(found.dtype, jnp.inexact):  # one that no other level has
-            answer = 0 if answer == 0 else jnp.iinfo(found.dtype).max
-        return jnp.where(unknown, answer, found)
+        if not jnp.issubdtype(result.dtype, jnp.inexact):  # one that no other level has
+            answer = 0 if answer == 0 else jnp.iinfo(result.dtype).max
+        return jnp.where(unknown, answer, result)
 
     def _branches(
         self, branches: Sequence[Any], choice: _Value, *operands: _Value
     ) -> list[_Value]:
         """All branches; what is looked up counts in the one that is taken."""
-        chosen = jnp.clip(jnp.asarray(choice.array, int), 0, len(branches) - 1)
-        before, outputs = self.found, []
+        branch_index = jnp.clip(jnp.asarray(choice.array, int), 0, len(branches) - 1)
+        lookups, outputs = self.lookups, []
         for place, branch in enumerate(branches):
-            self.found = []
+            self.lookups = []
             outputs.append(self.evaluate(branch, operands))
-            for lookup in self.found:
-                least = jnp.where(chosen == place, lookup.least, 0)
-                largest = jnp.where(chosen == place, lookup.largest, 0)
-                before.append(lookup._replace(least=least, largest=largest))
-        self.found = before
+            for lookup in self.lookups:
+                smallest = jnp.where(branch_index == place, lookup.smallest, 0)
+                largest = jnp.where(branch_index == place, lookup.largest, 0)
+                lookups.append(lookup._replace(smallest=smallest, largest=largest))
+        self.lookups = lookups
         results = []
         for values in zip(*outputs, strict=True):
-            array = jnp.stack([value.array for value in values])[chosen]
-            unchanged = all(part.unchanged for part in (choice, *values))
+            array = jnp.stack([value.array for value in values])[branch_index]
+            unchanged = all(operand.unchanged for operand in (choice, *values))
             results.append(_Value(array, _places([choice, *values]), unchanged))
         return results
 
     def _loop(self, params: Mapping[str, Any], operands: list[_Value]) -> list[_Value]:
         """Every step; extremes are those of all of them."""
-        first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        before, start = self.found, [operand.array for operand in operands[last:]]
-        places = [operand.places for operand in operands[last:]]
+        body_start = params["cond_nconsts"]
+        carry_start = body_start + params["body_nconsts"]
+        outer_lookups, start = (
+            self.lookups,
+            [operand.array for operand in operands[carry_start:]],
+        )
+        places = [operand.places for operand in operands[carry_start:]]
 
         def run(name: str, constants: list[_Value], arrays: list) -> list[_Value]:
-            self.found = []
+            self.lookups = []
             carried = [
-                _Value(array, at, not at)
-                for array, at in zip(arrays, places, strict=True)
+                _Value(array, origins, not origins)
+                for array, origins in zip(arrays, places, strict=True)
             ]
             return self.evaluate(params[name], [*constants, *carried])
 
         def body(arrays: list) -> list:
-            outputs = run("body_jaxpr", operands[first:last], arrays)
+            outputs = run("body_jaxpr", operands[body_start:carry_start], arrays)
             for place, output in enumerate(outputs):
                 places[place] |= output.places
             return [output.array for output in outputs]
 
         def goes_on(carry: tuple) -> jax.Array:
-            return run("cond_jaxpr", operands[:first], carry[0])[0].array
+            return run("cond_jaxpr", operands[:body_start], carry[0])[0].array
 
         def step(carry: tuple) -> tuple[list, list]:
             arrays, extremes = carry
             arrays = body(arrays)
             merged = []
-            for lookup, (least, largest) in zip(self.found, extremes, strict=True):
-                least = jnp.minimum(least, lookup.least)
-                merged.append((least, jnp.maximum(largest, lookup.largest)))
+            for lookup, (smallest, largest) in zip(self.lookups, extremes, strict=True):
+                smallest = jnp.minimum(smallest, lookup.smallest)
+                merged.append((smallest, jnp.maximum(largest, lookup.largest)))
             return arrays, merged
 
-        known = None
-        while known != places:  # a carried value may come from data later only
-            known = list(places)
+        previous = None
+        while previous != places:  # a carried value may come from data later only
+            previous = list(places)
             jax.eval_shape(body, start)
-        lookups = self.found
-        none = [
-            (jnp.zeros(lookup.least.shape, lookup.least.dtype),) * 2
+        lookups = self.lookups
+        zeros = [
+            (jnp.zeros(lookup.smallest.shape, lookup.smallest.dtype),) * 2
             for lookup in lookups
         ]
-        arrays, extremes = lax.while_loop(goes_on, step, (start, none))
-        for lookup, (least, largest) in zip(lookups, extremes, strict=True):
-            before.append(lookup._replace(least=least, largest=largest))
-        self.found = before
+        arrays, extremes = lax.while_loop(goes_on, step, (start, zeros))
+        for lookup, (smallest, largest) in zip(lookups, extremes, strict=True):
+            outer_lookups.append(lookup._replace(smallest=smallest, largest=largest))
+        self.lookups = outer_lookups
         return [
-            _Value(array, at, not at) for array, at in zip(arrays, places, strict=True)
+            _Value(array, origins, not origins)
+            for array, origins in zip(arrays, places, strict=True)
         ]
 
     def _scan(self, params: Mapping[str, Any], operands: list[_Value]) -> list[_Value]:
-        first = params["num_consts"]
-        last = first + params["num_carry"]
-        places, before = _places(operands), self.found
+        carry_start = params["num_consts"]
+        slice_start = carry_start + params["num_carry"]
+        places, outer_lookups = _places(operands), self.lookups
 
         def step(carry: list, slices: list) -> tuple[list, Any]:
             carried = [_Value(array, places, False) for array in carry]
             scanned = [
                 operand._replace(array=array, origin=None)
-                for operand, array in zip(operands[last:], slices, strict=True)
+                for operand, array in zip(operands[slice_start:], slices, strict=True)
             ]
-            self.found = []
+            self.lookups = []
             outputs = self.evaluate(
-                params["jaxpr"], [*operands[:first], *carried, *scanned]
+                params["jaxpr"], [*operands[:carry_start], *carried, *scanned]
             )
             arrays = [output.array for output in outputs]
-            extremes = [(lookup.least, lookup.largest) for lookup in self.found]
-            return arrays[: last - first], (arrays[last - first :], extremes)
+            extremes = [(lookup.smallest, lookup.largest) for lookup in self.lookups]
+            return arrays[: slice_start - carry_start], (
+                arrays[slice_start - carry_start :],
+                extremes,
+            )
 
         start, slices = (
-            [operand.array for operand in part]
-            for part in (operands[first:last], operands[last:])
+            [operand.array for operand in values]
+            for values in (operands[carry_start:slice_start], operands[slice_start:])
         )
         options = {name: params[name] for name in ("length", "reverse")}
         carry, (stacked, extremes) = lax.scan(step, start, slices, **options)
-        for lookup, (least, largest) in zip(self.found, extremes, strict=True):
-            before.append(
-                lookup._replace(least=least.min(axis=0), largest=largest.max(axis=0))
+        for lookup, (smallest, largest) in zip(self.lookups, extremes, strict=True):
+            outer_lookups.append(
+                lookup._replace(
+                    smallest=smallest.min(axis=0), largest=largest.max(axis=0)
+                )
             )
-        self.found = before
+        self.lookups = outer_lookups
         return [_Value(array, places, False) for array in (*carry, *stacked)]
 
 
@@ -266,11 +279,11 @@ def _places(operands: Sequence[_Value]) -> frozenset[str]:
 
 def _wraps(operands: Sequence[_Value]) -> bool:
     """Whether these are codes that JAX counts from the end where they are negative."""
-    negative, codes, *moved = operands
+    negative, codes, *wrapped = operands
     return (
         bool(codes.places)
         and codes.unchanged
-        and all(part.origin is codes for part in (negative, *moved))
+        and all(operand.origin is codes for operand in (negative, *wrapped))
     )
 
 
@@ -294,17 +307,17 @@ def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
             inner, operands if name in CALLS else [any(operands)] * len(operands)
         ):
             return True
-        parts = [*equation.params.get("branches", ())]
-        parts += [equation.params["body_jaxpr"]] if name == "while" else []
-        for part in parts:
-            if _looks_up(part.jaxpr, [any(operands)] * len(part.jaxpr.invars)):
+        programs = [*equation.params.get("branches", ())]
+        programs += [equation.params["body_jaxpr"]] if name == "while" else []
+        for program in programs:
+            if _looks_up(program.jaxpr, [any(operands)] * len(program.jaxpr.invars)):
                 return True
         if any(operands) or "callback" in equation.params:
             data.update(equation.outvars)
     return False
 
 
-def _answers_all(params: Mapping[str, Any], numbers: Any, found: jax.Array) -> bool:
+def _answers_all(params: Mapping[str, Any], numbers: Any, result: jax.Array) -> bool:
     """Whether the model says what unknown codes look up: ``mode="clip"``,
     or a number.
     """
@@ -315,7 +328,7 @@ def _answers_all(params: Mapping[str, Any], numbers: Any, found: jax.Array) -> b
     return (
         fill is not None
         and bool(np.isfinite(fill))
-        and jnp.issubdtype(found.dtype, jnp.inexact)
+        and jnp.issubdtype(result.dtype, jnp.inexact)
     )
 
 
@@ -343,20 +356,20 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     places = [
         frozenset({names.get(id(arrays[place]), place)}) for place in sorted(arrays)
     ]
-    key, found = random.key(0), list[_Lookup]()
+    key, noted = random.key(0), list[_Lookup]()
 
     def evaluate(key: jax.Array, arrays: Any, answer: float | None = None) -> list[Any]:
-        lookups = _Lookups(rows, answer)
+        evaluator = _Lookups(rows, answer)
         data = map(_Value, jax.tree.leaves(arrays), places)
-        outputs = lookups.evaluate(
+        outputs = evaluator.evaluate(
             reading._closed, [_Value(key, frozenset({DRAWN})), *data]
         )
-        found[:] = lookups.found
+        noted[:] = evaluator.lookups
         return [output.array for output in outputs]
 
     def look_up(on_arrays: Any) -> list[tuple]:
         evaluate(key, on_arrays._arrays)
-        return [(lookup.least, lookup.largest) for lookup in found]
+        return [(lookup.smallest, lookup.largest) for lookup in noted]
 
     def matters(on_arrays: Any) -> jax.Array:
         densities = []
@@ -375,17 +388,17 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
         return ~jnp.array(same).all()
 
     jax.eval_shape(lambda: look_up(reading))
-    lookups = list(found)
-    for lookup, (least, largest) in zip(
+    lookups = list(noted)
+    for lookup, (smallest, largest) in zip(
         lookups, reading.run(look_up) if lookups else (), strict=True
     ):
-        wrong = np.flatnonzero((least < 0) | (largest > lookup.last))
+        wrong = np.flatnonzero((smallest < 0) | (largest > lookup.last_levels))
         if wrong.size and reading.run(matters):
             axis, name = wrong[0], " and ".join(sorted(lookup.places))
-            levels = lookup.last[axis] + 1
+            levels = lookup.last_levels[axis] + 1
             got = (
-                f"codes from {least[axis]} to {largest[axis]}, which look up {levels} "
-                f"levels"
+                f"codes from {smallest[axis]} to {largest[axis]}, which look up "
+                f"{levels} levels"
             )
             instead = (
                 f"Pass codes from 0 to {levels - 1}: JAX would answer others with "

@@ -215,19 +215,17 @@ def _check_params(
     call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]
 ) -> None:
     """Refuse missing parameters: they would silently take their initial values."""
-    wanted = [
+    required = [
         name
         for trace in traces.values()
         for name, site in trace.items()
         if site["type"] == "param"
     ]
-    missing = sorted({name for name in wanted if name not in params})
+    missing = sorted({name for name in required if name not in params})
     if missing:
-        listed = ", ".join(map(str, missing[:5])) + (
-            ", ..." if len(missing) > 5 else ""
-        )
+        names = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         instead = (
             "Pass the parameters of a fit of this guide and model, e.g. "
             "`svi.run(...).params`."
         )
-        raise argument_error(call, "params", f"no value for {listed}", instead)
+        raise argument_error(call, "params", f"no value for {names}", instead)

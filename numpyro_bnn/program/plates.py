@@ -110,8 +110,8 @@ def full_trace(
         ``None``; other sites are drawn.
     :param rng_key: a key or seed for the sites that are drawn.
     """
-    at = values if callable(values) else lambda site: values.get(site["name"])
-    placed = handlers.substitute(full_plates(model), substitute_fn=at)
+    value_of = values if callable(values) else lambda site: values.get(site["name"])
+    placed = handlers.substitute(full_plates(model), substitute_fn=value_of)
     return handlers.trace(handlers.seed(placed, rng_key)).get_trace(
         *args, **(kwargs or {})
     )
@@ -146,16 +146,16 @@ class unobserved(Messenger):
 class _Shapes(NamedTuple):
     """Shapes of an observed site, (R,) each, aligned from the right.
 
-    :param own: of the distribution as the user wrote it, before plates and masks.
+    :param written: of the distribution as the user wrote it, before plates and masks.
     :param data: of the data. A factor has none, and a number is the same everywhere:
-        then ``own``.
+        then ``written``.
     :param scale: of the scales of ``handlers.scale``.
     :param total: of the log densities, with an axis for each axis of an event.
     :param plates: whether an axis belongs to a plate.
     :param event: whether it belongs to an event.
     """
 
-    own: np.ndarray
+    written: np.ndarray
     data: np.ndarray
     scale: np.ndarray
     total: np.ndarray
@@ -180,11 +180,11 @@ def _as_written(fn: Distribution, in_plates: bool) -> Distribution:
 
 def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
     fn, frames = site["fn"], site["cond_indep_stack"]
-    own = _as_written(fn, bool(frames))
-    own_shape, all_shape, event_dim = own.shape(), fn.shape(), fn.event_dim
+    written = _as_written(fn, bool(frames))
+    own_shape, all_shape, event_dim = written.shape(), fn.shape(), fn.event_dim
     data = np.shape(site["value"])
     if is_factor(fn):  # its value is empty
-        own_shape, all_shape, event_dim = own.batch_shape, fn.batch_shape, 0
+        own_shape, all_shape, event_dim = written.batch_shape, fn.batch_shape, 0
         data = own_shape
     scale = np.shape(site["scale"])
     scale = (*scale, *(1,) * event_dim) if scale else ()
@@ -220,14 +220,16 @@ def _counts_often(shapes: _Shapes) -> bool:
         outside = ~shapes.plates & ~shapes.event
         # In a plate of N rows, (N, 1) becomes (N, N): repeated along the plate, and the
         # rows beside it.
-        rows_beside = varied & (outside | (shapes.event & (shapes.own == 1)))
+        rows_beside = varied & (outside | (shapes.event & (shapes.written == 1)))
         along_plate = repeated & shapes.plates
         return bool(
             (repeated & outside).any() or (along_plate.any() and rows_beside.any())
         )
-    if (repeated & (shapes.own == 1)).any():  # by a mask or a scale of another shape
+    if (
+        repeated & (shapes.written == 1)
+    ).any():  # by a mask or a scale of another shape
         return True
-    return bool(repeated.any() and (varied & (shapes.own == 1)).any())
+    return bool(repeated.any() and (varied & (shapes.written == 1)).any())
 
 
 def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
@@ -261,18 +263,18 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
         if not _counts_often(shapes):
             continue
         fn, frames = site["fn"], site["cond_indep_stack"]
-        own = _as_written(fn, bool(frames))
-        listed = ", ".join(f"{f.name!r} of {f.size} at dim {f.dim}" for f in frames)
-        where = f" (plates: {listed})" if frames else ""
+        written = _as_written(fn, bool(frames))
+        stack = ", ".join(f"{f.name!r} of {f.size} at dim {f.dim}" for f in frames)
+        where = f" (plates: {stack})" if frames else ""
         total = tuple(map(int, shapes.total))
         times = int(np.prod(shapes.total[(shapes.data == 1) & (shapes.total > 1)]))
         each = f"Each value would count {times} times, as {total}: give"
         if is_factor(fn):
-            got = f"the site {name!r} of shape {own.batch_shape}{where}"
+            got = f"the site {name!r} of shape {written.batch_shape}{where}"
             instead = f"{each} it the shape of its plates, e.g. by `[..., 0]`."
             raise argument_error("numpyro.factor", "log_factor", got, instead)
         data = np.shape(site["value"])
-        got = f"the site {name!r} with a distribution of shape {own.shape()}"
+        got = f"the site {name!r} with a distribution of shape {written.shape()}"
         got += f" and data of shape {data}{where}"
         instead = f"{each} both the shape of the plates, e.g. by `net(x)[..., 0]` and"
         instead += (

@@ -12,8 +12,8 @@ A reader asks a :class:`Reading` instead of running the model itself:
   without running the model: it evaluates the equations that were read, of which those
   of some sites need few. It can stand in for the model in any function that JAX
   transforms;
-- ``depends(parts)``, ``sources(parts)``: from which latent sites, or indices of plates,
-  and from which data, parts of that trace are computed;
+- ``depends(quantities)``, ``sources(quantities)``: from which latent sites, or indices
+  of plates, and from which data, quantities of that trace are computed;
 - ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
   are the data of the model.
 """
@@ -96,14 +96,14 @@ class _marked(Messenger):
         self.starts &= msg["type"] != "param"
         if msg["type"] == "mutable":
 
-            def named(path: Any, leaf: Any) -> Any:
+            def marked(path: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, jax.Array | np.ndarray):
                     return leaf
                 name = msg["name"] + jax.tree_util.keystr(path)
                 self.states[name] = jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
                 return checkpoint_name(leaf, MARK + name)
 
-            msg["value"] = jax.tree_util.tree_map_with_path(named, msg["value"])
+            msg["value"] = jax.tree_util.tree_map_with_path(marked, msg["value"])
             msg["args"] = (
                 jax.tree.map(lambda leaf: leaf, msg["value"]),
             )  # before the model changes it
@@ -161,19 +161,19 @@ class Reading:
             self._trace_on(arguments, fixed, arrays)
         if not looks_up_data(self):
             return
-        whole = copy(self)
+        on_all_rows = copy(self)
         if self.plates:
-            whole._model = full_plates(model)
+            on_all_rows._model = full_plates(model)
             try:
                 with TRACING:
-                    whole._trace_on(arguments, fixed, arrays)
+                    on_all_rows._trace_on(arguments, fixed, arrays)
             # a model that runs on minibatches only is refused where they are checked
             except Exception:
                 return
         with suppress(TypeError):
             # names are known by the signature, unless others have changed the call
             arguments = Arguments.of(args, kwargs or {}, model)
-        check_codes(whole, arguments.leaves)
+        check_codes(on_all_rows, arguments.leaves)
 
     def _trace_on(
         self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]
@@ -189,12 +189,12 @@ class Reading:
             self._trace(arguments, inputs)
 
     def _trace(self, arguments: Arguments, arrays: dict[str, Any]) -> None:
-        def read(key: jax.Array, given: dict[str, Any]) -> list:
+        def read(key: jax.Array, values: dict[str, Any]) -> list:
             token = TRACED.set(
-                {id(given[place]): array for place, array in arrays.items()}
+                {id(values[place]): array for place, array in arrays.items()}
             )
             try:
-                return self._read(key, *arguments.call(given))
+                return self._read(key, *arguments.call(values))
             finally:
                 TRACED.reset(token)
 
@@ -204,9 +204,9 @@ class Reading:
 
     def _on(self, arrays: dict[str, Any]) -> "Reading":
         """The same model on other arrays of these shapes."""
-        found = copy(self)
-        found._arrays = arrays
-        return found
+        reading = copy(self)
+        reading._arrays = arrays
+        return reading
 
     def _read(self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> list:
         #: Sites, also parameters, whose values are given inside the model.
@@ -217,33 +217,33 @@ class Reading:
                 return init_to_sample(site)
             return self.fixed.add(site["name"])
 
-        seen, seeded = _marked(), handlers.seed(self._model, rng_key)
-        with seen:
+        marks, seeded = _marked(), handlers.seed(self._model, rng_key)
+        with marks:
             drawn = handlers.substitute(seeded, substitute_fn=value)
-            found = handlers.trace(drawn).get_trace(*args, **kwargs)
-            if seen.loops:  # values must reach the inside of loops
+            trace = handlers.trace(drawn).get_trace(*args, **kwargs)
+            if marks.loops:  # values must reach the inside of loops
                 latent = {
-                    name: found[name]["value"] for name in _names(found, observed=False)
+                    name: trace[name]["value"] for name in _names(trace, observed=False)
                 }
                 seeded = handlers.seed(self._model, rng_key)
-                found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(
+                trace = handlers.trace(handlers.substitute(seeded, latent)).get_trace(
                     *args, **kwargs
                 )
-        for site in found.values():
+        for site in trace.values():
             _check_name(site)
-        check_observations(found)
-        for site in found.values():
+        check_observations(trace)
+        for site in trace.values():
             _check_real(site)
         #: The trace: arrays that the model computes have a shape and a dtype, and no
         # values.
-        self.sites: Sites = found
-        self._asks_keys = seen.asks_keys
+        self.sites: Sites = trace
+        self._asks_keys = marks.asks_keys
         #: Parameters of ``priors.Learned`` that no handler gives a value.
-        self.learned = tuple(name for name, waits in seen.learned.items() if waits)
-        self._states = seen.states
+        self.learned = tuple(name for name, waits in marks.learned.items() if waits)
+        self._states = marks.states
         return [
-            arrays_in([site.get(part) for part in _numbers(site)])
-            for site in found.values()
+            arrays_in([site.get(field) for field in _numbers(site)])
+            for site in trace.values()
         ]
 
     # -- what there is -----------------------------------------------------------------
@@ -282,19 +282,19 @@ class Reading:
         """
         if not self._asks_keys:
             return False
-        known = self.shapes([*self.latent, *self.plates])
+        shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(given: Mapping[str, Any]) -> dict[str, Any]:
-            key = given[""]
-            sites = self.at({name: given[name] for name in known}, key).values()
+        def computed(values: Mapping[str, Any]) -> dict[str, Any]:
+            key = values[""]
+            sites = self.at({name: values[name] for name in shapes}, key).values()
             return {
-                name: arrays_in([site.get(part) for part in _numbers(site)])
+                name: arrays_in([site.get(field) for field in _numbers(site)])
                 for name, site in zip(self.sites, sites, strict=True)
                 if site["type"] in ("sample", "deterministic", "mutable")
             }
 
         random_key = jax.eval_shape(random.key, 0)
-        used = dependence(computed, {**known, "": random_key})
+        used = dependence(computed, {**shapes, "": random_key})
         return any("" in names for names in used.values())
 
     @property
@@ -303,8 +303,8 @@ class Reading:
         is already seeded.
         """
 
-        def indices(at: Mapping[str, jax.Array]) -> dict[str, Any]:
-            sites = self.at({}, at["key"])
+        def indices(inputs: Mapping[str, jax.Array]) -> dict[str, Any]:
+            sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
         return frozenset(
@@ -344,10 +344,12 @@ class Reading:
         :param rng_key: a key or seed for the sites that are drawn.
         :param only: names of the sites that are wanted, by default all.
         """
-        known = self.sites.keys() | self._states.keys()
-        given = {name: value for name, value in (values or {}).items() if name in known}
-        wanted = tuple(self.sites if only is None else only)
-        key = frozenset(given), wanted
+        replaceable = self.sites.keys() | self._states.keys()
+        inputs = {
+            name: value for name, value in (values or {}).items() if name in replaceable
+        }
+        outputs = tuple(self.sites if only is None else only)
+        key = frozenset(inputs), outputs
         if key not in self._programs:
             self._programs[key] = self._program(*key)
         if not is_prng_key(rng_key):
@@ -355,19 +357,19 @@ class Reading:
         if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
             rng_key = random.wrap_key_data(rng_key)
         numbers = iter(
-            self._programs[key](given, rng_key, *jax.tree.leaves(self._arrays))
+            self._programs[key](inputs, rng_key, *jax.tree.leaves(self._arrays))
         )
         sites = {}
-        for name in wanted:
+        for name in outputs:
             site = self.sites[name]
-            parts = {
-                part: _exchange(site.get(part), lambda _: next(numbers))
-                for part in _numbers(site)
+            fields = {
+                field: _exchange(site.get(field), lambda _: next(numbers))
+                for field in _numbers(site)
             }
-            sites[name] = {**site, **parts}
+            sites[name] = {**site, **fields}
         return sites
 
-    def _program(self, given: Collection[str], wanted: Collection[str]) -> Callable:
+    def _program(self, inputs: Collection[str], names: Collection[str]) -> Callable:
         """The program from values of some sites to the arrays of others."""
         variables = iter(self._closed.jaxpr.outvars)
         outputs = dict(
@@ -378,15 +380,15 @@ class Reading:
             )
         )
         jaxpr = self._closed.jaxpr.replace(
-            outvars=[var for name in wanted for var in outputs[name]]
+            outvars=[var for name in names for var in outputs[name]]
         )
         return named_inputs(
-            self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in given}
+            self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in inputs}
         )
 
     def depends(
         self,
-        parts: Callable[[Sites], Mapping[Any, Any]],
+        quantities: Callable[[Sites], Mapping[Any, Any]],
         on: Iterable[str] | None = None,
     ) -> dict[Any, set[str]]:
         """For each part of a trace, the sites from whose values it is computed; nothing
@@ -395,25 +397,28 @@ class Reading:
         :param on: names of sites and plates, by default of all latent sites.
         """
         on = set(self.latent if on is None else on)
-        found = dependence(
-            lambda values: parts(self.at(values)), self.shapes(on.union(self.latent))
+        sites_used = dependence(
+            lambda values: quantities(self.at(values)),
+            self.shapes(on.union(self.latent)),
         )
-        return {part: used & on for part, used in found.items()}
+        return {quantity: used & on for quantity, used in sites_used.items()}
 
     def sources(
-        self, parts: Callable[[Sites], Mapping[Any, Any]]
+        self, quantities: Callable[[Sites], Mapping[Any, Any]]
     ) -> dict[Any, set[str]]:
         """For each part of a trace at given latent sites, the places of the arguments
         from which it is computed.
         """
 
-        def program(given: Mapping[str, Any]) -> Mapping[Any, Any]:
-            return parts(
-                self._on({place: given[place] for place in self._arrays}).at(given[""])
+        def program(inputs: Mapping[str, Any]) -> Mapping[Any, Any]:
+            return quantities(
+                self._on({place: inputs[place] for place in self._arrays}).at(
+                    inputs[""]
+                )
             )
 
-        found = dependence(program, {**self._arrays, "": self.shapes()})
-        return {part: used - {""} for part, used in found.items()}
+        inputs_used = dependence(program, {**self._arrays, "": self.shapes()})
+        return {quantity: used - {""} for quantity, used in inputs_used.items()}
 
     def idle_states(self) -> set[str]:
         """The places in ``numpyro.mutable`` state that no site is computed from, and
@@ -422,24 +427,24 @@ class Reading:
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
 
-        def parts(given: Mapping[str, Any]) -> dict[str, Any]:
-            states = {place: given[place] for place in self._states}
-            sites = self._on(given["data"]).at({**states, **given["values"]})
-            found: dict[str, Any] = {"used": []}
+        def quantities(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            states = {place: inputs[place] for place in self._states}
+            sites = self._on(inputs["data"]).at({**states, **inputs["values"]})
+            arrays: dict[str, Any] = {"used": []}
             for name, site in sites.items():
                 if site["type"] == "mutable":
                     for path, leaf in jax.tree_util.tree_leaves_with_path(
                         site["value"]
                     ):
-                        found[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
+                        arrays[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
                 else:
-                    found["used"] += arrays_in(
-                        [site.get(part) for part in _numbers(site)]
+                    arrays["used"] += arrays_in(
+                        [site.get(field) for field in _numbers(site)]
                     )
-            return found
+            return arrays
 
         sources = dependence(
-            parts, {"data": self._arrays, "values": self.shapes(), **self._states}
+            quantities, {"data": self._arrays, "values": self.shapes(), **self._states}
         )
         outside = sources.pop("used") | {"data", "values"}
         return {
@@ -448,25 +453,25 @@ class Reading:
             if place not in outside and not used & outside
         }
 
-    def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
+    def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
         """``fn(reading, *given)`` by a compiled program, which equal ones share, also
         with other data.
 
         :param once: whether it runs so rarely that compiling it quickly matters more
             than its speed.
         """
-        return self.prepare(fn, once)(*given)
+        return self.prepare(fn, once)(*values)
 
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
-        """:meth:`run` as a function of ``given``, traced once for all values of one
+        """:meth:`run` as a function of ``values``, traced once for all values of one
         shape.
         """
 
-        def on_arrays(arrays: dict, *given: Any) -> Any:
-            return fn(self._on(arrays), *given)
+        def on_arrays(arrays: dict, *values: Any) -> Any:
+            return fn(self._on(arrays), *values)
 
         program = shared(on_arrays, once)
-        return lambda *given: program(self._arrays, *given)
+        return lambda *values: program(self._arrays, *values)
 
     def draw(
         self, seeds: Iterable[int], kinds: Collection[str] = ("sample",)
@@ -512,12 +517,12 @@ def initial_values(
             "model_args": args,
             "model_kwargs": kwargs,
         }
-        found, _, _, trace = initialize_model(rng_key, model, **options)
+        start, _, _, trace = initialize_model(rng_key, model, **options)
         check_observations(trace)
         valid = jnp.all(
-            jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0])
+            jnp.isfinite(ravel_pytree((start.potential_energy, start.z_grad))[0])
         )
-        return found.z, valid, trace if with_trace else {}
+        return start.z, valid, trace if with_trace else {}
 
     # NumPyro draws twice with one key
     with jax.debug_key_reuse(False), naming_arguments(model, args, kwargs):
@@ -540,8 +545,8 @@ def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
 def _check_name(site: Site) -> None:
     """Refuse names of which no file, and no variable of an export, can be named."""
     name, kind = site["name"], site["type"]
-    named = kind in ("sample", "deterministic", "param", "plate")
-    if named and not (
+    needs_name = kind in ("sample", "deterministic", "param", "plate")
+    if needs_name and not (
         isinstance(name, str) and name.strip("./ ") and name.isprintable()
     ):
         instead = 'Give it a name with a letter or a number, e.g. `"w"`.'
@@ -564,30 +569,30 @@ def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
     """
     objects = Distribution | Transform | Constraint
     if isinstance(value, objects):
-        found = copy(value)
-        found.__dict__.update(
-            {name: _exchange(part, new) for name, part in vars(value).items()}
+        exchanged = copy(value)
+        exchanged.__dict__.update(
+            {name: _exchange(entry, new) for name, entry in vars(value).items()}
         )
-        return found
+        return exchanged
 
-    def leaf(part: Any) -> Any:
-        if isinstance(part, objects):
-            return _exchange(part, new)
-        return new(part) if isinstance(part, jax.core.Tracer) else part
+    def leaf(entry: Any) -> Any:
+        if isinstance(entry, objects):
+            return _exchange(entry, new)
+        return new(entry) if isinstance(entry, jax.core.Tracer) else entry
 
-    return jax.tree.map(leaf, value, is_leaf=lambda part: isinstance(part, objects))
+    return jax.tree.map(leaf, value, is_leaf=lambda entry: isinstance(entry, objects))
 
 
 def arrays_in(value: Any) -> list[jax.Array]:
     """The arrays in a value, also in a distribution, that a trace computes."""
-    found: list[jax.Array] = []
+    arrays: list[jax.Array] = []
 
     def note(leaf: jax.Array) -> jax.Array:
-        found.append(leaf)
+        arrays.append(leaf)
         return leaf
 
     _exchange(value, note)
-    return found
+    return arrays
 
 
 def _numbers(site: Site) -> tuple[str, ...]:

@@ -53,11 +53,11 @@ def check_row_lengths(
     for name, site in reading.sites.items():
         if site["type"] == "plate":
             size = site["args"][0]
-            reached = indexed_lengths(
-                lambda i, at=name: densities({at: i}),  # type: ignore[misc]
+            lengths_indexed = indexed_lengths(
+                lambda i, plate=name: densities({plate: i}),  # type: ignore[misc]
                 jnp.arange(size),
             )
-            unlike = sorted(reached & lengths - {size})
+            unlike = sorted(lengths_indexed & lengths - {size})
             if unlike:
                 got = (
                     f"an array of {unlike[0]} rows that plate {name!r} of size {size} "
@@ -84,16 +84,18 @@ def check_state(call: str, argument: str, reading: Reading) -> None:
         }
 
     changed = []
-    for name, (before, after) in (reading.run(states) if names else {}).items():
+    for name, (start, end) in (reading.run(states) if names else {}).items():
         pairs = zip(
-            jax.tree.leaves(before),
-            jax.tree_util.tree_leaves_with_path(after),
+            jax.tree.leaves(start),
+            jax.tree_util.tree_leaves_with_path(end),
             strict=True,
         )
-        for old, (path, new) in pairs:
+        for value_at_start, (path, value_at_end) in pairs:
             if not (
-                isinstance(new, jax.core.Tracer)
-                or np.array_equal(key_numbers(old), key_numbers(new))
+                isinstance(value_at_end, jax.core.Tracer)
+                or np.array_equal(
+                    key_numbers(value_at_start), key_numbers(value_at_end)
+                )
             ):
                 changed.append(name + jax.tree_util.keystr(path[1:]))
     idle = reading.idle_states() if changed else set()

@@ -78,8 +78,8 @@ class Rows:
         return f"Rows(shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Any) -> jax.Array:
-        known = isinstance(index, jax.Array | np.ndarray | int | np.integer)
-        if not (known and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
+        is_index = isinstance(index, jax.Array | np.ndarray | int | np.integer)
+        if not (is_index and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
             instead = (
                 "Index it by the plate's indices alone: `x[i]`, and then their "
                 "columns: `x[i][:, 0]`."
@@ -141,11 +141,11 @@ class Rows:
             // 8
             // max(1, int(np.prod(self.shape[1:])) * self.dtype.itemsize),
         )
-        found = []
+        extremes = []
         for start in range(0, len(self), rows):
-            part = self.fetch(np.arange(start, min(start + rows, len(self))))
-            found += [part.min(), part.max()]
-        return np.array([np.min(found), np.max(found)])
+            block = self.fetch(np.arange(start, min(start + rows, len(self))))
+            extremes += [block.min(), block.max()]
+        return np.array([np.min(extremes), np.max(extremes)])
 
     def head(self) -> np.ndarray:
         """The first rows, in memory."""
@@ -184,16 +184,17 @@ def read_ahead(
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
-    moving = reached(needed, jaxpr.invars[:-1])
+    state_dependent = reached(needed, jaxpr.invars[:-1])
     reads = [
         e
         for e in needed
-        if e.primitive.name == "pure_callback" and not moving.intersection(e.outvars)
+        if e.primitive.name == "pure_callback"
+        and not state_dependent.intersection(e.outvars)
     ]
-    if not reads or jaxpr.outvars[0] in moving:
+    if not reads or jaxpr.outvars[0] in state_dependent:
         return None
-    handed = [var for equation in reads for var in equation.outvars]
-    rest = [equation for equation in needed if equation not in reads]
+    row_variables = [var for equation in reads for var in equation.outvars]
+    remaining = [equation for equation in needed if equation not in reads]
 
     def by_key(outputs: list[Any]) -> Callable[[Any], list[jax.Array]]:
         equations = [equation for equation, _ in needed_equations(jaxpr, outputs)]
@@ -202,11 +203,19 @@ def read_ahead(
         )
 
     def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
-        given = zip(jaxpr.invars, [*jax.tree.leaves(state), key], strict=True)
-        values = {**constants, **dict(given), **dict(zip(handed, rows, strict=True))}
-        return jax.tree.unflatten(tree, evaluate_equations(rest, values, jaxpr.outvars))
+        inputs = zip(jaxpr.invars, [*jax.tree.leaves(state), key], strict=True)
+        values = {
+            **constants,
+            **dict(inputs),
+            **dict(zip(row_variables, rows, strict=True)),
+        }
+        return jax.tree.unflatten(
+            tree, evaluate_equations(remaining, values, jaxpr.outvars)
+        )
 
-    return Ahead(lambda key: by_key([jaxpr.outvars[0]])(key)[0], by_key(handed), finish)
+    return Ahead(
+        lambda key: by_key([jaxpr.outvars[0]])(key)[0], by_key(row_variables), finish
+    )
 
 
 def rows_in(*trees: Any) -> list[Rows]:
@@ -214,10 +223,12 @@ def rows_in(*trees: Any) -> list[Rows]:
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Rows)]
 
 
-def refuse_rows(call: str, why: str, *trees: Any) -> None:
+def refuse_rows(call: str, reason: str, *trees: Any) -> None:
     """Refuse rows on disk where a method needs all of them at once."""
-    if found := rows_in(*trees):
-        raise argument_error(call, "args", repr(found[0]), f"{why}: pass an array.")
+    if disk_rows := rows_in(*trees):
+        raise argument_error(
+            call, "args", repr(disk_rows[0]), f"{reason}: pass an array."
+        )
 
 
 def with_head(values: Mapping[str, Any]) -> dict[str, Any]:
