@@ -4,6 +4,8 @@ another level, or with NaN.
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -15,26 +17,19 @@ from jax.extend.core import Literal
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import CALLS, subprogram
 from numpyro_bnn.program.compiled import is_traced
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.rows import Rows
 
 # Operations whose results are elements of their operands.
 MOVES = {
-    *(
-        "reshape",
-        "squeeze",
-        "broadcast_in_dim",
-        "expand_dims",
-        "transpose",
-        "copy",
-        "rev",
-    ),
-    *("slice", "dynamic_slice", "gather", "select_n", "split", "concatenate", "stack"),
-    *("convert_element_type", "stop_gradient", "name"),
+    *("reshape", "squeeze", "broadcast_in_dim", "expand_dims", "transpose", "copy"),
+    *("rev", "slice", "dynamic_slice", "gather", "select_n", "split", "concatenate"),
+    *("stack", "convert_element_type", "stop_gradient", "name"),
 }
 DRAWN = ""  # in place of an argument: the key of the model
 
 
-class _Value(NamedTuple):
+class _SourcedValue(NamedTuple):
     """A value, the arguments that it comes from, and whether its elements are theirs.
 
     :param origin: what it compares with zero, or adds a length to, as JAX does with
@@ -67,21 +62,29 @@ class _Lookups:
         self.rows, self.answer = rows, answer
         self.lookups: list[_Lookup] = []
 
-    def evaluate(self, program: Any, inputs: Sequence[_Value]) -> list[_Value]:
+    def evaluate(
+        self, program: Any, inputs: Sequence[_SourcedValue]
+    ) -> list[_SourcedValue]:
         jaxpr = getattr(program, "jaxpr", program)
-        constants = map(_Value, getattr(program, "consts", ()))
+        constants = map(_SourcedValue, getattr(program, "consts", ()))
         environment = dict(zip(jaxpr.invars, inputs, strict=True))
         environment.update(zip(jaxpr.constvars, constants, strict=True))
 
-        def read(atom: Any) -> _Value:
-            return _Value(atom.val) if isinstance(atom, Literal) else environment[atom]
+        def read(atom: Any) -> _SourcedValue:
+            return (
+                _SourcedValue(atom.val)
+                if isinstance(atom, Literal)
+                else environment[atom]
+            )
 
         for equation in jaxpr.eqns:
-            values = self._apply(equation, [read(atom) for atom in equation.invars])
+            values = self._apply(equation, list(map(read, equation.invars)))
             environment.update(zip(equation.outvars, values, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return list(map(read, jaxpr.outvars))
 
-    def _apply(self, equation: Any, operands: list[_Value]) -> list[_Value]:
+    def _apply(
+        self, equation: Any, operands: list[_SourcedValue]
+    ) -> list[_SourcedValue]:
         primitive, params = equation.primitive, equation.params
         name, places = primitive.name, _places(operands)
         if name in CALLS:
@@ -98,43 +101,37 @@ class _Lookups:
         source = getattr(callback, "__self__", None)
         if isinstance(source, Rows):
             return [self._on_disk(source, equation.outvars[0].aval)]
+        # a negative code among the data does not count from the end
         if name == "select_n" and _wraps(operands):
-            return [
-                operands[1]
-            ]  # a negative code among the data does not count from the end
+            return [operands[1]]
         bound = primitive.get_bind_params(params)
-        arrays = primitive.bind(*(operand.array for operand in operands), **bound)
+        arrays = primitive.bind(*_arrays(operands), **bound)
         if not primitive.multiple_results:
             arrays = [arrays]
         if name in ("gather", "dynamic_slice"):
             arrays = [self._look_up(equation, operands[1:], arrays[0])]
-        unchanged = name in MOVES and all(operand.unchanged for operand in operands)
+        unchanged = not places or (name in MOVES and _all_unchanged(operands))
         origin = operands[0] if name in ("lt", "add") else None
-        return [
-            _Value(array, places, unchanged or not places, origin) for array in arrays
-        ]
+        return [_SourcedValue(array, places, unchanged, origin) for array in arrays]
 
-    def _on_disk(self, source: Rows, shape: Any) -> _Value:
+    def _on_disk(self, source: Rows, shape: Any) -> _SourcedValue:
         """The extremes of a column of integers, in the place of some rows."""
         if source.ndim > 1 or source.dtype.kind not in "iu":
-            return _Value(jnp.zeros(shape.shape, shape.dtype))
+            return _SourcedValue(jnp.zeros(shape.shape, shape.dtype))
         extremes = jnp.asarray(source.extremes[::-1], shape.dtype)
         places = frozenset({self.rows[id(source)]})
-        return _Value(jnp.resize(extremes, shape.shape), places)
+        return _SourcedValue(jnp.resize(extremes, shape.shape), places)
 
-    def _look_up(self, equation: Any, indices: list[_Value], result: jax.Array) -> Any:
+    def _look_up(
+        self, equation: Any, indices: list[_SourcedValue], result: jax.Array
+    ) -> Any:
         """Note an operation; what it found, maybe with other answers."""
-        params, shape, places = (
-            equation.params,
-            equation.invars[0].aval.shape,
-            _places(indices),
-        )
+        params, shape = equation.params, equation.invars[0].aval.shape
+        places = _places(indices)
         numbers = params.get("dimension_numbers")
         # The extremes of columns on disk say nothing about what is computed from them.
-        computed = not all(index.unchanged for index in indices)
-        unclear = DRAWN in places or (
-            computed and places.intersection(self.rows.values())
-        )
+        on_disk = places.intersection(self.rows.values())
+        unclear = DRAWN in places or (on_disk and not _all_unchanged(indices))
         if not places or unclear or _answers_all(params, numbers, result):
             return result
         if numbers is None:
@@ -142,15 +139,14 @@ class _Lookups:
             index = jnp.stack([jnp.asarray(start.array, int) for start in indices])
         else:
             axes, index = numbers.start_index_map, indices[0].array
-        last_levels = np.array(
-            [shape[axis] - params["slice_sizes"][axis] for axis in axes]
-        )
+        axes = list(axes)
+        last_levels = np.subtract(shape, params["slice_sizes"])[axes]
         flat = index.reshape(-1, len(axes))
-        if self.answer is None or not flat.size:
-            if flat.size:
-                self.lookups.append(
-                    _Lookup(places, flat.min(axis=0), flat.max(axis=0), last_levels)
-                )
+        if not flat.size:
+            return result
+        if self.answer is None:
+            smallest, largest = flat.min(axis=0), flat.max(axis=0)
+            self.lookups.append(_Lookup(places, smallest, largest, last_levels))
             return result
         unknown = ((index < 0) | (index > last_levels)).any(axis=-1)
         if numbers is not None:
@@ -161,8 +157,8 @@ class _Lookups:
         return jnp.where(unknown, answer, result)
 
     def _branches(
-        self, branches: Sequence[Any], choice: _Value, *operands: _Value
-    ) -> list[_Value]:
+        self, branches: Sequence[Any], choice: _SourcedValue, *operands: _SourcedValue
+    ) -> list[_SourcedValue]:
         """All branches; what is looked up counts in the one that is taken."""
         branch_index = jnp.clip(jnp.asarray(choice.array, int), 0, len(branches) - 1)
         lookups, outputs = self.lookups, []
@@ -176,34 +172,32 @@ class _Lookups:
         self.lookups = lookups
         results = []
         for values in zip(*outputs, strict=True):
-            array = jnp.stack([value.array for value in values])[branch_index]
-            unchanged = all(operand.unchanged for operand in (choice, *values))
-            results.append(_Value(array, _places([choice, *values]), unchanged))
+            array = jnp.stack(_arrays(values))[branch_index]
+            sources = [choice, *values]
+            unchanged = _all_unchanged(sources)
+            results.append(_SourcedValue(array, _places(sources), unchanged))
         return results
 
-    def _loop(self, params: Mapping[str, Any], operands: list[_Value]) -> list[_Value]:
+    def _loop(
+        self, params: Mapping[str, Any], operands: list[_SourcedValue]
+    ) -> list[_SourcedValue]:
         """Every step; extremes are those of all of them."""
         body_start = params["cond_nconsts"]
         carry_start = body_start + params["body_nconsts"]
-        outer_lookups, start = (
-            self.lookups,
-            [operand.array for operand in operands[carry_start:]],
-        )
+        outer_lookups, start = self.lookups, _arrays(operands[carry_start:])
         places = [operand.places for operand in operands[carry_start:]]
 
-        def run(name: str, constants: list[_Value], arrays: list) -> list[_Value]:
+        def run(
+            name: str, constants: list[_SourcedValue], arrays: list
+        ) -> list[_SourcedValue]:
             self.lookups = []
-            carried = [
-                _Value(array, origins, not origins)
-                for array, origins in zip(arrays, places, strict=True)
-            ]
-            return self.evaluate(params[name], [*constants, *carried])
+            return self.evaluate(params[name], [*constants, *_computed(arrays, places)])
 
         def body(arrays: list) -> list:
             outputs = run("body_jaxpr", operands[body_start:carry_start], arrays)
             for place, output in enumerate(outputs):
                 places[place] |= output.places
-            return [output.array for output in outputs]
+            return _arrays(outputs)
 
         def goes_on(carry: tuple) -> jax.Array:
             return run("cond_jaxpr", operands[:body_start], carry[0])[0].array
@@ -221,27 +215,25 @@ class _Lookups:
         while previous != places:  # a carried value may come from data later only
             previous = list(places)
             jax.eval_shape(body, start)
-        lookups = self.lookups
-        zeros = [
-            (jnp.zeros(lookup.smallest.shape, lookup.smallest.dtype),) * 2
-            for lookup in lookups
-        ]
+        lookups, zeros = self.lookups, []
+        for lookup in lookups:
+            zero = jnp.zeros(lookup.smallest.shape, lookup.smallest.dtype)
+            zeros.append((zero, zero))
         arrays, extremes = lax.while_loop(goes_on, step, (start, zeros))
         for lookup, (smallest, largest) in zip(lookups, extremes, strict=True):
             outer_lookups.append(lookup._replace(smallest=smallest, largest=largest))
         self.lookups = outer_lookups
-        return [
-            _Value(array, origins, not origins)
-            for array, origins in zip(arrays, places, strict=True)
-        ]
+        return _computed(arrays, places)
 
-    def _scan(self, params: Mapping[str, Any], operands: list[_Value]) -> list[_Value]:
-        carry_start = params["num_consts"]
-        slice_start = carry_start + params["num_carry"]
+    def _scan(
+        self, params: Mapping[str, Any], operands: list[_SourcedValue]
+    ) -> list[_SourcedValue]:
+        carry_start, num_carry = params["num_consts"], params["num_carry"]
+        slice_start = carry_start + num_carry
         places, outer_lookups = _places(operands), self.lookups
 
         def step(carry: list, slices: list) -> tuple[list, Any]:
-            carried = [_Value(array, places, False) for array in carry]
+            carried = [_SourcedValue(array, places, False) for array in carry]
             scanned = [
                 operand._replace(array=array, origin=None)
                 for operand, array in zip(operands[slice_start:], slices, strict=True)
@@ -250,19 +242,15 @@ class _Lookups:
             outputs = self.evaluate(
                 params["jaxpr"], [*operands[:carry_start], *carried, *scanned]
             )
-            arrays = [output.array for output in outputs]
-            extremes = [(lookup.smallest, lookup.largest) for lookup in self.lookups]
-            return arrays[: slice_start - carry_start], (
-                arrays[slice_start - carry_start :],
-                extremes,
-            )
+            arrays = _arrays(outputs)
+            stacked = arrays[num_carry:], _extremes(self.lookups)
+            return arrays[:num_carry], stacked
 
-        start, slices = (
-            [operand.array for operand in values]
-            for values in (operands[carry_start:slice_start], operands[slice_start:])
+        start = _arrays(operands[carry_start:slice_start])
+        slices = _arrays(operands[slice_start:])
+        carry, (stacked, extremes) = lax.scan(
+            step, start, slices, length=params["length"], reverse=params["reverse"]
         )
-        options = {name: params[name] for name in ("length", "reverse")}
-        carry, (stacked, extremes) = lax.scan(step, start, slices, **options)
         for lookup, (smallest, largest) in zip(self.lookups, extremes, strict=True):
             outer_lookups.append(
                 lookup._replace(
@@ -270,14 +258,34 @@ class _Lookups:
                 )
             )
         self.lookups = outer_lookups
-        return [_Value(array, places, False) for array in (*carry, *stacked)]
+        return [_SourcedValue(array, places, False) for array in (*carry, *stacked)]
 
 
-def _places(operands: Sequence[_Value]) -> frozenset[str]:
+def _places(operands: Sequence[_SourcedValue]) -> frozenset[str]:
     return frozenset[str]().union(*(operand.places for operand in operands))
 
 
-def _wraps(operands: Sequence[_Value]) -> bool:
+def _arrays(values: Sequence[_SourcedValue]) -> list[Any]:
+    return [value.array for value in values]
+
+
+def _all_unchanged(values: Sequence[_SourcedValue]) -> bool:
+    return all(value.unchanged for value in values)
+
+
+def _computed(
+    arrays: Sequence[Any], places: Sequence[frozenset[str]]
+) -> list[_SourcedValue]:
+    """Values that are computed from what lies at some places."""
+    pairs = zip(arrays, places, strict=True)
+    return [_SourcedValue(array, origins, not origins) for array, origins in pairs]
+
+
+def _extremes(lookups: Sequence[_Lookup]) -> list[tuple[jax.Array, jax.Array]]:
+    return [(lookup.smallest, lookup.largest) for lookup in lookups]
+
+
+def _wraps(operands: Sequence[_SourcedValue]) -> bool:
     """Whether these are codes that JAX counts from the end where they are negative."""
     negative, codes, *wrapped = operands
     return (
@@ -291,11 +299,7 @@ def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
     """Whether something is looked up by marked inputs or by data on disk, or may be:
     nothing is evaluated.
     """
-    data = {
-        variable
-        for variable, of_data in zip(jaxpr.invars, marked, strict=True)
-        if of_data
-    }
+    data = set(compress(jaxpr.invars, marked))
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, subprogram(equation)
         operands = [
@@ -307,8 +311,9 @@ def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
             inner, operands if name in CALLS else [any(operands)] * len(operands)
         ):
             return True
-        programs = [*equation.params.get("branches", ())]
-        programs += [equation.params["body_jaxpr"]] if name == "while" else []
+        programs = list(equation.params.get("branches", ()))
+        if name == "while":
+            programs.append(equation.params["body_jaxpr"])
         for program in programs:
             if _looks_up(program.jaxpr, [any(operands)] * len(program.jaxpr.invars)):
                 return True
@@ -334,9 +339,8 @@ def _answers_all(params: Mapping[str, Any], numbers: Any, result: jax.Array) -> 
 
 def looks_up_data(reading: Any) -> bool:
     """Whether the model looks up anything by its arguments, or may."""
-    return _looks_up(
-        reading._closed.jaxpr, [False, *[True] * len(reading._arrays)]
-    )  # the first input is a key
+    # the first input is a key
+    return _looks_up(reading._closed.jaxpr, [False, *[True] * len(reading._arrays)])
 
 
 def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
@@ -360,16 +364,16 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
 
     def evaluate(key: jax.Array, arrays: Any, answer: float | None = None) -> list[Any]:
         evaluator = _Lookups(rows, answer)
-        data = map(_Value, jax.tree.leaves(arrays), places)
+        data = map(_SourcedValue, jax.tree.leaves(arrays), places)
         outputs = evaluator.evaluate(
-            reading._closed, [_Value(key, frozenset({DRAWN})), *data]
+            reading._closed, [_SourcedValue(key, frozenset({DRAWN})), *data]
         )
         noted[:] = evaluator.lookups
-        return [output.array for output in outputs]
+        return _arrays(outputs)
 
     def look_up(on_arrays: Any) -> list[tuple]:
         evaluate(key, on_arrays._arrays)
-        return [(lookup.smallest, lookup.largest) for lookup in noted]
+        return _extremes(noted)
 
     def matters(on_arrays: Any) -> jax.Array:
         densities = []
@@ -379,13 +383,10 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
             changed._closed = jax.make_jaxpr(evaluate, static_argnums=2)(
                 key, arrays, answer
             )
-            sites = [site for site in changed.at().values() if site["type"] == "sample"]
+            sites = sites_of_type(changed.at(), "sample").values()
             densities.append([site["fn"].log_prob(site["value"]) for site in sites])
-        same = [
-            jnp.array_equal(a, b, equal_nan=True)
-            for a, b in zip(*densities, strict=True)
-        ]
-        return ~jnp.array(same).all()
+        equal = partial(jnp.array_equal, equal_nan=True)
+        return ~jnp.array(list(map(equal, *densities))).all()
 
     jax.eval_shape(lambda: look_up(reading))
     lookups = list(noted)
@@ -402,10 +403,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
             )
             instead = (
                 f"Pass codes from 0 to {levels - 1}: JAX would answer others with "
-                f"another level, or NaN. "
+                "another level, or NaN. Give missing and unknown categories a level of "
+                "their own, mask them, or `jnp.clip` them in the model."
             )
-            instead += (
-                "Give missing and unknown categories a level of their own, mask them, "
-                "or `jnp.clip` them in"
-            )
-            raise argument_error("model", name, got, f"{instead} the model.")
+            raise argument_error("model", name, got, instead)

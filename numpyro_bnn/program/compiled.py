@@ -5,7 +5,7 @@ arrays are inputs.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any
@@ -30,7 +30,7 @@ CACHE_SIZE = 8
 CHUNK_BYTES = 128 * 2**20
 
 # Number of programs kept by what they compute.
-KEPT = 256
+MAX_SHARED_PROGRAMS = 256
 # What the data are wanted for while a model is traced, if it computes shapes or
 # branches from them.
 NEEDS_VALUES = (
@@ -45,7 +45,7 @@ NEEDS_VALUES = (
 # do not wait for the fit of another.
 TRACING = RLock()
 
-_KEPT: dict[Any, Callable] = {}
+_SHARED: dict[Any, Callable] = {}
 # The process that ran the first program; one that is forked from it inherits the entry,
 # and not the threads of JAX.
 _STARTED: list[int] = []
@@ -127,17 +127,15 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         )
         closed, shapes = flat(*leaves)
         closed = closed if closed.effects else needed_part(closed)
-        traced = inside or any(
-            isinstance(constant, jax.core.Tracer) for constant in closed.consts
-        )
-        return _kept(closed, traced, once), jax.tree.structure(shapes), traced
+        traced = inside or is_traced(closed.consts)
+        return _compiled(closed, traced, once), jax.tree.structure(shapes), traced
 
     def call(*values: Any) -> Any:
         refuse_forks("numpyro_bnn")
         if not _STARTED:
             _STARTED.append(os.getpid())
         leaves, tree = jax.tree.flatten(values)
-        inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        inside = is_traced(leaves)
         settings = (
             inside,
             jnp.result_type(float),
@@ -159,20 +157,20 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     return call
 
 
-def _kept(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
+def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
     # Inside another program XLA has only that one's options. Elsewhere than on a CPU
     # this one is unproven.
     quick = once and not traced and jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if quick else None
     fingerprint = _fingerprint(closed, traced)
     key = fingerprint and (*fingerprint, bool(options))
-    program = _KEPT.pop(key, None) or jax.jit(
+    program = _SHARED.pop(key, None) or jax.jit(
         jaxpr_as_fun(closed), compiler_options=options
     )
     if key is not None:
-        _KEPT[key] = program  # the last used comes last
-        if len(_KEPT) > KEPT:
-            _KEPT.pop(next(iter(_KEPT)))
+        _SHARED[key] = program  # the last used comes last
+        if len(_SHARED) > MAX_SHARED_PROGRAMS:
+            _SHARED.pop(next(iter(_SHARED)))
     return program
 
 
@@ -183,7 +181,7 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
         # the text does not show an author's derivative
         return None
     digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", text).encode())
-    for constant in _parts(closed):
+    for constant in _constants(closed):
         if isinstance(constant, jax.core.Tracer):
             return None
         with jax.core.eval_context():
@@ -193,28 +191,31 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
     inputs = tuple(
         (v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars
     )
-    return (
-        digest.digest(),
-        inputs,
-        jax.sharding.get_abstract_mesh(),
-    )  # chains in parallel are traced in a mesh
+    # chains in parallel are traced in a mesh
+    return digest.digest(), inputs, jax.sharding.get_abstract_mesh()
 
 
-def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+def _constants(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
     """The numbers of a program that its text does not show in full: its constants, and
     arrays among its literals.
     """
     if isinstance(program, ClosedJaxpr):
         yield from program.consts
         program = program.jaxpr
-    yield from (v.val for v in program.outvars if isinstance(v, Literal))
+    yield from _literals(program.outvars)
     for equation in program.eqns:
-        yield from (v.val for v in equation.invars if isinstance(v, Literal))
+        yield from _literals(equation.invars)
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _parts(inner)
+                yield from _constants(inner)
             elif isinstance(inner, jax.Array | np.ndarray):
                 yield inner
+
+
+def _literals(atoms: Iterable[Any]) -> Iterator[Any]:
+    for atom in atoms:
+        if isinstance(atom, Literal):
+            yield atom.val
 
 
 def refuse_forks(call: str) -> None:
@@ -249,12 +250,11 @@ def draws_per_chunk(fn: Callable, *example: Any) -> int:
     """
     with TRACING:
         equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
-    needed = sum(
-        var.aval.size * var.aval.dtype.itemsize
-        for equation in equations
-        for var in equation.outvars
-    )
-    return max(1, CHUNK_BYTES // max(1, needed))
+    num_bytes = 0
+    for equation in equations:
+        for var in equation.outvars:
+            num_bytes += var.aval.size * var.aval.dtype.itemsize
+    return max(1, CHUNK_BYTES // max(1, num_bytes))
 
 
 def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:

@@ -30,6 +30,7 @@ __all__ = [
     "full_trace",
     "isolated",
     "random_indices",
+    "sites_of_type",
     "unobserved",
 ]
 
@@ -87,13 +88,9 @@ class random_indices(Messenger):
             if subsample_size is not None and not (
                 counted and 1 <= subsample_size <= size
             ):
-                came = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
-                raise argument_error(
-                    "numpyro.plate",
-                    "subsample_size",
-                    came,
-                    f"Pass a number from 1 to {size}.",
-                )
+                got = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
+                instead = f"Pass a number from 1 to {size}."
+                raise argument_error("numpyro.plate", "subsample_size", got, instead)
             msg["fn"] = draw_indices
 
 
@@ -115,6 +112,13 @@ def full_trace(
     return handlers.trace(handlers.seed(placed, rng_key)).get_trace(
         *args, **(kwargs or {})
     )
+
+
+def sites_of_type(
+    trace: Mapping[str, dict[str, Any]], *types: str
+) -> dict[str, dict[str, Any]]:
+    """The sites of some types, such as ``"sample"``, in the order of the model."""
+    return {name: site for name, site in trace.items() if site["type"] in types}
 
 
 @contextmanager
@@ -206,14 +210,19 @@ def _do_not_fit(site: Mapping[str, Any]) -> bool:
     """Whether data cannot be broadcast to the batch shape of their distribution."""
     fn, shape = site["fn"], np.shape(site["value"])
     rows = shape[: max(len(shape) - fn.event_dim, 0)]
-    pairs = zip(reversed(rows), reversed(fn.batch_shape), strict=False)
-    unlike = [pair for pair in pairs if pair[0] != pair[1] and 1 not in pair]
-    return bool(unlike) and not is_factor(fn)
+    if is_factor(fn):
+        return False
+    # as far as both have axes, from the right
+    for length, size in zip(reversed(rows), reversed(fn.batch_shape), strict=False):
+        if length != size and 1 not in (length, size):
+            return True
+    return False
 
 
 def _counts_often(shapes: _Shapes) -> bool:
     """Whether broadcasting repeats values of the data beyond what plates declare."""
-    repeated, varied = (shapes.data == 1) & (shapes.total > 1), shapes.data > 1
+    repeated = (shapes.data == 1) & (shapes.total > 1)
+    varied = shapes.data > 1
     if (repeated & shapes.event).any():
         return True
     if shapes.plates.any():
@@ -225,9 +234,8 @@ def _counts_often(shapes: _Shapes) -> bool:
         return bool(
             (repeated & outside).any() or (along_plate.any() and rows_beside.any())
         )
-    if (
-        repeated & (shapes.written == 1)
-    ).any():  # by a mask or a scale of another shape
+    # by a mask or a scale of another shape
+    if (repeated & (shapes.written == 1)).any():
         return True
     return bool(repeated.any() and (varied & (shapes.written == 1)).any())
 

@@ -21,6 +21,7 @@ A reader asks a :class:`Reading` instead of running the model itself:
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,12 @@ from numpyro_bnn._options import Model, checked
 from numpyro_bnn.program.arguments import Arguments, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
-from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
+from numpyro_bnn.program.plates import (
+    check_observations,
+    full_plates,
+    random_indices,
+    sites_of_type,
+)
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
 
@@ -72,13 +78,10 @@ class _marked(Messenger):
     asks_keys = loops = starts = False
 
     def __init__(self) -> None:
-        self.learned: dict[
-            str, bool
-            # parameters, and whether they are to be learned and no handler gives them
-        ] = {}
-        self.states: dict[
-            str, jax.ShapeDtypeStruct
-        ] = {}  # leaves of `numpyro.mutable` sites
+        # parameters, and whether they are to be learned and no handler gives them
+        self.learned: dict[str, bool] = {}
+        # leaves of `numpyro.mutable` sites
+        self.states: dict[str, jax.ShapeDtypeStruct] = {}
         super().__init__(None)
 
     def process_message(self, msg: Site) -> None:
@@ -104,9 +107,8 @@ class _marked(Messenger):
                 return checkpoint_name(leaf, MARK + name)
 
             msg["value"] = jax.tree_util.tree_map_with_path(marked, msg["value"])
-            msg["args"] = (
-                jax.tree.map(lambda leaf: leaf, msg["value"]),
-            )  # before the model changes it
+            # before the model changes it
+            msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)
         array = isinstance(msg["value"], jax.Array | np.ndarray)
         if msg["type"] == "sample" or (
             msg["type"] in ("deterministic", "plate") and array
@@ -190,9 +192,8 @@ class Reading:
 
     def _trace(self, arguments: Arguments, arrays: dict[str, Any]) -> None:
         def read(key: jax.Array, values: dict[str, Any]) -> list:
-            token = TRACED.set(
-                {id(values[place]): array for place, array in arrays.items()}
-            )
+            originals = {id(values[place]): array for place, array in arrays.items()}
+            token = TRACED.set(originals)
             try:
                 return self._read(key, *arguments.call(values))
             finally:
@@ -218,17 +219,16 @@ class Reading:
             return self.fixed.add(site["name"])
 
         marks, seeded = _marked(), handlers.seed(self._model, rng_key)
+        drawn = handlers.substitute(seeded, substitute_fn=value)
         with marks:
-            drawn = handlers.substitute(seeded, substitute_fn=value)
             trace = handlers.trace(drawn).get_trace(*args, **kwargs)
             if marks.loops:  # values must reach the inside of loops
                 latent = {
                     name: trace[name]["value"] for name in _names(trace, observed=False)
                 }
                 seeded = handlers.seed(self._model, rng_key)
-                trace = handlers.trace(handlers.substitute(seeded, latent)).get_trace(
-                    *args, **kwargs
-                )
+                placed = handlers.substitute(seeded, latent)
+                trace = handlers.trace(placed).get_trace(*args, **kwargs)
         for site in trace.values():
             _check_name(site)
         check_observations(trace)
@@ -241,10 +241,7 @@ class Reading:
         #: Parameters of ``priors.Learned`` that no handler gives a value.
         self.learned = tuple(name for name, waits in marks.learned.items() if waits)
         self._states = marks.states
-        return [
-            arrays_in([site.get(field) for field in _numbers(site)])
-            for site in trace.values()
-        ]
+        return list(map(_arrays_of, trace.values()))
 
     # -- what there is -----------------------------------------------------------------
 
@@ -261,16 +258,12 @@ class Reading:
     @property
     def plates(self) -> dict[str, Plate]:
         """The plates that see a subset of their indices."""
-        sizes = {
-            name: site["args"]
-            for name, site in self.sites.items()
-            if site["type"] == "plate"
-        }
-        return {
-            name: Plate(*args)
-            for name, args in sizes.items()
-            if args[1] not in (None, args[0])
-        }
+        plates = {}
+        for name, site in sites_of_type(self.sites, "plate").items():
+            size, batch_size = site["args"]
+            if batch_size not in (None, size):
+                plates[name] = Plate(size, batch_size)
+        return plates
 
     @property
     def stochastic(self) -> bool:
@@ -285,13 +278,9 @@ class Reading:
         shapes = self.shapes([*self.latent, *self.plates])
 
         def computed(values: Mapping[str, Any]) -> dict[str, Any]:
-            key = values[""]
-            sites = self.at({name: values[name] for name in shapes}, key).values()
-            return {
-                name: arrays_in([site.get(field) for field in _numbers(site)])
-                for name, site in zip(self.sites, sites, strict=True)
-                if site["type"] in ("sample", "deterministic", "mutable")
-            }
+            sites = self.at(values, values[""])
+            sites = sites_of_type(sites, "sample", "deterministic", "mutable")
+            return {name: _arrays_of(site) for name, site in sites.items()}
 
         random_key = jax.eval_shape(random.key, 0)
         used = dependence(computed, {**shapes, "": random_key})
@@ -307,26 +296,24 @@ class Reading:
             sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
-        return frozenset(
-            name
-            for name, used in dependence(
-                indices, {"key": jax.eval_shape(random.key, 0)}
-            ).items()
-            if used
-        )
+        used = dependence(indices, {"key": jax.eval_shape(random.key, 0)})
+        return frozenset(name for name in used if used[name])
 
     def shapes(
         self, names: Collection[str] | None = None
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the values of sites, by default of the latent ones."""
-        values = {
-            name: self.sites[name]["value"]
-            for name in (self.latent if names is None else names)
-        }
-        return {
-            name: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v))
-            for name, v in values.items()
-        }
+        shapes = {}
+        for name in self.latent if names is None else names:
+            value = self.sites[name]["value"]
+            shape, dtype = jnp.shape(value), jnp.result_type(value)
+            shapes[name] = jax.ShapeDtypeStruct(shape, dtype)
+        return shapes
+
+    def zeros(self) -> dict[str, jax.Array]:
+        """Zeros in the place of the values of latent sites."""
+        shapes = self.shapes()
+        return {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
 
     # -- the program -------------------------------------------------------------------
 
@@ -361,24 +348,17 @@ class Reading:
         )
         sites = {}
         for name in outputs:
-            site = self.sites[name]
-            fields = {
-                field: _exchange(site.get(field), lambda _: next(numbers))
-                for field in _numbers(site)
-            }
-            sites[name] = {**site, **fields}
+            site = dict(self.sites[name])
+            for field in _fields(site):
+                site[field] = _exchange(site.get(field), lambda _: next(numbers))
+            sites[name] = site
         return sites
 
     def _program(self, inputs: Collection[str], names: Collection[str]) -> Callable:
         """The program from values of some sites to the arrays of others."""
-        variables = iter(self._closed.jaxpr.outvars)
-        outputs = dict(
-            zip(
-                self.sites,
-                ([next(variables) for _ in leaves] for leaves in self._outputs),
-                strict=True,
-            )
-        )
+        variables, outputs = iter(self._closed.jaxpr.outvars), {}
+        for name, leaves in zip(self.sites, self._outputs, strict=True):
+            outputs[name] = list(islice(variables, len(leaves)))
         jaxpr = self._closed.jaxpr.replace(
             outvars=[var for name in names for var in outputs[name]]
         )
@@ -432,26 +412,22 @@ class Reading:
             sites = self._on(inputs["data"]).at({**states, **inputs["values"]})
             arrays: dict[str, Any] = {"used": []}
             for name, site in sites.items():
-                if site["type"] == "mutable":
-                    for path, leaf in jax.tree_util.tree_leaves_with_path(
-                        site["value"]
-                    ):
-                        arrays[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
-                else:
-                    arrays["used"] += arrays_in(
-                        [site.get(field) for field in _numbers(site)]
-                    )
+                if site["type"] != "mutable":
+                    arrays["used"] += _arrays_of(site)
+                    continue
+                for path, leaf in jax.tree_util.tree_leaves_with_path(site["value"]):
+                    arrays[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
             return arrays
 
         sources = dependence(
             quantities, {"data": self._arrays, "values": self.shapes(), **self._states}
         )
         outside = sources.pop("used") | {"data", "values"}
-        return {
-            place
-            for place, used in sources.items()
-            if place not in outside and not used & outside
-        }
+        idle = set()
+        for place, used in sources.items():
+            if outside.isdisjoint({place, *used}):
+                idle.add(place)
+        return idle
 
     def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
         """``fn(reading, *given)`` by a compiled program, which equal ones share, also
@@ -479,17 +455,14 @@ class Reading:
         """For each seed, values of the sites of some kinds that are not observed, drawn
         from the prior.
         """
-        names = [
-            n
-            for n, s in self.sites.items()
-            if s["type"] in kinds and not s.get("is_observed", False)
-        ]
 
         def values(reading: "Reading", seed: jax.Array) -> dict[str, Any]:
             sites = reading.at({}, random.key(seed))
-            return {
-                name: jax.tree.map(jnp.asarray, sites[name]["value"]) for name in names
-            }
+            values = {}
+            for name, site in sites_of_type(sites, *kinds).items():
+                if not site.get("is_observed", False):
+                    values[name] = jax.tree.map(jnp.asarray, site["value"])
+            return values
 
         program = self.prepare(values)
         return [program(jnp.uint32(seed)) for seed in seeds]
@@ -528,18 +501,14 @@ def initial_values(
     with jax.debug_key_reuse(False), naming_arguments(model, args, kwargs):
         z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
         if not isinstance(valid, jax.core.Tracer) and not valid:
-            z, _, trace = search(
-                rng_key, args, kwargs
-            )  # raises, and warns of values outside of supports
+            # raises, and warns of values outside of supports
+            z, _, trace = search(rng_key, args, kwargs)
     return z, trace
 
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
-    return tuple(
-        n
-        for n, site in sites.items()
-        if site["type"] == "sample" and site["is_observed"] == observed
-    )
+    samples = sites_of_type(sites, "sample")
+    return tuple(n for n in samples if samples[n]["is_observed"] == observed)
 
 
 def _check_name(site: Site) -> None:
@@ -570,9 +539,8 @@ def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
     objects = Distribution | Transform | Constraint
     if isinstance(value, objects):
         exchanged = copy(value)
-        exchanged.__dict__.update(
-            {name: _exchange(entry, new) for name, entry in vars(value).items()}
-        )
+        for name, entry in vars(value).items():
+            exchanged.__dict__[name] = _exchange(entry, new)
         return exchanged
 
     def leaf(entry: Any) -> Any:
@@ -595,7 +563,11 @@ def arrays_in(value: Any) -> list[jax.Array]:
     return arrays
 
 
-def _numbers(site: Site) -> tuple[str, ...]:
+def _arrays_of(site: Site) -> list[jax.Array]:
+    return arrays_in([site.get(field) for field in _fields(site)])
+
+
+def _fields(site: Site) -> tuple[str, ...]:
     """What a site holds besides its description."""
     return {"sample": ("fn", "value", "scale"), "mutable": ("args", "value")}.get(
         site["type"], ("value",)
