@@ -18,7 +18,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn.infer.linear_blocks import Blocks
+from numpyro_bnn.infer.linear_blocks import JacobianBlocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import (
     LinearGaussian,
@@ -186,7 +186,7 @@ def _integrate(
             numpyro.deterministic(name, site["value"])
 
 
-def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
+def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> jax.Array:
     r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`,
     A the ``blocks``.
     """
@@ -204,7 +204,9 @@ def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
     )
 
 
-def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Array:
+def sample(
+    rng_key: jax.Array, model: LinearGaussian, blocks: JacobianBlocks
+) -> jax.Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
     For p <= n in a block directly from their normal distribution in p dimensions;
@@ -232,7 +234,9 @@ def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Arr
     return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 
-def _scaled(model: LinearGaussian, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def _scaled(
+    model: LinearGaussian, blocks: JacobianBlocks
+) -> tuple[jax.Array, jax.Array]:
     """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n,
     p) R and (..., n, 1) r.
     """

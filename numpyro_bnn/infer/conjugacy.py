@@ -15,6 +15,7 @@ from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrappe
 from numpyro_bnn._jaxprs import called, needed_equations, reached
 from numpyro_bnn.infer.linear_structure import weights
 from numpyro_bnn.infer.model_checks import OUTSIDE
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
@@ -64,36 +65,28 @@ def read(
         whose values are sds.
     """
     dependences = reading.depends(_parts)
-    free = [name for name in reading.latent if name not in conditioned]
-    depending = {
-        name: sorted(key for key, sites in dependences.items() if name in sites)
-        for name in free
-    }
-    reasons = {
-        name: _reason(reading.sites[name], priors, depending[name]) for name in free
-    }
-    pairs = [
-        (name, child)
-        for name in free
-        if reasons[name] is None
-        for _, child in depending[name]
-    ]
-    effects = reading.run(
-        partial(
-            _effects, [pair for pair in pairs if not _is_piecewise_in(reading, *pair)]
-        )
-    )
     conditionals: dict[str, ConjugateSite | str] = {}
-    for name in free:
-        children = [
-            _scaled_site(
-                child, effects.get((name, child)), reading.shapes([name])[name].size
-            )
-            for _, child in depending[name]
-        ]
-        conditionals[name] = reasons[name] or _conjugate(
-            reading.sites[name], priors, children
-        )
+    children: dict[str, list[str]] = {}
+    pairs = []
+    for name in reading.latent:
+        if name in conditioned:
+            continue
+        depending = sorted(key for key in dependences if name in dependences[key])
+        reason = _reason(reading.sites[name], priors, depending)
+        conditionals[name] = reason
+        if reason:
+            continue
+        children[name] = [child for _, child in depending]
+        for child in children[name]:
+            if not _is_piecewise_in(reading, name, child):
+                pairs.append((name, child))
+    effects = reading.run(partial(_effects, pairs))
+    for name, child_names in children.items():
+        size = reading.shapes([name])[name].size
+        scaled = []
+        for child in child_names:
+            scaled.append(_scaled_site(child, effects.get((name, child)), size))
+        conditionals[name] = _conjugate(reading.sites[name], priors, scaled)
     return conditionals
 
 
@@ -102,10 +95,10 @@ def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     latent one.
     """
     quantities: dict[tuple[str, str], Any] = {}
-    for name, site in sites.items():
+    for name, site in sites_of_type(sites, "sample").items():
         # A conjugate draw stays in the support: the factor that is zero within it says
         # nothing of the draw.
-        if site["type"] != "sample" or name == OUTSIDE:
+        if name == OUTSIDE:
             continue
         quantities["scale of the log density", name] = site["scale"]
         if site["is_observed"]:
@@ -122,34 +115,29 @@ def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 def _reason(
     site: Mapping[str, Any], priors: Collection[Any], depending: list[tuple[str, str]]
-) -> str | None:
+) -> str:
     """Why a site has no conjugate conditional, as far as the sites that depend on it
-    say.
+    say; empty if they do not.
     """
-    prior, kinds = (
-        type(unwrapped(site["fn"])).__name__,
-        sorted({kind.__name__ for kind, _ in priors}),
-    )
+    prior = type(unwrapped(site["fn"])).__name__
+    kinds = sorted({kind.__name__ for kind, _ in priors})
     if prior not in kinds:
         return f"its prior is {prior}, not one of {', '.join(kinds)}"
     for kind, child in depending:
         if kind != "sd":
-            hint = (
-                " (a centered prior would not)"
-                if kind in ("distribution", "mean")
-                else ""
-            )
-            return f"the {kind} of {child!r} depends on it{hint}"
-    return None if depending else "no normal site depends on it"
+            reason = f"the {kind} of {child!r} depends on it"
+            if kind in ("distribution", "mean"):
+                reason += " (a centered prior would not)"
+            return reason
+    return "" if depending else "no normal site depends on it"
 
 
 def _conjugate(
     site: Mapping[str, Any], priors: Collection[Any], children: list
 ) -> ConjugateSite | str:
     """The conditional of a site given the sites that it scales, with their powers."""
-    measured = [child for child in children if child is not None]
-    powers = {power for power, _ in measured}
-    if len(measured) < len(children) or len(powers) != 1:
+    powers = {child[0] for child in children if child is not None}
+    if None in children or len(powers) != 1:
         return (
             "sds that depend on it are not proportional to one power of one of its "
             "elements"
@@ -160,7 +148,7 @@ def _conjugate(
             f"a {prior.__name__} prior is not conjugate where sds are proportional to "
             f"its power {power:g}"
         )
-    return ConjugateSite(site["name"], power, tuple(child for _, child in measured))
+    return ConjugateSite(site["name"], power, tuple(child for _, child in children))
 
 
 def _log_sds(
@@ -187,10 +175,7 @@ def _is_piecewise_in(reading: Reading, name: str, child: str) -> bool:
     """Whether the program of the sds of ``other`` cuts the values of ``name`` into
     pieces.
     """
-    zeros = {
-        latent: jnp.zeros(site.shape, site.dtype)
-        for latent, site in reading.shapes().items()
-    }
+    zeros = reading.zeros()
     jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, child))(
         zeros[name].ravel()
     ).jaxpr
@@ -234,17 +219,17 @@ def _scaled_site(name: str, effect: Any, size: int) -> tuple[float, ScaledSite] 
     """
     if effect is None or not np.isfinite(effect).all():
         return None
-    (steps, bits), effect = _steps(size), np.asarray(effect, np.float64)
+    steps, bits = _steps(size)
+    effect = np.asarray(effect, np.float64)
     power = min(POWERS, key=lambda p: np.abs(effect[0] - p).min())
     digits = np.rint(effect[1 : 1 + bits] / power).astype(int)
     follows = np.abs(effect[0]) > CLOSE
-    owner = (
-        np.clip(sum(digit << bit for bit, digit in enumerate(digits)), 0, size - 1)
-        * follows
-    )
+    index = sum(digit << bit for bit, digit in enumerate(digits))
+    owner = np.clip(index, 0, size - 1) * follows
     expected = np.where(follows, power * steps[:, owner], 0.0)
-    scaled_site = power, ScaledSite(name, owner.astype(np.int32), follows)
-    return scaled_site if np.allclose(effect, expected, atol=CLOSE) else None
+    if not np.allclose(effect, expected, atol=CLOSE):
+        return None
+    return power, ScaledSite(name, owner.astype(np.int32), follows)
 
 
 def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
@@ -257,15 +242,11 @@ def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
         if not depends.intersection(equation.outvars):
             continue
         if inner := called(equation):
-            pairs = zip(inner.invars, equation.invars, strict=True)
-            if _is_piecewise(
-                inner,
-                [
-                    var
-                    for var, outer in pairs
-                    if not isinstance(outer, Literal) and outer in depends
-                ],
-            ):
+            inputs = []
+            for var, outer in zip(inner.invars, equation.invars, strict=True):
+                if not isinstance(outer, Literal) and outer in depends:
+                    inputs.append(var)
+            if _is_piecewise(inner, inputs):
                 return True
             continue
         compares = any(

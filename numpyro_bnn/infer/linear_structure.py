@@ -22,7 +22,8 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs import dependence
-from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
+from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the
@@ -79,38 +80,26 @@ class LinearModel:
         values, start = dict(self._values), 0
         for name, shape in self.structure.shapes.items():
             loc, _ = _normal(self._reading.at(values, only=[name])[name])
-            values[name] = loc + u[start : start + prod(shape)].reshape(shape).astype(
-                loc.dtype
-            )
-            start += prod(shape)
+            end = start + prod(shape)
+            values[name] = loc + u[start:end].reshape(shape).astype(loc.dtype)
+            start = end
         return self._reading.at(values, only=only)
 
     def mean(self, u: jax.Array) -> jax.Array:
         """(N,) means of the data."""
-        return jnp.concatenate(
-            [
-                jnp.ravel(_normal(site)[0])
-                for site in self.trace(u, self.structure.data).values()
-            ]
-        )
+        sites = self.trace(u, self.structure.data).values()
+        return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in sites])
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> JacobianBlocks:
         """The linear map A."""
         return jacobian_blocks(self.mean, self.zeros())
 
     def gaussian(self) -> LinearGaussian:
         """Everything except the linear map."""
-        traced = self.trace(
-            self.zeros(), (*self.structure.shapes, *self.structure.data)
-        )
-        prior, data = (
-            [flat_normal(traced[name]) for name in names]
-            for names in (self.structure.shapes, self.structure.data)
-        )
-        _, _, prior_sd, prior_weight = map(jnp.concatenate, zip(*prior, strict=True))
-        return LinearGaussian(
-            prior_sd, prior_weight, *map(jnp.concatenate, zip(*data, strict=True))
-        )
+        shapes, data = self.structure
+        traced = self.trace(self.zeros(), (*shapes, *data))
+        _, _, prior_sd, prior_weight = _flat_normals(traced, shapes)
+        return LinearGaussian(prior_sd, prior_weight, *_flat_normals(traced, data))
 
     def zeros(self) -> jax.Array:
         """(P,) innovations at the prior means."""
@@ -126,32 +115,22 @@ def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure
         if name not in reading.latent:
             raise unknown_name(call, "sites", name, reading.latent)
         if not is_affine_normal(traced[name]["fn"]):
-            came = (
-                f"{name!r}, a site with a "
-                f"{type(unwrapped(traced[name]['fn'])).__name__} prior"
-            )
-            raise argument_error(call, "sites", came, "Name sites with normal priors.")
-    shapes = reading.shapes()
-    structure = LinearStructure(
-        {name: shapes[name].shape for name in shapes if name in sites}, ()
-    )
-    zeros = {
-        name: jnp.zeros(site.shape, site.dtype)
-        for name, site in shapes.items()
-        if name not in sites
-    }
+            prior = type(unwrapped(traced[name]["fn"])).__name__
+            got = f"{name!r}, a site with a {prior} prior"
+            raise argument_error(call, "sites", got, "Name sites with normal priors.")
+    zeros, shapes = reading.zeros(), {}
+    for name in reading.latent:
+        if name in sites:
+            shapes[name] = zeros.pop(name).shape
+    structure = LinearStructure(shapes, ())
     linear = LinearModel(reading, structure, zeros)
     linear.structure = structure._replace(data=_data(call, traced, linear, sites))
     _check_linear(call, reading, linear)
     for name in linear.structure.data:
         if not traced[name]["is_observed"]:
-            came = f"{sites}, on which the latent site {name!r} depends"
-            raise argument_error(
-                call,
-                "sites",
-                came,
-                f"Only data may depend on them: name {name!r} as well.",
-            )
+            got = f"{sites}, on which the latent site {name!r} depends"
+            instead = f"Only data may depend on them: name {name!r} as well."
+            raise argument_error(call, "sites", got, instead)
     return linear.structure
 
 
@@ -160,15 +139,13 @@ def _parts(
 ) -> dict[tuple[str, str], Any]:
     """For every sample site, the quantities that innovations may or may not change."""
     quantities: dict[tuple[str, str], Any] = {}
-    for name, site in linear.trace(inputs[INNOVATIONS]).items():
-        if site["type"] == "sample":
-            quantities["density", name] = log_density(site)
-            if is_affine_normal(site["fn"], masked=True):
-                quantities["sd", name] = _normal(site)[1]
-                quantities["weight", name], quantities["value", name] = (
-                    weights(site),
-                    site["value"],
-                )
+    trace = linear.trace(inputs[INNOVATIONS])
+    for name, site in sites_of_type(trace, "sample").items():
+        quantities["density", name] = log_density(site)
+        if is_affine_normal(site["fn"], masked=True):
+            quantities["sd", name] = _normal(site)[1]
+            quantities["weight", name] = weights(site)
+            quantities["value", name] = site["value"]
     return quantities
 
 
@@ -183,32 +160,25 @@ def _data(
         "value": "the observed value",
     }
     dependences = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
-    below = tuple(
-        name
-        for kind, name in dependences
-        if kind == "density" and name not in sites and dependences[kind, name]
-    )
+    below: tuple[str, ...] = ()
+    for (kind, name), inputs in dependences.items():
+        if kind == "density" and name not in sites and inputs:
+            below += (name,)
     for name in (*sites, *below):
         fn = traced[name]["fn"]
         if not is_affine_normal(fn, masked=True):
+            kind = type(unwrapped(fn, masked=True)).__name__
             raise refused(
-                (
-                    f"{sites}, on which {name!r} "
-                    f"({type(unwrapped(fn, masked=True)).__name__}) depends"
-                ),
-                (
-                    "Only normal sites may depend on them: sample these sites with "
-                    "another kernel, e.g. `NUTS(model)`."
-                ),
+                f"{sites}, on which {name!r} ({kind}) depends",
+                "Only normal sites may depend on them: sample these sites with "
+                "another kernel, e.g. `NUTS(model)`.",
             )
         for kind, meaning in meanings.items():
             if dependences[kind, name] and (kind != "value" or name in below):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
-                    (
-                        "Only means may depend on them: give the mean weights of its "
-                        "own, or leave these to the sampler."
-                    ),
+                    "Only means may depend on them: give the mean weights of its "
+                    "own, or leave these to the sampler.",
                 )
     if not below:
         raise refused(
@@ -231,13 +201,9 @@ def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     # Otherwise compare means with their linearization at random values.
     for error, tolerated in reading.run(partial(_errors, linear.structure)):
         if isinstance(error, jax.core.Tracer):
+            got = "arrays that are traced by a transformation"
             instead = "Linearity is measured: call it once outside of `jit` or `vmap`."
-            raise argument_error(
-                call,
-                "model_args",
-                "arrays that are traced by a transformation",
-                instead,
-            )
+            raise argument_error(call, "model_args", got, instead)
         if not np.all(np.abs(error) <= tolerated):
             came = (
                 f"{tuple(linear.structure.shapes)}, in which the mean of "
@@ -264,10 +230,8 @@ def _errors(
         if name not in structure.shapes
     }
     linear, errors = LinearModel(reading, structure, values), []
-    jacobian, start = (
-        jacobian_of(linear.mean, linear.zeros()),
-        linear.mean(linear.zeros()),
-    )
+    jacobian = jacobian_of(linear.mean, linear.zeros())
+    start = linear.mean(linear.zeros())
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
@@ -300,6 +264,12 @@ def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     loc_and_scale = affine_normal(site["fn"], masked=True)
     assert loc_and_scale is not None  # callers have checked
     return loc_and_scale
+
+
+def _flat_normals(sites: Sites, names: Iterable[str]) -> list[jax.Array]:
+    """:func:`flat_normal` of several sites, one after the other."""
+    fields = zip(*(flat_normal(sites[name]) for name in names), strict=True)
+    return list(map(jnp.concatenate, fields))
 
 
 def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
