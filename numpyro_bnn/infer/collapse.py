@@ -103,13 +103,8 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
         with run:
             model(*args, **kwargs)
         if run.values.keys() >= free_sites:  # not while an outer handler hides sites
-            _integrate(
-                handlers.substitute(model, data=run.parameters),
-                structure,
-                run.values,
-                args,
-                kwargs,
-            )
+            placed = handlers.substitute(model, data=run.parameters)
+            _integrate(placed, structure, run.values, args, kwargs)
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
     return collapsed
@@ -117,16 +112,11 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
 
 def _check_names(sites: Any) -> tuple[str, ...]:
     """Refuse anything but a sequence of distinct names."""
-    names = (
-        tuple(sites)
-        if isinstance(sites, Iterable) and not isinstance(sites, str)
-        else ()
-    )
-    if (
-        not names
-        or not all(isinstance(name, str) for name in names)
-        or len(set(names)) < len(names)
-    ):
+    names: tuple[Any, ...] = ()
+    if isinstance(sites, Iterable) and not isinstance(sites, str):
+        names = tuple(sites)
+    are_names = all(isinstance(name, str) for name in names)
+    if not names or not are_names or len(set(names)) < len(names):
         instead = "Pass a nonempty sequence of distinct site names, e.g. `['beta']`."
         raise argument_error(CALL, "sites", sites, instead, TypeError)
     return names
@@ -173,13 +163,11 @@ def _integrate(
         linear = LinearModel(Reading(model, args, kwargs), structure, values)
         gaussian, blocks = linear.gaussian(), linear.blocks()
         factor = log_marginal(gaussian, blocks)
-        constants = {
-            name: lax.stop_gradient(jnp.asarray(value))
-            for name, value in values.items()
-        }
-        traced = linear.trace(
-            sample(key_from(constants), *lax.stop_gradient((gaussian, blocks)))
-        )
+        constants = {}
+        for name, value in values.items():
+            constants[name] = lax.stop_gradient(jnp.asarray(value))
+        key = key_from(constants)
+        traced = linear.trace(sample(key, *lax.stop_gradient((gaussian, blocks))))
     numpyro.factor(FACTOR, factor)
     for name, site in traced.items():
         if name in structure.shapes or site["type"] == "deterministic":
@@ -226,11 +214,8 @@ def sample(
         drawn = prior + matrix.mT @ (
             fit.root @ (fit.root.mT @ (residual - matrix @ prior - error))
         )
-    flat = (
-        jnp.zeros_like(model.prior_sd)
-        .at[blocks.columns]
-        .set(drawn[..., 0], unique_indices=True)
-    )
+    flat = jnp.zeros_like(model.prior_sd)
+    flat = flat.at[blocks.columns].set(drawn[..., 0], unique_indices=True)
     return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 

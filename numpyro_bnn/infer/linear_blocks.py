@@ -125,7 +125,8 @@ def _terms(equation: Any, operands: list[Any], max_terms: int) -> _Terms | None:
     terms = operands[side]
     if name in MOVES or (name in ELEMENTWISE and (name != "div" or side == 0)):
         bind = partial(equation.primitive.bind, **params)
-        numbers, axes = list(operands), [None] * len(operands)
+        numbers = list(operands)
+        axes: list[int | None] = [None] * len(operands)
         numbers[side], axes[side] = terms.factor, -1
         factor = jax.vmap(bind, axes, -1)(*numbers)
         if name in MOVES:

@@ -143,20 +143,15 @@ class OrbitMoves(Wrapper):
         new_values: dict[str, jax.Array] = {}
         accepted = []
         for i, plan_ in enumerate(self._plans):
+            key, width = random.fold_in(rng_key, i), state.orbit_width[i]
             changed, accept_prob = move(
-                plan_,
-                random.fold_in(rng_key, i),
-                {**values, **new_values},
-                prior,
-                state.orbit_width[i],
+                plan_, key, {**values, **new_values}, prior, width
             )
             new_values |= changed
             accepted.append(accept_prob)
-        accept_prob = (
-            jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
-            if accepted
-            else jnp.zeros(0)
-        )
+        accept_prob = jnp.zeros(0)
+        if accepted:
+            accept_prob = jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
         # Robbins-Monro on the log width, in warm-up only.
         gain = jnp.where(state.i < self._num_warmup, 2.0 * (state.i + 1.0) ** -0.6, 0.0)
         width = state.orbit_width * jnp.exp(gain * (accept_prob - TARGET))
@@ -171,16 +166,12 @@ class OrbitMoves(Wrapper):
         """Attributes of a run: those of the inner kernel, and the kind of move along
         each symmetry.
         """
-        moves = [
-            f"{s.name}: {p.method}"
-            for s, p in zip(self._symmetries, self._plans, strict=True)
-        ]
+        pairs = zip(self._symmetries, self._plans, strict=True)
+        moves = [f"{symmetry.name}: {plan_.method}" for symmetry, plan_ in pairs]
         return {**super().describe(state), "orbit_moves": "; ".join(moves)}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``orbit_accept_prob``."""
-        return {
-            **super().stat_coords,
-            "orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries]),
-        }
+        names = [symmetry.name for symmetry in self._symmetries]
+        return {**super().stat_coords, "orbit_accept_prob": ("symmetry", names)}

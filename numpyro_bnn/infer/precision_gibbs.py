@@ -20,9 +20,9 @@ from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.infer.model_arguments import ArgumentKernel, over_chains
 from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.reading import CONDITIONED, Reading
 from numpyro_bnn.symmetry.gig import log_gig
 
@@ -152,26 +152,18 @@ class PrecisionGibbs(ArgumentKernel):
         keys = split(rng_key)
 
         def start(
-            reading: Reading, conditioned: Mapping[str, Any], key: jax.Array
-        ) -> dict[str, jax.Array]:
-            return {
-                name: jnp.asarray(site["value"])
-                for name, site in reading.at(conditioned, key, conditionals).items()
-            }
-
-        def starts(
             reading: Reading, key: jax.Array, conditioned: Mapping[str, Any]
         ) -> dict[str, jax.Array]:
-            start_chain = partial(start, reading, conditioned)
+            def start_chain(key: jax.Array) -> dict[str, jax.Array]:
+                sites = reading.at(conditioned, key, conditionals).items()
+                return {name: jnp.asarray(site["value"]) for name, site in sites}
+
             return start_chain(key) if is_prng_key(key) else jax.vmap(start_chain)(key)
 
-        drawn = reading.run(starts, keys[0], conditioned)
-        z = {
-            name: jnp.asarray(
-                (init_params or {}).get(name, drawn[name]), drawn[name].dtype
-            )
-            for name in conditionals
-        }
+        drawn, z = reading.run(start, keys[0], conditioned), {}
+        for name in conditionals:
+            value = (init_params or {}).get(name, drawn[name])
+            z[name] = jnp.asarray(value, drawn[name].dtype)
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])
 
@@ -184,11 +176,7 @@ class PrecisionGibbs(ArgumentKernel):
         transition = partial(
             self._transition, model_args=model_args, model_kwargs=model_kwargs
         )
-        return (
-            transition(state)
-            if is_prng_key(state.rng_key)
-            else jax.vmap(transition)(state)
-        )
+        return over_chains(transition, state)
 
     def _transition(
         self,
@@ -199,15 +187,13 @@ class PrecisionGibbs(ArgumentKernel):
         conditioned, kwargs = held_values(model_kwargs)
         rng_key, key = random.split(state.rng_key)
         z, groups = dict(state.z), _independent(self._plan)
-        for group, group_key in zip(
-            groups, random.split(key, len(groups)), strict=True
-        ):
+        keys = random.split(key, len(groups))
+        for group, group_key in zip(groups, keys, strict=True):
             traced = full_trace(self._model, {**conditioned, **z}, model_args, kwargs)
             z |= _draw(group, traced, z, group_key)
-        return PrecisionGibbsState(
-            {name: z[name].astype(value.dtype) for name, value in state.z.items()},
-            rng_key,
-        )
+        for name, value in state.z.items():
+            z[name] = z[name].astype(value.dtype)
+        return PrecisionGibbsState(z, rng_key)
 
     def refresh(
         self,
@@ -234,14 +220,10 @@ class PrecisionGibbs(ArgumentKernel):
 
         def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
             traced = full_trace(self._model, {**conditioned, **z}, model_args, kwargs)
-            return {
-                **z,
-                **{
-                    name: site["value"]
-                    for name, site in traced.items()
-                    if site["type"] == "deterministic"
-                },
-            }
+            values = dict(z)
+            for name, site in sites_of_type(traced, "deterministic").items():
+                values[name] = site["value"]
+            return values
 
         return replay
 
@@ -269,9 +251,8 @@ def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
     1/A^2)\}\,dr` of weight w.
     """
     if isinstance(weight, float):  # 1
-        gamma = random.exponential(
-            rng_key, t.shape, t.dtype
-        )  # compiles faster than a gamma
+        # compiles faster than a gamma
+        gamma = random.exponential(rng_key, t.shape, t.dtype)
     else:
         gamma = random.gamma(rng_key, weight, t.shape, t.dtype)
     return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2 + 1 / t) / weight)
@@ -294,15 +275,14 @@ def _independent(sites: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
     everything else.
     """
     groups: list[list[ConjugateSite]] = []
+    scaled: set[str] = set()  # by the last group
     for site in sites:
-        scaled_names = (
-            {child.name for grouped in groups[-1] for child in grouped.children}
-            if groups
-            else set()
-        )
-        if not groups or any(child.name in scaled_names for child in site.children):
+        children = {child.name for child in site.children}
+        if not groups or scaled & children:
             groups.append([])
+            scaled = set()
         groups[-1].append(site)
+        scaled |= children
     return groups
 
 
@@ -323,14 +303,11 @@ def _draw(
     b)`.
     """
     key, *keys = random.split(rng_key, 1 + len(group))
-    gigs = [
-        _conditional(site, traced, values[site.name], k)
-        for site, k in zip(group, keys, strict=True)
-    ]
+    gigs = []
+    for site, site_key in zip(group, keys, strict=True):
+        gigs.append(_conditional(site, traced, values[site.name], site_key))
     # One call for all of them: the sampler's loop dominates compile time.
-    log_t = log_gig(
-        key, *(jnp.concatenate(parameters) for parameters in zip(*gigs, strict=True))
-    )
+    log_t = log_gig(key, *map(jnp.concatenate, zip(*gigs, strict=True)))
     drawn, first = {}, 0
     for site in group:
         value = jnp.asarray(values[site.name])
@@ -351,13 +328,10 @@ def _conditional(
     number, squares = jnp.zeros_like(flat), jnp.zeros_like(flat)
     for child in site.children:
         observed, mean, sd, weight = flat_normal(traced[child.name])
-        weight, square = (
-            jnp.where(child.follows, weight, 0.0),
-            ((observed - mean) / sd) ** 2,
-        )
-        powers = jnp.take(flat, child.owner) ** (
-            2 * site.power
-        )  # square is in units of the sd
+        weight = jnp.where(child.follows, weight, 0.0)
+        square = ((observed - mean) / sd) ** 2
+        # square is in units of the sd
+        powers = jnp.take(flat, child.owner) ** (2 * site.power)
         number = number.at[child.owner].add(weight)
         squares = squares.at[child.owner].add(
             jnp.where(weight > 0, weight * square * powers, 0.0)
@@ -370,16 +344,13 @@ def _conditional(
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
     # A scale of the log density is a power of the density of the value, not of t.
     scale = traced[site.name]["scale"]
-    prior_weight: Any = (
-        1.0
-        if scale is None or is_identically_one(scale)
-        else jnp.ravel(weights(traced[site.name]))
-    )
+    prior_weight: Any = 1.0
+    if not (scale is None or is_identically_one(scale)):
+        prior_weight = jnp.ravel(weights(traced[site.name]))
     p, a, b = PRIORS[type(base), k == 2](fn, t, prior_weight, rng_key)
     p, a, b = prior_weight * (p - 1 / k) + 1 / k, prior_weight * a, prior_weight * b
-    gig = (
-        (p - number / 2, a, b + squares)
-        if site.power > 0
-        else (p + number / 2, a + squares, b)
-    )
+    if site.power > 0:
+        gig = p - number / 2, a, b + squares
+    else:
+        gig = p + number / 2, a + squares, b
     return GIG(*(jnp.broadcast_to(parameter, flat.shape) for parameter in gig))

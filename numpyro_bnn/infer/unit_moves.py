@@ -18,7 +18,7 @@ from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
-from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 
@@ -102,12 +102,8 @@ class UnitMoves(Wrapper):
         num_moves: PositiveInt = 100,
     ) -> None:
         super().__init__(kernel)
-        good = (
-            isinstance(units, Mapping)
-            and units
-            and all(isinstance(axis, int) for axis in units.values())
-        )
-        if not good:
+        good = isinstance(units, Mapping) and units
+        if not good or not all(isinstance(axis, int) for axis in units.values()):
             instead = (
                 "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, "
                 "'net/Dense_0.bias': 0}`."
@@ -124,16 +120,12 @@ class UnitMoves(Wrapper):
     def _prepare(
         self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
     ) -> None:
-        sizes = {
-            name: self._size(reading, name, axis) for name, axis in self._units.items()
-        }
+        sizes = {}
+        for name, axis in self._units.items():
+            sizes[name] = self._size(reading, name, axis)
         if len(set(sizes.values())) > 1:
-            raise argument_error(
-                self._call,
-                "units",
-                f"sites with {sizes} units",
-                "Name axes of equal length.",
-            )
+            got, instead = f"sites with {sizes} units", "Name axes of equal length."
+            raise argument_error(self._call, "units", got, instead)
         self._num_units = next(iter(sizes.values()))
         priors = reading.depends(
             lambda sites: {n: arrays_in(sites[n]["fn"]) for n in self._units},
@@ -210,13 +202,8 @@ class UnitMoves(Wrapper):
         (final, _), probs = lax.scan(step, (start, log_other(start)), keys)
         warm = state.i >= self._num_warmup
         new_values = jax.tree.map(partial(jnp.where, warm), final, start)
-        return (
-            state._replace(
-                unit_accept_prob=jnp.mean(probs).astype(state.unit_accept_prob.dtype)
-            ),
-            new_values,
-            prior,
-        )
+        accept_prob = jnp.mean(probs).astype(state.unit_accept_prob.dtype)
+        return state._replace(unit_accept_prob=accept_prob), new_values, prior
 
     def _redraw(
         self,
@@ -228,17 +215,14 @@ class UnitMoves(Wrapper):
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
         units = random.permutation(key_units, self._num_units) < size
-        site_bits = random.randint(
-            key_sites, (), 1, 2 ** len(values)
-        )  # a nonempty set of sites, encoded as bits
+        # a nonempty set of sites, encoded as bits
+        site_bits = random.randint(key_sites, (), 1, 2 ** len(values))
         redrawn = {}
-        for i, ((name, value), key) in enumerate(
-            zip(values.items(), keys, strict=True)
-        ):
+        for i, (name, value) in enumerate(values.items()):
             shape = [1] * value.ndim
             shape[self._units[name]] = -1
             selected = units.reshape(shape) & (((site_bits >> i) & 1) == 1)
-            redrawn[name] = _given_rest(key, prior[name], value, selected)
+            redrawn[name] = _given_rest(keys[i], prior[name], value, selected)
         return redrawn
 
 
@@ -265,8 +249,9 @@ def _log_rest(
     plain one remains.
     """
     total = jnp.zeros(())
-    for name, site in full_trace(model, latent, args, kwargs).items():
-        if site["type"] != "sample" or (name in prior and site["scale"] is None):
+    trace = full_trace(model, latent, args, kwargs)
+    for name, site in sites_of_type(trace, "sample").items():
+        if name in prior and site["scale"] is None:
             continue
         total += log_density(site)
         if name in prior:
