@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._distributions import is_affine_normal, unwrapped
 from numpyro_bnn._jaxprs import called, needed_equations, reached
-from numpyro_bnn.infer.linear_structure import weights
+from numpyro_bnn.infer.linear_structure import loc_and_sd, weights
 from numpyro_bnn.infer.model_checks import OUTSIDE
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, arrays_in
@@ -104,9 +104,7 @@ def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
         if site["is_observed"]:
             quantities["observed value", name] = site["value"]
         if is_affine_normal(site["fn"], masked=True):
-            quantities["mean", name], quantities["sd", name] = affine_normal(
-                site["fn"], masked=True
-            ) or (0.0, 1.0)
+            quantities["mean", name], quantities["sd", name] = loc_and_sd(site)
             quantities["mask", name] = weights({"fn": site["fn"], "scale": None})
         else:
             quantities["distribution", name] = arrays_in(site["fn"])
@@ -162,12 +160,7 @@ def _log_sds(
     value of ``name``.
     """
     shifted = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
-    _, sd = affine_normal(
-        reading.at(shifted, only=[child])[child]["fn"], masked=True
-    ) or (
-        0.0,
-        1.0,
-    )
+    _, sd = loc_and_sd(reading.at(shifted, only=[child])[child])
     return jnp.log(jnp.abs(sd)).ravel()
 
 

@@ -79,7 +79,7 @@ class LinearModel:
         """The trace of the model at (P,) innovations."""
         values, start = dict(self._values), 0
         for name, shape in self.structure.shapes.items():
-            loc, _ = _normal(self._reading.at(values, only=[name])[name])
+            loc, _ = loc_and_sd(self._reading.at(values, only=[name])[name])
             end = start + prod(shape)
             values[name] = loc + u[start:end].reshape(shape).astype(loc.dtype)
             start = end
@@ -88,7 +88,7 @@ class LinearModel:
     def mean(self, u: jax.Array) -> jax.Array:
         """(N,) means of the data."""
         sites = self.trace(u, self.structure.data).values()
-        return jnp.concatenate([jnp.ravel(_normal(site)[0]) for site in sites])
+        return jnp.concatenate([jnp.ravel(loc_and_sd(site)[0]) for site in sites])
 
     def blocks(self) -> JacobianBlocks:
         """The linear map A."""
@@ -143,7 +143,7 @@ def _parts(
     for name, site in sites_of_type(trace, "sample").items():
         quantities["density", name] = log_density(site)
         if is_affine_normal(site["fn"], masked=True):
-            quantities["sd", name] = _normal(site)[1]
+            quantities["sd", name] = loc_and_sd(site)[1]
             quantities["weight", name] = weights(site)
             quantities["value", name] = site["value"]
     return quantities
@@ -260,10 +260,11 @@ def weights(site: Mapping[str, Any]) -> jax.Array:
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
-def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    loc_and_scale = affine_normal(site["fn"], masked=True)
-    assert loc_and_scale is not None  # callers have checked
-    return loc_and_scale
+def loc_and_sd(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Mean and sd of a normal site; the sd may be negative."""
+    parameters = affine_normal(site["fn"], masked=True)
+    assert parameters is not None  # callers have checked
+    return parameters
 
 
 def _flat_normals(sites: Sites, names: Iterable[str]) -> list[jax.Array]:
@@ -274,7 +275,7 @@ def _flat_normals(sites: Sites, names: Iterable[str]) -> list[jax.Array]:
 
 def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     """Value, mean, sd and weight of every element of a normal site, flat."""
-    loc, scale = _normal(site)
+    loc, scale = loc_and_sd(site)
     value = jnp.broadcast_to(site["value"], loc.shape)
     dtype = jnp.result_type(float)
     return tuple(

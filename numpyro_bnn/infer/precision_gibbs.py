@@ -137,6 +137,7 @@ class PrecisionGibbs(ArgumentKernel):
         conditioned, kwargs = held_values(model_kwargs)
         reading = Reading(self._model, model_args, kwargs)
         conditionals = read(reading, conditioned, PRIORS)
+        plan = []
         for name, site in conditionals.items():
             if isinstance(site, str):
                 instead = (
@@ -146,9 +147,8 @@ class PrecisionGibbs(ArgumentKernel):
                 raise argument_error(
                     "infer.PrecisionGibbs", "sites", f"{name!r}: {site}", instead
                 )
-        self._plan = tuple(
-            site for site in conditionals.values() if not isinstance(site, str)
-        )
+            plan.append(site)
+        self._plan = tuple(plan)
         keys = split(rng_key)
 
         def start(

@@ -244,18 +244,19 @@ def _read(
     """The model with values of its parameters, its latent sites outside of subsampled
     plates; and what it is on a minibatch.
     """
+    read = partial(Reading, args=args, kwargs=kwargs, full=False)
     with _explained(call, model, args, kwargs):
-        reading = Reading(model, args, kwargs, full=False)
+        reading = read(model)
     check_state(call, "model", reading)
     if reading.learned and (learned := learn()):
         model = handlers.substitute(model, data=learned)
-        reading = Reading(model, args, kwargs, full=False)
+        reading = read(model)
     if start_values := held_parameters(call, reading):
         model = handlers.substitute(model, data=start_values)
-        reading = Reading(model, args, kwargs, full=False)
+        reading = read(model)
     if any(frames_of(reading.sites[name], reading.plates) for name in reading.latent):
         model = lifted(model, reading.plates)
-        reading = Reading(model, args, kwargs, full=False)
+        reading = read(model)
     return model, reading
 
 

@@ -44,9 +44,9 @@ def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
     if not usable or any(
         getattr(type(kernel), name) is getattr(MCMCKernel, name) for name in methods
     ):
-        needed = " and ".join(f"`{name}`" for name in methods)
+        needed = "` and `".join(methods)
         instead = (
-            f"Pass a kernel made from a model that has {needed}, e.g. `NUTS(model)`."
+            f"Pass a kernel made from a model that has `{needed}`, e.g. `NUTS(model)`."
         )
         raise argument_error(call, "kernel", kernel, instead, TypeError)
 
@@ -285,13 +285,11 @@ class Wrapper(OuterKernel):
     ) -> dict[str, jax.Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
-            came = (
-                f"moves around {type(self._kernel).__name__}, which has no warm start"
-            )
+            got = f"moves around {type(self._kernel).__name__}, which has no warm start"
             instead = (
                 "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
             )
-            raise argument_error("to_inference_data", "members", came, instead)
+            raise argument_error("to_inference_data", "members", got, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
 
 

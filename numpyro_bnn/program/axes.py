@@ -60,9 +60,9 @@ def axes_of_data(
             for axis, size in enumerate(jnp.shape(leaf)):
                 labels[Axis(path[1].key, axis, size)] = Place(axis, 1)
         inputs.append(labels)
-    keys = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
     axes: dict[Any, dict[Axis, int | None]] = {key: {} for key in outputs}
-    for key, rows in zip(keys, follow_axes(jaxpr, inputs), strict=True):
+    # JAX sorts the keys
+    for key, rows in zip(sorted(outputs), follow_axes(jaxpr, inputs), strict=True):
         for label, place in rows.items():
             is_axis = (
                 place is not None

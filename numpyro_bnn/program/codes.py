@@ -353,10 +353,14 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     :param reading: the model, on all indices of its plates.
     :param leaves: its arguments by name.
     """
-    arrays, names = reading._arrays, {id(leaf): name for name, leaf in leaves.items()}
+    arrays = reading._arrays
     if is_traced(arrays):
         return
-    rows = {id(leaf): name for name, leaf in leaves.items() if isinstance(leaf, Rows)}
+    names, rows = {}, {}
+    for name, leaf in leaves.items():
+        names[id(leaf)] = name
+        if isinstance(leaf, Rows):
+            rows[id(leaf)] = name
     places = [
         frozenset({names.get(id(arrays[place]), place)}) for place in sorted(arrays)
     ]

@@ -24,6 +24,7 @@ from numpyro_bnn._distributions import is_factor, unwrapped
 
 __all__ = [
     "PARAMETERS",
+    "Plate",
     "check_observations",
     "draw_indices",
     "full_plates",
@@ -31,11 +32,19 @@ __all__ = [
     "isolated",
     "random_indices",
     "sites_of_type",
+    "subsampled_plates",
     "unobserved",
 ]
 
 # Kinds of sites that are no random variables: MCMC keeps their values as they start.
 PARAMETERS = ("param", "mutable")
+
+
+class Plate(NamedTuple):
+    """A subsampled plate: N data points, B of them per minibatch."""
+
+    size: int
+    batch_size: int
 
 
 class full_plates(Messenger):
@@ -121,6 +130,16 @@ def sites_of_type(
     return {name: site for name, site in trace.items() if site["type"] in types}
 
 
+def subsampled_plates(trace: Mapping[str, dict[str, Any]]) -> dict[str, Plate]:
+    """The plates that see a subset of their indices."""
+    plates = {}
+    for name, site in sites_of_type(trace, "plate").items():
+        size, batch_size = site["args"]
+        if batch_size not in (None, size):
+            plates[name] = Plate(size, batch_size)
+    return plates
+
+
 @contextmanager
 def isolated() -> Iterator[None]:
     """Run models hidden from outer handlers, so that networks record no statistics
@@ -194,9 +213,11 @@ def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
     scale = (*scale, *(1,) * event_dim) if scale else ()
     shapes = own_shape, data or own_shape, scale, all_shape
     rank = max(map(len, shapes))
-    own_axes, data_axes, scale_axes, all_axes = (
-        np.array((1,) * (rank - len(shape)) + tuple(shape), int) for shape in shapes
-    )
+
+    def aligned(shape: tuple[int, ...]) -> np.ndarray:
+        return np.array((1,) * (rank - len(shape)) + tuple(shape), int)
+
+    own_axes, data_axes, scale_axes, all_axes = map(aligned, shapes)
     total = np.maximum.reduce([own_axes, data_axes, scale_axes, all_axes])
     plates = np.zeros(rank, bool)
     for frame in frames:
@@ -251,12 +272,9 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
     (N, 1) beside (N,) is refused.
     """
     # data that do not fit minibatches are refused where these are checked
-    subsampled = any(
-        site["type"] == "plate" and site["args"][1] not in (None, site["args"][0])
-        for site in sites.values()
-    )
-    for name, site in sites.items():
-        if site["type"] != "sample" or not site["is_observed"]:
+    subsampled = subsampled_plates(sites)
+    for name, site in sites_of_type(sites, "sample").items():
+        if not site["is_observed"]:
             continue
         if np.iscomplexobj(site["value"]):
             got = f"complex numbers for the site {name!r}"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +46,12 @@ from numpyro_bnn.program.arguments import Arguments, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
 from numpyro_bnn.program.plates import (
+    Plate,
     check_observations,
     full_plates,
     random_indices,
     sites_of_type,
+    subsampled_plates,
 )
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
@@ -61,13 +63,6 @@ Sites = dict[str, Site]
 MARK = "numpyro_bnn site "
 # Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
 CONDITIONED = "_gibbs_sites"
-
-
-class Plate(NamedTuple):
-    """A subsampled plate: N data points, B of them per minibatch."""
-
-    size: int
-    batch_size: int
 
 
 class _marked(Messenger):
@@ -258,12 +253,7 @@ class Reading:
     @property
     def plates(self) -> dict[str, Plate]:
         """The plates that see a subset of their indices."""
-        plates = {}
-        for name, site in sites_of_type(self.sites, "plate").items():
-            size, batch_size = site["args"]
-            if batch_size not in (None, size):
-                plates[name] = Plate(size, batch_size)
-        return plates
+        return subsampled_plates(self.sites)
 
     @property
     def stochastic(self) -> bool:
@@ -284,7 +274,7 @@ class Reading:
 
         random_key = jax.eval_shape(random.key, 0)
         used = dependence(computed, {**shapes, "": random_key})
-        return any("" in names for names in used.values())
+        return "" in set().union(*used.values())
 
     @property
     def redrawn(self) -> frozenset[str]:
@@ -359,9 +349,10 @@ class Reading:
         variables, outputs = iter(self._closed.jaxpr.outvars), {}
         for name, leaves in zip(self.sites, self._outputs, strict=True):
             outputs[name] = list(islice(variables, len(leaves)))
-        jaxpr = self._closed.jaxpr.replace(
-            outvars=[var for name in names for var in outputs[name]]
-        )
+        outvars: list[Any] = []
+        for name in names:
+            outvars += outputs[name]
+        jaxpr = self._closed.jaxpr.replace(outvars=outvars)
         return named_inputs(
             self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in inputs}
         )
