@@ -18,7 +18,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn.infer.linear_blocks import Blocks
+from numpyro_bnn.infer.linear_blocks import JacobianBlocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import (
     LinearGaussian,
@@ -89,8 +89,8 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
     with isolated():
         reading = Reading(model, args, kwargs)
         structure = read(CALL, reading, names)
-    others = set(reading.latent).difference(names)
-    if not others:
+    free_sites = set(reading.latent).difference(names)
+    if not free_sites:
         instead = (
             "Leave at least one to the sampler: given all data, the posterior of these "
             "is normal."
@@ -102,14 +102,9 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
         run = _WithoutLinear(structure)
         with run:
             model(*args, **kwargs)
-        if run.values.keys() >= others:  # not while an outer handler hides sites
-            _integrate(
-                handlers.substitute(model, data=run.parameters),
-                structure,
-                run.values,
-                args,
-                kwargs,
-            )
+        if run.values.keys() >= free_sites:  # not while an outer handler hides sites
+            placed = handlers.substitute(model, data=run.parameters)
+            _integrate(placed, structure, run.values, args, kwargs)
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
     return collapsed
@@ -117,16 +112,11 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
 
 def _check_names(sites: Any) -> tuple[str, ...]:
     """Refuse anything but a sequence of distinct names."""
-    names = (
-        tuple(sites)
-        if isinstance(sites, Iterable) and not isinstance(sites, str)
-        else ()
-    )
-    if (
-        not names
-        or not all(isinstance(name, str) for name in names)
-        or len(set(names)) < len(names)
-    ):
+    names: tuple[Any, ...] = ()
+    if isinstance(sites, Iterable) and not isinstance(sites, str):
+        names = tuple(sites)
+    are_names = all(isinstance(name, str) for name in names)
+    if not names or not are_names or len(set(names)) < len(names):
         instead = "Pass a nonempty sequence of distinct site names, e.g. `['beta']`."
         raise argument_error(CALL, "sites", sites, instead, TypeError)
     return names
@@ -173,20 +163,18 @@ def _integrate(
         linear = LinearModel(Reading(model, args, kwargs), structure, values)
         gaussian, blocks = linear.gaussian(), linear.blocks()
         factor = log_marginal(gaussian, blocks)
-        at = {
-            name: lax.stop_gradient(jnp.asarray(value))
-            for name, value in values.items()
-        }
-        traced = linear.trace(
-            sample(key_from(at), *lax.stop_gradient((gaussian, blocks)))
-        )
+        constants = {}
+        for name, value in values.items():
+            constants[name] = lax.stop_gradient(jnp.asarray(value))
+        key = key_from(constants)
+        traced = linear.trace(sample(key, *lax.stop_gradient((gaussian, blocks))))
     numpyro.factor(FACTOR, factor)
     for name, site in traced.items():
         if name in structure.shapes or site["type"] == "deterministic":
             numpyro.deterministic(name, site["value"])
 
 
-def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
+def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> jax.Array:
     r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`,
     A the ``blocks``.
     """
@@ -204,7 +192,9 @@ def log_marginal(model: LinearGaussian, blocks: Blocks) -> jax.Array:
     )
 
 
-def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Array:
+def sample(
+    rng_key: jax.Array, model: LinearGaussian, blocks: JacobianBlocks
+) -> jax.Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
     For p <= n in a block directly from their normal distribution in p dimensions;
@@ -224,15 +214,14 @@ def sample(rng_key: jax.Array, model: LinearGaussian, blocks: Blocks) -> jax.Arr
         drawn = prior + matrix.mT @ (
             fit.root @ (fit.root.mT @ (residual - matrix @ prior - error))
         )
-    flat = (
-        jnp.zeros_like(model.prior_sd)
-        .at[blocks.columns]
-        .set(drawn[..., 0], unique_indices=True)
-    )
+    flat = jnp.zeros_like(model.prior_sd)
+    flat = flat.at[blocks.columns].set(drawn[..., 0], unique_indices=True)
     return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 
-def _scaled(model: LinearGaussian, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def _scaled(
+    model: LinearGaussian, blocks: JacobianBlocks
+) -> tuple[jax.Array, jax.Array]:
     """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n,
     p) R and (..., n, 1) r.
     """

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from numpyro_bnn._distributions import affine_normal, is_affine_normal, unwrapped
+from numpyro_bnn._distributions import is_affine_normal, unwrapped
 from numpyro_bnn._jaxprs import called, needed_equations, reached
-from numpyro_bnn.infer.linear_structure import weights
+from numpyro_bnn.infer.linear_structure import loc_and_sd, weights
 from numpyro_bnn.infer.model_checks import OUTSIDE
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
@@ -55,7 +56,7 @@ class ConjugateSite(NamedTuple):
 
 
 def read(
-    reading: Reading, held: Collection[str], priors: Collection[Any]
+    reading: Reading, conditioned: Collection[str], priors: Collection[Any]
 ) -> dict[str, ConjugateSite | str]:
     """By latent site that is not held, how to draw it, or the reason why it cannot be
     drawn.
@@ -63,91 +64,78 @@ def read(
     :param priors: pairs of a distribution that can be drawn, and whether for sites
         whose values are sds.
     """
-    used = reading.depends(_parts)
-    free = [name for name in reading.latent if name not in held]
-    depending = {
-        name: sorted(key for key, sites in used.items() if name in sites)
-        for name in free
-    }
-    reasons = {
-        name: _reason(reading.sites[name], priors, depending[name]) for name in free
-    }
-    pairs = [
-        (name, other)
-        for name in free
-        if reasons[name] is None
-        for _, other in depending[name]
-    ]
-    moved = reading.run(
-        partial(
-            _effects, [pair for pair in pairs if not _is_piecewise_in(reading, *pair)]
-        )
-    )
-    found: dict[str, ConjugateSite | str] = {}
-    for name in free:
-        children = [
-            _scaled_site(
-                other, moved.get((name, other)), reading.shapes([name])[name].size
-            )
-            for _, other in depending[name]
-        ]
-        found[name] = reasons[name] or _conjugate(reading.sites[name], priors, children)
-    return found
+    dependences = reading.depends(_parts)
+    conditionals: dict[str, ConjugateSite | str] = {}
+    children: dict[str, list[str]] = {}
+    pairs = []
+    for name in reading.latent:
+        if name in conditioned:
+            continue
+        depending = sorted(key for key in dependences if name in dependences[key])
+        reason = _reason(reading.sites[name], priors, depending)
+        conditionals[name] = reason
+        if reason:
+            continue
+        children[name] = [child for _, child in depending]
+        for child in children[name]:
+            if not _is_piecewise_in(reading, name, child):
+                pairs.append((name, child))
+    effects = reading.run(partial(_effects, pairs))
+    for name, child_names in children.items():
+        size = reading.shapes([name])[name].size
+        scaled = []
+        for child in child_names:
+            scaled.append(_scaled_site(child, effects.get((name, child)), size))
+        conditionals[name] = _conjugate(reading.sites[name], priors, scaled)
+    return conditionals
 
 
 def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """Whatever may enter the log density of a sample site, besides the value of a
     latent one.
     """
-    found: dict[tuple[str, str], Any] = {}
-    for name, site in sites.items():
+    quantities: dict[tuple[str, str], Any] = {}
+    for name, site in sites_of_type(sites, "sample").items():
         # A conjugate draw stays in the support: the factor that is zero within it says
         # nothing of the draw.
-        if site["type"] != "sample" or name == OUTSIDE:
+        if name == OUTSIDE:
             continue
-        found["scale of the log density", name] = site["scale"]
+        quantities["scale of the log density", name] = site["scale"]
         if site["is_observed"]:
-            found["observed value", name] = site["value"]
+            quantities["observed value", name] = site["value"]
         if is_affine_normal(site["fn"], masked=True):
-            found["mean", name], found["sd", name] = affine_normal(
-                site["fn"], masked=True
-            ) or (0.0, 1.0)
-            found["mask", name] = weights({"fn": site["fn"], "scale": None})
+            quantities["mean", name], quantities["sd", name] = loc_and_sd(site)
+            quantities["mask", name] = weights({"fn": site["fn"], "scale": None})
         else:
-            found["distribution", name] = arrays_in(site["fn"])
-    return found
+            quantities["distribution", name] = arrays_in(site["fn"])
+    return quantities
 
 
 def _reason(
     site: Mapping[str, Any], priors: Collection[Any], depending: list[tuple[str, str]]
-) -> str | None:
+) -> str:
     """Why a site has no conjugate conditional, as far as the sites that depend on it
-    say.
+    say; empty if they do not.
     """
-    prior, kinds = (
-        type(unwrapped(site["fn"])).__name__,
-        sorted({kind.__name__ for kind, _ in priors}),
-    )
+    prior = type(unwrapped(site["fn"])).__name__
+    kinds = sorted({kind.__name__ for kind, _ in priors})
     if prior not in kinds:
         return f"its prior is {prior}, not one of {', '.join(kinds)}"
-    for kind, other in depending:
+    for kind, child in depending:
         if kind != "sd":
-            hint = (
-                " (a centered prior would not)"
-                if kind in ("distribution", "mean")
-                else ""
-            )
-            return f"the {kind} of {other!r} depends on it{hint}"
-    return None if depending else "no normal site depends on it"
+            reason = f"the {kind} of {child!r} depends on it"
+            if kind in ("distribution", "mean"):
+                reason += " (a centered prior would not)"
+            return reason
+    return "" if depending else "no normal site depends on it"
 
 
 def _conjugate(
     site: Mapping[str, Any], priors: Collection[Any], children: list
 ) -> ConjugateSite | str:
     """The conditional of a site given the sites that it scales, with their powers."""
-    measured = [child for child in children if child is not None]
-    powers = {power for power, _ in measured}
-    if len(measured) < len(children) or len(powers) != 1:
+    powers = {child[0] for child in children if child is not None}
+    if None in children or len(powers) != 1:
         return (
             "sds that depend on it are not proportional to one power of one of its "
             "elements"
@@ -158,36 +146,30 @@ def _conjugate(
             f"a {prior.__name__} prior is not conjugate where sds are proportional to "
             f"its power {power:g}"
         )
-    return ConjugateSite(site["name"], power, tuple(child for _, child in measured))
+    return ConjugateSite(site["name"], power, tuple(child for _, child in children))
 
 
 def _log_sds(
     reading: Reading,
     values: Mapping[str, Any],
     name: str,
-    other: str,
+    child: str,
     log_value: jax.Array,
 ) -> jax.Array:
     """Log sds of the elements of ``other`` at (P,) logarithms of the
     value of ``name``.
     """
-    at = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
-    _, sd = affine_normal(reading.at(at, only=[other])[other]["fn"], masked=True) or (
-        0.0,
-        1.0,
-    )
+    shifted = {**values, name: jnp.exp(log_value).reshape(jnp.shape(values[name]))}
+    _, sd = loc_and_sd(reading.at(shifted, only=[child])[child])
     return jnp.log(jnp.abs(sd)).ravel()
 
 
-def _is_piecewise_in(reading: Reading, name: str, other: str) -> bool:
+def _is_piecewise_in(reading: Reading, name: str, child: str) -> bool:
     """Whether the program of the sds of ``other`` cuts the values of ``name`` into
     pieces.
     """
-    zeros = {
-        latent: jnp.zeros(site.shape, site.dtype)
-        for latent, site in reading.shapes().items()
-    }
-    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, other))(
+    zeros = reading.zeros()
+    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, child))(
         zeros[name].ravel()
     ).jaxpr
     return _is_piecewise(jaxpr, jaxpr.invars)
@@ -209,38 +191,38 @@ def _effects(
     """Changes of log sds by the steps in the log value of each site, at draws of the
     others from the prior.
     """
-    drawn, found = reading.at(), {}
+    drawn, effects = reading.at(), {}
     values = {name: jnp.asarray(drawn[name]["value"]) for name in reading.latent}
-    for name, other in pairs:
-        log_sds = partial(_log_sds, reading, values, name, other)
+    for name, child in pairs:
+        log_sds = partial(_log_sds, reading, values, name, child)
         start = jnp.full(values[name].size, 0.1, values[name].dtype)
         ends = jax.lax.map(
             log_sds, start + jnp.asarray(_steps(start.size)[0], start.dtype)
         )
-        found[name, other] = ends - log_sds(start)
-    return found
+        effects[name, child] = ends - log_sds(start)
+    return effects
 
 
-def _scaled_site(name: str, moved: Any, size: int) -> tuple[float, ScaledSite] | None:
+def _scaled_site(name: str, effect: Any, size: int) -> tuple[float, ScaledSite] | None:
     """Exponent and owners of the sds of a site, from the changes of their logarithms by
     the steps.
 
     ``None`` if sds are not products of powers: checked in the program, and at values
     over most of the floats.
     """
-    if moved is None or not np.isfinite(moved).all():
+    if effect is None or not np.isfinite(effect).all():
         return None
-    (steps, bits), moved = _steps(size), np.asarray(moved, np.float64)
-    power = min(POWERS, key=lambda p: np.abs(moved[0] - p).min())
-    digits = np.rint(moved[1 : 1 + bits] / power).astype(int)
-    follows = np.abs(moved[0]) > CLOSE
-    owner = (
-        np.clip(sum(digit << bit for bit, digit in enumerate(digits)), 0, size - 1)
-        * follows
-    )
+    steps, bits = _steps(size)
+    effect = np.asarray(effect, np.float64)
+    power = min(POWERS, key=lambda p: np.abs(effect[0] - p).min())
+    digits = np.rint(effect[1 : 1 + bits] / power).astype(int)
+    follows = np.abs(effect[0]) > CLOSE
+    index = sum(digit << bit for bit, digit in enumerate(digits))
+    owner = np.clip(index, 0, size - 1) * follows
     expected = np.where(follows, power * steps[:, owner], 0.0)
-    found = power, ScaledSite(name, owner.astype(np.int32), follows)
-    return found if np.allclose(moved, expected, atol=CLOSE) else None
+    if not np.allclose(effect, expected, atol=CLOSE):
+        return None
+    return power, ScaledSite(name, owner.astype(np.int32), follows)
 
 
 def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
@@ -253,15 +235,11 @@ def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
         if not depends.intersection(equation.outvars):
             continue
         if inner := called(equation):
-            pairs = zip(inner.invars, equation.invars, strict=True)
-            if _is_piecewise(
-                inner,
-                [
-                    var
-                    for var, outer in pairs
-                    if not isinstance(outer, Literal) and outer in depends
-                ],
-            ):
+            inputs = []
+            for var, outer in zip(inner.invars, equation.invars, strict=True):
+                if not isinstance(outer, Literal) and outer in depends:
+                    inputs.append(var)
+            if _is_piecewise(inner, inputs):
                 return True
             continue
         compares = any(

@@ -13,21 +13,17 @@ from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.orbit import OrbitMoves
 from numpyro_bnn.infer.warm_start import WarmStart
 
-OPTIMIZED, MOST_OPTIMIZED, LEAST_STEPS = (
-    0.25,
-    4000,
-    0.05,
-)  # shares of the gradients, and a number of them
-LEARNING_RATE, SPREAD = (
-    0.02,
-    0.5,
-)  # of Adam at its first step; factor of the initial values
+# Optimizer steps: a share of the gradients, but at least a number of them, or a larger
+# share if there are few.
+OPTIMIZER_SHARE = 0.05
+MIN_OPTIMIZER_STEPS = 4000
+MAX_OPTIMIZER_SHARE = 0.25
+LEARNING_RATE = 0.02  # of Adam at its first step
+SPREAD = 0.5  # factor of the initial values
 SHARE = 0.3  # of the warm-up transitions that optimize
 WARMUP = 0.4  # share of the other gradients that warm-up takes
-ENERGY_VARIANCE = (
-    0.5,
-    0.0005,
-)  # first: far from the member, last: the accuracy of the draws
+# First: far from the member, last: the accuracy of the draws.
+ENERGY_VARIANCE = (0.5, 0.0005)
 PER_STEP = 2  # gradients of a step
 
 
@@ -100,12 +96,16 @@ def ensemble(
     >>> bnn.to_inference_data(mcmc, predictions={"x": x})["predictions"]["y_mean"].shape
     (8, 20, 40)
     """
-    steps = int(
-        min(OPTIMIZED * num_gradients, max(MOST_OPTIMIZED, LEAST_STEPS * num_gradients))
+    steps = max(MIN_OPTIMIZER_STEPS, OPTIMIZER_SHARE * num_gradients)
+    steps = int(min(steps, MAX_OPTIMIZER_SHARE * num_gradients))
+    sampling_gradients = num_gradients - steps
+    steps_per_draw = max(
+        1, round((1 - WARMUP) * sampling_gradients / (PER_STEP * num_samples))
     )
-    others = num_gradients - steps
-    each = max(1, round((1 - WARMUP) * others / (PER_STEP * num_samples)))
-    num_warmup = max(20, round(WARMUP * others / (PER_STEP * each * (1 - SHARE))))
+    num_warmup = max(
+        20,
+        round(WARMUP * sampling_gradients / (PER_STEP * steps_per_draw * (1 - SHARE))),
+    )
     warm = WarmStart(
         SHARE,
         num_steps=steps,
@@ -114,20 +114,21 @@ def ensemble(
         spread=SPREAD,
     )
     kernel: Any = MCLMC(
-        model, steps_per_draw=each, warm_start=warm, energy_variance=ENERGY_VARIANCE
+        model,
+        steps_per_draw=steps_per_draw,
+        warm_start=warm,
+        energy_variance=ENERGY_VARIANCE,
     )
     if symmetries:
         kernel = OrbitMoves(kernel, symmetries)
-    how: dict[str, Any] = {"chain_method": "vectorized"}
+    chain_options: dict[str, Any] = {"chain_method": "vectorized"}
     if min(num_chains, jax.local_device_count()) > 1:
-        how = {
-            "chain_method": parallel_vectorized,
-            "progress_bar": False,
-        }  # NumPyro has no bar for it
+        # NumPyro has no bar for it
+        chain_options = {"chain_method": parallel_vectorized, "progress_bar": False}
     return MCMC(
         kernel,
         num_warmup=num_warmup,
         num_samples=num_samples,
         num_chains=num_chains,
-        **(how | options),
+        **(chain_options | options),
     )

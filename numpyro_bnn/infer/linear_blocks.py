@@ -17,18 +17,12 @@ from numpyro_bnn._jaxprs import called
 # Linear operations that change each element by itself, and those that only move
 # elements.
 ELEMENTWISE = {
-    "convert_element_type",
-    "copy",
-    "div",
-    "mul",
-    "name",
-    "neg",
-    "reduce_precision",
+    *("convert_element_type", "copy", "div", "mul", "name", "neg", "reduce_precision")
 }
 MOVES = {"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"}
 
 
-class Blocks(NamedTuple):
+class JacobianBlocks(NamedTuple):
     """The Jacobian of a linear map as G blocks, between which it is zero: those of
     several outputs of a network.
 
@@ -51,7 +45,9 @@ class _Terms(NamedTuple):
     place: np.ndarray
 
 
-def jacobian_blocks(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> Blocks:
+def jacobian_blocks(
+    fn: Callable[[jax.Array], jax.Array], u: jax.Array
+) -> JacobianBlocks:
     """The Jacobian of a linear function from (P,) to (N,), without derivatives where
     its program allows.
 
@@ -69,7 +65,7 @@ def jacobian_blocks(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> Block
     if isinstance(terms, _Terms) and (blocks := _split(terms, u.size)):
         return blocks
     jacobian = jacobian_of(fn, u)
-    return Blocks(jacobian, *map(np.arange, jacobian.shape))
+    return JacobianBlocks(jacobian, *map(np.arange, jacobian.shape))
 
 
 def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
@@ -77,7 +73,7 @@ def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array
     return (jax.jacfwd if u.size <= jax.eval_shape(fn, u).size else jax.jacrev)(fn)(u)
 
 
-def _follow(closed: Any, inputs: list[Any], most: int) -> list[Any]:
+def _follow(closed: Any, inputs: list[Any], max_terms: int) -> list[Any]:
     """Outputs of a linear program: terms, values that do not depend on u, ``None`` for
     what is not understood.
     """
@@ -90,77 +86,68 @@ def _follow(closed: Any, inputs: list[Any], most: int) -> list[Any]:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        operands, primitive = (
-            [read(atom) for atom in equation.invars],
-            equation.primitive,
-        )
+        operands = list(map(read, equation.invars))
+        primitive = equation.primitive
         unknown = any(operand is None for operand in operands)
         if not unknown and called(equation):
-            found = _follow(
+            results = _follow(
                 equation.params.get("jaxpr", equation.params.get("call_jaxpr")),
                 operands,
-                most,
+                max_terms,
             )
         elif unknown or any(isinstance(operand, _Terms) for operand in operands):
-            found = [None if unknown else _terms(equation, operands, most)] * len(
-                equation.outvars
-            )
+            results = [
+                None if unknown else _terms(equation, operands, max_terms)
+            ] * len(equation.outvars)
         else:
-            found = primitive.bind(
+            results = primitive.bind(
                 *operands, **primitive.get_bind_params(equation.params)
             )
-            found = found if primitive.multiple_results else [found]
-        values.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            results = results if primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
-def _terms(equation: Any, operands: list[Any], most: int) -> _Terms | None:
+def _terms(equation: Any, operands: list[Any], max_terms: int) -> _Terms | None:
     """The output of one operation, on some operands with terms; ``None`` for other
     operations or too many terms.
     """
-    name, params, shape = (
-        equation.primitive.name,
-        equation.params,
-        equation.outvars[0].aval.shape,
-    )
-    which = [i for i, operand in enumerate(operands) if isinstance(operand, _Terms)]
-    if len(which) > 1:
-        return (
-            _joined(name, params, shape, operands)
-            if len(which) == len(operands)
-            else None
-        )
-    terms = operands[which[0]]
-    if name in MOVES or (name in ELEMENTWISE and (name != "div" or which == [0])):
+    name, params = equation.primitive.name, equation.params
+    shape = equation.outvars[0].aval.shape
+    linear_operands = [
+        i for i, operand in enumerate(operands) if isinstance(operand, _Terms)
+    ]
+    if len(linear_operands) == len(operands) > 1:
+        return _joined(name, params, shape, operands)
+    if len(linear_operands) > 1:
+        return None
+    (side,) = linear_operands
+    terms = operands[side]
+    if name in MOVES or (name in ELEMENTWISE and (name != "div" or side == 0)):
         bind = partial(equation.primitive.bind, **params)
-        numbers = [
-            terms.factor if i in which else operand
-            for i, operand in enumerate(operands)
-        ]
-        factor = jax.vmap(
-            bind, [-1 if i in which else None for i in range(len(operands))], -1
-        )(*numbers)
-        return _Terms(
-            factor,
-            _moved(bind, terms.place) if name in MOVES else _wide(terms.place, shape),
-        )
+        numbers = list(operands)
+        axes: list[int | None] = [None] * len(operands)
+        numbers[side], axes[side] = terms.factor, -1
+        factor = jax.vmap(bind, axes, -1)(*numbers)
+        if name in MOVES:
+            return _Terms(factor, _moved(bind, terms.place))
+        return _Terms(factor, _wide(terms.place, shape))
     if name not in ("dot_general", "reduce_sum"):
         return None
-    summed = (
-        params["axes"]
-        if name == "reduce_sum"
-        else params["dimension_numbers"][0][which[0]]
-    )
-    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > most:
+    if name == "reduce_sum":
+        summed = params["axes"]
+    else:
+        summed = params["dimension_numbers"][0][side]
+    if prod(terms.place.shape[axis] for axis in (*summed, -1)) > max_terms:
         # some are of the same input
         return None
     if name == "dot_general":
-        return _contracted(params["dimension_numbers"], shape, operands, which[0])
+        return _contracted(params["dimension_numbers"], shape, operands, side)
     order = [axis for axis in range(terms.place.ndim - 1) if axis not in summed]
     return _Terms(
         *(
-            part.transpose(*order, *summed, part.ndim - 1).reshape(*shape, -1)
-            for part in terms
+            array.transpose(*order, *summed, array.ndim - 1).reshape(*shape, -1)
+            for array in terms
         )
     )
 
@@ -171,15 +158,16 @@ def _joined(
     """The sum, difference or concatenation of arrays with terms."""
     if name in ("add", "add_any", "sub"):
         (a, i), (b, j) = operands
+        factors = [a, -b if name == "sub" else b]
         factors = [
-            jnp.broadcast_to(part, (*shape, part.shape[-1]))
-            for part in (a, -b if name == "sub" else b)
+            jnp.broadcast_to(factor, (*shape, factor.shape[-1])) for factor in factors
         ]
-        return _Terms(
-            jnp.concatenate(factors, -1),
-            np.concatenate([_wide(i, shape), _wide(j, shape)], -1),
-        )
-    if name == "concatenate" and len({part.place.shape[-1] for part in operands}) == 1:
+        places = [_wide(i, shape), _wide(j, shape)]
+        return _Terms(jnp.concatenate(factors, -1), np.concatenate(places, -1))
+    if (
+        name == "concatenate"
+        and len({operand.place.shape[-1] for operand in operands}) == 1
+    ):
         factor, index = zip(*operands, strict=True)
         return _Terms(
             jnp.concatenate(factor, params["dimension"]),
@@ -189,7 +177,7 @@ def _joined(
 
 
 def _contracted(
-    numbers: Any, shape: tuple[int, ...], operands: list[Any], which: int
+    numbers: Any, shape: tuple[int, ...], operands: list[Any], side: int
 ) -> _Terms:
     """The product of an array with terms and another array: each term of one times a
     number of the other.
@@ -198,21 +186,16 @@ def _contracted(
     def ordered(array: Any, side: int) -> Any:
         """(batch, free, contracted, terms) elements of one operand."""
         contracted, batch = numbers[0][side], numbers[1][side]
-        free = [
-            axis for axis in range(array.ndim - 1) if axis not in (*contracted, *batch)
-        ]
-        sizes = [
-            prod(array.shape[axis] for axis in axes)
-            for axes in (batch, free, contracted)
-        ]
-        return array.transpose(*batch, *free, *contracted, array.ndim - 1).reshape(
-            *sizes, array.shape[-1]
-        )
+        free = sorted({*range(array.ndim - 1)}.difference(contracted, batch))
+        groups = batch, free, contracted
+        sizes = [prod(array.shape[axis] for axis in axes) for axes in groups]
+        array = array.transpose(*batch, *free, *contracted, array.ndim - 1)
+        return array.reshape(*sizes, array.shape[-1])
 
-    factor, index = (ordered(part, which) for part in operands[which])
-    other = ordered(jnp.asarray(operands[1 - which])[..., None], 1 - which)
-    factor = jnp.expand_dims(factor, 2 - which) * jnp.expand_dims(other, 1 + which)
-    index = np.broadcast_to(np.expand_dims(index, 2 - which), factor.shape)
+    factor, index = (ordered(array, side) for array in operands[side])
+    multiplier = ordered(jnp.asarray(operands[1 - side])[..., None], 1 - side)
+    factor = jnp.expand_dims(factor, 2 - side) * jnp.expand_dims(multiplier, 1 + side)
+    index = np.broadcast_to(np.expand_dims(index, 2 - side), factor.shape)
     return _Terms(factor.reshape(*shape, -1), index.reshape(*shape, -1))
 
 
@@ -225,7 +208,7 @@ def _moved(move: Callable, index: np.ndarray) -> np.ndarray:
         return np.asarray(jax.vmap(move, -1, -1)(jnp.asarray(index)))
 
 
-def _split(terms: _Terms, size: int) -> Blocks | None:
+def _split(terms: _Terms, size: int) -> JacobianBlocks | None:
     """Blocks of outputs with the same inputs; ``None`` if inputs are in several blocks,
     or in none.
     """
@@ -234,17 +217,14 @@ def _split(terms: _Terms, size: int) -> Blocks | None:
     )
     columns = terms.place[first]
     exclusive = np.array_equal(np.sort(columns, axis=None), np.arange(size))
-    if (
-        not exclusive
-        or np.ptp(count)
-        or not np.array_equal(terms.place, columns[block])
-    ):
+    same = np.array_equal(terms.place, columns[block])
+    if not (exclusive and same) or np.ptp(count):
         return None
     if len(columns) == 1:
-        return Blocks(terms.factor, np.arange(len(block)), columns[0])
+        return JacobianBlocks(terms.factor, np.arange(len(block)), columns[0])
     rows = np.argsort(block, kind="stable").reshape(len(columns), -1)
     if np.array_equal(rows.T.ravel(), np.arange(rows.size)):  # a gather would be slow
-        return Blocks(
+        return JacobianBlocks(
             terms.factor.reshape(*rows.T.shape, -1).swapaxes(0, 1), rows, columns
         )
-    return Blocks(terms.factor[rows], rows, columns)
+    return JacobianBlocks(terms.factor[rows], rows, columns)

@@ -78,15 +78,15 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
     (matrix, residual), (d_matrix, d_residual) = primals, tangents
     fit = linear_fit(matrix, residual)
     root, weights, error, gain = fit
-    orthonormal, moved = matrix @ root, d_matrix @ root
-    half = orthonormal.mT @ moved
+    orthonormal, d_orthonormal = matrix @ root, d_matrix @ root
+    half = orthonormal.mT @ d_orthonormal
     change = half + half.mT  # S' dC S
     d_root = -root @ (
         jnp.triu(change) - 0.5 * change * jnp.eye(change.shape[-1], dtype=change.dtype)
     )
     d_error = d_residual - d_matrix @ weights
-    d_weights = root @ (moved.mT @ error) + gain.mT @ d_error
-    d_gain = (moved - orthonormal @ change) @ root.mT
+    d_weights = root @ (d_orthonormal.mT @ error) + gain.mT @ d_error
+    d_gain = (d_orthonormal - orthonormal @ change) @ root.mT
     return fit, LinearFit(d_root, d_weights, d_error - matrix @ d_weights, d_gain)
 
 
@@ -94,29 +94,32 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
 def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     if matrix.ndim == 2:
         return _each(matrix, residual)
-    same = jnp.all(
-        matrix == matrix[..., :1, :, :]
-    )  # outputs of one layer, with equal scales of prior and noise
+    # outputs of one layer, with equal scales of prior and noise
+    same = jnp.all(matrix == matrix[..., :1, :, :])
     return lax.cond(same, _shared, _each, matrix, residual)
 
 
 @_fit.def_vmap
 def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, Any]:
     """Under ``vmap`` one branch for all models, not both branches for each."""
-    pairs = zip(inputs, batched, strict=True)
-    return _fit(
-        *(x if has else jnp.broadcast_to(x, (size, *x.shape)) for x, has in pairs)
-    ), (True,) * 4
+    arrays = []
+    for array, is_batched in zip(inputs, batched, strict=True):
+        if not is_batched:
+            array = jnp.broadcast_to(array, (size, *array.shape))
+        arrays.append(array)
+    return _fit(*arrays), (True,) * 4
 
 
 def _shared(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     """Several columns r for one R."""
     root, weights, error, gain = _each(matrix[..., 0, :, :], residual[..., 0].mT)
-    root, gain = (
-        jnp.broadcast_to(x[..., None, :, :], (*matrix.shape[:-2], *x.shape[-2:]))
-        for x in (root, gain)
-    )
-    return root, weights.mT[..., None], error.mT[..., None], gain
+
+    def repeated(array: jax.Array) -> jax.Array:
+        shape = (*matrix.shape[:-2], *array.shape[-2:])
+        return jnp.broadcast_to(array[..., None, :, :], shape)
+
+    weights, error = weights.mT[..., None], error.mT[..., None]
+    return repeated(root), weights, error, repeated(gain)
 
 
 def _each(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
@@ -148,15 +151,10 @@ def _by_qr(
     orthonormal, triangle = _decompose(matrix)
     root, projected = _inverse(triangle), orthonormal.mT @ residual
     weights, error = root @ projected, residual - orthonormal @ projected
-    step = (
-        orthonormal.mT @ error - root.mT @ weights
-    )  # a second pass of Gram and Schmidt
-    return (
-        root,
-        weights + root @ step,
-        error - orthonormal @ step,
-        orthonormal @ root.mT,
-    )
+    # a second pass of Gram and Schmidt
+    step = orthonormal.mT @ error - root.mT @ weights
+    gain = orthonormal @ root.mT
+    return root, weights + root @ step, error - orthonormal @ step, gain
 
 
 def _inverse(triangle: jax.Array) -> jax.Array:
@@ -183,9 +181,9 @@ def _decompose(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         return triangle, factor
 
     def expand(above: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = factor @ above
-        return found[..., :p, :], found[..., p:, :]
+        rows_q = factor @ above
+        return rows_q[..., :p, :], rows_q[..., p:, :]
 
     triangle, factors = lax.scan(join, eye, chunks)
-    _, found = lax.scan(expand, eye, factors, reverse=True)
-    return jnp.moveaxis(found, 0, -3).reshape(padded.shape)[..., :n, :], triangle
+    _, rows_q = lax.scan(expand, eye, factors, reverse=True)
+    return jnp.moveaxis(rows_q, 0, -3).reshape(padded.shape)[..., :n, :], triangle

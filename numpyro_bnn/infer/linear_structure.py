@@ -22,7 +22,8 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs import dependence
-from numpyro_bnn.infer.linear_blocks import Blocks, jacobian_blocks, jacobian_of
+from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the
@@ -78,39 +79,27 @@ class LinearModel:
         """The trace of the model at (P,) innovations."""
         values, start = dict(self._values), 0
         for name, shape in self.structure.shapes.items():
-            loc, _ = _normal(self._reading.at(values, only=[name])[name])
-            values[name] = loc + u[start : start + prod(shape)].reshape(shape).astype(
-                loc.dtype
-            )
-            start += prod(shape)
+            loc, _ = loc_and_sd(self._reading.at(values, only=[name])[name])
+            end = start + prod(shape)
+            values[name] = loc + u[start:end].reshape(shape).astype(loc.dtype)
+            start = end
         return self._reading.at(values, only=only)
 
     def mean(self, u: jax.Array) -> jax.Array:
         """(N,) means of the data."""
-        return jnp.concatenate(
-            [
-                jnp.ravel(_normal(site)[0])
-                for site in self.trace(u, self.structure.data).values()
-            ]
-        )
+        sites = self.trace(u, self.structure.data).values()
+        return jnp.concatenate([jnp.ravel(loc_and_sd(site)[0]) for site in sites])
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> JacobianBlocks:
         """The linear map A."""
         return jacobian_blocks(self.mean, self.zeros())
 
     def gaussian(self) -> LinearGaussian:
         """Everything except the linear map."""
-        traced = self.trace(
-            self.zeros(), (*self.structure.shapes, *self.structure.data)
-        )
-        prior, data = (
-            [flat_normal(traced[name]) for name in names]
-            for names in (self.structure.shapes, self.structure.data)
-        )
-        _, _, prior_sd, prior_weight = map(jnp.concatenate, zip(*prior, strict=True))
-        return LinearGaussian(
-            prior_sd, prior_weight, *map(jnp.concatenate, zip(*data, strict=True))
-        )
+        shapes, data = self.structure
+        traced = self.trace(self.zeros(), (*shapes, *data))
+        _, _, prior_sd, prior_weight = _flat_normals(traced, shapes)
+        return LinearGaussian(prior_sd, prior_weight, *_flat_normals(traced, data))
 
     def zeros(self) -> jax.Array:
         """(P,) innovations at the prior means."""
@@ -126,50 +115,38 @@ def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure
         if name not in reading.latent:
             raise unknown_name(call, "sites", name, reading.latent)
         if not is_affine_normal(traced[name]["fn"]):
-            came = (
-                f"{name!r}, a site with a "
-                f"{type(unwrapped(traced[name]['fn'])).__name__} prior"
-            )
-            raise argument_error(call, "sites", came, "Name sites with normal priors.")
-    shapes = reading.shapes()
-    structure = LinearStructure(
-        {name: shapes[name].shape for name in shapes if name in sites}, ()
-    )
-    zeros = {
-        name: jnp.zeros(site.shape, site.dtype)
-        for name, site in shapes.items()
-        if name not in sites
-    }
+            prior = type(unwrapped(traced[name]["fn"])).__name__
+            got = f"{name!r}, a site with a {prior} prior"
+            raise argument_error(call, "sites", got, "Name sites with normal priors.")
+    zeros, shapes = reading.zeros(), {}
+    for name in reading.latent:
+        if name in sites:
+            shapes[name] = zeros.pop(name).shape
+    structure = LinearStructure(shapes, ())
     linear = LinearModel(reading, structure, zeros)
     linear.structure = structure._replace(data=_data(call, traced, linear, sites))
     _check_linear(call, reading, linear)
     for name in linear.structure.data:
         if not traced[name]["is_observed"]:
-            came = f"{sites}, on which the latent site {name!r} depends"
-            raise argument_error(
-                call,
-                "sites",
-                came,
-                f"Only data may depend on them: name {name!r} as well.",
-            )
+            got = f"{sites}, on which the latent site {name!r} depends"
+            instead = f"Only data may depend on them: name {name!r} as well."
+            raise argument_error(call, "sites", got, instead)
     return linear.structure
 
 
 def _parts(
-    linear: LinearModel, at: Mapping[str, jax.Array]
+    linear: LinearModel, inputs: Mapping[str, jax.Array]
 ) -> dict[tuple[str, str], Any]:
     """For every sample site, the quantities that innovations may or may not change."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, site in linear.trace(at[INNOVATIONS]).items():
-        if site["type"] == "sample":
-            found["density", name] = log_density(site)
-            if is_affine_normal(site["fn"], masked=True):
-                found["sd", name] = _normal(site)[1]
-                found["weight", name], found["value", name] = (
-                    weights(site),
-                    site["value"],
-                )
-    return found
+    quantities: dict[tuple[str, str], Any] = {}
+    trace = linear.trace(inputs[INNOVATIONS])
+    for name, site in sites_of_type(trace, "sample").items():
+        quantities["density", name] = log_density(site)
+        if is_affine_normal(site["fn"], masked=True):
+            quantities["sd", name] = loc_and_sd(site)[1]
+            quantities["weight", name] = weights(site)
+            quantities["value", name] = site["value"]
+    return quantities
 
 
 def _data(
@@ -177,38 +154,31 @@ def _data(
 ) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
-    what = {
+    meanings = {
         "sd": "the scale",
         "weight": "the scale or mask of the log density",
         "value": "the observed value",
     }
-    used = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
-    below = tuple(
-        name
-        for kind, name in used
-        if kind == "density" and name not in sites and used[kind, name]
-    )
+    dependences = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
+    below: tuple[str, ...] = ()
+    for (kind, name), inputs in dependences.items():
+        if kind == "density" and name not in sites and inputs:
+            below += (name,)
     for name in (*sites, *below):
         fn = traced[name]["fn"]
         if not is_affine_normal(fn, masked=True):
+            kind = type(unwrapped(fn, masked=True)).__name__
             raise refused(
-                (
-                    f"{sites}, on which {name!r} "
-                    f"({type(unwrapped(fn, masked=True)).__name__}) depends"
-                ),
-                (
-                    "Only normal sites may depend on them: sample these sites with "
-                    "another kernel, e.g. `NUTS(model)`."
-                ),
+                f"{sites}, on which {name!r} ({kind}) depends",
+                "Only normal sites may depend on them: sample these sites with "
+                "another kernel, e.g. `NUTS(model)`.",
             )
-        for kind, meaning in what.items():
-            if used[kind, name] and (kind != "value" or name in below):
+        for kind, meaning in meanings.items():
+            if dependences[kind, name] and (kind != "value" or name in below):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
-                    (
-                        "Only means may depend on them: give the mean weights of its "
-                        "own, or leave these to the sampler."
-                    ),
+                    "Only means may depend on them: give the mean weights of its "
+                    "own, or leave these to the sampler.",
                 )
     if not below:
         raise refused(
@@ -221,8 +191,8 @@ def _data(
 def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
-    def slope(at: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        u = at[INNOVATIONS]
+    def slope(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        u = inputs[INNOVATIONS]
         return {"map": jax.jvp(linear.mean, (u,), (jnp.ones_like(u),))[1]}
 
     # If the program of the derivative does not use the point, the mean is linear.
@@ -231,13 +201,9 @@ def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     # Otherwise compare means with their linearization at random values.
     for error, tolerated in reading.run(partial(_errors, linear.structure)):
         if isinstance(error, jax.core.Tracer):
+            got = "arrays that are traced by a transformation"
             instead = "Linearity is measured: call it once outside of `jit` or `vmap`."
-            raise argument_error(
-                call,
-                "model_args",
-                "arrays that are traced by a transformation",
-                instead,
-            )
+            raise argument_error(call, "model_args", got, instead)
         if not np.all(np.abs(error) <= tolerated):
             came = (
                 f"{tuple(linear.structure.shapes)}, in which the mean of "
@@ -263,16 +229,14 @@ def _errors(
         for name, site in drawn.items()
         if name not in structure.shapes
     }
-    linear, found = LinearModel(reading, structure, values), []
-    jacobian, start = (
-        jacobian_of(linear.mean, linear.zeros()),
-        linear.mean(linear.zeros()),
-    )
+    linear, errors = LinearModel(reading, structure, values), []
+    jacobian = jacobian_of(linear.mean, linear.zeros())
+    start = linear.mean(linear.zeros())
     for i, size in enumerate(SIZES):
         u = size * random.normal(random.key(i), linear.zeros().shape)
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
-        found.append((linear.mean(u) - (start + jacobian @ u), tolerated))
-    return found
+        errors.append((linear.mean(u) - (start + jacobian @ u), tolerated))
+    return errors
 
 
 def log_density(site: Mapping[str, Any]) -> jax.Array:
@@ -296,18 +260,25 @@ def weights(site: Mapping[str, Any]) -> jax.Array:
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
-def _normal(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    found = affine_normal(site["fn"], masked=True)
-    assert found is not None  # callers have checked
-    return found
+def loc_and_sd(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Mean and sd of a normal site; the sd may be negative."""
+    parameters = affine_normal(site["fn"], masked=True)
+    assert parameters is not None  # callers have checked
+    return parameters
+
+
+def _flat_normals(sites: Sites, names: Iterable[str]) -> list[jax.Array]:
+    """:func:`flat_normal` of several sites, one after the other."""
+    fields = zip(*(flat_normal(sites[name]) for name in names), strict=True)
+    return list(map(jnp.concatenate, fields))
 
 
 def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
     """Value, mean, sd and weight of every element of a normal site, flat."""
-    loc, scale = _normal(site)
+    loc, scale = loc_and_sd(site)
     value = jnp.broadcast_to(site["value"], loc.shape)
     dtype = jnp.result_type(float)
     return tuple(
-        jnp.ravel(part).astype(dtype)
-        for part in (value, loc, jnp.abs(scale), weights(site))
+        jnp.ravel(array).astype(dtype)
+        for array in (value, loc, jnp.abs(scale), weights(site))
     )

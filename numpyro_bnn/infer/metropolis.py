@@ -117,11 +117,9 @@ class GHMC(_AllDataKernel):
         steps_per_draw: PositiveInt = 1,
         **options: Any,
     ) -> None:
-        self._num_steps, self._momentum_decay, self._jitter = (
-            num_steps,
-            momentum_decay,
-            jitter,
-        )
+        self._num_steps = num_steps
+        self._momentum_decay = momentum_decay
+        self._jitter = jitter
         super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
 
     def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import KEY
@@ -18,13 +19,16 @@ from numpyro_bnn.program.arguments import (
     plain_values,
     with_plain_values,
 )
-from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
+from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, is_traced
 
 METHODS = ("init", "sample", "refresh", "postprocess_fn", "get_constrain_fn", "members")
 
 
-def _is_tracer(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+def over_chains(fn: Callable, state: Any, *arguments: Any) -> Any:
+    """``fn(state, *arguments)``, for each of vectorized chains if there are several."""
+    if not is_prng_key(state.rng_key):
+        fn = jax.vmap(fn)
+    return fn(state, *arguments)
 
 
 class ArgumentKernel(MCMCKernel):
@@ -54,11 +58,11 @@ class ArgumentKernel(MCMCKernel):
     def changed_data(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
         now = fingerprints(args, kwargs)
-        return [
-            place
-            for place, value in (self._prints or {}).items()
-            if now.get(place, value) != value
-        ]
+        changed = []
+        for place, value in (self._prints or {}).items():
+            if now.get(place, value) != value:
+                changed.append(place)
+        return changed
 
     def _arguments(
         self, method: str, args: tuple, kwargs: Mapping[str, Any] | None
@@ -81,14 +85,12 @@ class ArgumentKernel(MCMCKernel):
         def read(leaf: Any) -> Any:
             if id(leaf) not in self._inputs:
                 (array,), _ = as_arrays((leaf,), None)
-                known = isinstance(array, jax.Array) and not _is_tracer(array)
-                if not known or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                is_array = isinstance(array, jax.Array) and not is_traced(array)
+                if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                     return leaf
                 with jax.core.eval_context():
-                    self._inputs[id(leaf)] = (
-                        leaf,
-                        jax.new_ref(array),
-                    )  # the leaf too, so that its id is not reused
+                    # the leaf too, so that its id is not reused
+                    self._inputs[id(leaf)] = leaf, jax.new_ref(array)
             return self._inputs[id(leaf)][1][...]
 
         return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
@@ -98,7 +100,7 @@ class ArgumentKernel(MCMCKernel):
         if self._traced and plain != self._plain:
             got = (
                 f"{plain} after a run with {self._plain}, for which its program was "
-                f"compiled"
+                "compiled"
             )
             instead = (
                 "With `jit_model_args=True` make a new kernel and `MCMC` for other "
@@ -112,8 +114,8 @@ def _with_arrays(method: Callable) -> Callable:
     signature, name = inspect.signature(method), method.__name__
 
     @wraps(method)
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        bound = signature.bind(self, *given, **named)
+    def call(self: Any, *positional: Any, **keywords: Any) -> Any:
+        bound = signature.bind(self, *positional, **keywords)
         bound.apply_defaults()
         args, kwargs = bound.arguments["model_args"], bound.arguments["model_kwargs"]
 
@@ -124,21 +126,16 @@ def _with_arrays(method: Callable) -> Callable:
                 return method(*bound.args, **bound.kwargs)
 
         if name == "init":
-            KEY.check(
-                f"infer.{type(self).__name__}", "rng_key", bound.arguments["rng_key"]
-            )
-            parallel = _is_tracer(
-                bound.arguments["rng_key"]
-            )  # `pmap` takes no references
-            self._inputs = None if parallel else self._inputs or {}
+            rng_key = bound.arguments["rng_key"]
+            KEY.check(f"infer.{type(self).__name__}", "rng_key", rng_key)
+            # `pmap` takes no references
+            self._inputs = None if is_traced(rng_key) else self._inputs or {}
             # A new run reads its data again: `MCMC` keeps programs by the identity of
             # data; values may change.
             for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
                 if id(leaf) in (self._inputs or ()):
                     self._inputs[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
-        compiled = name == "sample" and any(
-            map(_is_tracer, jax.tree.leaves(bound.arguments["state"]))
-        )
+        compiled = name == "sample" and is_traced(bound.arguments["state"])
         if compiled and self._inputs is not None:
             try:
                 return run(*self._as_inputs(args, kwargs))

@@ -19,7 +19,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import in_support, is_factor, is_latent, unwrapped
 from numpyro_bnn._jaxprs import dependence, indexed_lengths
-from numpyro_bnn.program.plates import full_plates, random_indices
+from numpyro_bnn.program.plates import full_plates, random_indices, sites_of_type
 from numpyro_bnn.program.reading import Plate, Reading
 
 OUTSIDE = "_outside_of_support"  # name of a factor
@@ -55,7 +55,8 @@ class only_rows(Messenger):
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["name"] in self.rows:
             indices = self.rows[msg["name"]]
-            msg["args"], msg["value"] = (msg["args"][0], indices.shape[0]), indices
+            msg["args"] = (msg["args"][0], indices.shape[0])
+            msg["value"] = indices
 
 
 class give_indices(Messenger):
@@ -79,12 +80,13 @@ class give_indices(Messenger):
             self.key, msg["value"] = random.split(self.key)
         if msg["type"] != "plate" or msg["value"] is not None:
             return
-        name, now, then = msg["name"], tuple(msg["args"]), self.plates.get(msg["name"])
-        if then is None or now != tuple(then):
-            got = f"data for which plate {name!r} has size and subsample size {now}"
+        name, sizes = msg["name"], tuple(msg["args"])
+        start_sizes = self.plates.get(name) and tuple(self.plates[name])
+        if sizes != start_sizes:
+            got = f"data for which plate {name!r} has size and subsample size {sizes}"
             instead = (
-                f"The run was started with {then and tuple(then)}: start a new one for "
-                f"other sizes."
+                f"The run was started with {start_sizes}: start a new one for other "
+                "sizes."
             )
             raise argument_error("MCMC.run", "model arguments", got, instead)
         msg["value"] = self.batch[name]
@@ -120,11 +122,8 @@ class _bounds(Messenger):
             return
         inside = in_support(msg["fn"], msg["value"] if msg["is_observed"] else None)
         if isinstance(inside, jax.core.Tracer):
-            self.inside = (
-                jnp.all(inside)
-                if self.inside is None
-                else self.inside & jnp.all(inside)
-            )
+            inside = jnp.all(inside)
+            self.inside = inside if self.inside is None else self.inside & inside
 
 
 def within_support(model: Callable) -> Callable:
@@ -135,11 +134,11 @@ def within_support(model: Callable) -> Callable:
     """
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        seen = _bounds()
-        with seen:
+        bounds = _bounds()
+        with bounds:
             result = model(*args, **kwargs)
-        if seen.inside is not None and not seen.known:
-            numpyro.factor(OUTSIDE, jnp.where(seen.inside, 0.0, -jnp.inf))
+        if bounds.inside is not None and not bounds.known:
+            numpyro.factor(OUTSIDE, jnp.where(bounds.inside, 0.0, -jnp.inf))
         return result
 
     return bounded
@@ -154,9 +153,8 @@ def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
         if _batch is None:
             return random_indices(model)(*args, **kwargs)
         if isinstance(_batch, RowSubset):
-            return give_indices(only_rows(model, _batch.indices), _batch.batch, plates)(
-                *args, **kwargs
-            )
+            subset = only_rows(model, _batch.indices)
+            return give_indices(subset, _batch.batch, plates)(*args, **kwargs)
         if isinstance(_batch, str):
             return full_plates(model)(*args, **kwargs)
         return give_indices(model, _batch, plates)(*args, **kwargs)
@@ -183,16 +181,15 @@ def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
                 return None
             value = full[site["name"]]["value"]
             for frame in frames_of(site, plates):
-                value = jnp.take(
-                    value, seen[frame.name]["value"], frame.dim - site["fn"].event_dim
-                )
+                indices = minibatch[frame.name]["value"]
+                value = jnp.take(value, indices, frame.dim - site["fn"].event_dim)
             return value
 
         with handlers.block(hide_fn=hidden):
             full = handlers.trace(full_plates(model)).get_trace(*args, **kwargs)
         with (
             handlers.block(hide_fn=is_latent),
-            handlers.trace() as seen,
+            handlers.trace() as minibatch,
             handlers.substitute(substitute_fn=rows),
         ):
             return model(*args, **kwargs)
@@ -229,11 +226,11 @@ def is_jacobian(site: Mapping[str, Any]) -> bool:
 
 def frames_of(site: Mapping[str, Any], plates: Mapping[str, Plate]) -> list[Any]:
     """The plates of which a site has the rows of a minibatch."""
-    return [
-        f
-        for f in site.get("cond_indep_stack", ())
-        if f.name in plates and f.size < plates[f.name].size
-    ]
+    frames = []
+    for frame in site.get("cond_indep_stack", ()):
+        if frame.name in plates and frame.size < plates[frame.name].size:
+            frames.append(frame)
+    return frames
 
 
 # -- refusals --------------------------------------------------------------------------
@@ -247,19 +244,13 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
     :return: names of deterministic sites that belong to one minibatch.
     """
     refused, plates = partial(argument_error, call, "model"), reading.plates
-    sites = {
-        name: site for name, site in reading.sites.items() if site["type"] == "sample"
-    }
+    sites = sites_of_type(reading.sites, "sample")
 
-    def parts(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-        zeros = {
-            name: jnp.zeros(site.shape, site.dtype)
-            for name, site in reading.shapes().items()
-        }
-        return _parts(reading.at({**zeros, **batch}))
+    def quantities(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
+        return _parts(reading.at({**reading.zeros(), **batch}))
 
-    fresh = first_batch(plates)
-    used = dependence(parts, fresh)
+    batch = first_batch(plates)
+    used = dependence(quantities, batch)
     observed = set().union(*(used["density", name] for name in reading.observed))
     for name, plate in plates.items():
         if name not in observed:
@@ -269,56 +260,52 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
                 f"they were a fresh minibatch each step. Pass all {plate.size} rows "
                 "and index them: `with plate(...) as i: ... obs=y[i]`.",
             )
-        reached = indexed_lengths(
-            partial(lambda at, i: parts({**fresh, at: i}), name), fresh[name]
+        row_counts = indexed_lengths(
+            lambda i, name=name: quantities({**batch, name: i}),  # type: ignore[misc]
+            batch[name],
         )
-        if reached and min(reached) < plate.size:
+        if row_counts and min(row_counts) < plate.size:
             raise refused(
-                (
-                    f"plate {name!r} of size {plate.size} that indexes an array with "
-                    f"{min(reached)} rows"
-                ),
-                (
-                    "JAX would silently repeat the last row. Make the plate as large "
-                    "as the data: `x.shape[0]`."
-                ),
+                f"plate {name!r} of size {plate.size} that indexes an array with "
+                f"{min(row_counts)} rows",
+                "JAX would silently repeat the last row. Make the plate as large as "
+                "the data: `x.shape[0]`.",
             )
-    shapes = jax.eval_shape(parts, fresh)
+    shapes = jax.eval_shape(quantities, batch)
     for site in sites.values():
         _check_site(refused, site, plates, used, shapes)
     if not reading.redrawn.issuperset(plates):
         raise refused(
             "a model that is already seeded",
-            (
-                "Its minibatch and random numbers would be the same at every step. "
-                "Pass it without `handlers.seed`."
-            ),
+            "Its minibatch and random numbers would be the same at every step. Pass it "
+            "without `handlers.seed`.",
         )
     if not reading.stochastic:
         # random numbers belong to places of the minibatch, not to its rows
-        _check_order(refused, reading, sites, fresh)
-    local = [n for n, site in reading.sites.items() if frames_of(site, plates)]
-    return frozenset(
-        n
-        for kind, n in used
-        if kind == "deterministic" and (used[kind, n] or n in local)
-    )
+        _check_order(refused, reading, sites, batch)
+    of_one_minibatch = set()
+    for name, site in sites_of_type(reading.sites, "deterministic").items():
+        if used["deterministic", name] or frames_of(site, plates):
+            of_one_minibatch.add(name)
+    return frozenset(of_one_minibatch)
 
 
 def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """What may depend on the minibatch: scaled log densities, values, and deterministic
     sites.
     """
-    found: dict[tuple[str, str], Any] = {}
+    quantities: dict[tuple[str, str], Any] = {}
     for name, site in traced.items():
         if site["type"] == "deterministic":
-            found["deterministic", name] = site["value"]
+            quantities["deterministic", name] = site["value"]
         elif site["type"] == "sample":
             scale = 1.0 if site["scale"] is None else site["scale"]
-            found["density", name] = scale * site["fn"].log_prob(site["value"])
-            own = unwrapped(site["fn"], masked=True)
-            found["value", name] = own.log_factor if is_factor(own) else site["value"]
-    return found
+            quantities["density", name] = scale * site["fn"].log_prob(site["value"])
+            base = unwrapped(site["fn"], masked=True)
+            quantities["value", name] = (
+                base.log_factor if is_factor(base) else site["value"]
+            )
+    return quantities
 
 
 def _check_site(
@@ -335,17 +322,12 @@ def _check_site(
     for plate in sorted(used["density", name] - {frame.name for frame in frames}):
         raise refused(
             f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
-            (
-                f"It would not be scaled to {plates[plate].size} rows: move it inside, "
-                f"`with plate(...) as i: ...`."
-            ),
+            f"It would not be scaled to {plates[plate].size} rows: move it inside, "
+            "`with plate(...) as i: ...`.",
         )
-    shape = shapes["value", name].shape  # of a factor: that of its log densities
-    rows = (
-        shape
-        if is_factor(site["fn"])
-        else shape[: max(len(shape) - site["fn"].event_dim, 0)]
-    )
+    rows = shapes["value", name].shape  # of a factor: that of its log densities
+    if not is_factor(site["fn"]):
+        rows = rows[: max(len(rows) - site["fn"].event_dim, 0)]
     for frame in frames:
         length = rows[frame.dim] if len(rows) >= -frame.dim else None
         indexed = frame.name in used["value", name]
@@ -356,14 +338,10 @@ def _check_site(
             or length not in (None, 1, frame.size)
         ):
             raise refused(
-                (
-                    f"the site {name!r} in plate {frame.name!r}, whose value is not "
-                    "one row for each of its indices"
-                ),
-                (
-                    f"Pass all {plates[frame.name].size} rows and index them: `with "
-                    f"plate(...) as i: ... obs=y[i]`."
-                ),
+                f"the site {name!r} in plate {frame.name!r}, whose value is not one "
+                "row for each of its indices",
+                f"Pass all {plates[frame.name].size} rows and index them: `with "
+                "plate(...) as i: ... obs=y[i]`.",
             )
 
 
@@ -371,7 +349,7 @@ def _check_order(
     refused: Callable,
     reading: Reading,
     sites: Mapping[str, Any],
-    fresh: Mapping[str, jax.Array],
+    batch: Mapping[str, jax.Array],
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse
     their log densities.
@@ -380,35 +358,30 @@ def _check_order(
     def densities(reading: Reading) -> list[dict[str, jax.Array]]:
         drawn = reading.at()
         values = {name: drawn[name]["value"] for name in reading.latent}
-        batches = [
-            fresh,
-            *({**fresh, plate: indices[::-1]} for plate, indices in fresh.items()),
-        ]
-        found = [_parts(reading.at({**values, **batch})) for batch in batches]
-        return [{name: part["density", name] for name in sites} for part in found]
+        orders = [batch]
+        for plate, rows in batch.items():
+            orders.append({**batch, plate: rows[::-1]})
+        by_order = []
+        for minibatch in orders:
+            quantities = _parts(reading.at({**values, **minibatch}))
+            by_order.append({name: quantities["density", name] for name in sites})
+        return by_order
 
-    before, *reversed_plates = reading.run(densities)
-    for plate, after in zip(fresh, reversed_plates, strict=True):
+    in_order, *reversed_plates = reading.run(densities)
+    for plate, reordered in zip(batch, reversed_plates, strict=True):
         for name, site in sites.items():
-            axes = tuple(
-                frame.dim
-                for frame in frames_of(site, reading.plates)
-                if frame.name == plate
-            )
-            if isinstance(after[name], jax.core.Tracer):
+            if isinstance(reordered[name], jax.core.Tracer):
                 continue  # the data are arguments of a compiled program
-            expected = np.flip(np.asarray(before[name]), axes)
+            frames = frames_of(site, reading.plates)
+            axes = tuple(frame.dim for frame in frames if frame.name == plate)
+            expected = np.flip(np.asarray(in_order[name]), axes)
             largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))
             if not np.allclose(
-                expected, after[name], 0, REORDERED * largest, equal_nan=True
+                expected, reordered[name], 0, REORDERED * largest, equal_nan=True
             ):
                 raise refused(
-                    (
-                        f"the site {name!r} in plate {plate!r}, of which some rows "
-                        "stay when the indices change"
-                    ),
-                    (
-                        "Index every array that has one row per data point, also for "
-                        "masks and scales: `x[i]`."
-                    ),
+                    f"the site {name!r} in plate {plate!r}, of which some rows stay "
+                    "when the indices change",
+                    "Index every array that has one row per data point, also for masks "
+                    "and scales: `x[i]`.",
                 )

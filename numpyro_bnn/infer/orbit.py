@@ -125,10 +125,10 @@ class OrbitMoves(Wrapper):
         self._plans = plan(model_info(reading), self._symmetries, self._exact)
 
     def _start(
-        self, base: Any, many: tuple[int, ...], rng_key: jax.Array
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
     ) -> OrbitState:
-        ones = jnp.ones((*many, len(self._plans)))
-        return OrbitState(base, ones, ones, jnp.zeros(many, jnp.int32), rng_key)
+        ones = jnp.ones((*batch_shape, len(self._plans)))
+        return OrbitState(base, ones, ones, jnp.zeros(batch_shape, jnp.int32), rng_key)
 
     def _move(
         self,
@@ -140,30 +140,25 @@ class OrbitMoves(Wrapper):
     ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
         """One move along every orbit."""
         prior = PriorProgram(Reading(self.model, args, kwargs))
-        moved: dict[str, jax.Array] = {}
+        new_values: dict[str, jax.Array] = {}
         accepted = []
         for i, plan_ in enumerate(self._plans):
+            key, width = random.fold_in(rng_key, i), state.orbit_width[i]
             changed, accept_prob = move(
-                plan_,
-                random.fold_in(rng_key, i),
-                {**values, **moved},
-                prior,
-                state.orbit_width[i],
+                plan_, key, {**values, **new_values}, prior, width
             )
-            moved |= changed
+            new_values |= changed
             accepted.append(accept_prob)
-        accept_prob = (
-            jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
-            if accepted
-            else jnp.zeros(0)
-        )
+        accept_prob = jnp.zeros(0)
+        if accepted:
+            accept_prob = jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
         # Robbins-Monro on the log width, in warm-up only.
         gain = jnp.where(state.i < self._num_warmup, 2.0 * (state.i + 1.0) ** -0.6, 0.0)
         width = state.orbit_width * jnp.exp(gain * (accept_prob - TARGET))
         state = state._replace(
             orbit_accept_prob=accept_prob, orbit_width=width.astype(accept_prob.dtype)
         )
-        return state, moved, prior.distributions({**values, **moved})
+        return state, new_values, prior.distributions({**values, **new_values})
 
     # -- read by `to_inference_data` ---------------------------------------------------
 
@@ -171,16 +166,12 @@ class OrbitMoves(Wrapper):
         """Attributes of a run: those of the inner kernel, and the kind of move along
         each symmetry.
         """
-        moves = [
-            f"{s.name}: {p.method}"
-            for s, p in zip(self._symmetries, self._plans, strict=True)
-        ]
+        pairs = zip(self._symmetries, self._plans, strict=True)
+        moves = [f"{symmetry.name}: {plan_.method}" for symmetry, plan_ in pairs]
         return {**super().describe(state), "orbit_moves": "; ".join(moves)}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``orbit_accept_prob``."""
-        return {
-            **super().stat_coords,
-            "orbit_accept_prob": ("symmetry", [s.name for s in self._symmetries]),
-        }
+        names = [symmetry.name for symmetry in self._symmetries]
+        return {**super().stat_coords, "orbit_accept_prob": ("symmetry", names)}

@@ -20,9 +20,9 @@ from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.infer.model_arguments import ArgumentKernel, over_chains
 from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.reading import CONDITIONED, Reading
 from numpyro_bnn.symmetry.gig import log_gig
 
@@ -121,8 +121,10 @@ class PrecisionGibbs(ArgumentKernel):
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
-        found = read(Reading(self._model, *as_arrays(args, kwargs)), (), PRIORS)
-        return tuple(name for name, site in found.items() if not isinstance(site, str))
+        conditionals = read(Reading(self._model, *as_arrays(args, kwargs)), (), PRIORS)
+        return tuple(
+            name for name, site in conditionals.items() if not isinstance(site, str)
+        )
 
     def init(
         self,
@@ -132,10 +134,11 @@ class PrecisionGibbs(ArgumentKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> PrecisionGibbsState:
-        held, kwargs = held_values(model_kwargs)
+        conditioned, kwargs = held_values(model_kwargs)
         reading = Reading(self._model, model_args, kwargs)
-        found = read(reading, held, PRIORS)
-        for name, site in found.items():
+        conditionals = read(reading, conditioned, PRIORS)
+        plan = []
+        for name, site in conditionals.items():
             if isinstance(site, str):
                 instead = (
                     "Pass what `conjugate_sites` returns; give other sites to another "
@@ -144,30 +147,23 @@ class PrecisionGibbs(ArgumentKernel):
                 raise argument_error(
                     "infer.PrecisionGibbs", "sites", f"{name!r}: {site}", instead
                 )
-        self._plan = tuple(site for site in found.values() if not isinstance(site, str))
+            plan.append(site)
+        self._plan = tuple(plan)
         keys = split(rng_key)
 
         def start(
-            reading: Reading, held: Mapping[str, Any], key: jax.Array
+            reading: Reading, key: jax.Array, conditioned: Mapping[str, Any]
         ) -> dict[str, jax.Array]:
-            return {
-                name: jnp.asarray(site["value"])
-                for name, site in reading.at(held, key, found).items()
-            }
+            def start_chain(key: jax.Array) -> dict[str, jax.Array]:
+                sites = reading.at(conditioned, key, conditionals).items()
+                return {name: jnp.asarray(site["value"]) for name, site in sites}
 
-        def starts(
-            reading: Reading, key: jax.Array, held: Mapping[str, Any]
-        ) -> dict[str, jax.Array]:
-            one = partial(start, reading, held)
-            return one(key) if is_prng_key(key) else jax.vmap(one)(key)
+            return start_chain(key) if is_prng_key(key) else jax.vmap(start_chain)(key)
 
-        drawn = reading.run(starts, keys[0], held)
-        z = {
-            name: jnp.asarray(
-                (init_params or {}).get(name, drawn[name]), drawn[name].dtype
-            )
-            for name in found
-        }
+        drawn, z = reading.run(start, keys[0], conditioned), {}
+        for name in conditionals:
+            value = (init_params or {}).get(name, drawn[name])
+            z[name] = jnp.asarray(value, drawn[name].dtype)
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1])
 
@@ -180,11 +176,7 @@ class PrecisionGibbs(ArgumentKernel):
         transition = partial(
             self._transition, model_args=model_args, model_kwargs=model_kwargs
         )
-        return (
-            transition(state)
-            if is_prng_key(state.rng_key)
-            else jax.vmap(transition)(state)
-        )
+        return over_chains(transition, state)
 
     def _transition(
         self,
@@ -192,17 +184,16 @@ class PrecisionGibbs(ArgumentKernel):
         model_args: tuple,
         model_kwargs: Mapping[str, Any] | None,
     ) -> PrecisionGibbsState:
-        held, kwargs = held_values(model_kwargs)
+        conditioned, kwargs = held_values(model_kwargs)
         rng_key, key = random.split(state.rng_key)
         z, groups = dict(state.z), _independent(self._plan)
-        for group, group_key in zip(
-            groups, random.split(key, len(groups)), strict=True
-        ):
-            traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
+        keys = random.split(key, len(groups))
+        for group, group_key in zip(groups, keys, strict=True):
+            traced = full_trace(self._model, {**conditioned, **z}, model_args, kwargs)
             z |= _draw(group, traced, z, group_key)
-        return PrecisionGibbsState(
-            {name: z[name].astype(old.dtype) for name, old in state.z.items()}, rng_key
-        )
+        for name, value in state.z.items():
+            z[name] = z[name].astype(value.dtype)
+        return PrecisionGibbsState(z, rng_key)
 
     def refresh(
         self,
@@ -225,18 +216,14 @@ class PrecisionGibbs(ArgumentKernel):
         """Return a function that adds the deterministic sites to the
         values of a draw.
         """
-        held, kwargs = held_values(model_kwargs)
+        conditioned, kwargs = held_values(model_kwargs)
 
         def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            traced = full_trace(self._model, {**held, **z}, model_args, kwargs)
-            return {
-                **z,
-                **{
-                    name: site["value"]
-                    for name, site in traced.items()
-                    if site["type"] == "deterministic"
-                },
-            }
+            traced = full_trace(self._model, {**conditioned, **z}, model_args, kwargs)
+            values = dict(z)
+            for name, site in sites_of_type(traced, "deterministic").items():
+                values[name] = site["value"]
+            return values
 
         return replay
 
@@ -264,9 +251,8 @@ def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
     1/A^2)\}\,dr` of weight w.
     """
     if isinstance(weight, float):  # 1
-        gamma = random.exponential(
-            rng_key, t.shape, t.dtype
-        )  # compiles faster than a gamma
+        # compiles faster than a gamma
+        gamma = random.exponential(rng_key, t.shape, t.dtype)
     else:
         gamma = random.gamma(rng_key, weight, t.shape, t.dtype)
     return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2 + 1 / t) / weight)
@@ -284,20 +270,19 @@ PRIORS: Mapping[tuple[type, bool], Callable[..., GIG]] = {
 }
 
 
-def _independent(found: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
+def _independent(sites: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
     """Group sites without common children: within a group they are independent given
     everything else.
     """
     groups: list[list[ConjugateSite]] = []
-    for one in found:
-        seen = (
-            {child.name for other in groups[-1] for child in other.children}
-            if groups
-            else set()
-        )
-        if not groups or any(child.name in seen for child in one.children):
+    scaled: set[str] = set()  # by the last group
+    for site in sites:
+        children = {child.name for child in site.children}
+        if not groups or scaled & children:
             groups.append([])
-        groups[-1].append(one)
+            scaled = set()
+        groups[-1].append(site)
+        scaled |= children
     return groups
 
 
@@ -318,23 +303,22 @@ def _draw(
     b)`.
     """
     key, *keys = random.split(rng_key, 1 + len(group))
-    gigs = [
-        _conditional(found, traced, values[found.name], k)
-        for found, k in zip(group, keys, strict=True)
-    ]
+    gigs = []
+    for site, site_key in zip(group, keys, strict=True):
+        gigs.append(_conditional(site, traced, values[site.name], site_key))
     # One call for all of them: the sampler's loop dominates compile time.
-    log_t = log_gig(key, *(jnp.concatenate(part) for part in zip(*gigs, strict=True)))
+    log_t = log_gig(key, *map(jnp.concatenate, zip(*gigs, strict=True)))
     drawn, first = {}, 0
-    for found in group:
-        value = jnp.asarray(values[found.name])
-        each = log_t[first : first + value.size] / (2 * abs(found.power))
-        drawn[found.name] = jnp.exp(each).reshape(value.shape).astype(value.dtype)
+    for site in group:
+        value = jnp.asarray(values[site.name])
+        log_values = log_t[first : first + value.size] / (2 * abs(site.power))
+        drawn[site.name] = jnp.exp(log_values).reshape(value.shape).astype(value.dtype)
         first += value.size
     return drawn
 
 
 def _conditional(
-    found: ConjugateSite,
+    site: ConjugateSite,
     traced: Mapping[str, dict[str, Any]],
     value: Any,
     rng_key: jax.Array,
@@ -342,37 +326,31 @@ def _conditional(
     """Conditional of t, flat, given everything else."""
     flat = jnp.ravel(value)
     number, squares = jnp.zeros_like(flat), jnp.zeros_like(flat)
-    for child in found.children:
+    for child in site.children:
         observed, mean, sd, weight = flat_normal(traced[child.name])
-        weight, square = (
-            jnp.where(child.follows, weight, 0.0),
-            ((observed - mean) / sd) ** 2,
-        )
-        powers = jnp.take(flat, child.owner) ** (
-            2 * found.power
-        )  # square is in units of the sd
+        weight = jnp.where(child.follows, weight, 0.0)
+        square = ((observed - mean) / sd) ** 2
+        # square is in units of the sd
+        powers = jnp.take(flat, child.owner) ** (2 * site.power)
         number = number.at[child.owner].add(weight)
         squares = squares.at[child.owner].add(
             jnp.where(weight > 0, weight * square * powers, 0.0)
         )
-    k = 2 * abs(found.power)
-    base = unwrapped(traced[found.name]["fn"])
+    k = 2 * abs(site.power)
+    base = unwrapped(traced[site.name]["fn"])
     fn = jax.tree.map(
         lambda leaf: jnp.ravel(jnp.broadcast_to(leaf, jnp.shape(value))), base
     )
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
     # A scale of the log density is a power of the density of the value, not of t.
-    scale = traced[found.name]["scale"]
-    own: Any = (
-        1.0
-        if scale is None or is_identically_one(scale)
-        else jnp.ravel(weights(traced[found.name]))
-    )
-    p, a, b = PRIORS[type(base), k == 2](fn, t, own, rng_key)
-    p, a, b = own * (p - 1 / k) + 1 / k, own * a, own * b
-    gig = (
-        (p - number / 2, a, b + squares)
-        if found.power > 0
-        else (p + number / 2, a + squares, b)
-    )
-    return GIG(*(jnp.broadcast_to(part, flat.shape) for part in gig))
+    scale = traced[site.name]["scale"]
+    prior_weight: Any = 1.0
+    if not (scale is None or is_identically_one(scale)):
+        prior_weight = jnp.ravel(weights(traced[site.name]))
+    p, a, b = PRIORS[type(base), k == 2](fn, t, prior_weight, rng_key)
+    p, a, b = prior_weight * (p - 1 / k) + 1 / k, prior_weight * a, prior_weight * b
+    if site.power > 0:
+        gig = p - number / 2, a, b + squares
+    else:
+        gig = p + number / 2, a + squares, b
+    return GIG(*(jnp.broadcast_to(parameter, flat.shape) for parameter in gig))

@@ -35,7 +35,7 @@ from numpyro_bnn.infer.model_checks import (
     within_support,
 )
 from numpyro_bnn.program.compiled import is_traced, run
-from numpyro_bnn.program.plates import PARAMETERS, full_plates
+from numpyro_bnn.program.plates import PARAMETERS, full_plates, sites_of_type
 from numpyro_bnn.program.reading import Plate, Reading, initial_values
 from numpyro_bnn.program.row_lengths import check_row_lengths, check_state
 from numpyro_bnn.sgmcmc.streams import (
@@ -100,11 +100,20 @@ class Target:
         data only once.
         """
         full = jax.jit(self.potential(args, kwargs, "full"))
-        return lambda z, batch: (
-            full(z)
-            if isinstance(batch, str)
-            else self.potential(args, kwargs, batch)(z)
-        )
+
+        def evaluate(z: Any, batch: Any) -> jax.Array:
+            if isinstance(batch, str):
+                return full(z)
+            return self.potential(args, kwargs, batch)(z)
+
+        return evaluate
+
+    def some_batch(self) -> dict[str, jax.Array]:
+        """The first rows of every plate, and a key if the model needs one."""
+        batch = first_batch(self.plates)
+        if self.stochastic:
+            batch[KEY] = random.key(0)
+        return batch
 
     @property
     def _on_batch(self) -> Callable:
@@ -116,20 +125,18 @@ class Target:
             return partial(transform_fn, self.transforms)
         # Any minibatch will do: constrained values do not depend on it, and sites that
         # depend on it are left out.
-        batch = first_batch(self.plates) | (
-            {KEY: random.key(0)} if self.stochastic else {}
-        )
+        batch = self.some_batch()
 
         def values(
             z: dict[str, jax.Array], args: tuple, kwargs: Mapping[str, Any]
         ) -> dict[str, jax.Array]:
             call = args, {**kwargs, "_batch": batch}
-            found = constrain_fn(self._on_batch, *call, z, return_deterministic=True)
-            return {
-                name: value
-                for name, value in found.items()
-                if name not in self.of_one_minibatch
-            }
+            constrained = constrain_fn(
+                self._on_batch, *call, z, return_deterministic=True
+            )
+            for name in self.of_one_minibatch:
+                constrained.pop(name, None)
+            return constrained
 
         return lambda z: run(values, z, args, kwargs or {})
 
@@ -152,20 +159,13 @@ class Target:
             placed = handlers.substitute(
                 only_rows(self.model, rows), self.constrain(args, kwargs)(z)
             )
-            sites = (
-                handlers.trace(handlers.seed(placed, rng_key))
-                .get_trace(*args, **(kwargs or {}))
-                .values()
-            )
-            observed = [
-                site
-                for site in sites
-                if site["type"] == "sample" and site["is_observed"]
-            ]
-            return sum(
-                (jnp.sum(site["fn"].log_prob(site["value"])) for site in observed),
-                jnp.zeros(()),
-            )
+            seeded = handlers.seed(placed, rng_key)
+            trace = handlers.trace(seeded).get_trace(*args, **(kwargs or {}))
+            log_density = jnp.zeros(())
+            for site in sites_of_type(trace, "sample").values():
+                if site["is_observed"]:
+                    log_density += jnp.sum(site["fn"].log_prob(site["value"]))
+            return log_density
 
         return total
 
@@ -188,39 +188,21 @@ def bind(
     :param learn: gives the values of the parameters of ``priors.Learned``.
     """
     kwargs = dict(kwargs or {})
-    model = weight_jacobians(
-        model, temperature
-    )  # U(z) / T has the Jacobian once if U has it T times
-    with _explained(call, model, args, kwargs):
-        reading = Reading(model, args, kwargs, full=False)
-    check_state(call, "model", reading)
-    if reading.learned and (learned := learn()):
-        model = handlers.substitute(model, data=learned)
-        reading = Reading(model, args, kwargs, full=False)
-    if held := held_parameters(call, reading):
-        model = handlers.substitute(model, data=held)
-        reading = Reading(model, args, kwargs, full=False)
-    if any(frames_of(reading.sites[name], reading.plates) for name in reading.latent):
-        model = lifted(model, reading.plates)
-        reading = Reading(model, args, kwargs, full=False)
+    # U(z) / T has the Jacobian once if U has it T times
+    model = weight_jacobians(model, temperature)
+    model, reading = _read(call, model, args, kwargs, learn)
     sites, plates = reading.sites, reading.plates
     for name in reading.latent:
         if sites[name]["fn"].support.is_discrete:
+            got = f"the discrete latent site {name!r}"
             instead = "Sum over its values: a gradient cannot move it."
-            raise argument_error(
-                call, "model", f"the discrete latent site {name!r}", instead
-            )
+            raise argument_error(call, "model", got, instead)
     with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_row_lengths(call, model, args, kwargs)
     try:
-        z, _ = initial_values(
-            rng_key,
-            on_batch(within_support(model), plates),
-            init_strategy,
-            args,
-            kwargs,
-        )
+        bounded = on_batch(within_support(model), plates)
+        z, _ = initial_values(rng_key, bounded, init_strategy, args, kwargs)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -230,29 +212,52 @@ def bind(
         changed = sites.keys() ^ Reading(model, args, kwargs, full=False).sites.keys()
         if not changed:
             raise
-        got = (
-            f"a model whose sites change from call to call: "
-            f"{', '.join(map(repr, sorted(changed)))}"
-        )
-        raise argument_error(
-            call, "model", got, "Give every site the same name in each call."
-        ) from error
+        names = ", ".join(map(repr, sorted(changed)))
+        got = f"a model whose sites change from call to call: {names}"
+        instead = "Give every site the same name in each call."
+        raise argument_error(call, "model", got, instead) from error
     supports = {name: sites[name]["fn"].support for name in z}
-    known = all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports))
-    sizes = [site["args"][0] for site in sites.values() if site["type"] == "plate"]
+    transforms = None
+    if all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports)):
+        transforms = {name: biject_to(support) for name, support in supports.items()}
+    counted = plates or sites_of_type(sites, "plate")
     target = Target(
         model=within_support(model),
         plates=plates,
         stochastic=reading.stochastic,
-        num_data=max([plate.size for plate in plates.values()] or sizes, default=1),
+        num_data=max((sites[name]["args"][0] for name in counted), default=1),
         rows=_rows(sites, plates),
-        transforms={name: biject_to(support) for name, support in supports.items()}
-        if known
-        else None,
+        transforms=transforms,
         of_one_minibatch=of_one_minibatch,
-        computes_values=any(site["type"] == "deterministic" for site in sites.values()),
+        computes_values=bool(sites_of_type(sites, "deterministic")),
     )
     return target, z
+
+
+def _read(
+    call: str,
+    model: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    learn: Callable[[], dict[str, Any]],
+) -> tuple[Callable, Reading]:
+    """The model with values of its parameters, its latent sites outside of subsampled
+    plates; and what it is on a minibatch.
+    """
+    read = partial(Reading, args=args, kwargs=kwargs, full=False)
+    with _explained(call, model, args, kwargs):
+        reading = read(model)
+    check_state(call, "model", reading)
+    if reading.learned and (learned := learn()):
+        model = handlers.substitute(model, data=learned)
+        reading = read(model)
+    if start_values := held_parameters(call, reading):
+        model = handlers.substitute(model, data=start_values)
+        reading = read(model)
+    if any(frames_of(reading.sites[name], reading.plates) for name in reading.latent):
+        model = lifted(model, reading.plates)
+        reading = read(model)
+    return model, reading
 
 
 @contextmanager
@@ -277,49 +282,40 @@ def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
     """
     if not values:
         return model
-    held = handlers.substitute(model, data=values)
-    if whole := getattr(model, "predictive_model", None):
-        held.predictive_model = handlers.substitute(whole, data=values)
-    return held
+    parametrized = handlers.substitute(model, data=values)
+    if predictive_model := getattr(model, "predictive_model", None):
+        parametrized.predictive_model = handlers.substitute(
+            predictive_model, data=values
+        )
+    return parametrized
 
 
 def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
     """The values at which parameters start, and which MCMC keeps; refuse those that
     start at random.
     """
-    kinds = {
-        name: site["type"]
-        for name, site in reading.sites.items()
-        if site["type"] in PARAMETERS
-    }
-    start, other = reading.draw([0, 1], PARAMETERS) if kinds else ({}, {})
-    for name, value in start.items():
-        pairs = zip(*map(jax.tree.leaves, (value, other[name])), strict=True)
-        moved = any(
-            not isinstance(a, jax.core.Tracer) and not np.array_equal(a, b)
-            for a, b in pairs
-        )
-        if moved and kinds[name] == "param":
+    if not sites_of_type(reading.sites, *PARAMETERS):
+        return {}
+    start, redrawn = reading.draw([0, 1], PARAMETERS)
+    for name in sites_of_type(reading.sites, "param"):
+        values = map(jax.tree.leaves, (start[name], redrawn[name]))
+        for value, other_value in zip(*values, strict=True):
+            if isinstance(value, jax.core.Tracer) or np.array_equal(value, other_value):
+                continue
+            got = f"the parameter {name!r}, which starts at random values"
             instead = (
                 "MCMC would keep them: learn them (`priors.Learned`, SVI), or give "
                 "values (`priors.Fixed`)."
             )
-            raise argument_error(
-                call,
-                "model",
-                f"the parameter {name!r}, which starts at random values",
-                instead,
-            )
+            raise argument_error(call, "model", got, instead)
     return start
 
 
 def _rows(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> dict[str, int]:
     inside: dict[bool, set[str]] = {True: set(), False: set()}
-    for site in traced.values():
-        if site["type"] == "sample":
-            inside[site["is_observed"]] |= {
-                frame.name for frame in site["cond_indep_stack"]
-            }
+    for site in sites_of_type(traced, "sample").values():
+        for frame in site["cond_indep_stack"]:
+            inside[site["is_observed"]].add(frame.name)
     return {
         name: traced[name]["args"][0]
         for name in sorted(inside[True] - inside[False].difference(plates))
@@ -330,7 +326,7 @@ def given_values(
     call: str,
     target: Target,
     z: Any,
-    given: Any,
+    user_values: Any,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, jax.Array]:
@@ -338,21 +334,20 @@ def given_values(
     shapes.
     """
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
-        given = unconstrain_fn(full_plates(target.model), args, kwargs or {}, given)
-    Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(
-        call, "init_params", given
-    )
-    shapes, wanted = ({k: jnp.shape(v) for k, v in tree.items()} for tree in (given, z))
-    if shapes != wanted:
-        raise argument_error(
-            call,
-            "init_params",
-            f"shapes {shapes}",
-            f"Pass unconstrained values shaped {wanted}.",
+        user_values = unconstrain_fn(
+            full_plates(target.model), args, kwargs or {}, user_values
         )
-    for name, value in given.items():
+    Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(
+        call, "init_params", user_values
+    )
+    shapes = {name: jnp.shape(value) for name, value in user_values.items()}
+    expected = {name: jnp.shape(value) for name, value in z.items()}
+    if shapes != expected:
+        instead = f"Pass unconstrained values shaped {expected}."
+        raise argument_error(call, "init_params", f"shapes {shapes}", instead)
+    for name, value in user_values.items():
         check_finite(call, f"init_params[{name!r}]", value)
-    return {name: jnp.asarray(given[name], z[name].dtype) for name in z}
+    return {name: jnp.asarray(user_values[name], z[name].dtype) for name in z}
 
 
 def check_start(
@@ -371,21 +366,14 @@ def check_start(
         return
 
     def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        batch = first_batch(target.plates) | (
-            {KEY: random.key(0)} if target.stochastic else {}
-        )
-        potential = target.potential(args, kwargs, batch or "full")
+        potential = target.potential(args, kwargs, target.some_batch() or "full")
         return potential(z)[None] if single else jax.vmap(potential)(z)
 
-    found = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
-    for chain in np.flatnonzero(~np.isfinite(found)):
-        came = f"a start of chain {chain} where the log density is {-found[chain]}"
-        raise argument_error(
-            call,
-            argument,
-            came,
-            "Start where it is finite, within the bounds of the likelihood.",
-        )
+    energies = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
+    for chain in np.flatnonzero(~np.isfinite(energies)):
+        got = f"a start of chain {chain} where the log density is {-energies[chain]}"
+        instead = "Start where it is finite, within the bounds of the likelihood."
+        raise argument_error(call, argument, got, instead)
 
 
 def stream_of(target: Target, minibatches: str) -> Stream:

@@ -17,10 +17,11 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.model_arguments import over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import OuterKernel, check_kernel, refreshed, with_values
-from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.reading import CONDITIONED, Reading
 
 BETA = "_inverse_temperature"
@@ -122,17 +123,15 @@ class ParallelTempering(OuterKernel):
         inner: Any = kernel
         while inner is not None:
             if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
-                came = f"{type(inner).__name__} with temperature {temperature}"
-                raise argument_error(
-                    call,
-                    "kernel",
-                    came,
-                    "Its replicas set the temperatures: leave it at 1.",
-                )
+                got = f"{type(inner).__name__} with temperature {temperature}"
+                instead = "Its replicas set the temperatures: leave it at 1."
+                raise argument_error(call, "kernel", got, instead)
             inner = getattr(inner, "kernel", None)
         self._kernel = kernel
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
-        self._num_replicas, self._lowest, self._temper = num_replicas, lowest, temper
+        self._num_replicas = num_replicas
+        self._lowest = lowest
+        self._temper = temper
         self._num_warmup = 0
         self._sample_fn: Callable | None = None
 
@@ -148,9 +147,8 @@ class ParallelTempering(OuterKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
-        if plates := Reading(
-            self.model, model_args, held_values(model_kwargs)[1], full=False
-        ).plates:
+        _, kwargs = held_values(model_kwargs)
+        if plates := Reading(self.model, model_args, kwargs, full=False).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = (
                 "Exchanges need the density of all the data: run without "
@@ -164,13 +162,13 @@ class ParallelTempering(OuterKernel):
         def start(key: jax.Array, params: Any) -> TemperingState:
             rng_key, *keys = random.split(key, 1 + size)
 
-            def one(key: jax.Array) -> Any:
+            def start_replica(key: jax.Array) -> Any:
                 return self._inner.init(
                     key, num_warmup, params, model_args, _at(1.0, model_kwargs)
                 )
 
             # At a fixed temperature, so that the kernel stores no tracer.
-            base = jax.vmap(one)(jnp.stack(keys))
+            base = jax.vmap(start_replica)(jnp.stack(keys))
             zero = jnp.zeros((), jnp.int32)
             state = TemperingState(
                 z=jax.tree.map(lambda a: a[0], getattr(base, self._inner.sample_field)),
@@ -202,11 +200,7 @@ class ParallelTempering(OuterKernel):
         transition = partial(
             self._transition, model_args=model_args, model_kwargs=model_kwargs
         )
-        return (
-            transition(state)
-            if is_prng_key(state.rng_key)
-            else jax.vmap(transition)(state)
-        )
+        return over_chains(transition, state)
 
     def _transition(
         self,
@@ -229,13 +223,9 @@ class ParallelTempering(OuterKernel):
         )
         positions = jax.tree.map(lambda a: a[source], positions)
         base = jax.vmap(partial(with_values, self._inner))(base, positions)
-        been = state.walk[
-            source
-        ]  # which states have been at the last temperature since they left the first
-        walk, returned = (
-            been.at[0].set(False).at[-1].set(True),
-            been[0].astype(jnp.int32),
-        )
+        # which states have been at the last temperature since they left the first
+        been = state.walk[source]
+        returned = been[0].astype(jnp.int32)
         state = state._replace(
             z=jax.tree.map(lambda a: a[0], positions),
             base=base,
@@ -244,7 +234,7 @@ class ParallelTempering(OuterKernel):
             round_trips=jnp.where(
                 state.i < self._num_warmup, 0, state.round_trips + returned
             ),
-            walk=walk,
+            walk=been.at[0].set(False).at[-1].set(True),
             rejections=state.rejections + (1 - accept_prob),
             i=state.i + 1,
             rng_key=rng_key,
@@ -255,11 +245,8 @@ class ParallelTempering(OuterKernel):
         """In warm-up, adjust the ladder whenever the number of transitions is a power
         of two.
         """
-        now = (
-            (state.i & (state.i - 1) == 0)
-            & (state.i > 1)
-            & (state.i < self._num_warmup)
-        )
+        is_power = state.i & (state.i - 1) == 0
+        now = is_power & (state.i > 1) & (state.i < self._num_warmup)
         betas = respaced(state.inverse_temperatures, state.rejections)
         return state._replace(
             inverse_temperatures=jnp.where(now, betas, state.inverse_temperatures),
@@ -271,14 +258,13 @@ class ParallelTempering(OuterKernel):
     ) -> jax.Array:
         """The log density that the inverse temperature multiplies."""
         values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
-        held = (kwargs or {}).get(CONDITIONED, {})
-        sites = full_trace(self.model, values, args, kwargs).values()
-        tempered = (
-            s
-            for s in sites
-            if s["type"] == "sample" and _is_tempered(s, self._temper, held)
-        )
-        return sum(map(log_density, tempered), jnp.zeros(()))
+        conditioned = (kwargs or {}).get(CONDITIONED, {})
+        total = jnp.zeros(())
+        trace = full_trace(self.model, values, args, kwargs)
+        for site in sites_of_type(trace, "sample").values():
+            if _is_tempered(site, self._temper, conditioned):
+                total += log_density(site)
+        return total
 
     def refresh(
         self,
@@ -293,15 +279,15 @@ class ParallelTempering(OuterKernel):
         have moved.
         """
         if not is_prng_key(state.rng_key):
-            return jax.vmap(lambda one: self.refresh(one, model_args, model_kwargs))(
-                state
-            )
+            return jax.vmap(
+                lambda chain_state: self.refresh(chain_state, model_args, model_kwargs)
+            )(state)
         positions = getattr(state.base, self._inner.sample_field)
         positions = jax.tree.map(
             lambda each, first: each.at[0].set(first), positions, state.z
         )
 
-        def one(base: Any, z: Any, beta: jax.Array) -> Any:
+        def refresh_replica(base: Any, z: Any, beta: jax.Array) -> Any:
             return refreshed(
                 self._inner,
                 with_values(self._inner, base, z),
@@ -310,7 +296,9 @@ class ParallelTempering(OuterKernel):
             )
 
         return state._replace(
-            base=jax.vmap(one)(state.base, positions, state.inverse_temperatures)
+            base=jax.vmap(refresh_replica)(
+                state.base, positions, state.inverse_temperatures
+            )
         )
 
     def postprocess_fn(
@@ -347,38 +335,41 @@ class ParallelTempering(OuterKernel):
         inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(
             state.base
         )
-        own = {
+        return {
+            **inner,
             "inner_kernel": type(self._kernel).__name__,
             "num_replicas": self._num_replicas,
+            "temper": self._temper,
         }
-        return {**inner, **own, "temper": self._temper}
 
     @property
     def stat_coords(self) -> dict[str, tuple[str, list[str]]]:
         """Labels of the axis of ``swap_accept_prob``."""
-        return {
-            "swap_accept_prob": (
-                "neighbors",
-                [f"{r}-{r + 1}" for r in range(1, self._num_replicas)],
-            )
-        }
+        pairs = [f"{r}-{r + 1}" for r in range(1, self._num_replicas)]
+        return {"swap_accept_prob": ("neighbors", pairs)}
 
 
-def _is_tempered(site: Mapping[str, Any], temper: str, held: Mapping[str, Any]) -> bool:
-    return temper == "joint" or (site["is_observed"] and site["name"] not in held)
+def _is_tempered(
+    site: Mapping[str, Any], temper: str, conditioned: Mapping[str, Any]
+) -> bool:
+    return temper == "joint" or (
+        site["is_observed"] and site["name"] not in conditioned
+    )
 
 
 class _scaled(Messenger):
     """Multiply log densities by an inverse temperature."""
 
     def __init__(
-        self, fn: Callable, beta: jax.Array, temper: str, held: Mapping[str, Any]
+        self, fn: Callable, beta: jax.Array, temper: str, conditioned: Mapping[str, Any]
     ) -> None:
         super().__init__(fn)
-        self.beta, self.temper, self.held = beta, temper, held
+        self.beta = beta
+        self.temper = temper
+        self.conditioned = conditioned
 
     def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.held):
+        if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.conditioned):
             msg["scale"] = (
                 self.beta if msg.get("scale") is None else msg["scale"] * self.beta
             )
@@ -434,15 +425,9 @@ def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
     :param rejections: rejection probabilities between neighbors, up to a factor, (R -
         1,).
     """
-    floor = (
-        0.05 * jnp.mean(rejections) + 1e-6
-    )  # keeps neighbors that always exchange apart
+    # keeps neighbors that always exchange apart
+    floor = 0.05 * jnp.mean(rejections) + 1e-6
     barrier = jnp.concatenate([jnp.zeros(1), jnp.cumsum(rejections + floor)])
     levels = jnp.linspace(0.0, 1.0, betas.size) * barrier[-1]
-    return (
-        jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
-        .at[0]
-        .set(betas[0])
-        .at[-1]
-        .set(betas[-1])
-    )
+    ladder = jnp.exp(jnp.interp(levels, barrier, jnp.log(betas)))
+    return ladder.at[0].set(betas[0]).at[-1].set(betas[-1])

@@ -18,7 +18,7 @@ from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
-from numpyro_bnn.program.plates import full_trace
+from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 
@@ -102,12 +102,8 @@ class UnitMoves(Wrapper):
         num_moves: PositiveInt = 100,
     ) -> None:
         super().__init__(kernel)
-        good = (
-            isinstance(units, Mapping)
-            and units
-            and all(isinstance(axis, int) for axis in units.values())
-        )
-        if not good:
+        good = isinstance(units, Mapping) and units
+        if not good or not all(isinstance(axis, int) for axis in units.values()):
             instead = (
                 "Pass the axis of the units by site, e.g. `{'net/Dense_0.kernel': 1, "
                 "'net/Dense_0.bias': 0}`."
@@ -124,24 +120,20 @@ class UnitMoves(Wrapper):
     def _prepare(
         self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
     ) -> None:
-        sizes = {
-            name: self._size(reading, name, axis) for name, axis in self._units.items()
-        }
+        sizes = {}
+        for name, axis in self._units.items():
+            sizes[name] = self._size(reading, name, axis)
         if len(set(sizes.values())) > 1:
-            raise argument_error(
-                self._call,
-                "units",
-                f"sites with {sizes} units",
-                "Name axes of equal length.",
-            )
+            got, instead = f"sites with {sizes} units", "Name axes of equal length."
+            raise argument_error(self._call, "units", got, instead)
         self._num_units = next(iter(sizes.values()))
         priors = reading.depends(
             lambda sites: {n: arrays_in(sites[n]["fn"]) for n in self._units},
             self._units,
         )
-        for name, others in priors.items():
-            if others:
-                came = f"{name!r}, whose prior depends on {sorted(others)}"
+        for name, parents in priors.items():
+            if parents:
+                came = f"{name!r}, whose prior depends on {sorted(parents)}"
                 instead = "Name sites whose priors do not depend on each other."
                 raise argument_error(self._call, "units", came, instead)
 
@@ -163,8 +155,12 @@ class UnitMoves(Wrapper):
             raise argument_error(self._call, "units", came, instead)
         return shape[axis]
 
-    def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> UnitState:
-        return UnitState(base, jnp.zeros(many), jnp.zeros(many, jnp.int32), rng_key)
+    def _start(
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
+    ) -> UnitState:
+        return UnitState(
+            base, jnp.zeros(batch_shape), jnp.zeros(batch_shape, jnp.int32), rng_key
+        )
 
     def _move(
         self,
@@ -174,70 +170,70 @@ class UnitMoves(Wrapper):
         args: tuple,
         kwargs: Any,
     ) -> tuple[UnitState, dict[str, jax.Array], Mapping[str, Any]]:
-        held, kwargs = held_values(kwargs)
-        latent = {**held, **values}
-        moved = {name: jnp.asarray(values[name]) for name in self._units}
+        conditioned, kwargs = held_values(kwargs)
+        latent = {**conditioned, **values}
+        start = {name: jnp.asarray(values[name]) for name in self._units}
         # Priors of the moved sites depend on none of them.
         traced = full_trace(self.model, latent, args, kwargs)
         prior = {name: traced[name]["fn"] for name in self._units}
 
-        def rest(moved: Mapping[str, jax.Array]) -> jax.Array:
-            return _log_rest(self.model, prior, {**latent, **moved}, args, kwargs)
+        def log_other(units: Mapping[str, jax.Array]) -> jax.Array:
+            return _log_rest(self.model, prior, {**latent, **units}, args, kwargs)
 
-        def one(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
-            at, log_rest = carry
+        def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
+            current, current_log_other = carry
             key_move, key_accept = random.split(key)
-            new = self._redraw(key_move, at, prior)
-            new_rest = rest(new)
-            log_ratio = jnp.where(jnp.isnan(new_rest), -jnp.inf, new_rest - log_rest)
+            proposal = self._redraw(key_move, current, prior)
+            proposal_log_other = log_other(proposal)
+            log_ratio = jnp.where(
+                jnp.isnan(proposal_log_other),
+                -jnp.inf,
+                proposal_log_other - current_log_other,
+            )
             accepted = jnp.log(random.uniform(key_accept)) < log_ratio
             carry = jax.tree.map(
-                partial(jnp.where, accepted), (new, new_rest), (at, log_rest)
+                partial(jnp.where, accepted),
+                (proposal, proposal_log_other),
+                (current, current_log_other),
             )
             return carry, jnp.minimum(1.0, jnp.exp(log_ratio))
 
         keys = random.split(rng_key, self._num_moves)
-        (after, _), probs = lax.scan(one, (moved, rest(moved)), keys)
+        (final, _), probs = lax.scan(step, (start, log_other(start)), keys)
         warm = state.i >= self._num_warmup
-        moved = jax.tree.map(partial(jnp.where, warm), after, moved)
-        return (
-            state._replace(
-                unit_accept_prob=jnp.mean(probs).astype(state.unit_accept_prob.dtype)
-            ),
-            moved,
-            prior,
-        )
+        new_values = jax.tree.map(partial(jnp.where, warm), final, start)
+        accept_prob = jnp.mean(probs).astype(state.unit_accept_prob.dtype)
+        return state._replace(unit_accept_prob=accept_prob), new_values, prior
 
     def _redraw(
         self,
         rng_key: jax.Array,
-        at: Mapping[str, jax.Array],
+        values: Mapping[str, jax.Array],
         prior: Mapping[str, dist.Distribution],
     ) -> dict[str, jax.Array]:
-        key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(at))
+        key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(values))
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
         units = random.permutation(key_units, self._num_units) < size
-        chosen = random.randint(
-            key_sites, (), 1, 2 ** len(at)
-        )  # a nonempty set of sites, encoded as bits
-        new = {}
-        for i, ((name, value), key) in enumerate(zip(at.items(), keys, strict=True)):
+        # a nonempty set of sites, encoded as bits
+        site_bits = random.randint(key_sites, (), 1, 2 ** len(values))
+        redrawn = {}
+        for i, (name, value) in enumerate(values.items()):
             shape = [1] * value.ndim
             shape[self._units[name]] = -1
-            here = units.reshape(shape) & (((chosen >> i) & 1) == 1)
-            new[name] = _given_rest(key, prior[name], value, here)
-        return new
+            selected = units.reshape(shape) & (((site_bits >> i) & 1) == 1)
+            redrawn[name] = _given_rest(keys[i], prior[name], value, selected)
+        return redrawn
 
 
 def _given_rest(
-    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, chosen: jax.Array
+    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, selected: jax.Array
 ) -> jax.Array:
     """``value`` with the chosen elements drawn from their prior given the others."""
     base = unwrapped(fn)
     if isinstance(base, GroupStudentT):
-        return base.given_rest(rng_key, value, chosen)
-    return jnp.where(chosen, fn.sample(rng_key).astype(value.dtype), value)
+        return base.given_rest(rng_key, value, selected)
+    return jnp.where(selected, fn.sample(rng_key).astype(value.dtype), value)
 
 
 def _log_rest(
@@ -253,8 +249,9 @@ def _log_rest(
     plain one remains.
     """
     total = jnp.zeros(())
-    for name, site in full_trace(model, latent, args, kwargs).items():
-        if site["type"] != "sample" or (name in prior and site["scale"] is None):
+    trace = full_trace(model, latent, args, kwargs)
+    for name, site in sites_of_type(trace, "sample").items():
+        if name in prior and site["scale"] is None:
             continue
         total += log_density(site)
         if name in prior:

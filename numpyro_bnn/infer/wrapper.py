@@ -4,7 +4,7 @@ the wrapped state.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
-from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.infer.model_arguments import ArgumentKernel, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.compiled import is_traced
@@ -32,11 +32,8 @@ from numpyro_bnn.program.plates import full_plates, full_trace
 from numpyro_bnn.program.reading import Reading, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 
-CONSTRAINED = (
-    CustomGibbs,
-    DiscreteGibbs,
-    PrecisionGibbs,
-)  # kernels whose states hold constrained values
+# kernels whose states hold constrained values
+CONSTRAINED = CustomGibbs, DiscreteGibbs, PrecisionGibbs
 
 
 def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
@@ -47,9 +44,9 @@ def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
     if not usable or any(
         getattr(type(kernel), name) is getattr(MCMCKernel, name) for name in methods
     ):
-        needed = " and ".join(f"`{name}`" for name in methods)
+        needed = "` and `".join(methods)
         instead = (
-            f"Pass a kernel made from a model that has {needed}, e.g. `NUTS(model)`."
+            f"Pass a kernel made from a model that has `{needed}`, e.g. `NUTS(model)`."
         )
         raise argument_error(call, "kernel", kernel, instead, TypeError)
 
@@ -93,9 +90,8 @@ class Wrapper(OuterKernel):
         check_kernel(self._call, kernel, ("refresh",))
         self._kernel = kernel
         self._num_warmup = 0
-        self._bounded: tuple[
-            str, ...
-        ] = ()  # latent sites whose support depends on others
+        # latent sites whose support depends on others
+        self._bounded: tuple[str, ...] = ()
         self._sample_fn: Callable | None = None
 
     @abstractmethod
@@ -105,9 +101,11 @@ class Wrapper(OuterKernel):
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
-    def _start(self, base: Any, many: tuple[int, ...], rng_key: jax.Array) -> Any:
-        """The first state of one chain or, if ``many`` is ``(C,)``, of C vectorized
-        chains.
+    def _start(
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
+    ) -> Any:
+        """The first state of one chain or, if ``batch_shape`` is ``(C,)``, of C
+        vectorized chains.
         """
 
     @abstractmethod
@@ -142,53 +140,14 @@ class Wrapper(OuterKernel):
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         model_kwargs = dict(model_kwargs or {})
-        held = dict(model_kwargs.get(GIBBS_SITES_KWARG, {}))
-        own = {
-            name: value
-            for name, value in model_kwargs.items()
-            if name != GIBBS_SITES_KWARG
-        }
-        if is_traced((model_args, own)):
-            came = "arrays that are traced by a transformation"
-            instead = (
-                "Call `init` once outside of `jit` or `vmap`, and refresh its state "
-                "with the data inside."
-            )
-            raise argument_error(self._call, "model_args", came, instead)
         # Parallel chains start inside a compiled program; the plan must not keep its
         # tracers.
         with jax.core.eval_context():
-            self.learn(
-                num_warmup, model_args, model_kwargs
-            )  # the moves read the model that the kernel samples
-            planned = model_kwargs
-            if is_traced(
-                held
-                # as a block of a vectorized `Gibbs`: the plan is the same for all
-                # values
-            ):
-                drawn = Reading(self.model, model_args, own).draw([0])[0]
-                planned = {
-                    **own,
-                    GIBBS_SITES_KWARG: {name: drawn[name] for name in held},
-                }
-            reading = Reading(self.model, model_args, planned)
-            check_state(self._call, "kernel", reading)
-            held_parameters(self._call, reading)
-            self._prepare(reading, model_args, planned)
-            bounds = reading.depends(
-                lambda sites: {
-                    n: arrays_in(sites[n]["fn"].support) for n in reading.latent
-                }
-            )
-            self._bounded = tuple(name for name in reading.latent if bounds[name])
+            self._plan_moves(num_warmup, model_args, model_kwargs)
         self._num_warmup = num_warmup
         keys = split(rng_key)
-        if (
-            init_params is not None
-            and GIBBS_SITES_KWARG in model_kwargs
-            and isinstance(self._kernel, HMC)
-        ):
+        in_gibbs = GIBBS_SITES_KWARG in model_kwargs
+        if init_params is not None and in_gibbs and isinstance(self._kernel, HMC):
             # Gibbs passes constrained values to kernels it does not recognize.
             init_params = unconstrain_fn(
                 full_plates(self.model), model_args, model_kwargs, init_params
@@ -205,6 +164,32 @@ class Wrapper(OuterKernel):
             base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1]
         )
 
+    def _plan_moves(self, num_warmup: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        conditioned, model_kwargs = held_values(kwargs)
+        if is_traced((args, model_kwargs)):
+            got = "arrays that are traced by a transformation"
+            instead = (
+                "Call `init` once outside of `jit` or `vmap`, and refresh its state "
+                "with the data inside."
+            )
+            raise argument_error(self._call, "model_args", got, instead)
+        # the moves read the model that the kernel samples
+        self.learn(num_warmup, args, kwargs)
+        if is_traced(conditioned):
+            # as a block of a vectorized `Gibbs`: the plan is the same for all values
+            drawn = Reading(self.model, args, model_kwargs).draw([0])[0]
+            values = {name: drawn[name] for name in conditioned}
+            kwargs = {**model_kwargs, GIBBS_SITES_KWARG: values}
+        reading = Reading(self.model, args, kwargs)
+        check_state(self._call, "kernel", reading)
+        held_parameters(self._call, reading)
+        self._prepare(reading, args, kwargs)
+        latent = reading.latent
+        bounds = reading.depends(
+            lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in latent}
+        )
+        self._bounded = tuple(name for name in latent if bounds[name])
+
     def learn(
         self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> None:
@@ -216,7 +201,6 @@ class Wrapper(OuterKernel):
     def sample(
         self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Any:
-        single = is_prng_key(state.rng_key)
         keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
         base = self._kernel.sample(inner, model_args, model_kwargs)
@@ -224,11 +208,7 @@ class Wrapper(OuterKernel):
         transition = partial(
             self._transition, model_args=model_args, model_kwargs=model_kwargs
         )
-        state = (
-            transition(state, keys[2])
-            if single
-            else jax.vmap(transition)(state, keys[2])
-        )
+        state = over_chains(transition, state, keys[2])
         return self.refresh(state, model_args, model_kwargs)
 
     def _transition(
@@ -245,19 +225,19 @@ class Wrapper(OuterKernel):
         values = kernel.get_constrain_fn(model_args, model_kwargs)(
             getattr(state.base, self.sample_field)
         )
-        state, moved, prior = self._move(
+        state, new_values, prior = self._move(
             state, values, rng_key, model_args, model_kwargs
         )
         if self._bounded:
             # the inner kernel must hold their values relative to the new bounds
-            held, kwargs = held_values(model_kwargs)
-            moved = {name: values[name] for name in self._bounded} | moved
+            conditioned, kwargs = held_values(model_kwargs)
+            new_values = {name: values[name] for name in self._bounded} | new_values
             traced = full_trace(
-                self.model, {**held, **values, **moved}, model_args, kwargs
+                self.model, {**conditioned, **values, **new_values}, model_args, kwargs
             )
-            prior = {name: traced[name]["fn"] for name in moved}
+            prior = {name: traced[name]["fn"] for name in new_values}
         return state._replace(
-            base=with_constrained(kernel, state.base, moved, prior), i=state.i + 1
+            base=with_constrained(kernel, state.base, new_values, prior), i=state.i + 1
         )
 
     def refresh(
@@ -305,49 +285,50 @@ class Wrapper(OuterKernel):
     ) -> dict[str, jax.Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
-            came = (
-                f"moves around {type(self._kernel).__name__}, which has no warm start"
-            )
+            got = f"moves around {type(self._kernel).__name__}, which has no warm start"
             instead = (
                 "Only kernels of `numpyro_bnn.infer` with `warm_start=` have members."
             )
-            raise argument_error("to_inference_data", "members", came, instead)
+            raise argument_error("to_inference_data", "members", got, instead)
         return self._kernel.members(state.base, model_args, model_kwargs)
 
 
 def with_constrained(
     kernel: MCMCKernel,
     state: Any,
-    moved: Mapping[str, jax.Array],
+    new_values: Mapping[str, jax.Array],
     prior: Mapping[str, Any],
 ) -> Any:
-    """Return ``state`` with the constrained values ``moved`` of some sites; its caches
-    become stale.
+    """Return ``state`` with the constrained values ``new_values`` of some sites; its
+    caches become stale.
     """
-    return with_values(kernel, state, _as_held(kernel, moved, prior))
+    return with_values(kernel, state, _as_held(kernel, new_values, prior))
 
 
 def _as_held(
-    kernel: MCMCKernel, moved: Mapping[str, jax.Array], prior: Mapping[str, Any]
+    kernel: MCMCKernel, new_values: Mapping[str, jax.Array], prior: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
     """
     if isinstance(kernel, Gibbs):
-        found: dict[str, jax.Array] = {}
+        stored: dict[str, jax.Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
-            found |= _as_held(
-                block, {name: moved[name] for name in names if name in moved}, prior
-            )
-        return found
+            stored |= _as_held(block, _selected(new_values, names), prior)
+        return stored
     if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
         # a wrapper or replicas
-        return _as_held(inner, moved, prior)
+        return _as_held(inner, new_values, prior)
     if isinstance(kernel, CONSTRAINED):
-        return dict(moved)
-    return {
-        name: biject_to(prior[name].support).inv(value) for name, value in moved.items()
-    }
+        return dict(new_values)
+    stored = {}
+    for name, value in new_values.items():
+        stored[name] = biject_to(prior[name].support).inv(value)
+    return stored
+
+
+def _selected(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
 
 
 def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
@@ -355,28 +336,20 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
     its caches become stale.
     """
     if isinstance(kernel, Gibbs):
-        blocks = [
-            with_values(
-                block,
-                block_state,
-                {name: values[name] for name in names if name in values},
-            )
-            for (block, _), names, block_state in zip(
-                kernel.blocks, kernel._sites, state.block_states, strict=True
-            )
-        ]
+        blocks = []
+        for (block, _), names, block_state in zip(
+            kernel.blocks, kernel._sites, state.block_states, strict=True
+        ):
+            blocks.append(with_values(block, block_state, _selected(values, names)))
         return state._replace(z={**state.z, **values}, block_states=tuple(blocks))
     field = kernel.sample_field
     if field not in state._fields:
-        return state._replace(
-            base=with_values(kernel.kernel, state.base, values)
-        )  # a wrapper in a wrapper
-    old = getattr(state, field)
-    new = {
-        name: values[name].astype(value.dtype) if name in values else value
-        for name, value in old.items()
-    }
-    return state._replace(**{field: new})
+        # a wrapper in a wrapper
+        return state._replace(base=with_values(kernel.kernel, state.base, values))
+    new_values = dict(getattr(state, field))
+    for name in new_values.keys() & values.keys():
+        new_values[name] = values[name].astype(new_values[name].dtype)
+    return state._replace(**{field: new_values})
 
 
 def refreshed(
@@ -393,14 +366,11 @@ def refreshed(
         for (block, _), names, block_state in zip(
             kernel.blocks, kernel._sites, state.block_states, strict=True
         ):
-            siblings = {
-                name: value for name, value in values.items() if name not in names
-            }
-            blocks.append(
-                block.refresh(block_state, args, with_conditioning(kwargs, siblings))
-            )
+            siblings = {n: value for n, value in values.items() if n not in names}
+            conditioned = with_conditioning(kwargs, siblings)
+            blocks.append(block.refresh(block_state, args, conditioned))
         return state._replace(block_states=tuple(blocks))
-    # NumPyro's own kernels refresh one chain at a time.
-    if isinstance(kernel, HMC) and not is_prng_key(state.rng_key):
-        return jax.vmap(lambda one: kernel.refresh(one, args, kwargs))(state)
+    if isinstance(kernel, HMC):
+        # NumPyro's own kernels refresh one chain at a time.
+        return over_chains(lambda chain: kernel.refresh(chain, args, kwargs), state)
     return kernel.refresh(state, args, kwargs)

@@ -48,7 +48,8 @@ class Arguments:
     def __init__(
         self, values: Mapping[str, Any], signature: inspect.Signature = _ANY
     ) -> None:
-        self.values, self.signature = dict(values), signature
+        self.values = dict(values)
+        self.signature = signature
         flat, self._tree = jax.tree_util.tree_flatten_with_path(self.values)
         #: Leaves by place, such as ``x`` or ``inputs['x']``.
         self.leaves = {
@@ -74,16 +75,13 @@ class Arguments:
 
     def split(self) -> tuple["Arguments", dict[str, Any]]:
         """The same with a placeholder for each array, and the arrays by place."""
-        arrays = {
-            place: leaf
-            for place, leaf in self.leaves.items()
-            if isinstance(leaf, jax.Array | np.ndarray)
-        }
-        for place, array in arrays.items():
-            check_numeric("model", place, array)
-        return Arguments(
-            self._exchanged(dict.fromkeys(arrays, _Array)), self.signature
-        ), arrays
+        arrays = {}
+        for place, leaf in self.leaves.items():
+            if isinstance(leaf, jax.Array | np.ndarray):
+                check_numeric("model", place, leaf)
+                arrays[place] = leaf
+        values = self._exchanged(dict.fromkeys(arrays, _Array))
+        return Arguments(values, self.signature), arrays
 
     def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
         """Positional and keyword arguments as a model takes them, with other ``leaves``
@@ -98,21 +96,20 @@ class Arguments:
     @property
     def optional(self) -> dict[str, Any]:
         """The arguments that may be left out, and their defaults."""
-        parameters = self.signature.parameters.items()
-        return {
-            name: parameter.default
-            for name, parameter in parameters
-            if parameter.default is not parameter.empty
-        }
+        defaults = {}
+        for name, parameter in self.signature.parameters.items():
+            if parameter.default is not parameter.empty:
+                defaults[name] = parameter.default
+        return defaults
 
     @property
     def arrays(self) -> dict[str, Any]:
         """The arguments that are arrays with at least one axis."""
-        return {
-            name: value
-            for name, value in self.values.items()
-            if hasattr(value, "dtype") and np.ndim(value)
-        }
+        arrays = {}
+        for name, value in self.values.items():
+            if hasattr(value, "dtype") and np.ndim(value):
+                arrays[name] = value
+        return arrays
 
     @cached_property
     def _on_device(self) -> dict[str, Any]:
@@ -133,21 +130,20 @@ class Arguments:
     def _key(self) -> Any:
         # 1, 1.0 and True are equal but different arguments; a leaf without a hash is
         # identified by its id.
-        return self._tree, tuple(
-            (type(leaf), leaf if _hashable(leaf) else id(leaf))
-            for leaf in self.leaves.values()
-        )
+        leaves = []
+        for leaf in self.leaves.values():
+            leaves.append((type(leaf), leaf if _hashable(leaf) else id(leaf)))
+        return self._tree, tuple(leaves)
 
 
-def _own_signature(model: Callable, given: Mapping[str, Any]) -> inspect.Signature:
+def _own_signature(model: Callable, kwargs: Mapping[str, Any]) -> inspect.Signature:
     """The signature of a model without what a ``functools.partial`` has set already."""
     signature, inner = inspect.signature(model), inspect.unwrap(model)
-    settled = inner.keywords.keys() - given.keys() if isinstance(inner, partial) else ()
-    return signature.replace(
-        parameters=[
-            p for name, p in signature.parameters.items() if name not in settled
-        ]
-    )
+    parameters = dict(signature.parameters)
+    if isinstance(inner, partial):
+        for name in inner.keywords.keys() - kwargs.keys():
+            parameters.pop(name, None)
+    return signature.replace(parameters=list(parameters.values()))
 
 
 def _hashable(value: Any) -> bool:
@@ -190,11 +186,9 @@ def as_arrays(
     def converted(path: Any, leaf: Any) -> Any:
         array = _values(leaf)
         check_numeric(call, place_of(path), array)
-        return (
-            leaf
-            if array is None or array.dtype.kind not in "biufc"
-            else jnp.asarray(array)
-        )
+        if array is None or array.dtype.kind not in "biufc":
+            return leaf
+        return jnp.asarray(array)
 
     with jax.ensure_compile_time_eval():
         # a value that is known stays known, also where a program is traced
@@ -214,12 +208,12 @@ def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
     """:func:`as_arrays` for the export: tables and lists become NumPy arrays, and
     arrays keep their precision.
     """
-    given = args, dict(kwargs or {})
-    return jax.tree.map(
-        lambda leaf: leaf if _values(leaf) is None else _values(leaf),
-        given,
-        is_leaf=is_table,
-    )
+
+    def converted(leaf: Any) -> Any:
+        array = _values(leaf)
+        return leaf if array is None else array
+
+    return jax.tree.map(converted, (args, dict(kwargs or {})), is_leaf=is_table)
 
 
 @contextmanager
@@ -237,19 +231,19 @@ def naming_arguments(
 
 
 def _described(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> str:
-    named = {**{f"args[{at}]": value for at, value in enumerate(args)}, **kwargs}
+    values = {f"args[{index}]": value for index, value in enumerate(args)}
+    values.update(kwargs)
     with suppress(TypeError, ValueError):
         signature = inspect.signature(model)
         bound = signature.bind_partial(*args, **kwargs).arguments
-        named = {
-            name: value
-            for name, value in bound.items()
-            if signature.parameters[name].kind
-            is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        } or named
+        for name in list(bound):
+            kind = signature.parameters[name].kind
+            if kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                del bound[name]
+        values = bound or values
     return "; ".join(
         f"argument `{name}` got {shown(value)}"
-        for name, value in named.items()
+        for name, value in values.items()
         if not name.startswith("_")
     )
 
@@ -269,7 +263,7 @@ def plain_values(
 
 
 def with_plain_values(
-    args: tuple, kwargs: Mapping[str, Any] | None, known: Mapping[str, int | bool]
+    args: tuple, kwargs: Mapping[str, Any] | None, initial: Mapping[str, int | bool]
 ) -> tuple[tuple, dict[str, Any], bool]:
     """The same call with the integers that ``MCMC(jit_model_args=True)`` has traced as
     they were at the start.
@@ -280,13 +274,15 @@ def with_plain_values(
 
     def restored(path: Any, leaf: Any) -> Any:
         place = jax.tree_util.keystr(path)
-        if not isinstance(leaf, jax.core.Tracer) or place not in known:
+        if not isinstance(leaf, jax.core.Tracer) or place not in initial:
             return leaf
         places.append(place)
-        return known[place]
+        return initial[place]
 
-    found = jax.tree_util.tree_map_with_path(restored, (args, dict(kwargs or {})))
-    return *found, bool(places)
+    restored_call = jax.tree_util.tree_map_with_path(
+        restored, (args, dict(kwargs or {}))
+    )
+    return *restored_call, bool(places)
 
 
 def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, bytes]:
@@ -298,16 +294,16 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
     >>> fingerprints((x,), {}) == before
     False
     """
-    found = {}
+    digests = {}
     for place, leaf in _leaves(args, kwargs):
         if isinstance(leaf, Rows):
-            found[place] = leaf.digest()
+            digests[place] = leaf.digest()
         array = _values(leaf)
         if array is not None and array.dtype != object:
-            found[place] = hashlib.blake2b(
+            digests[place] = hashlib.blake2b(
                 np.ascontiguousarray(array).data if array.size else b""
             ).digest()
-    return found
+    return digests
 
 
 def _leaves(args: tuple, kwargs: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
@@ -321,10 +317,10 @@ def _values(leaf: Any) -> np.ndarray | None:
     """The values of a NumPy array or a table; ``None`` for everything else, also for
     rows of several lengths.
     """
+    if not (isinstance(leaf, np.ndarray) or is_table(leaf)):
+        return None
     try:
-        return (
-            np.asarray(leaf) if isinstance(leaf, np.ndarray) or is_table(leaf) else None
-        )
+        return np.asarray(leaf)
     except ValueError:
         return None
 
@@ -335,7 +331,6 @@ def is_table(value: Any) -> bool:
     """
     if not isinstance(value, list):
         return hasattr(value, "to_numpy")
-    first: Any = value
-    while isinstance(first, list) and first:
-        first = first[0]
-    return isinstance(first, int | float | np.number | np.bool)
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, int | float | np.number | np.bool)

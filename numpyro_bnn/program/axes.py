@@ -20,17 +20,20 @@ from numpyro_bnn._axes import (
     rule_of,
 )
 from numpyro_bnn._jaxprs import ADDRESSING, called
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Operations that sum over whole axes, and those along an axis whose elements stay as
 # many.
-SUMS = {f"reduce_{how}" for how in ("sum", "max", "min", "prod", "and", "or", "xor")}
-SUMS |= {"argmax", "argmin", "dot_general"}
+SUMS = {
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and"),
+    *("reduce_or", "reduce_xor", "argmax", "argmin", "dot_general"),
+}
 ALIGNED = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"}
 
 
 def axes_of_data(
-    reading: Reading, parts: Callable[[Sites], Mapping[Any, jax.Array]]
+    reading: Reading, quantities: Callable[[Sites], Mapping[Any, jax.Array]]
 ) -> dict[Any, dict[Axis, int | None]]:
     """Where the axes of arguments, and the indices of plates, lie in parts of the
     trace.
@@ -49,37 +52,46 @@ def axes_of_data(
     >>> {(axis.source, axis.axis): at for axis, at in found["loc"].items()}
     {('_[0]', 0): None, ('_[0]', 1): None, ('data', 0): 0}
     """
-    plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
-    given = {
-        "data": reading._arrays,
-        "plates": reading.shapes(plates),
-        "latent": reading.shapes(),
-    }
-
-    def program(given: Mapping[str, Any]) -> Mapping[Any, jax.Array]:
-        return parts(
-            reading._on(given["data"]).at({**given["latent"], **given["plates"]})
-        )
-
-    closed, outputs = jax.make_jaxpr(program, return_shape=True)(given)
+    jaxpr, outputs, arguments = _program(reading, quantities)
     inputs = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
-        numbered = Rows()
+    for path, leaf in arguments:
+        labels = Rows()
         if path[0].key != "latent":
             for axis, size in enumerate(jnp.shape(leaf)):
-                numbered[Axis(path[1].key, axis, size)] = Place(axis, 1)
-        inputs.append(numbered)
-    keys = [path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
-    found: dict[Any, dict[Axis, int | None]] = {key: {} for key in outputs}
-    for key, rows in zip(keys, follow_axes(closed.jaxpr, inputs), strict=True):
+                labels[Axis(path[1].key, axis, size)] = Place(axis, 1)
+        inputs.append(labels)
+    axes: dict[Any, dict[Axis, int | None]] = {key: {} for key in outputs}
+    # JAX sorts the keys
+    for key, rows in zip(sorted(outputs), follow_axes(jaxpr, inputs), strict=True):
         for label, place in rows.items():
-            whole = (
+            is_axis = (
                 place is not None
                 and place.inner == 1
                 and outputs[key].shape[place.axis] == label.size
             )
-            found[key][label] = place.axis if whole else None
-    return found
+            axes[key][label] = place.axis if is_axis else None
+    return axes
+
+
+def _program(
+    reading: Reading, quantities: Callable[[Sites], Any]
+) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+    """The program of some quantities of the trace, their shapes, and its inputs with
+    their paths: data, indices of plates, latent values.
+    """
+    arguments = {
+        "data": reading._arrays,
+        "plates": reading.shapes(sites_of_type(reading.sites, "plate")),
+        "latent": reading.shapes(),
+    }
+
+    def program(arguments: Mapping[str, Any]) -> Any:
+        values = {**arguments["latent"], **arguments["plates"]}
+        return quantities(reading._on(arguments["data"]).at(values))
+
+    closed, outputs = jax.make_jaxpr(program, return_shape=True)(arguments)
+    inputs, _ = jax.tree_util.tree_flatten_with_path(arguments)
+    return closed.jaxpr, outputs, inputs
 
 
 class Counted(NamedTuple):
@@ -129,50 +141,43 @@ def counted(reading: Reading) -> Counted:
     ... ]
     [False, True, False, True]
     """
-    plates = [name for name, site in reading.sites.items() if site["type"] == "plate"]
-    given = {
-        "data": reading._arrays,
-        "plates": reading.shapes(plates),
-        "latent": reading.shapes(),
-    }
-
-    def program(given: Mapping[str, Any]) -> list[jax.Array]:
-        sites = reading._on(given["data"]).at({**given["latent"], **given["plates"]})
-        return [sites[name]["fn"].log_prob(sites[name]["value"]) for name in samples]
-
-    samples = [name for name, site in reading.sites.items() if site["type"] == "sample"]
-    closed, densities = jax.make_jaxpr(program, return_shape=True)(given)
-    inputs, followed = [], _Meetings()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(given)[0]:
-        kind, name = (part.key for part in path[:2])
+    samples = sites_of_type(reading.sites, "sample")
+    jaxpr, densities, arguments = _program(
+        reading,
+        lambda sites: [
+            sites[name]["fn"].log_prob(sites[name]["value"]) for name in samples
+        ],
+    )
+    inputs, followed, labels = [], _Meetings(), set()
+    for path, leaf in arguments:
+        kind, name = path[0].key, path[1].key
         places = set()
         for axis, size in enumerate(jnp.shape(leaf)):
             key = {"data": (name, axis), "plates": name}.get(kind, (kind, name, axis))
             if size > 1:  # one element may be meant for any number of others
                 places.add((_Label(key, size), Place(axis, 1)))
-        inputs.append(_Value(frozenset(places), kind == "plates"))
+        inputs.append(_LabeledValue(frozenset(places), kind == "plates"))
+        labels |= _labels(places)
     arrived, rows = set(), set()
-    for name, shape, value in zip(
-        samples, densities, followed.walk(closed.jaxpr, inputs), strict=True
+    for (name, site), density, value in zip(
+        samples.items(), densities, followed.walk(jaxpr, inputs), strict=True
     ):
-        reached: set[tuple[_Label, Place | None]] = set(value.places)
-        for frame in reading.sites[name]["cond_indep_stack"]:
-            if (
-                len(shape.shape) >= -frame.dim
-                and shape.shape[frame.dim] == frame.size > 1
-            ):
+        label_places: set[tuple[_Label, Place | None]] = set(value.places)
+        shape = density.shape
+        for frame in site["cond_indep_stack"]:
+            if len(shape) >= -frame.dim and shape[frame.dim] == frame.size > 1:
                 label = _Label(frame.name, frame.size)
-                reached.add((label, Place(len(shape.shape) + frame.dim, 1)))
+                label_places.add((label, Place(len(shape) + frame.dim, 1)))
                 if name in reading.observed:
                     rows.add(label)
-        followed.meet(reached)
-        arrived |= {label for label, _ in reached}
-    labels = {label for value in inputs for label, _ in value.places} | arrived
+        followed.meet(label_places)
+        arrived |= _labels(label_places)
+    labels |= arrived
     kinds = {label: followed.first(label) for label in labels}
-    kinds_of_rows = {kinds[label] for label in rows}
+    kinds_of_rows = set(map(followed.first, rows))
     unclear = followed.lost | (labels - arrived)
-    for label, others in followed.beside.items():
-        if kinds_of_rows.isdisjoint(kinds[other] for other in others):
+    for label, neighbors in followed.beside.items():
+        if kinds_of_rows.isdisjoint(map(followed.first, neighbors)):
             unclear.add(label)
     return Counted(
         {label.key: kinds[label] for label in labels},
@@ -190,7 +195,7 @@ class _Label(NamedTuple):
 Places: TypeAlias = frozenset[tuple[_Label, Place | None]]
 
 
-class _Value(NamedTuple):
+class _LabeledValue(NamedTuple):
     """Where labels lie in a value, each maybe at several places.
 
     :param is_index: whether it is the index of a plate.
@@ -199,7 +204,7 @@ class _Value(NamedTuple):
 
     places: Places = frozenset()
     is_index: bool = False
-    columns: tuple["_Value", ...] = ()
+    columns: tuple["_LabeledValue", ...] = ()
 
 
 class _Meetings:
@@ -226,27 +231,28 @@ class _Meetings:
         by_place: dict[Any, _Label] = {}
         for label, place in places:
             if place is not SUMMED:
-                first = self.first(label)
-                other = self.first(by_place.setdefault((place, label.size), label))
-                if first != other:
-                    self._before[first] = other
+                root = self.first(label)
+                shared_root = self.first(
+                    by_place.setdefault((place, label.size), label)
+                )
+                if root != shared_root:
+                    self._before[root] = shared_root
 
-    def walk(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
+    def walk(self, jaxpr: Any, inputs: Sequence[_LabeledValue]) -> list[_LabeledValue]:
         """The values of the outputs, from those of the inputs."""
-        known: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        environment: dict[Any, _LabeledValue] = dict(
+            zip(jaxpr.invars, inputs, strict=True)
+        )
 
-        def read(variables: Sequence[Any]) -> list[_Value]:
-            return [
-                _Value() if isinstance(var, Literal) else known.get(var, _Value())
-                for var in variables
-            ]
+        def read(variable: Any) -> _LabeledValue:
+            if isinstance(variable, Literal):
+                return _LabeledValue()
+            return environment.get(variable, _LabeledValue())
 
         for equation in jaxpr.eqns:
-            operands, name, inner = (
-                read(equation.invars),
-                equation.primitive.name,
-                called(equation),
-            )
+            operands = list(map(read, equation.invars))
+            name = equation.primitive.name
+            inner = called(equation)
             if not any(operand.places for operand in operands):
                 continue
             if inner is not None:
@@ -259,20 +265,19 @@ class _Meetings:
                 outputs = [self._moved(equation, operands)] * len(equation.outvars)
             for output in outputs:
                 self.meet(output.places)
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return read(jaxpr.outvars)
+            environment.update(zip(equation.outvars, outputs, strict=True))
+        return list(map(read, jaxpr.outvars))
 
-    def _moved(self, equation: Any, operands: Sequence[_Value]) -> _Value:
-        found, contracted, summed = set(), set(), set()
+    def _moved(self, equation: Any, operands: Sequence[_LabeledValue]) -> _LabeledValue:
+        moved_places, contracted, summed = set(), set(), set()
         for number, operand in enumerate(operands):
             for label, place in operand.places:
-                after = (
-                    place
-                    if place is SUMMED
-                    else self._move(equation, operands, number, label, place)
-                )
-                found.add((label, after))
-                if place is not SUMMED and after is SUMMED:
+                if place is SUMMED:
+                    moved_places.add((label, SUMMED))
+                    continue
+                output_place = self._move(equation, operands, number, label, place)
+                moved_places.add((label, output_place))
+                if output_place is SUMMED:
                     summed.add(label)
                     if equation.primitive.name == "dot_general":
                         axes = equation.params["dimension_numbers"][0][number]
@@ -280,18 +285,18 @@ class _Meetings:
                             (label, Place(tuple(axes).index(place.axis), place.inner))
                         )
         self.meet(contracted)
-        self._sum(summed, found)
+        self._sum(summed, moved_places)
         is_index = equation.primitive.name in ADDRESSING and any(
             operand.is_index for operand in operands
         )
-        if equation.primitive.name != "concatenate":
-            return _Value(frozenset(found), is_index)
-        return _Value(frozenset(found), is_index, _columns(equation, operands))
+        return _LabeledValue(
+            frozenset(moved_places), is_index, _columns(equation, operands)
+        )
 
     def _move(
         self,
         equation: Any,
-        operands: Sequence[_Value],
+        operands: Sequence[_LabeledValue],
         number: int,
         label: _Label,
         place: Place,
@@ -302,34 +307,35 @@ class _Meetings:
             return place
         if name in RESHAPES:
             shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            after = reshaped(place, label.size, *shapes)[0]
+            output_place = reshaped(place, label.size, *shapes)[0]
         else:
-            after = None if move is None else move(equation, number, place)
-        if after is not SUMMED or name in SUMS:
-            return after
+            output_place = None if move is None else move(equation, number, place)
+        if output_place is not SUMMED or name in SUMS:
+            return output_place
         if name == "gather" and number == 0:
             return self._looked_up(equation, label, place, operands[1])
         self.lost.add(label)
         return SUMMED
 
     def _looked_up(
-        self, equation: Any, label: _Label, place: Place, index: _Value
+        self, equation: Any, label: _Label, place: Place, index: _LabeledValue
     ) -> Place | None:
         """The place of elements that are looked up: that of the plate whose index does
         it.
         """
         axes = list(equation.params["dimension_numbers"].start_index_map)
-        column = _Value()
+        column = _LabeledValue()
         if place.axis in axes and len(axes) == 1:
             column = index
         elif place.axis in axes and index.columns:
             column = index.columns[axes.index(place.axis)]
-        for other, at in column.places:
-            if column.is_index and at is not SUMMED and isinstance(other.key, str):
-                return rule_of(equation, {})[0](equation, 1, at)  # type: ignore[misc]
-        by_data = {
-            other for other, _ in column.places if not isinstance(other.key, str)
-        }
+        by_data = set()
+        for index_label, index_place in column.places:
+            is_plate = isinstance(index_label.key, str)
+            if column.is_index and index_place is not SUMMED and is_plate:
+                return rule_of(equation, {})[0](equation, 1, index_place)  # type: ignore[misc]
+            if not is_plate:
+                by_data.add(index_label)
         if not by_data or by_data & self.lost:
             self.lost.add(label)
         return SUMMED
@@ -341,62 +347,79 @@ class _Meetings:
         for label in labels:
             self.beside.setdefault(label, set()).update(left)
 
-    def _branches(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        chosen: Places = frozenset((label, SUMMED) for label, _ in operands[0].places)
-        results = [chosen for _ in equation.outvars]
+    def _branches(
+        self, equation: Any, operands: Sequence[_LabeledValue]
+    ) -> list[_LabeledValue]:
+        predicate = dict.fromkeys(_labels(operands[0].places), SUMMED)
+        results = [_LabeledValue(frozenset(predicate.items()))] * len(equation.outvars)
         for branch in equation.params["branches"]:
             outputs = self.walk(branch.jaxpr, operands[1:])
-            results = [
-                places | output.places
-                for places, output in zip(results, outputs, strict=True)
-            ]
-        return [_Value(places) for places in results]
+            results = _joined(results, outputs)
+        return results
 
-    def _scan(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        first = equation.params["num_consts"]
-        last = first + equation.params["num_carry"]
-        scanned = [
-            (label, at) for operand in operands[last:] for label, at in operand.places
-        ]
-        steps = frozenset(
-            (label, at) for label, at in scanned if at is not SUMMED and at.axis == 0
-        )
+    def _scan(
+        self, equation: Any, operands: Sequence[_LabeledValue]
+    ) -> list[_LabeledValue]:
+        carry_start = equation.params["num_consts"]
+        num_carry = equation.params["num_carry"]
+        slice_start = carry_start + num_carry
+        steps, slices = set(), []
+        for operand in operands[slice_start:]:
+            slices.append(_LabeledValue(_shifted(operand.places, -1)))
+            for label, place in operand.places:
+                if place is not SUMMED and place.axis == 0:
+                    steps.add((label, place))
         self.meet(steps)
-        slices = [_Value(_shifted(operand.places, -1)) for operand in operands[last:]]
         for sliced in slices:
-            self._sum({label for label, _ in steps}, sliced.places)
-        carried = [operand.places for operand in operands[first:last]]
+            self._sum(_labels(steps), sliced.places)
+        carried = [
+            _LabeledValue(operand.places)
+            for operand in operands[carry_start:slice_start]
+        ]
         while True:
-            inputs = [*operands[:first], *map(_Value, carried), *slices]
-            outputs = [
-                output.places
-                for output in self.walk(equation.params["jaxpr"].jaxpr, inputs)
-            ]
-            before = carried
-            carried = [
-                a | b for a, b in zip(before, outputs[: last - first], strict=True)
-            ]
-            if carried == before:
-                stacked = [_shifted(places, 1) for places in outputs[last - first :]]
-                return [
-                    *map(_Value, carried),
-                    *(_Value(places | steps) for places in stacked),
-                ]
+            inputs = [*operands[:carry_start], *carried, *slices]
+            outputs = self.walk(equation.params["jaxpr"].jaxpr, inputs)
+            previous = carried
+            carried = _joined(previous, outputs[:num_carry])
+            if carried == previous:
+                for output in outputs[num_carry:]:
+                    carried.append(_LabeledValue(_shifted(output.places, 1) | steps))
+                return carried
+
+
+def _joined(
+    first: Sequence[_LabeledValue], second: Sequence[_LabeledValue]
+) -> list[_LabeledValue]:
+    """Values with the places of two each."""
+    pairs = zip(first, second, strict=True)
+    return [_LabeledValue(a.places | b.places) for a, b in pairs]
 
 
 def _shifted(places: Iterable[tuple[_Label, Place | None]], by: int) -> Places:
     """The places in the slices of an array, or in an array of slices."""
-    found = set()
+    shifted = set()
     for label, place in places:
         if place is not SUMMED:
             axis = place.axis + by
             place = SUMMED if axis < 0 else place._replace(axis=axis)
-        found.add((label, place))
-    return frozenset(found)
+        shifted.add((label, place))
+    return frozenset(shifted)
 
 
-def _columns(equation: Any, operands: Sequence[_Value]) -> tuple[_Value, ...]:
-    """The operands that are stacked as columns, if each is one."""
-    shapes = [var.aval.shape for var in equation.invars]
-    stacks = equation.params["dimension"] == len(shapes[0]) - 1
-    return tuple(operands) if stacks and all(shape[-1] == 1 for shape in shapes) else ()
+def _columns(
+    equation: Any, operands: Sequence[_LabeledValue]
+) -> tuple[_LabeledValue, ...]:
+    """The operands that an operation stacks as columns, if each is one."""
+    if equation.primitive.name != "concatenate":
+        return ()
+    last_axis = equation.outvars[0].aval.ndim - 1
+    if equation.params["dimension"] != last_axis:
+        return ()
+    for variable in equation.invars:
+        if variable.aval.shape[-1] != 1:
+            return ()
+    return tuple(operands)
+
+
+def _labels(places: Iterable[tuple[_Label, Place | None]]) -> set[_Label]:
+    return {label for label, _ in places}

@@ -5,7 +5,7 @@ arrays are inputs.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any
@@ -30,7 +30,7 @@ CACHE_SIZE = 8
 CHUNK_BYTES = 128 * 2**20
 
 # Number of programs kept by what they compute.
-KEPT = 256
+MAX_SHARED_PROGRAMS = 256
 # What the data are wanted for while a model is traced, if it computes shapes or
 # branches from them.
 NEEDS_VALUES = (
@@ -45,14 +45,18 @@ NEEDS_VALUES = (
 # do not wait for the fit of another.
 TRACING = RLock()
 
-_KEPT: dict[Any, Callable] = {}
+_SHARED: dict[Any, Callable] = {}
 # The process that ran the first program; one that is forked from it inherits the entry,
 # and not the threads of JAX.
 _STARTED: list[int] = []
 
 
 def run(
-    fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False
+    fn: Callable,
+    values: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    once: bool = False,
 ) -> Any:
     """``fn(given, args, kwargs)`` by one compiled program, which any equal computation
     uses again.
@@ -62,11 +66,15 @@ def run(
     in ``args`` and ``kwargs`` are inputs of the program, unless ``fn`` needs their
     values while it is traced.
     """
-    return prepare(fn, args, kwargs, once)(given)
+    return prepare(fn, args, kwargs, once)(values)
 
 
 def evaluate(
-    fn: Callable, given: Any, args: tuple, kwargs: Mapping[str, Any], once: bool = False
+    fn: Callable,
+    values: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    once: bool = False,
 ) -> Any:
     """:func:`run` for a result with leaves that are not computed, which are those of
     ``fn`` as it is traced.
@@ -74,32 +82,32 @@ def evaluate(
     leaves: list = []
     tree: Any = None
 
-    def computed(given: Any, args: tuple, kwargs: Mapping[str, Any]) -> list:
+    def computed(values: Any, args: tuple, kwargs: Mapping[str, Any]) -> list:
         nonlocal leaves, tree
-        leaves, tree = jax.tree.flatten(fn(given, args, kwargs))
+        leaves, tree = jax.tree.flatten(fn(values, args, kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
-    values = iter(run(computed, given, args, kwargs, once))
+    arrays = iter(run(computed, values, args, kwargs, once))
     return jax.tree.unflatten(
-        tree, [next(values) if isinstance(x, jax.core.Tracer) else x for x in leaves]
+        tree, [next(arrays) if isinstance(x, jax.core.Tracer) else x for x in leaves]
     )
 
 
 def prepare(
     fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False
 ) -> Callable[[Any], Any]:
-    """:func:`run` as a function of ``given``, which reads ``fn`` once for all values of
-    one shape.
+    """:func:`run` as a function of ``values``, which reads ``fn`` once for all values
+    of one shape.
     """
     fixed, arrays = Arguments.of(args, kwargs).split()
-    of_arrays = shared(lambda given, arrays: fn(given, *fixed.call(arrays)), once)
-    of_values = shared(lambda given: fn(given, args, kwargs), once)
+    of_arrays = shared(lambda values, arrays: fn(values, *fixed.call(arrays)), once)
+    of_values = shared(lambda values: fn(values, args, kwargs), once)
 
-    def call(given: Any) -> Any:
+    def call(values: Any) -> Any:
         try:
-            return of_arrays(given, arrays)
+            return of_arrays(values, arrays)
         except NEEDS_VALUES:
-            return of_values(given)
+            return of_values(values)
 
     return call
 
@@ -111,7 +119,7 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     :param once: whether the program runs so rarely that compiling it quickly matters
         more than its speed.
     """
-    known: dict[Any, tuple[Callable, Any, bool]] = {}
+    programs: dict[Any, tuple[Callable, Any, bool]] = {}
 
     def read(leaves: list, tree: Any, inside: bool) -> tuple[Callable, Any, bool]:
         flat = jax.make_jaxpr(
@@ -119,30 +127,28 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         )
         closed, shapes = flat(*leaves)
         closed = closed if closed.effects else needed_part(closed)
-        traced = inside or any(
-            isinstance(part, jax.core.Tracer) for part in closed.consts
-        )
-        return _kept(closed, traced, once), jax.tree.structure(shapes), traced
+        traced = inside or is_traced(closed.consts)
+        return _compiled(closed, traced, once), jax.tree.structure(shapes), traced
 
-    def call(*given: Any) -> Any:
+    def call(*values: Any) -> Any:
         refuse_forks("numpyro_bnn")
         if not _STARTED:
             _STARTED.append(os.getpid())
-        leaves, tree = jax.tree.flatten(given)
-        inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        leaves, tree = jax.tree.flatten(values)
+        inside = is_traced(leaves)
         settings = (
             inside,
             jnp.result_type(float),
             jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         )
         key = tree, settings, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves)
-        found = known.get(key)
-        if found is None:
+        entry = programs.get(key)
+        if entry is None:
             with TRACING:
-                found = read(leaves, tree, inside)
-            if found[2] == inside:
-                known[key] = found
-        program, out, traced = found
+                entry = read(leaves, tree, inside)
+            if entry[2] == inside:
+                programs[key] = entry
+        program, out, traced = entry
         # Parallel chains start inside a compiled program, whose tracers no caller may
         # keep.
         with nullcontext() if traced else jax.core.eval_context():
@@ -151,20 +157,20 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     return call
 
 
-def _kept(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
+def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
     # Inside another program XLA has only that one's options. Elsewhere than on a CPU
     # this one is unproven.
     quick = once and not traced and jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if quick else None
-    found = _fingerprint(closed, traced)
-    key = found and (*found, bool(options))
-    program = _KEPT.pop(key, None) or jax.jit(
+    fingerprint = _fingerprint(closed, traced)
+    key = fingerprint and (*fingerprint, bool(options))
+    program = _SHARED.pop(key, None) or jax.jit(
         jaxpr_as_fun(closed), compiler_options=options
     )
     if key is not None:
-        _KEPT[key] = program  # the last used comes last
-        if len(_KEPT) > KEPT:
-            _KEPT.pop(next(iter(_KEPT)))
+        _SHARED[key] = program  # the last used comes last
+        if len(_SHARED) > MAX_SHARED_PROGRAMS:
+            _SHARED.pop(next(iter(_SHARED)))
     return program
 
 
@@ -175,38 +181,41 @@ def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
         # the text does not show an author's derivative
         return None
     digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", text).encode())
-    for part in _parts(closed):
-        if isinstance(part, jax.core.Tracer):
+    for constant in _constants(closed):
+        if isinstance(constant, jax.core.Tracer):
             return None
         with jax.core.eval_context():
             # also inside the program in which parallel chains start
-            array = np.asarray(key_numbers(part))
+            array = np.asarray(key_numbers(constant))
         digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
     inputs = tuple(
         (v.aval.shape, str(v.aval.dtype), v.aval.weak_type) for v in closed.jaxpr.invars
     )
-    return (
-        digest.digest(),
-        inputs,
-        jax.sharding.get_abstract_mesh(),
-    )  # chains in parallel are traced in a mesh
+    # chains in parallel are traced in a mesh
+    return digest.digest(), inputs, jax.sharding.get_abstract_mesh()
 
 
-def _parts(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+def _constants(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
     """The numbers of a program that its text does not show in full: its constants, and
     arrays among its literals.
     """
     if isinstance(program, ClosedJaxpr):
         yield from program.consts
         program = program.jaxpr
-    yield from (v.val for v in program.outvars if isinstance(v, Literal))
+    yield from _literals(program.outvars)
     for equation in program.eqns:
-        yield from (v.val for v in equation.invars if isinstance(v, Literal))
+        yield from _literals(equation.invars)
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from _parts(inner)
+                yield from _constants(inner)
             elif isinstance(inner, jax.Array | np.ndarray):
                 yield inner
+
+
+def _literals(atoms: Iterable[Any]) -> Iterator[Any]:
+    for atom in atoms:
+        if isinstance(atom, Literal):
+            yield atom.val
 
 
 def refuse_forks(call: str) -> None:
@@ -241,12 +250,11 @@ def draws_per_chunk(fn: Callable, *example: Any) -> int:
     """
     with TRACING:
         equations = jax.make_jaxpr(fn)(*example).jaxpr.eqns
-    needed = sum(
-        var.aval.size * var.aval.dtype.itemsize
-        for equation in equations
-        for var in equation.outvars
-    )
-    return max(1, CHUNK_BYTES // max(1, needed))
+    num_bytes = 0
+    for equation in equations:
+        for var in equation.outvars:
+            num_bytes += var.aval.size * var.aval.dtype.itemsize
+    return max(1, CHUNK_BYTES // max(1, num_bytes))
 
 
 def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:

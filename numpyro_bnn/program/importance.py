@@ -25,7 +25,7 @@ from numpyro_bnn._distributions import (
 )
 from numpyro_bnn._options import Kind
 from numpyro_bnn.program.compiled import run
-from numpyro_bnn.program.plates import check_observations, full_plates
+from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
 
 Trace = Mapping[str, dict[str, Any]]
 
@@ -54,17 +54,14 @@ def weighted_draw(
         # it would compute what is known while this is traced, one by one
         seeded = handlers.seed(full_plates(guide), guide_key)
         log_guide, guide_trace = log_density(seeded, args, kwargs, params)
-        values = {
-            **params,
-            **{
-                name: site["value"]
-                for name, site in guide_trace.items()
-                if is_latent(site)
-            },
-        }
+        values = {**params, **_latent_values(guide_trace)}
         seeded = handlers.seed(full_plates(model), model_key)
         log_joint, model_trace = log_density(seeded, args, kwargs, values)
     return WeightedDraw(model_trace, log_joint, log_guide)
+
+
+def _latent_values(trace: Trace) -> dict[str, Any]:
+    return {name: site["value"] for name, site in trace.items() if is_latent(site)}
 
 
 def log_jacobian(trace: Trace) -> jax.Array:
@@ -97,12 +94,13 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
     elbo = -np.inf if impossible else float(log_weights.mean())
     elbo_se = np.nan if impossible else float(log_weights.std(ddof=1) / np.sqrt(size))
     if np.isneginf(largest):
-        undefined = dict.fromkeys(("iw_se", "iw_bias", "pareto_k"), np.nan)
         return {
             "elbo": elbo,
             "elbo_se": elbo_se,
             "iw_bound": -np.inf,
-            **undefined,
+            "iw_se": np.nan,
+            "iw_bias": np.nan,
+            "pareto_k": np.nan,
             "ess": 0.0,
         }
     scaled = np.exp(log_weights - largest)
@@ -118,7 +116,7 @@ def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-class Sites(NamedTuple):
+class WeightedSites(NamedTuple):
     """Number of observed values, over all sites, and whether the guide has a site that
     is not a point mass.
     """
@@ -143,7 +141,7 @@ def check(
     params: Mapping,
     args: tuple,
     kwargs: Mapping[str, Any],
-) -> Sites:
+) -> WeightedSites:
     """Refuse guides, models or parameters of the wrong type, missing parameters, and
     latent sites without a guide.
 
@@ -159,75 +157,47 @@ def check(
     traces: dict[str, Trace] = {}
 
     def count(key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        guide_trace = handlers.trace(handlers.seed(full_plates(guide), key)).get_trace(
-            *args, **kwargs
-        )
-        values = {
-            name: site["value"] for name, site in guide_trace.items() if is_latent(site)
-        }
-        placed = handlers.substitute(
-            handlers.seed(full_plates(model), key), data=values
-        )
-        traces["guide"], traces["model"] = (
-            guide_trace,
-            handlers.trace(placed).get_trace(*args, **kwargs),
-        )
+        seeded = handlers.seed(full_plates(guide), key)
+        traces["guide"] = handlers.trace(seeded).get_trace(*args, **kwargs)
+        seeded = handlers.seed(full_plates(model), key)
+        placed = handlers.substitute(seeded, data=_latent_values(traces["guide"]))
+        traces["model"] = handlers.trace(placed).get_trace(*args, **kwargs)
         check_observations(traces["model"])
-        observed = [
-            s
-            for s in traces["model"].values()
-            if s["type"] == "sample" and s["is_observed"]
-        ]
-        sizes = [
-            jnp.sum(unmasked_elements(s["fn"]))
-            for s in observed
-            if not is_factor(s["fn"])
-        ]
+        sizes = []
+        for site in sites_of_type(traces["model"], "sample").values():
+            if site["is_observed"] and not is_factor(site["fn"]):
+                sizes.append(jnp.sum(unmasked_elements(site["fn"])))
         return jnp.sum(jnp.array(sizes, int))
 
     with numpyro.validation_enabled(False):  # as above
         num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
     _check_params(call, traces, params)
-    guided = {
-        name for name, site in traces["guide"].items() if site["type"] == "sample"
-    }
-    left_out = [
-        name
-        for name, site in traces["model"].items()
-        if is_latent(site) and name not in guided
-    ]
+    guided = sites_of_type(traces["guide"], "sample")
+    left_out = [name for name in _latent_values(traces["model"]) if name not in guided]
     if left_out:
         instead = "Give the guide a sample statement for each latent site of the model."
         raise argument_error(
             call, "guide", f"a guide without the latent sites {left_out}", instead
         )
-    drawn = [
-        unwrapped(site["fn"], masked=True)
-        for site in traces["guide"].values()
-        if is_latent(site)
-    ]
-    return Sites(
-        int(num_observations), not all(isinstance(fn, dist.Delta) for fn in drawn)
-    )
+    has_density = False
+    for site in guided.values():
+        fn = unwrapped(site["fn"], masked=True)
+        has_density |= is_latent(site) and not isinstance(fn, dist.Delta)
+    return WeightedSites(int(num_observations), has_density)
 
 
 def _check_params(
     call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]
 ) -> None:
     """Refuse missing parameters: they would silently take their initial values."""
-    wanted = [
-        name
-        for trace in traces.values()
-        for name, site in trace.items()
-        if site["type"] == "param"
-    ]
-    missing = sorted({name for name in wanted if name not in params})
+    required: set[str] = set()
+    for trace in traces.values():
+        required |= sites_of_type(trace, "param").keys()
+    missing = sorted(required.difference(params))
     if missing:
-        listed = ", ".join(map(str, missing[:5])) + (
-            ", ..." if len(missing) > 5 else ""
-        )
+        names = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         instead = (
             "Pass the parameters of a fit of this guide and model, e.g. "
             "`svi.run(...).params`."
         )
-        raise argument_error(call, "params", f"no value for {listed}", instead)
+        raise argument_error(call, "params", f"no value for {names}", instead)

@@ -24,17 +24,27 @@ from numpyro_bnn._distributions import is_factor, unwrapped
 
 __all__ = [
     "PARAMETERS",
+    "Plate",
     "check_observations",
     "draw_indices",
     "full_plates",
     "full_trace",
     "isolated",
     "random_indices",
+    "sites_of_type",
+    "subsampled_plates",
     "unobserved",
 ]
 
 # Kinds of sites that are no random variables: MCMC keeps their values as they start.
 PARAMETERS = ("param", "mutable")
+
+
+class Plate(NamedTuple):
+    """A subsampled plate: N data points, B of them per minibatch."""
+
+    size: int
+    batch_size: int
 
 
 class full_plates(Messenger):
@@ -87,13 +97,9 @@ class random_indices(Messenger):
             if subsample_size is not None and not (
                 counted and 1 <= subsample_size <= size
             ):
-                came = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
-                raise argument_error(
-                    "numpyro.plate",
-                    "subsample_size",
-                    came,
-                    f"Pass a number from 1 to {size}.",
-                )
+                got = f"{subsample_size!r} for plate {msg['name']!r} of size {size}"
+                instead = f"Pass a number from 1 to {size}."
+                raise argument_error("numpyro.plate", "subsample_size", got, instead)
             msg["fn"] = draw_indices
 
 
@@ -110,11 +116,28 @@ def full_trace(
         ``None``; other sites are drawn.
     :param rng_key: a key or seed for the sites that are drawn.
     """
-    at = values if callable(values) else lambda site: values.get(site["name"])
-    placed = handlers.substitute(full_plates(model), substitute_fn=at)
+    value_of = values if callable(values) else lambda site: values.get(site["name"])
+    placed = handlers.substitute(full_plates(model), substitute_fn=value_of)
     return handlers.trace(handlers.seed(placed, rng_key)).get_trace(
         *args, **(kwargs or {})
     )
+
+
+def sites_of_type(
+    trace: Mapping[str, dict[str, Any]], *types: str
+) -> dict[str, dict[str, Any]]:
+    """The sites of some types, such as ``"sample"``, in the order of the model."""
+    return {name: site for name, site in trace.items() if site["type"] in types}
+
+
+def subsampled_plates(trace: Mapping[str, dict[str, Any]]) -> dict[str, Plate]:
+    """The plates that see a subset of their indices."""
+    plates = {}
+    for name, site in sites_of_type(trace, "plate").items():
+        size, batch_size = site["args"]
+        if batch_size not in (None, size):
+            plates[name] = Plate(size, batch_size)
+    return plates
 
 
 @contextmanager
@@ -146,16 +169,16 @@ class unobserved(Messenger):
 class _Shapes(NamedTuple):
     """Shapes of an observed site, (R,) each, aligned from the right.
 
-    :param own: of the distribution as the user wrote it, before plates and masks.
+    :param written: of the distribution as the user wrote it, before plates and masks.
     :param data: of the data. A factor has none, and a number is the same everywhere:
-        then ``own``.
+        then ``written``.
     :param scale: of the scales of ``handlers.scale``.
     :param total: of the log densities, with an axis for each axis of an event.
     :param plates: whether an axis belongs to a plate.
     :param event: whether it belongs to an event.
     """
 
-    own: np.ndarray
+    written: np.ndarray
     data: np.ndarray
     scale: np.ndarray
     total: np.ndarray
@@ -180,19 +203,21 @@ def _as_written(fn: Distribution, in_plates: bool) -> Distribution:
 
 def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
     fn, frames = site["fn"], site["cond_indep_stack"]
-    own = _as_written(fn, bool(frames))
-    own_shape, all_shape, event_dim = own.shape(), fn.shape(), fn.event_dim
+    written = _as_written(fn, bool(frames))
+    own_shape, all_shape, event_dim = written.shape(), fn.shape(), fn.event_dim
     data = np.shape(site["value"])
     if is_factor(fn):  # its value is empty
-        own_shape, all_shape, event_dim = own.batch_shape, fn.batch_shape, 0
+        own_shape, all_shape, event_dim = written.batch_shape, fn.batch_shape, 0
         data = own_shape
     scale = np.shape(site["scale"])
     scale = (*scale, *(1,) * event_dim) if scale else ()
     shapes = own_shape, data or own_shape, scale, all_shape
     rank = max(map(len, shapes))
-    own_axes, data_axes, scale_axes, all_axes = (
-        np.array((1,) * (rank - len(shape)) + tuple(shape), int) for shape in shapes
-    )
+
+    def aligned(shape: tuple[int, ...]) -> np.ndarray:
+        return np.array((1,) * (rank - len(shape)) + tuple(shape), int)
+
+    own_axes, data_axes, scale_axes, all_axes = map(aligned, shapes)
     total = np.maximum.reduce([own_axes, data_axes, scale_axes, all_axes])
     plates = np.zeros(rank, bool)
     for frame in frames:
@@ -206,28 +231,34 @@ def _do_not_fit(site: Mapping[str, Any]) -> bool:
     """Whether data cannot be broadcast to the batch shape of their distribution."""
     fn, shape = site["fn"], np.shape(site["value"])
     rows = shape[: max(len(shape) - fn.event_dim, 0)]
-    pairs = zip(reversed(rows), reversed(fn.batch_shape), strict=False)
-    unlike = [pair for pair in pairs if pair[0] != pair[1] and 1 not in pair]
-    return bool(unlike) and not is_factor(fn)
+    if is_factor(fn):
+        return False
+    # as far as both have axes, from the right
+    for length, size in zip(reversed(rows), reversed(fn.batch_shape), strict=False):
+        if length != size and 1 not in (length, size):
+            return True
+    return False
 
 
 def _counts_often(shapes: _Shapes) -> bool:
     """Whether broadcasting repeats values of the data beyond what plates declare."""
-    repeated, varied = (shapes.data == 1) & (shapes.total > 1), shapes.data > 1
+    repeated = (shapes.data == 1) & (shapes.total > 1)
+    varied = shapes.data > 1
     if (repeated & shapes.event).any():
         return True
     if shapes.plates.any():
         outside = ~shapes.plates & ~shapes.event
         # In a plate of N rows, (N, 1) becomes (N, N): repeated along the plate, and the
         # rows beside it.
-        rows_beside = varied & (outside | (shapes.event & (shapes.own == 1)))
+        rows_beside = varied & (outside | (shapes.event & (shapes.written == 1)))
         along_plate = repeated & shapes.plates
         return bool(
             (repeated & outside).any() or (along_plate.any() and rows_beside.any())
         )
-    if (repeated & (shapes.own == 1)).any():  # by a mask or a scale of another shape
+    # by a mask or a scale of another shape
+    if (repeated & (shapes.written == 1)).any():
         return True
-    return bool(repeated.any() and (varied & (shapes.own == 1)).any())
+    return bool(repeated.any() and (varied & (shapes.written == 1)).any())
 
 
 def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
@@ -241,12 +272,9 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
     (N, 1) beside (N,) is refused.
     """
     # data that do not fit minibatches are refused where these are checked
-    subsampled = any(
-        site["type"] == "plate" and site["args"][1] not in (None, site["args"][0])
-        for site in sites.values()
-    )
-    for name, site in sites.items():
-        if site["type"] != "sample" or not site["is_observed"]:
+    subsampled = subsampled_plates(sites)
+    for name, site in sites_of_type(sites, "sample").items():
+        if not site["is_observed"]:
             continue
         if np.iscomplexobj(site["value"]):
             got = f"complex numbers for the site {name!r}"
@@ -261,18 +289,18 @@ def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
         if not _counts_often(shapes):
             continue
         fn, frames = site["fn"], site["cond_indep_stack"]
-        own = _as_written(fn, bool(frames))
-        listed = ", ".join(f"{f.name!r} of {f.size} at dim {f.dim}" for f in frames)
-        where = f" (plates: {listed})" if frames else ""
+        written = _as_written(fn, bool(frames))
+        stack = ", ".join(f"{f.name!r} of {f.size} at dim {f.dim}" for f in frames)
+        where = f" (plates: {stack})" if frames else ""
         total = tuple(map(int, shapes.total))
         times = int(np.prod(shapes.total[(shapes.data == 1) & (shapes.total > 1)]))
         each = f"Each value would count {times} times, as {total}: give"
         if is_factor(fn):
-            got = f"the site {name!r} of shape {own.batch_shape}{where}"
+            got = f"the site {name!r} of shape {written.batch_shape}{where}"
             instead = f"{each} it the shape of its plates, e.g. by `[..., 0]`."
             raise argument_error("numpyro.factor", "log_factor", got, instead)
         data = np.shape(site["value"])
-        got = f"the site {name!r} with a distribution of shape {own.shape()}"
+        got = f"the site {name!r} with a distribution of shape {written.shape()}"
         got += f" and data of shape {data}{where}"
         instead = f"{each} both the shape of the plates, e.g. by `net(x)[..., 0]` and"
         instead += (

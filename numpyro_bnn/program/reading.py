@@ -12,8 +12,8 @@ A reader asks a :class:`Reading` instead of running the model itself:
   without running the model: it evaluates the equations that were read, of which those
   of some sites need few. It can stand in for the model in any function that JAX
   transforms;
-- ``depends(parts)``, ``sources(parts)``: from which latent sites, or indices of plates,
-  and from which data, parts of that trace are computed;
+- ``depends(quantities)``, ``sources(quantities)``: from which latent sites, or indices
+  of plates, and from which data, quantities of that trace are computed;
 - ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
   are the data of the model.
 """
@@ -21,7 +21,8 @@ A reader asks a :class:`Reading` instead of running the model itself:
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,14 @@ from numpyro_bnn._options import Model, checked
 from numpyro_bnn.program.arguments import Arguments, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
-from numpyro_bnn.program.plates import check_observations, full_plates, random_indices
+from numpyro_bnn.program.plates import (
+    Plate,
+    check_observations,
+    full_plates,
+    random_indices,
+    sites_of_type,
+    subsampled_plates,
+)
 
 __all__ = ["CONDITIONED", "Plate", "Reading", "arrays_in", "initial_values"]
 
@@ -57,13 +65,6 @@ MARK = "numpyro_bnn site "
 CONDITIONED = "_gibbs_sites"
 
 
-class Plate(NamedTuple):
-    """A subsampled plate: N data points, B of them per minibatch."""
-
-    size: int
-    batch_size: int
-
-
 class _marked(Messenger):
     """Name the values of all sites in the program of a model, so that others can take
     their places.
@@ -72,13 +73,10 @@ class _marked(Messenger):
     asks_keys = loops = starts = False
 
     def __init__(self) -> None:
-        self.learned: dict[
-            str, bool
-            # parameters, and whether they are to be learned and no handler gives them
-        ] = {}
-        self.states: dict[
-            str, jax.ShapeDtypeStruct
-        ] = {}  # leaves of `numpyro.mutable` sites
+        # parameters, and whether they are to be learned and no handler gives them
+        self.learned: dict[str, bool] = {}
+        # leaves of `numpyro.mutable` sites
+        self.states: dict[str, jax.ShapeDtypeStruct] = {}
         super().__init__(None)
 
     def process_message(self, msg: Site) -> None:
@@ -96,17 +94,16 @@ class _marked(Messenger):
         self.starts &= msg["type"] != "param"
         if msg["type"] == "mutable":
 
-            def named(path: Any, leaf: Any) -> Any:
+            def marked(path: Any, leaf: Any) -> Any:
                 if not isinstance(leaf, jax.Array | np.ndarray):
                     return leaf
                 name = msg["name"] + jax.tree_util.keystr(path)
                 self.states[name] = jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
                 return checkpoint_name(leaf, MARK + name)
 
-            msg["value"] = jax.tree_util.tree_map_with_path(named, msg["value"])
-            msg["args"] = (
-                jax.tree.map(lambda leaf: leaf, msg["value"]),
-            )  # before the model changes it
+            msg["value"] = jax.tree_util.tree_map_with_path(marked, msg["value"])
+            # before the model changes it
+            msg["args"] = (jax.tree.map(lambda leaf: leaf, msg["value"]),)
         array = isinstance(msg["value"], jax.Array | np.ndarray)
         if msg["type"] == "sample" or (
             msg["type"] in ("deterministic", "plate") and array
@@ -161,19 +158,19 @@ class Reading:
             self._trace_on(arguments, fixed, arrays)
         if not looks_up_data(self):
             return
-        whole = copy(self)
+        on_all_rows = copy(self)
         if self.plates:
-            whole._model = full_plates(model)
+            on_all_rows._model = full_plates(model)
             try:
                 with TRACING:
-                    whole._trace_on(arguments, fixed, arrays)
+                    on_all_rows._trace_on(arguments, fixed, arrays)
             # a model that runs on minibatches only is refused where they are checked
             except Exception:
                 return
         with suppress(TypeError):
             # names are known by the signature, unless others have changed the call
             arguments = Arguments.of(args, kwargs or {}, model)
-        check_codes(whole, arguments.leaves)
+        check_codes(on_all_rows, arguments.leaves)
 
     def _trace_on(
         self, arguments: Arguments, fixed: Arguments, arrays: dict[str, Any]
@@ -189,12 +186,11 @@ class Reading:
             self._trace(arguments, inputs)
 
     def _trace(self, arguments: Arguments, arrays: dict[str, Any]) -> None:
-        def read(key: jax.Array, given: dict[str, Any]) -> list:
-            token = TRACED.set(
-                {id(given[place]): array for place, array in arrays.items()}
-            )
+        def read(key: jax.Array, values: dict[str, Any]) -> list:
+            originals = {id(values[place]): array for place, array in arrays.items()}
+            token = TRACED.set(originals)
             try:
-                return self._read(key, *arguments.call(given))
+                return self._read(key, *arguments.call(values))
             finally:
                 TRACED.reset(token)
 
@@ -204,9 +200,9 @@ class Reading:
 
     def _on(self, arrays: dict[str, Any]) -> "Reading":
         """The same model on other arrays of these shapes."""
-        found = copy(self)
-        found._arrays = arrays
-        return found
+        reading = copy(self)
+        reading._arrays = arrays
+        return reading
 
     def _read(self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> list:
         #: Sites, also parameters, whose values are given inside the model.
@@ -217,34 +213,30 @@ class Reading:
                 return init_to_sample(site)
             return self.fixed.add(site["name"])
 
-        seen, seeded = _marked(), handlers.seed(self._model, rng_key)
-        with seen:
-            drawn = handlers.substitute(seeded, substitute_fn=value)
-            found = handlers.trace(drawn).get_trace(*args, **kwargs)
-            if seen.loops:  # values must reach the inside of loops
+        marks, seeded = _marked(), handlers.seed(self._model, rng_key)
+        drawn = handlers.substitute(seeded, substitute_fn=value)
+        with marks:
+            trace = handlers.trace(drawn).get_trace(*args, **kwargs)
+            if marks.loops:  # values must reach the inside of loops
                 latent = {
-                    name: found[name]["value"] for name in _names(found, observed=False)
+                    name: trace[name]["value"] for name in _names(trace, observed=False)
                 }
                 seeded = handlers.seed(self._model, rng_key)
-                found = handlers.trace(handlers.substitute(seeded, latent)).get_trace(
-                    *args, **kwargs
-                )
-        for site in found.values():
+                placed = handlers.substitute(seeded, latent)
+                trace = handlers.trace(placed).get_trace(*args, **kwargs)
+        for site in trace.values():
             _check_name(site)
-        check_observations(found)
-        for site in found.values():
+        check_observations(trace)
+        for site in trace.values():
             _check_real(site)
         #: The trace: arrays that the model computes have a shape and a dtype, and no
         # values.
-        self.sites: Sites = found
-        self._asks_keys = seen.asks_keys
+        self.sites: Sites = trace
+        self._asks_keys = marks.asks_keys
         #: Parameters of ``priors.Learned`` that no handler gives a value.
-        self.learned = tuple(name for name, waits in seen.learned.items() if waits)
-        self._states = seen.states
-        return [
-            arrays_in([site.get(part) for part in _numbers(site)])
-            for site in found.values()
-        ]
+        self.learned = tuple(name for name, waits in marks.learned.items() if waits)
+        self._states = marks.states
+        return list(map(_arrays_of, trace.values()))
 
     # -- what there is -----------------------------------------------------------------
 
@@ -261,16 +253,7 @@ class Reading:
     @property
     def plates(self) -> dict[str, Plate]:
         """The plates that see a subset of their indices."""
-        sizes = {
-            name: site["args"]
-            for name, site in self.sites.items()
-            if site["type"] == "plate"
-        }
-        return {
-            name: Plate(*args)
-            for name, args in sizes.items()
-            if args[1] not in (None, args[0])
-        }
+        return subsampled_plates(self.sites)
 
     @property
     def stochastic(self) -> bool:
@@ -282,20 +265,16 @@ class Reading:
         """
         if not self._asks_keys:
             return False
-        known = self.shapes([*self.latent, *self.plates])
+        shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(given: Mapping[str, Any]) -> dict[str, Any]:
-            key = given[""]
-            sites = self.at({name: given[name] for name in known}, key).values()
-            return {
-                name: arrays_in([site.get(part) for part in _numbers(site)])
-                for name, site in zip(self.sites, sites, strict=True)
-                if site["type"] in ("sample", "deterministic", "mutable")
-            }
+        def computed(values: Mapping[str, Any]) -> dict[str, Any]:
+            sites = self.at(values, values[""])
+            sites = sites_of_type(sites, "sample", "deterministic", "mutable")
+            return {name: _arrays_of(site) for name, site in sites.items()}
 
         random_key = jax.eval_shape(random.key, 0)
-        used = dependence(computed, {**known, "": random_key})
-        return any("" in names for names in used.values())
+        used = dependence(computed, {**shapes, "": random_key})
+        return "" in set().union(*used.values())
 
     @property
     def redrawn(self) -> frozenset[str]:
@@ -303,30 +282,28 @@ class Reading:
         is already seeded.
         """
 
-        def indices(at: Mapping[str, jax.Array]) -> dict[str, Any]:
-            sites = self.at({}, at["key"])
+        def indices(inputs: Mapping[str, jax.Array]) -> dict[str, Any]:
+            sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
-        return frozenset(
-            name
-            for name, used in dependence(
-                indices, {"key": jax.eval_shape(random.key, 0)}
-            ).items()
-            if used
-        )
+        used = dependence(indices, {"key": jax.eval_shape(random.key, 0)})
+        return frozenset(name for name in used if used[name])
 
     def shapes(
         self, names: Collection[str] | None = None
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the values of sites, by default of the latent ones."""
-        values = {
-            name: self.sites[name]["value"]
-            for name in (self.latent if names is None else names)
-        }
-        return {
-            name: jax.ShapeDtypeStruct(jnp.shape(v), jnp.result_type(v))
-            for name, v in values.items()
-        }
+        shapes = {}
+        for name in self.latent if names is None else names:
+            value = self.sites[name]["value"]
+            shape, dtype = jnp.shape(value), jnp.result_type(value)
+            shapes[name] = jax.ShapeDtypeStruct(shape, dtype)
+        return shapes
+
+    def zeros(self) -> dict[str, jax.Array]:
+        """Zeros in the place of the values of latent sites."""
+        shapes = self.shapes()
+        return {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
 
     # -- the program -------------------------------------------------------------------
 
@@ -344,10 +321,12 @@ class Reading:
         :param rng_key: a key or seed for the sites that are drawn.
         :param only: names of the sites that are wanted, by default all.
         """
-        known = self.sites.keys() | self._states.keys()
-        given = {name: value for name, value in (values or {}).items() if name in known}
-        wanted = tuple(self.sites if only is None else only)
-        key = frozenset(given), wanted
+        replaceable = self.sites.keys() | self._states.keys()
+        inputs = {
+            name: value for name, value in (values or {}).items() if name in replaceable
+        }
+        outputs = tuple(self.sites if only is None else only)
+        key = frozenset(inputs), outputs
         if key not in self._programs:
             self._programs[key] = self._program(*key)
         if not is_prng_key(rng_key):
@@ -355,38 +334,32 @@ class Reading:
         if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
             rng_key = random.wrap_key_data(rng_key)
         numbers = iter(
-            self._programs[key](given, rng_key, *jax.tree.leaves(self._arrays))
+            self._programs[key](inputs, rng_key, *jax.tree.leaves(self._arrays))
         )
         sites = {}
-        for name in wanted:
-            site = self.sites[name]
-            parts = {
-                part: _exchange(site.get(part), lambda _: next(numbers))
-                for part in _numbers(site)
-            }
-            sites[name] = {**site, **parts}
+        for name in outputs:
+            site = dict(self.sites[name])
+            for field in _fields(site):
+                site[field] = _exchange(site.get(field), lambda _: next(numbers))
+            sites[name] = site
         return sites
 
-    def _program(self, given: Collection[str], wanted: Collection[str]) -> Callable:
+    def _program(self, inputs: Collection[str], names: Collection[str]) -> Callable:
         """The program from values of some sites to the arrays of others."""
-        variables = iter(self._closed.jaxpr.outvars)
-        outputs = dict(
-            zip(
-                self.sites,
-                ([next(variables) for _ in leaves] for leaves in self._outputs),
-                strict=True,
-            )
-        )
-        jaxpr = self._closed.jaxpr.replace(
-            outvars=[var for name in wanted for var in outputs[name]]
-        )
+        variables, outputs = iter(self._closed.jaxpr.outvars), {}
+        for name, leaves in zip(self.sites, self._outputs, strict=True):
+            outputs[name] = list(islice(variables, len(leaves)))
+        outvars: list[Any] = []
+        for name in names:
+            outvars += outputs[name]
+        jaxpr = self._closed.jaxpr.replace(outvars=outvars)
         return named_inputs(
-            self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in given}
+            self._closed.replace(jaxpr=jaxpr), {MARK + name: name for name in inputs}
         )
 
     def depends(
         self,
-        parts: Callable[[Sites], Mapping[Any, Any]],
+        quantities: Callable[[Sites], Mapping[Any, Any]],
         on: Iterable[str] | None = None,
     ) -> dict[Any, set[str]]:
         """For each part of a trace, the sites from whose values it is computed; nothing
@@ -395,25 +368,28 @@ class Reading:
         :param on: names of sites and plates, by default of all latent sites.
         """
         on = set(self.latent if on is None else on)
-        found = dependence(
-            lambda values: parts(self.at(values)), self.shapes(on.union(self.latent))
+        sites_used = dependence(
+            lambda values: quantities(self.at(values)),
+            self.shapes(on.union(self.latent)),
         )
-        return {part: used & on for part, used in found.items()}
+        return {quantity: used & on for quantity, used in sites_used.items()}
 
     def sources(
-        self, parts: Callable[[Sites], Mapping[Any, Any]]
+        self, quantities: Callable[[Sites], Mapping[Any, Any]]
     ) -> dict[Any, set[str]]:
         """For each part of a trace at given latent sites, the places of the arguments
         from which it is computed.
         """
 
-        def program(given: Mapping[str, Any]) -> Mapping[Any, Any]:
-            return parts(
-                self._on({place: given[place] for place in self._arrays}).at(given[""])
+        def program(inputs: Mapping[str, Any]) -> Mapping[Any, Any]:
+            return quantities(
+                self._on({place: inputs[place] for place in self._arrays}).at(
+                    inputs[""]
+                )
             )
 
-        found = dependence(program, {**self._arrays, "": self.shapes()})
-        return {part: used - {""} for part, used in found.items()}
+        inputs_used = dependence(program, {**self._arrays, "": self.shapes()})
+        return {quantity: used - {""} for quantity, used in inputs_used.items()}
 
     def idle_states(self) -> set[str]:
         """The places in ``numpyro.mutable`` state that no site is computed from, and
@@ -422,51 +398,47 @@ class Reading:
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
 
-        def parts(given: Mapping[str, Any]) -> dict[str, Any]:
-            states = {place: given[place] for place in self._states}
-            sites = self._on(given["data"]).at({**states, **given["values"]})
-            found: dict[str, Any] = {"used": []}
+        def quantities(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            states = {place: inputs[place] for place in self._states}
+            sites = self._on(inputs["data"]).at({**states, **inputs["values"]})
+            arrays: dict[str, Any] = {"used": []}
             for name, site in sites.items():
-                if site["type"] == "mutable":
-                    for path, leaf in jax.tree_util.tree_leaves_with_path(
-                        site["value"]
-                    ):
-                        found[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
-                else:
-                    found["used"] += arrays_in(
-                        [site.get(part) for part in _numbers(site)]
-                    )
-            return found
+                if site["type"] != "mutable":
+                    arrays["used"] += _arrays_of(site)
+                    continue
+                for path, leaf in jax.tree_util.tree_leaves_with_path(site["value"]):
+                    arrays[name + jax.tree_util.keystr(path)] = arrays_in(leaf)
+            return arrays
 
         sources = dependence(
-            parts, {"data": self._arrays, "values": self.shapes(), **self._states}
+            quantities, {"data": self._arrays, "values": self.shapes(), **self._states}
         )
         outside = sources.pop("used") | {"data", "values"}
-        return {
-            place
-            for place, used in sources.items()
-            if place not in outside and not used & outside
-        }
+        idle = set()
+        for place, used in sources.items():
+            if outside.isdisjoint({place, *used}):
+                idle.add(place)
+        return idle
 
-    def run(self, fn: Callable, *given: Any, once: bool = True) -> Any:
+    def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
         """``fn(reading, *given)`` by a compiled program, which equal ones share, also
         with other data.
 
         :param once: whether it runs so rarely that compiling it quickly matters more
             than its speed.
         """
-        return self.prepare(fn, once)(*given)
+        return self.prepare(fn, once)(*values)
 
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
-        """:meth:`run` as a function of ``given``, traced once for all values of one
+        """:meth:`run` as a function of ``values``, traced once for all values of one
         shape.
         """
 
-        def on_arrays(arrays: dict, *given: Any) -> Any:
-            return fn(self._on(arrays), *given)
+        def on_arrays(arrays: dict, *values: Any) -> Any:
+            return fn(self._on(arrays), *values)
 
         program = shared(on_arrays, once)
-        return lambda *given: program(self._arrays, *given)
+        return lambda *values: program(self._arrays, *values)
 
     def draw(
         self, seeds: Iterable[int], kinds: Collection[str] = ("sample",)
@@ -474,17 +446,14 @@ class Reading:
         """For each seed, values of the sites of some kinds that are not observed, drawn
         from the prior.
         """
-        names = [
-            n
-            for n, s in self.sites.items()
-            if s["type"] in kinds and not s.get("is_observed", False)
-        ]
 
         def values(reading: "Reading", seed: jax.Array) -> dict[str, Any]:
             sites = reading.at({}, random.key(seed))
-            return {
-                name: jax.tree.map(jnp.asarray, sites[name]["value"]) for name in names
-            }
+            values = {}
+            for name, site in sites_of_type(sites, *kinds).items():
+                if not site.get("is_observed", False):
+                    values[name] = jax.tree.map(jnp.asarray, site["value"])
+            return values
 
         program = self.prepare(values)
         return [program(jnp.uint32(seed)) for seed in seeds]
@@ -512,36 +481,32 @@ def initial_values(
             "model_args": args,
             "model_kwargs": kwargs,
         }
-        found, _, _, trace = initialize_model(rng_key, model, **options)
+        start, _, _, trace = initialize_model(rng_key, model, **options)
         check_observations(trace)
         valid = jnp.all(
-            jnp.isfinite(ravel_pytree((found.potential_energy, found.z_grad))[0])
+            jnp.isfinite(ravel_pytree((start.potential_energy, start.z_grad))[0])
         )
-        return found.z, valid, trace if with_trace else {}
+        return start.z, valid, trace if with_trace else {}
 
     # NumPyro draws twice with one key
     with jax.debug_key_reuse(False), naming_arguments(model, args, kwargs):
         z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
         if not isinstance(valid, jax.core.Tracer) and not valid:
-            z, _, trace = search(
-                rng_key, args, kwargs
-            )  # raises, and warns of values outside of supports
+            # raises, and warns of values outside of supports
+            z, _, trace = search(rng_key, args, kwargs)
     return z, trace
 
 
 def _names(sites: Sites, observed: bool) -> tuple[str, ...]:
-    return tuple(
-        n
-        for n, site in sites.items()
-        if site["type"] == "sample" and site["is_observed"] == observed
-    )
+    samples = sites_of_type(sites, "sample")
+    return tuple(n for n in samples if samples[n]["is_observed"] == observed)
 
 
 def _check_name(site: Site) -> None:
     """Refuse names of which no file, and no variable of an export, can be named."""
     name, kind = site["name"], site["type"]
-    named = kind in ("sample", "deterministic", "param", "plate")
-    if named and not (
+    needs_name = kind in ("sample", "deterministic", "param", "plate")
+    if needs_name and not (
         isinstance(name, str) and name.strip("./ ") and name.isprintable()
     ):
         instead = 'Give it a name with a letter or a number, e.g. `"w"`.'
@@ -564,33 +529,36 @@ def _exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
     """
     objects = Distribution | Transform | Constraint
     if isinstance(value, objects):
-        found = copy(value)
-        found.__dict__.update(
-            {name: _exchange(part, new) for name, part in vars(value).items()}
-        )
-        return found
+        exchanged = copy(value)
+        for name, entry in vars(value).items():
+            exchanged.__dict__[name] = _exchange(entry, new)
+        return exchanged
 
-    def leaf(part: Any) -> Any:
-        if isinstance(part, objects):
-            return _exchange(part, new)
-        return new(part) if isinstance(part, jax.core.Tracer) else part
+    def leaf(entry: Any) -> Any:
+        if isinstance(entry, objects):
+            return _exchange(entry, new)
+        return new(entry) if isinstance(entry, jax.core.Tracer) else entry
 
-    return jax.tree.map(leaf, value, is_leaf=lambda part: isinstance(part, objects))
+    return jax.tree.map(leaf, value, is_leaf=lambda entry: isinstance(entry, objects))
 
 
 def arrays_in(value: Any) -> list[jax.Array]:
     """The arrays in a value, also in a distribution, that a trace computes."""
-    found: list[jax.Array] = []
+    arrays: list[jax.Array] = []
 
     def note(leaf: jax.Array) -> jax.Array:
-        found.append(leaf)
+        arrays.append(leaf)
         return leaf
 
     _exchange(value, note)
-    return found
+    return arrays
 
 
-def _numbers(site: Site) -> tuple[str, ...]:
+def _arrays_of(site: Site) -> list[jax.Array]:
+    return arrays_in([site.get(field) for field in _fields(site)])
+
+
+def _fields(site: Site) -> tuple[str, ...]:
     """What a site holds besides its description."""
     return {"sample": ("fn", "value", "scale"), "mutable": ("args", "value")}.get(
         site["type"], ("value",)

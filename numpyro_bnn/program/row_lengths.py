@@ -12,6 +12,7 @@ import numpy as np
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import indexed_lengths
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading
 
 
@@ -32,40 +33,32 @@ def check_row_lengths(
     Traceback (most recent call last):
     ValueError: guides.fit: argument `args` got an array of 4 rows that plate 'data' ...
     """
-    arrays = [
-        leaf
-        for leaf in jax.tree.leaves((args, kwargs))
-        if hasattr(leaf, "dtype") and np.ndim(leaf)
-    ]
-    lengths = {np.shape(leaf)[0] for leaf in arrays}
+    lengths = set()
+    for leaf in jax.tree.leaves((args, kwargs)):
+        if hasattr(leaf, "dtype") and np.ndim(leaf):
+            lengths.add(np.shape(leaf)[0])
     if len(lengths) < 2:
         return
     reading = Reading(model, args, kwargs)
 
     def densities(indices: Mapping[str, jax.Array]) -> list[jax.Array]:
-        sites = reading.at(indices).values()
-        return [
-            site["fn"].log_prob(site["value"])
-            for site in sites
-            if site["type"] == "sample"
-        ]
+        sites = sites_of_type(reading.at(indices), "sample").values()
+        return [site["fn"].log_prob(site["value"]) for site in sites]
 
-    for name, site in reading.sites.items():
-        if site["type"] == "plate":
-            size = site["args"][0]
-            reached = indexed_lengths(
-                lambda i, at=name: densities({at: i}),  # type: ignore[misc]
-                jnp.arange(size),
+    for name, site in sites_of_type(reading.sites, "plate").items():
+        size = site["args"][0]
+        lengths_indexed = indexed_lengths(
+            lambda i, plate=name: densities({plate: i}),  # type: ignore[misc]
+            jnp.arange(size),
+        )
+        unlike = sorted(lengths_indexed & lengths - {size})
+        if unlike:
+            got = (
+                f"an array of {unlike[0]} rows that plate {name!r} of size {size} "
+                f"indexes"
             )
-            unlike = sorted(reached & lengths - {size})
-            if unlike:
-                got = (
-                    f"an array of {unlike[0]} rows that plate {name!r} of size {size} "
-                    f"indexes"
-                )
-                raise argument_error(
-                    call, "args", got, "Pass one row per data point in each array."
-                )
+            instead = "Pass one row per data point in each array."
+            raise argument_error(call, "args", got, instead)
 
 
 def check_state(call: str, argument: str, reading: Reading) -> None:
@@ -75,37 +68,34 @@ def check_state(call: str, argument: str, reading: Reading) -> None:
     A state that nothing uses may change, such as the counter of keys for the start of a
     recurrent module.
     """
-    names = [name for name, site in reading.sites.items() if site["type"] == "mutable"]
+    mutable = sites_of_type(reading.sites, "mutable")
+    if not mutable:
+        return
 
     def states(reading: Reading) -> dict[str, tuple]:
-        return {
-            name: (site["args"], (site["value"],))
-            for name, site in reading.at(only=names).items()
-        }
+        sites = reading.at(only=mutable).items()
+        return {name: (site["args"], (site["value"],)) for name, site in sites}
 
     changed = []
-    for name, (before, after) in (reading.run(states) if names else {}).items():
+    for name, (start, end) in reading.run(states).items():
         pairs = zip(
-            jax.tree.leaves(before),
-            jax.tree_util.tree_leaves_with_path(after),
+            jax.tree.leaves(start),
+            jax.tree_util.tree_leaves_with_path(end),
             strict=True,
         )
-        for old, (path, new) in pairs:
-            if not (
-                isinstance(new, jax.core.Tracer)
-                or np.array_equal(key_numbers(old), key_numbers(new))
-            ):
+        for value_at_start, (path, value_at_end) in pairs:
+            if isinstance(value_at_end, jax.core.Tracer):
+                continue
+            numbers = map(key_numbers, (value_at_start, value_at_end))
+            if not np.array_equal(*numbers):
                 changed.append(name + jax.tree_util.keystr(path[1:]))
     idle = reading.idle_states() if changed else set()
     for place in changed:
         if place not in idle:
             instead = (
                 "It would be held: leave out batch normalization and dropout, or make "
-                "their state constant"
-            )
-            instead += (
-                " (`use_running_average=True`, `deterministic=True`). `LayerNorm` has "
-                "none."
+                "their state constant (`use_running_average=True`, "
+                "`deterministic=True`). `LayerNorm` has none."
             )
             got = f"the state {place!r}, which the model changes"
             raise argument_error(call, argument, got, instead)

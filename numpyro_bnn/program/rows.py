@@ -17,20 +17,20 @@ from numpyro_bnn._options import Kind, checked
 
 CALL = "runs.Rows"
 MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
-MOST_BYTES = 1 << 28  # that are read at once
+MAX_READ_BYTES = 1 << 28  # at once
 # Why kernels that do not work by minibatches alone refuse rows on disk.
 BY_BATCHES = (
     "Without `subsample_size` and `gradient='minibatch'`, with Metropolis or "
     "`held_out` all are needed"
 )
-HEAD = 1000  # rows that stand for all of them where their values do not matter
+HEAD_ROWS = 1000  # rows that stand for all of them where their values do not matter
 
 
 def _has_rows(value: Any) -> bool:
-    return (
-        all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-        and len(value.shape) > 0
-    )
+    for name in ("shape", "dtype", "__getitem__"):
+        if not hasattr(value, name):
+            return False
+    return len(value.shape) > 0
 
 
 class Rows:
@@ -55,20 +55,15 @@ class Rows:
 
     @checked(CALL)
     def __init__(self, source: Annotated[Any, Kind(_has_rows, MEMORY_MAP)]) -> None:
-        kind = np.dtype(source.dtype).kind
-        if kind not in "biuf":
-            raise argument_error(
-                CALL,
-                "source",
-                f"dtype {source.dtype}",
-                "Pass an array of numbers.",
-                TypeError,
-            )
+        if np.dtype(source.dtype).kind not in "biuf":
+            got, instead = f"dtype {source.dtype}", "Pass an array of numbers."
+            raise argument_error(CALL, "source", got, instead, TypeError)
         # Zarr reads rows one by one through `oindex`, and takes a list of rows for
         # coordinates elsewhere.
         self._read = source.oindex if hasattr(source, "oindex") else source
         self._source = source
-        self.shape, self.ndim = tuple(source.shape), len(source.shape)
+        self.shape = tuple(source.shape)
+        self.ndim = len(self.shape)
         self.dtype = jax.dtypes.canonicalize_dtype(source.dtype)
 
     def __len__(self) -> int:
@@ -78,31 +73,21 @@ class Rows:
         return f"Rows(shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Any) -> jax.Array:
-        known = isinstance(index, jax.Array | np.ndarray | int | np.integer)
-        if not (known and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
+        is_index = isinstance(index, jax.Array | np.ndarray | int | np.integer)
+        if not (is_index and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
             instead = (
                 "Index it by the plate's indices alone: `x[i]`, and then their "
                 "columns: `x[i][:, 0]`."
             )
-            raise argument_error(
-                CALL,
-                "index",
-                index if isinstance(index, slice) else type(index).__name__,
-                instead,
-                TypeError,
-            )
+            got = index if isinstance(index, slice) else type(index).__name__
+            raise argument_error(CALL, "index", got, instead, TypeError)
         index = jnp.asarray(index)
         shape = jax.ShapeDtypeStruct((*index.shape, *self.shape[1:]), self.dtype)
         return jax.pure_callback(self.fetch, shape, index, vmap_method="broadcast_all")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        raise argument_error(
-            CALL,
-            "source",
-            f"{self!r} used as an array",
-            "Index it by a plate: `x[i]`.",
-            TypeError,
-        )
+        got, instead = f"{self!r} used as an array", "Index it by a plate: `x[i]`."
+        raise argument_error(CALL, "source", got, instead, TypeError)
 
     def fetch(self, index: Any) -> np.ndarray:
         """Read rows, for an array of indices of any shape.
@@ -112,7 +97,7 @@ class Rows:
         """
         index = np.asarray(index)
         size = index.size * int(np.prod(self.shape[1:])) * self.dtype.itemsize
-        if size > MOST_BYTES:
+        if size > MAX_READ_BYTES:
             instead = (
                 "Something evaluates the model on all rows: use minibatches, or pass "
                 "an array."
@@ -135,27 +120,23 @@ class Rows:
         """The smallest and the largest value, NaN if one is NaN; all rows are read
         once, some MiB at a time.
         """
-        rows = max(
-            1,
-            MOST_BYTES
-            // 8
-            // max(1, int(np.prod(self.shape[1:])) * self.dtype.itemsize),
-        )
-        found = []
+        row_bytes = int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        rows = max(1, MAX_READ_BYTES // 8 // max(1, row_bytes))
+        extremes = []
         for start in range(0, len(self), rows):
-            part = self.fetch(np.arange(start, min(start + rows, len(self))))
-            found += [part.min(), part.max()]
-        return np.array([np.min(found), np.max(found)])
+            block = self.fetch(np.arange(start, min(start + rows, len(self))))
+            extremes += [block.min(), block.max()]
+        return np.array([np.min(extremes), np.max(extremes)])
 
     def head(self) -> np.ndarray:
         """The first rows, in memory."""
-        return self.fetch(np.arange(min(HEAD, len(self))))
+        return self.fetch(np.arange(min(HEAD_ROWS, len(self))))
 
     def digest(self) -> bytes:
         """A hash of shape, dtype and a thousand rows: two sources of the same data have
         the same.
         """
-        rows = self.fetch(np.linspace(0, len(self) - 1, HEAD).astype(int))
+        rows = self.fetch(np.linspace(0, len(self) - 1, HEAD_ROWS).astype(int))
         return hashlib.blake2b(
             f"{self.shape} {self.dtype}".encode() + rows.tobytes()
         ).digest()
@@ -184,16 +165,16 @@ def read_ahead(
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
-    moving = reached(needed, jaxpr.invars[:-1])
-    reads = [
-        e
-        for e in needed
-        if e.primitive.name == "pure_callback" and not moving.intersection(e.outvars)
-    ]
-    if not reads or jaxpr.outvars[0] in moving:
+    state_dependent = reached(needed, jaxpr.invars[:-1])
+    row_variables, remaining = [], []
+    for equation in needed:
+        is_read = equation.primitive.name == "pure_callback"
+        if is_read and state_dependent.isdisjoint(equation.outvars):
+            row_variables += equation.outvars
+        else:
+            remaining.append(equation)
+    if not row_variables or jaxpr.outvars[0] in state_dependent:
         return None
-    handed = [var for equation in reads for var in equation.outvars]
-    rest = [equation for equation in needed if equation not in reads]
 
     def by_key(outputs: list[Any]) -> Callable[[Any], list[jax.Array]]:
         equations = [equation for equation, _ in needed_equations(jaxpr, outputs)]
@@ -202,11 +183,17 @@ def read_ahead(
         )
 
     def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
-        given = zip(jaxpr.invars, [*jax.tree.leaves(state), key], strict=True)
-        values = {**constants, **dict(given), **dict(zip(handed, rows, strict=True))}
-        return jax.tree.unflatten(tree, evaluate_equations(rest, values, jaxpr.outvars))
+        values = dict(constants)
+        inputs = [*jax.tree.leaves(state), key]
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+        values.update(zip(row_variables, rows, strict=True))
+        return jax.tree.unflatten(
+            tree, evaluate_equations(remaining, values, jaxpr.outvars)
+        )
 
-    return Ahead(lambda key: by_key([jaxpr.outvars[0]])(key)[0], by_key(handed), finish)
+    return Ahead(
+        lambda key: by_key([jaxpr.outvars[0]])(key)[0], by_key(row_variables), finish
+    )
 
 
 def rows_in(*trees: Any) -> list[Rows]:
@@ -214,10 +201,12 @@ def rows_in(*trees: Any) -> list[Rows]:
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Rows)]
 
 
-def refuse_rows(call: str, why: str, *trees: Any) -> None:
+def refuse_rows(call: str, reason: str, *trees: Any) -> None:
     """Refuse rows on disk where a method needs all of them at once."""
-    if found := rows_in(*trees):
-        raise argument_error(call, "args", repr(found[0]), f"{why}: pass an array.")
+    if disk_rows := rows_in(*trees):
+        raise argument_error(
+            call, "args", repr(disk_rows[0]), f"{reason}: pass an array."
+        )
 
 
 def with_head(values: Mapping[str, Any]) -> dict[str, Any]:
