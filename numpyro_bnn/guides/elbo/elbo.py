@@ -37,14 +37,16 @@ class Terms(NamedTuple):
     # closed jaxpr from the values of the latent sites, in the order of ``values``, to
     # terms
     program: Any
-    needed: list[bool]  # which of its outputs add up, with ``rest``, to the bound
+    needed: list[
+        bool
+    ]  # which of its outputs add up, with ``guide_terms``, to the bound
     values: dict[str, jax.Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
     normals: dict[
         str, tuple[jax.Array, jax.Array]
     ]  # loc and scale of sites that may be drawn for each row
     plain: dict[str, str]  # why the other sites are drawn once
-    rest: jax.Array  # terms of the guide alone
+    guide_terms: jax.Array  # terms of the guide alone
 
 
 class _RowwiseELBO(ELBO):
@@ -120,38 +122,42 @@ class _RowwiseELBO(ELBO):
         sizes = {name: value.size for name, value in terms.values.items()}
         return find_uses(terms.program, terms.needed, sizes, terms.normals, self._call)
 
-    def _methods(self, terms: Terms, found: WeightUses) -> dict[str, str]:
+    def _methods(self, terms: Terms, weight_uses: WeightUses) -> dict[str, str]:
         methods = {
-            name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()
+            name: f"plain: {reason}"
+            for name, reason in (terms.plain | weight_uses.plain).items()
         }
-        for name, use in found.uses.items():
+        for name, use in weight_uses.uses.items():
             methods[name] = (
                 "local reparameterization" if self.local and use.local else "flipout"
             )
         return {name: methods[name] for name in terms.sites}
 
     def _estimate(self, rng_key: jax.Array, terms: Terms) -> jax.Array:
-        found = self._uses(terms)
-        if not found.uses:
-            self._warn(self._methods(terms, found))
+        weight_uses = self._uses(terms)
+        if not weight_uses.uses:
+            self._warn(self._methods(terms, weight_uses))
         weights = {
-            name: RandomWeight(name, *terms.normals[name]) for name in found.uses
+            name: RandomWeight(name, *terms.normals[name]) for name in weight_uses.uses
         }
         values = [weights.get(name, value) for name, value in terms.values.items()]
-        noise = draw_noise(rng_key, found.uses, self.local)
+        noise = draw_noise(rng_key, weight_uses.uses, self.local)
         outputs = run(
-            terms.program, values, terms.needed, found.uses, noise, self._call
+            terms.program, values, terms.needed, weight_uses.uses, noise, self._call
         )
         return sum(
-            (jnp.sum(term) for term in outputs if term is not None), start=terms.rest
+            (jnp.sum(term) for term in outputs if term is not None),
+            start=terms.guide_terms,
         )
 
     def _warn(self, methods: Mapping[str, str]) -> None:
         if not self._warned:
             self._warned = True
-            listed = "; ".join(f"{name!r} {why}" for name, why in methods.items())
-            why = "every site is drawn once for all rows, as `Trace_ELBO` does."
-            warnings.warn(f"{self._call}: {why} {listed}", stacklevel=4)
+            reasons = "; ".join(
+                f"{name!r} {message}" for name, message in methods.items()
+            )
+            message = "every site is drawn once for all rows, as `Trace_ELBO` does."
+            warnings.warn(f"{self._call}: {message} {reasons}", stacklevel=4)
 
 
 class TraceLocalReparam_ELBO(_RowwiseELBO):
@@ -308,14 +314,16 @@ def read_terms(
     followers = _followers(run_guide, values)
 
     def terms(values: Mapping[str, Any]) -> dict[Any, jax.Array]:
-        at = {
+        guide_sites = {
             name: {**site, "value": values.get(name, site["value"])}
             for name, site in drawn.items()
         }
-        found = trace(handlers.replay(handlers.seed(model, model_key), at), {})
-        check_model_guide_match(found, drawn)
-        check_observations(found)
-        return _model_terms(found, latent, call)
+        model_trace = trace(
+            handlers.replay(handlers.seed(model, model_key), guide_sites), {}
+        )
+        check_model_guide_match(model_trace, drawn)
+        check_observations(model_trace)
+        return _model_terms(model_trace, latent, call)
 
     program, shapes = jax.make_jaxpr(terms, return_shape=True)(values)
     parents = program_dependence(program, shapes, values)
@@ -340,8 +348,12 @@ def read_terms(
     moments = {
         name: affine_normal(latent[name]["fn"]) for name in priors if name not in plain
     }
-    normals = {name: found for name, found in moments.items() if found is not None}
-    alone = [
+    normals = {
+        name: model_trace
+        for name, model_trace in moments.items()
+        if model_trace is not None
+    }
+    guide_terms = [
         _log_prob(site).sum()
         for name, site in drawn.items()
         if site["type"] == "sample" and name not in priors
@@ -353,7 +365,7 @@ def read_terms(
         list(priors),
         normals,
         plain,
-        -sum(alone, start=jnp.zeros(())),
+        -sum(guide_terms, start=jnp.zeros(())),
     )
 
 
@@ -390,7 +402,9 @@ def _followers(
 
     parents = dependence(sites, values)
     return {
-        name: {other for other in values if other != name and name in parents[other]}
+        name: {
+            parent for parent in values if parent != name and name in parents[parent]
+        }
         for name in values
     }
 
@@ -399,33 +413,33 @@ def _plain(
     latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]
 ) -> dict[str, str]:
     """Why sites of the model cannot be redrawn for every term of the likelihood."""
-    found = {}
+    reasons = {}
     for name in priors:
         below = sorted(
-            other
-            for other, parents in priors.items()
-            if other != name and name in parents
+            child
+            for child, parents in priors.items()
+            if child != name and name in parents
         )
         if not is_affine_normal(latent[name]["fn"]):
             kind = type(unwrapped(latent[name]["fn"])).__name__
-            found[name] = f"its guide is a {kind}, not independent normals"
+            reasons[name] = f"its guide is a {kind}, not independent normals"
         elif followers[name]:
-            found[name] = f"the guide of {min(followers[name])!r} depends on it"
+            reasons[name] = f"the guide of {min(followers[name])!r} depends on it"
         elif below:
-            found[name] = f"the prior of {below[0]!r} depends on it"
-    return found
+            reasons[name] = f"the prior of {below[0]!r} depends on it"
+    return reasons
 
 
 def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
     """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw,
     and by formula.
     """
-    found: dict[Any, jax.Array] = {}
+    terms: dict[Any, jax.Array] = {}
     for name, site in trace.items():
         if site["type"] != "sample":
             continue
         if site["is_observed"]:
-            found["likelihood", name] = _log_prob(site)
+            terms["likelihood", name] = _log_prob(site)
         elif name not in latent:
             instead = "Give it a site in the guide, or sum it out."
             raise argument_error(
@@ -435,14 +449,14 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
                 instead,
             )
         else:  # at the draw of the guide, even if the model is given another value
-            found["sampled", name] = (
+            terms["sampled", name] = (
                 _log_prob(site, latent[name]["value"]).sum()
                 - _log_prob(latent[name]).sum()
             )
             exact = _divergence(latent[name], site)
             if exact is not None:
-                found["exact", name] = -exact
-    return found
+                terms["exact", name] = -exact
+    return terms
 
 
 def _divergence(guide: Site, model: Site) -> jax.Array | None:

@@ -67,7 +67,7 @@ def find_uses(
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _WeightImage:
     """An affine image of a site, elementwise; ``grown`` holds the axes added by
     broadcasting.
     """
@@ -92,13 +92,13 @@ class _Index(_Free):
 FREE = _Free()
 
 
-class _Walk(Interpreter):
+class _RowWalk(Interpreter):
     """Equations without random operands are skipped, except those computed from
     counting (``arange``).
     """
 
     def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
-        if any(isinstance(value, _Weight | Rows | _Free) for value in operands):
+        if any(isinstance(value, _WeightImage | Rows | _Free) for value in operands):
             return super()._evaluate(equation, operands)
         counts = equation.name == "iota" or any(
             isinstance(value, np.ndarray) for value in operands
@@ -116,19 +116,21 @@ class _Walk(Interpreter):
 
 def _counting(value: Any) -> Any:
     """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
-    known = isinstance(value, np.ndarray | jax.Array) and not isinstance(
+    has_values = isinstance(value, np.ndarray | jax.Array) and not isinstance(
         value, jax.core.Tracer
     )
-    integers = known and value.ndim == 1 and jnp.issubdtype(value.dtype, jnp.integer)
+    integers = (
+        has_values and value.ndim == 1 and jnp.issubdtype(value.dtype, jnp.integer)
+    )
     return np.asarray(value) if integers and _counts(np.asarray(value), 0) else FREE
 
 
 class _Search:
     def __init__(self, sites: dict[str, int], call: str) -> None:
         self.sites = sites
-        self.walk = _Walk(
+        self.walk = _RowWalk(
             {},
-            lambda value: isinstance(value, _Weight | Rows | _Free),
+            lambda value: isinstance(value, _WeightImage | Rows | _Free),
             call,
             self.visit,
         )
@@ -150,9 +152,9 @@ class _Search:
         self.divided: dict[Label, int] = {}
         self.changed = False
         followed = self.sites.keys() - self.plain.keys()
-        values = [_Weight(site) if site in followed else FREE for site in inputs]
+        values = [_WeightImage(site) if site in followed else FREE for site in inputs]
         for value in self.walk.run(jaxpr, consts, values, needed):
-            if isinstance(value, _Weight):
+            if isinstance(value, _WeightImage):
                 self._give_up(value.site, "its value is a term of the model")
         for site, axis in {
             (label.site, label.axis) for label in self.mixed | self.divided.keys()
@@ -167,7 +169,7 @@ class _Search:
             if use is None:
                 plain[site] = "no likelihood depends on it"
             elif not any(
-                piece.fresh and piece.size > 1
+                piece.varies and piece.size > 1
                 for pieces in use.rows.values()
                 for piece in pieces
             ):
@@ -178,9 +180,9 @@ class _Search:
             {site: use for site, use in self.uses.items() if site not in plain}, plain
         )
 
-    def _give_up(self, site: str, why: str) -> None:
+    def _give_up(self, site: str, reason: str) -> None:
         if site not in self.plain:
-            self.plain[site] = why
+            self.plain[site] = reason
             self.changed = True
 
     def _mix(self, label: Label, equation: Equation) -> None:
@@ -231,7 +233,7 @@ class _Search:
             else {}
         )
         move, linear = rule_of(equation.jaxpr_equation, columns)
-        found = Rows()
+        output = Rows()
         for label in {label: None for held in rows for label in held}:
             is_linear = linear(
                 [
@@ -254,31 +256,31 @@ class _Search:
                 and len(places) == 1
                 and (is_linear or SUMMED not in places)
             ):
-                (found[label],) = places
+                (output[label],) = places
             elif move is not None and is_linear:
-                found[label] = SUMMED
+                output[label] = SUMMED
             else:  # the expectation would differ from that of one draw
                 self._mix(label, equation)
-        return found or None
+        return output or None
 
     def _reshaped(self, equation: Equation, rows: Rows) -> Rows | None:
-        before, after = (
+        old_shape, new_shape = (
             equation.jaxpr_equation.invars[0].aval.shape,
             equation.outputs[0].shape,
         )
-        found = Rows()
+        output = Rows()
         for label, place in rows.items():
             size = self.rows[label.site][label.axis][label.piece].size
-            moved, inner = (
+            new_place, inner = (
                 (SUMMED, None)
                 if place is SUMMED
-                else reshaped(place, size, before, after)
+                else reshaped(place, size, old_shape, new_shape)
             )
             if inner is None:
-                found[label] = moved
+                output[label] = new_place
             else:
                 self.divided[label] = inner  # the search starts again with both parts
-        return found or None
+        return output or None
 
     def _weights(self, equation: Equation, values: list[Any]) -> Any:
         """The output if a weight stays one or enters as a whole; otherwise weights in
@@ -289,11 +291,13 @@ class _Search:
             "conv_general_dilated",
         ):
             self._settle(equation, values)
-        weights = [i for i, value in enumerate(values) if isinstance(value, _Weight)]
+        weights = [
+            i for i, value in enumerate(values) if isinstance(value, _WeightImage)
+        ]
         if len(weights) == 1:
-            kept = self._one_weight(equation, values, weights[0])
-            if kept is not None:
-                return kept
+            image = self._one_weight(equation, values, weights[0])
+            if image is not None:
+                return image
         for i in weights:
             values[i] = self._value(equation, values[i], i)
         return None
@@ -302,7 +306,7 @@ class _Search:
         """If two weights meet, one is drawn once: the one that is spread over the
         other, or the smaller.
         """
-        if not all(isinstance(value, _Weight) for value in values) or all(
+        if not all(isinstance(value, _WeightImage) for value in values) or all(
             value.grown for value in values
         ):
             return
@@ -329,7 +333,9 @@ class _Search:
         if name == "broadcast_in_dim":
             grown = grown_axes(equation)
             return (
-                _Weight(weight.site, grown) if is_vector(shape) or not grown else None
+                _WeightImage(weight.site, grown)
+                if is_vector(shape) or not grown
+                else None
             )
         use = enters_as(equation, i)
         if use is None or (use.kind == "gather" and isinstance(values[1], Rows)):
@@ -341,7 +347,7 @@ class _Search:
             self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]),
         )
 
-    def _value(self, equation: Equation, weight: _Weight, i: int) -> Rows | _Free:
+    def _value(self, equation: Equation, weight: _WeightImage, i: int) -> Rows | _Free:
         """A weight as an ordinary value: drawn for every row if it
         has been broadcast.
         """
@@ -353,53 +359,56 @@ class _Search:
         if equation.name in AFFINE and shape != out and not grown and is_vector(shape):
             # Elementwise operations repeat numbers, and axes of length 1, by
             # themselves.
-            own = shape or (1,) * len(out)
-            grown, shape = tuple(a for a, n in enumerate(out) if n != own[a]), out
+            weight_shape = shape or (1,) * len(out)
+            grown, shape = (
+                tuple(a for a, n in enumerate(out) if n != weight_shape[a]),
+                out,
+            )
         if not grown:
             self._give_up(
                 weight.site, f"it enters `{equation.name}` at {equation.where()}"
             )
             return FREE
-        own = tuple(1 if a in grown else n for a, n in enumerate(shape))
+        weight_shape = tuple(1 if a in grown else n for a, n in enumerate(shape))
         rows = {axis: [Piece(shape[axis], True)] for axis in grown}
         outputs = tuple(a for a in range(len(shape)) if a not in grown)
         return self._enter(
             equation,
             weight.site,
-            Use("broadcast", own, shape, rows, outputs, equation.where()),
+            Use("broadcast", weight_shape, shape, rows, outputs, equation.where()),
         )
 
     def _enter(
         self, equation: Equation, site: str, use: Use, data: Rows | None = None
     ) -> Rows | _Free:
         """Record a use, and give its output the labels of its rows."""
-        known = self.uses.setdefault(site, use)
-        known.entries.append(equation.jaxpr_equation)
+        first = self.uses.setdefault(site, use)
+        first.entries.append(equation.jaxpr_equation)
         both_broadcast = (
-            known.kind == use.kind == "broadcast"
-            and known.rows.keys() == use.rows.keys()
+            first.kind == use.kind == "broadcast"
+            and first.rows.keys() == use.rows.keys()
         )
-        alike = both_broadcast and (known.shape, known.out_shape) == (
+        alike = both_broadcast and (first.shape, first.out_shape) == (
             use.shape,
             use.out_shape,
         )
-        if known is not use and not alike:
+        if first is not use and not alike:
             # two identical broadcasts take the same random numbers
             self._give_up(
-                site, f"it is used twice, at {known.where} and at {use.where}"
+                site, f"it is used twice, at {first.where} and at {use.where}"
             )
             return data or FREE
         if self.rows.setdefault(site, use.rows).keys() != use.rows.keys():
             self.rows[site] = (
                 use.rows
             )  # another site was dropped, and this one enters elsewhere now
-        pieces = use.rows = known.rows = self.rows[site]
+        by_axis = use.rows = first.rows = self.rows[site]
         rows = Rows(data or {})
-        for axis, parts in pieces.items():
-            for i, piece in enumerate(parts):
-                if piece.fresh and piece.size > 1:
+        for axis, pieces in by_axis.items():
+            for i, piece in enumerate(pieces):
+                if piece.varies and piece.size > 1:
                     rows[Label(site, axis, i)] = Place(
-                        axis, prod(part.size for part in parts[i + 1 :])
+                        axis, prod(inner.size for inner in pieces[i + 1 :])
                     )
         return rows or FREE
 
@@ -411,14 +420,14 @@ def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
         or equation.params["dimension"] != len(equation.outputs[0].shape) - 1
     ):
         return None
-    found, column = {}, 0
+    columns, column = {}, 0
     for value, var in zip(values, equation.jaxpr_equation.invars, strict=True):
         if isinstance(value, np.ndarray) and value.shape[-1] == 1:
             for axis, length in enumerate(value.shape[:-1]):
                 if length > 1 and _counts(value[..., 0], axis):
-                    found[column] = axis
+                    columns[column] = axis
         column += var.aval.shape[-1]
-    return _Index(found) if found else None
+    return _Index(columns) if columns else None
 
 
 def _counts(value: np.ndarray, axis: int) -> bool:

@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     """
 
     size: int
-    fresh: bool
+    varies: bool
 
 
 Axes = list[list[Piece]]
@@ -58,13 +58,13 @@ class Use:
         """Whether outputs may be drawn instead of weights: no two of them share a draw
         of a weight.
         """
-        alone = all(
-            piece.fresh or piece.size == 1
+        separate = all(
+            piece.varies or piece.size == 1
             for pieces in self.rows.values()
             for piece in pieces
         )
         return self.kind == "broadcast" or (
-            self.kind != "conv_general_dilated" and alone
+            self.kind != "conv_general_dilated" and separate
         )
 
 
@@ -99,19 +99,31 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
             numbers.out_spec[1],
         )  # positions share weights, so they index neither rows nor weights
     rows = {axis: [Piece(out[axis], True)] for axis in links}
-    own, other = shapes[operand], shapes[1 - operand]
-    return Use(name, own, out, rows, outputs, equation.where(), other, links, inputs)
+    weight_shape, data_shape = shapes[operand], shapes[1 - operand]
+    return Use(
+        name,
+        weight_shape,
+        out,
+        rows,
+        outputs,
+        equation.where(),
+        data_shape,
+        links,
+        inputs,
+    )
 
 
 def grown_axes(equation: Equation) -> tuple[int, ...]:
     """Axes of the output of ``broadcast_in_dim`` along which it repeats its operand."""
-    before, after = (
+    old_shape, new_shape = (
         equation.jaxpr_equation.invars[0].aval.shape,
         equation.outputs[0].shape,
     )
-    axes = zip(before, equation.params["broadcast_dimensions"], strict=True)
-    kept = {axis for length, axis in axes if length == after[axis]}
-    return tuple(a for a in range(len(after)) if a not in kept and after[a] > 1)
+    axes = zip(old_shape, equation.params["broadcast_dimensions"], strict=True)
+    copied = {axis for length, axis in axes if length == new_shape[axis]}
+    return tuple(
+        a for a in range(len(new_shape)) if a not in copied and new_shape[a] > 1
+    )
 
 
 def is_vector(shape: tuple[int, ...]) -> bool:
@@ -122,7 +134,7 @@ def is_vector(shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class Noise:
+class WeightNoise:
     """Random numbers of one use."""
 
     normal: (
@@ -138,7 +150,7 @@ class Noise:
 
 def draw_noise(
     rng_key: jax.Array, uses: Mapping[str, Use], local: bool
-) -> dict[str, Noise]:
+) -> dict[str, WeightNoise]:
     """Random numbers of all uses; with ``local``, for outputs instead of weights if the
     expectation allows it.
     """
@@ -156,23 +168,29 @@ def draw_noise(
     normals = _normals(normal_key, normal_axes)
     signs = _signs(sign_key, sign_axes)
     return {
-        site: Noise(normals[site], signs.get((site, "in")), signs.get((site, "out")))
+        site: WeightNoise(
+            normals[site], signs.get((site, "in")), signs.get((site, "out"))
+        )
         for site in uses
     }
 
 
 def _axes(
-    shape: tuple[int, ...], rows: Mapping[int, list[Piece]], whole: tuple[int, ...]
+    shape: tuple[int, ...],
+    rows: Mapping[int, list[Piece]],
+    weight_axes: tuple[int, ...],
 ) -> Axes:
     """Pieces of the axes: those of rows, whole axes, and none for the others
     (positions).
     """
-    return [rows.get(axis, [Piece(n, axis in whole)]) for axis, n in enumerate(shape)]
+    return [
+        rows.get(axis, [Piece(n, axis in weight_axes)]) for axis, n in enumerate(shape)
+    ]
 
 
 def _compact(axes: Axes) -> tuple[int, ...]:
     return tuple(
-        piece.size if piece.fresh else 1 for pieces in axes for piece in pieces
+        piece.size if piece.varies else 1 for pieces in axes for piece in pieces
     )
 
 
@@ -182,35 +200,36 @@ def _spread(values: jax.Array, axes: Axes) -> jax.Array:
     """
     if all(len(pieces) == 1 for pieces in axes):
         return values
-    varied = [any(piece.fresh for piece in pieces) for pieces in axes]
+    varied = [any(piece.varies for piece in pieces) for pieces in axes]
     sizes = [
-        [p.size if fresh else 1 for p in pieces]
-        for pieces, fresh in zip(axes, varied, strict=True)
+        [p.size if varies else 1 for p in pieces]
+        for pieces, varies in zip(axes, varied, strict=True)
     ]
-    values = jnp.broadcast_to(values, [size for parts in sizes for size in parts])
-    return values.reshape([prod(parts) for parts in sizes])
+    values = jnp.broadcast_to(values, [size for lengths in sizes for size in lengths])
+    return values.reshape([prod(lengths) for lengths in sizes])
 
 
-def _normals(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
-    shapes = {name: _compact(axes) for name, axes in wanted.items()}
+def _normals(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+    shapes = {name: _compact(axes) for name, axes in site_axes.items()}
     flat = random.normal(rng_key, (sum(map(prod, shapes.values())),))
     return {
-        name: _spread(part, wanted[name]) for name, part in cut(flat, shapes).items()
+        name: _spread(values, site_axes[name])
+        for name, values in cut(flat, shapes).items()
     }
 
 
-def _signs(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+def _signs(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that
     rows are contiguous.
     """
-    shapes = {name: _compact(axes) for name, axes in wanted.items()}
+    shapes = {name: _compact(axes) for name, axes in site_axes.items()}
     words = {name: _word_shape(shape) for name, shape in shapes.items()}
     bits = cut(
         random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32), words
     )
     return {
-        name: _spread(_unpack(part, shapes[name]), wanted[name])
-        for name, part in bits.items()
+        name: _spread(_unpack(packed, shapes[name]), site_axes[name])
+        for name, packed in bits.items()
     }
 
 
@@ -264,7 +283,7 @@ def run(
 @dataclass(frozen=True)
 class _Sampler:
     uses: Mapping[str, Use]
-    noise: Mapping[str, Noise]
+    noise: Mapping[str, WeightNoise]
 
     def visit(self, equation: Equation, *operands: Any) -> Any:
         """The rule of every primitive: a weight is drawn where it enters, and until
@@ -291,7 +310,7 @@ class _Sampler:
 
     def _enter(self, equation: Equation, operands: list[Any], i: int) -> jax.Array:
         """The output of a product with data, or of a lookup, drawn for each row."""
-        weight, other = operands[i], operands[1 - i]
+        weight, data = operands[i], operands[1 - i]
         noise = self.noise[weight.site]
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -302,29 +321,29 @@ class _Sampler:
             shape = _positions(equation, i, noise.signs_out)
             if shape is not None:
                 return _product_by_row(
-                    equation, other.reshape(shape), weight.mean, change, noise
+                    equation, data.reshape(shape), weight.mean, change, noise
                 )
             signed = (
-                other
+                data
                 if noise.signs_in is None
-                else other * noise.signs_in.astype(other.dtype)
+                else data * noise.signs_in.astype(data.dtype)
             )
-            moved = product(signed, change)
-            return product(other, weight.mean) + moved * noise.signs_out.astype(
-                moved.dtype
+            perturbed = product(signed, change)
+            return product(data, weight.mean) + perturbed * noise.signs_out.astype(
+                perturbed.dtype
             )
         if equation.name == "gather":
-            sd = product(other, weight.sd)
+            sd = product(data, weight.sd)
         else:
-            sd = _sqrt(product(jnp.square(other), jnp.square(weight.sd)))
-        return product(other, weight.mean) + sd * noise.normal.astype(sd.dtype)
+            sd = _sqrt(product(jnp.square(data), jnp.square(weight.sd)))
+        return product(data, weight.mean) + sd * noise.normal.astype(sd.dtype)
 
 
 def _affine_image(equation: Equation, operands: list[Any], i: int) -> RandomWeight:
     weight, name = operands[i], equation.name
 
-    def image(part: jax.Array) -> jax.Array:
-        return equation.bind(*operands[:i], part, *operands[i + 1 :])
+    def image(moment: jax.Array) -> jax.Array:
+        return equation.bind(*operands[:i], moment, *operands[i + 1 :])
 
     sd = weight.sd if name in ("add", "sub", "neg") else image(weight.sd)
     return RandomWeight(
@@ -359,7 +378,7 @@ def _positions(
 
 
 def _product_by_row(
-    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: Noise
+    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: WeightNoise
 ) -> jax.Array:
     """Every row with its own weights, mean + r change t: one product forward and
     backward instead of two.

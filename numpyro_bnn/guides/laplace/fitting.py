@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.laplace.likelihoods import CALL
-from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
-from numpyro_bnn.guides.laplace.structures import Gaussian
+from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
+from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
 from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.plates import draw_indices
 
@@ -30,7 +30,7 @@ NEAR = 0.01  # distance from the mode, as in the result of a run, at which the s
 BENT = 0.75  # length of the second part of such a step, twice, against the first
 
 
-class Fit(NamedTuple):
+class SearchOptions(NamedTuple):
     """Options of the search for the mode."""
 
     num_epochs: int
@@ -42,7 +42,7 @@ class Fit(NamedTuple):
 Search = Callable[[Values, tuple, jax.Array], tuple[Values, list[float]]]
 
 
-def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
+def fit_mode(problem: LaplaceProblem, call: Call, options: SearchOptions) -> Search:
     """A function from a start, what is tuned, and a key, to the mode and the losses;
     compiled once.
     """
@@ -59,8 +59,8 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
         optax.cosine_decay_schedule(LEARNING_RATE, total)
     )
 
-    def epoch(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        v, state, (precision, spread), key = given
+    def epoch(carried: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        v, state, (precision, spread), key = carried
 
         def step(carry: tuple, key: jax.Array) -> tuple:
             v, state = carry
@@ -71,9 +71,9 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
             updates, state = optimizer.update(grads, state, v)
             return (optax.apply_updates(v, updates), state), loss
 
-        found: jax.Array
-        carried, found = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
-        return *carried, jnp.mean(found[-1:] if not problem.plates else found)
+        losses: jax.Array
+        end, losses = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
+        return *end, jnp.mean(losses[-1:] if not problem.plates else losses)
 
     return partial(
         _epochs,
@@ -87,7 +87,7 @@ def fit_mode(problem: Problem, call: Call, options: Fit) -> Search:
 def _epochs(
     program: Callable,
     optimizer: Any,
-    options: Fit,
+    options: SearchOptions,
     size: int,
     v: Values,
     tuning: tuple,
@@ -109,12 +109,16 @@ def _epochs(
 
 
 def _descend(
-    problem: Problem, options: Fit, given: tuple, args: tuple, kwargs: Mapping[str, Any]
+    problem: LaplaceProblem,
+    options: SearchOptions,
+    start: tuple,
+    args: tuple,
+    kwargs: Mapping[str, Any],
 ) -> tuple:
     """L-BFGS on all rows, until the loss no longer falls."""
     import optax
 
-    v, (precision, spread) = given
+    v, (precision, spread) = start
     solver = optax.lbfgs()
 
     def loss(v: Values) -> jax.Array:
@@ -123,11 +127,11 @@ def _descend(
     value_and_grad = optax.value_and_grad_from_state(loss)
 
     def go_on(carry: tuple) -> jax.Array:
-        *_, since, taken = carry
-        return (since < options.patience) & (taken < options.num_epochs)
+        *_, since, epochs = carry
+        return (since < options.patience) & (epochs < options.num_epochs)
 
     def step(carry: tuple) -> tuple:
-        v, state, losses, best, found, since, taken = carry
+        v, state, losses, best, best_v, since, epochs = carry
         value, grad = value_and_grad(v, state=state)
         updates, state = solver.update(
             grad, state, v, value=value, grad=grad, value_fn=loss
@@ -136,18 +140,20 @@ def _descend(
         return (
             optax.apply_updates(v, updates),
             state,
-            losses.at[taken].set(value),
+            losses.at[epochs].set(value),
             jnp.where(lower, value, best),
-            jax.tree.map(lambda new, old: jnp.where(lower, new, old), v, found),
+            jax.tree.map(
+                lambda new, previous: jnp.where(lower, new, previous), v, best_v
+            ),
             # A step that overflows ends the search at the lowest point so far.
             jnp.where(
                 lower, 0, jnp.where(jnp.isfinite(value), since + 1, options.patience)
             ),
-            taken + 1,
+            epochs + 1,
         )
 
     losses = jnp.zeros(max(1, options.num_epochs))
-    start = (
+    first_carry = (
         v,
         solver.init(v),
         losses,
@@ -156,18 +162,21 @@ def _descend(
         jnp.asarray(0),
         jnp.asarray(0),
     )
-    _, _, losses, _, found, _, taken = jax.lax.while_loop(go_on, step, start)
-    return found, losses, taken
+    _, _, losses, _, best_v, _, epochs = jax.lax.while_loop(go_on, step, first_carry)
+    return best_v, losses, epochs
 
 
 def _lbfgs(
-    program: Callable, options: Fit, v: Values, tuning: tuple, key: Any
+    program: Callable, options: SearchOptions, v: Values, tuning: tuple, key: Any
 ) -> tuple:
     if not options.num_epochs:
         return v, []
-    v, losses, taken = program((v, tuning))
-    made = np.asarray(losses)[: int(taken)].tolist()
-    return v, [finite(made[0]), *(loss for loss in made[1:] if np.isfinite(loss))]
+    v, losses, epochs = program((v, tuning))
+    finite_start = np.asarray(losses)[: int(epochs)].tolist()
+    return v, [
+        finite(finite_start[0]),
+        *(loss for loss in finite_start[1:] if np.isfinite(loss)),
+    ]
 
 
 def finite(loss: float) -> float:
@@ -184,14 +193,14 @@ def finite(loss: float) -> float:
 
 def newton(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     call: Call,
     v: Values,
-    found: "Precision",
+    sums: "PrecisionSums",
     tuning: tuple,
     num_steps: int,
     progress_bar: bool = False,
-) -> tuple[Values, "Precision", list[float]]:
+) -> tuple[Values, "PrecisionSums", list[float]]:
     """To the mode by the steps of Levenberg and Marquardt, bent along with the outputs;
     the precision is dense.
 
@@ -204,22 +213,24 @@ def newton(
     value_of, slope_of, bend_of = _programs(guide, problem, call)
     _, back = ravel_sites({name: v[name] for name in guide._structure.sizes})
     losses: list[float] = []
-    kept: tuple | None = None  # the last point, if the precision is positive there
+    positive_point: tuple | None = (
+        None  # the last point, if the precision is positive there
+    )
     damping = 1e-3
     for _ in (bar := tqdm.tqdm(range(num_steps), disable=not progress_bar)):
         value, gradient = (
-            np.asarray(part, np.float64) for part in slope_of((v, tuning))
+            np.asarray(array, np.float64) for array in slope_of((v, tuning))
         )
-        matrix = np.asarray(_dense(guide, problem, found, v, tuning[0]), np.float64)
-        distance = _distance(guide, problem, found, v, tuning[0], gradient)
+        matrix = np.asarray(_dense(guide, problem, sums, v, tuning[0]), np.float64)
+        distance = _distance(guide, problem, sums, v, tuning[0], gradient)
         if losses and distance < NEAR:
             break
-        if kept and not np.isfinite(distance):
+        if positive_point and not np.isfinite(distance):
             # the fit became so close that no digits are left
-            v, found = kept
+            v, sums = positive_point
             losses.pop()
             break
-        kept = (v, found) if np.isfinite(distance) else None
+        positive_point = (v, sums) if np.isfinite(distance) else None
         lower, gain, new, diagonal = np.inf, np.inf, v, np.abs(np.diag(matrix))
         while lower >= value and gain > TINY and damping < 1e12:
             try:
@@ -247,33 +258,33 @@ def newton(
         v = {**v, **new}
         losses.append(lower)
         bar.set_postfix_str(f"loss {lower:.5g}", refresh=False)
-        found = measured(guide, problem, call, v, tuning[0])
+        sums = measured(guide, problem, call, v, tuning[0])
     else:
-        if kept and not np.isfinite(
-            _distance(guide, problem, found, v, tuning[0], gradient)
+        if positive_point and not np.isfinite(
+            _distance(guide, problem, sums, v, tuning[0], gradient)
         ):
-            v, found = kept
+            v, sums = positive_point
             losses.pop()
-    return v, found, losses
+    return v, sums, losses
 
 
-def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
+def _programs(guide: Any, problem: LaplaceProblem, call: Call) -> list[Callable]:
     """Of -log p(D, v), of it with its gradient, and of the bend along a step, both
     flat.
     """
 
-    def potential(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        v, (precision, spread) = given
+    def potential(point: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        v, (precision, spread) = point
         return problem.potential(v, precision, spread, None, (args, kwargs))
 
-    def slope(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+    def slope(point: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         value, grads = jax.value_and_grad(
-            lambda v: potential((v, given[1]), args, kwargs)
-        )(given[0])
+            lambda v: potential((v, point[1]), args, kwargs)
+        )(point[0])
         return value, flat(grads)
 
-    def bend(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        v, step = given
+    def bend(point: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        v, step = point
         try:
             bent = flat(problem.bend(v, step, None, (args, kwargs)))
         except (
@@ -294,8 +305,8 @@ def _programs(guide: Any, problem: Problem, call: Call) -> list[Callable]:
 
 def _distance(
     guide: Any,
-    problem: Problem,
-    found: "Precision",
+    problem: LaplaceProblem,
+    sums: "PrecisionSums",
     v: Values,
     precision: Any,
     gradient: Any,
@@ -304,7 +315,7 @@ def _distance(
     positive precision.
     """
     tril = np.asarray(
-        gaussian_at(guide, problem, found, v, precision).params["*", "scale_tril"],
+        gaussian_at(guide, problem, sums, v, precision).params["*", "scale_tril"],
         np.float64,
     )
     with np.errstate(invalid="ignore"):
@@ -313,10 +324,10 @@ def _distance(
 
 def distance(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     call: Call,
     v: Values,
-    found: "Precision",
+    sums: "PrecisionSums",
     precision: Any,
     gradient: np.ndarray,
 ) -> float:
@@ -328,7 +339,7 @@ def distance(
     where the prior bounds what is left.
     """
     if guide.structure == "full":
-        return _distance(guide, problem, found, v, precision, gradient)
+        return _distance(guide, problem, sums, v, precision, gradient)
     names = list(guide._structure.sizes)
 
     def flat(values: Values) -> np.ndarray:
@@ -336,31 +347,31 @@ def distance(
             np.float64
         )
 
-    scale = np.sqrt(flat(gaussian_at(guide, problem, found, v, precision).variance))
-    least = scale**2 * np.maximum(
-        flat({**problem.prior_precision(v, precision), **found.curvature}), 1e-6
+    scale = np.sqrt(flat(gaussian_at(guide, problem, sums, v, precision).variance))
+    prior_floor = scale**2 * np.maximum(
+        flat({**problem.prior_precision(v, precision), **sums.curvature}), 1e-6
     )
     sweep = problem.sweep(v, call)
     residual = direction = scale * gradient
     squares, total = residual @ residual, 0.0
     for _ in range(CG_STEPS):
-        left = np.sum(residual**2 / least)
+        left = np.sum(residual**2 / prior_floor)
         if left <= max(0.1 * total, NEAR**2 * len(scale)):
             break
         vectors = jnp.asarray(direction[:, None], float)
         image = guide._structure.product(sweep, vectors, jnp.asarray(scale, float))
-        image = np.asarray(image, np.float64)[:, 0] + least * direction
+        image = np.asarray(image, np.float64)[:, 0] + prior_floor * direction
         step = squares / (direction @ image)
         total += step * squares
         residual = residual - step * image
-        before, squares = squares, residual @ residual
-        direction = residual + squares / before * direction
+        old_squares, squares = squares, residual @ residual
+        direction = residual + squares / old_squares * direction
     else:
         left = 0.0
     return float(np.sqrt((total + left) / len(scale)))
 
 
-class Precision(NamedTuple):
+class PrecisionSums(NamedTuple):
     """What the evidence depends on, at one mode: sums over rows, curvature of the
     prior, and log densities.
     """
@@ -372,14 +383,18 @@ class Precision(NamedTuple):
 
 
 def measured(
-    guide: Any, problem: Problem, call: Call, v: Values, precision: Mapping[str, Any]
-) -> Precision:
+    guide: Any,
+    problem: LaplaceProblem,
+    call: Call,
+    v: Values,
+    precision: Mapping[str, Any],
+) -> PrecisionSums:
     """All that is summed over the rows at a mode."""
     curvature, coupling = _prior_curvature(problem, v, call, guide.structure == "full")
     prior = {**problem.prior_precision(v, precision), **curvature}
-    here = {name: jnp.maximum(prior[name], 1e-6) for name in problem.sites}
-    sums = guide._structure.measure(problem.sweep(v, call), here)
-    return Precision(
+    positive_prior = {name: jnp.maximum(prior[name], 1e-6) for name in problem.sites}
+    sums = guide._structure.measure(problem.sweep(v, call), positive_prior)
+    return PrecisionSums(
         sums,
         curvature,
         coupling,
@@ -389,40 +404,40 @@ def measured(
 
 def _dense(
     guide: Any,
-    problem: Problem,
-    found: Precision,
+    problem: LaplaceProblem,
+    sums: PrecisionSums,
     v: Values,
     precision: Mapping[str, Any],
 ) -> jax.Array:
     """(P, P) the precision of the structure "full"."""
-    prior = {**problem.prior_precision(v, precision), **found.curvature}
-    matrix = found.sums + jnp.diag(
+    prior = {**problem.prior_precision(v, precision), **sums.curvature}
+    matrix = sums.sums + jnp.diag(
         jnp.concatenate([prior[name] for name in guide._structure.sizes])
     )
-    return matrix if found.coupling is None else matrix + found.coupling
+    return matrix if sums.coupling is None else matrix + sums.coupling
 
 
 def gaussian_at(
     guide: Any,
-    problem: Problem,
-    found: Precision,
+    problem: LaplaceProblem,
+    sums: PrecisionSums,
     v: Values,
     precision: Mapping[str, Any],
-) -> Gaussian:
+) -> LaplaceGaussian:
     """The Gaussian for some prior precisions."""
-    prior = {**problem.prior_precision(v, precision), **found.curvature}
+    prior = {**problem.prior_precision(v, precision), **sums.curvature}
     return guide._structure.gaussian(
-        found.sums, {name: prior[name] for name in problem.sites}, found.coupling
+        sums.sums, {name: prior[name] for name in problem.sites}, sums.coupling
     )
 
 
 def _prior_curvature(
-    problem: Problem, v: Values, call: Call, dense: bool
+    problem: LaplaceProblem, v: Values, call: Call, dense: bool
 ) -> tuple[Values, jax.Array | None]:
     """-d^2 log p / dv^2 of sites whose prior is not Normal: the diagonal by site and,
     if dense, all the rest.
     """
-    names = [name for name in problem.sites if name in problem.others]
+    names = [name for name in problem.sites if name in problem.other_sites]
     if not names:
         return {}, None
     if dense:
@@ -443,15 +458,15 @@ def _prior_curvature(
         diagonal = dict(
             zip(problem.sites, jnp.split(jnp.diag(matrix), ends[:-1]), strict=True)
         )
-        own = {name: diagonal[name] for name in names}
+        of_sites = {name: diagonal[name] for name in names}
         inside = jnp.concatenate(
             [jnp.full(v[n].size, n in names) for n in problem.sites]
         )
-        return own, matrix - jnp.diag(jnp.where(inside, jnp.diag(matrix), 0.0))
+        return of_sites, matrix - jnp.diag(jnp.where(inside, jnp.diag(matrix), 0.0))
 
     def products(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        here = {name: v[name] for name in names}
-        flat, back = ravel_pytree(here)
+        start = {name: v[name] for name in names}
+        flat, back = ravel_pytree(start)
         gradient = jax.grad(
             lambda f: -problem.log_prior({**v, **back(f)}, {}, (args, kwargs), names)
         )
@@ -486,10 +501,10 @@ def ravel_sites(v: Values) -> tuple[jax.Array, Callable]:
     ends = np.cumsum([value.size for value in v.values()])
 
     def back(flat: jax.Array) -> Values:
-        parts = jnp.split(flat, ends[:-1])
+        pieces = jnp.split(flat, ends[:-1])
         return {
-            name: part.reshape(shapes[name])
-            for name, part in zip(shapes, parts, strict=True)
+            name: piece.reshape(shapes[name])
+            for name, piece in zip(shapes, pieces, strict=True)
         }
 
     return jnp.concatenate([jnp.ravel(value) for value in v.values()]), back

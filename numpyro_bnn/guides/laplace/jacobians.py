@@ -35,7 +35,7 @@ SHAPING = frozenset(
 )  # in the order of the elements
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How the elements of a site make a matrix: shape of the weight, its axes with
     inputs first, and (I, O).
     """
@@ -45,26 +45,26 @@ class Layout(NamedTuple):
     size: tuple[int, int]
 
 
-class Outer(NamedTuple):
+class OuterJacobian(NamedTuple):
     """The Jacobian with respect to a site that is a matrix (I, O): inputs times
     gradients.
 
     :param inputs: (B, T, I) a.
     :param grads: (B, D, T, O) g.
     :param slope: (I, O) S.
-    :param known: (B,) 1 for rows with data, 0 for rows that are masked.
+    :param has_data: (B,) 1 for rows with data, 0 for rows that are masked.
     """
 
     inputs: jax.Array
     grads: jax.Array
     slope: jax.Array
-    layout: Layout
-    known: jax.Array
+    layout: MatrixLayout
+    has_data: jax.Array
 
     def dense(self) -> jax.Array:
         """(B, D, P) in the order of the site."""
-        found = jnp.einsum("bti,bdto->bdio", self.inputs, self.grads) * self.slope
-        return from_matrix(found, self.layout)
+        matrices = jnp.einsum("bti,bdto->bdio", self.inputs, self.grads) * self.slope
+        return from_matrix(matrices, self.layout)
 
     def squares(self) -> jax.Array:
         """(P,) sums of squares over rows and directions."""
@@ -73,8 +73,8 @@ class Outer(NamedTuple):
         products = (self.inputs[:, 0] ** 2).T @ jnp.sum(
             self.grads[:, :, 0] ** 2, axis=1
         )
-        found = self.slope**2 * products
-        return from_matrix(found, self.layout)
+        sums = self.slope**2 * products
+        return from_matrix(sums, self.layout)
 
     def times(self, vectors: jax.Array) -> jax.Array:
         """(B, D, K): the product with (P, K)."""
@@ -88,11 +88,11 @@ class Outer(NamedTuple):
     def transposed_times(self, values: jax.Array) -> jax.Array:
         """(P, K): the product of the transpose with (B, D, K)."""
         back = jnp.einsum("bdto,bdk->btko", self.grads, values)
-        found = jnp.einsum("bti,btko->kio", self.inputs, back) * self.slope
-        return from_matrix(found, self.layout).T
+        matrix = jnp.einsum("bti,btko->kio", self.inputs, back) * self.slope
+        return from_matrix(matrix, self.layout).T
 
 
-class Dense(NamedTuple):
+class DenseJacobian(NamedTuple):
     """The Jacobian (B, D, P) with respect to any other site."""
 
     matrix: jax.Array
@@ -114,18 +114,18 @@ class Dense(NamedTuple):
         return jnp.einsum("bdp,bdk->pk", self.matrix, values)
 
 
-Jacobians = dict[str, Outer | Dense]
+Jacobians = dict[str, OuterJacobian | DenseJacobian]
 
 
-def to_matrix(flat: jax.Array, layout: "Layout") -> jax.Array:
+def to_matrix(flat: jax.Array, layout: "MatrixLayout") -> jax.Array:
     """(..., P) in the order of a site as (..., I, O)."""
     lead = flat.shape[:-1]
     value = flat.reshape(lead + layout.shape)
-    moved = value.transpose(*range(len(lead)), *(len(lead) + a for a in layout.axes))
-    return moved.reshape(lead + layout.size)
+    ordered = value.transpose(*range(len(lead)), *(len(lead) + a for a in layout.axes))
+    return ordered.reshape(lead + layout.size)
 
 
-def from_matrix(matrix: jax.Array, layout: "Layout") -> jax.Array:
+def from_matrix(matrix: jax.Array, layout: "MatrixLayout") -> jax.Array:
     """The inverse: (..., I, O) as (..., P)."""
     lead = matrix.shape[:-2]
     value = matrix.reshape(lead + tuple(layout.shape[a] for a in layout.axes))
@@ -136,7 +136,7 @@ def from_matrix(matrix: jax.Array, layout: "Layout") -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _SiteImage:
     """An elementwise affine image of a site, with its derivative."""
 
     site: str
@@ -158,7 +158,7 @@ class _Use(NamedTuple):
 
     inputs: jax.Array
     slope: jax.Array
-    layout: Layout
+    layout: MatrixLayout
     out: jax.ShapeDtypeStruct
     order: tuple[
         int, ...
@@ -168,8 +168,8 @@ class _Use(NamedTuple):
 
     def grads(self, cotangents: jax.Array) -> jax.Array:
         """(B, D, T, O) of gradients (D, *out)."""
-        moved = cotangents.transpose(*(1 + axis for axis in self.order), 0)
-        by_row = moved.reshape(
+        ordered = cotangents.transpose(*(1 + axis for axis in self.order), 0)
+        by_row = ordered.reshape(
             self.inputs.shape[0], -1, self.layout.size[1], cotangents.shape[0]
         )
         return by_row.transpose(0, 3, 1, 2)
@@ -200,27 +200,27 @@ def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
         # An image that depends on other sites, or two sites at once: no product with a
         # constant.
         single = len(marked) == 1 and not is_image(equation, marked[0])
-        found = moved(equation, rows)
+        output_rows = moved(equation, rows)
         for i in marked:
             entries[operands[i].site] += [equation] if single else [None, None]
         if single:
             for axis, size in enumerate(equation.outvars[0].aval.shape):
-                found[Axis(operands[marked[0]].site, axis, size)] = Place(axis, 1)
-        return found
+                output_rows[Axis(operands[marked[0]].site, axis, size)] = Place(axis, 1)
+        return output_rows
 
     (outputs,) = follow_axes(jaxpr, [_Mark(name) for name in names], enter)
     number = jaxpr.outvars[0].aval.shape[0]
     once = [name for name in names if len(entries[name]) == 1]
     if number == 1:
         return {name: _Entry(entries[name][0], None) for name in once}
-    found = {}
+    axes = {}
     for label, place in outputs.items() if isinstance(outputs, Rows) else ():
         if label.source in once and place == Place(0, 1) and label.size == number:
-            found[label.source] = _Entry(entries[label.source][0], label.axis)
-    return found
+            axes[label.source] = _Entry(entries[label.source][0], label.axis)
+    return axes
 
 
-class _Walk:
+class _OutputWalk:
     """One interpretation of a program; ``shifts`` are added to the outputs where sites
     enter.
     """
@@ -233,21 +233,24 @@ class _Walk:
 
     def run(self, closed: Any, values: Mapping[str, jax.Array]) -> jax.Array:
         marked = [
-            _Weight(name, value, jnp.ones_like(value)) for name, value in values.items()
+            _SiteImage(name, value, jnp.ones_like(value))
+            for name, value in values.items()
         ]
         walk = Interpreter(
             {},
-            lambda value: isinstance(value, _Weight),
+            lambda value: isinstance(value, _SiteImage),
             "guides.AutoLaplace",
             self._enter,
         )
-        (found,) = walk.run(closed.jaxpr, closed.consts, marked)
-        return found.value if isinstance(found, _Weight) else found
+        (output,) = walk.run(closed.jaxpr, closed.consts, marked)
+        return output.value if isinstance(output, _SiteImage) else output
 
     def _enter(self, equation: Equation, *operands: Any) -> Any:
-        hits = [i for i, operand in enumerate(operands) if isinstance(operand, _Weight)]
+        hits = [
+            i for i, operand in enumerate(operands) if isinstance(operand, _SiteImage)
+        ]
         plain = [
-            operand.value if isinstance(operand, _Weight) else operand
+            operand.value if isinstance(operand, _SiteImage) else operand
             for operand in operands
         ]
         weight = operands[hits[0]]
@@ -263,7 +266,7 @@ class _Walk:
         return out + self.shifts[weight.site] if weight.site in self.shifts else out
 
     def _use(
-        self, equation: Equation, at: int, plain: list, weight: _Weight
+        self, equation: Equation, operand: int, plain: list, weight: _SiteImage
     ) -> _Use | None:
         name, out, row = (
             equation.name,
@@ -271,63 +274,69 @@ class _Walk:
             self.entries[weight.site].row,
         )
         if name == "dot_general":
-            found = _product(equation, at, plain, row)
-        elif name == "conv_general_dilated" and at == 1:
-            found = _convolution(equation, plain, row)
+            matrix = _product(equation, operand, plain, row)
+        elif name == "conv_general_dilated" and operand == 1:
+            matrix = _convolution(equation, plain, row)
         elif name in ("add", "sub", "broadcast_in_dim") and not (
-            name == "sub" and at == 1
+            name == "sub" and operand == 1
         ):
-            found = _shift(equation, weight.value, row)
+            matrix = _shift(equation, weight.value, row)
         else:
             return None
-        if found is None:
+        if matrix is None:
             return None
-        inputs, axes, order = found
+        inputs, axes, order = matrix
         size = (inputs.shape[2], weight.value.size // inputs.shape[2])
-        layout = Layout(weight.value.shape, axes, size)
+        layout = MatrixLayout(weight.value.shape, axes, size)
         return _Use(inputs, to_matrix(weight.slope.ravel(), layout), layout, out, order)
 
 
-def is_image(equation: Any, at: int) -> bool:
+def is_image(equation: Any, operand: int) -> bool:
     """Whether an equation computes an elementwise affine image of an operand."""
     name = equation.primitive.name
-    affine = name in ELEMENTWISE and not (name == "div" and at == 1)
+    affine = name in ELEMENTWISE and not (name == "div" and operand == 1)
     return (affine or name in SHAPING) and equation.outvars[
         0
-    ].aval.size == equation.invars[at].aval.size
+    ].aval.size == equation.invars[operand].aval.size
 
 
-def _image(equation: Equation, at: int, plain: list, weight: _Weight) -> _Weight:
+def _image(
+    equation: Equation, operand: int, plain: list, weight: _SiteImage
+) -> _SiteImage:
     def of(value: jax.Array) -> jax.Array:
-        return equation.bind(*plain[:at], value, *plain[at + 1 :])
+        return equation.bind(*plain[:operand], value, *plain[operand + 1 :])
 
-    return _Weight(weight.site, *jax.jvp(of, (weight.value,), (weight.slope,)))
+    return _SiteImage(weight.site, *jax.jvp(of, (weight.value,), (weight.slope,)))
 
 
-def _rows_first(row: int | None, others: Sequence[int]) -> tuple[int, ...]:
+def _rows_first(row: int | None, axes: Sequence[int]) -> tuple[int, ...]:
     """Axes with those of rows in front; without, all are positions of one row."""
     return (
-        tuple(others)
-        if row is None
-        else (row, *(axis for axis in others if axis != row))
+        tuple(axes) if row is None else (row, *(axis for axis in axes if axis != row))
     )
 
 
-def _product(equation: Equation, at: int, plain: list, row: int | None) -> tuple | None:
+def _product(
+    equation: Equation, operand: int, plain: list, row: int | None
+) -> tuple | None:
     contracted, batch = equation.params["dimension_numbers"]
     links, _ = dot_axes(
-        equation.jaxpr_equation, 1 - at
+        equation.jaxpr_equation, 1 - operand
     )  # free axes of the inputs, by axis of the output
     if batch[0] or (row is not None and row not in links):
         return None
-    front, other = _rows_first(row, tuple(links)), plain[1 - at]
-    inputs = other.transpose(*(links[axis] for axis in front), *contracted[1 - at])
-    shape = [other.shape[links[axis]] for axis in front]
+    front, data = _rows_first(row, tuple(links)), plain[1 - operand]
+    inputs = data.transpose(*(links[axis] for axis in front), *contracted[1 - operand])
+    shape = [data.shape[links[axis]] for axis in front]
     rows = 1 if row is None else shape[0]
-    own = tuple(a for a in range(jnp.ndim(plain[at])) if a not in contracted[at])
-    rest = tuple(a for a in range(len(equation.outputs[0].shape)) if a not in links)
+    weight_axes = tuple(
+        a for a in range(jnp.ndim(plain[operand])) if a not in contracted[operand]
+    )
+    output_axes = tuple(
+        a for a in range(len(equation.outputs[0].shape)) if a not in links
+    )
     inputs = inputs.reshape(rows, prod(shape) // rows, -1)
-    return inputs, (*contracted[at], *own), (*front, *rest)
+    return inputs, (*contracted[operand], *weight_axes), (*front, *output_axes)
 
 
 def _convolution(equation: Equation, plain: list, row: int | None) -> tuple | None:
@@ -359,51 +368,59 @@ def _shift(equation: Equation, value: jax.Array, row: int | None) -> tuple | Non
         places = equation.params["broadcast_dimensions"]
     else:
         places = tuple(range(len(shape) - value.ndim, len(shape)))
-    own = tuple(p for p, length in zip(places, value.shape, strict=True) if length > 1)
+    weight_axes = tuple(
+        p for p, length in zip(places, value.shape, strict=True) if length > 1
+    )
     grown = [
         length
         for p, length in zip(places, value.shape, strict=True)
         if length > 1 and length != shape[p]
     ]
-    free = tuple(a for a in range(len(shape)) if a not in own)
+    free = tuple(a for a in range(len(shape)) if a not in weight_axes)
     if grown or (row is not None and row not in free):
         return None
     front = _rows_first(row, free)
     rows = 1 if row is None else shape[row]
     inputs = jnp.ones((rows, prod(shape[a] for a in free) // rows, 1), value.dtype)
-    return inputs, tuple(range(value.ndim)), (*front, *own)
+    return inputs, tuple(range(value.ndim)), (*front, *weight_axes)
 
 
 def jacobians(
     outputs: Callable[[Mapping[str, jax.Array]], jax.Array],
     values: Mapping[str, jax.Array],
     roots: jax.Array,
-    known: jax.Array,
+    has_data: jax.Array,
 ) -> Jacobians:
     """The Jacobian of ``roots @ outputs`` with respect to each site.
 
     :param outputs: from values by site to (B, E).
     :param roots: (B, D, E).
-    :param known: (B,) 1 for rows with data, 0 for rows that are masked.
+    :param has_data: (B,) 1 for rows with data, 0 for rows that are masked.
     """
-    closed = jax.make_jaxpr(lambda given: outputs(given))(dict(values))
+    closed = jax.make_jaxpr(lambda point: outputs(point))(dict(values))
     names = sorted(values)  # the order of the inputs of the program
     values = {name: values[name] for name in names}
     entries = row_axes(closed.jaxpr, names)
-    walk = _Walk(entries, {})
+    walk = _OutputWalk(entries, {})
     walk.run(closed, values)
     shifts = {
         name: jnp.zeros(use.out.shape, use.out.dtype) for name, use in walk.uses.items()
     }
-    _, pull = jax.vjp(lambda given: _Walk(entries, given).run(closed, values), shifts)
-    found: Jacobians = {}
+    _, pull = jax.vjp(
+        lambda point: _OutputWalk(entries, point).run(closed, values), shifts
+    )
+    by_site: Jacobians = {}
     for name, grads in jax.vmap(lambda cotangent: pull(cotangent)[0])(
         jnp.moveaxis(roots, 1, 0)
     ).items():
         use = walk.uses[name]
-        found[name] = Outer(use.inputs, use.grads(grads), use.slope, use.layout, known)
-    others = {name: value for name, value in values.items() if name not in found}
-    return found | _dense(lambda given: outputs({**values, **given}), others, roots)
+        by_site[name] = OuterJacobian(
+            use.inputs, use.grads(grads), use.slope, use.layout, has_data
+        )
+    dense_sites = {name: value for name, value in values.items() if name not in by_site}
+    return by_site | _dense(
+        lambda point: outputs({**values, **point}), dense_sites, roots
+    )
 
 
 def _dense(
@@ -413,13 +430,13 @@ def _dense(
     if not values:
         return {}
 
-    def scaled(given: Mapping[str, jax.Array]) -> jax.Array:
-        return jnp.einsum("bde,be->bd", roots, outputs(given))
+    def scaled(point: Mapping[str, jax.Array]) -> jax.Array:
+        return jnp.einsum("bde,be->bd", roots, outputs(point))
 
     unknowns = sum(value.size for value in values.values())
     mode = jax.jacfwd if unknowns <= roots.shape[0] * roots.shape[1] else jax.jacrev
     matrices = mode(scaled)(dict(values))
     return {
-        name: Dense(matrix.reshape(*roots.shape[:2], -1))
+        name: DenseJacobian(matrix.reshape(*roots.shape[:2], -1))
         for name, matrix in matrices.items()
     }

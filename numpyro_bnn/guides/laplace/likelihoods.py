@@ -50,8 +50,8 @@ def kind_of(site: Site) -> str:
     for kind, classes in KINDS.items():
         if isinstance(base, classes):
             return kind
-    what = "factor" if is_factor(fn) else f"{type(base).__name__} likelihood"
-    got = f"the observed site {site['name']!r} with a {what}"
+    noun = "factor" if is_factor(fn) else f"{type(base).__name__} likelihood"
+    got = f"the observed site {site['name']!r} with a {noun}"
     instead = (
         "It knows Normal, Categorical, Bernoulli and Poisson; "
         "`AutoLaplaceApproximation` of NumPyro takes others."
@@ -76,7 +76,7 @@ def natural(site: Site) -> dict[str, jax.Array]:
     return {"logits": jnp.broadcast_to(logits, fn.shape())}
 
 
-class Observation(NamedTuple):
+class ObservedRows(NamedTuple):
     """An observed site with its axis of rows in front, its elements flat.
 
     :param kind: a row of the table.
@@ -92,8 +92,8 @@ class Observation(NamedTuple):
 
     def flat(self, used: tuple[str, ...]) -> jax.Array:
         """(B, E): the used outputs, joined."""
-        parts = [self.outputs[name].reshape(self.shape[0], -1) for name in used]
-        return jnp.concatenate(parts, axis=1)
+        outputs = [self.outputs[name].reshape(self.shape[0], -1) for name in used]
+        return jnp.concatenate(outputs, axis=1)
 
     def roots(self, used: tuple[str, ...]) -> jax.Array:
         """(B, D, E) with sum over d of r_d r_d^T equal to the Fisher information of a
@@ -102,12 +102,12 @@ class Observation(NamedTuple):
         root = jnp.sqrt(self.weight)
         if self.kind == "categorical":
             p = jax.nn.softmax(self.outputs["logits"])
-            parts = (
+            factors = (
                 root[..., None, None]
                 * jnp.sqrt(p)[..., None]
                 * (jnp.eye(p.shape[-1]) - p[..., None, :])
             )
-            blocks = jnp.einsum("bmde,mn->bmdne", parts, jnp.eye(p.shape[1]))
+            blocks = jnp.einsum("bmde,mn->bmdne", factors, jnp.eye(p.shape[1]))
             size = p.shape[1] * p.shape[2]
             return blocks.reshape(self.shape[0], size, size)
         diagonal = [root * self._information(name) for name in used]
@@ -127,7 +127,7 @@ class Observation(NamedTuple):
         return jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f))
 
 
-def observation(site: Site, axis: int | None) -> Observation:
+def observation(site: Site, axis: int | None) -> ObservedRows:
     """Read a site; ``axis`` of ``fn.shape()`` indexes the rows (``None``: it is one
     row).
     """
@@ -148,12 +148,12 @@ def observation(site: Site, axis: int | None) -> Observation:
     kind = kind_of(site)
     tails = {n: f.shape[len(shape) :] for n, f in natural(site).items()}
     outputs = {n: rows_first(f, tails[n]) for n, f in natural(site).items()}
-    moved = (
+    rows_shape = (
         (1, *shape)
         if axis is None
         else (shape[axis], *shape[:axis], *shape[axis + 1 :])
     )
-    return Observation(kind, moved, outputs, rows_first(weight))
+    return ObservedRows(kind, rows_shape, outputs, rows_first(weight))
 
 
 def predicted(

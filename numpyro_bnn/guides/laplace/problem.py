@@ -26,7 +26,7 @@ from numpyro_bnn.guides.auto_blocks import is_identity
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import (
     CALL,
-    Observation,
+    ObservedRows,
     Site,
     kind_of,
     natural,
@@ -74,19 +74,19 @@ class chosen_rows(Messenger):
 
 
 @dataclass
-class Problem:
+class LaplaceProblem:
     r"""A model in the coordinates v of the guide: unconstrained, or u = (w - m) / s if
     a prior scale s is learned.
 
     :param fixed: loc and scale by site, for Normal priors that depend on no other site.
     :param scaled: sites in the coordinates u, whose prior is N(0, 1).
-    :param others: all further latent sites.
+    :param other_sites: all further latent sites.
     :param observed: by observed site, the axis of its rows and the names of the outputs
         that depend on the weights.
     :param data: all observed sites.
     :param plates: size and batch size of the subsampled plate.
     :param sites: the sites of the Gaussian; all others are held.
-    :param held: values of the model's own parameters.
+    :param model_params: values of the model's own parameters.
     :param normalizes: whether the model has batch normalizations.
     :param training: their statistics are those of this call; by default of the rows
         themselves.
@@ -97,12 +97,12 @@ class Problem:
     prior_program: Callable
     scaled: Scaled
     fixed: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    others: Sequence[str]
+    other_sites: Sequence[str]
     observed: Mapping[str, tuple[int | None, tuple[str, ...]]]
     data: Sequence[str]
     plates: Mapping[str, Any]
     sites: Sequence[str]
-    held: dict[str, Any] = field(default_factory=dict)
+    model_params: dict[str, Any] = field(default_factory=dict)
     normalizes: bool = False
     training: Call | None = None
     programs: dict[str, Callable] = field(default_factory=dict)
@@ -118,35 +118,37 @@ class Problem:
     def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
         """Constrained values of all latent sites."""
         program = self.prior_program(self.training or call) if self.scaled else None
-        known: Values = {}
+        constrained: Values = {}
         for name, transform in self.transforms.items():
             if name in self.scaled:
-                loc, scale = program(known)[name]  # type: ignore[misc]
-                known[name] = loc + scale * v[name]
+                loc, scale = program(constrained)[name]  # type: ignore[misc]
+                constrained[name] = loc + scale * v[name]
             else:
-                known[name] = v[name] if is_identity(transform) else transform(v[name])
-        return known
+                constrained[name] = (
+                    v[name] if is_identity(transform) else transform(v[name])
+                )
+        return constrained
 
     def coordinates(self, values: Mapping[str, jax.Array], call: Call) -> Values:
         """The inverse of :meth:`values`."""
         moments = (
             self.prior_program(self.training or call)(values) if self.scaled else {}
         )
-        found = {}
+        coordinates = {}
         for name, transform in self.transforms.items():
             value = transform.inv(jnp.asarray(values[name], float))
-            found[name] = (
+            coordinates[name] = (
                 (value - moments[name][0]) / moments[name][1]
                 if name in moments
                 else value
             )
-        return found
+        return coordinates
 
     def trace(
         self, v: Mapping[str, jax.Array], index: jax.Array | None, call: Call
     ) -> dict[str, Site]:
         """The trace of the model on some rows."""
-        data = {**self.held, **self.values(v, call)}
+        data = {**self.model_params, **self.values(v, call)}
 
         def run(index: jax.Array | None, call: Call) -> dict[str, Site]:
             seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
@@ -162,7 +164,7 @@ class Problem:
             with use_statistics(recorded.calls):
                 return run(index, call)
 
-    def observations(self, trace: Mapping[str, Site]) -> dict[str, Observation]:
+    def observations(self, trace: Mapping[str, Site]) -> dict[str, ObservedRows]:
         """The observed sites; for prediction their values may have been drawn."""
         return {
             name: observation(trace[name], axis)
@@ -175,16 +177,16 @@ class Problem:
         """Jacobians of the outputs, times the root of their Fisher information, or the
         plain ones of a site.
         """
-        flat, here, names = self._flat_outputs(v, index, call, only)
+        flat, sites, names = self._flat_outputs(v, index, call, only)
         if only:
-            rows, width = jax.eval_shape(flat, here).shape
+            rows, width = jax.eval_shape(flat, sites).shape
             roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
-            return jacobians(flat, here, roots, jnp.ones(rows))
-        found = self.observations(self.trace(v, index, call))
-        weights = _of_one_length([found[name].weight for name in names])
-        known = jnp.any(jnp.concatenate(weights, axis=1) > 0, axis=1)
-        roots = self._roots(found, names)
-        return jacobians(flat, here, roots, known.astype(roots.dtype))
+            return jacobians(flat, sites, roots, jnp.ones(rows))
+        observations = self.observations(self.trace(v, index, call))
+        weights = _of_one_length([observations[name].weight for name in names])
+        has_data = jnp.any(jnp.concatenate(weights, axis=1) > 0, axis=1)
+        roots = self._roots(observations, names)
+        return jacobians(flat, sites, roots, has_data.astype(roots.dtype))
 
     def _flat_outputs(
         self, v: Values, index: Any, call: Call, only: str | None = None
@@ -198,30 +200,32 @@ class Problem:
             else [name for name, (_, used) in self.observed.items() if used]
         )
 
-        def flat(given: Mapping[str, jax.Array]) -> jax.Array:
-            found = self.observations(self.trace({**v, **given}, index, call))
-            parts = [found[name].flat(self.observed[name][1]) for name in names]
-            return jnp.concatenate(_of_one_length(parts), axis=1)
+        def flat(sites: Mapping[str, jax.Array]) -> jax.Array:
+            observations = self.observations(self.trace({**v, **sites}, index, call))
+            outputs = [
+                observations[name].flat(self.observed[name][1]) for name in names
+            ]
+            return jnp.concatenate(_of_one_length(outputs), axis=1)
 
         return flat, {name: v[name] for name in self.sites}, names
 
     def _roots(
-        self, found: Mapping[str, Observation], names: Sequence[str]
+        self, observations: Mapping[str, ObservedRows], names: Sequence[str]
     ) -> jax.Array:
         """(B, D, E) roots of the Fisher information of the rows."""
-        parts = [found[name].roots(self.observed[name][1]) for name in names]
-        return jax.vmap(jax.scipy.linalg.block_diag)(*_of_one_length(parts))
+        roots = [observations[name].roots(self.observed[name][1]) for name in names]
+        return jax.vmap(jax.scipy.linalg.block_diag)(*_of_one_length(roots))
 
     def bend(self, v: Values, step: Values, index: Any, call: Call) -> Values:
         """Sum over rows of J^T F f'', with f'' the second derivative of the outputs
         along a step, by site.
         """
-        flat, here, names = self._flat_outputs(v, index, call)
+        flat, sites, names = self._flat_outputs(v, index, call)
         roots = self._roots(self.observations(self.trace(v, index, call)), names)
-        second = jax.jvp(lambda at: jax.jvp(flat, (at,), (step,))[1], (here,), (step,))[
-            1
-        ]
-        return jax.vjp(flat, here)[1](
+        second = jax.jvp(
+            lambda point: jax.jvp(flat, (point,), (step,))[1], (sites,), (step,)
+        )[1]
+        return jax.vjp(flat, sites)[1](
             jnp.einsum("bde,bdf,bf->be", roots, roots, second)
         )[0]
 
@@ -245,15 +249,22 @@ class Problem:
                 log_prob if site["scale"] is None else site["scale"] * log_prob
             )
         if spread:
-            still = {
-                name: at if name in self.others else jax.lax.stop_gradient(at)
-                for name, at in v.items()
+            detached = {
+                name: value
+                if name in self.other_sites
+                else jax.lax.stop_gradient(value)
+                for name, value in v.items()
             }
-            seen = self.observations(self.trace(still, index, call))
+            observations = self.observations(self.trace(detached, index, call))
             for name, variance in spread.items():
-                here, rows = seen[name], variance if index is None else variance[index]
+                observation, rows = (
+                    observations[name],
+                    variance if index is None else variance[index],
+                )
                 total -= 0.5 * jnp.sum(
-                    here.weight * rows * jnp.exp(-2 * here.outputs["log_scale"])
+                    observation.weight
+                    * rows
+                    * jnp.exp(-2 * observation.outputs["log_scale"])
                 )
         return total
 
@@ -263,8 +274,8 @@ class Problem:
         """Of sites in the coordinates v; ``precision`` divides the prior variances of
         fixed ones.
         """
-        rest = [name for name in names if name in self.others]
-        trace = self.trace(v, self.few(), call) if rest else {}
+        without_moments = [name for name in names if name in self.other_sites]
+        trace = self.trace(v, self.few(), call) if without_moments else {}
         total = jnp.zeros(())
         for name in names:
             if name in self.fixed:
@@ -295,15 +306,15 @@ class Problem:
 
     def prior_precision(self, v: Values, precision: Mapping[str, Any]) -> Values:
         """(P_s,) the diagonal precision of Normal priors, by site."""
-        found = {}
+        diagonals = {}
         for name in self.sites:
             if name in self.fixed:
-                found[name] = jnp.ravel(
+                diagonals[name] = jnp.ravel(
                     precision.get(name, 1.0) / jnp.square(self.fixed[name][1])
                 )
             elif name in self.scaled:
-                found[name] = jnp.ones(v[name].size)
-        return found
+                diagonals[name] = jnp.ones(v[name].size)
+        return diagonals
 
     # -- rows --------------------------------------------------------------------------
 
@@ -319,7 +330,7 @@ class Problem:
         plate = next(iter(self.plates.values()))
         number = max(1, min(ceil(plate.size / plate.batch_size), plate.size // 2))
         return [
-            jnp.asarray(part) for part in np.array_split(np.arange(plate.size), number)
+            jnp.asarray(rows) for rows in np.array_split(np.arange(plate.size), number)
         ]
 
     def few(self) -> jax.Array | None:
@@ -330,8 +341,8 @@ class Problem:
         """A function that sums a function of the Jacobians over all rows."""
 
         def summed(function: Callable, *extra: Any) -> Any:
-            def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-                v, index, extra = given
+            def part(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+                v, index, extra = inputs
                 return function(self.jacobians(v, index, (args, kwargs)), *extra)
 
             program, total = (
@@ -339,8 +350,12 @@ class Problem:
                 None,
             )
             for index in self.chunks():
-                found = program((v, index, extra))
-                total = found if total is None else jax.tree.map(jnp.add, total, found)
+                chunk_sum = program((v, index, extra))
+                total = (
+                    chunk_sum
+                    if total is None
+                    else jax.tree.map(jnp.add, total, chunk_sum)
+                )
             return total
 
         return summed
@@ -350,27 +365,27 @@ class Problem:
     ) -> Any:
         """The sum of ``function(v, index, call, *extra)`` over all rows."""
 
-        def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-            v, index, extra = given
+        def part(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+            v, index, extra = inputs
             return function(v, index, (args, kwargs), *extra)
 
         program = self.prepared(key, part, call)
-        parts = [program((v, index, extra)) for index in self.chunks()]
-        return jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        sums = [program((v, index, extra)) for index in self.chunks()]
+        return jax.tree.map(lambda *leaves: sum(leaves), *sums)
 
 
-def _of_one_length(parts: Sequence[jax.Array]) -> list[jax.Array]:
+def _of_one_length(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Rows of several observed sites side by side: a site with fewer rows gets empty
     ones.
     """
-    number = max(len(part) for part in parts)
+    number = max(len(array) for array in arrays)
     return [
-        jnp.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
-        for part in parts
+        jnp.pad(array, [(0, number - len(array)), *[(0, 0)] * (array.ndim - 1)])
+        for array in arrays
     ]
 
 
-def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
+def read(guide: Any, sites: Sequence[str], call: Call) -> LaplaceProblem:
     """Read the model of a guide; errors name the site that cannot be approximated."""
     with handlers.block(), record_statistics() as recorded:
         reading = Reading(guide.model, *call, full=False)
@@ -413,13 +428,13 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
     }
     plates = reading.plates
     moving = {*sites, *(name for name in scaled if scaled[name] & set(sites))}
-    alone = reading
+    unmixed = reading
     if any(recorded.calls):
         with handlers.block(), placeholder_statistics():
-            alone = Reading(guide.model, *call, full=False)
-    found = _outputs(reading, alone, observed, moving, guide.structure == "kron")
+            unmixed = Reading(guide.model, *call, full=False)
+    found = _outputs(reading, unmixed, observed, moving, guide.structure == "kron")
     prior, names = guide._prior_program, list(observed)
-    problem = Problem(
+    problem = LaplaceProblem(
         guide.model,
         guide._transforms,
         prior,
@@ -480,7 +495,7 @@ def check_sites(model: Callable, call: Call) -> None:
 
 def _outputs(
     reading: Reading,
-    alone: Reading,
+    unmixed: Reading,
     observed: Mapping[str, Site],
     sites: set[str],
     by_products: bool,
@@ -488,25 +503,25 @@ def _outputs(
     """The axis of rows and the outputs that depend on the weights, of each observed
     site.
 
-    :param alone: the same model without batch statistics, in which rows are mixed.
+    :param unmixed: the same model without batch statistics, in which rows are mixed.
     """
 
     def parts(trace: Mapping[str, Site]) -> dict[Any, Any]:
         return {
-            (n, part): f
+            (n, output): f
             for n in observed
-            if n in known
-            for part, f in natural(trace[n]).items()
+            if n in dependent
+            for output, f in natural(trace[n]).items()
         }
 
     depends = reading.depends(lambda trace: {n: trace[n]["fn"] for n in observed})
-    known = {name for name in observed if depends[name]}
-    for name in known:
+    dependent = {name for name in observed if depends[name]}
+    for name in dependent:
         kind_of(observed[name])
-    used = {key: found & sites for key, found in reading.depends(parts).items()}
+    used = {key: outputs & sites for key, outputs in reading.depends(parts).items()}
     plates, mixed = reading.plates, axes_of_data(reading, parts)
-    data = mixed if alone is reading else axes_of_data(alone, parts)
-    found = {}
+    data = mixed if unmixed is reading else axes_of_data(unmixed, parts)
+    outputs = {}
     for name, site in observed.items():
         if is_factor(site["fn"]) and not depends[name]:
             continue
@@ -517,18 +532,18 @@ def _outputs(
             raise argument_error(
                 CALL, "model", got, "Run it on all rows, without a minibatch."
             )
-        if name in known:
+        if name in dependent:
             rows, arrived = (
                 {key[1]: of[key] for key in of if key[0] == name}
                 for of in (data, mixed)
             )
             axis = _row_axis(site, plates, rows)
             _check_rows(arrived, axis, plates, by_products)
-            found[name] = (
+            outputs[name] = (
                 axis,
-                tuple(part for n, part in used if n == name and used[n, part]),
+                tuple(output for n, output in used if n == name and used[n, output]),
             )
-    if not any(names for _, names in found.values()):
+    if not any(names for _, names in outputs.values()):
         got = (
             "data that depend on none of the sites of the guide"
             if observed
@@ -540,7 +555,7 @@ def _outputs(
             got,
             "Pass the targets (`y`), and sites that the data depend on.",
         )
-    return found
+    return outputs
 
 
 def _row_axis(
@@ -554,10 +569,10 @@ def _row_axis(
     :param arrived: by output of the site, where axes of data lie in it.
     """
     along = {
-        at: axis.source
+        place: axis.source
         for labels in arrived.values()
-        for axis, at in labels.items()
-        if at is not None
+        for axis, place in labels.items()
+        if place is not None
     }
     rank = len(site["fn"].batch_shape)
     outermost = [
@@ -586,11 +601,13 @@ def _check_rows(
     minibatches, and as products.
     """
     labels = [
-        (label, at) for of_part in arrived.values() for label, at in of_part.items()
+        (label, place)
+        for of_part in arrived.values()
+        for label, place in of_part.items()
     ]
-    mixed = any(label.source in plates and at != axis for label, at in labels)
+    mixed = any(label.source in plates and place != axis for label, place in labels)
     if by_products and labels and not plates and axis is not None:
-        mixed = all(at != axis for _, at in labels)
+        mixed = all(place != axis for _, place in labels)
     if mixed:
         got = (
             "a model in which one row changes the outputs of others, such as one with "

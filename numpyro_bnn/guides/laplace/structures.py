@@ -22,10 +22,10 @@ from numpyro_bnn.guides.blocks import (
     declare_scale,
 )
 from numpyro_bnn.guides.laplace.jacobians import (
-    Dense,
+    DenseJacobian,
     Jacobians,
-    Layout,
-    Outer,
+    MatrixLayout,
+    OuterJacobian,
     from_matrix,
     to_matrix,
 )
@@ -37,7 +37,7 @@ Sweep = Callable[
 ITERATIONS, OVERSAMPLING = 4, 10  # of the subspace iteration
 
 
-class Gaussian(NamedTuple):
+class LaplaceGaussian(NamedTuple):
     """N(loc, precision^-1) of the sites of a guide, without its location.
 
     :param params: parameters of the guide, by ``(site or "*", field)``.
@@ -98,7 +98,7 @@ class KroneckerNormal(AffineNormal):
         left: Any,
         right: Any,
         scale: Any,
-        layout: Layout,
+        layout: MatrixLayout,
         *,
         validate_args: Any = None,
     ):
@@ -171,7 +171,7 @@ class LowRankNormal(AffineNormal):
 class Kronecker(Family):
     """A site whose covariance is diagonal in the product of two bases."""
 
-    layout: Layout
+    layout: MatrixLayout
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
@@ -217,22 +217,24 @@ def joined(jac: Jacobians, names: Sequence[str]) -> jax.Array:
     return jnp.concatenate([jac[name].dense() for name in names], axis=2)
 
 
-def _squared(first: Outer | Dense, second: Outer | Dense) -> jax.Array:
+def _squared(
+    first: OuterJacobian | DenseJacobian, second: OuterJacobian | DenseJacobian
+) -> jax.Array:
     """(P, Q) the sum over rows and directions of products of two Jacobians."""
     if not all(
-        isinstance(part, Outer) and part.inputs.shape[1] == 1
-        for part in (first, second)
+        isinstance(jacobian, OuterJacobian) and jacobian.inputs.shape[1] == 1
+        for jacobian in (first, second)
     ):
         return jnp.einsum("bdp,bdq->pq", first.dense(), second.dense())
-    assert isinstance(first, Outer)
-    assert isinstance(second, Outer)
+    assert isinstance(first, OuterJacobian)
+    assert isinstance(second, OuterJacobian)
     # Summed over the directions first, which costs as much as one direction.
     middle = jnp.einsum("bdo,bdp->bop", first.grads[:, :, 0], second.grads[:, :, 0])
-    found = jnp.einsum(
+    blocks = jnp.einsum(
         "bi,bop,bj->iojp", first.inputs[:, 0], middle, second.inputs[:, 0]
     )
-    found = found * first.slope[:, :, None, None] * second.slope
-    by_first = from_matrix(jnp.moveaxis(found, (0, 1), (2, 3)), first.layout)
+    blocks = blocks * first.slope[:, :, None, None] * second.slope
+    by_first = from_matrix(jnp.moveaxis(blocks, (0, 1), (2, 3)), first.layout)
     return from_matrix(jnp.moveaxis(by_first, 2, 0), second.layout)
 
 
@@ -243,7 +245,7 @@ def split(vector: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
 
 
 @dataclass(frozen=True)
-class Full:
+class FullStructure:
     """One dense precision of all sites."""
 
     sizes: Mapping[str, int]
@@ -267,8 +269,8 @@ class Full:
         """(P, K) J^T J between two scales (P,), times vectors (P, K)."""
 
         def products(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
-            parts = split((vectors * scale[:, None]).T, self.sizes)
-            forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
+            by_site = split((vectors * scale[:, None]).T, self.sizes)
+            forward = sum(jac[name].times(by_site[name].T) for name in self.sizes)
             back = [
                 jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes
             ]
@@ -278,7 +280,7 @@ class Full:
 
     def gaussian(
         self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
+    ) -> LaplaceGaussian:
         """:param coupling: (P, P) what the precision of the prior has besides its
         diagonal.
         """
@@ -290,7 +292,7 @@ class Full:
         variance = jnp.sum(tril**2, axis=1)
         log_det = -2 * jnp.sum(jnp.log(jnp.diag(tril)))
         lost = jnp.max(jnp.diag(precision) * variance)
-        return Gaussian(
+        return LaplaceGaussian(
             {("*", "scale_tril"): tril}, split(variance, self.sizes), log_det, lost
         )
 
@@ -305,7 +307,7 @@ class Full:
 
 
 @dataclass(frozen=True)
-class Diagonal(Full):
+class DiagonalStructure(FullStructure):
     """Independent weights: the diagonal of the precision."""
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
@@ -317,11 +319,11 @@ class Diagonal(Full):
 
     def gaussian(
         self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
+    ) -> LaplaceGaussian:
         precision = {name: sums[name] + prior[name] for name in self.sizes}
         params = {(name, "scale"): value**-0.5 for name, value in precision.items()}
         log_det = sum(jnp.sum(jnp.log(value)) for value in precision.values())
-        return Gaussian(
+        return LaplaceGaussian(
             params,
             {name: 1 / value for name, value in precision.items()},
             jnp.asarray(log_det),
@@ -338,25 +340,25 @@ class Diagonal(Full):
         )  # type: ignore[return-value]
 
 
-def _independent(part: Any, variance: jax.Array) -> jax.Array:
+def _independent(jacobian: Any, variance: jax.Array) -> jax.Array:
     """(B, D, D) of a site whose elements are independent."""
-    if isinstance(part, Outer) and part.inputs.shape[1] == 1:
-        matrix = to_matrix(variance, part.layout) * part.slope**2
-        middle = (part.inputs[:, 0] ** 2) @ matrix
+    if isinstance(jacobian, OuterJacobian) and jacobian.inputs.shape[1] == 1:
+        matrix = to_matrix(variance, jacobian.layout) * jacobian.slope**2
+        middle = (jacobian.inputs[:, 0] ** 2) @ matrix
         return jnp.einsum(
-            "bo,bdo,beo->bde", middle, part.grads[:, :, 0], part.grads[:, :, 0]
+            "bo,bdo,beo->bde", middle, jacobian.grads[:, :, 0], jacobian.grads[:, :, 0]
         )
-    dense = part.dense()
+    dense = jacobian.dense()
     return jnp.einsum("bdp,p,bep->bde", dense, variance, dense)
 
 
 @dataclass(frozen=True)
-class Kron(Diagonal):
+class KroneckerStructure(DiagonalStructure):
     """A Kronecker product for every site that is a matrix, in ``layouts``; the elements
     of others independent.
     """
 
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, MatrixLayout]
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return [
@@ -369,19 +371,19 @@ class Kron(Diagonal):
         """
 
         def factors(jac: Jacobians) -> Any:
-            found: Any = {}
+            by_site: Any = {}
             for name in self.sizes:
-                part = jac[name]
-                if name not in self.layouts or not isinstance(part, Outer):
-                    found[name] = part.squares()
+                jacobian = jac[name]
+                if name not in self.layouts or not isinstance(jacobian, OuterJacobian):
+                    by_site[name] = jacobian.squares()
                     continue
-                rows, _, scaled = _products(part)
+                rows, _, scaled = _products(jacobian)
                 inputs, grads = scaled
-                count = jnp.sum(part.known) * inputs.shape[1]
-                left = jnp.einsum("bti,b,btj->ij", inputs, part.known, inputs)
+                count = jnp.sum(jacobian.has_data) * inputs.shape[1]
+                left = jnp.einsum("bti,b,btj->ij", inputs, jacobian.has_data, inputs)
                 right = jnp.einsum("bdto,bdtp->op", grads, grads)
-                found[name] = left, right, count, rows
-            return found
+                by_site[name] = left, right, count, rows
+            return by_site
 
         found: Any = {}
         for name, part in sweep(factors).items():
@@ -394,15 +396,15 @@ class Kron(Diagonal):
 
     def gaussian(
         self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
-        rest = Diagonal(
+    ) -> LaplaceGaussian:
+        elementwise = DiagonalStructure(
             {
                 name: size
                 for name, size in self.sizes.items()
                 if name not in self.layouts
             }
         )
-        params, variance, log_det, lost = rest.gaussian(sums, prior)
+        params, variance, log_det, lost = elementwise.gaussian(sums, prior)
         for name, layout in self.layouts.items():
             a, left, b, right, _ = sums[name]
             precision = (
@@ -418,17 +420,17 @@ class Kron(Diagonal):
             )
             log_det = log_det + jnp.sum(jnp.log(precision))
             lost = jnp.maximum(lost, jnp.max(precision) / jnp.min(precision))
-        return Gaussian(params, variance, log_det, lost)
+        return LaplaceGaussian(params, variance, log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        parts = []
+        matrices = []
         for name in self.sizes:
             dense = jac[name].dense()
             if name in self.layouts:
-                parts.append(self._half(name, dense, fns[name]))
+                matrices.append(self._half(name, dense, fns[name]))
             else:
-                parts.append(dense * jnp.ravel(fns[name].scale))
-        return jnp.concatenate(parts, axis=2)
+                matrices.append(dense * jnp.ravel(fns[name].scale))
+        return jnp.concatenate(matrices, axis=2)
 
     def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
         """(B, D, P) the Jacobian of a matrix times the root of its covariance."""
@@ -439,36 +441,44 @@ class Kron(Diagonal):
     def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         total: Any = 0.0
         for name in self.sizes:
-            part = jac[name]
+            jacobian = jac[name]
             if name not in self.layouts:
-                total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
+                total = total + _independent(jacobian, jnp.ravel(fns[name].scale) ** 2)
                 continue
-            if not isinstance(part, Outer):
+            if not isinstance(jacobian, OuterJacobian):
                 # these rows influence one another, other than those of the run
-                half = self._half(name, part.dense(), fns[name])
+                half = self._half(name, jacobian.dense(), fns[name])
                 total = total + jnp.einsum("bdp,bep->bde", half, half)
                 continue
-            fn, (inputs, grads) = fns[name], _products(part)[2]
-            ones = jnp.ones(part.layout.size)
-            turned = Outer(
-                inputs @ fn.left, grads @ fn.right, ones, part.layout, part.known
+            fn, (inputs, grads) = fns[name], _products(jacobian)[2]
+            ones = jnp.ones(jacobian.layout.size)
+            turned = OuterJacobian(
+                inputs @ fn.left,
+                grads @ fn.right,
+                ones,
+                jacobian.layout,
+                jacobian.has_data,
             )
-            total = total + _independent(turned, from_matrix(fn.scale**2, part.layout))
+            total = total + _independent(
+                turned, from_matrix(fn.scale**2, jacobian.layout)
+            )
         return total
 
 
-def _products(part: Outer) -> tuple[jax.Array, Outer, tuple[jax.Array, jax.Array]]:
+def _products(
+    jacobian: OuterJacobian,
+) -> tuple[jax.Array, OuterJacobian, tuple[jax.Array, jax.Array]]:
     """Inputs and gradients with the slope of the weight in them, if it is itself a
     product, and how far it is not.
     """
-    slope, total = part.slope, jnp.sum(part.slope)
+    slope, total = jacobian.slope, jnp.sum(jacobian.slope)
     first, second = jnp.sum(slope, axis=1) / total, jnp.sum(slope, axis=0)
     error = jnp.max(jnp.abs(slope - first[:, None] * second)) / jnp.max(jnp.abs(slope))
-    return error, part, (part.inputs * first, part.grads * second)
+    return error, jacobian, (jacobian.inputs * first, jacobian.grads * second)
 
 
 @dataclass(frozen=True)
-class LowRank(Full):
+class LowRankStructure(FullStructure):
     """The largest eigenvectors of J^T J relative to the prior, and the diagonal of the
     rest.
     """
@@ -491,15 +501,17 @@ class LowRank(Full):
         values, turn = jnp.linalg.eigh(basis.T @ self.product(sweep, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
         columns = vectors * jnp.sqrt(values) / scale[:, None]
-        diagonal = Diagonal.measure(self, sweep, prior)  # type: ignore[arg-type]
+        diagonal = DiagonalStructure.measure(self, sweep, prior)  # type: ignore[arg-type]
         total = jnp.concatenate([diagonal[name] for name in self.sizes])
         return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
 
     def gaussian(
         self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
-        rest, columns = sums
-        scale = (rest + jnp.concatenate([prior[name] for name in self.sizes])) ** -0.5
+    ) -> LaplaceGaussian:
+        diagonal, columns = sums
+        scale = (
+            diagonal + jnp.concatenate([prior[name] for name in self.sizes])
+        ) ** -0.5
         basis, singular, _ = jnp.linalg.svd(
             scale[:, None] * columns, full_matrices=False
         )
@@ -510,7 +522,7 @@ class LowRank(Full):
         lost = jnp.max(
             1 + jnp.sum((scale[:, None] * columns) ** 2, axis=1)
         )  # what is left of a difference
-        return Gaussian(params, split(fn.variance, self.sizes), log_det, lost)
+        return LaplaceGaussian(params, split(fn.variance, self.sizes), log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         fn = fns["*"]

@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.laplace.fitting import (
-    Precision,
+    PrecisionSums,
     Search,
     distance,
     finite,
@@ -25,8 +25,8 @@ from numpyro_bnn.guides.laplace.fitting import (
 )
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
-from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
-from numpyro_bnn.guides.laplace.structures import Gaussian
+from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
+from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
 from numpyro_bnn.program.compiled import run
 
 SAME = 1e-3  # change of a log precision below which tuning ends
@@ -73,7 +73,7 @@ class LaplaceResult(NamedTuple):
 
 def tuned(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     call: Call,
     search: Search,
     v: Values,
@@ -108,7 +108,7 @@ def tuned(
     dense = newton_steps and guide.structure == "full" and not problem.plates
 
     def polished(
-        v: Values, found: Precision, precision: Any, spread: Any, num_steps: int
+        v: Values, sums: PrecisionSums, precision: Any, spread: Any, num_steps: int
     ) -> tuple:
         bar = progress_bar and dense and num_steps > FEW_STEPS
         return newton(
@@ -116,7 +116,7 @@ def tuned(
             problem,
             call,
             v,
-            found,
+            sums,
             (precision, spread),
             num_steps if dense else 0,
             bar,
@@ -126,48 +126,46 @@ def tuned(
     best: Any = None
     for _ in range(num_rounds if tune else 1):
         key, now = split(key)
-        v, more = search(v, (precision, spread), now)
-        found = measured(guide, problem, call, v, precision)
-        v, found, last = polished(v, found, precision, spread, FEW_STEPS)
-        losses += [*more, *last]
-        gaussian = gaussian_at(guide, problem, found, v, precision)
+        v, search_losses = search(v, (precision, spread), now)
+        sums = measured(guide, problem, call, v, precision)
+        v, sums, newton_losses = polished(v, sums, precision, spread, FEW_STEPS)
+        losses += [*search_losses, *newton_losses]
+        gaussian = gaussian_at(guide, problem, sums, v, precision)
         _check_positive(problem, gaussian)
-        evidence = float(evidence_of((found, v, precision)))
+        evidence = float(evidence_of((sums, v, precision)))
         if best is None or evidence > highest:
-            highest, since, best = evidence, 0, (v, found, precision, spread)
+            highest, since, best = evidence, 0, (v, sums, precision, spread)
         else:
             since += 1
         if not tune or since == LOWER_ROUNDS:
             break
-        new = _fixed_point(guide, problem, found, v, precision, groups, call)
+        new = _fixed_point(guide, problem, sums, v, precision, groups, call)
         change = max(abs(np.log(new[name] / precision[name])) for name in names)
         spread, precision = (
-            _spread(
-                guide, problem, call, v, gaussian_at(guide, problem, found, v, new)
-            ),
+            _spread(guide, problem, call, v, gaussian_at(guide, problem, sums, v, new)),
             new,
         )
         if change < SAME:
             break
-    v, found, precision, spread = best
+    v, sums, precision, spread = best
     if tune and not dense:
-        v, more = search(v, (precision, spread), key)
-        losses += more
-        found = measured(guide, problem, call, v, precision)
-    v, found, more = polished(v, found, precision, spread, NEWTON_STEPS)
+        v, search_losses = search(v, (precision, spread), key)
+        losses += search_losses
+        sums = measured(guide, problem, call, v, precision)
+    v, sums, search_losses = polished(v, sums, precision, spread, NEWTON_STEPS)
     return _result(
-        guide, problem, call, (v, found, precision, spread), [*losses, *more]
+        guide, problem, call, (v, sums, precision, spread), [*losses, *search_losses]
     )
 
 
 def _result(
-    guide: Any, problem: Problem, call: Call, at: tuple, losses: list[float]
+    guide: Any, problem: LaplaceProblem, call: Call, mode: tuple, losses: list[float]
 ) -> LaplaceResult:
     """The Gaussian at the end of the search, its evidence, and how far it is from the
     mode.
     """
-    v, found, precision, spread = at
-    gaussian = gaussian_at(guide, problem, found, v, precision)
+    v, sums, precision, spread = mode
+    gaussian = gaussian_at(guide, problem, sums, v, precision)
     _check_positive(problem, gaussian)
     grads = problem.total("gradient", jax.grad(problem.log_likelihood), v, call, spread)
     of_prior = run(
@@ -179,7 +177,7 @@ def _result(
     flat = np.concatenate([np.ravel(grads[n]) for n in guide._structure.sizes]).astype(
         np.float64
     )
-    away = distance(guide, problem, call, v, found, precision, flat)
+    away = distance(guide, problem, call, v, sums, precision, flat)
     eps = float(jnp.finfo(jnp.result_type(float)).eps)
     if not away < CLOSE:
         message = (
@@ -199,16 +197,16 @@ def _result(
             "(`jax_enable_x64`)."
         )
         warnings.warn(message, stacklevel=outside())
-    prior = {**problem.prior_precision(v, precision), **found.curvature}
+    prior = {**problem.prior_precision(v, precision), **sums.curvature}
     effective = sum(
         jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites
     )
-    evidence = finite(float(_evidence(guide, problem, call)((found, v, precision))))
+    evidence = finite(float(_evidence(guide, problem, call)((sums, v, precision))))
     guide._problem = replace(
         problem, programs={}, training=call if problem.normalizes else None
     )
     return LaplaceResult(
-        params={**guide._to_params(v, gaussian), **problem.held},
+        params={**guide._to_params(v, gaussian), **problem.model_params},
         losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
         log_evidence=evidence,
         prior_precision={name: float(value) for name, value in precision.items()},
@@ -220,7 +218,11 @@ def _result(
 
 
 def _spread(
-    guide: Any, problem: Problem, call: Call, v: Values, gaussian: Gaussian | None
+    guide: Any,
+    problem: LaplaceProblem,
+    call: Call,
+    v: Values,
+    gaussian: LaplaceGaussian | None,
 ) -> dict[str, jax.Array]:
     """(N, M) variances of the loc of sites whose noise scale is learned; 0 before there
     is a Gaussian.
@@ -233,26 +235,30 @@ def _spread(
     params = {} if gaussian is None else guide._to_params(v, gaussian)
 
     def rows(
-        given: tuple, args: tuple, kwargs: Mapping[str, Any]
+        inputs: tuple, args: tuple, kwargs: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        params, index = given
+        params, index = inputs
         if not params:
-            seen = problem.observations(problem.trace(v, index, (args, kwargs)))
-            return {name: jnp.zeros_like(seen[name].weight, float) for name in names}
-        found = {}
+            observation = problem.observations(problem.trace(v, index, (args, kwargs)))
+            return {
+                name: jnp.zeros_like(observation[name].weight, float) for name in names
+            }
+        variances = {}
         for name in names:
-            seen, cov, _ = gaussian_outputs(
+            observation, cov, _ = gaussian_outputs(
                 guide, problem, params, (args, kwargs), name, index=index
             )
-            found[name] = jnp.diagonal(cov, axis1=1, axis2=2)[:, : seen.weight.shape[1]]
-        return found
+            variances[name] = jnp.diagonal(cov, axis1=1, axis2=2)[
+                :, : observation.weight.shape[1]
+            ]
+        return variances
 
     program = problem.prepared("variances" if params else "no variances", rows, call)
-    parts = [program((params, index)) for index in problem.chunks()]
-    return {name: jnp.concatenate([part[name] for part in parts]) for name in names}
+    chunks = [program((params, index)) for index in problem.chunks()]
+    return {name: jnp.concatenate([chunk[name] for chunk in chunks]) for name in names}
 
 
-def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
+def _check_positive(problem: LaplaceProblem, gaussian: LaplaceGaussian) -> None:
     for name in problem.sites:
         variance = gaussian.variance[name]
         if not bool(jnp.all(jnp.isfinite(variance) & (variance > 0))):
@@ -266,8 +272,8 @@ def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
 
 def _fixed_point(
     guide: Any,
-    problem: Problem,
-    found: Precision,
+    problem: LaplaceProblem,
+    sums: PrecisionSums,
     v: Values,
     precision: Mapping[str, float],
     groups: list[list[str]],
@@ -275,15 +281,15 @@ def _fixed_point(
 ) -> dict[str, float]:
     """Prior precisions that maximize the evidence at one mode."""
 
-    def update(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        log_precision, found, v = given
+    def update(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        log_precision, sums, v = inputs
         now = {
             name: jnp.exp(log_precision[i])
             for i, group in enumerate(groups)
             for name in group
         }
         variance, prior = (
-            gaussian_at(guide, problem, found, v, now).variance,
+            gaussian_at(guide, problem, sums, v, now).variance,
             problem.prior_precision(v, now),
         )
         new = []
@@ -301,8 +307,8 @@ def _fixed_point(
     logs = jnp.log(jnp.asarray([precision[group[0]] for group in groups]))
     program = problem.prepared("fixed point", update, call)
     for _ in range(100):
-        logs, before = program((logs, found, v)), logs
-        if float(jnp.max(jnp.abs(logs - before))) < SAME / 10:
+        logs, old_logs = program((logs, sums, v)), logs
+        if float(jnp.max(jnp.abs(logs - old_logs))) < SAME / 10:
             break
     return {
         name: float(jnp.exp(logs[i]))
@@ -311,7 +317,7 @@ def _fixed_point(
     }
 
 
-def _evidence(guide: Any, problem: Problem, call: Call) -> Any:
+def _evidence(guide: Any, problem: LaplaceProblem, call: Call) -> Any:
     """:func:`log_evidence` as a program."""
     return problem.prepared(
         "evidence",
@@ -322,8 +328,8 @@ def _evidence(guide: Any, problem: Problem, call: Call) -> Any:
 
 def log_evidence(
     guide: Any,
-    problem: Problem,
-    found: Precision,
+    problem: LaplaceProblem,
+    sums: PrecisionSums,
     v: Values,
     precision: Mapping[str, Any],
     call: Call,
@@ -331,11 +337,11 @@ def log_evidence(
     r"""Laplace's log p(D) = log p(D, v) + P / 2 log 2 pi - 1/2 log det of the
     precision, given what is held.
     """
-    gaussian = gaussian_at(guide, problem, found, v, precision)
+    gaussian = gaussian_at(guide, problem, sums, v, precision)
     unknowns = sum(v[name].size for name in problem.sites)
     prior = problem.log_prior(v, precision, call, problem.sites)
     return (
-        found.log_likelihood
+        sums.log_likelihood
         + prior
         + 0.5 * unknowns * jnp.log(2 * jnp.pi)
         - 0.5 * gaussian.log_det
