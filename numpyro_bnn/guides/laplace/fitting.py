@@ -22,9 +22,8 @@ LEARNING_RATE = 3e-3
 FULL_EPOCHS = 50  # epochs of one step each that are made at once
 # share of a derivative that comes from others, above which they are not independent
 MIXED = 1e-3
-CG_STEPS = (
-    20  # most products with the whole precision to find the distance from the mode
-)
+# most products with the whole precision to find the distance from the mode
+CG_STEPS = 20
 TINY = 1e-6  # nats that a step of Newton must promise
 NEAR = 0.01  # distance from the mode, as in the result of a run, at which the steps end
 BENT = 0.75  # length of the second part of such a step, twice, against the first
@@ -39,6 +38,19 @@ class SearchOptions(NamedTuple):
     progress_bar: bool
 
 
+class Mode(NamedTuple):
+    """A point v, the factors on the prior precisions, and all that the evidence depends
+    on there: sums over rows, curvature of the prior, and log densities.
+    """
+
+    v: Values
+    precision: Mapping[str, Any]
+    sums: Any
+    curvature: Values  # of sites without Normal prior, (P_s,)
+    coupling: jax.Array | None
+    log_likelihood: jax.Array
+
+
 Search = Callable[[Values, tuple, jax.Array], tuple[Values, list[float]]]
 
 
@@ -48,23 +60,23 @@ def fit_mode(problem: LaplaceProblem, call: Call, options: SearchOptions) -> Sea
     """
     import optax
 
-    if options.optimizer is None and not problem.plates:
-        return partial(
-            _lbfgs, prepare(partial(_descend, problem, options), *call), options
-        )
-    batch = next(iter(problem.plates.values())).batch_size if problem.plates else 1
-    steps = -(-problem.size // batch) if problem.plates else FULL_EPOCHS
-    total = max(1, options.num_epochs * (steps if problem.plates else 1))
-    optimizer = options.optimizer or optax.adam(
-        optax.cosine_decay_schedule(LEARNING_RATE, total)
-    )
+    plate, optimizer = problem.plate, options.optimizer
+    if plate is None and optimizer is None:
+        program = prepare(partial(_descend, problem, options), *call)
+        return partial(_lbfgs, program, options)
+    steps = FULL_EPOCHS if plate is None else -(-plate.size // plate.batch_size)
+    if optimizer is None:
+        total = max(1, options.num_epochs * steps)
+        optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, total))
 
-    def epoch(carried: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        v, state, (precision, spread), key = carried
+    def epoch(start: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        v, state, (precision, spread), key = start
 
         def step(carry: tuple, key: jax.Array) -> tuple:
             v, state = carry
-            index = draw_indices(problem.size, batch, key) if problem.plates else None
+            index = None
+            if plate is not None:
+                index = draw_indices(plate.size, plate.batch_size, key)
             loss, grads = jax.value_and_grad(problem.potential)(
                 v, precision, spread, index, (args, kwargs)
             )
@@ -73,15 +85,10 @@ def fit_mode(problem: LaplaceProblem, call: Call, options: SearchOptions) -> Sea
 
         losses: jax.Array
         end, losses = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
-        return *end, jnp.mean(losses[-1:] if not problem.plates else losses)
+        return *end, losses[-1] if plate is None else jnp.mean(losses)
 
-    return partial(
-        _epochs,
-        prepare(epoch, *call),
-        optimizer,
-        options,
-        1 if problem.plates else FULL_EPOCHS,
-    )
+    size = FULL_EPOCHS if plate is None else 1
+    return partial(_epochs, prepare(epoch, *call), optimizer, options, size)
 
 
 def _epochs(
@@ -99,10 +106,12 @@ def _epochs(
         while (
             len(losses) * size < options.num_epochs and since * size < options.patience
         ):
-            key, now = split(key)
-            v, state, loss = program((v, state, tuning, now))
+            key, epoch_key = split(key)
+            v, state, loss = program((v, state, tuning, epoch_key))
             losses.append(finite(float(loss)))
-            best, since = (losses[-1], 0) if losses[-1] < best else (best, since + 1)
+            since += 1
+            if losses[-1] < best:
+                best, since = losses[-1], 0
             bar.set_postfix_str(f"loss {loss:.5g}", refresh=False)
             bar.update(size)
     return v, losses
@@ -137,6 +146,8 @@ def _descend(
             grad, state, v, value=value, grad=grad, value_fn=loss
         )
         lower = value < best
+        # A step that overflows ends the search at the lowest point so far.
+        since = jnp.where(jnp.isfinite(value), since + 1, options.patience)
         return (
             optax.apply_updates(v, updates),
             state,
@@ -145,23 +156,13 @@ def _descend(
             jax.tree.map(
                 lambda new, previous: jnp.where(lower, new, previous), v, best_v
             ),
-            # A step that overflows ends the search at the lowest point so far.
-            jnp.where(
-                lower, 0, jnp.where(jnp.isfinite(value), since + 1, options.patience)
-            ),
+            jnp.where(lower, 0, since),
             epochs + 1,
         )
 
     losses = jnp.zeros(max(1, options.num_epochs))
-    first_carry = (
-        v,
-        solver.init(v),
-        losses,
-        jnp.asarray(jnp.inf),
-        v,
-        jnp.asarray(0),
-        jnp.asarray(0),
-    )
+    zero = jnp.asarray(0)
+    first_carry = (v, solver.init(v), losses, jnp.asarray(jnp.inf), v, zero, zero)
     _, _, losses, _, best_v, _, epochs = jax.lax.while_loop(go_on, step, first_carry)
     return best_v, losses, epochs
 
@@ -172,11 +173,9 @@ def _lbfgs(
     if not options.num_epochs:
         return v, []
     v, losses, epochs = program((v, tuning))
-    finite_start = np.asarray(losses)[: int(epochs)].tolist()
-    return v, [
-        finite(finite_start[0]),
-        *(loss for loss in finite_start[1:] if np.isfinite(loss)),
-    ]
+    losses = np.asarray(losses)[: int(epochs)]
+    finite(float(losses[0]))
+    return v, losses[np.isfinite(losses)].tolist()
 
 
 def finite(loss: float) -> float:
@@ -195,12 +194,11 @@ def newton(
     guide: Any,
     problem: LaplaceProblem,
     call: Call,
-    v: Values,
-    sums: "PrecisionSums",
-    tuning: tuple,
+    mode: Mode,
+    spread: Mapping[str, jax.Array],
     num_steps: int,
     progress_bar: bool = False,
-) -> tuple[Values, "PrecisionSums", list[float]]:
+) -> tuple[Mode, list[float]]:
     """To the mode by the steps of Levenberg and Marquardt, bent along with the outputs;
     the precision is dense.
 
@@ -210,28 +208,26 @@ def newton(
     """
     from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
-    value_of, slope_of, bend_of = _programs(guide, problem, call)
-    _, back = ravel_sites({name: v[name] for name in guide._structure.sizes})
+    value_of, slope_of, bend_of = _programs(problem, call)
     losses: list[float] = []
-    positive_point: tuple | None = (
-        None  # the last point, if the precision is positive there
-    )
+    # the last mode, if the precision is positive there
+    positive_mode: Mode | None = None
     damping = 1e-3
     for _ in (bar := tqdm.tqdm(range(num_steps), disable=not progress_bar)):
-        value, gradient = (
-            np.asarray(array, np.float64) for array in slope_of((v, tuning))
-        )
-        matrix = np.asarray(_dense(guide, problem, sums, v, tuning[0]), np.float64)
-        distance = _distance(guide, problem, sums, v, tuning[0], gradient)
+        v, tuning = mode.v, (mode.precision, spread)
+        value, gradient = map(_float64, slope_of((v, tuning)))
+        matrix = _float64(_dense(problem, mode))
+        distance = _distance(guide, problem, mode, gradient)
         if losses and distance < NEAR:
             break
-        if positive_point and not np.isfinite(distance):
+        if positive_mode and not np.isfinite(distance):
             # the fit became so close that no digits are left
-            v, sums = positive_point
+            mode = positive_mode
             losses.pop()
             break
-        positive_point = (v, sums) if np.isfinite(distance) else None
-        lower, gain, new, diagonal = np.inf, np.inf, v, np.abs(np.diag(matrix))
+        positive_mode = mode if np.isfinite(distance) else None
+        diagonal = np.abs(np.diag(matrix))
+        lower, gain, new = np.inf, np.inf, v
         while lower >= value and gain > TINY and damping < 1e12:
             try:
                 factor = cho_factor(matrix + damping * np.diag(diagonal))
@@ -240,35 +236,32 @@ def newton(
                 continue
             step = -cho_solve(factor, gradient)
             gain = -(gradient @ step)
-            turn = -0.5 * cho_solve(
-                factor,
-                np.asarray(bend_of((v, back(jnp.asarray(step, float)))), np.float64),
-            )
-            new = {
-                name: v[name] + move
-                for name, move in back(jnp.asarray(step + turn, float)).items()
-            }
-            straight = 2 * np.sqrt(diagonal @ turn**2) < BENT * np.sqrt(
-                diagonal @ step**2
-            )
-            lower = float(value_of(({**v, **new}, tuning))) if straight else np.inf
+            bend = bend_of((v, problem.unflat(step, v)))
+            turn = -0.5 * cho_solve(factor, _float64(bend))
+            new = dict(v)
+            for name, move in problem.unflat(step + turn, v).items():
+                new[name] = v[name] + move
+            bent_length = np.sqrt(diagonal @ turn**2)
+            straight = 2 * bent_length < BENT * np.sqrt(diagonal @ step**2)
+            lower = float(value_of((new, tuning))) if straight else np.inf
             damping = max(damping / 3, 1e-12) if lower < value else 2 * damping
         if not lower < value:
             break
-        v = {**v, **new}
         losses.append(lower)
         bar.set_postfix_str(f"loss {lower:.5g}", refresh=False)
-        sums = measured(guide, problem, call, v, tuning[0])
+        mode = measured(guide, problem, call, new, mode.precision)
     else:
-        if positive_point and not np.isfinite(
-            _distance(guide, problem, sums, v, tuning[0], gradient)
-        ):
-            v, sums = positive_point
+        if positive_mode and not np.isfinite(_distance(guide, problem, mode, gradient)):
+            mode = positive_mode
             losses.pop()
-    return v, sums, losses
+    return mode, losses
 
 
-def _programs(guide: Any, problem: LaplaceProblem, call: Call) -> list[Callable]:
+def _float64(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float64)
+
+
+def _programs(problem: LaplaceProblem, call: Call) -> list[Callable]:
     """Of -log p(D, v), of it with its gradient, and of the bend along a step, both
     flat.
     """
@@ -278,46 +271,29 @@ def _programs(guide: Any, problem: LaplaceProblem, call: Call) -> list[Callable]
         return problem.potential(v, precision, spread, None, (args, kwargs))
 
     def slope(point: tuple, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        v, tuning = point
         value, grads = jax.value_and_grad(
-            lambda v: potential((v, point[1]), args, kwargs)
-        )(point[0])
-        return value, flat(grads)
+            lambda v: potential((v, tuning), args, kwargs)
+        )(v)
+        return value, problem.flat(grads)
 
     def bend(point: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
         v, step = point
         try:
-            bent = flat(problem.bend(v, step, None, (args, kwargs)))
-        except (
-            NotImplementedError,
-            TypeError,
-        ):
+            bent = problem.flat(problem.bend(v, step, None, (args, kwargs)))
+        except (NotImplementedError, TypeError):
             # a function that has only a rule for reverse mode: straight steps
-            return jnp.zeros_like(flat(step))
+            return jnp.zeros_like(problem.flat(step))
         return jnp.where(jnp.all(jnp.isfinite(bent)), bent, 0.0)
-
-    def flat(values: Values) -> jax.Array:
-        return jnp.concatenate(
-            [jnp.ravel(values[name]) for name in guide._structure.sizes]
-        )
 
     return [problem.prepared(fn.__name__, fn, call) for fn in (potential, slope, bend)]
 
 
-def _distance(
-    guide: Any,
-    problem: LaplaceProblem,
-    sums: "PrecisionSums",
-    v: Values,
-    precision: Any,
-    gradient: Any,
-) -> float:
+def _distance(guide: Any, problem: LaplaceProblem, mode: Mode, gradient: Any) -> float:
     """From the mode, as in the result of a run; not finite if rounding leaves no
     positive precision.
     """
-    tril = np.asarray(
-        gaussian_at(guide, problem, sums, v, precision).params["*", "scale_tril"],
-        np.float64,
-    )
+    tril = _float64(gaussian_at(guide, problem, mode).params["*", "scale_tril"])
     with np.errstate(invalid="ignore"):
         return float(np.sqrt(np.mean((gradient @ tril) ** 2)))
 
@@ -326,9 +302,7 @@ def distance(
     guide: Any,
     problem: LaplaceProblem,
     call: Call,
-    v: Values,
-    sums: "PrecisionSums",
-    precision: Any,
+    mode: Mode,
     gradient: np.ndarray,
 ) -> float:
     r"""From the mode in posterior sds, :math:`\sqrt{g^\top H^{-1} g / P}`, H being the
@@ -339,19 +313,12 @@ def distance(
     where the prior bounds what is left.
     """
     if guide.structure == "full":
-        return _distance(guide, problem, sums, v, precision, gradient)
-    names = list(guide._structure.sizes)
-
-    def flat(values: Values) -> np.ndarray:
-        return np.concatenate([np.ravel(values[name]) for name in names]).astype(
-            np.float64
-        )
-
-    scale = np.sqrt(flat(gaussian_at(guide, problem, sums, v, precision).variance))
-    prior_floor = scale**2 * np.maximum(
-        flat({**problem.prior_precision(v, precision), **sums.curvature}), 1e-6
-    )
-    sweep = problem.sweep(v, call)
+        return _distance(guide, problem, mode, gradient)
+    variance = _float64(problem.flat(gaussian_at(guide, problem, mode).variance))
+    scale = np.sqrt(variance)
+    prior = _float64(problem.flat(prior_at(problem, mode)))
+    prior_floor = scale**2 * np.maximum(prior, 1e-6)
+    sweep = problem.sweep(mode.v, call)
     residual = direction = scale * gradient
     squares, total = residual @ residual, 0.0
     for _ in range(CG_STEPS):
@@ -360,7 +327,7 @@ def distance(
             break
         vectors = jnp.asarray(direction[:, None], float)
         image = guide._structure.product(sweep, vectors, jnp.asarray(scale, float))
-        image = np.asarray(image, np.float64)[:, 0] + prior_floor * direction
+        image = _float64(image)[:, 0] + prior_floor * direction
         step = squares / (direction @ image)
         total += step * squares
         residual = residual - step * image
@@ -371,64 +338,37 @@ def distance(
     return float(np.sqrt((total + left) / len(scale)))
 
 
-class PrecisionSums(NamedTuple):
-    """What the evidence depends on, at one mode: sums over rows, curvature of the
-    prior, and log densities.
-    """
-
-    sums: Any
-    curvature: Values  # of sites without Normal prior, (P_s,)
-    coupling: jax.Array | None
-    log_likelihood: jax.Array
-
-
 def measured(
     guide: Any,
     problem: LaplaceProblem,
     call: Call,
     v: Values,
     precision: Mapping[str, Any],
-) -> PrecisionSums:
+) -> Mode:
     """All that is summed over the rows at a mode."""
     curvature, coupling = _prior_curvature(problem, v, call, guide.structure == "full")
-    prior = {**problem.prior_precision(v, precision), **curvature}
-    positive_prior = {name: jnp.maximum(prior[name], 1e-6) for name in problem.sites}
+    prior = problem.prior_precision(v, precision, curvature)
+    positive_prior = {name: jnp.maximum(value, 1e-6) for name, value in prior.items()}
     sums = guide._structure.measure(problem.sweep(v, call), positive_prior)
-    return PrecisionSums(
-        sums,
-        curvature,
-        coupling,
-        problem.total("likelihood", problem.log_likelihood, v, call),
-    )
+    log_likelihood = problem.total("likelihood", problem.log_likelihood, v, call)
+    return Mode(v, precision, sums, curvature, coupling, log_likelihood)
 
 
-def _dense(
-    guide: Any,
-    problem: LaplaceProblem,
-    sums: PrecisionSums,
-    v: Values,
-    precision: Mapping[str, Any],
-) -> jax.Array:
+def prior_at(problem: LaplaceProblem, mode: Mode) -> Values:
+    """(P_s,) the diagonal precision of the prior, by site."""
+    return problem.prior_precision(mode.v, mode.precision, mode.curvature)
+
+
+def _dense(problem: LaplaceProblem, mode: Mode) -> jax.Array:
     """(P, P) the precision of the structure "full"."""
-    prior = {**problem.prior_precision(v, precision), **sums.curvature}
-    matrix = sums.sums + jnp.diag(
-        jnp.concatenate([prior[name] for name in guide._structure.sizes])
-    )
-    return matrix if sums.coupling is None else matrix + sums.coupling
+    matrix = mode.sums + jnp.diag(problem.flat(prior_at(problem, mode)))
+    return matrix if mode.coupling is None else matrix + mode.coupling
 
 
-def gaussian_at(
-    guide: Any,
-    problem: LaplaceProblem,
-    sums: PrecisionSums,
-    v: Values,
-    precision: Mapping[str, Any],
-) -> LaplaceGaussian:
-    """The Gaussian for some prior precisions."""
-    prior = {**problem.prior_precision(v, precision), **sums.curvature}
-    return guide._structure.gaussian(
-        sums.sums, {name: prior[name] for name in problem.sites}, sums.coupling
-    )
+def gaussian_at(guide: Any, problem: LaplaceProblem, mode: Mode) -> LaplaceGaussian:
+    """The Gaussian at a mode, for its prior precisions."""
+    prior = prior_at(problem, mode)
+    return guide._structure.gaussian(mode.sums, prior, mode.coupling)
 
 
 def _prior_curvature(
@@ -444,41 +384,33 @@ def _prior_curvature(
         # Locations of such a prior may be sites with a Normal one, so the matrix has
         # all sites.
         def of_all(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-            flat, back = ravel_sites({name: v[name] for name in problem.sites})
-
             def negative(flat: jax.Array) -> jax.Array:
-                return -problem.log_prior(
-                    {**v, **back(flat)}, {}, (args, kwargs), names
-                )
+                values = {**v, **problem.unflat(flat, v)}
+                return -problem.log_prior(values, {}, (args, kwargs), names)
 
-            return jax.hessian(negative)(flat)
+            return jax.hessian(negative)(problem.flat(v))
 
         matrix = problem.prepared("curvature", of_all, call)(v)
-        ends = np.cumsum([v[name].size for name in problem.sites])
-        diagonal = dict(
-            zip(problem.sites, jnp.split(jnp.diag(matrix), ends[:-1]), strict=True)
-        )
-        of_sites = {name: diagonal[name] for name in names}
-        inside = jnp.concatenate(
-            [jnp.full(v[n].size, n in names) for n in problem.sites]
-        )
-        return of_sites, matrix - jnp.diag(jnp.where(inside, jnp.diag(matrix), 0.0))
+        diagonals = problem.unflat(jnp.diag(matrix), v)
+        curvature = {name: jnp.ravel(diagonals[name]) for name in names}
+        zeros = {name: jnp.zeros(v[name].size) for name in problem.sites}
+        return curvature, matrix - jnp.diag(problem.flat(zeros | curvature))
 
     def products(v: Values, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        start = {name: v[name] for name in names}
-        flat, back = ravel_pytree(start)
+        flat, back = ravel_pytree({name: v[name] for name in names})
         gradient = jax.grad(
             lambda f: -problem.log_prior({**v, **back(f)}, {}, (args, kwargs), names)
         )
+
+        def product(vector: jax.Array) -> jax.Array:
+            return jax.jvp(gradient, (flat,), (vector,))[1]
+
         signs = jnp.where(
             jax.random.bernoulli(jax.random.key(3), shape=flat.shape), 1.0, -1.0
         )
-        ones, signed = (
-            jax.jvp(gradient, (flat,), (t,))[1] for t in (jnp.ones_like(flat), signs)
-        )
-        return back(ones), jnp.max(jnp.abs(signed - signs * ones)) / (
-            jnp.max(jnp.abs(ones)) + 1e-30
-        )
+        diagonal = product(jnp.ones_like(flat))
+        error = jnp.max(jnp.abs(product(signs) - signs * diagonal))
+        return back(diagonal), error / (jnp.max(jnp.abs(diagonal)) + 1e-30)
 
     diagonal, error = problem.prepared("curvature", products, call)(v)
     if error > MIXED:
@@ -493,18 +425,3 @@ def _prior_curvature(
             'Use "full", or give these sites independent priors.',
         )
     return {name: jnp.ravel(value) for name, value in diagonal.items()}, None
-
-
-def ravel_sites(v: Values) -> tuple[jax.Array, Callable]:
-    """A vector of all values in the order of the dictionary, and the inverse."""
-    shapes = {name: value.shape for name, value in v.items()}
-    ends = np.cumsum([value.size for value in v.values()])
-
-    def back(flat: jax.Array) -> Values:
-        pieces = jnp.split(flat, ends[:-1])
-        return {
-            name: piece.reshape(shapes[name])
-            for name, piece in zip(shapes, pieces, strict=True)
-        }
-
-    return jnp.concatenate([jnp.ravel(value) for value in v.values()]), back

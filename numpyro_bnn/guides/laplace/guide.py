@@ -32,6 +32,7 @@ from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import (
     LaplacePredictive,
+    PredictiveOptions,
     log_density,
     predict,
 )
@@ -157,11 +158,10 @@ class AutoLaplace(AutoBlocks):
             self._structure: Any = structures.KroneckerStructure(sizes, layouts)
         elif self.structure == "low_rank":
             self._structure = structures.LowRankStructure(sizes, self._rank)
+        elif self.structure == "full":
+            self._structure = structures.FullStructure(sizes)
         else:
-            self._structure = {
-                "full": structures.FullStructure,
-                "diag": structures.DiagonalStructure,
-            }[self.structure](sizes)
+            self._structure = structures.DiagonalStructure(sizes)
         return self._structure.blocks()
 
     def _layouts(self, problem: LaplaceProblem) -> dict[str, MatrixLayout]:
@@ -169,9 +169,10 @@ class AutoLaplace(AutoBlocks):
         layouts: dict[str, MatrixLayout] = {}
 
         def note(v: Values) -> None:
-            for name, jacobian in problem.jacobians(
-                v, problem.few(), self._prototype_call
-            ).items():
+            index = problem.chunks()[0]
+            jacobians = problem.jacobians(v, index, self._prototype_call)
+            for name in self._chosen:
+                jacobian = jacobians[name]
                 if isinstance(jacobian, OuterJacobian):
                     layouts[name] = jacobian.layout
 
@@ -188,7 +189,7 @@ class AutoLaplace(AutoBlocks):
                 raise argument_error(
                     CALL, "structure", got, 'Use "diag", "low_rank" or "full".'
                 )
-        return {name: layouts[name] for name in self._chosen if name in layouts}
+        return layouts
 
     def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
         if name in self._chosen:
@@ -203,11 +204,12 @@ class AutoLaplace(AutoBlocks):
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
-        points = [name for name in self._transforms if name not in self._chosen]
+        scales = {}
+        for name in self._transforms:
+            if name not in self._chosen:
+                scales[f"{name}_{self.prefix}_scale"] = 0.0
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
-            return super()._normals(
-                {**{f"{name}_{self.prefix}_scale": 0.0 for name in points}, **params}
-            )
+            return super()._normals(scales | dict(params))
 
     # -- fitting -----------------------------------------------------------------------
 
@@ -350,12 +352,12 @@ class AutoLaplace(AutoBlocks):
         self, v: Values, gaussian: structures.LaplaceGaussian
     ) -> dict[str, jax.Array]:
         """Parameters by the names of the guide."""
-        in_blocks = {name: block for block, _ in self._blocks for name in block.shapes}
-        params = {}
+        in_blocks: dict[str, Any] = {}
+        params: dict[str, jax.Array] = {}
         for block, _ in self._blocks:
-            params[f"{block.name}_loc"] = jnp.concatenate(
-                [jnp.ravel(v[name]) for name in block.shapes]
-            )
+            in_blocks |= dict.fromkeys(block.shapes, block)
+            locs = [jnp.ravel(v[name]) for name in block.shapes]
+            params[f"{block.name}_loc"] = jnp.concatenate(locs)
         for name, value in v.items():
             if name not in in_blocks:
                 params[f"{name}_{self.prefix}_loc"] = value
@@ -406,7 +408,7 @@ class AutoLaplace(AutoBlocks):
         name, problem, call_args = self._for_rows(
             "predictive", params, args, kwargs, site
         )
-        options = (name, linearized, link, covariance, num_samples)
+        options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
         def predict_rows(
             problem: LaplaceProblem, inputs: tuple, call: Call
@@ -466,7 +468,7 @@ class AutoLaplace(AutoBlocks):
                 got,
                 "Call `run` of this guide first, so that it reads the model.",
             )
-        names = [name for name, (_, used) in problem.observed.items() if used]
+        names = problem.modeled
         if site is None and len(names) > 1:
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
         name = names[0] if site is None else site
@@ -482,8 +484,8 @@ class AutoLaplace(AutoBlocks):
         locs: Values = {}
         for block, _ in self._blocks:
             locs |= block.unflatten(params[f"{block.name}_loc"])
-        points = [name for name in self._transforms if name not in locs]
-        locs |= {name: params[f"{name}_{self.prefix}_loc"] for name in points}
+        for name in self._transforms.keys() - locs.keys():
+            locs[name] = params[f"{name}_{self.prefix}_loc"]
         return {name: locs[name] for name in self._transforms}
 
 
@@ -501,11 +503,9 @@ def _on_rows(fn: Callable, problem: LaplaceProblem, inputs: Any, call: Call) -> 
 
     def computed(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         arrays, values = inputs
-        trained = (
-            problem
-            if problem.training is None
-            else replace(problem, training=training.call(arrays))
-        )
+        trained = problem
+        if problem.training is not None:
+            trained = replace(problem, training=training.call(arrays))
         return fn(trained, values, (args, kwargs))
 
     return run(computed, (arrays, inputs), *call)

@@ -117,11 +117,9 @@ class ObservedRows(NamedTuple):
         """Square root of the Fisher information of an elementwise output."""
         f = self.outputs[name]
         if self.kind == "normal":
-            return (
-                jnp.exp(-self.outputs["log_scale"])
-                if name == "loc"
-                else jnp.full(f.shape, 2.0**0.5)
-            )
+            if name == "loc":
+                return jnp.exp(-self.outputs["log_scale"])
+            return jnp.full(f.shape, 2.0**0.5)
         if self.kind == "poisson":
             return jnp.exp(f / 2)
         return jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f))
@@ -145,15 +143,13 @@ def observation(site: Site, axis: int | None) -> ObservedRows:
             (value.shape[0], prod(value.shape[1 : value.ndim - len(tail)]), *tail)
         )
 
-    kind = kind_of(site)
-    tails = {n: f.shape[len(shape) :] for n, f in natural(site).items()}
-    outputs = {n: rows_first(f, tails[n]) for n, f in natural(site).items()}
-    rows_shape = (
-        (1, *shape)
-        if axis is None
-        else (shape[axis], *shape[:axis], *shape[axis + 1 :])
-    )
-    return ObservedRows(kind, rows_shape, outputs, rows_first(weight))
+    outputs = {}
+    for name, value in natural(site).items():
+        outputs[name] = rows_first(value, value.shape[len(shape) :])
+    row_shape = (1, *shape)
+    if axis is not None:
+        row_shape = (shape[axis], *shape[:axis], *shape[axis + 1 :])
+    return ObservedRows(kind_of(site), row_shape, outputs, rows_first(weight))
 
 
 def predicted(
@@ -170,9 +166,14 @@ def predicted(
     if kind == "poisson":
         rate = jnp.exp(f["log_rate"] + v["log_rate"] / 2)
         return rate, rate + rate**2 * jnp.expm1(v["log_rate"])
-    shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
-    p = jax.nn.softmax(shrunk) if kind == "categorical" else jax.nn.sigmoid(shrunk)
+    logits = probit(f["logits"], v["logits"])
+    p = jax.nn.softmax(logits) if kind == "categorical" else jax.nn.sigmoid(logits)
     return p, p * (1 - p)
+
+
+def probit(logits: jax.Array, variance: jax.Array) -> jax.Array:
+    """Logits whose probabilities are about the mean of those of Gaussian logits."""
+    return logits / jnp.sqrt(1 + jnp.pi / 8 * variance)
 
 
 def log_density(kind: str, f: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:

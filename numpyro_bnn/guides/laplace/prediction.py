@@ -48,10 +48,8 @@ def log_density(
 ) -> jax.Array:
     """(N,) log density of the rows of a site, averaged over its outputs."""
     observation, cov, _ = gaussian_outputs(guide, problem, params, call, name)
-    site, axis = (
-        problem.trace(guide._coordinates(params), None, call)[name],
-        problem.observed[name][0],
-    )
+    site = problem.trace(guide._coordinates(params), None, call)[name]
+    axis, used = problem.observed[name]
     if not site["is_observed"]:
         raise argument_error(
             f"{CALL}.log_predictive_density",
@@ -60,31 +58,23 @@ def log_density(
             "Pass the targets as well.",
         )
     value = jnp.broadcast_to(site["value"], site["fn"].shape())
-    value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(
-        observation.weight.shape
-    )
-    used = problem.observed[name][1]
+    if axis is not None:
+        value = jnp.moveaxis(value, axis, 0)
+    value = value.reshape(observation.weight.shape)
+    unmasked = observation.weight > 0
     if observation.kind == "normal":
-        cov, fixed = (
-            _of_both_outputs(cov, used, value.shape[1]),
-            "log_scale" not in used,
-        )
-        return gaussian_log_density(
-            observation.outputs, cov, value, observation.weight > 0, fixed
-        )
-    density = _averaged(
-        observation.kind, *outputs_by_name(observation, used, cov), value
-    )
-    return jnp.sum(jnp.where(observation.weight > 0, density, 0.0), axis=1)
+        cov = _of_both_outputs(cov, used, value.shape[1])
+        fixed = "log_scale" not in used
+        return gaussian_log_density(observation.outputs, cov, value, unmasked, fixed)
+    f, variance = outputs_by_name(observation, used, cov)
+    density = _averaged(observation.kind, f, variance, value)
+    return jnp.sum(jnp.where(unmasked, density, 0.0), axis=1)
 
 
 def _of_both_outputs(cov: jax.Array, used: tuple[str, ...], size: int) -> jax.Array:
     """(B, 2 M, 2 M) of loc and log scale, one of which may be known."""
-    before_size, after_size = (
-        (0 if "loc" in used else size),
-        (0 if "log_scale" in used else size),
-    )
-    return jnp.pad(cov, [(0, 0), (before_size, after_size), (before_size, after_size)])
+    width = (0 if "loc" in used else size, 0 if "log_scale" in used else size)
+    return jnp.pad(cov, [(0, 0), width, width])
 
 
 def gaussian_log_density(
@@ -136,9 +126,8 @@ def given_log_scales(
     values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
     values = jnp.maximum(values, 0.0)
     root = vectors * jnp.sqrt(values)[:, None]
-    inverse = jnp.where(
-        values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0
-    )
+    positive = values > 0
+    inverse = jnp.where(positive, 1 / jnp.sqrt(jnp.where(positive, values, 1.0)), 0.0)
     gain = cov[:, :size, size:] @ vectors * inverse[:, None]
     nodes = jnp.asarray(points, float)
     means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
@@ -159,19 +148,20 @@ def gaussian_outputs(
     """The observation at the mode and the covariances of its outputs."""
     v = guide._coordinates(params)
     trace = problem.trace(v, index, call)
-    if missing := [n for n in v if n not in trace]:
-        got = f"arguments without the site {missing[0]!r} of the run"
-        raise argument_error(
-            CALL,
-            "args",
-            got,
-            "Pass all the model's arguments of the run, except the targets.",
-        )
+    for site in v:
+        if site not in trace:
+            raise argument_error(
+                CALL,
+                "args",
+                f"arguments without the site {site!r} of the run",
+                "Pass all the model's arguments of the run, except the targets.",
+            )
     observation = problem.observations(trace)[name]
     jac = problem.jacobians(v, index, call, name)
     fns: dict[str, Any] = dict(guide._normals(params))
     for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
-        fns["*" if block.name == guide.prefix else next(iter(block.shapes))] = fn
+        site = "*" if block.name == guide.prefix else next(iter(block.shapes))
+        fns[site] = fn
     if not joint:
         return observation, guide._structure.covariance(jac, fns), None
     half = guide._structure.halves(jac, fns)
@@ -180,58 +170,62 @@ def gaussian_outputs(
     return observation, between_rows[rows, :, rows], between_rows
 
 
+class PredictiveOptions(NamedTuple):
+    """Of :meth:`AutoLaplace.predictive`."""
+
+    site: str
+    linearized: bool
+    link: str
+    covariance: bool
+    num_samples: int
+
+
 def predict(
     guide: Any,
     problem: LaplaceProblem,
     params: Any,
     key: Any,
     call: Call,
-    options: tuple[str, bool, str, bool, int],
+    options: PredictiveOptions,
 ) -> LaplacePredictive:
-    """``options``: site, whether linearized, link, whether between rows, number of
-    draws.
-    """
-    name, linearized, link, joint, num_samples = options
-    used = problem.observed[name][1]
+    """The prediction of :meth:`AutoLaplace.predictive`."""
+    site, linearized, link, joint, num_samples = options
+    used = problem.observed[site][1]
     observation, cov, between_rows = gaussian_outputs(
-        guide, problem, params, call, name, joint
+        guide, problem, params, call, site, joint
     )
     f, variance = outputs_by_name(observation, used, cov)
-    if not linearized or (link == "sample" and "logits" in f):
+    if linearized and not (link == "sample" and "logits" in f):
+        mean, spread = likelihoods.predicted(observation.kind, f, variance)
+    else:
         if linearized:
             values, vectors = jnp.linalg.eigh(cov)
             root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
             noise = jax.random.normal(key, (num_samples, *cov.shape[:2]))
             draws = observation.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
-            draws = {
-                "logits": draws.reshape(
-                    num_samples, *observation.outputs["logits"].shape
-                )
-            }
+            draws = {"logits": draws.reshape(num_samples, *f["logits"].shape)}
         else:
-            draws = _network_draws(guide, problem, params, key, call, name, num_samples)
-        zero = {n: jnp.zeros(()) for n in f}
-        each = jax.vmap(lambda f: likelihoods.predicted(observation.kind, f, zero))(
-            draws
-        )
-        mean = jnp.mean(each[0], axis=0)
-        spread = jnp.mean(each[1], axis=0) + jnp.var(each[0], axis=0)
+            draws = _network_draws(guide, problem, params, key, call, site, num_samples)
+        zero = dict.fromkeys(f, jnp.zeros(()))
+        means, variances = jax.vmap(
+            lambda draw: likelihoods.predicted(observation.kind, draw, zero)
+        )(draws)
+        mean = jnp.mean(means, axis=0)
+        spread = jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
         if not linearized:
-            f, variance = (
-                {n: fn(d, axis=0) for n, d in draws.items()}
-                for fn in (jnp.mean, jnp.var)
-            )
-    else:
-        mean, spread = likelihoods.predicted(observation.kind, f, variance)
+            for output, values in draws.items():
+                f[output] = jnp.mean(values, axis=0)
+                variance[output] = jnp.var(values, axis=0)
 
     def shaped(value: jax.Array) -> jax.Array:
         return value.reshape(observation.shape + value.shape[2:])
 
-    outputs, variances = (
-        {n: shaped(value) for n, value in of.items()} for of in (f, variance)
-    )
     return LaplacePredictive(
-        shaped(mean), shaped(spread), outputs, variances, between_rows if joint else cov
+        shaped(mean),
+        shaped(spread),
+        jax.tree.map(shaped, f),
+        jax.tree.map(shaped, variance),
+        between_rows if joint else cov,
     )
 
 
@@ -245,12 +239,12 @@ def _network_draws(
     number: int,
 ) -> Any:
     """Outputs (S, B, M) of the network itself at draws of the weights."""
-    drawn = guide._draw(key, params, (number,))
+    draws = guide._draw(key, params, (number,))
 
-    def one(v: Values) -> Mapping[str, jax.Array]:
+    def outputs(v: Values) -> Mapping[str, jax.Array]:
         return problem.observations(problem.trace(v, None, call))[name].outputs
 
-    return jax.lax.map(one, drawn)
+    return jax.lax.map(outputs, draws)
 
 
 def outputs_by_name(
@@ -277,8 +271,8 @@ def _averaged(
     log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
     nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
     if kind == "categorical":
-        shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
-        return likelihoods.log_density(kind, {"logits": shrunk}, value)
+        logits = likelihoods.probit(f["logits"], v["logits"])
+        return likelihoods.log_density(kind, {"logits": logits}, value)
     name = "log_rate" if kind == "poisson" else "logits"
     densities = likelihoods.log_density(
         kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value

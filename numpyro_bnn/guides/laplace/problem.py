@@ -2,8 +2,9 @@
 likelihood, and sums over all rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn.guides.auto_blocks import is_identity
+from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import (
     CALL,
@@ -40,7 +42,7 @@ from numpyro_bnn.networks import (
 )
 from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.compiled import prepare
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.reading import Plate, Reading
 from numpyro_bnn.program.row_lengths import check_state
 
 Values = dict[str, jax.Array]
@@ -63,14 +65,14 @@ class chosen_rows(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["name"] in self.plates:
-            index = jnp.arange(msg["args"][0]) if self.index is None else self.index
-            msg["args"], msg["value"] = (msg["args"][0], len(index)), index
+            size = msg["args"][0]
+            index = jnp.arange(size) if self.index is None else self.index
+            msg["args"], msg["value"] = (size, len(index)), index
         elif msg["type"] == "sample" and self.index is not None:
             for frame in msg["cond_indep_stack"]:
                 if frame.name in self.plates and msg["scale"] is not None:
-                    msg["scale"] = (
-                        msg["scale"] * frame.size / self.plates[frame.name].size
-                    )
+                    size = self.plates[frame.name].size
+                    msg["scale"] = msg["scale"] * frame.size / size
 
 
 @dataclass
@@ -100,7 +102,7 @@ class LaplaceProblem:
     other_sites: Sequence[str]
     observed: Mapping[str, tuple[int | None, tuple[str, ...]]]
     data: Sequence[str]
-    plates: Mapping[str, Any]
+    plates: Mapping[str, Plate]
     sites: Sequence[str]
     model_params: dict[str, Any] = field(default_factory=dict)
     normalizes: bool = False
@@ -131,17 +133,16 @@ class LaplaceProblem:
 
     def coordinates(self, values: Mapping[str, jax.Array], call: Call) -> Values:
         """The inverse of :meth:`values`."""
-        moments = (
-            self.prior_program(self.training or call)(values) if self.scaled else {}
-        )
+        moments = {}
+        if self.scaled:
+            moments = self.prior_program(self.training or call)(values)
         coordinates = {}
         for name, transform in self.transforms.items():
             value = transform.inv(jnp.asarray(values[name], float))
-            coordinates[name] = (
-                (value - moments[name][0]) / moments[name][1]
-                if name in moments
-                else value
-            )
+            if name in moments:
+                loc, scale = moments[name]
+                value = (value - loc) / scale
+            coordinates[name] = value
         return coordinates
 
     def trace(
@@ -194,11 +195,7 @@ class LaplaceProblem:
         """The outputs (B, E) as a function of the sites of the Gaussian, those sites,
         and the observed sites.
         """
-        names = (
-            [only]
-            if only
-            else [name for name, (_, used) in self.observed.items() if used]
-        )
+        names = [only] if only else self.modeled
 
         def flat(sites: Mapping[str, jax.Array]) -> jax.Array:
             observations = self.observations(self.trace({**v, **sites}, index, call))
@@ -208,6 +205,11 @@ class LaplaceProblem:
             return jnp.concatenate(_of_one_length(outputs), axis=1)
 
         return flat, {name: v[name] for name in self.sites}, names
+
+    @property
+    def modeled(self) -> list[str]:
+        """Observed sites whose outputs depend on the weights."""
+        return [name for name, (_, used) in self.observed.items() if used]
 
     def _roots(
         self, observations: Mapping[str, ObservedRows], names: Sequence[str]
@@ -222,12 +224,13 @@ class LaplaceProblem:
         """
         flat, sites, names = self._flat_outputs(v, index, call)
         roots = self._roots(self.observations(self.trace(v, index, call)), names)
-        second = jax.jvp(
-            lambda point: jax.jvp(flat, (point,), (step,))[1], (sites,), (step,)
-        )[1]
-        return jax.vjp(flat, sites)[1](
-            jnp.einsum("bde,bdf,bf->be", roots, roots, second)
-        )[0]
+
+        def slope(sites: Values) -> jax.Array:
+            return jax.jvp(flat, (sites,), (step,))[1]
+
+        second = jax.jvp(slope, (sites,), (step,))[1]
+        gradient = jnp.einsum("bde,bdf,bf->be", roots, roots, second)
+        return jax.vjp(flat, sites)[1](gradient)[0]
 
     # -- densities ---------------------------------------------------------------------
 
@@ -243,29 +246,20 @@ class LaplaceProblem:
         """
         trace = self.trace(v, index, call)
         total = jnp.zeros(())
-        for site in (trace[name] for name in self.data):
-            log_prob = site["fn"].log_prob(site["value"])
-            total += jnp.sum(
-                log_prob if site["scale"] is None else site["scale"] * log_prob
-            )
+        for name in self.data:
+            total += _log_prob(trace[name])
         if spread:
-            detached = {
-                name: value
-                if name in self.other_sites
-                else jax.lax.stop_gradient(value)
-                for name, value in v.items()
-            }
+            detached = dict(v)
+            for name, value in v.items():
+                if name not in self.other_sites:
+                    detached[name] = jax.lax.stop_gradient(value)
             observations = self.observations(self.trace(detached, index, call))
             for name, variance in spread.items():
-                observation, rows = (
-                    observations[name],
-                    variance if index is None else variance[index],
-                )
-                total -= 0.5 * jnp.sum(
-                    observation.weight
-                    * rows
-                    * jnp.exp(-2 * observation.outputs["log_scale"])
-                )
+                rows = observations[name]
+                if index is not None:
+                    variance = variance[index]
+                precision = jnp.exp(-2 * rows.outputs["log_scale"])
+                total -= 0.5 * jnp.sum(rows.weight * variance * precision)
         return total
 
     def log_prior(
@@ -274,25 +268,20 @@ class LaplaceProblem:
         """Of sites in the coordinates v; ``precision`` divides the prior variances of
         fixed ones.
         """
-        without_moments = [name for name in names if name in self.other_sites]
-        trace = self.trace(v, self.few(), call) if without_moments else {}
+        trace = {}
+        if set(names) & set(self.other_sites):
+            trace = self.trace(v, self.chunks()[0], call)
         total = jnp.zeros(())
         for name in names:
             if name in self.fixed:
                 loc, scale = self.fixed[name]
-                total += jnp.sum(
-                    dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5).log_prob(
-                        v[name]
-                    )
-                )
+                fn = dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5)
+                total += jnp.sum(fn.log_prob(v[name]))
             elif name in self.scaled:
                 total += jnp.sum(dist.Normal().log_prob(v[name]))
             else:
                 site, transform = trace[name], self.transforms[name]
-                log_prob = site["fn"].log_prob(site["value"])
-                total += jnp.sum(
-                    log_prob if site["scale"] is None else site["scale"] * log_prob
-                )
+                total += _log_prob(site)
                 total += jnp.sum(transform.log_abs_det_jacobian(v[name], site["value"]))
         return total
 
@@ -300,63 +289,62 @@ class LaplaceProblem:
         self, v: Values, precision: Mapping, spread: Mapping, index: Any, call: Call
     ) -> jax.Array:
         """-log p(D, v), estimated from some rows."""
-        scale = 1.0 if index is None or not self.plates else self.size / index.shape[0]
-        likelihood = scale * self.log_likelihood(v, index, call, spread)
+        likelihood = self.log_likelihood(v, index, call, spread)
+        if index is not None and self.plate is not None:
+            likelihood *= self.plate.size / index.shape[0]
         return -likelihood - self.log_prior(v, precision, call, list(self.transforms))
 
-    def prior_precision(self, v: Values, precision: Mapping[str, Any]) -> Values:
-        """(P_s,) the diagonal precision of Normal priors, by site."""
+    def prior_precision(
+        self, v: Values, precision: Mapping[str, Any], curvature: Values
+    ) -> Values:
+        """(P_s,) the diagonal precision of the prior, by site; ``curvature`` is that of
+        sites without Normal prior.
+        """
         diagonals = {}
         for name in self.sites:
             if name in self.fixed:
-                diagonals[name] = jnp.ravel(
-                    precision.get(name, 1.0) / jnp.square(self.fixed[name][1])
-                )
+                factor = precision.get(name, 1.0)
+                diagonals[name] = jnp.ravel(factor / jnp.square(self.fixed[name][1]))
             elif name in self.scaled:
                 diagonals[name] = jnp.ones(v[name].size)
+            else:
+                diagonals[name] = curvature[name]
         return diagonals
+
+    def flat(self, values: Mapping[str, jax.Array]) -> jax.Array:
+        """(P,) values of the sites of the Gaussian."""
+        return jnp.concatenate([jnp.ravel(values[name]) for name in self.sites])
+
+    def unflat(self, vector: Any, v: Values) -> Values:
+        """The inverse of :meth:`flat`, shaped like ``v``."""
+        shapes = {name: v[name].shape for name in self.sites}
+        return cut(jnp.asarray(vector, float), shapes)
 
     # -- rows --------------------------------------------------------------------------
 
     @property
-    def size(self) -> int:
-        """N of the subsampled plate."""
-        return next(iter(self.plates.values())).size
+    def plate(self) -> Plate | None:
+        """The subsampled plate."""
+        return next(iter(self.plates.values()), None)
 
     def chunks(self) -> list[jax.Array | None]:
         """Indices of all rows, in parts of about the batch size and at least two."""
-        if not self.plates:
+        if self.plate is None:
             return [None]
-        plate = next(iter(self.plates.values()))
-        number = max(1, min(ceil(plate.size / plate.batch_size), plate.size // 2))
-        return [
-            jnp.asarray(rows) for rows in np.array_split(np.arange(plate.size), number)
-        ]
-
-    def few(self) -> jax.Array | None:
-        """Indices of one part, where the rows do not matter."""
-        return self.chunks()[0]
+        size, batch_size = self.plate
+        number = max(1, min(ceil(size / batch_size), size // 2))
+        return list(map(jnp.asarray, np.array_split(np.arange(size), number)))
 
     def sweep(self, v: Values, call: Call) -> Callable:
         """A function that sums a function of the Jacobians over all rows."""
 
         def summed(function: Callable, *extra: Any) -> Any:
-            def part(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-                v, index, extra = inputs
-                return function(self.jacobians(v, index, (args, kwargs)), *extra)
+            def of_chunk(v: Values, index: Any, call: Call, *extra: Any) -> Any:
+                return function(self.jacobians(v, index, call), *extra)
 
-            program, total = (
-                self.prepared(f"sweep {function.__qualname__}", part, call),
-                None,
+            return self.total(
+                f"sweep {function.__qualname__}", of_chunk, v, call, *extra
             )
-            for index in self.chunks():
-                chunk_sum = program((v, index, extra))
-                total = (
-                    chunk_sum
-                    if total is None
-                    else jax.tree.map(jnp.add, total, chunk_sum)
-                )
-            return total
 
         return summed
 
@@ -365,24 +353,36 @@ class LaplaceProblem:
     ) -> Any:
         """The sum of ``function(v, index, call, *extra)`` over all rows."""
 
-        def part(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        def of_chunk(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
             v, index, extra = inputs
             return function(v, index, (args, kwargs), *extra)
 
-        program = self.prepared(key, part, call)
-        sums = [program((v, index, extra)) for index in self.chunks()]
-        return jax.tree.map(lambda *leaves: sum(leaves), *sums)
+        program = self.prepared(key, of_chunk, call)
+        total: Any = None
+        for index in self.chunks():
+            chunk_sum = program((v, index, extra))
+            total = (
+                chunk_sum if total is None else jax.tree.map(jnp.add, total, chunk_sum)
+            )
+        return total
+
+
+def _log_prob(site: Site) -> jax.Array:
+    """Scaled log density of a site."""
+    log_prob = site["fn"].log_prob(site["value"])
+    return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
 
 
 def _of_one_length(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Rows of several observed sites side by side: a site with fewer rows gets empty
     ones.
     """
-    number = max(len(array) for array in arrays)
-    return [
-        jnp.pad(array, [(0, number - len(array)), *[(0, 0)] * (array.ndim - 1)])
-        for array in arrays
-    ]
+    number = max(map(len, arrays))
+    padded = []
+    for array in arrays:
+        widths = [(0, number - len(array))] + [(0, 0)] * (array.ndim - 1)
+        padded.append(jnp.pad(array, widths))
+    return padded
 
 
 def read(guide: Any, sites: Sequence[str], call: Call) -> LaplaceProblem:
@@ -390,64 +390,64 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> LaplaceProblem:
     with handlers.block(), record_statistics() as recorded:
         reading = Reading(guide.model, *call, full=False)
     latent, trace, scaled = reading.latent, reading.sites, guide._scaled
-    parents = reading.depends(
-        lambda found: {name: found[name]["fn"] for name in latent}
+    parents = reading.depends(partial(_distributions, latent))
+    moments = reading.run(
+        lambda reading: {
+            name: affine_normal(fn)
+            for name, fn in _distributions(latent, reading.at({}, only=latent)).items()
+        }
     )
-    fixed, others = {}, []
-    values = reading.run(
-        lambda r: {n: affine_normal(s["fn"]) for n, s in r.at({}, only=latent).items()}
-    )
+    fixed: dict[str, tuple] = {}
+    without_moments = []
     for name in latent:
-        moments, plain = (
-            values[name],
-            trace[name]["scale"] is None and is_identity(guide._transforms[name]),
-        )
         if name in scaled:
             continue
-        if moments is not None and not parents[name] and plain:
-            fixed[name] = (np.asarray(moments[0]), np.asarray(moments[1]))
+        fn, plain = trace[name]["fn"], is_identity(guide._transforms[name])
+        if parents[name]:
+            if plain and not is_affine_normal(fn):
+                got = (
+                    f"the site {name!r}, whose {type(unwrapped(fn)).__name__} prior "
+                    f"depends on {parents[name]}"
+                )
+                instead = (
+                    "The joint mode degenerates at a scale of 0: use a non-centered "
+                    "prior, or a fixed scale."
+                )
+                raise argument_error(CALL, "model", got, instead)
+        elif moments[name] is not None and plain and trace[name]["scale"] is None:
+            loc, scale = moments[name]
+            fixed[name] = np.asarray(loc), np.asarray(scale)
             continue
-        fn = trace[name]["fn"]
-        if (
-            is_identity(guide._transforms[name])
-            and parents[name]
-            and not is_affine_normal(fn)
-        ):
-            got = (
-                f"the site {name!r}, whose {type(unwrapped(fn)).__name__} prior "
-                f"depends on {parents[name]}"
-            )
-            instead = (
-                "The joint mode degenerates at a scale of 0: use a non-centered prior, "
-                "or a fixed scale."
-            )
-            raise argument_error(CALL, "model", got, instead)
-        others.append(name)
-    observed = {
-        n: s for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]
-    }
-    plates = reading.plates
-    moving = {*sites, *(name for name in scaled if scaled[name] & set(sites))}
+        without_moments.append(name)
+    observed = {name: trace[name] for name in reading.observed}
+    moving = set(sites)
+    for name in scaled:
+        if not scaled[name].isdisjoint(sites):
+            moving.add(name)
+    normalizes = any(recorded.calls)
     unmixed = reading
-    if any(recorded.calls):
+    if normalizes:
         with handlers.block(), placeholder_statistics():
             unmixed = Reading(guide.model, *call, full=False)
-    found = _outputs(reading, unmixed, observed, moving, guide.structure == "kron")
-    prior, names = guide._prior_program, list(observed)
-    problem = LaplaceProblem(
+    return LaplaceProblem(
         guide.model,
         guide._transforms,
-        prior,
+        guide._prior_program,
         scaled,
         fixed,
-        others,
-        found,
-        names,
-        plates,
+        without_moments,
+        _outputs(reading, unmixed, observed, moving, guide.structure == "kron"),
+        list(observed),
+        reading.plates,
         sites,
+        normalizes=normalizes,
     )
-    problem.normalizes = any(recorded.calls)
-    return problem
+
+
+def _distributions(
+    names: Iterable[str], trace: Mapping[str, Site]
+) -> dict[str, dist.Distribution]:
+    return {name: trace[name]["fn"] for name in names}
 
 
 def check_sites(model: Callable, call: Call) -> None:
@@ -469,22 +469,14 @@ def check_sites(model: Callable, call: Call) -> None:
         raise argument_error(CALL, "model", got, "Subsample one plate of data.")
     for name in reading.latent:
         site = reading.sites[name]
-        inside = [
-            frame.name
-            for frame in site["cond_indep_stack"]
-            if frame.name in reading.plates
-        ]
         if site["fn"].support.is_discrete:
             raise argument_error(
                 CALL, "model", f"the discrete latent site {name!r}", INSTEAD
             )
-        if inside:
-            raise argument_error(
-                CALL,
-                "model",
-                f"the local site {name!r} in plate {inside[0]!r}",
-                INSTEAD,
-            )
+        for frame in site["cond_indep_stack"]:
+            if frame.name in reading.plates:
+                got = f"the local site {name!r} in plate {frame.name!r}"
+                raise argument_error(CALL, "model", got, INSTEAD)
         if isinstance(unwrapped(site["fn"], masked=True), dist.Laplace):
             got = (
                 f"the site {name!r} with a Laplace prior, which has no second "
@@ -506,24 +498,23 @@ def _outputs(
     :param unmixed: the same model without batch statistics, in which rows are mixed.
     """
 
-    def parts(trace: Mapping[str, Site]) -> dict[Any, Any]:
-        return {
-            (n, output): f
-            for n in observed
-            if n in dependent
-            for output, f in natural(trace[n]).items()
-        }
+    def outputs_of(trace: Mapping[str, Site]) -> dict[Any, Any]:
+        outputs = {}
+        for name in dependent:
+            for output, value in natural(trace[name]).items():
+                outputs[name, output] = value
+        return outputs
 
-    depends = reading.depends(lambda trace: {n: trace[n]["fn"] for n in observed})
-    dependent = {name for name in observed if depends[name]}
+    parents = reading.depends(partial(_distributions, observed))
+    dependent = [name for name in observed if parents[name]]
     for name in dependent:
         kind_of(observed[name])
-    used = {key: outputs & sites for key, outputs in reading.depends(parts).items()}
-    plates, mixed = reading.plates, axes_of_data(reading, parts)
-    data = mixed if unmixed is reading else axes_of_data(unmixed, parts)
+    by_output = reading.depends(outputs_of)
+    plates, mixed = reading.plates, axes_of_data(reading, outputs_of)
+    data = mixed if unmixed is reading else axes_of_data(unmixed, outputs_of)
     outputs = {}
     for name, site in observed.items():
-        if is_factor(site["fn"]) and not depends[name]:
+        if is_factor(site["fn"]) and not parents[name]:
             continue
         if plates and not any(
             frame.name in plates for frame in site["cond_indep_stack"]
@@ -533,22 +524,17 @@ def _outputs(
                 CALL, "model", got, "Run it on all rows, without a minibatch."
             )
         if name in dependent:
-            rows, arrived = (
-                {key[1]: of[key] for key in of if key[0] == name}
-                for of in (data, mixed)
-            )
-            axis = _row_axis(site, plates, rows)
-            _check_rows(arrived, axis, plates, by_products)
-            outputs[name] = (
-                axis,
-                tuple(output for n, output in used if n == name and used[n, output]),
-            )
-    if not any(names for _, names in outputs.values()):
-        got = (
-            "data that depend on none of the sites of the guide"
-            if observed
-            else "a model without observed sites"
-        )
+            axis = _row_axis(site, plates, _of_site(data, name))
+            _check_rows(_of_site(mixed, name), axis, plates, by_products)
+            used = []
+            for output, latent in _of_site(by_output, name).items():
+                if latent & sites:
+                    used.append(output)
+            outputs[name] = axis, tuple(used)
+    if not any(used for _, used in outputs.values()):
+        got = "a model without observed sites"
+        if observed:
+            got = "data that depend on none of the sites of the guide"
         raise argument_error(
             CALL,
             "sites",
@@ -556,6 +542,11 @@ def _outputs(
             "Pass the targets (`y`), and sites that the data depend on.",
         )
     return outputs
+
+
+def _of_site(outputs: Mapping[tuple[str, str], Any], name: str) -> dict[str, Any]:
+    """What is known of each output of a site."""
+    return {output: outputs[site, output] for site, output in outputs if site == name}
 
 
 def _row_axis(
@@ -568,27 +559,25 @@ def _row_axis(
 
     :param arrived: by output of the site, where axes of data lie in it.
     """
-    along = {
-        place: axis.source
-        for labels in arrived.values()
-        for axis, place in labels.items()
-        if place is not None
-    }
+    along = {}
+    for labels in arrived.values():
+        for label, place in labels.items():
+            along[place] = label.source
     rank = len(site["fn"].batch_shape)
-    outermost = [
-        frame for frame in reversed(site["cond_indep_stack"]) if rank >= -frame.dim
-    ]
-    for frame in outermost:
-        if frame.name in plates or (
-            not plates and along.get(rank + frame.dim) == frame.name
-        ):
-            return rank + frame.dim
-    places = [rank + frame.dim for frame in outermost]
-    if not places and not (site["fn"].event_dim and not _elementwise(site)):
+    places = []
+    for frame in reversed(site["cond_indep_stack"]):
+        axis = rank + frame.dim
+        if axis < 0:
+            continue
+        places.append(axis)
+        if frame.name in plates or (not plates and along.get(axis) == frame.name):
+            return axis
+    if not places and unwrapped(site["fn"], masked=True).event_dim == 0:
         places = list(range(len(site["fn"].shape())))
-    return next(
-        (axis for axis in places if axis in along), places[0] if places else None
-    )
+    for place in places:
+        if place in along:
+            return place
+    return places[0] if places else None
 
 
 def _check_rows(
@@ -600,14 +589,12 @@ def _check_rows(
     """Refuse rows that influence one another where they are taken apart: in
     minibatches, and as products.
     """
-    labels = [
-        (label, place)
-        for of_part in arrived.values()
-        for label, place in of_part.items()
-    ]
+    labels: list[tuple[Axis, int | None]] = []
+    for places in arrived.values():
+        labels += places.items()
     mixed = any(label.source in plates and place != axis for label, place in labels)
     if by_products and labels and not plates and axis is not None:
-        mixed = all(place != axis for _, place in labels)
+        mixed = axis not in {place for _, place in labels}
     if mixed:
         got = (
             "a model in which one row changes the outputs of others, such as one with "
@@ -615,7 +602,3 @@ def _check_rows(
         )
         instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
         raise argument_error(CALL, "model", got, instead)
-
-
-def _elementwise(site: Site) -> bool:
-    return unwrapped(site["fn"], masked=True).event_dim == 0
