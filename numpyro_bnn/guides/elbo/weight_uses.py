@@ -168,12 +168,11 @@ def draw_noise(
     normal_key, sign_key = random.split(rng_key)
     normals = _normals(normal_key, normal_axes)
     signs = _signs(sign_key, sign_axes)
-    return {
-        site: WeightNoise(
-            normals[site], signs.get((site, "in")), signs.get((site, "out"))
-        )
-        for site in uses
-    }
+    noise = {}
+    for site, normal in normals.items():
+        signs_in, signs_out = signs.get((site, "in")), signs.get((site, "out"))
+        noise[site] = WeightNoise(normal, signs_in, signs_out)
+    return noise
 
 
 def _axes(

@@ -19,14 +19,16 @@ from numpyro_bnn.program.compiled import prepare
 from numpyro_bnn.program.plates import draw_indices
 
 LEARNING_RATE = 3e-3
-FULL_EPOCHS = 50  # epochs of one step each that are made at once
+EPOCHS_PER_PROGRAM = 50  # epochs of one step each that are made at once
 # share of a derivative that comes from others, above which they are not independent
-MIXED = 1e-3
+MAX_MIXED_SHARE = 1e-3
 # most products with the whole precision to find the distance from the mode
-CG_STEPS = 20
-TINY = 1e-6  # nats that a step of Newton must promise
-NEAR = 0.01  # distance from the mode, as in the result of a run, at which the steps end
-BENT = 0.75  # length of the second part of such a step, twice, against the first
+MAX_CG_STEPS = 20
+MIN_GAIN_NATS = 1e-6  # nats that a step of Newton must promise
+# distance from the mode, as in the result of a run, at which the steps end
+NEWTON_DISTANCE_SDS = 0.01
+# length of the second part of such a step, twice, against the first
+MAX_BEND_RATIO = 0.75
 
 
 class SearchOptions(NamedTuple):
@@ -64,7 +66,7 @@ def fit_mode(problem: LaplaceProblem, call: Call, options: SearchOptions) -> Sea
     if plate is None and optimizer is None:
         program = prepare(partial(_descend, problem, options), *call)
         return partial(_lbfgs, program, options)
-    steps = FULL_EPOCHS if plate is None else -(-plate.size // plate.batch_size)
+    steps = EPOCHS_PER_PROGRAM if plate is None else -(-plate.size // plate.batch_size)
     if optimizer is None:
         total = max(1, options.num_epochs * steps)
         optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, total))
@@ -87,7 +89,7 @@ def fit_mode(problem: LaplaceProblem, call: Call, options: SearchOptions) -> Sea
         end, losses = jax.lax.scan(step, (v, state), jax.random.split(key, steps))
         return *end, losses[-1] if plate is None else jnp.mean(losses)
 
-    size = FULL_EPOCHS if plate is None else 1
+    size = EPOCHS_PER_PROGRAM if plate is None else 1
     return partial(_epochs, prepare(epoch, *call), optimizer, options, size)
 
 
@@ -218,7 +220,7 @@ def newton(
         value, gradient = map(_float64, slope_of((v, tuning)))
         matrix = _float64(_dense(problem, mode))
         distance = _distance(guide, problem, mode, gradient)
-        if losses and distance < NEAR:
+        if losses and distance < NEWTON_DISTANCE_SDS:
             break
         if positive_mode and not np.isfinite(distance):
             # the fit became so close that no digits are left
@@ -228,7 +230,7 @@ def newton(
         positive_mode = mode if np.isfinite(distance) else None
         diagonal = np.abs(np.diag(matrix))
         lower, gain, new = np.inf, np.inf, v
-        while lower >= value and gain > TINY and damping < 1e12:
+        while lower >= value and gain > MIN_GAIN_NATS and damping < 1e12:
             try:
                 factor = cho_factor(matrix + damping * np.diag(diagonal))
             except LinAlgError:
@@ -242,7 +244,7 @@ def newton(
             for name, move in problem.unflat(step + turn, v).items():
                 new[name] = v[name] + move
             bent_length = np.sqrt(diagonal @ turn**2)
-            straight = 2 * bent_length < BENT * np.sqrt(diagonal @ step**2)
+            straight = 2 * bent_length < MAX_BEND_RATIO * np.sqrt(diagonal @ step**2)
             lower = float(value_of((new, tuning))) if straight else np.inf
             damping = max(damping / 3, 1e-12) if lower < value else 2 * damping
         if not lower < value:
@@ -321,9 +323,9 @@ def distance(
     sweep = problem.sweep(mode.v, call)
     residual = direction = scale * gradient
     squares, total = residual @ residual, 0.0
-    for _ in range(CG_STEPS):
+    for _ in range(MAX_CG_STEPS):
         left = np.sum(residual**2 / prior_floor)
-        if left <= max(0.1 * total, NEAR**2 * len(scale)):
+        if left <= max(0.1 * total, NEWTON_DISTANCE_SDS**2 * len(scale)):
             break
         vectors = jnp.asarray(direction[:, None], float)
         image = guide._structure.product(sweep, vectors, jnp.asarray(scale, float))
@@ -413,7 +415,7 @@ def _prior_curvature(
         return back(diagonal), error / (jnp.max(jnp.abs(diagonal)) + 1e-30)
 
     diagonal, error = problem.prepared("curvature", products, call)(v)
-    if error > MIXED:
+    if error > MAX_MIXED_SHARE:
         got = (
             f"{problem.sites}, whose joint prior is not independent "
             f"({', '.join(names)})"

@@ -46,7 +46,7 @@ from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import refuse_rows
 
 STRUCTURES = ("full", "kron", "diag", "low_rank")
-LARGEST_FULL = 10_000
+MAX_FULL_UNKNOWNS = 10_000
 
 
 def _are_patterns(value: Any) -> bool:
@@ -147,8 +147,9 @@ class AutoLaplace(AutoBlocks):
             name for name in latent if self._patterns is None or matches(name, patterns)
         ]
         sizes = {name: int(np.size(self._init_locs[name])) for name in self._chosen}
-        if self.structure == "full" and sum(sizes.values()) > LARGEST_FULL:
-            got = f"'full' for {sum(sizes.values())} unknowns, more than {LARGEST_FULL}"
+        total = sum(sizes.values())
+        if self.structure == "full" and total > MAX_FULL_UNKNOWNS:
+            got = f"'full' for {total} unknowns, more than {MAX_FULL_UNKNOWNS}"
             instead = (
                 'Use "kron", "low_rank" or "diag", or `sites=` for the last layer.'
             )

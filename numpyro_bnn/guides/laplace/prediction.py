@@ -16,7 +16,7 @@ from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
 
 # of an integral over a log scale, log rate or logit; four times as many for several log
 # scales
-NODES = 64
+QUADRATURE_NODES = 64
 
 
 class LaplacePredictive(NamedTuple):
@@ -118,10 +118,10 @@ def given_log_scales(
     if fixed:
         points, weights = np.zeros((1, size)), np.ones(1)
     elif size == 1:
-        hermite, weights = np.polynomial.hermite_e.hermegauss(NODES)
+        hermite, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
         points, weights = hermite[:, None], weights / weights.sum()
     else:
-        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * NODES))
+        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * QUADRATURE_NODES))
         weights = np.full(len(points), 1 / len(points))
     values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
     values = jnp.maximum(values, 0.0)
@@ -267,7 +267,7 @@ def _averaged(
     kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array
 ) -> jax.Array:
     """log of the likelihood averaged over Gaussian outputs."""
-    points, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    points, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
     log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
     nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
     if kind == "categorical":

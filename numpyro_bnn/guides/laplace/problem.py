@@ -167,10 +167,10 @@ class LaplaceProblem:
 
     def observations(self, trace: Mapping[str, Site]) -> dict[str, ObservedRows]:
         """The observed sites; for prediction their values may have been drawn."""
-        return {
-            name: observation(trace[name], axis)
-            for name, (axis, _) in self.observed.items()
-        }
+        observations = {}
+        for name, (axis, _) in self.observed.items():
+            observations[name] = observation(trace[name], axis)
+        return observations
 
     def jacobians(
         self, v: Values, index: Any, call: Call, only: str | None = None
@@ -391,12 +391,7 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> LaplaceProblem:
         reading = Reading(guide.model, *call, full=False)
     latent, trace, scaled = reading.latent, reading.sites, guide._scaled
     parents = reading.depends(partial(_distributions, latent))
-    moments = reading.run(
-        lambda reading: {
-            name: affine_normal(fn)
-            for name, fn in _distributions(latent, reading.at({}, only=latent)).items()
-        }
-    )
+    moments = reading.run(partial(_moments, latent))
     fixed: dict[str, tuple] = {}
     without_moments = []
     for name in latent:
@@ -442,6 +437,12 @@ def read(guide: Any, sites: Sequence[str], call: Call) -> LaplaceProblem:
         sites,
         normalizes=normalizes,
     )
+
+
+def _moments(names: Sequence[str], reading: Reading) -> dict[str, tuple | None]:
+    """Loc and scale of sites with a Normal prior."""
+    trace = reading.at({}, only=names)
+    return {name: affine_normal(trace[name]["fn"]) for name in names}
 
 
 def _distributions(

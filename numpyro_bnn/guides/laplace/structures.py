@@ -34,7 +34,9 @@ from numpyro_bnn.guides.laplace.jacobians import (
 Vectors = Mapping[str, jax.Array]  # (P_s,) by site
 # sums a function of the Jacobians (and further arguments) over all rows
 Sweep = Callable[..., Any]
-ITERATIONS, OVERSAMPLING = 4, 10  # of the subspace iteration
+# of the subspace iteration: products, and vectors beside the wanted ones
+SUBSPACE_ITERATIONS = 4
+OVERSAMPLING = 10
 
 
 class LaplaceGaussian(NamedTuple):
@@ -472,7 +474,7 @@ class LowRankStructure(FullStructure):
         rank = min(self.rank, scale.size)
         width = min(rank + OVERSAMPLING, scale.size)
         basis = jnp.linalg.qr(random.normal(random.key(0), (scale.size, width)))[0]
-        for _ in range(ITERATIONS if width < scale.size else 0):
+        for _ in range(SUBSPACE_ITERATIONS if width < scale.size else 0):
             basis = jnp.linalg.qr(self.product(sweep, basis, scale))[0]
         values, turn = jnp.linalg.eigh(basis.T @ self.product(sweep, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]

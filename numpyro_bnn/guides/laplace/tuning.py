@@ -30,15 +30,16 @@ from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
 from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
 from numpyro_bnn.program.compiled import run
 
-SAME = 1e-3  # change of a log precision below which tuning ends
-FEW_STEPS = 2  # of Newton in a round of tuning
-NEWTON_STEPS = 1000  # at most, at the end
-LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
-INEXACT = 0.1  # relative error of a variance by rounding above which a run warns
-FLOAT64 = 1e-12  # the rounding of float32 is above
+LOG_PRECISION_TOLERANCE = 1e-3  # change of a log precision below which tuning ends
+ROUND_NEWTON_STEPS = 2  # of Newton in a round of tuning
+FINAL_NEWTON_STEPS = 1000  # at most, at the end
+MAX_LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
+# relative error of a variance by rounding above which a run warns
+MAX_ROUNDING_ERROR = 0.1
+MAX_FLOAT64_EPS = 1e-12  # the rounding of float32 is above
 # distance from the mode, in posterior standard deviations, below which a run has
 # converged
-CLOSE = 0.1
+CONVERGED_DISTANCE_SDS = 0.1
 
 
 class LaplaceResult(NamedTuple):
@@ -106,7 +107,7 @@ def tuned(
 
     def polished(mode: Mode, spread: Any, num_steps: int) -> Mode:
         if dense:
-            bar = progress_bar and num_steps > FEW_STEPS
+            bar = progress_bar and num_steps > ROUND_NEWTON_STEPS
             mode, newton_losses = newton(
                 guide, problem, call, mode, spread, num_steps, bar
             )
@@ -120,26 +121,26 @@ def tuned(
         v, search_losses = search(v, (precision, spread), search_key)
         losses += search_losses
         mode = measured(guide, problem, call, v, precision)
-        mode = polished(mode, spread, FEW_STEPS)
+        mode = polished(mode, spread, ROUND_NEWTON_STEPS)
         _check_positive(problem, gaussian_at(guide, problem, mode))
         evidence = float(_evidence(guide, problem, call)(mode))
         since += 1
         if best is None or evidence > highest:
             highest, since, best = evidence, 0, (mode, spread)
-        if not tune or since == LOWER_ROUNDS:
+        if not tune or since == MAX_LOWER_ROUNDS:
             break
         v, precision = mode.v, _fixed_point(guide, problem, mode, groups, call)
         gaussian = gaussian_at(guide, problem, mode._replace(precision=precision))
         spread = _spread(guide, problem, call, v, gaussian)
         factors = [precision[name] / mode.precision[name] for name in names]
-        if np.max(np.abs(np.log(factors))) < SAME:
+        if np.max(np.abs(np.log(factors))) < LOG_PRECISION_TOLERANCE:
             break
     mode, spread = best
     if tune and not dense:
         v, search_losses = search(mode.v, (mode.precision, spread), key)
         losses += search_losses
         mode = measured(guide, problem, call, v, mode.precision)
-    mode = polished(mode, spread, NEWTON_STEPS)
+    mode = polished(mode, spread, FINAL_NEWTON_STEPS)
     return _result(guide, problem, call, mode, spread, losses)
 
 
@@ -168,14 +169,16 @@ def _result(
     away = distance(guide, problem, call, mode, gradient)
     eps = float(jnp.finfo(jnp.result_type(float)).eps)
     error = eps * float(gaussian.lost)
-    if not away < CLOSE:
+    if not away < CONVERGED_DISTANCE_SDS:
         message = (
             f"{CALL}.run: {away:.2g} posterior sds from the mode on average. Run more "
             f"epochs"
         )
-        message += ", or in float64 (`jax_enable_x64`)." if eps > FLOAT64 else "."
+        message += (
+            ", or in float64 (`jax_enable_x64`)." if eps > MAX_FLOAT64_EPS else "."
+        )
         warnings.warn(message, stacklevel=outside())
-    elif error > INEXACT:
+    elif error > MAX_ROUNDING_ERROR:
         message = (
             f"{CALL}.run: rounding changes variances by up to about "
             f"{min(1.0, error):.0%}: the precision of some directions is so much "
@@ -197,7 +200,7 @@ def _result(
         effective_parameters=float(effective),
         grad_norm=float(jnp.linalg.norm(ravel_pytree(grads)[0])),
         distance=away,
-        converged=away < CLOSE,
+        converged=away < CONVERGED_DISTANCE_SDS,
     )
 
 
@@ -289,7 +292,7 @@ def _fixed_point(
     program = problem.prepared("fixed point", update, call)
     for _ in range(100):
         logs, old_logs = program((logs, mode)), logs
-        if float(jnp.max(jnp.abs(logs - old_logs))) < SAME / 10:
+        if float(jnp.max(jnp.abs(logs - old_logs))) < LOG_PRECISION_TOLERANCE / 10:
             break
     return {name: float(value) for name, value in by_site(logs).items()}
 
