@@ -37,14 +37,14 @@ class Terms(NamedTuple):
     # closed jaxpr from the values of the latent sites, in the order of ``values``, to
     # terms
     program: Any
-    needed: list[bool]  # which of its outputs add up, with ``rest``, to the bound
+    # which of its outputs add up, with ``guide_terms``, to the bound
+    needed: list[bool]
     values: dict[str, jax.Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
-    normals: dict[
-        str, tuple[jax.Array, jax.Array]
-    ]  # loc and scale of sites that may be drawn for each row
+    # loc and scale of sites that may be drawn for each row
+    normals: dict[str, tuple[jax.Array, jax.Array]]
     plain: dict[str, str]  # why the other sites are drawn once
-    rest: jax.Array  # terms of the guide alone
+    guide_terms: jax.Array  # terms of the guide alone
 
 
 class _RowwiseELBO(ELBO):
@@ -117,41 +117,48 @@ class _RowwiseELBO(ELBO):
         return methods
 
     def _uses(self, terms: Terms) -> WeightUses:
-        sizes = {name: value.size for name, value in terms.values.items()}
-        return find_uses(terms.program, terms.needed, sizes, terms.normals, self._call)
+        return find_uses(
+            terms.program, terms.needed, terms.values, terms.normals, self._call
+        )
 
-    def _methods(self, terms: Terms, found: WeightUses) -> dict[str, str]:
-        methods = {
-            name: f"plain: {why}" for name, why in (terms.plain | found.plain).items()
-        }
-        for name, use in found.uses.items():
-            methods[name] = (
-                "local reparameterization" if self.local and use.local else "flipout"
-            )
-        return {name: methods[name] for name in terms.sites}
+    def _methods(self, terms: Terms, weight_uses: WeightUses) -> dict[str, str]:
+        reasons = terms.plain | weight_uses.plain
+        methods: dict[str, str] = {}
+        for name in terms.sites:
+            use = weight_uses.uses.get(name)
+            if use is None:
+                methods[name] = f"plain: {reasons[name]}"
+            elif self.local and use.local:
+                methods[name] = "local reparameterization"
+            else:
+                methods[name] = "flipout"
+        return methods
 
     def _estimate(self, rng_key: jax.Array, terms: Terms) -> jax.Array:
-        found = self._uses(terms)
-        if not found.uses:
-            self._warn(self._methods(terms, found))
-        weights = {
-            name: RandomWeight(name, *terms.normals[name]) for name in found.uses
-        }
-        values = [weights.get(name, value) for name, value in terms.values.items()]
-        noise = draw_noise(rng_key, found.uses, self.local)
-        outputs = run(
-            terms.program, values, terms.needed, found.uses, noise, self._call
-        )
-        return sum(
-            (jnp.sum(term) for term in outputs if term is not None), start=terms.rest
-        )
+        weight_uses = self._uses(terms)
+        uses = weight_uses.uses
+        if not uses:
+            self._warn(self._methods(terms, weight_uses))
+        inputs: dict[str, Any] = dict(terms.values)
+        for name in uses:
+            inputs[name] = RandomWeight(name, *terms.normals[name])
+        noise = draw_noise(rng_key, uses, self.local)
+        bound = terms.guide_terms
+        for term in run(
+            terms.program, list(inputs.values()), terms.needed, uses, noise, self._call
+        ):
+            if term is not None:
+                bound += jnp.sum(term)
+        return bound
 
     def _warn(self, methods: Mapping[str, str]) -> None:
         if not self._warned:
             self._warned = True
-            listed = "; ".join(f"{name!r} {why}" for name, why in methods.items())
-            why = "every site is drawn once for all rows, as `Trace_ELBO` does."
-            warnings.warn(f"{self._call}: {why} {listed}", stacklevel=4)
+            message = "every site is drawn once for all rows, as `Trace_ELBO` does."
+            reasons = "; ".join(
+                f"{name!r} {method}" for name, method in methods.items()
+            )
+            warnings.warn(f"{self._call}: {message} {reasons}", stacklevel=4)
 
 
 class TraceLocalReparam_ELBO(_RowwiseELBO):
@@ -300,61 +307,45 @@ def read_terms(
     def run_guide(values: Mapping[str, Any]) -> Trace:
         return trace(handlers.seed(guide, guide_key), values)
 
-    drawn = run_guide({})
-    latent = {name: site for name, site in drawn.items() if is_latent(site)}
-    values = {
-        name: latent[name]["value"] for name in sorted(latent)
-    }  # the order in which JAX flattens them
+    guide_trace = run_guide({})
+    latent = {name: site for name, site in guide_trace.items() if is_latent(site)}
+    # in the order in which JAX flattens them
+    values = {name: latent[name]["value"] for name in sorted(latent)}
     followers = _followers(run_guide, values)
 
     def terms(values: Mapping[str, Any]) -> dict[Any, jax.Array]:
-        at = {
-            name: {**site, "value": values.get(name, site["value"])}
-            for name, site in drawn.items()
-        }
-        found = trace(handlers.replay(handlers.seed(model, model_key), at), {})
-        check_model_guide_match(found, drawn)
-        check_observations(found)
-        return _model_terms(found, latent, call)
+        guide_sites = dict(guide_trace)
+        for name, value in values.items():
+            guide_sites[name] = {**guide_sites[name], "value": value}
+        seeded = handlers.seed(model, model_key)
+        model_trace = trace(handlers.replay(seeded, guide_sites), {})
+        check_model_guide_match(model_trace, guide_trace)
+        check_observations(model_trace)
+        return _model_terms(model_trace, latent, call)
 
     program, shapes = jax.make_jaxpr(terms, return_shape=True)(values)
     parents = program_dependence(program, shapes, values)
-    keys: list[Any] = [
-        path[0].key for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]
-    ]
-    exact = {
-        name
-        for kind, name in keys
-        if kind == "exact" and not parents["exact", name] & followers[name]
-    }
-    needed = [
-        kind == "likelihood" or (kind == "exact") == (name in exact)
-        for kind, name in keys
-    ]
-    priors = {
-        name: parents["sampled", name]
-        for name in latent
-        if ("sampled", name) in parents
-    }
+    exact, priors = set(), {}
+    for name in latent:
+        if ("sampled", name) in parents:
+            priors[name] = parents["sampled", name]
+        formula = ("exact", name)
+        if formula in parents and not parents[formula] & followers[name]:
+            exact.add(name)
+    needed = []
+    for kind, name in sorted(shapes):  # as JAX flattens them
+        needed.append(kind == "likelihood" or (kind == "exact") == (name in exact))
     plain = _plain(latent, followers, priors)
-    moments = {
-        name: affine_normal(latent[name]["fn"]) for name in priors if name not in plain
-    }
-    normals = {name: found for name, found in moments.items() if found is not None}
-    alone = [
-        _log_prob(site).sum()
-        for name, site in drawn.items()
-        if site["type"] == "sample" and name not in priors
-    ]
-    return Terms(
-        program,
-        needed,
-        values,
-        list(priors),
-        normals,
-        plain,
-        -sum(alone, start=jnp.zeros(())),
-    )
+    normals = {}
+    for name in priors:
+        moments = affine_normal(latent[name]["fn"])
+        if name not in plain and moments is not None:
+            normals[name] = moments
+    guide_terms = jnp.zeros(())
+    for name, site in guide_trace.items():
+        if site["type"] == "sample" and name not in priors:
+            guide_terms += _log_prob(site).sum()
+    return Terms(program, needed, values, list(priors), normals, plain, -guide_terms)
 
 
 def _checked(trace: Trace, call: str) -> Trace:
@@ -382,50 +373,48 @@ def _followers(
     """
 
     def sites(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: (site["value"], _log_prob(site))
-            for name, site in run_guide(values).items()
-            if is_latent(site)
-        }
+        draws = {}
+        for name, site in run_guide(values).items():
+            if is_latent(site):
+                draws[name] = site["value"], _log_prob(site)
+        return draws
 
-    parents = dependence(sites, values)
-    return {
-        name: {other for other in values if other != name and name in parents[other]}
-        for name in values
-    }
+    followers: dict[str, set[str]] = {name: set() for name in values}
+    for child, parents in dependence(sites, values).items():
+        for name in parents - {child}:
+            followers[name].add(child)
+    return followers
 
 
 def _plain(
     latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]
 ) -> dict[str, str]:
     """Why sites of the model cannot be redrawn for every term of the likelihood."""
-    found = {}
+    reasons = {}
     for name in priors:
-        below = sorted(
-            other
-            for other, parents in priors.items()
-            if other != name and name in parents
-        )
+        children = [
+            child for child in sorted(priors) if child != name and name in priors[child]
+        ]
         if not is_affine_normal(latent[name]["fn"]):
             kind = type(unwrapped(latent[name]["fn"])).__name__
-            found[name] = f"its guide is a {kind}, not independent normals"
+            reasons[name] = f"its guide is a {kind}, not independent normals"
         elif followers[name]:
-            found[name] = f"the guide of {min(followers[name])!r} depends on it"
-        elif below:
-            found[name] = f"the prior of {below[0]!r} depends on it"
-    return found
+            reasons[name] = f"the guide of {min(followers[name])!r} depends on it"
+        elif children:
+            reasons[name] = f"the prior of {children[0]!r} depends on it"
+    return reasons
 
 
 def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
     """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw,
     and by formula.
     """
-    found: dict[Any, jax.Array] = {}
+    terms: dict[Any, jax.Array] = {}
     for name, site in trace.items():
         if site["type"] != "sample":
             continue
         if site["is_observed"]:
-            found["likelihood", name] = _log_prob(site)
+            terms["likelihood", name] = _log_prob(site)
         elif name not in latent:
             instead = "Give it a site in the guide, or sum it out."
             raise argument_error(
@@ -435,14 +424,14 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
                 instead,
             )
         else:  # at the draw of the guide, even if the model is given another value
-            found["sampled", name] = (
+            terms["sampled", name] = (
                 _log_prob(site, latent[name]["value"]).sum()
                 - _log_prob(latent[name]).sum()
             )
             exact = _divergence(latent[name], site)
             if exact is not None:
-                found["exact", name] = -exact
-    return found
+                terms["exact", name] = -exact
+    return terms
 
 
 def _divergence(guide: Site, model: Site) -> jax.Array | None:
@@ -470,5 +459,4 @@ def _same(a: Any, b: Any) -> bool:
     """Whether two scales are known to be equal."""
     if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
         return a is b
-    a, b = (1.0 if scale is None else scale for scale in (a, b))
-    return np.array_equal(np.asarray(a), np.asarray(b))
+    return np.array_equal(1.0 if a is None else a, 1.0 if b is None else b)

@@ -4,6 +4,7 @@ through the program.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,9 +19,11 @@ from numpyro_bnn.guides.elbo.weight_uses import (
     SHAPING,
     Piece,
     Use,
+    axes_except,
     enters_as,
     grown_axes,
     is_vector,
+    whole_axes,
 )
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
@@ -47,7 +50,7 @@ class WeightUses(NamedTuple):
 def find_uses(
     program: Any,
     needed: Sequence[bool],
-    sizes: Mapping[str, int],
+    values: Mapping[str, jax.Array],
     candidates: Collection[str],
     call: str,
 ) -> WeightUses:
@@ -57,17 +60,17 @@ def find_uses(
     Every row may have its own draw of a weight only if each needed output, a sum of
     terms, depends on one draw. The search starts with a draw for every element of every
     axis that indexes no weights, and drops the draws that turn out to mix, until none
-    are left to drop. Nothing is computed. ``sizes`` are those of the inputs, in order.
+    are left to drop. Nothing is computed. ``values`` are the inputs, in order.
     """
-    search = _Search({site: sizes[site] for site in candidates}, call)
-    constants = [_counting(value) for value in program.consts]
+    search = _Search(values, candidates, call)
+    constants = list(map(_counting, program.consts))
     while search.changed:
-        search.once(program.jaxpr, constants, needed, list(sizes))
+        search.once(program.jaxpr, constants, needed)
     return search.result()
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _WeightImage:
     """An affine image of a site, elementwise; ``grown`` holds the axes added by
     broadcasting.
     """
@@ -92,95 +95,86 @@ class _Index(_Free):
 FREE = _Free()
 
 
-class _Walk(Interpreter):
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, _WeightImage | Rows | _Free)
+
+
+class _RowWalk(Interpreter):
     """Equations without random operands are skipped, except those computed from
     counting (``arange``).
     """
 
     def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
-        if any(isinstance(value, _Weight | Rows | _Free) for value in operands):
+        if any(map(_is_followed, operands)):
             return super()._evaluate(equation, operands)
+        outputs = equation.outputs
         counts = equation.name == "iota" or any(
             isinstance(value, np.ndarray) for value in operands
         )
-        if (
-            counts
-            and len(equation.outputs) == 1
-            and equation.outputs[0].dtype.kind in "iub"
-        ):
+        if counts and len(outputs) == 1 and outputs[0].dtype.kind in "iub":
             with jax.ensure_compile_time_eval():
                 output = equation.bind(*operands)
             return [np.asarray(output if isinstance(output, jax.Array) else output[0])]
-        return [FREE] * len(equation.outputs)
+        return [FREE] * len(outputs)
 
 
 def _counting(value: Any) -> Any:
     """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
-    known = isinstance(value, np.ndarray | jax.Array) and not isinstance(
+    has_values = isinstance(value, np.ndarray | jax.Array) and not isinstance(
         value, jax.core.Tracer
     )
-    integers = known and value.ndim == 1 and jnp.issubdtype(value.dtype, jnp.integer)
+    integers = (
+        has_values and value.ndim == 1 and jnp.issubdtype(value.dtype, jnp.integer)
+    )
     return np.asarray(value) if integers and _counts(np.asarray(value), 0) else FREE
 
 
 class _Search:
-    def __init__(self, sites: dict[str, int], call: str) -> None:
-        self.sites = sites
-        self.walk = _Walk(
-            {},
-            lambda value: isinstance(value, _Weight | Rows | _Free),
-            call,
-            self.visit,
-        )
+    def __init__(
+        self, values: Mapping[str, jax.Array], candidates: Collection[str], call: str
+    ) -> None:
+        self.values, self.sites = values, set(candidates)
+        self.walk = _RowWalk({}, _is_followed, call, self.visit)
         self.plain: dict[str, str] = {}
         self.rows: dict[str, dict[int, list[Piece]]] = {}
         self.reasons: dict[str, str] = {}
         self.changed = True
 
-    def once(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        needed: Sequence[bool],
-        inputs: Sequence[str],
-    ) -> None:
+    def once(self, jaxpr: Any, consts: Sequence[Any], needed: Sequence[bool]) -> None:
         """One pass over the program; ``changed`` says whether something was dropped."""
         self.uses: dict[str, Use] = {}
         self.mixed: set[Label] = set()
         self.divided: dict[Label, int] = {}
         self.changed = False
-        followed = self.sites.keys() - self.plain.keys()
-        values = [_Weight(site) if site in followed else FREE for site in inputs]
-        for value in self.walk.run(jaxpr, consts, values, needed):
-            if isinstance(value, _Weight):
+        inputs = []
+        for site in self.values:
+            followed = site in self.sites and site not in self.plain
+            inputs.append(_WeightImage(site) if followed else FREE)
+        for value in self.walk.run(jaxpr, consts, inputs, needed):
+            if isinstance(value, _WeightImage):
                 self._give_up(value.site, "its value is a term of the model")
-        for site, axis in {
-            (label.site, label.axis) for label in self.mixed | self.divided.keys()
-        }:
-            self.changed = True
-            self.rows[site][axis] = list(self._refined(site, axis))
+        self.changed |= bool(self.mixed or self.divided)
+        for site, axes in self.rows.items():
+            for axis in axes:
+                axes[axis] = list(self._refined(site, axis))
 
     def result(self) -> WeightUses:
-        plain = dict(self.plain)
-        for site in self.sites.keys() - plain.keys():
+        uses, plain = {}, dict(self.plain)
+        for site in self.sites - plain.keys():
             use = self.uses.get(site)
             if use is None:
                 plain[site] = "no likelihood depends on it"
-            elif not any(
-                piece.fresh and piece.size > 1
-                for pieces in use.rows.values()
-                for piece in pieces
-            ):
-                plain[site] = self.reasons.get(
-                    site, f"it meets a single row at {use.where}"
-                )
-        return WeightUses(
-            {site: use for site, use in self.uses.items() if site not in plain}, plain
-        )
+            elif all(piece.draws <= 1 for piece in chain(*use.rows.values())):
+                single = f"it meets a single row at {use.where}"
+                plain[site] = self.reasons.get(site, single)
+        for site, use in self.uses.items():
+            if site not in plain:
+                uses[site] = use
+        return WeightUses(uses, plain)
 
-    def _give_up(self, site: str, why: str) -> None:
+    def _give_up(self, site: str, reason: str) -> None:
         if site not in self.plain:
-            self.plain[site] = why
+            self.plain[site] = reason
             self.changed = True
 
     def _mix(self, label: Label, equation: Equation) -> None:
@@ -195,26 +189,23 @@ class _Search:
             if label in self.mixed:
                 yield Piece(piece.size, False)
             elif label in self.divided:
-                yield from (
-                    Piece(piece.size // self.divided[label], True),
-                    Piece(self.divided[label], True),
-                )
+                inner = self.divided[label]
+                yield Piece(piece.size // inner, True)
+                yield Piece(inner, True)
             else:
                 yield piece
 
     def visit(self, equation: Equation, *operands: Any) -> Any:
-        """The rule of every primitive: a weight stays one, becomes
-        rows, or is dropped.
+        """The rule of every primitive: a weight stays one, becomes rows, or is
+        dropped.
         """
         values = list(operands)
         result = self._weights(equation, values)
         if result is None:
             result = self._flow(equation, values) or _stacked(equation, values) or FREE
-        return (
-            [result] * len(equation.outputs)
-            if equation.jaxpr_equation.primitive.multiple_results
-            else result
-        )
+        if equation.jaxpr_equation.primitive.multiple_results:
+            return [result] * len(equation.outputs)
+        return result
 
     def _flow(self, equation: Equation, values: Sequence[Any]) -> Rows | None:
         """Where the labels lie in the output; a label is dropped if one element needs
@@ -225,60 +216,45 @@ class _Search:
             return None
         if equation.name in RESHAPES:
             return self._reshaped(equation, rows[0])
-        columns = (
-            values[1].columns
-            if equation.name == "gather" and isinstance(values[1], _Index)
-            else {}
-        )
+        columns: Mapping[int, int] = {}
+        if equation.name == "gather" and isinstance(values[1], _Index):
+            columns = values[1].columns
         move, linear = rule_of(equation.jaxpr_equation, columns)
-        found = Rows()
-        for label in {label: None for held in rows for label in held}:
-            is_linear = linear(
-                [
-                    i
-                    for i, held in enumerate(rows)
-                    if label.site in {at.site for at in held}
-                ]
-            )
-            places = set()
-            for i, place in (
-                (i, held[label]) for i, held in enumerate(rows) if label in held
+        output = Rows()
+        for label in dict.fromkeys(chain(*rows)):
+            operands, places = [], set()
+            for i, labels in enumerate(rows):
+                if any(label.site == site for site, _, _ in labels):
+                    operands.append(i)
+                if label in labels:
+                    place = labels[label]
+                    if place is not SUMMED and move is not None:
+                        place = move(equation.jaxpr_equation, i, place)
+                    places.add(place)
+            single = len(places) == 1
+            if move is None or not (
+                linear(operands) or (single and SUMMED not in places)
             ):
-                places.add(
-                    place
-                    if place is SUMMED or move is None
-                    else move(equation.jaxpr_equation, i, place)
-                )
-            if (
-                move is not None
-                and len(places) == 1
-                and (is_linear or SUMMED not in places)
-            ):
-                (found[label],) = places
-            elif move is not None and is_linear:
-                found[label] = SUMMED
-            else:  # the expectation would differ from that of one draw
+                # the expectation would differ from that of one draw
                 self._mix(label, equation)
-        return found or None
+            else:
+                output[label] = places.pop() if single else SUMMED
+        return output or None
 
     def _reshaped(self, equation: Equation, rows: Rows) -> Rows | None:
-        before, after = (
-            equation.jaxpr_equation.invars[0].aval.shape,
-            equation.outputs[0].shape,
-        )
-        found = Rows()
+        old_shape = equation.jaxpr_equation.invars[0].aval.shape
+        new_shape = equation.outputs[0].shape
+        output = Rows()
         for label, place in rows.items():
             size = self.rows[label.site][label.axis][label.piece].size
-            moved, inner = (
-                (SUMMED, None)
-                if place is SUMMED
-                else reshaped(place, size, before, after)
-            )
+            inner = None
+            if place is not SUMMED:
+                place, inner = reshaped(place, size, old_shape, new_shape)
             if inner is None:
-                found[label] = moved
+                output[label] = place
             else:
                 self.divided[label] = inner  # the search starts again with both parts
-        return found or None
+        return output or None
 
     def _weights(self, equation: Equation, values: list[Any]) -> Any:
         """The output if a weight stays one or enters as a whole; otherwise weights in
@@ -289,11 +265,13 @@ class _Search:
             "conv_general_dilated",
         ):
             self._settle(equation, values)
-        weights = [i for i, value in enumerate(values) if isinstance(value, _Weight)]
+        weights = [
+            i for i, value in enumerate(values) if isinstance(value, _WeightImage)
+        ]
         if len(weights) == 1:
-            kept = self._one_weight(equation, values, weights[0])
-            if kept is not None:
-                return kept
+            image = self._one_weight(equation, values, weights[0])
+            if image is not None:
+                return image
         for i in weights:
             values[i] = self._value(equation, values[i], i)
         return None
@@ -302,12 +280,12 @@ class _Search:
         """If two weights meet, one is drawn once: the one that is spread over the
         other, or the smaller.
         """
-        if not all(isinstance(value, _Weight) for value in values) or all(
+        if not all(isinstance(value, _WeightImage) for value in values) or all(
             value.grown for value in values
         ):
             return
         first, second = sorted(
-            values, key=lambda value: (not value.grown, self.sites[value.site])
+            values, key=lambda value: (not value.grown, self.values[value.site].size)
         )
         self._give_up(
             first.site, f"it meets the random {second.site!r} at {equation.where()}"
@@ -328,79 +306,68 @@ class _Search:
             return weight
         if name == "broadcast_in_dim":
             grown = grown_axes(equation)
-            return (
-                _Weight(weight.site, grown) if is_vector(shape) or not grown else None
-            )
+            if grown and not is_vector(shape):
+                return None
+            return _WeightImage(weight.site, grown)
         use = enters_as(equation, i)
         if use is None or (use.kind == "gather" and isinstance(values[1], Rows)):
             return None
-        return self._enter(
-            equation,
-            weight.site,
-            use,
-            self._flow(equation, [*values[:i], FREE, *values[i + 1 :]]),
-        )
+        data = self._flow(equation, [*values[:i], FREE, *values[i + 1 :]])
+        return self._enter(equation, weight.site, use, data)
 
-    def _value(self, equation: Equation, weight: _Weight, i: int) -> Rows | _Free:
-        """A weight as an ordinary value: drawn for every row if it
-        has been broadcast.
-        """
-        shape, out = (
-            equation.jaxpr_equation.invars[i].aval.shape,
-            equation.outputs[0].shape,
-        )
+    def _value(self, equation: Equation, weight: _WeightImage, i: int) -> Rows | _Free:
+        """A weight as an ordinary value: drawn for every row if it was broadcast."""
+        shape = equation.jaxpr_equation.invars[i].aval.shape
+        out = equation.outputs[0].shape
         grown = weight.grown
         if equation.name in AFFINE and shape != out and not grown and is_vector(shape):
             # Elementwise operations repeat numbers, and axes of length 1, by
             # themselves.
-            own = shape or (1,) * len(out)
-            grown, shape = tuple(a for a, n in enumerate(out) if n != own[a]), out
+            lengths = shape or (1,) * len(out)
+            grown = tuple(axis for axis, n in enumerate(out) if n != lengths[axis])
+            shape = out
         if not grown:
-            self._give_up(
-                weight.site, f"it enters `{equation.name}` at {equation.where()}"
-            )
+            reason = f"it enters `{equation.name}` at {equation.where()}"
+            self._give_up(weight.site, reason)
             return FREE
-        own = tuple(1 if a in grown else n for a, n in enumerate(shape))
-        rows = {axis: [Piece(shape[axis], True)] for axis in grown}
-        outputs = tuple(a for a in range(len(shape)) if a not in grown)
-        return self._enter(
-            equation,
-            weight.site,
-            Use("broadcast", own, shape, rows, outputs, equation.where()),
+        weight_shape = list(shape)
+        for axis in grown:
+            weight_shape[axis] = 1
+        use = Use(
+            "broadcast",
+            tuple(weight_shape),
+            shape,
+            whole_axes(shape, grown),
+            axes_except(shape, grown),
+            equation.where(),
         )
+        return self._enter(equation, weight.site, use)
 
     def _enter(
         self, equation: Equation, site: str, use: Use, data: Rows | None = None
     ) -> Rows | _Free:
         """Record a use, and give its output the labels of its rows."""
-        known = self.uses.setdefault(site, use)
-        known.entries.append(equation.jaxpr_equation)
-        both_broadcast = (
-            known.kind == use.kind == "broadcast"
-            and known.rows.keys() == use.rows.keys()
+        first = self.uses.setdefault(site, use)
+        first.entries.append(equation.jaxpr_equation)
+        # two identical broadcasts take the same random numbers
+        alike = first.kind == use.kind == "broadcast" and (
+            (first.shape, first.out_shape, first.rows.keys())
+            == (use.shape, use.out_shape, use.rows.keys())
         )
-        alike = both_broadcast and (known.shape, known.out_shape) == (
-            use.shape,
-            use.out_shape,
-        )
-        if known is not use and not alike:
-            # two identical broadcasts take the same random numbers
-            self._give_up(
-                site, f"it is used twice, at {known.where} and at {use.where}"
-            )
+        if first is not use and not alike:
+            reason = f"it is used twice, at {first.where} and at {use.where}"
+            self._give_up(site, reason)
             return data or FREE
         if self.rows.setdefault(site, use.rows).keys() != use.rows.keys():
-            self.rows[site] = (
-                use.rows
-            )  # another site was dropped, and this one enters elsewhere now
-        pieces = use.rows = known.rows = self.rows[site]
+            # another site was dropped, and this one enters elsewhere now
+            self.rows[site] = use.rows
+        use.rows = first.rows = self.rows[site]
         rows = Rows(data or {})
-        for axis, parts in pieces.items():
-            for i, piece in enumerate(parts):
-                if piece.fresh and piece.size > 1:
-                    rows[Label(site, axis, i)] = Place(
-                        axis, prod(part.size for part in parts[i + 1 :])
-                    )
+        for axis, pieces in use.rows.items():
+            for i, piece in enumerate(pieces):
+                if piece.draws > 1:
+                    inner = prod(piece.size for piece in pieces[i + 1 :])
+                    rows[Label(site, axis, i)] = Place(axis, inner)
         return rows or FREE
 
 
@@ -411,14 +378,14 @@ def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
         or equation.params["dimension"] != len(equation.outputs[0].shape) - 1
     ):
         return None
-    found, column = {}, 0
+    columns, column = {}, 0
     for value, var in zip(values, equation.jaxpr_equation.invars, strict=True):
         if isinstance(value, np.ndarray) and value.shape[-1] == 1:
             for axis, length in enumerate(value.shape[:-1]):
                 if length > 1 and _counts(value[..., 0], axis):
-                    found[column] = axis
+                    columns[column] = axis
         column += var.aval.shape[-1]
-    return _Index(found) if found else None
+    return _Index(columns) if columns else None
 
 
 def _counts(value: np.ndarray, axis: int) -> bool:

@@ -2,8 +2,9 @@
 row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,7 +27,12 @@ class Piece(NamedTuple):
     """
 
     size: int
-    fresh: bool
+    varies: bool
+
+    @property
+    def draws(self) -> int:
+        """How many separate numbers are drawn along it."""
+        return self.size if self.varies else 1
 
 
 Axes = list[list[Piece]]
@@ -43,29 +49,24 @@ class Use:
     outputs: tuple[int, ...]  # output axes that index weights
     where: str  # the line of the program
     other_shape: tuple[int, ...] = ()  # of the operand that multiplies the weight
-    links: Mapping[int, int] = field(
-        default_factory=dict
-    )  # output axis of rows -> axis of that operand
+    # output axis of rows -> axis of that operand
+    links: Mapping[int, int] = field(default_factory=dict)
     inputs: tuple[
         int, ...
     ] = ()  # axes of that operand which index inputs of the weight
-    entries: list[Any] = field(
-        default_factory=list
-    )  # the equations of the program where it enters
+    # the equations of the program where it enters
+    entries: list[Any] = field(default_factory=list)
 
     @property
     def local(self) -> bool:
         """Whether outputs may be drawn instead of weights: no two of them share a draw
         of a weight.
         """
-        alone = all(
-            piece.fresh or piece.size == 1
-            for pieces in self.rows.values()
-            for piece in pieces
-        )
-        return self.kind == "broadcast" or (
-            self.kind != "conv_general_dilated" and alone
-        )
+        if self.kind == "broadcast":
+            return True
+        if self.kind == "conv_general_dilated":
+            return False
+        return all(piece.draws == piece.size for piece in chain(*self.rows.values()))
 
 
 def enters_as(equation: Equation, operand: int) -> Use | None:
@@ -75,6 +76,8 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
     shapes = [var.aval.shape for var in equation.jaxpr_equation.invars]
     numbers: Any = equation.params.get("dimension_numbers")
     out, name = equation.outputs[0].shape, equation.name
+    links: dict[int, int]
+    inputs: tuple[int, ...] = ()
     if name == "dot_general":
         links, inputs = dot_axes(equation.jaxpr_equation, 1 - operand)
     elif (
@@ -82,36 +85,49 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
         and operand == 1
         and equation.params["batch_group_count"] == 1
     ):
-        links, inputs = (
-            {numbers.out_spec[0]: numbers.lhs_spec[0]},
-            (numbers.lhs_spec[1],),
-        )
+        links = {numbers.out_spec[0]: numbers.lhs_spec[0]}
+        inputs = (numbers.lhs_spec[1],)
     elif name == "gather" and operand == 0 and not numbers.operand_batching_dims:
-        links, inputs = (
-            {axis: 0 for axis in range(len(out)) if axis not in numbers.offset_dims},
-            (),
-        )
+        links = dict.fromkeys(axes_except(out, numbers.offset_dims), 0)
     else:
         return None
-    outputs = tuple(axis for axis in range(len(out)) if axis not in links)
+    outputs = axes_except(out, links)
     if name == "conv_general_dilated":
-        outputs = (
-            numbers.out_spec[1],
-        )  # positions share weights, so they index neither rows nor weights
-    rows = {axis: [Piece(out[axis], True)] for axis in links}
-    own, other = shapes[operand], shapes[1 - operand]
-    return Use(name, own, out, rows, outputs, equation.where(), other, links, inputs)
+        # positions share weights, so they index neither rows nor weights
+        outputs = (numbers.out_spec[1],)
+    return Use(
+        name,
+        shapes[operand],
+        out,
+        whole_axes(out, links),
+        outputs,
+        equation.where(),
+        shapes[1 - operand],
+        links,
+        inputs,
+    )
+
+
+def axes_except(shape: tuple[int, ...], axes: Container[int]) -> tuple[int, ...]:
+    """The other axes of a shape."""
+    return tuple(axis for axis in range(len(shape)) if axis not in axes)
+
+
+def whole_axes(shape: tuple[int, ...], axes: Iterable[int]) -> dict[int, list[Piece]]:
+    """Axes of a shape, in one piece each."""
+    return {axis: [Piece(shape[axis], True)] for axis in axes}
 
 
 def grown_axes(equation: Equation) -> tuple[int, ...]:
     """Axes of the output of ``broadcast_in_dim`` along which it repeats its operand."""
-    before, after = (
-        equation.jaxpr_equation.invars[0].aval.shape,
-        equation.outputs[0].shape,
-    )
-    axes = zip(before, equation.params["broadcast_dimensions"], strict=True)
-    kept = {axis for length, axis in axes if length == after[axis]}
-    return tuple(a for a in range(len(after)) if a not in kept and after[a] > 1)
+    old_shape = equation.jaxpr_equation.invars[0].aval.shape
+    shape = equation.outputs[0].shape
+    grown = []
+    copied = dict(zip(equation.params["broadcast_dimensions"], old_shape, strict=True))
+    for axis, length in enumerate(shape):
+        if length > 1 and copied.get(axis) != length:
+            grown.append(axis)
+    return tuple(grown)
 
 
 def is_vector(shape: tuple[int, ...]) -> bool:
@@ -122,23 +138,20 @@ def is_vector(shape: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True)
-class Noise:
+class WeightNoise:
     """Random numbers of one use."""
 
-    normal: (
-        jax.Array
-    )  # N(0, 1): one per weight, or one per output where outputs are drawn
-    signs_in: jax.Array | None = (
-        None  # -1 or 1 per row and input, to multiply the other operand
-    )
-    signs_out: jax.Array | None = (
-        None  # -1 or 1 per row and output; none where outputs are drawn
-    )
+    # N(0, 1): one per weight, or one per output where outputs are drawn
+    normal: jax.Array
+    # -1 or 1 per row and input, to multiply the other operand
+    signs_in: jax.Array | None = None
+    # -1 or 1 per row and output; none where outputs are drawn
+    signs_out: jax.Array | None = None
 
 
 def draw_noise(
     rng_key: jax.Array, uses: Mapping[str, Use], local: bool
-) -> dict[str, Noise]:
+) -> dict[str, WeightNoise]:
     """Random numbers of all uses; with ``local``, for outputs instead of weights if the
     expectation allows it.
     """
@@ -155,82 +168,78 @@ def draw_noise(
     normal_key, sign_key = random.split(rng_key)
     normals = _normals(normal_key, normal_axes)
     signs = _signs(sign_key, sign_axes)
-    return {
-        site: Noise(normals[site], signs.get((site, "in")), signs.get((site, "out")))
-        for site in uses
-    }
+    noise = {}
+    for site, normal in normals.items():
+        signs_in, signs_out = signs.get((site, "in")), signs.get((site, "out"))
+        noise[site] = WeightNoise(normal, signs_in, signs_out)
+    return noise
 
 
 def _axes(
-    shape: tuple[int, ...], rows: Mapping[int, list[Piece]], whole: tuple[int, ...]
+    shape: tuple[int, ...],
+    rows: Mapping[int, list[Piece]],
+    weight_axes: tuple[int, ...],
 ) -> Axes:
     """Pieces of the axes: those of rows, whole axes, and none for the others
     (positions).
     """
-    return [rows.get(axis, [Piece(n, axis in whole)]) for axis, n in enumerate(shape)]
+    return [
+        rows.get(axis, [Piece(n, axis in weight_axes)]) for axis, n in enumerate(shape)
+    ]
 
 
 def _compact(axes: Axes) -> tuple[int, ...]:
-    return tuple(
-        piece.size if piece.fresh else 1 for pieces in axes for piece in pieces
-    )
+    return tuple(piece.draws for piece in chain(*axes))
 
 
 def _spread(values: jax.Array, axes: Axes) -> jax.Array:
     """Put pieces of axes together; an axis without rows keeps length 1 and is
     broadcast.
     """
-    if all(len(pieces) == 1 for pieces in axes):
-        return values
-    varied = [any(piece.fresh for piece in pieces) for pieces in axes]
-    sizes = [
-        [p.size if fresh else 1 for p in pieces]
-        for pieces, fresh in zip(axes, varied, strict=True)
-    ]
-    values = jnp.broadcast_to(values, [size for parts in sizes for size in parts])
-    return values.reshape([prod(parts) for parts in sizes])
+    shape, lengths = [], []
+    for pieces in axes:
+        sizes = [1] * len(pieces)
+        if any(piece.varies for piece in pieces):
+            sizes = [piece.size for piece in pieces]
+        shape += sizes
+        lengths.append(prod(sizes))
+    return jnp.broadcast_to(values, shape).reshape(lengths)
 
 
-def _normals(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
-    shapes = {name: _compact(axes) for name, axes in wanted.items()}
-    flat = random.normal(rng_key, (sum(map(prod, shapes.values())),))
-    return {
-        name: _spread(part, wanted[name]) for name, part in cut(flat, shapes).items()
-    }
+def _normals(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+    shapes = {name: _compact(axes) for name, axes in site_axes.items()}
+    normals = cut(random.normal(rng_key, (_total(shapes),)), shapes)
+    for name, axes in site_axes.items():
+        normals[name] = _spread(normals[name], axes)
+    return normals
 
 
-def _signs(rng_key: jax.Array, wanted: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+def _total(shapes: Mapping[Any, tuple[int, ...]]) -> int:
+    return sum(map(prod, shapes.values()))
+
+
+def _signs(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that
     rows are contiguous.
     """
-    shapes = {name: _compact(axes) for name, axes in wanted.items()}
-    words = {name: _word_shape(shape) for name, shape in shapes.items()}
-    bits = cut(
-        random.bits(rng_key, (sum(map(prod, words.values())),), jnp.uint32), words
-    )
-    return {
-        name: _spread(_unpack(part, shapes[name]), wanted[name])
-        for name, part in bits.items()
-    }
+    words = {name: _word_shape(_compact(axes)) for name, axes in site_axes.items()}
+    signs = cut(random.bits(rng_key, (_total(words),), jnp.uint32), words)
+    for name, axes in site_axes.items():
+        signs[name] = _spread(_unpack(signs[name], _compact(axes)), axes)
+    return signs
 
 
 def _word_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     rows = next((n for n in shape if n > 1), 1)
-    return (
-        (-(-rows // 32), prod(shape) // rows)
-        if rows >= 32
-        else (1, -(-prod(shape) // 32))
-    )
+    if rows < 32:
+        return 1, -(-prod(shape) // 32)
+    return -(-rows // 32), prod(shape) // rows
 
 
 def _unpack(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     bits = (words[:, None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
-    return (
-        (1 - 2 * bits.astype(jnp.int32))
-        .reshape(-1)[: prod(shape)]
-        .reshape(shape)
-        .astype(float)
-    )
+    signs = 1 - 2 * bits.astype(jnp.int32)
+    return signs.reshape(-1)[: prod(shape)].reshape(shape).astype(float)
 
 
 class RandomWeight(NamedTuple):
@@ -264,7 +273,7 @@ def run(
 @dataclass(frozen=True)
 class _Sampler:
     uses: Mapping[str, Use]
-    noise: Mapping[str, Noise]
+    noise: Mapping[str, WeightNoise]
 
     def visit(self, equation: Equation, *operands: Any) -> Any:
         """The rule of every primitive: a weight is drawn where it enters, and until
@@ -274,7 +283,7 @@ class _Sampler:
         for i, weight in enumerate(operands):
             if isinstance(weight, RandomWeight):
                 use = self.uses[weight.site]
-                if not any(equation.jaxpr_equation is entry for entry in use.entries):
+                if equation.jaxpr_equation not in use.entries:
                     return _affine_image(equation, values, i)
                 if use.kind != "broadcast":
                     return self._enter(equation, values, i)
@@ -284,14 +293,14 @@ class _Sampler:
     def _value(self, weight: RandomWeight) -> jax.Array:
         """A broadcast weight, drawn for each row."""
         noise = self.noise[weight.site]
-        normal = (
-            noise.normal if noise.signs_out is None else noise.normal * noise.signs_out
-        )
+        normal = noise.normal
+        if noise.signs_out is not None:
+            normal = normal * noise.signs_out
         return weight.mean + weight.sd * normal.astype(weight.mean.dtype)
 
     def _enter(self, equation: Equation, operands: list[Any], i: int) -> jax.Array:
         """The output of a product with data, or of a lookup, drawn for each row."""
-        weight, other = operands[i], operands[1 - i]
+        weight, data = operands[i], operands[1 - i]
         noise = self.noise[weight.site]
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -302,36 +311,30 @@ class _Sampler:
             shape = _positions(equation, i, noise.signs_out)
             if shape is not None:
                 return _product_by_row(
-                    equation, other.reshape(shape), weight.mean, change, noise
+                    equation, data.reshape(shape), weight.mean, change, noise
                 )
-            signed = (
-                other
-                if noise.signs_in is None
-                else other * noise.signs_in.astype(other.dtype)
-            )
-            moved = product(signed, change)
-            return product(other, weight.mean) + moved * noise.signs_out.astype(
-                moved.dtype
-            )
+            mean = product(data, weight.mean)
+            if noise.signs_in is not None:
+                data = data * noise.signs_in.astype(data.dtype)
+            perturbed = product(data, change)
+            return mean + perturbed * noise.signs_out.astype(perturbed.dtype)
         if equation.name == "gather":
-            sd = product(other, weight.sd)
+            sd = product(data, weight.sd)
         else:
-            sd = _sqrt(product(jnp.square(other), jnp.square(weight.sd)))
-        return product(other, weight.mean) + sd * noise.normal.astype(sd.dtype)
+            sd = _sqrt(product(jnp.square(data), jnp.square(weight.sd)))
+        return product(data, weight.mean) + sd * noise.normal.astype(sd.dtype)
 
 
 def _affine_image(equation: Equation, operands: list[Any], i: int) -> RandomWeight:
     weight, name = operands[i], equation.name
 
-    def image(part: jax.Array) -> jax.Array:
-        return equation.bind(*operands[:i], part, *operands[i + 1 :])
+    def image(moment: jax.Array) -> jax.Array:
+        return equation.bind(*operands[:i], moment, *operands[i + 1 :])
 
     sd = weight.sd if name in ("add", "sub", "neg") else image(weight.sd)
-    return RandomWeight(
-        weight.site,
-        image(weight.mean),
-        -sd if (name, i) in (("sub", 1), ("neg", 0)) else sd,
-    )
+    if (name, i) in (("sub", 1), ("neg", 0)):
+        sd = -sd
+    return RandomWeight(weight.site, image(weight.mean), sd)
 
 
 def _positions(
@@ -343,23 +346,19 @@ def _positions(
     if equation.name != "dot_general" or operand != 1:
         return None
     x, w = (var.aval.shape for var in equation.jaxpr_equation.invars)
-    contracted, batch = (
-        tuple(map(tuple, axes)) for axes in equation.params["dimension_numbers"]
-    )
-    if len(w) != 2 or contracted != ((len(x) - 1,), (0,)) or batch != ((), ()):
+    contracted, batch = equation.params["dimension_numbers"]
+    if len(w) != 2 or any(batch) or [*contracted[0], *contracted[1]] != [len(x) - 1, 0]:
         return None
     signs = signs_out.shape[:-1]
     rows = next((axis for axis, n in enumerate(signs) if n != x[axis]), len(signs))
     positions = prod(x[rows:-1])
-    return (
-        (prod(x[:rows]), positions, x[-1])
-        if set(signs[rows:]) <= {1} and x[-1] <= positions
-        else None
-    )
+    if positions < x[-1] or prod(signs[rows:]) != 1:
+        return None
+    return prod(x[:rows]), positions, x[-1]
 
 
 def _product_by_row(
-    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: Noise
+    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: WeightNoise
 ) -> jax.Array:
     """Every row with its own weights, mean + r change t: one product forward and
     backward instead of two.

@@ -27,15 +27,16 @@ from numpyro_bnn._options import (
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace import structures
-from numpyro_bnn.guides.laplace.fitting import Fit, fit_mode
-from numpyro_bnn.guides.laplace.jacobians import Layout, Outer
+from numpyro_bnn.guides.laplace.fitting import SearchOptions, fit_mode
+from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import (
     LaplacePredictive,
+    PredictiveOptions,
     log_density,
     predict,
 )
-from numpyro_bnn.guides.laplace.problem import Call, Problem, check_sites, read
+from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, check_sites, read
 from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
 from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program.arguments import Arguments, as_arrays
@@ -45,7 +46,7 @@ from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import refuse_rows
 
 STRUCTURES = ("full", "kron", "diag", "low_rank")
-LARGEST_FULL = 10_000
+MAX_FULL_UNKNOWNS = 10_000
 
 
 def _are_patterns(value: Any) -> bool:
@@ -146,38 +147,40 @@ class AutoLaplace(AutoBlocks):
             name for name in latent if self._patterns is None or matches(name, patterns)
         ]
         sizes = {name: int(np.size(self._init_locs[name])) for name in self._chosen}
-        if self.structure == "full" and sum(sizes.values()) > LARGEST_FULL:
-            got = f"'full' for {sum(sizes.values())} unknowns, more than {LARGEST_FULL}"
+        total = sum(sizes.values())
+        if self.structure == "full" and total > MAX_FULL_UNKNOWNS:
+            got = f"'full' for {total} unknowns, more than {MAX_FULL_UNKNOWNS}"
             instead = (
                 'Use "kron", "low_rank" or "diag", or `sites=` for the last layer.'
             )
             raise argument_error(CALL, "structure", got, instead)
         if self.structure == "kron":
             layouts = self._layouts(read(self, self._chosen, self._prototype_call))
-            self._structure: Any = structures.Kron(sizes, layouts)
+            self._structure: Any = structures.KroneckerStructure(sizes, layouts)
         elif self.structure == "low_rank":
-            self._structure = structures.LowRank(sizes, self._rank)
+            self._structure = structures.LowRankStructure(sizes, self._rank)
+        elif self.structure == "full":
+            self._structure = structures.FullStructure(sizes)
         else:
-            self._structure = {"full": structures.Full, "diag": structures.Diagonal}[
-                self.structure
-            ](sizes)
+            self._structure = structures.DiagonalStructure(sizes)
         return self._structure.blocks()
 
-    def _layouts(self, problem: Problem) -> dict[str, Layout]:
+    def _layouts(self, problem: LaplaceProblem) -> dict[str, MatrixLayout]:
         """The sites that are matrices of a layer."""
-        found: dict[str, Layout] = {}
+        layouts: dict[str, MatrixLayout] = {}
 
         def note(v: Values) -> None:
-            for name, part in problem.jacobians(
-                v, problem.few(), self._prototype_call
-            ).items():
-                if isinstance(part, Outer):
-                    found[name] = part.layout
+            index = problem.chunks()[0]
+            jacobians = problem.jacobians(v, index, self._prototype_call)
+            for name in self._chosen:
+                jacobian = jacobians[name]
+                if isinstance(jacobian, OuterJacobian):
+                    layouts[name] = jacobian.layout
 
         jax.eval_shape(note, dict(self._init_locs))
-        for name in found:
+        for name in layouts:
             scale = problem.fixed[name][1] if name in problem.fixed else None
-            if name in problem.others or (
+            if name in problem.other_sites or (
                 scale is not None and np.ptp(scale) > 1e-6 * np.max(scale)
             ):
                 got = (
@@ -187,7 +190,7 @@ class AutoLaplace(AutoBlocks):
                 raise argument_error(
                     CALL, "structure", got, 'Use "diag", "low_rank" or "full".'
                 )
-        return {name: found[name] for name in self._chosen if name in found}
+        return layouts
 
     def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
         if name in self._chosen:
@@ -202,11 +205,12 @@ class AutoLaplace(AutoBlocks):
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
     def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
-        held = [name for name in self._transforms if name not in self._chosen]
+        scales = {}
+        for name in self._transforms:
+            if name not in self._chosen:
+                scales[f"{name}_{self.prefix}_scale"] = 0.0
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
-            return super()._normals(
-                {**{f"{name}_{self.prefix}_scale": 0.0 for name in held}, **params}
-            )
+            return super()._normals(scales | dict(params))
 
     # -- fitting -----------------------------------------------------------------------
 
@@ -284,7 +288,7 @@ class AutoLaplace(AutoBlocks):
                 self._setup_prototype(*args, **kwargs)
             problem = read(self, self._chosen, (args, kwargs))
         start = self._started(problem, (args, kwargs), dict(init_params or {}))
-        options = Fit(num_epochs, optimizer, patience, progress_bar)
+        options = SearchOptions(num_epochs, optimizer, patience, progress_bar)
         search = fit_mode(problem, (args, kwargs), options)
         newton = optimizer is None and num_epochs > 0
         return tuned(
@@ -300,19 +304,21 @@ class AutoLaplace(AutoBlocks):
             progress_bar,
         )
 
-    def _started(self, problem: Problem, call: Call, given: dict[str, Any]) -> Values:
+    def _started(
+        self, problem: LaplaceProblem, call: Call, init: dict[str, Any]
+    ) -> Values:
         """Coordinates of the start."""
         trace = self.prototype_trace or {}
-        own = {name for name, site in trace.items() if site["type"] == "param"}
-        for name in given:
-            if name not in self._transforms and name not in own:
+        learned = {name for name, site in trace.items() if site["type"] == "param"}
+        for name in init:
+            if name not in self._transforms and name not in learned:
                 raise unknown_name(
-                    f"{CALL}.run", "init_params", name, [*self._transforms, *own]
+                    f"{CALL}.run", "init_params", name, [*self._transforms, *learned]
                 )
-        for name in own:
-            leaves = jax.tree.leaves(given.get(name, trace[name]["value"]))
-            if name in given:
-                problem.held[name] = given[name]
+        for name in learned:
+            leaves = jax.tree.leaves(init.get(name, trace[name]["value"]))
+            if name in init:
+                problem.model_params[name] = init[name]
             elif leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
                 got = f"a model with the parameter {name!r}, and no value for it"
                 raise argument_error(
@@ -322,20 +328,20 @@ class AutoLaplace(AutoBlocks):
                     "Train it first, e.g. by SVI, and pass it.",
                 )
         v = dict(self._init_locs)
-        if not given.keys() & self._transforms.keys():
+        if not init.keys() & self._transforms.keys():
             return v
         values = run(lambda v, *call: problem.values(v, call), v, *call, once=True)
-        for name in given.keys() & self._transforms.keys():
-            if np.shape(given[name]) != values[name].shape:
-                got = f"shape {np.shape(given[name])} for {name!r}"
+        for name in init.keys() & self._transforms.keys():
+            if np.shape(init[name]) != values[name].shape:
+                got = f"shape {np.shape(init[name])} for {name!r}"
                 raise argument_error(
                     f"{CALL}.run",
                     "init_params",
                     got,
                     f"Pass a value of shape {values[name].shape}.",
                 )
-            check_finite(f"{CALL}.run", f"init_params[{name!r}]", given[name])
-            values[name] = jnp.asarray(given[name], float)
+            check_finite(f"{CALL}.run", f"init_params[{name!r}]", init[name])
+            values[name] = jnp.asarray(init[name], float)
         return run(
             lambda values, *call: problem.coordinates(values, call),
             values,
@@ -344,25 +350,25 @@ class AutoLaplace(AutoBlocks):
         )
 
     def _to_params(
-        self, v: Values, gaussian: structures.Gaussian
+        self, v: Values, gaussian: structures.LaplaceGaussian
     ) -> dict[str, jax.Array]:
         """Parameters by the names of the guide."""
-        in_blocks = {name: block for block, _ in self._blocks for name in block.shapes}
-        params = {}
+        in_blocks: dict[str, Any] = {}
+        params: dict[str, jax.Array] = {}
         for block, _ in self._blocks:
-            params[f"{block.name}_loc"] = jnp.concatenate(
-                [jnp.ravel(v[name]) for name in block.shapes]
-            )
+            in_blocks |= dict.fromkeys(block.shapes, block)
+            locs = [jnp.ravel(v[name]) for name in block.shapes]
+            params[f"{block.name}_loc"] = jnp.concatenate(locs)
         for name, value in v.items():
             if name not in in_blocks:
                 params[f"{name}_{self.prefix}_loc"] = value
-        for (name, part), value in gaussian.params.items():
+        for (name, field), value in gaussian.params.items():
             if name == "*":
-                params[f"{self.prefix}_{part}"] = value
+                params[f"{self.prefix}_{field}"] = value
             elif name in in_blocks:
-                params[f"{in_blocks[name].name}_{part}"] = value
+                params[f"{in_blocks[name].name}_{field}"] = value
             else:
-                params[f"{name}_{self.prefix}_{part}"] = value.reshape(v[name].shape)
+                params[f"{name}_{self.prefix}_{field}"] = value.reshape(v[name].shape)
         return params
 
     # -- prediction --------------------------------------------------------------------
@@ -403,10 +409,12 @@ class AutoLaplace(AutoBlocks):
         name, problem, call_args = self._for_rows(
             "predictive", params, args, kwargs, site
         )
-        options = (name, linearized, link, covariance, num_samples)
+        options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
-        def predict_rows(problem: Problem, given: tuple, call: Call) -> dict[str, Any]:
-            params, key = given
+        def predict_rows(
+            problem: LaplaceProblem, inputs: tuple, call: Call
+        ) -> dict[str, Any]:
+            params, key = inputs
             return predict(self, problem, params, key, call, options)._asdict()
 
         return LaplacePredictive(
@@ -437,7 +445,9 @@ class AutoLaplace(AutoBlocks):
             "log_predictive_density", params, args, kwargs, site
         )
 
-        def score(problem: Problem, params: Mapping[str, Any], call: Call) -> jax.Array:
+        def score(
+            problem: LaplaceProblem, params: Mapping[str, Any], call: Call
+        ) -> jax.Array:
             return log_density(self, problem, params, call, name)
 
         return _on_rows(score, problem, dict(params), call)
@@ -459,7 +469,7 @@ class AutoLaplace(AutoBlocks):
                 got,
                 "Call `run` of this guide first, so that it reads the model.",
             )
-        names = [name for name, (_, used) in problem.observed.items() if used]
+        names = problem.modeled
         if site is None and len(names) > 1:
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
         name = names[0] if site is None else site
@@ -472,12 +482,12 @@ class AutoLaplace(AutoBlocks):
 
     def _coordinates(self, params: Mapping[str, Any]) -> Values:
         """Locations of all sites."""
-        found: Values = {}
+        locs: Values = {}
         for block, _ in self._blocks:
-            found |= block.unflatten(params[f"{block.name}_loc"])
-        rest = [name for name in self._transforms if name not in found]
-        found |= {name: params[f"{name}_{self.prefix}_loc"] for name in rest}
-        return {name: found[name] for name in self._transforms}
+            locs |= block.unflatten(params[f"{block.name}_loc"])
+        for name in self._transforms.keys() - locs.keys():
+            locs[name] = params[f"{name}_{self.prefix}_loc"]
+        return {name: locs[name] for name in self._transforms}
 
 
 def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -486,19 +496,17 @@ def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
             check_finite(call, "args", leaf)
 
 
-def _on_rows(fn: Callable, problem: Problem, given: Any, call: Call) -> Any:
+def _on_rows(fn: Callable, problem: LaplaceProblem, inputs: Any, call: Call) -> Any:
     """``fn(problem, given, call)`` as a program, of which the training rows are inputs
     too if it needs them.
     """
     training, arrays = Arguments.of(*(problem.training or ((), {}))).split()
 
-    def computed(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        arrays, values = given
-        known = (
-            problem
-            if problem.training is None
-            else replace(problem, training=training.call(arrays))
-        )
-        return fn(known, values, (args, kwargs))
+    def computed(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        arrays, values = inputs
+        trained = problem
+        if problem.training is not None:
+            trained = replace(problem, training=training.call(arrays))
+        return fn(trained, values, (args, kwargs))
 
-    return run(computed, (arrays, given), *call)
+    return run(computed, (arrays, inputs), *call)

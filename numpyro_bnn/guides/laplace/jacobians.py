@@ -14,7 +14,7 @@ Jacobian by forward or reverse mode. The rows of a product are the axis that bec
 element by element, the rows of the outputs; another axis may well have the same length.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -30,12 +30,11 @@ from numpyro_bnn.moments.interpret import Equation, Interpreter
 ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "copy", "convert_element_type", "name"}
 )
-SHAPING = frozenset(
-    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
-)  # in the order of the elements
+# in the order of the elements
+SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How the elements of a site make a matrix: shape of the weight, its axes with
     inputs first, and (I, O).
     """
@@ -45,54 +44,49 @@ class Layout(NamedTuple):
     size: tuple[int, int]
 
 
-class Outer(NamedTuple):
+class OuterJacobian(NamedTuple):
     """The Jacobian with respect to a site that is a matrix (I, O): inputs times
     gradients.
 
     :param inputs: (B, T, I) a.
     :param grads: (B, D, T, O) g.
     :param slope: (I, O) S.
-    :param known: (B,) 1 for rows with data, 0 for rows that are masked.
+    :param has_data: (B,) 1 for rows with data, 0 for rows that are masked.
     """
 
     inputs: jax.Array
     grads: jax.Array
     slope: jax.Array
-    layout: Layout
-    known: jax.Array
+    layout: MatrixLayout
+    has_data: jax.Array
 
     def dense(self) -> jax.Array:
         """(B, D, P) in the order of the site."""
-        found = jnp.einsum("bti,bdto->bdio", self.inputs, self.grads) * self.slope
-        return from_matrix(found, self.layout)
+        matrices = jnp.einsum("bti,bdto->bdio", self.inputs, self.grads) * self.slope
+        return from_matrix(matrices, self.layout)
 
     def squares(self) -> jax.Array:
         """(P,) sums of squares over rows and directions."""
         if self.inputs.shape[1] > 1:
             return jnp.sum(self.dense() ** 2, axis=(0, 1))
-        products = (self.inputs[:, 0] ** 2).T @ jnp.sum(
-            self.grads[:, :, 0] ** 2, axis=1
-        )
-        found = self.slope**2 * products
-        return from_matrix(found, self.layout)
+        grads = jnp.sum(self.grads[:, :, 0] ** 2, axis=1)
+        products = (self.inputs[:, 0] ** 2).T @ grads
+        return from_matrix(self.slope**2 * products, self.layout)
 
     def times(self, vectors: jax.Array) -> jax.Array:
         """(B, D, K): the product with (P, K)."""
         matrix = to_matrix(vectors.T, self.layout) * self.slope
-        return jnp.einsum(
-            "btko,bdto->bdk",
-            jnp.einsum("bti,kio->btko", self.inputs, matrix),
-            self.grads,
-        )
+        outputs = jnp.einsum("bti,kio->btko", self.inputs, matrix)
+        return jnp.einsum("btko,bdto->bdk", outputs, self.grads)
 
     def transposed_times(self, values: jax.Array) -> jax.Array:
         """(P, K): the product of the transpose with (B, D, K)."""
         back = jnp.einsum("bdto,bdk->btko", self.grads, values)
-        found = jnp.einsum("bti,btko->kio", self.inputs, back) * self.slope
-        return from_matrix(found, self.layout).T
+        matrix = jnp.einsum("bti,btko->kio", self.inputs, back) * self.slope
+        return from_matrix(matrix, self.layout).T
 
 
-class Dense(NamedTuple):
+class DenseJacobian(NamedTuple):
     """The Jacobian (B, D, P) with respect to any other site."""
 
     matrix: jax.Array
@@ -114,29 +108,27 @@ class Dense(NamedTuple):
         return jnp.einsum("bdp,bdk->pk", self.matrix, values)
 
 
-Jacobians = dict[str, Outer | Dense]
+Jacobians = dict[str, OuterJacobian | DenseJacobian]
 
 
-def to_matrix(flat: jax.Array, layout: "Layout") -> jax.Array:
+def to_matrix(flat: jax.Array, layout: "MatrixLayout") -> jax.Array:
     """(..., P) in the order of a site as (..., I, O)."""
     lead = flat.shape[:-1]
     value = flat.reshape(lead + layout.shape)
-    moved = value.transpose(*range(len(lead)), *(len(lead) + a for a in layout.axes))
-    return moved.reshape(lead + layout.size)
+    ordered = value.transpose(*range(len(lead)), *(len(lead) + a for a in layout.axes))
+    return ordered.reshape(lead + layout.size)
 
 
-def from_matrix(matrix: jax.Array, layout: "Layout") -> jax.Array:
+def from_matrix(matrix: jax.Array, layout: "MatrixLayout") -> jax.Array:
     """The inverse: (..., I, O) as (..., P)."""
     lead = matrix.shape[:-2]
     value = matrix.reshape(lead + tuple(layout.shape[a] for a in layout.axes))
-    back = np.argsort(layout.axes)
-    return value.transpose(
-        *range(len(lead)), *(len(lead) + int(a) for a in back)
-    ).reshape((*lead, -1))
+    order = np.argsort(layout.axes) + len(lead)
+    return value.transpose(*range(len(lead)), *order.tolist()).reshape((*lead, -1))
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _SiteImage:
     """An elementwise affine image of a site, with its derivative."""
 
     site: str
@@ -158,18 +150,16 @@ class _Use(NamedTuple):
 
     inputs: jax.Array
     slope: jax.Array
-    layout: Layout
+    layout: MatrixLayout
     out: jax.ShapeDtypeStruct
-    order: tuple[
-        int, ...
-        # axes of the output: rows (if there are several), positions, then those of the
-        # weight
-    ]
+    # axes of the output: rows (if there are several), positions, then those of the
+    # weight
+    order: tuple[int, ...]
 
     def grads(self, cotangents: jax.Array) -> jax.Array:
         """(B, D, T, O) of gradients (D, *out)."""
-        moved = cotangents.transpose(*(1 + axis for axis in self.order), 0)
-        by_row = moved.reshape(
+        ordered = cotangents.transpose(*(1 + axis for axis in self.order), 0)
+        by_row = ordered.reshape(
             self.inputs.shape[0], -1, self.layout.size[1], cotangents.shape[0]
         )
         return by_row.transpose(0, 3, 1, 2)
@@ -191,36 +181,44 @@ def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
     entries: dict[str, list[Any]] = {name: [] for name in names}
 
     def enter(equation: Any, operands: Sequence[Any]) -> Any:
-        marked = [i for i, operand in enumerate(operands) if isinstance(operand, _Mark)]
-        rows = [
-            Rows() if isinstance(operand, _Mark) else operand for operand in operands
-        ]
-        if len(marked) == 1 and is_image(equation, marked[0]) and not any(rows):
+        marked, rows = [], []
+        for i, operand in enumerate(operands):
+            is_marked = isinstance(operand, _Mark)
+            rows.append(Rows() if is_marked else operand)
+            if is_marked:
+                marked.append(i)
+        image = len(marked) == 1 and is_image(equation, marked[0])
+        if image and not any(rows):
             return operands[marked[0]]
         # An image that depends on other sites, or two sites at once: no product with a
         # constant.
-        single = len(marked) == 1 and not is_image(equation, marked[0])
-        found = moved(equation, rows)
+        single = len(marked) == 1 and not image
+        output_rows = moved(equation, rows)
         for i in marked:
             entries[operands[i].site] += [equation] if single else [None, None]
         if single:
             for axis, size in enumerate(equation.outvars[0].aval.shape):
-                found[Axis(operands[marked[0]].site, axis, size)] = Place(axis, 1)
-        return found
+                label = Axis(operands[marked[0]].site, axis, size)
+                output_rows[label] = Place(axis, 1)
+        return output_rows
 
-    (outputs,) = follow_axes(jaxpr, [_Mark(name) for name in names], enter)
+    (outputs,) = follow_axes(jaxpr, list(map(_Mark, names)), enter)
     number = jaxpr.outvars[0].aval.shape[0]
-    once = [name for name in names if len(entries[name]) == 1]
+    axes: dict[str, int | None] = {}
     if number == 1:
-        return {name: _Entry(entries[name][0], None) for name in once}
-    found = {}
-    for label, place in outputs.items() if isinstance(outputs, Rows) else ():
-        if label.source in once and place == Place(0, 1) and label.size == number:
-            found[label.source] = _Entry(entries[label.source][0], label.axis)
-    return found
+        axes = dict.fromkeys(names)
+    elif isinstance(outputs, Rows):
+        for label, place in outputs.items():
+            if place == Place(0, 1) and label.size == number:
+                axes[label.source] = label.axis
+    single_entries = {}
+    for name, axis in axes.items():
+        if len(entries[name]) == 1:
+            single_entries[name] = _Entry(entries[name][0], axis)
+    return single_entries
 
 
-class _Walk:
+class _OutputWalk:
     """One interpretation of a program; ``shifts`` are added to the outputs where sites
     enter.
     """
@@ -232,105 +230,121 @@ class _Walk:
         self.uses: dict[str, _Use] = {}
 
     def run(self, closed: Any, values: Mapping[str, jax.Array]) -> jax.Array:
-        marked = [
-            _Weight(name, value, jnp.ones_like(value)) for name, value in values.items()
-        ]
+        marked = []
+        for name, value in values.items():
+            marked.append(_SiteImage(name, value, jnp.ones_like(value)))
         walk = Interpreter(
             {},
-            lambda value: isinstance(value, _Weight),
+            lambda value: isinstance(value, _SiteImage),
             "guides.AutoLaplace",
             self._enter,
         )
-        (found,) = walk.run(closed.jaxpr, closed.consts, marked)
-        return found.value if isinstance(found, _Weight) else found
+        (output,) = walk.run(closed.jaxpr, closed.consts, marked)
+        return _value(output)
 
     def _enter(self, equation: Equation, *operands: Any) -> Any:
-        hits = [i for i, operand in enumerate(operands) if isinstance(operand, _Weight)]
-        plain = [
-            operand.value if isinstance(operand, _Weight) else operand
-            for operand in operands
-        ]
-        weight = operands[hits[0]]
-        if len(hits) == 1 and is_image(equation.jaxpr_equation, hits[0]):
-            return _image(equation, hits[0], plain, weight)
+        marked = []
+        for i, operand in enumerate(operands):
+            if isinstance(operand, _SiteImage):
+                marked.append(i)
+        plain = list(map(_value, operands))
+        weight = operands[marked[0]]
+        if len(marked) == 1 and is_image(equation.jaxpr_equation, marked[0]):
+            return _image(equation, marked[0], plain, weight)
         out = equation.bind(*plain)
         entry = self.entries.get(weight.site)
         if entry is None or entry.equation is not equation.jaxpr_equation:
             return out
-        use = self._use(equation, hits[0], plain, weight)
+        use = self._use(equation, marked[0], plain, weight)
         if use is not None:
             self.uses[weight.site] = use
         return out + self.shifts[weight.site] if weight.site in self.shifts else out
 
     def _use(
-        self, equation: Equation, at: int, plain: list, weight: _Weight
+        self, equation: Equation, operand: int, plain: list, weight: _SiteImage
     ) -> _Use | None:
-        name, out, row = (
-            equation.name,
-            equation.outputs[0],
-            self.entries[weight.site].row,
-        )
+        name, row = equation.name, self.entries[weight.site].row
+        product: _MatrixProduct | None = None
         if name == "dot_general":
-            found = _product(equation, at, plain, row)
-        elif name == "conv_general_dilated" and at == 1:
-            found = _convolution(equation, plain, row)
-        elif name in ("add", "sub", "broadcast_in_dim") and not (
-            name == "sub" and at == 1
-        ):
-            found = _shift(equation, weight.value, row)
-        else:
+            product = _product(equation, operand, plain, row)
+        elif name == "conv_general_dilated" and operand == 1:
+            product = _convolution(equation, plain, row)
+        elif name in ("add", "broadcast_in_dim") or (name, operand) == ("sub", 0):
+            product = _shift(equation, weight.value, row)
+        if product is None:
             return None
-        if found is None:
-            return None
-        inputs, axes, order = found
+        inputs, axes, order = product
         size = (inputs.shape[2], weight.value.size // inputs.shape[2])
-        layout = Layout(weight.value.shape, axes, size)
-        return _Use(inputs, to_matrix(weight.slope.ravel(), layout), layout, out, order)
+        layout = MatrixLayout(weight.value.shape, axes, size)
+        slope = to_matrix(weight.slope.ravel(), layout)
+        return _Use(inputs, slope, layout, equation.outputs[0], order)
 
 
-def is_image(equation: Any, at: int) -> bool:
+def _value(operand: Any) -> Any:
+    return operand.value if isinstance(operand, _SiteImage) else operand
+
+
+class _MatrixProduct(NamedTuple):
+    """A product of inputs (B, T, I) and a weight, whose axes are given with those of
+    inputs first, and the axes of the output: rows, positions, those of the weight.
+    """
+
+    inputs: jax.Array
+    weight_axes: tuple[int, ...]
+    output_axes: tuple[int, ...]
+
+
+def is_image(equation: Any, operand: int) -> bool:
     """Whether an equation computes an elementwise affine image of an operand."""
     name = equation.primitive.name
-    affine = name in ELEMENTWISE and not (name == "div" and at == 1)
-    return (affine or name in SHAPING) and equation.outvars[
-        0
-    ].aval.size == equation.invars[at].aval.size
+    if name not in ELEMENTWISE | SHAPING or (name, operand) == ("div", 1):
+        return False
+    return equation.outvars[0].aval.size == equation.invars[operand].aval.size
 
 
-def _image(equation: Equation, at: int, plain: list, weight: _Weight) -> _Weight:
-    def of(value: jax.Array) -> jax.Array:
-        return equation.bind(*plain[:at], value, *plain[at + 1 :])
+def _image(
+    equation: Equation, operand: int, plain: list, weight: _SiteImage
+) -> _SiteImage:
+    def image(value: jax.Array) -> jax.Array:
+        return equation.bind(*plain[:operand], value, *plain[operand + 1 :])
 
-    return _Weight(weight.site, *jax.jvp(of, (weight.value,), (weight.slope,)))
+    return _SiteImage(weight.site, *jax.jvp(image, (weight.value,), (weight.slope,)))
 
 
-def _rows_first(row: int | None, others: Sequence[int]) -> tuple[int, ...]:
+def _rows_first(row: int | None, axes: Sequence[int]) -> tuple[int, ...]:
     """Axes with those of rows in front; without, all are positions of one row."""
-    return (
-        tuple(others)
-        if row is None
-        else (row, *(axis for axis in others if axis != row))
+    return tuple(sorted(axes, key=lambda axis: axis != row))
+
+
+def _axes_except(shape: Sequence[int], axes: Container[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(len(shape)) if axis not in axes)
+
+
+def _product(
+    equation: Equation, operand: int, plain: list, row: int | None
+) -> _MatrixProduct | None:
+    contracted, batch = equation.params["dimension_numbers"]
+    # free axes of the inputs, by axis of the output
+    links, _ = dot_axes(equation.jaxpr_equation, 1 - operand)
+    if batch[0] or (row is not None and row not in links):
+        return None
+    front, data = _rows_first(row, tuple(links)), plain[1 - operand]
+    free = [links[axis] for axis in front]
+    inputs = data.transpose(*free, *contracted[1 - operand])
+    positions = inputs.shape[: len(free)]
+    rows = 1 if row is None else positions[0]
+    inputs = inputs.reshape(rows, prod(positions) // rows, -1)
+    outputs = _axes_except(jnp.shape(plain[operand]), contracted[operand])
+    return _MatrixProduct(
+        inputs,
+        (*contracted[operand], *outputs),
+        (*front, *_axes_except(equation.outputs[0].shape, links)),
     )
 
 
-def _product(equation: Equation, at: int, plain: list, row: int | None) -> tuple | None:
-    contracted, batch = equation.params["dimension_numbers"]
-    links, _ = dot_axes(
-        equation.jaxpr_equation, 1 - at
-    )  # free axes of the inputs, by axis of the output
-    if batch[0] or (row is not None and row not in links):
-        return None
-    front, other = _rows_first(row, tuple(links)), plain[1 - at]
-    inputs = other.transpose(*(links[axis] for axis in front), *contracted[1 - at])
-    shape = [other.shape[links[axis]] for axis in front]
-    rows = 1 if row is None else shape[0]
-    own = tuple(a for a in range(jnp.ndim(plain[at])) if a not in contracted[at])
-    rest = tuple(a for a in range(len(equation.outputs[0].shape)) if a not in links)
-    inputs = inputs.reshape(rows, prod(shape) // rows, -1)
-    return inputs, (*contracted[at], *own), (*front, *rest)
-
-
-def _convolution(equation: Equation, plain: list, row: int | None) -> tuple | None:
+def _convolution(
+    equation: Equation, plain: list, row: int | None
+) -> _MatrixProduct | None:
     numbers, params = equation.params["dimension_numbers"], equation.params
     image, kernel = plain
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
@@ -349,61 +363,70 @@ def _convolution(equation: Equation, plain: list, row: int | None) -> tuple | No
     inputs = inputs.reshape(1 if row is None else len(inputs), -1, inputs.shape[2])
     out, into, *space = numbers.rhs_spec
     order = (numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1])
-    return inputs, (into, *space, out), order
+    return _MatrixProduct(inputs, (into, *space, out), order)
 
 
-def _shift(equation: Equation, value: jax.Array, row: int | None) -> tuple | None:
+def _shift(
+    equation: Equation, value: jax.Array, row: int | None
+) -> _MatrixProduct | None:
     """A weight added to every row."""
     shape = equation.outputs[0].shape
     if equation.name == "broadcast_in_dim":
         places = equation.params["broadcast_dimensions"]
     else:
-        places = tuple(range(len(shape) - value.ndim, len(shape)))
-    own = tuple(p for p, length in zip(places, value.shape, strict=True) if length > 1)
-    grown = [
-        length
-        for p, length in zip(places, value.shape, strict=True)
-        if length > 1 and length != shape[p]
-    ]
-    free = tuple(a for a in range(len(shape)) if a not in own)
-    if grown or (row is not None and row not in free):
+        places = range(len(shape) - value.ndim, len(shape))
+    weight_axes = []
+    for place, length in zip(places, value.shape, strict=True):
+        if length > 1:
+            weight_axes.append(place)
+            if length != shape[place]:
+                return None
+    free = _axes_except(shape, weight_axes)
+    if row is not None and row not in free:
         return None
     front = _rows_first(row, free)
     rows = 1 if row is None else shape[row]
-    inputs = jnp.ones((rows, prod(shape[a] for a in free) // rows, 1), value.dtype)
-    return inputs, tuple(range(value.ndim)), (*front, *own)
+    positions = prod(shape[axis] for axis in free) // rows
+    inputs = jnp.ones((rows, positions, 1), value.dtype)
+    return _MatrixProduct(inputs, tuple(range(value.ndim)), (*front, *weight_axes))
 
 
 def jacobians(
     outputs: Callable[[Mapping[str, jax.Array]], jax.Array],
     values: Mapping[str, jax.Array],
     roots: jax.Array,
-    known: jax.Array,
+    has_data: jax.Array,
 ) -> Jacobians:
     """The Jacobian of ``roots @ outputs`` with respect to each site.
 
     :param outputs: from values by site to (B, E).
     :param roots: (B, D, E).
-    :param known: (B,) 1 for rows with data, 0 for rows that are masked.
+    :param has_data: (B,) 1 for rows with data, 0 for rows that are masked.
     """
-    closed = jax.make_jaxpr(lambda given: outputs(given))(dict(values))
+    closed = jax.make_jaxpr(lambda point: outputs(point))(dict(values))
     names = sorted(values)  # the order of the inputs of the program
     values = {name: values[name] for name in names}
     entries = row_axes(closed.jaxpr, names)
-    walk = _Walk(entries, {})
+    walk = _OutputWalk(entries, {})
     walk.run(closed, values)
-    shifts = {
-        name: jnp.zeros(use.out.shape, use.out.dtype) for name, use in walk.uses.items()
-    }
-    _, pull = jax.vjp(lambda given: _Walk(entries, given).run(closed, values), shifts)
-    found: Jacobians = {}
-    for name, grads in jax.vmap(lambda cotangent: pull(cotangent)[0])(
-        jnp.moveaxis(roots, 1, 0)
-    ).items():
-        use = walk.uses[name]
-        found[name] = Outer(use.inputs, use.grads(grads), use.slope, use.layout, known)
-    others = {name: value for name, value in values.items() if name not in found}
-    return found | _dense(lambda given: outputs({**values, **given}), others, roots)
+    shifts = {}
+    for name, use in walk.uses.items():
+        shifts[name] = jnp.zeros(use.out.shape, use.out.dtype)
+    _, pull = jax.vjp(
+        lambda shifts: _OutputWalk(entries, shifts).run(closed, values), shifts
+    )
+    (gradients,) = jax.vmap(pull)(jnp.moveaxis(roots, 1, 0))
+    by_site: Jacobians = {}
+    dense_sites = dict(values)
+    for name, use in walk.uses.items():
+        grads = use.grads(gradients[name])
+        by_site[name] = OuterJacobian(
+            use.inputs, grads, use.slope, use.layout, has_data
+        )
+        del dense_sites[name]
+    return by_site | _dense(
+        lambda point: outputs({**values, **point}), dense_sites, roots
+    )
 
 
 def _dense(
@@ -413,13 +436,13 @@ def _dense(
     if not values:
         return {}
 
-    def scaled(given: Mapping[str, jax.Array]) -> jax.Array:
-        return jnp.einsum("bde,be->bd", roots, outputs(given))
+    def scaled(point: Mapping[str, jax.Array]) -> jax.Array:
+        return jnp.einsum("bde,be->bd", roots, outputs(point))
 
     unknowns = sum(value.size for value in values.values())
     mode = jax.jacfwd if unknowns <= roots.shape[0] * roots.shape[1] else jax.jacrev
     matrices = mode(scaled)(dict(values))
     return {
-        name: Dense(matrix.reshape(*roots.shape[:2], -1))
+        name: DenseJacobian(matrix.reshape(*roots.shape[:2], -1))
         for name, matrix in matrices.items()
     }

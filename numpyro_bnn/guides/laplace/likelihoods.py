@@ -50,8 +50,8 @@ def kind_of(site: Site) -> str:
     for kind, classes in KINDS.items():
         if isinstance(base, classes):
             return kind
-    what = "factor" if is_factor(fn) else f"{type(base).__name__} likelihood"
-    got = f"the observed site {site['name']!r} with a {what}"
+    noun = "factor" if is_factor(fn) else f"{type(base).__name__} likelihood"
+    got = f"the observed site {site['name']!r} with a {noun}"
     instead = (
         "It knows Normal, Categorical, Bernoulli and Poisson; "
         "`AutoLaplaceApproximation` of NumPyro takes others."
@@ -76,7 +76,7 @@ def natural(site: Site) -> dict[str, jax.Array]:
     return {"logits": jnp.broadcast_to(logits, fn.shape())}
 
 
-class Observation(NamedTuple):
+class ObservedRows(NamedTuple):
     """An observed site with its axis of rows in front, its elements flat.
 
     :param kind: a row of the table.
@@ -92,8 +92,8 @@ class Observation(NamedTuple):
 
     def flat(self, used: tuple[str, ...]) -> jax.Array:
         """(B, E): the used outputs, joined."""
-        parts = [self.outputs[name].reshape(self.shape[0], -1) for name in used]
-        return jnp.concatenate(parts, axis=1)
+        outputs = [self.outputs[name].reshape(self.shape[0], -1) for name in used]
+        return jnp.concatenate(outputs, axis=1)
 
     def roots(self, used: tuple[str, ...]) -> jax.Array:
         """(B, D, E) with sum over d of r_d r_d^T equal to the Fisher information of a
@@ -102,12 +102,12 @@ class Observation(NamedTuple):
         root = jnp.sqrt(self.weight)
         if self.kind == "categorical":
             p = jax.nn.softmax(self.outputs["logits"])
-            parts = (
+            factors = (
                 root[..., None, None]
                 * jnp.sqrt(p)[..., None]
                 * (jnp.eye(p.shape[-1]) - p[..., None, :])
             )
-            blocks = jnp.einsum("bmde,mn->bmdne", parts, jnp.eye(p.shape[1]))
+            blocks = jnp.einsum("bmde,mn->bmdne", factors, jnp.eye(p.shape[1]))
             size = p.shape[1] * p.shape[2]
             return blocks.reshape(self.shape[0], size, size)
         diagonal = [root * self._information(name) for name in used]
@@ -117,17 +117,15 @@ class Observation(NamedTuple):
         """Square root of the Fisher information of an elementwise output."""
         f = self.outputs[name]
         if self.kind == "normal":
-            return (
-                jnp.exp(-self.outputs["log_scale"])
-                if name == "loc"
-                else jnp.full(f.shape, 2.0**0.5)
-            )
+            if name == "loc":
+                return jnp.exp(-self.outputs["log_scale"])
+            return jnp.full(f.shape, 2.0**0.5)
         if self.kind == "poisson":
             return jnp.exp(f / 2)
         return jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f))
 
 
-def observation(site: Site, axis: int | None) -> Observation:
+def observation(site: Site, axis: int | None) -> ObservedRows:
     """Read a site; ``axis`` of ``fn.shape()`` indexes the rows (``None``: it is one
     row).
     """
@@ -145,15 +143,13 @@ def observation(site: Site, axis: int | None) -> Observation:
             (value.shape[0], prod(value.shape[1 : value.ndim - len(tail)]), *tail)
         )
 
-    kind = kind_of(site)
-    tails = {n: f.shape[len(shape) :] for n, f in natural(site).items()}
-    outputs = {n: rows_first(f, tails[n]) for n, f in natural(site).items()}
-    moved = (
-        (1, *shape)
-        if axis is None
-        else (shape[axis], *shape[:axis], *shape[axis + 1 :])
-    )
-    return Observation(kind, moved, outputs, rows_first(weight))
+    outputs = {}
+    for name, value in natural(site).items():
+        outputs[name] = rows_first(value, value.shape[len(shape) :])
+    row_shape = (1, *shape)
+    if axis is not None:
+        row_shape = (shape[axis], *shape[:axis], *shape[axis + 1 :])
+    return ObservedRows(kind_of(site), row_shape, outputs, rows_first(weight))
 
 
 def predicted(
@@ -170,9 +166,14 @@ def predicted(
     if kind == "poisson":
         rate = jnp.exp(f["log_rate"] + v["log_rate"] / 2)
         return rate, rate + rate**2 * jnp.expm1(v["log_rate"])
-    shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
-    p = jax.nn.softmax(shrunk) if kind == "categorical" else jax.nn.sigmoid(shrunk)
+    logits = probit(f["logits"], v["logits"])
+    p = jax.nn.softmax(logits) if kind == "categorical" else jax.nn.sigmoid(logits)
     return p, p * (1 - p)
+
+
+def probit(logits: jax.Array, variance: jax.Array) -> jax.Array:
+    """Logits whose probabilities are about the mean of those of Gaussian logits."""
+    return logits / jnp.sqrt(1 + jnp.pi / 8 * variance)
 
 
 def log_density(kind: str, f: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:

@@ -12,11 +12,11 @@ from jax.scipy.special import logsumexp
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.guides.laplace import likelihoods
 from numpyro_bnn.guides.laplace.likelihoods import CALL
-from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
+from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
 
 # of an integral over a log scale, log rate or logit; four times as many for several log
 # scales
-NODES = 64
+QUADRATURE_NODES = 64
 
 
 class LaplacePredictive(NamedTuple):
@@ -40,14 +40,16 @@ class LaplacePredictive(NamedTuple):
 
 
 def log_density(
-    guide: Any, problem: Problem, params: Mapping[str, Any], call: Call, name: str
+    guide: Any,
+    problem: LaplaceProblem,
+    params: Mapping[str, Any],
+    call: Call,
+    name: str,
 ) -> jax.Array:
     """(N,) log density of the rows of a site, averaged over its outputs."""
-    seen, cov, _ = gaussian_outputs(guide, problem, params, call, name)
-    site, axis = (
-        problem.trace(guide._coordinates(params), None, call)[name],
-        problem.observed[name][0],
-    )
+    observation, cov, _ = gaussian_outputs(guide, problem, params, call, name)
+    site = problem.trace(guide._coordinates(params), None, call)[name]
+    axis, used = problem.observed[name]
     if not site["is_observed"]:
         raise argument_error(
             f"{CALL}.log_predictive_density",
@@ -56,31 +58,30 @@ def log_density(
             "Pass the targets as well.",
         )
     value = jnp.broadcast_to(site["value"], site["fn"].shape())
-    value = (value if axis is None else jnp.moveaxis(value, axis, 0)).reshape(
-        seen.weight.shape
-    )
-    used = problem.observed[name][1]
-    if seen.kind == "normal":
-        cov, fixed = (
-            _of_both_outputs(cov, used, value.shape[1]),
-            "log_scale" not in used,
-        )
-        return gaussian_log_density(seen.outputs, cov, value, seen.weight > 0, fixed)
-    density = _averaged(seen.kind, *outputs_by_name(seen, used, cov), value)
-    return jnp.sum(jnp.where(seen.weight > 0, density, 0.0), axis=1)
+    if axis is not None:
+        value = jnp.moveaxis(value, axis, 0)
+    value = value.reshape(observation.weight.shape)
+    unmasked = observation.weight > 0
+    if observation.kind == "normal":
+        cov = _of_both_outputs(cov, used, value.shape[1])
+        fixed = "log_scale" not in used
+        return gaussian_log_density(observation.outputs, cov, value, unmasked, fixed)
+    f, variance = outputs_by_name(observation, used, cov)
+    density = _averaged(observation.kind, f, variance, value)
+    return jnp.sum(jnp.where(unmasked, density, 0.0), axis=1)
 
 
 def _of_both_outputs(cov: jax.Array, used: tuple[str, ...], size: int) -> jax.Array:
     """(B, 2 M, 2 M) of loc and log scale, one of which may be known."""
-    before, after = (0 if "loc" in used else size), (0 if "log_scale" in used else size)
-    return jnp.pad(cov, [(0, 0), (before, after), (before, after)])
+    width = (0 if "loc" in used else size, 0 if "log_scale" in used else size)
+    return jnp.pad(cov, [(0, 0), width, width])
 
 
 def gaussian_log_density(
     f: Mapping[str, jax.Array],
     cov: jax.Array,
     value: jax.Array,
-    known: jax.Array | bool = True,
+    unmasked: jax.Array | bool = True,
     fixed: bool = False,
 ) -> jax.Array:
     """(B,) log density of rows (B, M) whose locs and log scales are jointly Gaussian,
@@ -88,16 +89,16 @@ def gaussian_log_density(
 
     :param f: means ``loc`` and ``log_scale`` (B, M).
     :param cov: (B, 2 M, 2 M) of both.
-    :param known: (B, M) elements that no mask leaves out.
+    :param unmasked: (B, M) elements that no mask leaves out.
     :param fixed: whether the log scales are known.
     """
     means, cov, weights = given_log_scales(f, cov, fixed)
-    known = jnp.broadcast_to(known, value.shape)
-    pairs = known[:, :, None] & known[:, None]
+    unmasked = jnp.broadcast_to(unmasked, value.shape)
+    pairs = unmasked[:, :, None] & unmasked[:, None]
     cov = jnp.where(pairs, cov, jnp.eye(value.shape[1]))
-    away = jnp.where(known, value - means, 0.0)
+    away = jnp.where(unmasked, value - means, 0.0)
     density = dist.MultivariateNormal(covariance_matrix=cov).log_prob(away)
-    unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~known, axis=1)
+    unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~unmasked, axis=1)
     return logsumexp(density, axis=0, b=weights[:, None]) + unknown
 
 
@@ -117,28 +118,27 @@ def given_log_scales(
     if fixed:
         points, weights = np.zeros((1, size)), np.ones(1)
     elif size == 1:
-        nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
-        points, weights = nodes[:, None], weights / weights.sum()
+        hermite, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
+        points, weights = hermite[:, None], weights / weights.sum()
     else:
-        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * NODES))
+        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * QUADRATURE_NODES))
         weights = np.full(len(points), 1 / len(points))
     values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
     values = jnp.maximum(values, 0.0)
     root = vectors * jnp.sqrt(values)[:, None]
-    inverse = jnp.where(
-        values > 0, 1 / jnp.sqrt(jnp.where(values > 0, values, 1.0)), 0.0
-    )
+    positive = values > 0
+    inverse = jnp.where(positive, 1 / jnp.sqrt(jnp.where(positive, values, 1.0)), 0.0)
     gain = cov[:, :size, size:] @ vectors * inverse[:, None]
-    at = jnp.asarray(points, float)
-    means = loc + jnp.einsum("rke,me->mrk", gain, at)
-    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, at)))
+    nodes = jnp.asarray(points, float)
+    means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
+    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, nodes)))
     left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
     return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
 
 
 def gaussian_outputs(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     params: Any,
     call: Call,
     name: str,
@@ -148,79 +148,90 @@ def gaussian_outputs(
     """The observation at the mode and the covariances of its outputs."""
     v = guide._coordinates(params)
     trace = problem.trace(v, index, call)
-    if missing := [n for n in v if n not in trace]:
-        got = f"arguments without the site {missing[0]!r} of the run"
-        raise argument_error(
-            CALL,
-            "args",
-            got,
-            "Pass all the model's arguments of the run, except the targets.",
-        )
-    seen = problem.observations(trace)[name]
+    for site in v:
+        if site not in trace:
+            raise argument_error(
+                CALL,
+                "args",
+                f"arguments without the site {site!r} of the run",
+                "Pass all the model's arguments of the run, except the targets.",
+            )
+    observation = problem.observations(trace)[name]
     jac = problem.jacobians(v, index, call, name)
     fns: dict[str, Any] = dict(guide._normals(params))
     for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
-        fns["*" if block.name == guide.prefix else next(iter(block.shapes))] = fn
+        site = "*" if block.name == guide.prefix else next(iter(block.shapes))
+        fns[site] = fn
     if not joint:
-        return seen, guide._structure.covariance(jac, fns), None
+        return observation, guide._structure.covariance(jac, fns), None
     half = guide._structure.halves(jac, fns)
-    both = jnp.einsum("bdp,cep->bdce", half, half)
+    between_rows = jnp.einsum("bdp,cep->bdce", half, half)
     rows = jnp.arange(half.shape[0])
-    return seen, both[rows, :, rows], both
+    return observation, between_rows[rows, :, rows], between_rows
+
+
+class PredictiveOptions(NamedTuple):
+    """Of :meth:`AutoLaplace.predictive`."""
+
+    site: str
+    linearized: bool
+    link: str
+    covariance: bool
+    num_samples: int
 
 
 def predict(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     params: Any,
     key: Any,
     call: Call,
-    options: tuple[str, bool, str, bool, int],
+    options: PredictiveOptions,
 ) -> LaplacePredictive:
-    """``options``: site, whether linearized, link, whether between rows, number of
-    draws.
-    """
-    name, linearized, link, joint, num_samples = options
-    used = problem.observed[name][1]
-    seen, cov, both = gaussian_outputs(guide, problem, params, call, name, joint)
-    f, variance = outputs_by_name(seen, used, cov)
-    if not linearized or (link == "sample" and "logits" in f):
+    """The prediction of :meth:`AutoLaplace.predictive`."""
+    site, linearized, link, joint, num_samples = options
+    used = problem.observed[site][1]
+    observation, cov, between_rows = gaussian_outputs(
+        guide, problem, params, call, site, joint
+    )
+    f, variance = outputs_by_name(observation, used, cov)
+    if linearized and not (link == "sample" and "logits" in f):
+        mean, spread = likelihoods.predicted(observation.kind, f, variance)
+    else:
         if linearized:
             values, vectors = jnp.linalg.eigh(cov)
             root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
             noise = jax.random.normal(key, (num_samples, *cov.shape[:2]))
-            draws = seen.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
-            draws = {
-                "logits": draws.reshape(num_samples, *seen.outputs["logits"].shape)
-            }
+            draws = observation.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
+            draws = {"logits": draws.reshape(num_samples, *f["logits"].shape)}
         else:
-            draws = _network_draws(guide, problem, params, key, call, name, num_samples)
-        zero = {n: jnp.zeros(()) for n in f}
-        each = jax.vmap(lambda one: likelihoods.predicted(seen.kind, one, zero))(draws)
-        mean = jnp.mean(each[0], axis=0)
-        spread = jnp.mean(each[1], axis=0) + jnp.var(each[0], axis=0)
+            draws = _network_draws(guide, problem, params, key, call, site, num_samples)
+        zero = dict.fromkeys(f, jnp.zeros(()))
+        means, variances = jax.vmap(
+            lambda draw: likelihoods.predicted(observation.kind, draw, zero)
+        )(draws)
+        mean = jnp.mean(means, axis=0)
+        spread = jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
         if not linearized:
-            f, variance = (
-                {n: fn(d, axis=0) for n, d in draws.items()}
-                for fn in (jnp.mean, jnp.var)
-            )
-    else:
-        mean, spread = likelihoods.predicted(seen.kind, f, variance)
+            for output, values in draws.items():
+                f[output] = jnp.mean(values, axis=0)
+                variance[output] = jnp.var(values, axis=0)
 
     def shaped(value: jax.Array) -> jax.Array:
-        return value.reshape(seen.shape + value.shape[2:])
+        return value.reshape(observation.shape + value.shape[2:])
 
-    outputs, variances = (
-        {n: shaped(part) for n, part in of.items()} for of in (f, variance)
-    )
     return LaplacePredictive(
-        shaped(mean), shaped(spread), outputs, variances, both if joint else cov
+        shaped(mean),
+        shaped(spread),
+        jax.tree.map(shaped, f),
+        jax.tree.map(shaped, variance),
+        between_rows if joint else cov,
     )
 
 
 def _network_draws(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     params: Any,
     key: Any,
     call: Call,
@@ -228,40 +239,40 @@ def _network_draws(
     number: int,
 ) -> Any:
     """Outputs (S, B, M) of the network itself at draws of the weights."""
-    drawn = guide._draw(key, params, (number,))
+    draws = guide._draw(key, params, (number,))
 
-    def one(v: Values) -> Mapping[str, jax.Array]:
+    def outputs(v: Values) -> Mapping[str, jax.Array]:
         return problem.observations(problem.trace(v, None, call))[name].outputs
 
-    return jax.lax.map(one, drawn)
+    return jax.lax.map(outputs, draws)
 
 
 def outputs_by_name(
-    seen: Any, used: tuple[str, ...], cov: jax.Array
+    observation: Any, used: tuple[str, ...], cov: jax.Array
 ) -> tuple[dict, dict]:
     """Means and variances of all outputs by name, shaped like these; others than the
     used ones are known.
     """
     variance, start = jnp.diagonal(cov, axis1=1, axis2=2), 0
-    parts = {name: jnp.zeros_like(f) for name, f in seen.outputs.items()}
+    variances = {name: jnp.zeros_like(f) for name, f in observation.outputs.items()}
     for name in used:
-        f = seen.outputs[name]
+        f = observation.outputs[name]
         width = f[0].size
-        parts[name] = variance[:, start : start + width].reshape(f.shape)
+        variances[name] = variance[:, start : start + width].reshape(f.shape)
         start += width
-    return dict(seen.outputs), parts
+    return dict(observation.outputs), variances
 
 
 def _averaged(
     kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array
 ) -> jax.Array:
     """log of the likelihood averaged over Gaussian outputs."""
-    points, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    points, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
     log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
     nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
     if kind == "categorical":
-        shrunk = f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
-        return likelihoods.log_density(kind, {"logits": shrunk}, value)
+        logits = likelihoods.probit(f["logits"], v["logits"])
+        return likelihoods.log_density(kind, {"logits": logits}, value)
     name = "log_rate" if kind == "poisson" else "logits"
     densities = likelihoods.log_density(
         kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value

@@ -2,8 +2,9 @@
 likelihood, and sums over all rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,10 +24,11 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn.guides.auto_blocks import is_identity
+from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import (
     CALL,
-    Observation,
+    ObservedRows,
     Site,
     kind_of,
     natural,
@@ -40,7 +42,7 @@ from numpyro_bnn.networks import (
 )
 from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.compiled import prepare
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.reading import Plate, Reading
 from numpyro_bnn.program.row_lengths import check_state
 
 Values = dict[str, jax.Array]
@@ -63,30 +65,30 @@ class chosen_rows(Messenger):
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate" and msg["name"] in self.plates:
-            index = jnp.arange(msg["args"][0]) if self.index is None else self.index
-            msg["args"], msg["value"] = (msg["args"][0], len(index)), index
+            size = msg["args"][0]
+            index = jnp.arange(size) if self.index is None else self.index
+            msg["args"], msg["value"] = (size, len(index)), index
         elif msg["type"] == "sample" and self.index is not None:
             for frame in msg["cond_indep_stack"]:
                 if frame.name in self.plates and msg["scale"] is not None:
-                    msg["scale"] = (
-                        msg["scale"] * frame.size / self.plates[frame.name].size
-                    )
+                    size = self.plates[frame.name].size
+                    msg["scale"] = msg["scale"] * frame.size / size
 
 
 @dataclass
-class Problem:
+class LaplaceProblem:
     r"""A model in the coordinates v of the guide: unconstrained, or u = (w - m) / s if
     a prior scale s is learned.
 
     :param fixed: loc and scale by site, for Normal priors that depend on no other site.
     :param scaled: sites in the coordinates u, whose prior is N(0, 1).
-    :param others: all further latent sites.
+    :param other_sites: all further latent sites.
     :param observed: by observed site, the axis of its rows and the names of the outputs
         that depend on the weights.
     :param data: all observed sites.
     :param plates: size and batch size of the subsampled plate.
     :param sites: the sites of the Gaussian; all others are held.
-    :param held: values of the model's own parameters.
+    :param model_params: values of the model's own parameters.
     :param normalizes: whether the model has batch normalizations.
     :param training: their statistics are those of this call; by default of the rows
         themselves.
@@ -97,12 +99,12 @@ class Problem:
     prior_program: Callable
     scaled: Scaled
     fixed: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    others: Sequence[str]
+    other_sites: Sequence[str]
     observed: Mapping[str, tuple[int | None, tuple[str, ...]]]
     data: Sequence[str]
-    plates: Mapping[str, Any]
+    plates: Mapping[str, Plate]
     sites: Sequence[str]
-    held: dict[str, Any] = field(default_factory=dict)
+    model_params: dict[str, Any] = field(default_factory=dict)
     normalizes: bool = False
     training: Call | None = None
     programs: dict[str, Callable] = field(default_factory=dict)
@@ -118,35 +120,36 @@ class Problem:
     def values(self, v: Mapping[str, jax.Array], call: Call) -> Values:
         """Constrained values of all latent sites."""
         program = self.prior_program(self.training or call) if self.scaled else None
-        known: Values = {}
+        constrained: Values = {}
         for name, transform in self.transforms.items():
             if name in self.scaled:
-                loc, scale = program(known)[name]  # type: ignore[misc]
-                known[name] = loc + scale * v[name]
+                loc, scale = program(constrained)[name]  # type: ignore[misc]
+                constrained[name] = loc + scale * v[name]
             else:
-                known[name] = v[name] if is_identity(transform) else transform(v[name])
-        return known
+                constrained[name] = (
+                    v[name] if is_identity(transform) else transform(v[name])
+                )
+        return constrained
 
     def coordinates(self, values: Mapping[str, jax.Array], call: Call) -> Values:
         """The inverse of :meth:`values`."""
-        moments = (
-            self.prior_program(self.training or call)(values) if self.scaled else {}
-        )
-        found = {}
+        moments = {}
+        if self.scaled:
+            moments = self.prior_program(self.training or call)(values)
+        coordinates = {}
         for name, transform in self.transforms.items():
             value = transform.inv(jnp.asarray(values[name], float))
-            found[name] = (
-                (value - moments[name][0]) / moments[name][1]
-                if name in moments
-                else value
-            )
-        return found
+            if name in moments:
+                loc, scale = moments[name]
+                value = (value - loc) / scale
+            coordinates[name] = value
+        return coordinates
 
     def trace(
         self, v: Mapping[str, jax.Array], index: jax.Array | None, call: Call
     ) -> dict[str, Site]:
         """The trace of the model on some rows."""
-        data = {**self.held, **self.values(v, call)}
+        data = {**self.model_params, **self.values(v, call)}
 
         def run(index: jax.Array | None, call: Call) -> dict[str, Site]:
             seeded = handlers.seed(chosen_rows(self.model, self.plates, index), 0)
@@ -162,12 +165,12 @@ class Problem:
             with use_statistics(recorded.calls):
                 return run(index, call)
 
-    def observations(self, trace: Mapping[str, Site]) -> dict[str, Observation]:
+    def observations(self, trace: Mapping[str, Site]) -> dict[str, ObservedRows]:
         """The observed sites; for prediction their values may have been drawn."""
-        return {
-            name: observation(trace[name], axis)
-            for name, (axis, _) in self.observed.items()
-        }
+        observations = {}
+        for name, (axis, _) in self.observed.items():
+            observations[name] = observation(trace[name], axis)
+        return observations
 
     def jacobians(
         self, v: Values, index: Any, call: Call, only: str | None = None
@@ -175,16 +178,16 @@ class Problem:
         """Jacobians of the outputs, times the root of their Fisher information, or the
         plain ones of a site.
         """
-        flat, here, names = self._flat_outputs(v, index, call, only)
+        flat, sites, names = self._flat_outputs(v, index, call, only)
         if only:
-            rows, width = jax.eval_shape(flat, here).shape
+            rows, width = jax.eval_shape(flat, sites).shape
             roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
-            return jacobians(flat, here, roots, jnp.ones(rows))
-        found = self.observations(self.trace(v, index, call))
-        weights = _of_one_length([found[name].weight for name in names])
-        known = jnp.any(jnp.concatenate(weights, axis=1) > 0, axis=1)
-        roots = self._roots(found, names)
-        return jacobians(flat, here, roots, known.astype(roots.dtype))
+            return jacobians(flat, sites, roots, jnp.ones(rows))
+        observations = self.observations(self.trace(v, index, call))
+        weights = _of_one_length([observations[name].weight for name in names])
+        has_data = jnp.any(jnp.concatenate(weights, axis=1) > 0, axis=1)
+        roots = self._roots(observations, names)
+        return jacobians(flat, sites, roots, has_data.astype(roots.dtype))
 
     def _flat_outputs(
         self, v: Values, index: Any, call: Call, only: str | None = None
@@ -192,38 +195,42 @@ class Problem:
         """The outputs (B, E) as a function of the sites of the Gaussian, those sites,
         and the observed sites.
         """
-        names = (
-            [only]
-            if only
-            else [name for name, (_, used) in self.observed.items() if used]
-        )
+        names = [only] if only else self.modeled
 
-        def flat(given: Mapping[str, jax.Array]) -> jax.Array:
-            found = self.observations(self.trace({**v, **given}, index, call))
-            parts = [found[name].flat(self.observed[name][1]) for name in names]
-            return jnp.concatenate(_of_one_length(parts), axis=1)
+        def flat(sites: Mapping[str, jax.Array]) -> jax.Array:
+            observations = self.observations(self.trace({**v, **sites}, index, call))
+            outputs = [
+                observations[name].flat(self.observed[name][1]) for name in names
+            ]
+            return jnp.concatenate(_of_one_length(outputs), axis=1)
 
         return flat, {name: v[name] for name in self.sites}, names
 
+    @property
+    def modeled(self) -> list[str]:
+        """Observed sites whose outputs depend on the weights."""
+        return [name for name, (_, used) in self.observed.items() if used]
+
     def _roots(
-        self, found: Mapping[str, Observation], names: Sequence[str]
+        self, observations: Mapping[str, ObservedRows], names: Sequence[str]
     ) -> jax.Array:
         """(B, D, E) roots of the Fisher information of the rows."""
-        parts = [found[name].roots(self.observed[name][1]) for name in names]
-        return jax.vmap(jax.scipy.linalg.block_diag)(*_of_one_length(parts))
+        roots = [observations[name].roots(self.observed[name][1]) for name in names]
+        return jax.vmap(jax.scipy.linalg.block_diag)(*_of_one_length(roots))
 
     def bend(self, v: Values, step: Values, index: Any, call: Call) -> Values:
         """Sum over rows of J^T F f'', with f'' the second derivative of the outputs
         along a step, by site.
         """
-        flat, here, names = self._flat_outputs(v, index, call)
+        flat, sites, names = self._flat_outputs(v, index, call)
         roots = self._roots(self.observations(self.trace(v, index, call)), names)
-        second = jax.jvp(lambda at: jax.jvp(flat, (at,), (step,))[1], (here,), (step,))[
-            1
-        ]
-        return jax.vjp(flat, here)[1](
-            jnp.einsum("bde,bdf,bf->be", roots, roots, second)
-        )[0]
+
+        def slope(sites: Values) -> jax.Array:
+            return jax.jvp(flat, (sites,), (step,))[1]
+
+        second = jax.jvp(slope, (sites,), (step,))[1]
+        gradient = jnp.einsum("bde,bdf,bf->be", roots, roots, second)
+        return jax.vjp(flat, sites)[1](gradient)[0]
 
     # -- densities ---------------------------------------------------------------------
 
@@ -239,22 +246,20 @@ class Problem:
         """
         trace = self.trace(v, index, call)
         total = jnp.zeros(())
-        for site in (trace[name] for name in self.data):
-            log_prob = site["fn"].log_prob(site["value"])
-            total += jnp.sum(
-                log_prob if site["scale"] is None else site["scale"] * log_prob
-            )
+        for name in self.data:
+            total += _log_prob(trace[name])
         if spread:
-            still = {
-                name: at if name in self.others else jax.lax.stop_gradient(at)
-                for name, at in v.items()
-            }
-            seen = self.observations(self.trace(still, index, call))
+            detached = dict(v)
+            for name, value in v.items():
+                if name not in self.other_sites:
+                    detached[name] = jax.lax.stop_gradient(value)
+            observations = self.observations(self.trace(detached, index, call))
             for name, variance in spread.items():
-                here, rows = seen[name], variance if index is None else variance[index]
-                total -= 0.5 * jnp.sum(
-                    here.weight * rows * jnp.exp(-2 * here.outputs["log_scale"])
-                )
+                rows = observations[name]
+                if index is not None:
+                    variance = variance[index]
+                precision = jnp.exp(-2 * rows.outputs["log_scale"])
+                total -= 0.5 * jnp.sum(rows.weight * variance * precision)
         return total
 
     def log_prior(
@@ -263,25 +268,20 @@ class Problem:
         """Of sites in the coordinates v; ``precision`` divides the prior variances of
         fixed ones.
         """
-        rest = [name for name in names if name in self.others]
-        trace = self.trace(v, self.few(), call) if rest else {}
+        trace = {}
+        if set(names) & set(self.other_sites):
+            trace = self.trace(v, self.chunks()[0], call)
         total = jnp.zeros(())
         for name in names:
             if name in self.fixed:
                 loc, scale = self.fixed[name]
-                total += jnp.sum(
-                    dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5).log_prob(
-                        v[name]
-                    )
-                )
+                fn = dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5)
+                total += jnp.sum(fn.log_prob(v[name]))
             elif name in self.scaled:
                 total += jnp.sum(dist.Normal().log_prob(v[name]))
             else:
                 site, transform = trace[name], self.transforms[name]
-                log_prob = site["fn"].log_prob(site["value"])
-                total += jnp.sum(
-                    log_prob if site["scale"] is None else site["scale"] * log_prob
-                )
+                total += _log_prob(site)
                 total += jnp.sum(transform.log_abs_det_jacobian(v[name], site["value"]))
         return total
 
@@ -289,59 +289,62 @@ class Problem:
         self, v: Values, precision: Mapping, spread: Mapping, index: Any, call: Call
     ) -> jax.Array:
         """-log p(D, v), estimated from some rows."""
-        scale = 1.0 if index is None or not self.plates else self.size / index.shape[0]
-        likelihood = scale * self.log_likelihood(v, index, call, spread)
+        likelihood = self.log_likelihood(v, index, call, spread)
+        if index is not None and self.plate is not None:
+            likelihood *= self.plate.size / index.shape[0]
         return -likelihood - self.log_prior(v, precision, call, list(self.transforms))
 
-    def prior_precision(self, v: Values, precision: Mapping[str, Any]) -> Values:
-        """(P_s,) the diagonal precision of Normal priors, by site."""
-        found = {}
+    def prior_precision(
+        self, v: Values, precision: Mapping[str, Any], curvature: Values
+    ) -> Values:
+        """(P_s,) the diagonal precision of the prior, by site; ``curvature`` is that of
+        sites without Normal prior.
+        """
+        diagonals = {}
         for name in self.sites:
             if name in self.fixed:
-                found[name] = jnp.ravel(
-                    precision.get(name, 1.0) / jnp.square(self.fixed[name][1])
-                )
+                factor = precision.get(name, 1.0)
+                diagonals[name] = jnp.ravel(factor / jnp.square(self.fixed[name][1]))
             elif name in self.scaled:
-                found[name] = jnp.ones(v[name].size)
-        return found
+                diagonals[name] = jnp.ones(v[name].size)
+            else:
+                diagonals[name] = curvature[name]
+        return diagonals
+
+    def flat(self, values: Mapping[str, jax.Array]) -> jax.Array:
+        """(P,) values of the sites of the Gaussian."""
+        return jnp.concatenate([jnp.ravel(values[name]) for name in self.sites])
+
+    def unflat(self, vector: Any, v: Values) -> Values:
+        """The inverse of :meth:`flat`, shaped like ``v``."""
+        shapes = {name: v[name].shape for name in self.sites}
+        return cut(jnp.asarray(vector, float), shapes)
 
     # -- rows --------------------------------------------------------------------------
 
     @property
-    def size(self) -> int:
-        """N of the subsampled plate."""
-        return next(iter(self.plates.values())).size
+    def plate(self) -> Plate | None:
+        """The subsampled plate."""
+        return next(iter(self.plates.values()), None)
 
     def chunks(self) -> list[jax.Array | None]:
         """Indices of all rows, in parts of about the batch size and at least two."""
-        if not self.plates:
+        if self.plate is None:
             return [None]
-        plate = next(iter(self.plates.values()))
-        number = max(1, min(ceil(plate.size / plate.batch_size), plate.size // 2))
-        return [
-            jnp.asarray(part) for part in np.array_split(np.arange(plate.size), number)
-        ]
-
-    def few(self) -> jax.Array | None:
-        """Indices of one part, where the rows do not matter."""
-        return self.chunks()[0]
+        size, batch_size = self.plate
+        number = max(1, min(ceil(size / batch_size), size // 2))
+        return list(map(jnp.asarray, np.array_split(np.arange(size), number)))
 
     def sweep(self, v: Values, call: Call) -> Callable:
         """A function that sums a function of the Jacobians over all rows."""
 
         def summed(function: Callable, *extra: Any) -> Any:
-            def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-                v, index, extra = given
-                return function(self.jacobians(v, index, (args, kwargs)), *extra)
+            def of_chunk(v: Values, index: Any, call: Call, *extra: Any) -> Any:
+                return function(self.jacobians(v, index, call), *extra)
 
-            program, total = (
-                self.prepared(f"sweep {function.__qualname__}", part, call),
-                None,
+            return self.total(
+                f"sweep {function.__qualname__}", of_chunk, v, call, *extra
             )
-            for index in self.chunks():
-                found = program((v, index, extra))
-                total = found if total is None else jax.tree.map(jnp.add, total, found)
-            return total
 
         return summed
 
@@ -350,89 +353,102 @@ class Problem:
     ) -> Any:
         """The sum of ``function(v, index, call, *extra)`` over all rows."""
 
-        def part(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-            v, index, extra = given
+        def of_chunk(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+            v, index, extra = inputs
             return function(v, index, (args, kwargs), *extra)
 
-        program = self.prepared(key, part, call)
-        parts = [program((v, index, extra)) for index in self.chunks()]
-        return jax.tree.map(lambda *leaves: sum(leaves), *parts)
+        program = self.prepared(key, of_chunk, call)
+        total: Any = None
+        for index in self.chunks():
+            chunk_sum = program((v, index, extra))
+            total = (
+                chunk_sum if total is None else jax.tree.map(jnp.add, total, chunk_sum)
+            )
+        return total
 
 
-def _of_one_length(parts: Sequence[jax.Array]) -> list[jax.Array]:
+def _log_prob(site: Site) -> jax.Array:
+    """Scaled log density of a site."""
+    log_prob = site["fn"].log_prob(site["value"])
+    return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
+
+
+def _of_one_length(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Rows of several observed sites side by side: a site with fewer rows gets empty
     ones.
     """
-    number = max(len(part) for part in parts)
-    return [
-        jnp.pad(part, [(0, number - len(part)), *[(0, 0)] * (part.ndim - 1)])
-        for part in parts
-    ]
+    number = max(map(len, arrays))
+    padded = []
+    for array in arrays:
+        widths = [(0, number - len(array))] + [(0, 0)] * (array.ndim - 1)
+        padded.append(jnp.pad(array, widths))
+    return padded
 
 
-def read(guide: Any, sites: Sequence[str], call: Call) -> Problem:
+def read(guide: Any, sites: Sequence[str], call: Call) -> LaplaceProblem:
     """Read the model of a guide; errors name the site that cannot be approximated."""
     with handlers.block(), record_statistics() as recorded:
         reading = Reading(guide.model, *call, full=False)
     latent, trace, scaled = reading.latent, reading.sites, guide._scaled
-    parents = reading.depends(
-        lambda found: {name: found[name]["fn"] for name in latent}
-    )
-    fixed, others = {}, []
-    values = reading.run(
-        lambda r: {n: affine_normal(s["fn"]) for n, s in r.at({}, only=latent).items()}
-    )
+    parents = reading.depends(partial(_distributions, latent))
+    moments = reading.run(partial(_moments, latent))
+    fixed: dict[str, tuple] = {}
+    without_moments = []
     for name in latent:
-        moments, plain = (
-            values[name],
-            trace[name]["scale"] is None and is_identity(guide._transforms[name]),
-        )
         if name in scaled:
             continue
-        if moments is not None and not parents[name] and plain:
-            fixed[name] = (np.asarray(moments[0]), np.asarray(moments[1]))
+        fn, plain = trace[name]["fn"], is_identity(guide._transforms[name])
+        if parents[name]:
+            if plain and not is_affine_normal(fn):
+                got = (
+                    f"the site {name!r}, whose {type(unwrapped(fn)).__name__} prior "
+                    f"depends on {parents[name]}"
+                )
+                instead = (
+                    "The joint mode degenerates at a scale of 0: use a non-centered "
+                    "prior, or a fixed scale."
+                )
+                raise argument_error(CALL, "model", got, instead)
+        elif moments[name] is not None and plain and trace[name]["scale"] is None:
+            loc, scale = moments[name]
+            fixed[name] = np.asarray(loc), np.asarray(scale)
             continue
-        fn = trace[name]["fn"]
-        if (
-            is_identity(guide._transforms[name])
-            and parents[name]
-            and not is_affine_normal(fn)
-        ):
-            got = (
-                f"the site {name!r}, whose {type(unwrapped(fn)).__name__} prior "
-                f"depends on {parents[name]}"
-            )
-            instead = (
-                "The joint mode degenerates at a scale of 0: use a non-centered prior, "
-                "or a fixed scale."
-            )
-            raise argument_error(CALL, "model", got, instead)
-        others.append(name)
-    observed = {
-        n: s for n, s in trace.items() if s["type"] == "sample" and s["is_observed"]
-    }
-    plates = reading.plates
-    moving = {*sites, *(name for name in scaled if scaled[name] & set(sites))}
-    alone = reading
-    if any(recorded.calls):
+        without_moments.append(name)
+    observed = {name: trace[name] for name in reading.observed}
+    moving = set(sites)
+    for name in scaled:
+        if not scaled[name].isdisjoint(sites):
+            moving.add(name)
+    normalizes = any(recorded.calls)
+    unmixed = reading
+    if normalizes:
         with handlers.block(), placeholder_statistics():
-            alone = Reading(guide.model, *call, full=False)
-    found = _outputs(reading, alone, observed, moving, guide.structure == "kron")
-    prior, names = guide._prior_program, list(observed)
-    problem = Problem(
+            unmixed = Reading(guide.model, *call, full=False)
+    return LaplaceProblem(
         guide.model,
         guide._transforms,
-        prior,
+        guide._prior_program,
         scaled,
         fixed,
-        others,
-        found,
-        names,
-        plates,
+        without_moments,
+        _outputs(reading, unmixed, observed, moving, guide.structure == "kron"),
+        list(observed),
+        reading.plates,
         sites,
+        normalizes=normalizes,
     )
-    problem.normalizes = any(recorded.calls)
-    return problem
+
+
+def _moments(names: Sequence[str], reading: Reading) -> dict[str, tuple | None]:
+    """Loc and scale of sites with a Normal prior."""
+    trace = reading.at({}, only=names)
+    return {name: affine_normal(trace[name]["fn"]) for name in names}
+
+
+def _distributions(
+    names: Iterable[str], trace: Mapping[str, Site]
+) -> dict[str, dist.Distribution]:
+    return {name: trace[name]["fn"] for name in names}
 
 
 def check_sites(model: Callable, call: Call) -> None:
@@ -454,22 +470,14 @@ def check_sites(model: Callable, call: Call) -> None:
         raise argument_error(CALL, "model", got, "Subsample one plate of data.")
     for name in reading.latent:
         site = reading.sites[name]
-        inside = [
-            frame.name
-            for frame in site["cond_indep_stack"]
-            if frame.name in reading.plates
-        ]
         if site["fn"].support.is_discrete:
             raise argument_error(
                 CALL, "model", f"the discrete latent site {name!r}", INSTEAD
             )
-        if inside:
-            raise argument_error(
-                CALL,
-                "model",
-                f"the local site {name!r} in plate {inside[0]!r}",
-                INSTEAD,
-            )
+        for frame in site["cond_indep_stack"]:
+            if frame.name in reading.plates:
+                got = f"the local site {name!r} in plate {frame.name!r}"
+                raise argument_error(CALL, "model", got, INSTEAD)
         if isinstance(unwrapped(site["fn"], masked=True), dist.Laplace):
             got = (
                 f"the site {name!r} with a Laplace prior, which has no second "
@@ -480,7 +488,7 @@ def check_sites(model: Callable, call: Call) -> None:
 
 def _outputs(
     reading: Reading,
-    alone: Reading,
+    unmixed: Reading,
     observed: Mapping[str, Site],
     sites: set[str],
     by_products: bool,
@@ -488,27 +496,26 @@ def _outputs(
     """The axis of rows and the outputs that depend on the weights, of each observed
     site.
 
-    :param alone: the same model without batch statistics, in which rows are mixed.
+    :param unmixed: the same model without batch statistics, in which rows are mixed.
     """
 
-    def parts(trace: Mapping[str, Site]) -> dict[Any, Any]:
-        return {
-            (n, part): f
-            for n in observed
-            if n in known
-            for part, f in natural(trace[n]).items()
-        }
+    def outputs_of(trace: Mapping[str, Site]) -> dict[Any, Any]:
+        outputs = {}
+        for name in dependent:
+            for output, value in natural(trace[name]).items():
+                outputs[name, output] = value
+        return outputs
 
-    depends = reading.depends(lambda trace: {n: trace[n]["fn"] for n in observed})
-    known = {name for name in observed if depends[name]}
-    for name in known:
+    parents = reading.depends(partial(_distributions, observed))
+    dependent = [name for name in observed if parents[name]]
+    for name in dependent:
         kind_of(observed[name])
-    used = {key: found & sites for key, found in reading.depends(parts).items()}
-    plates, mixed = reading.plates, axes_of_data(reading, parts)
-    data = mixed if alone is reading else axes_of_data(alone, parts)
-    found = {}
+    by_output = reading.depends(outputs_of)
+    plates, mixed = reading.plates, axes_of_data(reading, outputs_of)
+    data = mixed if unmixed is reading else axes_of_data(unmixed, outputs_of)
+    outputs = {}
     for name, site in observed.items():
-        if is_factor(site["fn"]) and not depends[name]:
+        if is_factor(site["fn"]) and not parents[name]:
             continue
         if plates and not any(
             frame.name in plates for frame in site["cond_indep_stack"]
@@ -517,30 +524,30 @@ def _outputs(
             raise argument_error(
                 CALL, "model", got, "Run it on all rows, without a minibatch."
             )
-        if name in known:
-            rows, arrived = (
-                {key[1]: of[key] for key in of if key[0] == name}
-                for of in (data, mixed)
-            )
-            axis = _row_axis(site, plates, rows)
-            _check_rows(arrived, axis, plates, by_products)
-            found[name] = (
-                axis,
-                tuple(part for n, part in used if n == name and used[n, part]),
-            )
-    if not any(names for _, names in found.values()):
-        got = (
-            "data that depend on none of the sites of the guide"
-            if observed
-            else "a model without observed sites"
-        )
+        if name in dependent:
+            axis = _row_axis(site, plates, _of_site(data, name))
+            _check_rows(_of_site(mixed, name), axis, plates, by_products)
+            used = []
+            for output, latent in _of_site(by_output, name).items():
+                if latent & sites:
+                    used.append(output)
+            outputs[name] = axis, tuple(used)
+    if not any(used for _, used in outputs.values()):
+        got = "a model without observed sites"
+        if observed:
+            got = "data that depend on none of the sites of the guide"
         raise argument_error(
             CALL,
             "sites",
             got,
             "Pass the targets (`y`), and sites that the data depend on.",
         )
-    return found
+    return outputs
+
+
+def _of_site(outputs: Mapping[tuple[str, str], Any], name: str) -> dict[str, Any]:
+    """What is known of each output of a site."""
+    return {output: outputs[site, output] for site, output in outputs if site == name}
 
 
 def _row_axis(
@@ -553,27 +560,25 @@ def _row_axis(
 
     :param arrived: by output of the site, where axes of data lie in it.
     """
-    along = {
-        at: axis.source
-        for labels in arrived.values()
-        for axis, at in labels.items()
-        if at is not None
-    }
+    along = {}
+    for labels in arrived.values():
+        for label, place in labels.items():
+            along[place] = label.source
     rank = len(site["fn"].batch_shape)
-    outermost = [
-        frame for frame in reversed(site["cond_indep_stack"]) if rank >= -frame.dim
-    ]
-    for frame in outermost:
-        if frame.name in plates or (
-            not plates and along.get(rank + frame.dim) == frame.name
-        ):
-            return rank + frame.dim
-    places = [rank + frame.dim for frame in outermost]
-    if not places and not (site["fn"].event_dim and not _elementwise(site)):
+    places = []
+    for frame in reversed(site["cond_indep_stack"]):
+        axis = rank + frame.dim
+        if axis < 0:
+            continue
+        places.append(axis)
+        if frame.name in plates or (not plates and along.get(axis) == frame.name):
+            return axis
+    if not places and unwrapped(site["fn"], masked=True).event_dim == 0:
         places = list(range(len(site["fn"].shape())))
-    return next(
-        (axis for axis in places if axis in along), places[0] if places else None
-    )
+    for place in places:
+        if place in along:
+            return place
+    return places[0] if places else None
 
 
 def _check_rows(
@@ -585,12 +590,12 @@ def _check_rows(
     """Refuse rows that influence one another where they are taken apart: in
     minibatches, and as products.
     """
-    labels = [
-        (label, at) for of_part in arrived.values() for label, at in of_part.items()
-    ]
-    mixed = any(label.source in plates and at != axis for label, at in labels)
+    labels: list[tuple[Axis, int | None]] = []
+    for places in arrived.values():
+        labels += places.items()
+    mixed = any(label.source in plates and place != axis for label, place in labels)
     if by_products and labels and not plates and axis is not None:
-        mixed = all(at != axis for _, at in labels)
+        mixed = axis not in {place for _, place in labels}
     if mixed:
         got = (
             "a model in which one row changes the outputs of others, such as one with "
@@ -598,7 +603,3 @@ def _check_rows(
         )
         instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
         raise argument_error(CALL, "model", got, instead)
-
-
-def _elementwise(site: Site) -> bool:
-    return unwrapped(site["fn"], masked=True).event_dim == 0

@@ -2,9 +2,9 @@
 that Gaussian as a guide.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,28 @@ from numpyro_bnn.guides.blocks import (
     Block,
     Family,
     FullRank,
+    cut,
     declare_loc,
     declare_scale,
 )
 from numpyro_bnn.guides.laplace.jacobians import (
-    Dense,
+    DenseJacobian,
     Jacobians,
-    Layout,
-    Outer,
+    MatrixLayout,
+    OuterJacobian,
     from_matrix,
     to_matrix,
 )
 
 Vectors = Mapping[str, jax.Array]  # (P_s,) by site
-Sweep = Callable[
-    ..., Any
-]  # sums a function of the Jacobians (and further arguments) over all rows
-ITERATIONS, OVERSAMPLING = 4, 10  # of the subspace iteration
+# sums a function of the Jacobians (and further arguments) over all rows
+Sweep = Callable[..., Any]
+# of the subspace iteration: products, and vectors beside the wanted ones
+SUBSPACE_ITERATIONS = 4
+OVERSAMPLING = 10
 
 
-class Gaussian(NamedTuple):
+class LaplaceGaussian(NamedTuple):
     """N(loc, precision^-1) of the sites of a guide, without its location.
 
     :param params: parameters of the guide, by ``(site or "*", field)``.
@@ -78,11 +80,11 @@ class AffineNormal(dist.Distribution):
         )
 
     def log_prob(self, value: jax.Array) -> jax.Array:
-        def one(difference: jax.Array) -> jax.Array:
+        def log_density(difference: jax.Array) -> jax.Array:
             noise, log_det = self.solve(difference)
             return jnp.sum(dist.Normal().log_prob(noise)) - log_det
 
-        return jnp.vectorize(one, signature="(p)->()")(value - self.loc)
+        return jnp.vectorize(log_density, signature="(p)->()")(value - self.loc)
 
     @property
     def mean(self) -> jax.Array:
@@ -98,7 +100,7 @@ class KroneckerNormal(AffineNormal):
         left: Any,
         right: Any,
         scale: Any,
-        layout: Layout,
+        layout: MatrixLayout,
         *,
         validate_args: Any = None,
     ):
@@ -171,7 +173,7 @@ class LowRankNormal(AffineNormal):
 class Kronecker(Family):
     """A site whose covariance is diagonal in the product of two bases."""
 
-    layout: Layout
+    layout: MatrixLayout
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
@@ -212,38 +214,34 @@ class LowRankPrecision(Family):
         return LowRankNormal(declare_loc(block), declare_scale(block), basis, shrink)
 
 
-def joined(jac: Jacobians, names: Sequence[str]) -> jax.Array:
-    """(B, D, P) of all sites."""
-    return jnp.concatenate([jac[name].dense() for name in names], axis=2)
-
-
-def _squared(first: Outer | Dense, second: Outer | Dense) -> jax.Array:
+def _squared(
+    first: OuterJacobian | DenseJacobian, second: OuterJacobian | DenseJacobian
+) -> jax.Array:
     """(P, Q) the sum over rows and directions of products of two Jacobians."""
-    if not all(
-        isinstance(part, Outer) and part.inputs.shape[1] == 1
-        for part in (first, second)
-    ):
+    if not (_is_single(first) and _is_single(second)):
         return jnp.einsum("bdp,bdq->pq", first.dense(), second.dense())
-    assert isinstance(first, Outer)
-    assert isinstance(second, Outer)
     # Summed over the directions first, which costs as much as one direction.
     middle = jnp.einsum("bdo,bdp->bop", first.grads[:, :, 0], second.grads[:, :, 0])
-    found = jnp.einsum(
+    blocks = jnp.einsum(
         "bi,bop,bj->iojp", first.inputs[:, 0], middle, second.inputs[:, 0]
     )
-    found = found * first.slope[:, :, None, None] * second.slope
-    by_first = from_matrix(jnp.moveaxis(found, (0, 1), (2, 3)), first.layout)
+    blocks = blocks * first.slope[:, :, None, None] * second.slope
+    by_first = from_matrix(jnp.moveaxis(blocks, (0, 1), (2, 3)), first.layout)
     return from_matrix(jnp.moveaxis(by_first, 2, 0), second.layout)
+
+
+def _is_single(jacobian: OuterJacobian | DenseJacobian) -> TypeGuard[OuterJacobian]:
+    """Whether it is one outer product for each row and direction."""
+    return isinstance(jacobian, OuterJacobian) and jacobian.inputs.shape[1] == 1
 
 
 def split(vector: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
     """Parts of the last axis by site."""
-    ends = [sum(list(sizes.values())[: i + 1]) for i in range(len(sizes))]
-    return dict(zip(sizes, jnp.split(vector, ends[:-1], axis=-1), strict=True))
+    return cut(vector, {name: (size,) for name, size in sizes.items()})
 
 
 @dataclass(frozen=True)
-class Full:
+class FullStructure:
     """One dense precision of all sites."""
 
     sizes: Mapping[str, int]
@@ -255,48 +253,54 @@ class Full:
         """(P, P) J^T J."""
 
         def squares(jac: Jacobians) -> jax.Array:
-            rows = [
-                jnp.concatenate([_squared(jac[a], jac[b]) for b in self.sizes], axis=1)
-                for a in self.sizes
-            ]
+            rows = []
+            for first in self.sizes:
+                blocks = [_squared(jac[first], jac[second]) for second in self.sizes]
+                rows.append(jnp.concatenate(blocks, axis=1))
             return jnp.concatenate(rows)
 
         return sweep(squares)
+
+    def flat(self, vectors: Vectors) -> jax.Array:
+        """(P,) of all sites."""
+        return jnp.concatenate([vectors[name] for name in self.sizes])
+
+    def joined(self, jac: Jacobians) -> jax.Array:
+        """(B, D, P) of all sites."""
+        return jnp.concatenate([jac[name].dense() for name in self.sizes], axis=2)
 
     def product(self, sweep: Sweep, vectors: jax.Array, scale: jax.Array) -> jax.Array:
         """(P, K) J^T J between two scales (P,), times vectors (P, K)."""
 
         def products(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
-            parts = split((vectors * scale[:, None]).T, self.sizes)
-            forward = sum(jac[name].times(parts[name].T) for name in self.sizes)
-            back = [
-                jac[name].transposed_times(jnp.asarray(forward)) for name in self.sizes
-            ]
+            by_site = split((vectors * scale[:, None]).T, self.sizes)
+            forward: Any = 0.0
+            for name in self.sizes:
+                forward += jac[name].times(by_site[name].T)
+            back = [jac[name].transposed_times(forward) for name in self.sizes]
             return scale[:, None] * jnp.concatenate(back)
 
         return sweep(products, vectors, scale)
 
     def gaussian(
         self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
+    ) -> LaplaceGaussian:
         """:param coupling: (P, P) what the precision of the prior has besides its
         diagonal.
         """
-        precision = sums + jnp.diag(
-            jnp.concatenate([prior[name] for name in self.sizes])
-        )
-        precision = precision if coupling is None else precision + coupling
+        precision = sums + jnp.diag(self.flat(prior))
+        if coupling is not None:
+            precision = precision + coupling
         tril = cholesky_of_inverse(precision)
         variance = jnp.sum(tril**2, axis=1)
         log_det = -2 * jnp.sum(jnp.log(jnp.diag(tril)))
         lost = jnp.max(jnp.diag(precision) * variance)
-        return Gaussian(
-            {("*", "scale_tril"): tril}, split(variance, self.sizes), log_det, lost
-        )
+        params = {("*", "scale_tril"): tril}
+        return LaplaceGaussian(params, split(variance, self.sizes), log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         """(B, D, P) J M, with M M^T the covariance."""
-        return joined(jac, list(self.sizes)) @ fns["*"].scale_tril
+        return self.joined(jac) @ fns["*"].scale_tril
 
     def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         """(B, D, D) J covariance J^T."""
@@ -305,7 +309,7 @@ class Full:
 
 
 @dataclass(frozen=True)
-class Diagonal(Full):
+class DiagonalStructure(FullStructure):
     """Independent weights: the diagonal of the precision."""
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
@@ -317,46 +321,52 @@ class Diagonal(Full):
 
     def gaussian(
         self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
-        precision = {name: sums[name] + prior[name] for name in self.sizes}
-        params = {(name, "scale"): value**-0.5 for name, value in precision.items()}
-        log_det = sum(jnp.sum(jnp.log(value)) for value in precision.values())
-        return Gaussian(
-            params,
-            {name: 1 / value for name, value in precision.items()},
-            jnp.asarray(log_det),
-        )
+    ) -> LaplaceGaussian:
+        params, variance = {}, {}
+        log_det = jnp.zeros(())
+        for name in self.sizes:
+            precision = sums[name] + prior[name]
+            params[name, "scale"] = precision**-0.5
+            variance[name] = 1 / precision
+            log_det += jnp.sum(jnp.log(precision))
+        return LaplaceGaussian(params, variance, log_det)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        return jnp.concatenate(
-            [jac[n].dense() * jnp.ravel(fns[n].scale) for n in self.sizes], axis=2
-        )
+        matrices = []
+        for name in self.sizes:
+            matrices.append(self._half(name, jac[name].dense(), fns[name]))
+        return jnp.concatenate(matrices, axis=2)
+
+    def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
+        """(B, D, P) the Jacobian of a site times the root of its covariance."""
+        return dense * jnp.ravel(fn.scale)
 
     def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        return sum(
-            _independent(jac[n], jnp.ravel(fns[n].scale) ** 2) for n in self.sizes
-        )  # type: ignore[return-value]
+        return sum(self._covariance(name, jac[name], fns[name]) for name in self.sizes)
+
+    def _covariance(self, name: str, jacobian: Any, fn: Any) -> Any:
+        """(B, D, D) of one site."""
+        return _independent(jacobian, jnp.ravel(fn.scale) ** 2)
 
 
-def _independent(part: Any, variance: jax.Array) -> jax.Array:
+def _independent(jacobian: Any, variance: jax.Array) -> jax.Array:
     """(B, D, D) of a site whose elements are independent."""
-    if isinstance(part, Outer) and part.inputs.shape[1] == 1:
-        matrix = to_matrix(variance, part.layout) * part.slope**2
-        middle = (part.inputs[:, 0] ** 2) @ matrix
-        return jnp.einsum(
-            "bo,bdo,beo->bde", middle, part.grads[:, :, 0], part.grads[:, :, 0]
-        )
-    dense = part.dense()
+    if _is_single(jacobian):
+        matrix = to_matrix(variance, jacobian.layout) * jacobian.slope**2
+        middle = (jacobian.inputs[:, 0] ** 2) @ matrix
+        grads = jacobian.grads[:, :, 0]
+        return jnp.einsum("bo,bdo,beo->bde", middle, grads, grads)
+    dense = jacobian.dense()
     return jnp.einsum("bdp,p,bep->bde", dense, variance, dense)
 
 
 @dataclass(frozen=True)
-class Kron(Diagonal):
+class KroneckerStructure(DiagonalStructure):
     """A Kronecker product for every site that is a matrix, in ``layouts``; the elements
     of others independent.
     """
 
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, MatrixLayout]
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return [
@@ -364,111 +374,89 @@ class Kron(Diagonal):
         ]
 
     def measure(self, sweep: Sweep, prior: Vectors) -> Any:
-        """Eigenvalues and eigenvectors of the factors of each site, and how far its
-        slope is from a product.
+        """Eigenvalues and eigenvectors of the factors of each site that is a matrix;
+        the diagonal of J^T J for the others.
         """
 
         def factors(jac: Jacobians) -> Any:
-            found: Any = {}
+            by_site: Any = {}
             for name in self.sizes:
-                part = jac[name]
-                if name not in self.layouts or not isinstance(part, Outer):
-                    found[name] = part.squares()
+                jacobian = jac[name]
+                if name not in self.layouts or not isinstance(jacobian, OuterJacobian):
+                    by_site[name] = jacobian.squares()
                     continue
-                rows, _, scaled = _products(part)
-                inputs, grads = scaled
-                count = jnp.sum(part.known) * inputs.shape[1]
-                left = jnp.einsum("bti,b,btj->ij", inputs, part.known, inputs)
+                inputs, grads = _products(jacobian)
+                has_data = jacobian.has_data
+                count = jnp.sum(has_data) * inputs.shape[1]
+                left = jnp.einsum("bti,b,btj->ij", inputs, has_data, inputs)
                 right = jnp.einsum("bdto,bdtp->op", grads, grads)
-                found[name] = left, right, count, rows
-            return found
+                by_site[name] = left, right, count
+            return by_site
 
-        found: Any = {}
-        for name, part in sweep(factors).items():
-            if name not in self.layouts:
-                found[name] = part
-                continue
-            left, right, count, error = part
-            found[name] = *jnp.linalg.eigh(left), *jnp.linalg.eigh(right / count), error
-        return found
+        by_site = sweep(factors)
+        for name in self.layouts:
+            left, right, count = by_site[name]
+            by_site[name] = *jnp.linalg.eigh(left), *jnp.linalg.eigh(right / count)
+        return by_site
 
     def gaussian(
         self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
-        rest = Diagonal(
-            {
-                name: size
-                for name, size in self.sizes.items()
-                if name not in self.layouts
-            }
-        )
-        params, variance, log_det, lost = rest.gaussian(sums, prior)
+    ) -> LaplaceGaussian:
+        sizes = {
+            name: self.sizes[name] for name in self.sizes if name not in self.layouts
+        }
+        params, variance, log_det, lost = DiagonalStructure(sizes).gaussian(sums, prior)
         for name, layout in self.layouts.items():
-            a, left, b, right, _ = sums[name]
-            precision = (
-                jnp.maximum(a, 0.0)[:, None] * jnp.maximum(b, 0.0) + prior[name][0]
-            )
-            params |= {
-                (name, "left"): left,
-                (name, "right"): right,
-                (name, "scale"): precision**-0.5,
-            }
-            variance[name] = from_matrix(
-                left**2 @ (1 / precision) @ (right**2).T, layout
-            )
+            left_values, left, right_values, right = sums[name]
+            left_values = jnp.maximum(left_values, 0.0)
+            right_values = jnp.maximum(right_values, 0.0)
+            precision = left_values[:, None] * right_values + prior[name][0]
+            params[name, "left"] = left
+            params[name, "right"] = right
+            params[name, "scale"] = precision**-0.5
+            covariance = left**2 @ (1 / precision) @ (right**2).T
+            variance[name] = from_matrix(covariance, layout)
             log_det = log_det + jnp.sum(jnp.log(precision))
             lost = jnp.maximum(lost, jnp.max(precision) / jnp.min(precision))
-        return Gaussian(params, variance, log_det, lost)
-
-    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        parts = []
-        for name in self.sizes:
-            dense = jac[name].dense()
-            if name in self.layouts:
-                parts.append(self._half(name, dense, fns[name]))
-            else:
-                parts.append(dense * jnp.ravel(fns[name].scale))
-        return jnp.concatenate(parts, axis=2)
+        return LaplaceGaussian(params, variance, log_det, lost)
 
     def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
-        """(B, D, P) the Jacobian of a matrix times the root of its covariance."""
+        if name not in self.layouts:
+            return super()._half(name, dense, fn)
         layout = self.layouts[name]
         rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
         return from_matrix(rotated, layout)
 
-    def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        total: Any = 0.0
-        for name in self.sizes:
-            part = jac[name]
-            if name not in self.layouts:
-                total = total + _independent(part, jnp.ravel(fns[name].scale) ** 2)
-                continue
-            if not isinstance(part, Outer):
-                # these rows influence one another, other than those of the run
-                half = self._half(name, part.dense(), fns[name])
-                total = total + jnp.einsum("bdp,bep->bde", half, half)
-                continue
-            fn, (inputs, grads) = fns[name], _products(part)[2]
-            ones = jnp.ones(part.layout.size)
-            turned = Outer(
-                inputs @ fn.left, grads @ fn.right, ones, part.layout, part.known
-            )
-            total = total + _independent(turned, from_matrix(fn.scale**2, part.layout))
-        return total
+    def _covariance(self, name: str, jacobian: Any, fn: Any) -> Any:
+        if name not in self.layouts:
+            return super()._covariance(name, jacobian, fn)
+        if not isinstance(jacobian, OuterJacobian):
+            # these rows influence one another, other than those of the run
+            half = self._half(name, jacobian.dense(), fn)
+            return jnp.einsum("bdp,bep->bde", half, half)
+        inputs, grads = _products(jacobian)
+        layout = jacobian.layout
+        turned = OuterJacobian(
+            inputs @ fn.left,
+            grads @ fn.right,
+            jnp.ones(layout.size),
+            layout,
+            jacobian.has_data,
+        )
+        return _independent(turned, from_matrix(fn.scale**2, layout))
 
 
-def _products(part: Outer) -> tuple[jax.Array, Outer, tuple[jax.Array, jax.Array]]:
-    """Inputs and gradients with the slope of the weight in them, if it is itself a
-    product, and how far it is not.
+def _products(jacobian: OuterJacobian) -> tuple[jax.Array, jax.Array]:
+    """Inputs and gradients with the slope of the weight in them, as if it were itself a
+    product.
     """
-    slope, total = part.slope, jnp.sum(part.slope)
-    first, second = jnp.sum(slope, axis=1) / total, jnp.sum(slope, axis=0)
-    error = jnp.max(jnp.abs(slope - first[:, None] * second)) / jnp.max(jnp.abs(slope))
-    return error, part, (part.inputs * first, part.grads * second)
+    slope = jacobian.slope
+    first = jnp.sum(slope, axis=1) / jnp.sum(slope)
+    return jacobian.inputs * first, jacobian.grads * jnp.sum(slope, axis=0)
 
 
 @dataclass(frozen=True)
-class LowRank(Full):
+class LowRankStructure(FullStructure):
     """The largest eigenvectors of J^T J relative to the prior, and the diagonal of the
     rest.
     """
@@ -482,39 +470,36 @@ class LowRank(Full):
         """Diagonal (P,) and columns (P, K) with J^T J about diag + columns columns^T,
         by subspace iteration.
         """
-        scale = jnp.concatenate([prior[name] for name in self.sizes]) ** -0.5
+        scale = self.flat(prior) ** -0.5
         rank = min(self.rank, scale.size)
         width = min(rank + OVERSAMPLING, scale.size)
         basis = jnp.linalg.qr(random.normal(random.key(0), (scale.size, width)))[0]
-        for _ in range(ITERATIONS if width < scale.size else 0):
+        for _ in range(SUBSPACE_ITERATIONS if width < scale.size else 0):
             basis = jnp.linalg.qr(self.product(sweep, basis, scale))[0]
         values, turn = jnp.linalg.eigh(basis.T @ self.product(sweep, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
         columns = vectors * jnp.sqrt(values) / scale[:, None]
-        diagonal = Diagonal.measure(self, sweep, prior)  # type: ignore[arg-type]
-        total = jnp.concatenate([diagonal[name] for name in self.sizes])
+        diagonal = DiagonalStructure.measure(self, sweep, prior)  # type: ignore[arg-type]
+        total = self.flat(diagonal)
         return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
 
     def gaussian(
         self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
-    ) -> Gaussian:
-        rest, columns = sums
-        scale = (rest + jnp.concatenate([prior[name] for name in self.sizes])) ** -0.5
-        basis, singular, _ = jnp.linalg.svd(
-            scale[:, None] * columns, full_matrices=False
-        )
+    ) -> LaplaceGaussian:
+        diagonal, columns = sums
+        scale = (diagonal + self.flat(prior)) ** -0.5
+        scaled = scale[:, None] * columns
+        basis, singular, _ = jnp.linalg.svd(scaled, full_matrices=False)
         shrink = 1 - (1 + singular**2) ** -0.5
         params = {("*", "scale"): scale, ("*", "basis"): basis, ("*", "shrink"): shrink}
         fn = LowRankNormal(jnp.zeros_like(scale), scale, basis, shrink)
         log_det = jnp.sum(jnp.log1p(singular**2)) - 2 * jnp.sum(jnp.log(scale))
-        lost = jnp.max(
-            1 + jnp.sum((scale[:, None] * columns) ** 2, axis=1)
-        )  # what is left of a difference
-        return Gaussian(params, split(fn.variance, self.sizes), log_det, lost)
+        # what is left of a difference
+        lost = jnp.max(1 + jnp.sum(scaled**2, axis=1))
+        return LaplaceGaussian(params, split(fn.variance, self.sizes), log_det, lost)
 
     def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
         fn = fns["*"]
-        scaled = (
-            joined(jac, list(self.sizes)) * fn.scale
-        )  # M = diag(scale) (1 - Q shrink Q^T)
+        # M = diag(scale) (1 - Q shrink Q^T)
+        scaled = self.joined(jac) * fn.scale
         return scaled - ((scaled @ fn.basis) * fn.shrink) @ fn.basis.T

@@ -15,31 +15,31 @@ from jax.flatten_util import ravel_pytree
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
 from numpyro_bnn.guides.laplace.fitting import (
-    Precision,
+    Mode,
     Search,
     distance,
     finite,
     gaussian_at,
     measured,
     newton,
+    prior_at,
 )
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
-from numpyro_bnn.guides.laplace.problem import Call, Problem, Values
-from numpyro_bnn.guides.laplace.structures import Gaussian
+from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
+from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
 from numpyro_bnn.program.compiled import run
 
-SAME = 1e-3  # change of a log precision below which tuning ends
-FEW_STEPS, NEWTON_STEPS = (
-    2,
-    1000,
-)  # of Newton: in a round of tuning, and at most at the end
-LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
-INEXACT = 0.1  # relative error of a variance by rounding above which a run warns
-FLOAT64 = 1e-12  # the rounding of float32 is above
+LOG_PRECISION_TOLERANCE = 1e-3  # change of a log precision below which tuning ends
+ROUND_NEWTON_STEPS = 2  # of Newton in a round of tuning
+FINAL_NEWTON_STEPS = 1000  # at most, at the end
+MAX_LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
+# relative error of a variance by rounding above which a run warns
+MAX_ROUNDING_ERROR = 0.1
+MAX_FLOAT64_EPS = 1e-12  # the rounding of float32 is above
 # distance from the mode, in posterior standard deviations, below which a run has
 # converged
-CLOSE = 0.1
+CONVERGED_DISTANCE_SDS = 0.1
 
 
 class LaplaceResult(NamedTuple):
@@ -73,7 +73,7 @@ class LaplaceResult(NamedTuple):
 
 def tuned(
     guide: Any,
-    problem: Problem,
+    problem: LaplaceProblem,
     call: Call,
     search: Search,
     v: Values,
@@ -88,8 +88,6 @@ def tuned(
     """
     names = [name for name in problem.sites if name in problem.fixed]
     tune = bool(names) if tune == "auto" else tune
-    groups = [names] if tune == "global" else [[name] for name in names]
-    spread = _spread(guide, problem, call, v, None) if tune else {}
     if tune and not names:
         got = (
             f"{tune!r} for a guide without a site that has a Normal prior of fixed "
@@ -101,158 +99,152 @@ def tuned(
             got,
             "Leave it out: the scales are learned with the model.",
         )
+    groups = [names] if tune == "global" else [[name] for name in names]
+    spread = _spread(guide, problem, call, v, None) if tune else {}
     precision = dict.fromkeys(names, 1.0)
     losses: list[float] = []
-    evidence_of = _evidence(guide, problem, call)
-
     dense = newton_steps and guide.structure == "full" and not problem.plates
 
-    def polished(
-        v: Values, found: Precision, precision: Any, spread: Any, num_steps: int
-    ) -> tuple:
-        bar = progress_bar and dense and num_steps > FEW_STEPS
-        return newton(
-            guide,
-            problem,
-            call,
-            v,
-            found,
-            (precision, spread),
-            num_steps if dense else 0,
-            bar,
-        )
+    def polished(mode: Mode, spread: Any, num_steps: int) -> Mode:
+        if dense:
+            bar = progress_bar and num_steps > ROUND_NEWTON_STEPS
+            mode, newton_losses = newton(
+                guide, problem, call, mode, spread, num_steps, bar
+            )
+            losses.extend(newton_losses)
+        return mode
 
     highest, since = -np.inf, 0
     best: Any = None
     for _ in range(num_rounds if tune else 1):
-        key, now = split(key)
-        v, more = search(v, (precision, spread), now)
-        found = measured(guide, problem, call, v, precision)
-        v, found, last = polished(v, found, precision, spread, FEW_STEPS)
-        losses += [*more, *last]
-        gaussian = gaussian_at(guide, problem, found, v, precision)
-        _check_positive(problem, gaussian)
-        evidence = float(evidence_of((found, v, precision)))
+        key, search_key = split(key)
+        v, search_losses = search(v, (precision, spread), search_key)
+        losses += search_losses
+        mode = measured(guide, problem, call, v, precision)
+        mode = polished(mode, spread, ROUND_NEWTON_STEPS)
+        _check_positive(problem, gaussian_at(guide, problem, mode))
+        evidence = float(_evidence(guide, problem, call)(mode))
+        since += 1
         if best is None or evidence > highest:
-            highest, since, best = evidence, 0, (v, found, precision, spread)
-        else:
-            since += 1
-        if not tune or since == LOWER_ROUNDS:
+            highest, since, best = evidence, 0, (mode, spread)
+        if not tune or since == MAX_LOWER_ROUNDS:
             break
-        new = _fixed_point(guide, problem, found, v, precision, groups, call)
-        change = max(abs(np.log(new[name] / precision[name])) for name in names)
-        spread, precision = (
-            _spread(
-                guide, problem, call, v, gaussian_at(guide, problem, found, v, new)
-            ),
-            new,
-        )
-        if change < SAME:
+        v, precision = mode.v, _fixed_point(guide, problem, mode, groups, call)
+        gaussian = gaussian_at(guide, problem, mode._replace(precision=precision))
+        spread = _spread(guide, problem, call, v, gaussian)
+        factors = [precision[name] / mode.precision[name] for name in names]
+        if np.max(np.abs(np.log(factors))) < LOG_PRECISION_TOLERANCE:
             break
-    v, found, precision, spread = best
+    mode, spread = best
     if tune and not dense:
-        v, more = search(v, (precision, spread), key)
-        losses += more
-        found = measured(guide, problem, call, v, precision)
-    v, found, more = polished(v, found, precision, spread, NEWTON_STEPS)
-    return _result(
-        guide, problem, call, (v, found, precision, spread), [*losses, *more]
-    )
+        v, search_losses = search(mode.v, (mode.precision, spread), key)
+        losses += search_losses
+        mode = measured(guide, problem, call, v, mode.precision)
+    mode = polished(mode, spread, FINAL_NEWTON_STEPS)
+    return _result(guide, problem, call, mode, spread, losses)
 
 
 def _result(
-    guide: Any, problem: Problem, call: Call, at: tuple, losses: list[float]
+    guide: Any,
+    problem: LaplaceProblem,
+    call: Call,
+    mode: Mode,
+    spread: Mapping[str, jax.Array],
+    losses: list[float],
 ) -> LaplaceResult:
     """The Gaussian at the end of the search, its evidence, and how far it is from the
     mode.
     """
-    v, found, precision, spread = at
-    gaussian = gaussian_at(guide, problem, found, v, precision)
+    v = mode.v
+    gaussian = gaussian_at(guide, problem, mode)
     _check_positive(problem, gaussian)
     grads = problem.total("gradient", jax.grad(problem.log_likelihood), v, call, spread)
     of_prior = run(
         lambda g, *c: jax.grad(problem.log_prior)(g[0], g[1], c, list(v)),
-        (v, precision),
+        (v, mode.precision),
         *call,
     )
     grads = jax.tree.map(jnp.add, grads, of_prior)
-    flat = np.concatenate([np.ravel(grads[n]) for n in guide._structure.sizes]).astype(
-        np.float64
-    )
-    away = distance(guide, problem, call, v, found, precision, flat)
+    gradient = np.asarray(problem.flat(grads), np.float64)
+    away = distance(guide, problem, call, mode, gradient)
     eps = float(jnp.finfo(jnp.result_type(float)).eps)
-    if not away < CLOSE:
+    error = eps * float(gaussian.lost)
+    if not away < CONVERGED_DISTANCE_SDS:
         message = (
             f"{CALL}.run: {away:.2g} posterior sds from the mode on average. Run more "
             f"epochs"
         )
-        message += ", or in float64 (`jax_enable_x64`)." if eps > FLOAT64 else "."
-        warnings.warn(message, stacklevel=outside())
-    elif eps * float(gaussian.lost) > INEXACT:
-        error = min(1.0, eps * float(gaussian.lost))
-        message = (
-            f"{CALL}.run: rounding changes variances by up to about {error:.0%}: the "
-            f"precision of some"
-        )
         message += (
-            " directions is so much smaller than that of others. Use float64 "
-            "(`jax_enable_x64`)."
+            ", or in float64 (`jax_enable_x64`)." if eps > MAX_FLOAT64_EPS else "."
         )
         warnings.warn(message, stacklevel=outside())
-    prior = {**problem.prior_precision(v, precision), **found.curvature}
-    effective = sum(
-        jnp.sum(1 - prior[name] * gaussian.variance[name]) for name in problem.sites
-    )
-    evidence = finite(float(_evidence(guide, problem, call)((found, v, precision))))
+    elif error > MAX_ROUNDING_ERROR:
+        message = (
+            f"{CALL}.run: rounding changes variances by up to about "
+            f"{min(1.0, error):.0%}: the precision of some directions is so much "
+            "smaller than that of others. Use float64 (`jax_enable_x64`)."
+        )
+        warnings.warn(message, stacklevel=outside())
+    effective: Any = 0.0
+    for name, prior in prior_at(problem, mode).items():
+        effective += jnp.sum(1 - prior * gaussian.variance[name])
+    evidence = finite(float(_evidence(guide, problem, call)(mode)))
     guide._problem = replace(
         problem, programs={}, training=call if problem.normalizes else None
     )
     return LaplaceResult(
-        params={**guide._to_params(v, gaussian), **problem.held},
+        params={**guide._to_params(v, gaussian), **problem.model_params},
         losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
         log_evidence=evidence,
-        prior_precision={name: float(value) for name, value in precision.items()},
+        prior_precision={name: float(value) for name, value in mode.precision.items()},
         effective_parameters=float(effective),
         grad_norm=float(jnp.linalg.norm(ravel_pytree(grads)[0])),
         distance=away,
-        converged=away < CLOSE,
+        converged=away < CONVERGED_DISTANCE_SDS,
     )
 
 
 def _spread(
-    guide: Any, problem: Problem, call: Call, v: Values, gaussian: Gaussian | None
+    guide: Any,
+    problem: LaplaceProblem,
+    call: Call,
+    v: Values,
+    gaussian: LaplaceGaussian | None,
 ) -> dict[str, jax.Array]:
     """(N, M) variances of the loc of sites whose noise scale is learned; 0 before there
     is a Gaussian.
     """
-    names = [
-        name
-        for name, (_, used) in problem.observed.items()
-        if {"loc", "log_scale"} <= set(used)
-    ]
+    names = []
+    for name, (_, used) in problem.observed.items():
+        if {"loc", "log_scale"} <= set(used):
+            names.append(name)
     params = {} if gaussian is None else guide._to_params(v, gaussian)
 
     def rows(
-        given: tuple, args: tuple, kwargs: Mapping[str, Any]
+        inputs: tuple, args: tuple, kwargs: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        params, index = given
+        params, index = inputs
+        call = args, kwargs
+        variances = {}
         if not params:
-            seen = problem.observations(problem.trace(v, index, (args, kwargs)))
-            return {name: jnp.zeros_like(seen[name].weight, float) for name in names}
-        found = {}
+            observations = problem.observations(problem.trace(v, index, call))
+            for name in names:
+                variances[name] = jnp.zeros_like(observations[name].weight, float)
+            return variances
         for name in names:
-            seen, cov, _ = gaussian_outputs(
-                guide, problem, params, (args, kwargs), name, index=index
+            observation, cov, _ = gaussian_outputs(
+                guide, problem, params, call, name, index=index
             )
-            found[name] = jnp.diagonal(cov, axis1=1, axis2=2)[:, : seen.weight.shape[1]]
-        return found
+            variance = jnp.diagonal(cov, axis1=1, axis2=2)
+            variances[name] = variance[:, : observation.weight.shape[1]]
+        return variances
 
     program = problem.prepared("variances" if params else "no variances", rows, call)
-    parts = [program((params, index)) for index in problem.chunks()]
-    return {name: jnp.concatenate([part[name] for part in parts]) for name in names}
+    chunks = [program((params, index)) for index in problem.chunks()]
+    return jax.tree.map(lambda *variances: jnp.concatenate(variances), *chunks)
 
 
-def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
+def _check_positive(problem: LaplaceProblem, gaussian: LaplaceGaussian) -> None:
     for name in problem.sites:
         variance = gaussian.variance[name]
         if not bool(jnp.all(jnp.isfinite(variance) & (variance > 0))):
@@ -266,76 +258,68 @@ def _check_positive(problem: Problem, gaussian: Gaussian) -> None:
 
 def _fixed_point(
     guide: Any,
-    problem: Problem,
-    found: Precision,
-    v: Values,
-    precision: Mapping[str, float],
+    problem: LaplaceProblem,
+    mode: Mode,
     groups: list[list[str]],
     call: Call,
 ) -> dict[str, float]:
     """Prior precisions that maximize the evidence at one mode."""
 
-    def update(given: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
-        log_precision, found, v = given
-        now = {
-            name: jnp.exp(log_precision[i])
-            for i, group in enumerate(groups)
-            for name in group
-        }
-        variance, prior = (
-            gaussian_at(guide, problem, found, v, now).variance,
-            problem.prior_precision(v, now),
-        )
-        new = []
-        for group in groups:
-            squares = sum(
-                jnp.sum(jnp.square((v[n] - problem.fixed[n][0]) / problem.fixed[n][1]))
-                for n in group
-            )
-            gamma = sum(jnp.sum(1 - prior[n] * variance[n]) for n in group)
-            new.append(
-                jnp.log(jnp.maximum(gamma, 1e-6)) - jnp.log(jnp.maximum(squares, 1e-12))
-            )
-        return jnp.clip(jnp.stack(new), -15.0, 15.0)
+    def by_site(logs: jax.Array) -> dict[str, jax.Array]:
+        precision: dict[str, jax.Array] = {}
+        for i, group in enumerate(groups):
+            precision |= dict.fromkeys(group, jnp.exp(logs[i]))
+        return precision
 
-    logs = jnp.log(jnp.asarray([precision[group[0]] for group in groups]))
+    def update(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        logs, mode = inputs
+        mode = mode._replace(precision=by_site(logs))
+        variance = gaussian_at(guide, problem, mode).variance
+        prior = prior_at(problem, mode)
+        updated = []
+        for group in groups:
+            gamma: Any = 0.0
+            squares: Any = 0.0
+            for name in group:
+                loc, scale = problem.fixed[name]
+                gamma += jnp.sum(1 - prior[name] * variance[name])
+                squares += jnp.sum(jnp.square((mode.v[name] - loc) / scale))
+            log_gamma = jnp.log(jnp.maximum(gamma, 1e-6))
+            updated.append(log_gamma - jnp.log(jnp.maximum(squares, 1e-12)))
+        return jnp.clip(jnp.stack(updated), -15.0, 15.0)
+
+    logs = jnp.log(jnp.asarray([mode.precision[group[0]] for group in groups]))
     program = problem.prepared("fixed point", update, call)
     for _ in range(100):
-        logs, before = program((logs, found, v)), logs
-        if float(jnp.max(jnp.abs(logs - before))) < SAME / 10:
+        logs, old_logs = program((logs, mode)), logs
+        if float(jnp.max(jnp.abs(logs - old_logs))) < LOG_PRECISION_TOLERANCE / 10:
             break
-    return {
-        name: float(jnp.exp(logs[i]))
-        for i, group in enumerate(groups)
-        for name in group
-    }
+    return {name: float(value) for name, value in by_site(logs).items()}
 
 
-def _evidence(guide: Any, problem: Problem, call: Call) -> Any:
+def _evidence(guide: Any, problem: LaplaceProblem, call: Call) -> Any:
     """:func:`log_evidence` as a program."""
-    return problem.prepared(
-        "evidence",
-        lambda g, *c: log_evidence(guide, problem, g[0], g[1], g[2], c),
-        call,
-    )
+
+    def evidence(mode: Mode, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+        return log_evidence(guide, problem, mode, (args, kwargs))
+
+    return problem.prepared("evidence", evidence, call)
 
 
 def log_evidence(
     guide: Any,
-    problem: Problem,
-    found: Precision,
-    v: Values,
-    precision: Mapping[str, Any],
+    problem: LaplaceProblem,
+    mode: Mode,
     call: Call,
 ) -> jax.Array:
     r"""Laplace's log p(D) = log p(D, v) + P / 2 log 2 pi - 1/2 log det of the
     precision, given what is held.
     """
-    gaussian = gaussian_at(guide, problem, found, v, precision)
-    unknowns = sum(v[name].size for name in problem.sites)
-    prior = problem.log_prior(v, precision, call, problem.sites)
+    gaussian = gaussian_at(guide, problem, mode)
+    unknowns = sum(mode.v[name].size for name in problem.sites)
+    prior = problem.log_prior(mode.v, mode.precision, call, problem.sites)
     return (
-        found.log_likelihood
+        mode.log_likelihood
         + prior
         + 0.5 * unknowns * jnp.log(2 * jnp.pi)
         - 0.5 * gaussian.log_det
