@@ -40,7 +40,7 @@ class Place(NamedTuple):
 SUMMED = None
 
 
-class Rows(dict[Any, Place | None]):
+class LabelPlaces(dict[Any, Place | None]):
     """A value that depends on numbered elements: the place of each label."""
 
 
@@ -52,7 +52,7 @@ def follow_axes(
     """The places of labels in the outputs of a program, from those in its inputs;
     nothing is computed.
 
-    :param inputs: :class:`Rows` for each input, or other marks that only ``enter``
+    :param inputs: :class:`LabelPlaces` for each input, or marks that only ``enter``
         understands.
     :param enter: from an equation one of whose operands has such a mark, and its
         operands, to its output.
@@ -66,7 +66,9 @@ def follow_axes(
     >>> rows = Axis("x", 0, 3)
     >>> [
     ...     places[rows]
-    ...     for places in follow_axes(program, [Rows({rows: Place(0, 1)}), Rows()])
+    ...     for places in follow_axes(
+    ...         program, [LabelPlaces({rows: Place(0, 1)}), LabelPlaces()]
+    ...     )
     ... ]
     [Place(axis=0, inner=1), None]
     """
@@ -74,7 +76,9 @@ def follow_axes(
 
     def read(variables: Sequence[Any]) -> list[Any]:
         return [
-            Rows() if isinstance(var, Literal) else rows_of.get(var, Rows())
+            LabelPlaces()
+            if isinstance(var, Literal)
+            else rows_of.get(var, LabelPlaces())
             for var in variables
         ]
 
@@ -84,14 +88,15 @@ def follow_axes(
             continue
         name = equation.primitive.name
         inner = called(equation)
-        all_rows = all(isinstance(operand, Rows) for operand in operands)
+        all_rows = all(isinstance(operand, LabelPlaces) for operand in operands)
         if inner is not None:
             outputs = follow_axes(inner, operands, enter)
         elif name in ("scan", "cond"):
             if not all_rows and enter is not None:
                 enter(equation, operands)
             rows = [
-                operand if isinstance(operand, Rows) else Rows() for operand in operands
+                operand if isinstance(operand, LabelPlaces) else LabelPlaces()
+                for operand in operands
             ]
             outputs = (_scanned if name == "scan" else _chosen)(equation, rows, enter)
         elif all_rows:
@@ -103,10 +108,10 @@ def follow_axes(
     return read(jaxpr.outvars)
 
 
-def moved(equation: Equation, operands: Sequence[Rows]) -> Rows:
+def moved(equation: Equation, operands: Sequence[LabelPlaces]) -> LabelPlaces:
     """Where the labels of all operands lie in the output of a primitive."""
     move, _ = rule_of(equation, {})
-    places = Rows()
+    places = LabelPlaces()
     for operand, rows in enumerate(operands):
         for label, place in rows.items():
             if place is not SUMMED and equation.primitive.name in RESHAPES:
@@ -118,17 +123,21 @@ def moved(equation: Equation, operands: Sequence[Rows]) -> Rows:
     return places
 
 
-def _merge(places: Rows, rows: Mapping[Any, Place | None]) -> None:
+def _merge(places: LabelPlaces, rows: Mapping[Any, Place | None]) -> None:
     """Add labels to those of a value; one that lies at two places is mixed."""
     for label, place in rows.items():
         places[label] = place if places.get(label, place) == place else SUMMED
 
 
-def _chosen(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
+def _chosen(
+    equation: Equation, operands: Sequence[LabelPlaces], enter: Any
+) -> list[LabelPlaces]:
     """The outputs of ``cond``; a predicate is a scalar, so that labels in it are those
     of all elements.
     """
-    results = [Rows(dict.fromkeys(operands[0], SUMMED)) for _ in equation.outvars]
+    results = [
+        LabelPlaces(dict.fromkeys(operands[0], SUMMED)) for _ in equation.outvars
+    ]
     for branch in equation.params["branches"]:
         for result, rows in zip(
             results, follow_axes(branch.jaxpr, operands[1:], enter), strict=True
@@ -137,28 +146,30 @@ def _chosen(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Ro
     return results
 
 
-def _scanned(equation: Equation, operands: Sequence[Rows], enter: Any) -> list[Rows]:
+def _scanned(
+    equation: Equation, operands: Sequence[LabelPlaces], enter: Any
+) -> list[LabelPlaces]:
     """The outputs of ``scan``: carried labels are followed until they no
     longer change.
     """
     constants = equation.params["num_consts"]
     carried = equation.params["num_carry"]
 
-    def shifted(rows: Rows, by: int) -> Rows:
+    def shifted(rows: LabelPlaces, by: int) -> LabelPlaces:
         """By the axis that is scanned, whose own labels are mixed."""
-        moved_rows = Rows(rows)
+        moved_rows = LabelPlaces(rows)
         for label, place in rows.items():
             if place is not SUMMED:
                 axis = place.axis + by
                 moved_rows[label] = SUMMED if axis < 0 else place._replace(axis=axis)
         return moved_rows
 
-    start = list(map(Rows, operands[constants : constants + carried]))
+    start = list(map(LabelPlaces, operands[constants : constants + carried]))
     slices = [shifted(rows, -1) for rows in operands[constants + carried :]]
     while True:
-        inputs = [*operands[:constants], *map(Rows, start), *slices]
+        inputs = [*operands[:constants], *map(LabelPlaces, start), *slices]
         outputs = follow_axes(equation.params["jaxpr"].jaxpr, inputs, enter)
-        previous = list(map(Rows, start))
+        previous = list(map(LabelPlaces, start))
         for carry, rows in zip(start, outputs[:carried], strict=True):
             _merge(carry, rows)
         if start == previous:

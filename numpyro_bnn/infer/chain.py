@@ -20,7 +20,7 @@ from numpyro_bnn.infer.tuning import (
     BENT,
     NOISE_BATCHES,
     POWER_STEPS,
-    Coverage,
+    CoveredVariance,
     Noise,
     bending,
     gradient_noise,
@@ -93,7 +93,7 @@ class SGMCMCState(NamedTuple):
     optimizer: Any
     tuning: Any
     moment: Any
-    coverage: Coverage
+    coverage: CoveredVariance
     origin: "Origin"
     rng_key: jax.Array
 
@@ -250,7 +250,7 @@ class Chain:
             else (),
             tuning=policy.tuner.start(position, base),
             moment=() if policy.noise is None else policy.noise.start(position),
-            coverage=Coverage.empty(engine.statistics),
+            coverage=CoveredVariance.empty(engine.statistics),
             origin=Origin(position, base, jnp.ones_like(base), jnp.int32(0)),
             rng_key=rng_key,
         )

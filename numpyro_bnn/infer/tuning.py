@@ -259,7 +259,7 @@ def listed(by_chain: Any) -> str:
     return str(np.ravel(jax.device_get(by_chain)).tolist())
 
 
-class Coverage(NamedTuple):
+class CoveredVariance(NamedTuple):
     """Means over the draws that are kept, for the share of the posterior variance that
     they cover.
 
@@ -278,7 +278,7 @@ class Coverage(NamedTuple):
     refused_steps: jax.Array
 
     @classmethod
-    def empty(cls, blank: Statistics) -> "Coverage":
+    def empty(cls, blank: Statistics) -> "CoveredVariance":
         """No draws; ``blank`` are the statistics at the start of a chain."""
         temperature, position, gradient = (
             blank.configurational_temperature,
@@ -294,7 +294,7 @@ class Coverage(NamedTuple):
             blank.refused_share,
         )
 
-    def add(self, seen: Statistics, kept: jax.Array) -> "Coverage":
+    def add(self, seen: Statistics, kept: jax.Array) -> "CoveredVariance":
         """Add the means of a draw, if it is kept."""
         draws = self.draws + jnp.where(kept, 1, 0)
         weight = jnp.where(kept, 1 / jnp.maximum(draws, 1), 0).astype(self.virial.dtype)
@@ -305,7 +305,7 @@ class Coverage(NamedTuple):
             seen.accept_prob,
             seen.refused_share,
         )
-        return Coverage(
+        return CoveredVariance(
             draws, *jax.tree.map(lambda a, b: a + weight * (b - a), self[1:], means)
         )
 

@@ -13,8 +13,8 @@ from numpyro_bnn._axes import (
     RESHAPES,
     SUMMED,
     Axis,
+    LabelPlaces,
     Place,
-    Rows,
     follow_axes,
     reshaped,
     rule_of,
@@ -55,7 +55,7 @@ def axes_of_data(
     jaxpr, outputs, arguments = _program(reading, quantities)
     inputs = []
     for path, leaf in arguments:
-        labels = Rows()
+        labels = LabelPlaces()
         if path[0].key != "latent":
             for axis, size in enumerate(jnp.shape(leaf)):
                 labels[Axis(path[1].key, axis, size)] = Place(axis, 1)

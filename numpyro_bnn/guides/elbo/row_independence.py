@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._axes import RESHAPES, SUMMED, Place, Rows, reshaped, rule_of
+from numpyro_bnn._axes import RESHAPES, SUMMED, LabelPlaces, Place, reshaped, rule_of
 from numpyro_bnn.guides.elbo.weight_uses import (
     AFFINE,
     ELEMENTWISE,
@@ -62,7 +62,7 @@ def find_uses(
     axis that indexes no weights, and drops the draws that turn out to mix, until none
     are left to drop. Nothing is computed. ``values`` are the inputs, in order.
     """
-    search = _Search(values, candidates, call)
+    search = _UseSearch(values, candidates, call)
     constants = list(map(_counting, program.consts))
     while search.changed:
         search.once(program.jaxpr, constants, needed)
@@ -96,7 +96,7 @@ FREE = _Free()
 
 
 def _is_followed(value: Any) -> bool:
-    return isinstance(value, _WeightImage | Rows | _Free)
+    return isinstance(value, _WeightImage | LabelPlaces | _Free)
 
 
 class _RowWalk(Interpreter):
@@ -129,7 +129,7 @@ def _counting(value: Any) -> Any:
     return np.asarray(value) if integers and _counts(np.asarray(value), 0) else FREE
 
 
-class _Search:
+class _UseSearch:
     def __init__(
         self, values: Mapping[str, jax.Array], candidates: Collection[str], call: str
     ) -> None:
@@ -207,11 +207,14 @@ class _Search:
             return [result] * len(equation.outputs)
         return result
 
-    def _flow(self, equation: Equation, values: Sequence[Any]) -> Rows | None:
+    def _flow(self, equation: Equation, values: Sequence[Any]) -> LabelPlaces | None:
         """Where the labels lie in the output; a label is dropped if one element needs
         several of its numbers.
         """
-        rows = [value if isinstance(value, Rows) else Rows() for value in values]
+        rows = [
+            value if isinstance(value, LabelPlaces) else LabelPlaces()
+            for value in values
+        ]
         if not any(rows):
             return None
         if equation.name in RESHAPES:
@@ -220,7 +223,7 @@ class _Search:
         if equation.name == "gather" and isinstance(values[1], _Index):
             columns = values[1].columns
         move, linear = rule_of(equation.jaxpr_equation, columns)
-        output = Rows()
+        output = LabelPlaces()
         for label in dict.fromkeys(chain(*rows)):
             operands, places = [], set()
             for i, labels in enumerate(rows):
@@ -241,10 +244,10 @@ class _Search:
                 output[label] = places.pop() if single else SUMMED
         return output or None
 
-    def _reshaped(self, equation: Equation, rows: Rows) -> Rows | None:
+    def _reshaped(self, equation: Equation, rows: LabelPlaces) -> LabelPlaces | None:
         old_shape = equation.jaxpr_equation.invars[0].aval.shape
         new_shape = equation.outputs[0].shape
-        output = Rows()
+        output = LabelPlaces()
         for label, place in rows.items():
             size = self.rows[label.site][label.axis][label.piece].size
             inner = None
@@ -298,7 +301,7 @@ class _Search:
         if name in ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.floating):
             return weight
         affine = name in AFFINE and (name, i) != ("div", 1)
-        if affine and not isinstance(values[1 - i], Rows) and out.shape == shape:
+        if affine and not isinstance(values[1 - i], LabelPlaces) and out.shape == shape:
             return weight
         if weight.grown:
             return None
@@ -310,12 +313,14 @@ class _Search:
                 return None
             return _WeightImage(weight.site, grown)
         use = enters_as(equation, i)
-        if use is None or (use.kind == "gather" and isinstance(values[1], Rows)):
+        if use is None or (use.kind == "gather" and isinstance(values[1], LabelPlaces)):
             return None
         data = self._flow(equation, [*values[:i], FREE, *values[i + 1 :]])
         return self._enter(equation, weight.site, use, data)
 
-    def _value(self, equation: Equation, weight: _WeightImage, i: int) -> Rows | _Free:
+    def _value(
+        self, equation: Equation, weight: _WeightImage, i: int
+    ) -> LabelPlaces | _Free:
         """A weight as an ordinary value: drawn for every row if it was broadcast."""
         shape = equation.jaxpr_equation.invars[i].aval.shape
         out = equation.outputs[0].shape
@@ -344,8 +349,8 @@ class _Search:
         return self._enter(equation, weight.site, use)
 
     def _enter(
-        self, equation: Equation, site: str, use: Use, data: Rows | None = None
-    ) -> Rows | _Free:
+        self, equation: Equation, site: str, use: Use, data: LabelPlaces | None = None
+    ) -> LabelPlaces | _Free:
         """Record a use, and give its output the labels of its rows."""
         first = self.uses.setdefault(site, use)
         first.entries.append(equation.jaxpr_equation)
@@ -362,7 +367,7 @@ class _Search:
             # another site was dropped, and this one enters elsewhere now
             self.rows[site] = use.rows
         use.rows = first.rows = self.rows[site]
-        rows = Rows(data or {})
+        rows = LabelPlaces(data or {})
         for axis, pieces in use.rows.items():
             for i, piece in enumerate(pieces):
                 if piece.draws > 1:

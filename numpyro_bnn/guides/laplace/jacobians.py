@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from numpyro_bnn._axes import Axis, Place, Rows, dot_axes, follow_axes, moved
+from numpyro_bnn._axes import Axis, LabelPlaces, Place, dot_axes, follow_axes, moved
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
 ELEMENTWISE = frozenset(
@@ -184,7 +184,7 @@ def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
         marked, rows = [], []
         for i, operand in enumerate(operands):
             is_marked = isinstance(operand, _Mark)
-            rows.append(Rows() if is_marked else operand)
+            rows.append(LabelPlaces() if is_marked else operand)
             if is_marked:
                 marked.append(i)
         image = len(marked) == 1 and is_image(equation, marked[0])
@@ -207,7 +207,7 @@ def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
     axes: dict[str, int | None] = {}
     if number == 1:
         axes = dict.fromkeys(names)
-    elif isinstance(outputs, Rows):
+    elif isinstance(outputs, LabelPlaces):
         for label, place in outputs.items():
             if place == Place(0, 1) and label.size == number:
                 axes[label.source] = label.axis
