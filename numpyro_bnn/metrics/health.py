@@ -616,6 +616,8 @@ class _Checks:
         """What a linear model explains, each row predicted from the others, and a chain
         does not, less two standard errors.
         """
+        if self.draws < MIN_DRAWS:
+            return None
         measurements = []
         losses = losses_by_site(self.means("posterior_predictive"), self.targets)
         for site, of_site in losses.items():

@@ -748,6 +748,7 @@ def test_healthy_fits_are_silent(name):
         "diverged",
         "support",
         "fit",
+        "linear",
         "pareto_k",
         "standardized",
         "constant_inputs",
