@@ -504,8 +504,12 @@ def test_chains_that_differ_by_less_than_the_noise_are_noted(noise, verdict):
     made.f = made.f + np.arange(C)[:, None, None] % 2
     idata = made.idata()
     y = made.f + noise * made.rng.normal(size=made.f.shape)
-    idata["posterior_predictive"]["y"] = ((*SAMPLE, "data"), y)
-    found = {finding.name: finding for finding in health(idata).findings}
+    groups = {name: group(idata, name) for name in group_names(idata)}
+    groups["posterior_predictive"] = groups["posterior_predictive"].assign(
+        y=((*SAMPLE, "data"), y)
+    )
+    report = health(results(groups, made.attrs))
+    found = {finding.name: finding for finding in report.findings}
     assert found["rhat"].verdict == verdict
     assert ("of observations drawn" in found["rhat"].what) == (verdict == "note")
     assert "ess" not in found
