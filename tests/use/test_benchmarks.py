@@ -515,6 +515,7 @@ KEPT = {
     "infinite_kernel": "infinite.md",
     "infinite_uci": "infinite.md",
     "laplace_uci": "guides.md",
+    "minibatch_defaults": "minibatches.md",
     "minibatches": "minibatches.md",
     "microcanonical": "microcanonical.md",
     "microcanonical_cost": "microcanonical.md",
