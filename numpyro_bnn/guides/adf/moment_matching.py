@@ -159,7 +159,9 @@ def _unconstrained_moments(
         value = transform(u)
         return base.log_prob(value) + transform.log_abs_det_jacobian(u, value)
 
-    log_p = np.asarray(log_density(u))
+    # The parameters of a prior are known also while a guide is traced.
+    with jax.core.eval_context():
+        log_p = np.asarray(log_density(u))
     log_p = np.where(np.isfinite(log_p), log_p, -np.inf)
     density = np.exp(log_p - log_p.max(axis=0))
     density /= density.sum(axis=0)
