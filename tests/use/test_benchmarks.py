@@ -509,6 +509,7 @@ KEPT = {
     "function_agreement": "microcanonical.md",
     "compilation": "speed.md",
     "first_draw": "speed.md",
+    "gauntlet": "choosing.md",
     "gradient_cost": "speed.md",
     "hierarchical_hmc": "hierarchical.md",
     "image_chains": "guides.md",
