@@ -296,9 +296,10 @@ def test_every_page_is_in_one_table_of_contents():
 
 def test_figures_of_choosing_stand_on_the_pages_it_cites():
     figure = re.compile(r"(?<![\w.])-?\d+\.\d{2,}(?!\w)")
-    for section in re.split(r"^## .*$", (DOCS / "choosing.md").read_text(), flags=re.M)[
-        1:
-    ]:
+    page = (DOCS / "choosing.md").read_text()
+    # a table between marks is that of a file, which another test compares
+    typed = re.sub(r"<!-- table of .*?: end -->", "", page, flags=re.DOTALL)
+    for section in re.split(r"^## .*$", typed, flags=re.MULTILINE)[1:]:
         cited = "".join(
             (DOCS / match[1]).read_text() for match in LINK.finditer(section)
         )
