@@ -99,8 +99,9 @@ class SGMCMCState(NamedTuple):
 
 
 # Largest share of the steps of a transition of warm-up that the dynamics may refuse
-# without making them shorter, and the factor.
+# without making them shorter, and the factor; the same for far too long steps.
 MAX_UNDONE, SHORTER = 0.02, 0.7
+MOSTLY_UNDONE, MUCH_SHORTER = 0.3, 0.25
 
 
 class Origin(NamedTuple):
@@ -346,8 +347,10 @@ class Chain:
         Steps that end at a border of the support do not count: their number hardly
         falls with their length.
         """
-        often = state.engine.statistics.undone_share > MAX_UNDONE
-        share = jnp.where(often & (i < self.policy.num_warmup), SHORTER, 1.0)
+        undone = state.engine.statistics.undone_share
+        shorter = jnp.where(undone > MOSTLY_UNDONE, MUCH_SHORTER, SHORTER)
+        often = (undone > MAX_UNDONE) & (i < self.policy.num_warmup)
+        share = jnp.where(often, shorter, 1.0)
         origin = state.origin
         lasts = jnp.where(lasting, share, 1.0).astype(origin.shrinkage.dtype)
         origin = origin._replace(shrinkage=origin.shrinkage * lasts)

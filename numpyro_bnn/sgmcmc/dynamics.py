@@ -48,8 +48,8 @@ class _Kicked(Dynamics):
     With ``max_kick`` a step is refused if it ends where eps |L' grad U|^2 / P is above
     (max_kick + 20 / P) T. At equilibrium its mean is eps times curvature plus noise,
     below 1 for every stable step size. The chain stays and turns back, as at a border:
-    the density up to there stays invariant. In warm-up, steps to smaller gradients are
-    taken all the same.
+    the density up to there stays invariant. Steps to smaller gradients are taken all
+    the same: a chain that begins outside finds its way in, and never leaves again.
     """
 
     max_kick: PositiveOrInfinite | None = field(default=None, kw_only=True)
@@ -72,7 +72,7 @@ class _Kicked(Dynamics):
         after = squared_norm(move.memory.slope)
         most = (self.max_kick * size + OF_FEW) * context.temperature
         steep = context.step_size * after > most
-        steep &= ~(context.warming & (after < before))
+        steep &= after >= before
         back = position, self.turned_back(memory, context.temperature)
         position, memory = select(steep, back, (move.position, move.memory))
         return move._replace(position=position, memory=memory, refused=steep)
