@@ -20,13 +20,12 @@ what the file already has.
 """
 
 import argparse
-import json
 import re
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +39,8 @@ from jax.scipy.special import logsumexp
 from numpyro.infer import MCMC, NUTS, SVI
 
 import numpyro_bnn as bnn
-from examples.benchmarks.shared import environment, options_of, put_table, write_report
-from examples.shared import at_least, markdown, writable_file
+from examples.benchmarks.shared import continued_report, put_table, write_report
+from examples.shared import at_least, markdown
 
 NEW_ROWS = 500
 MOST_ROWS_OF_FULL_GRADIENTS = 2000
@@ -214,11 +213,13 @@ PRIORS: dict[str, Callable[[], Any]] = {
 }
 
 
-def build(problem: Problem) -> Callable:
+def network_model(
+    likelihood_name: str, widths: Sequence[int], activation: str, prior_name: str
+) -> Callable:
     """The NumPyro model that a user would write."""
-    likelihood = LIKELIHOODS[problem.likelihood]
-    layers = bnn.nn.MLP([*problem.widths, likelihood.outputs], problem.activation)
-    prior = PRIORS[problem.prior]()
+    likelihood = LIKELIHOODS[likelihood_name]
+    layers = bnn.nn.MLP([*widths, likelihood.outputs], activation)
+    prior = PRIORS[prior_name]()
 
     def model(x, y=None, batch_size=None):
         net = bnn.random_network("net", layers, x.shape[1:], prior)
@@ -231,6 +232,12 @@ def build(problem: Problem) -> Callable:
             numpyro.sample("y", likelihood.of(net(x[i]), sites), obs=observed)
 
     return model
+
+
+def build(problem: Problem) -> Callable:
+    return network_model(
+        problem.likelihood, problem.widths, problem.activation, problem.prior
+    )
 
 
 def linear(problem: Problem) -> np.ndarray:
@@ -501,13 +508,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    writable_file(args.output)
-    text = args.output.read_text()
-    rows: list[dict[str, Any]] = json.loads(text)["rows"] if text.strip() else []
-    options = {
-        name: value for name, value in options_of(args).items() if name not in VARIED
-    }
-    report: dict[str, Any] = {"rows": rows, **environment([]), "options": options}
+    report = continued_report(args, VARIED)
+    rows = report["rows"]
     done = {(row["seed"], row["method"]) for row in rows}
     for seed in range(*args.seeds):
         problem = draw(seed)

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 from numpyro.infer import MCMC
 
 import numpyro_bnn as bnn
-from examples.benchmarks.gauntlet import LIKELIHOODS, PRIORS
-from examples.benchmarks.shared import environment, options_of, put_table, write_report
-from examples.shared import at_least, markdown, writable_file
+from examples.benchmarks.gauntlet import network_model
+from examples.benchmarks.shared import continued_report, put_table, write_report
+from examples.shared import at_least, markdown
 
 INPUTS, NEW_ROWS = 8, 1000
 KERNELS = ("SGNHT", "SGHMC", "SGLD", "MCLMC")
@@ -74,27 +73,10 @@ def make_data(likelihood: str, rows: int) -> Data:
     )
 
 
-def make_model(likelihood_name: str, activation: str, prior: str, width: int) -> Any:
-    likelihood = LIKELIHOODS[likelihood_name]
-    layers = bnn.nn.MLP([width, likelihood.outputs], activation)
-
-    def model(x, y=None, batch_size=None):
-        net = bnn.random_network("net", layers, x.shape[1:], PRIORS[prior]())
-        sites = {
-            name: numpyro.sample(name, make())
-            for name, make in likelihood.sites.items()
-        }
-        with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-            observed = None if y is None else y[i]
-            numpyro.sample("y", likelihood.of(net(x[i]), sites), obs=observed)
-
-    return model
-
-
 def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     data = make_data(case["likelihood"], case["rows"])
-    model = make_model(
-        case["likelihood"], case["activation"], case["prior"], args.width
+    model = network_model(
+        case["likelihood"], [args.width], case["activation"], case["prior"]
     )
     mcmc = MCMC(
         getattr(bnn.infer, case["kernel"])(model),
@@ -185,13 +167,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
-    writable_file(args.output)
-    text = args.output.read_text()
-    rows: list[dict[str, Any]] = json.loads(text)["rows"] if text.strip() else []
-    options = {
-        name: value for name, value in options_of(args).items() if name not in VARIED
-    }
-    report: dict[str, Any] = {"rows": rows, **environment([]), "options": options}
+    report = continued_report(args, VARIED)
+    rows = report["rows"]
     done = {tuple(row[name] for name in CASE) for row in rows}
     lists = (args.likelihoods, args.rows, args.activations, args.priors, args.kernels)
     for values in itertools.product(*lists):

@@ -21,7 +21,7 @@ import numpyro
 from jax import lax
 from numpyro.infer.mcmc import MCMCKernel
 
-from examples.shared import between_marks
+from examples.shared import between_marks, writable_file
 
 __all__ = [
     "PBP",
@@ -163,6 +163,20 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     interrupted.
     """
     path.write_text(json.dumps(report, indent=2, default=str) + "\n")
+
+
+def continued_report(args: argparse.Namespace, varied: Sequence[str]) -> dict[str, Any]:
+    """The report of a script that leaves out what the file ``args.output`` already has:
+    its rows so far, and the machine and options of this run.
+
+    :param varied: options in which runs of one file may differ.
+    """
+    text = writable_file(args.output).read_text()
+    options = {
+        name: value for name, value in options_of(args).items() if name not in varied
+    }
+    rows = json.loads(text)["rows"] if text.strip() else []
+    return {"rows": rows, **environment([]), "options": options}
 
 
 def environment(packages: Sequence[str]) -> dict[str, Any]:

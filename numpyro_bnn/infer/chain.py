@@ -59,7 +59,7 @@ class SGMCMCState(NamedTuple):
         microcanonical kernels only.
     :param decoherence_length: L of these kernels.
     :param refused_steps: fraction of the steps that were not taken: their end was not
-        finite, or (of microcanonical kernels) their energy error too large.
+        finite, their gradients or (of microcanonical kernels) energy errors too large.
     :param diverging: whether the chain is marked, as it took none of 200 steps; ``i``:
         transitions so far.
     :param base_step_size: the chosen or adapted step size that the schedule multiplies.

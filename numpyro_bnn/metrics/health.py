@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
 from numpyro_bnn.metrics._explained import (
-    explained,
+    Losses,
     losses_by_site,
     losses_of_linear_model,
 )
@@ -349,6 +349,11 @@ class _Checks:
                 return columns(drawn, COLUMNS)[self.sound]
         return np.zeros((0, 0, 0))
 
+    @cached_property
+    def losses(self) -> dict[str, Losses]:
+        """Losses of each observed site at some of the training rows."""
+        return losses_by_site(self.means("posterior_predictive"), self.targets)
+
     def means(self, group: str) -> dict[str, np.ndarray]:
         """Draws of the mean of each observed site, or of its class probabilities, by
         variable.
@@ -581,8 +586,8 @@ class _Checks:
         left_member = self._left_member()
         at_fault: set[int] = set()
         measurements = []
-        shares = explained(self.means("posterior_predictive"), self.targets)
-        for site, share in shares.items():
+        for site, losses in self.losses.items():
+            share = losses.share(losses.by_chain)
             start = np.full(len(share), np.nan)
             if site in members:
                 start = np.array(members[site])[self.positions]
@@ -619,8 +624,7 @@ class _Checks:
         if self.draws < MIN_DRAWS:
             return None
         measurements = []
-        losses = losses_by_site(self.means("posterior_predictive"), self.targets)
-        for site, of_site in losses.items():
+        for site, of_site in self.losses.items():
             size = len(self.targets[site])
             tables = [x for x in self.inputs.values() if len(x) == size]
             if not tables:

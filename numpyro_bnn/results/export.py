@@ -27,7 +27,8 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
-from numpyro_bnn.metrics.health import MIN_DRAWS, explained, health
+from numpyro_bnn.metrics._explained import explained
+from numpyro_bnn.metrics.health import MIN_DRAWS, health
 from numpyro_bnn.networks import placeholder_statistics, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.reading import Reading

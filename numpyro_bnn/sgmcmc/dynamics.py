@@ -153,6 +153,16 @@ class _Underdamped(_Kicked):
     def _kick(self, context: StepContext, momentum: Array, slope: Array) -> Array:
         return momentum - 0.5 * jnp.sqrt(context.step_size) * slope
 
+    def _last_kick(
+        self, context: StepContext, momentum: Array, seen: Evaluation
+    ) -> tuple[Array, Array]:
+        """The momentum after the last kick of a step, and the slope of the next one's
+        first, whose preconditioner has seen this gradient.
+        """
+        slope = context.transpose(context.adaptation, seen.gradient)
+        next_slope = context.transpose(seen.adaptation, seen.gradient)
+        return self._kick(context, momentum, slope), next_slope
+
     def _rate(self, context: StepContext) -> Array:
         return self.friction * jnp.sqrt(context.step_size)
 
@@ -180,6 +190,7 @@ class BAOAB(_Underdamped):
 
     :param friction: gamma >= 0, per unit of time; ``inf`` draws a fresh momentum each
         step.
+    :param max_kick: as of :class:`Overdamped`.
     :raises ValueError: for a negative friction.
 
     Reference: Leimkuhler and Matthews (2013), section 2; Chen, Fox and Guestrin (2014).
@@ -197,17 +208,10 @@ class BAOAB(_Underdamped):
             kicked, draw.noise[0], self._rate(context), context.temperature
         )
         # Both half drifts in one product: nothing in between depends on the position.
-        start, position = (
-            position,
-            position + half * context.root(context.adaptation, kicked + fresh),
-        )
-        seen = context.evaluate(position, draw.batch)
-        last = self._kick(
-            context, fresh, context.transpose(context.adaptation, seen.gradient)
-        )
-        slope = context.transpose(seen.adaptation, seen.gradient)
-        move = StepResult(position, Momentum(last, slope), seen)
-        return self._guarded(context, start, memory, move)
+        end = position + half * context.root(context.adaptation, kicked + fresh)
+        seen = context.evaluate(end, draw.batch)
+        after = Momentum(*self._last_kick(context, fresh, seen))
+        return self._guarded(context, position, memory, StepResult(end, after, seen))
 
 
 class Thermostat(NamedTuple):
@@ -244,6 +248,7 @@ class NoseHoover(_Underdamped):
     :param friction: A >= 0, also the initial value of xi.
     :param mass: Q > 0, 1 in that paper; its unit is a squared time, so it should be a
         multiple of h^2.
+    :param max_kick: as of :class:`Overdamped`.
     :raises ValueError: for a negative or infinite friction, or a mass that is not
         positive.
 
@@ -282,17 +287,10 @@ class NoseHoover(_Underdamped):
             + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
         )
         xi = xi + heat(fresh)
-        start, position = (
-            position,
-            position + half * context.root(context.adaptation, kicked + fresh),
-        )
-        seen = context.evaluate(position, draw.batch)
-        last = self._kick(
-            context, fresh, context.transpose(context.adaptation, seen.gradient)
-        )
-        slope = context.transpose(seen.adaptation, seen.gradient)
-        move = StepResult(position, Thermostat(last, slope, xi), seen)
-        return self._guarded(context, start, memory, move)
+        end = position + half * context.root(context.adaptation, kicked + fresh)
+        seen = context.evaluate(end, draw.batch)
+        after = Thermostat(*self._last_kick(context, fresh, seen), xi)
+        return self._guarded(context, position, memory, StepResult(end, after, seen))
 
     def _variance(self, xi: Array, h: Array) -> Array:
         """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi
