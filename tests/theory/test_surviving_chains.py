@@ -132,6 +132,36 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
     assert kernel.describe(end)["restarts"] == "[1, 0]"
 
 
+@pytest.mark.parametrize("make", [infer.SGLD, infer.SGHMC, infer.SGNHT])
+def test_steps_that_would_explode_are_refused_and_get_shorter(make):
+    """A step of 200, where 4 is the limit of SGLD, multiplies a position by 99. It is
+    refused, and shorter after each such transition. Late in warm-up that lasts.
+    """
+    kernel = make(unit, steps_per_draw=20, warm_start=0.2)
+    state = kernel.init(jax.random.key(0), 200, {"w": jnp.ones(3)}, (), {})
+
+    def transition(late, state, i):
+        far = i == jnp.where(late, 150, 90)
+        size = jnp.where(far, 200.0, state.base_step_size)
+        state = kernel.sample(state._replace(base_step_size=size), (), {})
+        return state, (state.z["w"], state.refused_steps, state.base_step_size)
+
+    run = jax.jit(
+        lambda state, late: lax.scan(partial(transition, late), state, jnp.arange(230))
+    )
+    sizes = []
+    for late in (False, True):
+        end, (w, refused, base) = jax.device_get(run(state, late))
+        begin = 150 if late else 90
+        assert refused[begin] > 0.3
+        np.testing.assert_allclose(base[begin], 0.25 * 200, rtol=1e-5)
+        assert np.abs(w).max() < 30
+        assert not end.diverging
+        assert kernel.describe(end)["restarts"] == "[0]"
+        sizes.append(base[-1])
+    assert sizes[1] <= 0.25 * sizes[0] * 1.001
+
+
 def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
     """It starts again while there is warm-up left, with the step size that was asked
     for, and is marked after it.
