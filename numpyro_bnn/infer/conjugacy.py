@@ -2,31 +2,26 @@
 from a model's program.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from numpyro_bnn._distributions import is_affine_normal, unwrapped
-from numpyro_bnn._jaxprs import called, needed_equations, reached
-from numpyro_bnn.infer.linear_structure import loc_and_sd, weights
+from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._programs.primitives import PIECEWISE
+from numpyro_bnn._programs.slices import needed_part
+from numpyro_bnn._programs.walk import Equation, Follower
+from numpyro_bnn.infer.linear_structure import density_parts, loc_and_sd
 from numpyro_bnn.infer.model_checks import OUTSIDE
-from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading, arrays_in
+from numpyro_bnn.program.reading import Reading
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
 # Tolerance of logarithms and exponents in float32, and the logarithms between which sds
 # must be powers.
 CLOSE, REACH = 1e-3, 40.0
-# Operations besides comparisons, which return booleans, that cut numbers into pieces.
-PIECEWISE = {
-    *("ceil", "clamp", "cond", "floor", "max", "min", "reduce_max", "reduce_min"),
-    *("rem", "round", "sign", "sort", "while"),
-}
 
 
 class ScaledSite(NamedTuple):
@@ -64,14 +59,19 @@ def read(
     :param priors: pairs of a distribution that can be drawn, and whether for sites
         whose values are sds.
     """
-    dependences = reading.depends(_parts)
+    dependences = reading.depends(density_parts)
     conditionals: dict[str, ConjugateSite | str] = {}
     children: dict[str, list[str]] = {}
     pairs = []
     for name in reading.latent:
         if name in conditioned:
             continue
-        depending = sorted(key for key in dependences if name in dependences[key])
+        depending = []
+        for kind, child in sorted(dependences):
+            # A conjugate draw stays in the support: the factor that is zero within it
+            # says nothing of the draw.
+            if name in dependences[kind, child] and child != OUTSIDE:
+                depending.append((kind, child))
         reason = _reason(reading.sites[name], priors, depending)
         conditionals[name] = reason
         if reason:
@@ -88,27 +88,6 @@ def read(
             scaled.append(_scaled_site(child, effects.get((name, child)), size))
         conditionals[name] = _conjugate(reading.sites[name], priors, scaled)
     return conditionals
-
-
-def _parts(sites: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Whatever may enter the log density of a sample site, besides the value of a
-    latent one.
-    """
-    quantities: dict[tuple[str, str], Any] = {}
-    for name, site in sites_of_type(sites, "sample").items():
-        # A conjugate draw stays in the support: the factor that is zero within it says
-        # nothing of the draw.
-        if name == OUTSIDE:
-            continue
-        quantities["scale of the log density", name] = site["scale"]
-        if site["is_observed"]:
-            quantities["observed value", name] = site["value"]
-        if is_affine_normal(site["fn"], masked=True):
-            quantities["mean", name], quantities["sd", name] = loc_and_sd(site)
-            quantities["mask", name] = weights({"fn": site["fn"], "scale": None})
-        else:
-            quantities["distribution", name] = arrays_in(site["fn"])
-    return quantities
 
 
 def _reason(
@@ -165,14 +144,25 @@ def _log_sds(
 
 
 def _is_piecewise_in(reading: Reading, name: str, child: str) -> bool:
-    """Whether the program of the sds of ``other`` cuts the values of ``name`` into
-    pieces.
+    """Whether the program of the sds of ``child`` compares or cuts what depends on the
+    values of ``name``, or may do so in programs inside.
     """
+    cutting: list[str] = []
+
+    def visit(equation: Equation, *operands: bool) -> bool:
+        compares = any(
+            not jnp.issubdtype(output.dtype, jnp.inexact) for output in equation.outputs
+        )
+        nested = any("jaxpr" in name for name in equation.params)
+        if compares or nested or equation.name in PIECEWISE:
+            cutting.append(equation.name)
+        return True
+
     zeros = reading.zeros()
-    jaxpr = jax.make_jaxpr(partial(_log_sds, reading, zeros, name, child))(
-        zeros[name].ravel()
-    ).jaxpr
-    return _is_piecewise(jaxpr, jaxpr.invars)
+    log_sds = partial(_log_sds, reading, zeros, name, child)
+    closed = needed_part(jax.make_jaxpr(log_sds)(zeros[name].ravel()))
+    Follower(visit, False).follow(closed.jaxpr, [True])
+    return bool(cutting)
 
 
 def _steps(size: int) -> tuple[np.ndarray, int]:
@@ -223,29 +213,3 @@ def _scaled_site(name: str, effect: Any, size: int) -> tuple[float, ScaledSite] 
     if not np.allclose(effect, expected, atol=CLOSE):
         return None
     return power, ScaledSite(name, owner.astype(np.int32), follows)
-
-
-def _is_piecewise(jaxpr: Any, start: Iterable[Any]) -> bool:
-    """Whether a program compares or cuts what depends on some of its variables, or may
-    do so in programs inside.
-    """
-    equations = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
-    depends = reached(equations, start)
-    for equation in equations:
-        if not depends.intersection(equation.outvars):
-            continue
-        if inner := called(equation):
-            inputs = []
-            for var, outer in zip(inner.invars, equation.invars, strict=True):
-                if not isinstance(outer, Literal) and outer in depends:
-                    inputs.append(var)
-            if _is_piecewise(inner, inputs):
-                return True
-            continue
-        compares = any(
-            not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars
-        )
-        nested = any("jaxpr" in name for name in equation.params)
-        if compares or nested or equation.primitive.name in PIECEWISE:
-            return True
-    return False

@@ -2,7 +2,7 @@
 as independent blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from numpyro_bnn._jaxprs import called
-
-# Linear operations that change each element by itself, and those that only move
-# elements.
-ELEMENTWISE = {
-    *("convert_element_type", "copy", "div", "mul", "name", "neg", "reduce_precision")
-}
-MOVES = {"broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "transpose"}
+from numpyro_bnn._programs.primitives import VIEWS, is_affine
+from numpyro_bnn._programs.walk import Equation, Interpreter
 
 
 class JacobianBlocks(NamedTuple):
@@ -61,8 +54,15 @@ def jacobian_blocks(
     start = _Terms(
         jnp.ones((u.size, 1), u.dtype), np.arange(u.size, dtype=np.int32)[:, None]
     )
-    (terms,) = _follow(closed, [start], u.size)
-    if isinstance(terms, _Terms) and (blocks := _split(terms, u.size)):
+    walk = Interpreter(
+        {}, lambda value: isinstance(value, _Terms), "", partial(_terms, u.size)
+    )
+    try:
+        (terms,) = walk.run(closed.jaxpr, closed.consts, [start])
+        blocks = _split(terms, u.size) if isinstance(terms, _Terms) else None
+    except _NotUnderstood:
+        blocks = None
+    if blocks is not None:
         return blocks
     jacobian = jacobian_of(fn, u)
     return JacobianBlocks(jacobian, *map(np.arange, jacobian.shape))
@@ -73,74 +73,41 @@ def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array
     return (jax.jacfwd if u.size <= jax.eval_shape(fn, u).size else jax.jacrev)(fn)(u)
 
 
-def _follow(closed: Any, inputs: list[Any], max_terms: int) -> list[Any]:
-    """Outputs of a linear program: terms, values that do not depend on u, ``None`` for
-    what is not understood.
-    """
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    values: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True)
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        operands = list(map(read, equation.invars))
-        primitive = equation.primitive
-        unknown = any(operand is None for operand in operands)
-        if not unknown and called(equation):
-            results = _follow(
-                equation.params.get("jaxpr", equation.params.get("call_jaxpr")),
-                operands,
-                max_terms,
-            )
-        elif unknown or any(isinstance(operand, _Terms) for operand in operands):
-            results = [
-                None if unknown else _terms(equation, operands, max_terms)
-            ] * len(equation.outvars)
-        else:
-            results = primitive.bind(
-                *operands, **primitive.get_bind_params(equation.params)
-            )
-            results = results if primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+class _NotUnderstood(Exception):
+    """An operation whose terms are not read, or too many of them."""
 
 
-def _terms(equation: Any, operands: list[Any], max_terms: int) -> _Terms | None:
-    """The output of one operation, on some operands with terms; ``None`` for other
-    operations or too many terms.
-    """
-    name, params = equation.primitive.name, equation.params
-    shape = equation.outvars[0].aval.shape
+def _terms(max_terms: int, equation: Equation, *operands: Any) -> _Terms:
+    """The rule of every operation: the terms of its output."""
+    name, params = equation.name, equation.params
+    shape = equation.outputs[0].shape
     linear_operands = [
         i for i, operand in enumerate(operands) if isinstance(operand, _Terms)
     ]
     if len(linear_operands) == len(operands) > 1:
         return _joined(name, params, shape, operands)
-    if len(linear_operands) > 1:
-        return None
+    if len(linear_operands) > 1 or equation.several:
+        raise _NotUnderstood
     (side,) = linear_operands
     terms = operands[side]
-    if name in MOVES or (name in ELEMENTWISE and (name != "div" or side == 0)):
-        bind = partial(equation.primitive.bind, **params)
+    moves = name in VIEWS and len(operands) == 1
+    if moves or (is_affine(name, side) and name not in ("add", "sub")):
         numbers = list(operands)
         axes: list[int | None] = [None] * len(operands)
         numbers[side], axes[side] = terms.factor, -1
-        factor = jax.vmap(bind, axes, -1)(*numbers)
-        if name in MOVES:
-            return _Terms(factor, _moved(bind, terms.place))
+        factor = jax.vmap(equation.bind, axes, -1)(*numbers)
+        if moves:
+            return _Terms(factor, _moved(equation.bind, terms.place))
         return _Terms(factor, _wide(terms.place, shape))
-    if name not in ("dot_general", "reduce_sum"):
-        return None
     if name == "reduce_sum":
         summed = params["axes"]
-    else:
+    elif name == "dot_general":
         summed = params["dimension_numbers"][0][side]
+    else:
+        raise _NotUnderstood
     if prod(terms.place.shape[axis] for axis in (*summed, -1)) > max_terms:
         # some are of the same input
-        return None
+        raise _NotUnderstood
     if name == "dot_general":
         return _contracted(params["dimension_numbers"], shape, operands, side)
     order = [axis for axis in range(terms.place.ndim - 1) if axis not in summed]
@@ -153,8 +120,8 @@ def _terms(equation: Any, operands: list[Any], max_terms: int) -> _Terms | None:
 
 
 def _joined(
-    name: str, params: Any, shape: tuple[int, ...], operands: list[_Terms]
-) -> _Terms | None:
+    name: str, params: Any, shape: tuple[int, ...], operands: Sequence[_Terms]
+) -> _Terms:
     """The sum, difference or concatenation of arrays with terms."""
     if name in ("add", "add_any", "sub"):
         (a, i), (b, j) = operands
@@ -173,11 +140,11 @@ def _joined(
             jnp.concatenate(factor, params["dimension"]),
             np.concatenate(index, params["dimension"]),
         )
-    return None
+    raise _NotUnderstood
 
 
 def _contracted(
-    numbers: Any, shape: tuple[int, ...], operands: list[Any], side: int
+    numbers: Any, shape: tuple[int, ...], operands: Sequence[Any], side: int
 ) -> _Terms:
     """The product of an array with terms and another array: each term of one times a
     number of the other.

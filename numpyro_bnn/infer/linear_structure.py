@@ -21,15 +21,21 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn._programs.slices import dependence
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.reading import Reading, Sites, arrays_in
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the
 # absolute terms; and the sizes of the innovations at which they are measured.
 TOLERANCE, SIZES = 1e-3, (1.0, 30.0, 1000.0)
-INNOVATIONS = " innovations"  # cannot be the name of a site
+# Parts of a density that may not depend on a linear site.
+MEANINGS = {
+    "sd": "the scale",
+    "scale of the log density": "the scale or mask of the log density",
+    "mask": "the scale or mask of the log density",
+    "observed value": "the observed value",
+}
 
 
 class LinearStructure(NamedTuple):
@@ -122,50 +128,41 @@ def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure
     for name in reading.latent:
         if name in sites:
             shapes[name] = zeros.pop(name).shape
-    structure = LinearStructure(shapes, ())
-    linear = LinearModel(reading, structure, zeros)
-    linear.structure = structure._replace(data=_data(call, traced, linear, sites))
-    _check_linear(call, reading, linear)
-    for name in linear.structure.data:
+    structure = LinearStructure(shapes, _data(call, reading, sites))
+    _check_linear(call, reading, LinearModel(reading, structure, zeros))
+    for name in structure.data:
         if not traced[name]["is_observed"]:
             got = f"{sites}, on which the latent site {name!r} depends"
             instead = f"Only data may depend on them: name {name!r} as well."
             raise argument_error(call, "sites", got, instead)
-    return linear.structure
+    return structure
 
 
-def _parts(
-    linear: LinearModel, inputs: Mapping[str, jax.Array]
-) -> dict[tuple[str, str], Any]:
-    """For every sample site, the quantities that innovations may or may not change."""
-    quantities: dict[tuple[str, str], Any] = {}
-    trace = linear.trace(inputs[INNOVATIONS])
-    for name, site in sites_of_type(trace, "sample").items():
-        quantities["density", name] = log_density(site)
+def density_parts(sites: Sites) -> dict[tuple[str, str], Any]:
+    """By kind and sample site, whatever may enter its log density, besides the value of
+    a latent one.
+    """
+    parts: dict[tuple[str, str], Any] = {}
+    for name, site in sites_of_type(sites, "sample").items():
+        parts["scale of the log density", name] = site["scale"]
+        if site["is_observed"]:
+            parts["observed value", name] = site["value"]
         if is_affine_normal(site["fn"], masked=True):
-            quantities["sd", name] = loc_and_sd(site)[1]
-            quantities["weight", name] = weights(site)
-            quantities["value", name] = site["value"]
-    return quantities
+            parts["mean", name], parts["sd", name] = loc_and_sd(site)
+            parts["mask", name] = weights({"fn": site["fn"], "scale": None})
+        else:
+            parts["distribution", name] = arrays_in(site["fn"])
+    return parts
 
 
-def _data(
-    call: str, traced: Mapping[str, Any], linear: LinearModel, sites: tuple[str, ...]
-) -> tuple[str, ...]:
+def _data(call: str, reading: Reading, sites: tuple[str, ...]) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
-    meanings = {
-        "sd": "the scale",
-        "weight": "the scale or mask of the log density",
-        "value": "the observed value",
-    }
-    dependences = dependence(partial(_parts, linear), {INNOVATIONS: linear.zeros()})
-    below: tuple[str, ...] = ()
-    for (kind, name), inputs in dependences.items():
-        if kind == "density" and name not in sites and inputs:
-            below += (name,)
+    dependences = reading.depends(density_parts, sites)
+    depending = {name for (_, name), linear in dependences.items() if linear}
+    below = tuple(sorted(depending.difference(sites)))
     for name in (*sites, *below):
-        fn = traced[name]["fn"]
+        fn = reading.sites[name]["fn"]
         if not is_affine_normal(fn, masked=True):
             kind = type(unwrapped(fn, masked=True)).__name__
             raise refused(
@@ -173,8 +170,8 @@ def _data(
                 "Only normal sites may depend on them: sample these sites with "
                 "another kernel, e.g. `NUTS(model)`.",
             )
-        for kind, meaning in meanings.items():
-            if dependences[kind, name] and (kind != "value" or name in below):
+        for kind, meaning in MEANINGS.items():
+            if dependences.get((kind, name)):
                 raise refused(
                     f"{sites}, on which {meaning} of {name!r} depends",
                     "Only means may depend on them: give the mean weights of its "
@@ -192,11 +189,11 @@ def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
     def slope(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        u = inputs[INNOVATIONS]
+        u = inputs["u"]
         return {"map": jax.jvp(linear.mean, (u,), (jnp.ones_like(u),))[1]}
 
     # If the program of the derivative does not use the point, the mean is linear.
-    if not dependence(slope, {INNOVATIONS: linear.zeros()})["map"]:
+    if not dependence(slope, {"u": linear.zeros()})["map"]:
         return
     # Otherwise compare means with their linearization at random values.
     for error, tolerated in reading.run(partial(_errors, linear.structure)):

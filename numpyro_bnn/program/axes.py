@@ -2,34 +2,30 @@
 program, never by a length.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from numpyro_bnn._axes import (
-    RESHAPES,
+from numpyro_bnn._programs.axes import Axis, AxisFollower, LabelPlaces, follow_axes
+from numpyro_bnn._programs.primitives import (
+    ADDRESSING,
     SUMMED,
-    Axis,
-    LabelPlaces,
     Place,
-    follow_axes,
-    reshaped,
-    rule_of,
+    gathered,
+    names_of,
+    place_after,
+    stacked_columns,
 )
-from numpyro_bnn._jaxprs import ADDRESSING, called
+from numpyro_bnn._programs.walk import Equation
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, Sites
 
 # Operations that sum over whole axes, and those along an axis whose elements stay as
 # many.
-SUMS = {
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and"),
-    *("reduce_or", "reduce_xor", "argmax", "argmin", "dot_general"),
-}
-ALIGNED = {"cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp", "sort", "rev"}
+SUMS = names_of("reduction") | {"dot_general"}
+ALIGNED = names_of("along") | {"rev"}
 
 
 def axes_of_data(
@@ -160,7 +156,7 @@ def counted(reading: Reading) -> Counted:
         labels |= _labels(places)
     arrived, rows = set(), set()
     for (name, site), density, value in zip(
-        samples.items(), densities, followed.walk(jaxpr, inputs), strict=True
+        samples.items(), densities, followed.follow(jaxpr, inputs), strict=True
     ):
         label_places: set[tuple[_Label, Place | None]] = set(value.places)
         shape = density.shape
@@ -207,12 +203,13 @@ class _LabeledValue(NamedTuple):
     columns: tuple["_LabeledValue", ...] = ()
 
 
-class _Meetings:
+class _Meetings(AxisFollower):
     """Follows labels through a program by all paths, and joins those whose elements
     meet.
     """
 
     def __init__(self) -> None:
+        super().__init__(self._moved, _LabeledValue(), lambda value: bool(value.places))
         self._before: dict[_Label, _Label] = {}
         #: Labels that pass an operation whose axes are not followed.
         self.lost: set[_Label] = set()
@@ -238,102 +235,97 @@ class _Meetings:
                 if root != shared_root:
                     self._before[root] = shared_root
 
-    def walk(self, jaxpr: Any, inputs: Sequence[_LabeledValue]) -> list[_LabeledValue]:
-        """The values of the outputs, from those of the inputs."""
-        environment: dict[Any, _LabeledValue] = dict(
-            zip(jaxpr.invars, inputs, strict=True)
-        )
+    def joined(self, first: _LabeledValue, second: _LabeledValue) -> _LabeledValue:
+        places = first.places | second.places
+        self.meet(places)
+        return _LabeledValue(places)
 
-        def read(variable: Any) -> _LabeledValue:
-            if isinstance(variable, Literal):
-                return _LabeledValue()
-            return environment.get(variable, _LabeledValue())
+    def replaced(
+        self, value: _LabeledValue, place: Callable[[Place], Place | None]
+    ) -> _LabeledValue:
+        places = set()
+        for label, old in value.places:
+            places.add((label, SUMMED if old is SUMMED else place(old)))
+        return _LabeledValue(frozenset(places))
 
-        for equation in jaxpr.eqns:
-            operands = list(map(read, equation.invars))
-            name = equation.primitive.name
-            inner = called(equation)
-            if not any(operand.places for operand in operands):
-                continue
-            if inner is not None:
-                outputs = self.walk(inner, operands)
-            elif name == "scan":
-                outputs = self._scan(equation, operands)
-            elif name == "cond":
-                outputs = self._branches(equation, operands)
-            else:
-                outputs = [self._moved(equation, operands)] * len(equation.outvars)
-            for output in outputs:
-                self.meet(output.places)
-            environment.update(zip(equation.outvars, outputs, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def scan(self, equation: Equation, *operands: _LabeledValue) -> list[_LabeledValue]:
+        """What is scanned together has the same steps, also in what comes out."""
+        num_carry = equation.params["num_carry"]
+        sliced = operands[equation.params["num_consts"] + num_carry :]
+        steps = set()
+        for operand in sliced:
+            for label, place in operand.places:
+                if place is not SUMMED and place.axis == 0:
+                    steps.add((label, place))
+        self.meet(steps)
+        for operand in sliced:
+            self._sum(_labels(steps), self._shifted(operand, -1).places)
+        outputs = super().scan(equation, *operands)
+        for i in range(num_carry, len(outputs)):
+            outputs[i] = self.joined(outputs[i], _LabeledValue(frozenset(steps)))
+        return outputs
 
-    def _moved(self, equation: Any, operands: Sequence[_LabeledValue]) -> _LabeledValue:
+    def _moved(self, equation: Equation, *operands: _LabeledValue) -> _LabeledValue:
+        jaxpr_equation = equation.jaxpr_equation
         moved_places, contracted, summed = set(), set(), set()
         for number, operand in enumerate(operands):
             for label, place in operand.places:
-                if place is SUMMED:
-                    moved_places.add((label, SUMMED))
-                    continue
-                output_place = self._move(equation, operands, number, label, place)
+                output_place = None
+                if place is not SUMMED:
+                    output_place = self._move(equation, operands, number, label, place)
+                    if output_place is SUMMED:
+                        summed.add(label)
+                        if equation.name == "dot_general":
+                            axes = equation.params["dimension_numbers"][0][number]
+                            position = tuple(axes).index(place.axis)
+                            contracted.add((label, Place(position, place.inner)))
                 moved_places.add((label, output_place))
-                if output_place is SUMMED:
-                    summed.add(label)
-                    if equation.primitive.name == "dot_general":
-                        axes = equation.params["dimension_numbers"][0][number]
-                        contracted.add(
-                            (label, Place(tuple(axes).index(place.axis), place.inner))
-                        )
         self.meet(contracted)
         self._sum(summed, moved_places)
-        is_index = equation.primitive.name in ADDRESSING and any(
+        self.meet(moved_places)
+        is_index = equation.name in ADDRESSING and any(
             operand.is_index for operand in operands
         )
-        return _LabeledValue(
-            frozenset(moved_places), is_index, _columns(equation, operands)
-        )
+        columns = tuple(stacked_columns(jaxpr_equation, operands))
+        if columns != operands:  # one of them holds several
+            columns = ()
+        return _LabeledValue(frozenset(moved_places), is_index, columns)
 
     def _move(
         self,
-        equation: Any,
-        operands: Sequence[_LabeledValue],
+        equation: Equation,
+        operands: tuple[_LabeledValue, ...],
         number: int,
         label: _Label,
         place: Place,
-    ) -> Any:
+    ) -> Place | None:
         """The place of a label after an operation; what no rule says is lost."""
-        name, (move, _) = equation.primitive.name, rule_of(equation, {})
-        if name in ALIGNED:
+        if equation.name in ALIGNED:
             return place
-        if name in RESHAPES:
-            shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            output_place = reshaped(place, label.size, *shapes)[0]
-        else:
-            output_place = None if move is None else move(equation, number, place)
-        if output_place is not SUMMED or name in SUMS:
+        output_place = place_after(equation.jaxpr_equation, number, place, label.size)
+        if output_place is not SUMMED or equation.name in SUMS:
             return output_place
-        if name == "gather" and number == 0:
+        if equation.name == "gather" and number == 0:
             return self._looked_up(equation, label, place, operands[1])
         self.lost.add(label)
         return SUMMED
 
     def _looked_up(
-        self, equation: Any, label: _Label, place: Place, index: _LabeledValue
+        self, equation: Equation, label: _Label, place: Place, index: _LabeledValue
     ) -> Place | None:
         """The place of elements that are looked up: that of the plate whose index does
         it.
         """
         axes = list(equation.params["dimension_numbers"].start_index_map)
+        columns = index.columns if len(axes) > 1 else (index,)
         column = _LabeledValue()
-        if place.axis in axes and len(axes) == 1:
-            column = index
-        elif place.axis in axes and index.columns:
-            column = index.columns[axes.index(place.axis)]
+        if place.axis in axes and columns:
+            column = columns[axes.index(place.axis)]
         by_data = set()
         for index_label, index_place in column.places:
             is_plate = isinstance(index_label.key, str)
             if column.is_index and index_place is not SUMMED and is_plate:
-                return rule_of(equation, {})[0](equation, 1, index_place)  # type: ignore[misc]
+                return gathered(equation.jaxpr_equation, 1, index_place, {})
             if not is_plate:
                 by_data.add(index_label)
         if not by_data or by_data & self.lost:
@@ -346,79 +338,6 @@ class _Meetings:
         left = {label for label, place in places if place is not SUMMED}
         for label in labels:
             self.beside.setdefault(label, set()).update(left)
-
-    def _branches(
-        self, equation: Any, operands: Sequence[_LabeledValue]
-    ) -> list[_LabeledValue]:
-        predicate = dict.fromkeys(_labels(operands[0].places), SUMMED)
-        results = [_LabeledValue(frozenset(predicate.items()))] * len(equation.outvars)
-        for branch in equation.params["branches"]:
-            outputs = self.walk(branch.jaxpr, operands[1:])
-            results = _joined(results, outputs)
-        return results
-
-    def _scan(
-        self, equation: Any, operands: Sequence[_LabeledValue]
-    ) -> list[_LabeledValue]:
-        carry_start = equation.params["num_consts"]
-        num_carry = equation.params["num_carry"]
-        slice_start = carry_start + num_carry
-        steps, slices = set(), []
-        for operand in operands[slice_start:]:
-            slices.append(_LabeledValue(_shifted(operand.places, -1)))
-            for label, place in operand.places:
-                if place is not SUMMED and place.axis == 0:
-                    steps.add((label, place))
-        self.meet(steps)
-        for sliced in slices:
-            self._sum(_labels(steps), sliced.places)
-        carried = [
-            _LabeledValue(operand.places)
-            for operand in operands[carry_start:slice_start]
-        ]
-        while True:
-            inputs = [*operands[:carry_start], *carried, *slices]
-            outputs = self.walk(equation.params["jaxpr"].jaxpr, inputs)
-            previous = carried
-            carried = _joined(previous, outputs[:num_carry])
-            if carried == previous:
-                for output in outputs[num_carry:]:
-                    carried.append(_LabeledValue(_shifted(output.places, 1) | steps))
-                return carried
-
-
-def _joined(
-    first: Sequence[_LabeledValue], second: Sequence[_LabeledValue]
-) -> list[_LabeledValue]:
-    """Values with the places of two each."""
-    pairs = zip(first, second, strict=True)
-    return [_LabeledValue(a.places | b.places) for a, b in pairs]
-
-
-def _shifted(places: Iterable[tuple[_Label, Place | None]], by: int) -> Places:
-    """The places in the slices of an array, or in an array of slices."""
-    shifted = set()
-    for label, place in places:
-        if place is not SUMMED:
-            axis = place.axis + by
-            place = SUMMED if axis < 0 else place._replace(axis=axis)
-        shifted.add((label, place))
-    return frozenset(shifted)
-
-
-def _columns(
-    equation: Any, operands: Sequence[_LabeledValue]
-) -> tuple[_LabeledValue, ...]:
-    """The operands that an operation stacks as columns, if each is one."""
-    if equation.primitive.name != "concatenate":
-        return ()
-    last_axis = equation.outvars[0].aval.ndim - 1
-    if equation.params["dimension"] != last_axis:
-        return ()
-    for variable in equation.invars:
-        if variable.aval.shape[-1] != 1:
-            return ()
-    return tuple(operands)
 
 
 def _labels(places: Iterable[tuple[_Label, Place | None]]) -> set[_Label]:

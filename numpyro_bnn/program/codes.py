@@ -5,27 +5,27 @@ another level, or with NaN.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
-from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import CALLS, subprogram
+from numpyro_bnn._programs.primitives import VIEWS, names_of
+from numpyro_bnn._programs.walk import Equation, Follower, Interpreter, Rule
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.rows import Rows
 
+LOOKUPS = names_of("lookup")
 # Operations whose results are elements of their operands.
-MOVES = {
-    *("reshape", "squeeze", "broadcast_in_dim", "expand_dims", "transpose", "copy"),
-    *("rev", "slice", "dynamic_slice", "gather", "select_n", "split", "concatenate"),
-    *("stack", "convert_element_type", "stop_gradient", "name"),
-}
+MOVES = (
+    VIEWS
+    | LOOKUPS
+    | {"copy", "select_n", "convert_element_type", "stop_gradient", "name"}
+)
 DRAWN = ""  # in place of an argument: the key of the model
 
 
@@ -43,15 +43,18 @@ class _SourcedValue(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """One operation: the extremes of its indices, and the last ones that exist."""
+    """One operation: the extremes of its indices, and the last ones that exist.
+
+    :param reach: (2, axes) minus the smallest index and the largest, so that the reach
+        of several operations is their maximum.
+    """
 
     places: frozenset[str]
-    smallest: jax.Array
-    largest: jax.Array
+    reach: jax.Array
     last_levels: np.ndarray
 
 
-class _Lookups:
+class _Lookups(Interpreter):
     """Evaluates a program and notes what is looked up by data alone.
 
     :param rows: names of data on disk, by their ids.
@@ -61,204 +64,191 @@ class _Lookups:
     def __init__(self, rows: Mapping[int, str], answer: float | None) -> None:
         self.rows, self.answer = rows, answer
         self.lookups: list[_Lookup] = []
+        rules: dict[str, Rule] = {
+            "scan": self._scan,
+            "cond": self._branches,
+            "while": self._loop,
+            "select_n": self._select,
+            "pure_callback": self._on_disk,
+            **dict.fromkeys(LOOKUPS, self._look_up),
+        }
+        super().__init__(rules, lambda value: True, "", self.plain)
+
+    def constant(self, value: Any) -> _SourcedValue:
+        return _SourcedValue(value)
 
     def evaluate(
         self, program: Any, inputs: Sequence[_SourcedValue]
     ) -> list[_SourcedValue]:
-        jaxpr = getattr(program, "jaxpr", program)
-        constants = map(_SourcedValue, getattr(program, "consts", ()))
-        environment = dict(zip(jaxpr.invars, inputs, strict=True))
-        environment.update(zip(jaxpr.constvars, constants, strict=True))
+        return self.run(program.jaxpr, program.consts, inputs)
 
-        def read(atom: Any) -> _SourcedValue:
-            return (
-                _SourcedValue(atom.val)
-                if isinstance(atom, Literal)
-                else environment[atom]
-            )
+    def _inside(
+        self, program: Any, inputs: Sequence[_SourcedValue]
+    ) -> tuple[list[_SourcedValue], list[_Lookup]]:
+        """The outputs of a program in a loop or branch, and what it looks up."""
+        outer, self.lookups = self.lookups, []
+        outputs = self.evaluate(program, inputs)
+        inner, self.lookups = self.lookups, outer
+        return outputs, inner
 
-        for equation in jaxpr.eqns:
-            values = self._apply(equation, list(map(read, equation.invars)))
-            environment.update(zip(equation.outvars, values, strict=True))
-        return list(map(read, jaxpr.outvars))
+    def _note(self, lookups: Sequence[_Lookup], reaches: Sequence[jax.Array]) -> None:
+        """Note operations in a loop or branch, with the reach that they have in all."""
+        for lookup, reach in zip(lookups, reaches, strict=True):
+            self.lookups.append(lookup._replace(reach=reach))
 
-    def _apply(
-        self, equation: Any, operands: list[_SourcedValue]
-    ) -> list[_SourcedValue]:
-        primitive, params = equation.primitive, equation.params
-        name, places = primitive.name, _places(operands)
-        if name in CALLS:
-            return self.evaluate(
-                params.get("jaxpr", params.get("call_jaxpr")), operands
-            )
-        if name == "scan":
-            return self._scan(params, operands)
-        if name == "cond":
-            return self._branches(params["branches"], *operands)
-        if name == "while":
-            return self._loop(params, operands)
-        callback = getattr(params.get("callback"), "callback_func", None)
-        source = getattr(callback, "__self__", None)
-        if isinstance(source, Rows):
-            return [self._on_disk(source, equation.outvars[0].aval)]
-        # a negative code among the data does not count from the end
-        if name == "select_n" and _wraps(operands):
-            return [operands[1]]
-        bound = primitive.get_bind_params(params)
-        arrays = primitive.bind(*_arrays(operands), **bound)
-        if not primitive.multiple_results:
-            arrays = [arrays]
-        if name in ("gather", "dynamic_slice"):
-            arrays = [self._look_up(equation, operands[1:], arrays[0])]
-        unchanged = not places or (name in MOVES and _all_unchanged(operands))
-        origin = operands[0] if name in ("lt", "add") else None
-        return [_SourcedValue(array, places, unchanged, origin) for array in arrays]
+    def plain(self, equation: Equation, *operands: _SourcedValue) -> Any:
+        """The rule of all other operations."""
+        results = equation.bind(*_arrays(operands))
+        places = _places(operands)
+        unchanged = not places or (equation.name in MOVES and _all_unchanged(operands))
+        origin = operands[0] if equation.name in ("lt", "add") else None
+        if not equation.several:
+            return _SourcedValue(results, places, unchanged, origin)
+        return [_SourcedValue(array, places, unchanged, origin) for array in results]
 
-    def _on_disk(self, source: Rows, shape: Any) -> _SourcedValue:
+    def _select(self, equation: Equation, *operands: _SourcedValue) -> _SourcedValue:
+        """A negative code among the data does not count from the end."""
+        negative, codes, *wrapped = operands
+        wraps = all(operand.origin is codes for operand in (negative, *wrapped))
+        if wraps and codes.places and codes.unchanged:
+            return codes
+        return self.plain(equation, *operands)
+
+    def _on_disk(self, equation: Equation, *operands: _SourcedValue) -> Any:
         """The extremes of a column of integers, in the place of some rows."""
+        callback = getattr(equation.params["callback"], "callback_func", None)
+        source = getattr(callback, "__self__", None)
+        if not isinstance(source, Rows):
+            return self.plain(equation, *operands)
+        shape = equation.outputs[0]
         if source.ndim > 1 or source.dtype.kind not in "iu":
-            return _SourcedValue(jnp.zeros(shape.shape, shape.dtype))
+            return [_SourcedValue(jnp.zeros(shape.shape, shape.dtype))]
         extremes = jnp.asarray(source.extremes[::-1], shape.dtype)
         places = frozenset({self.rows[id(source)]})
-        return _SourcedValue(jnp.resize(extremes, shape.shape), places)
+        return [_SourcedValue(jnp.resize(extremes, shape.shape), places)]
 
-    def _look_up(
-        self, equation: Any, indices: list[_SourcedValue], result: jax.Array
-    ) -> Any:
+    def _look_up(self, equation: Equation, *operands: _SourcedValue) -> _SourcedValue:
         """Note an operation; what it found, maybe with other answers."""
-        params, shape = equation.params, equation.invars[0].aval.shape
+        result, indices = self.plain(equation, *operands), operands[1:]
         places = _places(indices)
-        numbers = params.get("dimension_numbers")
         # The extremes of columns on disk say nothing about what is computed from them.
         on_disk = places.intersection(self.rows.values())
         unclear = DRAWN in places or (on_disk and not _all_unchanged(indices))
-        if not places or unclear or _answers_all(params, numbers, result):
+        if not places or unclear or _answers_all(equation):
             return result
-        if numbers is None:
-            axes: Sequence[int] = range(len(shape))
-            index = jnp.stack([jnp.asarray(start.array, int) for start in indices])
+        shape = operands[0].array.shape
+        if equation.name == "gather":
+            numbers = equation.params["dimension_numbers"]
+            axes, index = list(numbers.start_index_map), indices[0].array
         else:
-            axes, index = numbers.start_index_map, indices[0].array
-        axes = list(axes)
-        last_levels = np.subtract(shape, params["slice_sizes"])[axes]
-        flat = index.reshape(-1, len(axes))
-        if not flat.size:
+            axes = list(range(len(shape)))
+            index = jnp.stack([jnp.asarray(start.array, int) for start in indices])
+        last_levels = np.subtract(shape, equation.params["slice_sizes"])[axes]
+        if not index.size:
             return result
         if self.answer is None:
-            smallest, largest = flat.min(axis=0), flat.max(axis=0)
-            self.lookups.append(_Lookup(places, smallest, largest, last_levels))
+            flat = index.astype(int).reshape(-1, len(axes))
+            reach = jnp.stack([-flat.min(axis=0), flat.max(axis=0)])
+            self.lookups.append(_Lookup(places, reach, last_levels))
             return result
         unknown = ((index < 0) | (index > last_levels)).any(axis=-1)
-        if numbers is not None:
+        if equation.name == "gather":
             unknown = jnp.expand_dims(unknown, numbers.offset_dims)
         answer: Any = self.answer
-        if not jnp.issubdtype(result.dtype, jnp.inexact):  # one that no other level has
-            answer = 0 if answer == 0 else jnp.iinfo(result.dtype).max
-        return jnp.where(unknown, answer, result)
+        dtype = equation.outputs[0].dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):  # one that no other level has
+            answer = 0 if answer == 0 else jnp.iinfo(dtype).max
+        return result._replace(array=jnp.where(unknown, answer, result.array))
 
     def _branches(
-        self, branches: Sequence[Any], choice: _SourcedValue, *operands: _SourcedValue
+        self, equation: Equation, choice: _SourcedValue, *operands: _SourcedValue
     ) -> list[_SourcedValue]:
         """All branches; what is looked up counts in the one that is taken."""
+        branches, outputs = equation.params["branches"], []
         branch_index = jnp.clip(jnp.asarray(choice.array, int), 0, len(branches) - 1)
-        lookups, outputs = self.lookups, []
         for place, branch in enumerate(branches):
-            self.lookups = []
-            outputs.append(self.evaluate(branch, operands))
-            for lookup in self.lookups:
-                smallest = jnp.where(branch_index == place, lookup.smallest, 0)
-                largest = jnp.where(branch_index == place, lookup.largest, 0)
-                lookups.append(lookup._replace(smallest=smallest, largest=largest))
-        self.lookups = lookups
-        results = []
+            results, lookups = self._inside(branch, operands)
+            outputs.append(results)
+            taken = branch_index == place
+            self._note(lookups, [jnp.where(taken, reach, 0) for _, reach, _ in lookups])
+        merged = []
         for values in zip(*outputs, strict=True):
             array = jnp.stack(_arrays(values))[branch_index]
-            sources = [choice, *values]
-            unchanged = _all_unchanged(sources)
-            results.append(_SourcedValue(array, _places(sources), unchanged))
-        return results
+            sources = (choice, *values)
+            merged.append(
+                _SourcedValue(array, _places(sources), _all_unchanged(sources))
+            )
+        return merged
 
-    def _loop(
-        self, params: Mapping[str, Any], operands: list[_SourcedValue]
-    ) -> list[_SourcedValue]:
+    def _loop(self, equation: Equation, *operands: _SourcedValue) -> Any:
         """Every step; extremes are those of all of them."""
+        params = equation.params
         body_start = params["cond_nconsts"]
         carry_start = body_start + params["body_nconsts"]
-        outer_lookups, start = self.lookups, _arrays(operands[carry_start:])
-        places = [operand.places for operand in operands[carry_start:]]
+        carried = operands[carry_start:]
+        places = [operand.places for operand in carried]
+        noted: list[_Lookup] = []
 
-        def run(
-            name: str, constants: list[_SourcedValue], arrays: list
-        ) -> list[_SourcedValue]:
-            self.lookups = []
-            return self.evaluate(params[name], [*constants, *_computed(arrays, places)])
+        def run(name: str, start: int, end: int, arrays: list) -> list[_SourcedValue]:
+            inputs = [*operands[start:end], *_of_places(arrays, places)]
+            outputs, noted[:] = self._inside(params[name], inputs)
+            return outputs
 
         def body(arrays: list) -> list:
-            outputs = run("body_jaxpr", operands[body_start:carry_start], arrays)
-            for place, output in enumerate(outputs):
-                places[place] |= output.places
+            outputs = run("body_jaxpr", body_start, carry_start, arrays)
+            for position, output in enumerate(outputs):
+                places[position] |= output.places
             return _arrays(outputs)
 
         def goes_on(carry: tuple) -> jax.Array:
-            return run("cond_jaxpr", operands[:body_start], carry[0])[0].array
+            return run("cond_jaxpr", 0, body_start, carry[0])[0].array
 
         def step(carry: tuple) -> tuple[list, list]:
-            arrays, extremes = carry
-            arrays = body(arrays)
-            merged = []
-            for lookup, (smallest, largest) in zip(self.lookups, extremes, strict=True):
-                smallest = jnp.minimum(smallest, lookup.smallest)
-                merged.append((smallest, jnp.maximum(largest, lookup.largest)))
-            return arrays, merged
+            arrays, reaches = body(carry[0]), carry[1]
+            pairs = zip(reaches, noted, strict=True)
+            return arrays, [jnp.maximum(reach, lookup.reach) for reach, lookup in pairs]
 
         previous = None
         while previous != places:  # a carried value may come from data later only
             previous = list(places)
-            jax.eval_shape(body, start)
-        lookups, zeros = self.lookups, []
-        for lookup in lookups:
-            zero = jnp.zeros(lookup.smallest.shape, lookup.smallest.dtype)
-            zeros.append((zero, zero))
-        arrays, extremes = lax.while_loop(goes_on, step, (start, zeros))
-        for lookup, (smallest, largest) in zip(lookups, extremes, strict=True):
-            outer_lookups.append(lookup._replace(smallest=smallest, largest=largest))
-        self.lookups = outer_lookups
-        return _computed(arrays, places)
+            jax.eval_shape(body, _arrays(carried))
+        lookups = list(noted)
+        zeros = [jnp.zeros(reach.shape, reach.dtype) for _, reach, _ in lookups]
+        start = _arrays(carried), zeros
+        arrays, reaches = lax.while_loop(goes_on, step, start)
+        self._note(lookups, reaches)
+        return _of_places(arrays, places)
 
-    def _scan(
-        self, params: Mapping[str, Any], operands: list[_SourcedValue]
-    ) -> list[_SourcedValue]:
+    def _scan(self, equation: Equation, *operands: _SourcedValue) -> Any:
+        params = equation.params
         carry_start, num_carry = params["num_consts"], params["num_carry"]
         slice_start = carry_start + num_carry
-        places, outer_lookups = _places(operands), self.lookups
+        places, noted = _places(operands), list[_Lookup]()
+
+        def of_all(arrays: Sequence[Any]) -> list[_SourcedValue]:
+            return [_SourcedValue(array, places, False) for array in arrays]
 
         def step(carry: list, slices: list) -> tuple[list, Any]:
-            carried = [_SourcedValue(array, places, False) for array in carry]
             scanned = [
                 operand._replace(array=array, origin=None)
                 for operand, array in zip(operands[slice_start:], slices, strict=True)
             ]
-            self.lookups = []
-            outputs = self.evaluate(
-                params["jaxpr"], [*operands[:carry_start], *carried, *scanned]
-            )
+            inputs = [*operands[:carry_start], *of_all(carry), *scanned]
+            outputs, noted[:] = self._inside(params["jaxpr"], inputs)
             arrays = _arrays(outputs)
-            stacked = arrays[num_carry:], _extremes(self.lookups)
-            return arrays[:num_carry], stacked
+            reaches = [lookup.reach for lookup in noted]
+            return arrays[:num_carry], (arrays[num_carry:], reaches)
 
-        start = _arrays(operands[carry_start:slice_start])
-        slices = _arrays(operands[slice_start:])
-        carry, (stacked, extremes) = lax.scan(
-            step, start, slices, length=params["length"], reverse=params["reverse"]
+        arrays = _arrays(operands)
+        carry, (stacked, reaches) = lax.scan(
+            step,
+            arrays[carry_start:slice_start],
+            arrays[slice_start:],
+            length=params["length"],
+            reverse=params["reverse"],
         )
-        for lookup, (smallest, largest) in zip(self.lookups, extremes, strict=True):
-            outer_lookups.append(
-                lookup._replace(
-                    smallest=smallest.min(axis=0), largest=largest.max(axis=0)
-                )
-            )
-        self.lookups = outer_lookups
-        return [_SourcedValue(array, places, False) for array in (*carry, *stacked)]
+        self._note(noted, [reach.max(axis=0) for reach in reaches])
+        return of_all([*carry, *stacked])
 
 
 def _places(operands: Sequence[_SourcedValue]) -> frozenset[str]:
@@ -273,7 +263,7 @@ def _all_unchanged(values: Sequence[_SourcedValue]) -> bool:
     return all(value.unchanged for value in values)
 
 
-def _computed(
+def _of_places(
     arrays: Sequence[Any], places: Sequence[frozenset[str]]
 ) -> list[_SourcedValue]:
     """Values that are computed from what lies at some places."""
@@ -281,66 +271,43 @@ def _computed(
     return [_SourcedValue(array, origins, not origins) for array, origins in pairs]
 
 
-def _extremes(lookups: Sequence[_Lookup]) -> list[tuple[jax.Array, jax.Array]]:
-    return [(lookup.smallest, lookup.largest) for lookup in lookups]
-
-
-def _wraps(operands: Sequence[_SourcedValue]) -> bool:
-    """Whether these are codes that JAX counts from the end where they are negative."""
-    negative, codes, *wrapped = operands
-    return (
-        bool(codes.places)
-        and codes.unchanged
-        and all(operand.origin is codes for operand in (negative, *wrapped))
-    )
-
-
-def _looks_up(jaxpr: Any, marked: Sequence[bool]) -> bool:
-    """Whether something is looked up by marked inputs or by data on disk, or may be:
-    nothing is evaluated.
-    """
-    data = set(compress(jaxpr.invars, marked))
-    for equation in jaxpr.eqns:
-        name, inner = equation.primitive.name, subprogram(equation)
-        operands = [
-            not isinstance(atom, Literal) and atom in data for atom in equation.invars
-        ]
-        if name in ("gather", "dynamic_slice") and any(operands[1:]):
-            return True
-        if inner is not None and _looks_up(
-            inner, operands if name in CALLS else [any(operands)] * len(operands)
-        ):
-            return True
-        programs = list(equation.params.get("branches", ()))
-        if name == "while":
-            programs.append(equation.params["body_jaxpr"])
-        for program in programs:
-            if _looks_up(program.jaxpr, [any(operands)] * len(program.jaxpr.invars)):
-                return True
-        if any(operands) or "callback" in equation.params:
-            data.update(equation.outvars)
-    return False
-
-
-def _answers_all(params: Mapping[str, Any], numbers: Any, result: jax.Array) -> bool:
+def _answers_all(equation: Equation) -> bool:
     """Whether the model says what unknown codes look up: ``mode="clip"``,
     or a number.
     """
-    mode, fill = params.get("mode"), params.get("fill_value")
+    mode, fill = equation.params.get("mode"), equation.params.get("fill_value")
     if mode == lax.GatherScatterMode.CLIP:
         # also a dynamic slice under `vmap`, which drops no axis
-        return bool(numbers.collapsed_slice_dims)
+        return bool(equation.params["dimension_numbers"].collapsed_slice_dims)
     return (
         fill is not None
         and bool(np.isfinite(fill))
-        and jnp.issubdtype(result.dtype, jnp.inexact)
+        and jnp.issubdtype(equation.outputs[0].dtype, jnp.inexact)
     )
 
 
 def looks_up_data(reading: Any) -> bool:
-    """Whether the model looks up anything by its arguments, or may."""
+    """Whether the model looks up anything by its arguments or by data on disk, or may:
+    nothing is evaluated.
+    """
+    lookups: list[str] = []
+
+    def visit(equation: Equation, *operands: bool) -> bool:
+        if equation.name in LOOKUPS and any(operands[1:]):
+            lookups.append(equation.name)
+        params = equation.params
+        has_data = any(operands) or "callback" in params
+        programs = [*params.get("branches", ())]
+        programs += [params[key] for key in ("jaxpr", "body_jaxpr") if key in params]
+        for program in programs:
+            jaxpr = program.jaxpr
+            has_data |= any(walk.follow(jaxpr, [has_data] * len(jaxpr.invars)))
+        return has_data
+
+    walk = Follower(visit, False, marked=lambda value: True)
     # the first input is a key
-    return _looks_up(reading._closed.jaxpr, [False, *[True] * len(reading._arrays)])
+    walk.follow(reading._closed.jaxpr, [False, *[True] * len(reading._arrays)])
+    return bool(lookups)
 
 
 def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
@@ -375,9 +342,9 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
         noted[:] = evaluator.lookups
         return _arrays(outputs)
 
-    def look_up(on_arrays: Any) -> list[tuple]:
+    def look_up(on_arrays: Any) -> list[jax.Array]:
         evaluate(key, on_arrays._arrays)
-        return _extremes(noted)
+        return [lookup.reach for lookup in noted]
 
     def matters(on_arrays: Any) -> jax.Array:
         densities = []
@@ -394,9 +361,10 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
 
     jax.eval_shape(lambda: look_up(reading))
     lookups = list(noted)
-    for lookup, (smallest, largest) in zip(
-        lookups, reading.run(look_up) if lookups else (), strict=True
-    ):
+    if not lookups:
+        return
+    for lookup, reach in zip(lookups, reading.run(look_up), strict=True):
+        smallest, largest = -reach[0], reach[1]
         wrong = np.flatnonzero((smallest < 0) | (largest > lookup.last_levels))
         if wrong.size and reading.run(matters):
             axis, name = wrong[0], " and ".join(sorted(lookup.places))

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
 from numpyro_bnn._options import Kind, checked
+from numpyro_bnn._programs.slices import part_of, reached
+from numpyro_bnn._programs.walk import needed_equations
 
 CALL = "runs.Rows"
 MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
@@ -163,37 +164,23 @@ def read_ahead(
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, key)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     state_dependent = reached(needed, jaxpr.invars[:-1])
-    row_variables, remaining = [], []
+    row_variables = []
     for equation in needed:
         is_read = equation.primitive.name == "pure_callback"
         if is_read and state_dependent.isdisjoint(equation.outvars):
             row_variables += equation.outvars
-        else:
-            remaining.append(equation)
     if not row_variables or jaxpr.outvars[0] in state_dependent:
         return None
-
-    def by_key(outputs: list[Any]) -> Callable[[Any], list[jax.Array]]:
-        equations = [equation for equation, _ in needed_equations(jaxpr, outputs)]
-        return lambda key: evaluate_equations(
-            equations, {**constants, jaxpr.invars[-1]: key}, outputs
-        )
+    follow = part_of(closed, jaxpr.invars[-1:], jaxpr.outvars[:1])
+    read = part_of(closed, jaxpr.invars[-1:], row_variables)
+    after = part_of(closed, [*jaxpr.invars, *row_variables], jaxpr.outvars)
 
     def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
-        values = dict(constants)
-        inputs = [*jax.tree.leaves(state), key]
-        values.update(zip(jaxpr.invars, inputs, strict=True))
-        values.update(zip(row_variables, rows, strict=True))
-        return jax.tree.unflatten(
-            tree, evaluate_equations(remaining, values, jaxpr.outvars)
-        )
+        return jax.tree.unflatten(tree, after(*jax.tree.leaves(state), key, *rows))
 
-    return Ahead(
-        lambda key: by_key([jaxpr.outvars[0]])(key)[0], by_key(row_variables), finish
-    )
+    return Ahead(lambda key: follow(key)[0], read, finish)
 
 
 def rows_in(*trees: Any) -> list[Rows]:

@@ -5,7 +5,7 @@ the full data: the prior is unscaled, the likelihood times N / B, so that its me
 minibatches is the full potential U.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import evaluate_equations, needed_equations, reached
 from numpyro_bnn._options import Kind
+from numpyro_bnn._programs.slices import part_of, reached
+from numpyro_bnn._programs.walk import needed_equations
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
@@ -190,47 +191,30 @@ def separate(
     closed = jax.make_jaxpr(
         lambda q, *parts: potential_fn(q, jax.tree.unflatten(tree, parts))
     )(position, *leaves)
-    jaxpr, constants = (
-        closed.jaxpr,
-        dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
-    )
+    jaxpr = closed.jaxpr
     needed = [equation for equation, _ in needed_equations(jaxpr, jaxpr.outvars)]
     # Python callbacks stay in the step unless they take batches of steps at once.
-    alone = [
-        e
-        for e in needed
-        if "callback" in e.primitive.name
-        and e.params.get("vmap_method") != "broadcast_all"
-    ]
-    calls = [v for equation in alone for v in equation.outvars]
+    calls = []
+    for equation in needed:
+        alone = equation.params.get("vmap_method") != "broadcast_all"
+        if "callback" in equation.primitive.name and alone:
+            calls += equation.outvars
     moving = reached(needed, [jaxpr.invars[0], *calls])
     known = reached(needed, jaxpr.invars[1:]) - moving
-    late = [equation for equation in needed if not known.intersection(equation.outvars)]
-    early = [
-        equation for equation in needed if not moving.intersection(equation.outvars)
-    ]
-    used = [v for equation in late for v in _variables(equation.invars)] + _variables(
-        jaxpr.outvars
-    )
-    handed = [v for v in dict.fromkeys(used) if v in known]
+    used = list(jaxpr.outvars)
+    for equation, _ in needed_equations(jaxpr, jaxpr.outvars, known):
+        used += equation.invars
+    handed = []
+    for atom in used:
+        if not isinstance(atom, Literal) and atom in known and atom not in handed:
+            handed.append(atom)
+    early = part_of(closed, jaxpr.invars[1:], handed)
+    late = part_of(closed, [jaxpr.invars[0], *handed], jaxpr.outvars)
 
     def prepare(batch: Any) -> list[Array]:
-        values = {
-            **constants,
-            **dict(zip(jaxpr.invars[1:], jax.tree.leaves(batch), strict=True)),
-        }
-        return evaluate_equations(early, values, handed)
+        return early(*jax.tree.leaves(batch))
 
     def finish(position: Array, prepared: list[Array]) -> Array:
-        values = {
-            **constants,
-            jaxpr.invars[0]: position,
-            **dict(zip(handed, prepared, strict=True)),
-        }
-        return evaluate_equations(late, values, jaxpr.outvars)[0]
+        return late(position, *prepared)[0]
 
     return prepare, finish
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]

@@ -531,3 +531,14 @@ def test_axes_that_count_the_rows_are_followed_through_the_program(name):
     for argument, axes in expected.items():
         for axis, answer in enumerate(axes):
             assert found.alike((argument, axis), "data") is answer, (argument, axis)
+
+
+def test_an_array_that_only_scales_rows_counts_them():
+    """It meets the rows in what no density needs."""
+
+    def model(x, weight):
+        with numpyro.plate("data", 3) as i, handlers.scale(scale=weight[i]):
+            numpyro.sample("y", dist.Normal(x[i], 1.0), obs=jnp.ones(3))
+
+    found = counted(Reading(model, (), {"x": jnp.ones(3), "weight": jnp.ones(3)}))
+    assert found.alike(("weight", 0), ("x", 0)) is True

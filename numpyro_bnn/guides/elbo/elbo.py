@@ -21,10 +21,11 @@ from numpyro_bnn._distributions import (
     is_latent,
     unwrapped,
 )
-from numpyro_bnn._jaxprs import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
+from numpyro_bnn._programs.entries import SiteImage
+from numpyro_bnn._programs.slices import dependence, program_dependence
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
-from numpyro_bnn.guides.elbo.weight_uses import RandomWeight, draw_noise, run
+from numpyro_bnn.guides.elbo.weight_uses import draw_noise, run
 from numpyro_bnn.program.plates import check_observations
 
 Site = dict[str, Any]
@@ -141,7 +142,7 @@ class _RowwiseELBO(ELBO):
             self._warn(self._methods(terms, weight_uses))
         inputs: dict[str, Any] = dict(terms.values)
         for name in uses:
-            inputs[name] = RandomWeight(name, *terms.normals[name])
+            inputs[name] = SiteImage(name, *terms.normals[name])
         noise = draw_noise(rng_key, uses, self.local)
         bound = terms.guide_terms
         for term in run(

@@ -12,11 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._axes import RESHAPES, SUMMED, LabelPlaces, Place, reshaped, rule_of
-from numpyro_bnn.guides.elbo.weight_uses import (
+from numpyro_bnn._programs.axes import LabelPlaces
+from numpyro_bnn._programs.primitives import (
     AFFINE,
-    ELEMENTWISE,
-    SHAPING,
+    RESHAPES,
+    SUMMED,
+    Place,
+    gathered,
+    is_affine,
+    names_of,
+    primitive_of,
+    reshaped,
+    stacked_columns,
+)
+from numpyro_bnn._programs.walk import Equation, Interpreter
+from numpyro_bnn.guides.elbo.weight_uses import (
     Piece,
     Use,
     axes_except,
@@ -25,7 +35,9 @@ from numpyro_bnn.guides.elbo.weight_uses import (
     is_vector,
     whole_axes,
 )
-from numpyro_bnn.moments.interpret import Equation, Interpreter
+
+# Where two weights meet, one of them is drawn once.
+MEETINGS = AFFINE | names_of("contraction")
 
 
 class Label(NamedTuple):
@@ -99,25 +111,6 @@ def _is_followed(value: Any) -> bool:
     return isinstance(value, _WeightImage | LabelPlaces | _Free)
 
 
-class _RowWalk(Interpreter):
-    """Equations without random operands are skipped, except those computed from
-    counting (``arange``).
-    """
-
-    def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
-        if any(map(_is_followed, operands)):
-            return super()._evaluate(equation, operands)
-        outputs = equation.outputs
-        counts = equation.name == "iota" or any(
-            isinstance(value, np.ndarray) for value in operands
-        )
-        if counts and len(outputs) == 1 and outputs[0].dtype.kind in "iub":
-            with jax.ensure_compile_time_eval():
-                output = equation.bind(*operands)
-            return [np.asarray(output if isinstance(output, jax.Array) else output[0])]
-        return [FREE] * len(outputs)
-
-
 def _counting(value: Any) -> Any:
     """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
     has_values = isinstance(value, np.ndarray | jax.Array) and not isinstance(
@@ -129,13 +122,13 @@ def _counting(value: Any) -> Any:
     return np.asarray(value) if integers and _counts(np.asarray(value), 0) else FREE
 
 
-class _UseSearch:
+class _UseSearch(Interpreter):
     def __init__(
         self, values: Mapping[str, jax.Array], candidates: Collection[str], call: str
     ) -> None:
+        super().__init__({}, _is_followed, call, self.visit)
         self.values, self.sites = values, set(candidates)
-        self.walk = _RowWalk({}, _is_followed, call, self.visit)
-        self.plain: dict[str, str] = {}
+        self.plain_sites: dict[str, str] = {}
         self.rows: dict[str, dict[int, list[Piece]]] = {}
         self.reasons: dict[str, str] = {}
         self.changed = True
@@ -148,9 +141,9 @@ class _UseSearch:
         self.changed = False
         inputs = []
         for site in self.values:
-            followed = site in self.sites and site not in self.plain
+            followed = site in self.sites and site not in self.plain_sites
             inputs.append(_WeightImage(site) if followed else FREE)
-        for value in self.walk.run(jaxpr, consts, inputs, needed):
+        for value in self.run(jaxpr, consts, inputs, needed):
             if isinstance(value, _WeightImage):
                 self._give_up(value.site, "its value is a term of the model")
         self.changed |= bool(self.mixed or self.divided)
@@ -159,7 +152,7 @@ class _UseSearch:
                 axes[axis] = list(self._refined(site, axis))
 
     def result(self) -> WeightUses:
-        uses, plain = {}, dict(self.plain)
+        uses, plain = {}, dict(self.plain_sites)
         for site in self.sites - plain.keys():
             use = self.uses.get(site)
             if use is None:
@@ -173,8 +166,8 @@ class _UseSearch:
         return WeightUses(uses, plain)
 
     def _give_up(self, site: str, reason: str) -> None:
-        if site not in self.plain:
-            self.plain[site] = reason
+        if site not in self.plain_sites:
+            self.plain_sites[site] = reason
             self.changed = True
 
     def _mix(self, label: Label, equation: Equation) -> None:
@@ -195,6 +188,21 @@ class _UseSearch:
             else:
                 yield piece
 
+    def plain(self, equation: Equation, *operands: Any) -> Any:
+        """Equations without random operands are skipped, except those computed from
+        counting (``arange``).
+        """
+        value: Any = FREE
+        outputs = equation.outputs
+        counts = equation.name == "iota" or any(
+            isinstance(operand, np.ndarray) for operand in operands
+        )
+        if counts and len(outputs) == 1 and outputs[0].dtype.kind in "iub":
+            with jax.ensure_compile_time_eval():
+                results = equation.bind(*operands)
+            value = np.asarray(results[0] if equation.several else results)
+        return [value] * len(outputs) if equation.several else value
+
     def visit(self, equation: Equation, *operands: Any) -> Any:
         """The rule of every primitive: a weight stays one, becomes rows, or is
         dropped.
@@ -203,9 +211,7 @@ class _UseSearch:
         result = self._weights(equation, values)
         if result is None:
             result = self._flow(equation, values) or _stacked(equation, values) or FREE
-        if equation.jaxpr_equation.primitive.multiple_results:
-            return [result] * len(equation.outputs)
-        return result
+        return [result] * len(equation.outputs) if equation.several else result
 
     def _flow(self, equation: Equation, values: Sequence[Any]) -> LabelPlaces | None:
         """Where the labels lie in the output; a label is dropped if one element needs
@@ -219,10 +225,18 @@ class _UseSearch:
             return None
         if equation.name in RESHAPES:
             return self._reshaped(equation, rows[0])
+        primitive = primitive_of(equation.jaxpr_equation)
         columns: Mapping[int, int] = {}
         if equation.name == "gather" and isinstance(values[1], _Index):
             columns = values[1].columns
-        move, linear = rule_of(equation.jaxpr_equation, columns)
+
+        def moved(operand: int, place: Place | None) -> Place | None:
+            if place is SUMMED or primitive.move is None:
+                return SUMMED
+            if equation.name == "gather":
+                return gathered(equation.jaxpr_equation, operand, place, columns)
+            return primitive.move(equation.jaxpr_equation, operand, place)
+
         output = LabelPlaces()
         for label in dict.fromkeys(chain(*rows)):
             operands, places = [], set()
@@ -230,13 +244,10 @@ class _UseSearch:
                 if any(label.site == site for site, _, _ in labels):
                     operands.append(i)
                 if label in labels:
-                    place = labels[label]
-                    if place is not SUMMED and move is not None:
-                        place = move(equation.jaxpr_equation, i, place)
-                    places.add(place)
+                    places.add(moved(i, labels[label]))
             single = len(places) == 1
-            if move is None or not (
-                linear(operands) or (single and SUMMED not in places)
+            if primitive.move is None or not (
+                primitive.linear(operands) or (single and SUMMED not in places)
             ):
                 # the expectation would differ from that of one draw
                 self._mix(label, equation)
@@ -245,14 +256,12 @@ class _UseSearch:
         return output or None
 
     def _reshaped(self, equation: Equation, rows: LabelPlaces) -> LabelPlaces | None:
-        old_shape = equation.jaxpr_equation.invars[0].aval.shape
-        new_shape = equation.outputs[0].shape
         output = LabelPlaces()
         for label, place in rows.items():
             size = self.rows[label.site][label.axis][label.piece].size
             inner = None
             if place is not SUMMED:
-                place, inner = reshaped(place, size, old_shape, new_shape)
+                place, inner = reshaped(equation.jaxpr_equation, place, size)
             if inner is None:
                 output[label] = place
             else:
@@ -263,14 +272,10 @@ class _UseSearch:
         """The output if a weight stays one or enters as a whole; otherwise weights in
         ``values`` become values.
         """
-        if equation.name in AFFINE or equation.name in (
-            "dot_general",
-            "conv_general_dilated",
-        ):
+        weights = _weights_among(values)
+        if equation.name in MEETINGS and len(weights) == len(values) == 2:
             self._settle(equation, values)
-        weights = [
-            i for i, value in enumerate(values) if isinstance(value, _WeightImage)
-        ]
+            weights = _weights_among(values)
         if len(weights) == 1:
             image = self._one_weight(equation, values, weights[0])
             if image is not None:
@@ -283,9 +288,7 @@ class _UseSearch:
         """If two weights meet, one is drawn once: the one that is spread over the
         other, or the smaller.
         """
-        if not all(isinstance(value, _WeightImage) for value in values) or all(
-            value.grown for value in values
-        ):
+        if all(value.grown for value in values):
             return
         first, second = sorted(
             values, key=lambda value: (not value.grown, self.values[value.site].size)
@@ -296,18 +299,17 @@ class _UseSearch:
         values[:] = [FREE if value.site == first.site else value for value in values]
 
     def _one_weight(self, equation: Equation, values: list[Any], i: int) -> Any:
-        weight, name, out = values[i], equation.name, equation.outputs[0]
+        weight, out = values[i], equation.outputs[0]
         shape = equation.jaxpr_equation.invars[i].aval.shape
-        if name in ELEMENTWISE and jnp.issubdtype(out.dtype, jnp.floating):
-            return weight
-        affine = name in AFFINE and (name, i) != ("div", 1)
-        if affine and not isinstance(values[1 - i], LabelPlaces) and out.shape == shape:
+        keeps = out.shape == shape and jnp.issubdtype(out.dtype, jnp.floating)
+        by_rows = any(isinstance(value, LabelPlaces) for value in values)
+        if keeps and is_affine(equation.name, i) and not by_rows:
             return weight
         if weight.grown:
             return None
-        if name in SHAPING:
+        if equation.name in RESHAPES | {"transpose"}:
             return weight
-        if name == "broadcast_in_dim":
+        if equation.name == "broadcast_in_dim":
             grown = grown_axes(equation)
             if grown and not is_vector(shape):
                 return None
@@ -376,20 +378,18 @@ class _UseSearch:
         return rows or FREE
 
 
+def _weights_among(values: Sequence[Any]) -> list[int]:
+    return [i for i, value in enumerate(values) if isinstance(value, _WeightImage)]
+
+
 def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
     """The indices of a lookup, one column per indexed axis."""
-    if (
-        equation.name != "concatenate"
-        or equation.params["dimension"] != len(equation.outputs[0].shape) - 1
-    ):
-        return None
-    columns, column = {}, 0
-    for value, var in zip(values, equation.jaxpr_equation.invars, strict=True):
+    columns = {}
+    for i, value in enumerate(stacked_columns(equation.jaxpr_equation, values)):
         if isinstance(value, np.ndarray) and value.shape[-1] == 1:
             for axis, length in enumerate(value.shape[:-1]):
                 if length > 1 and _counts(value[..., 0], axis):
-                    columns[column] = axis
-        column += var.aval.shape[-1]
+                    columns[i] = axis
     return _Index(columns) if columns else None
 
 

@@ -12,13 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
-from numpyro_bnn._axes import dot_axes
+from numpyro_bnn._programs.entries import SiteImage
+from numpyro_bnn._programs.primitives import dot_axes
+from numpyro_bnn._programs.walk import Equation, Interpreter
 from numpyro_bnn.guides.blocks import cut
-from numpyro_bnn.moments.interpret import Equation, Interpreter
-
-AFFINE = frozenset({"add", "sub", "mul", "div"})
-ELEMENTWISE = frozenset({"neg", "copy", "convert_element_type"})
-SHAPING = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 
 
 class Piece(NamedTuple):
@@ -209,9 +206,7 @@ def _spread(values: jax.Array, axes: Axes) -> jax.Array:
 def _normals(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
     shapes = {name: _compact(axes) for name, axes in site_axes.items()}
     normals = cut(random.normal(rng_key, (_total(shapes),)), shapes)
-    for name, axes in site_axes.items():
-        normals[name] = _spread(normals[name], axes)
-    return normals
+    return {name: _spread(normals[name], axes) for name, axes in site_axes.items()}
 
 
 def _total(shapes: Mapping[Any, tuple[int, ...]]) -> int:
@@ -222,10 +217,11 @@ def _signs(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.A
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that
     rows are contiguous.
     """
-    words = {name: _word_shape(_compact(axes)) for name, axes in site_axes.items()}
-    signs = cut(random.bits(rng_key, (_total(words),), jnp.uint32), words)
+    shapes = {name: _word_shape(_compact(axes)) for name, axes in site_axes.items()}
+    words = cut(random.bits(rng_key, (_total(shapes),), jnp.uint32), shapes)
+    signs = {}
     for name, axes in site_axes.items():
-        signs[name] = _spread(_unpack(signs[name], _compact(axes)), axes)
+        signs[name] = _spread(_unpack(words[name], _compact(axes)), axes)
     return signs
 
 
@@ -242,99 +238,71 @@ def _unpack(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return signs.reshape(-1)[: prod(shape)].reshape(shape).astype(float)
 
 
-class RandomWeight(NamedTuple):
-    """Independent N(mean, sd^2), or their affine images; ``sd`` may be negative."""
-
-    site: str
-    mean: jax.Array
-    sd: jax.Array
-
-
 def run(
     program: Any,
     values: Sequence[Any],
     needed: Sequence[bool],
     uses: Mapping[str, Use],
-    noise: Mapping,
+    noise: Mapping[str, WeightNoise],
     call: str,
 ) -> list[Any]:
-    """Outputs of a program some of whose inputs are :class:`RandomWeight`, with the
-    noise of their uses.
+    """Outputs of a program some of whose inputs are random, with the noise of their
+    uses; the image of a weight N(mean, sd^2) is its mean, with the slope sd.
     """
-    walk = Interpreter(
-        {},
-        lambda value: isinstance(value, RandomWeight),
-        call,
-        _Sampler(uses, noise).visit,
-    )
-    return walk.run(program.jaxpr, program.consts, values, needed)
 
-
-@dataclass(frozen=True)
-class _Sampler:
-    uses: Mapping[str, Use]
-    noise: Mapping[str, WeightNoise]
-
-    def visit(self, equation: Equation, *operands: Any) -> Any:
+    def visit(equation: Equation, *operands: Any) -> Any:
         """The rule of every primitive: a weight is drawn where it enters, and until
         then keeps its moments.
         """
-        values = list(operands)
+        inputs = list(operands)
         for i, weight in enumerate(operands):
-            if isinstance(weight, RandomWeight):
-                use = self.uses[weight.site]
+            if isinstance(weight, SiteImage):
+                use = uses[weight.site]
                 if equation.jaxpr_equation not in use.entries:
-                    return _affine_image(equation, values, i)
+                    return weight.after(equation, inputs, i)
                 if use.kind != "broadcast":
-                    return self._enter(equation, values, i)
-                values[i] = self._value(weight)
-        return equation.bind(*values)
+                    return _drawn_outputs(equation, inputs, i, noise[weight.site])
+                inputs[i] = _drawn_weight(weight, noise[weight.site])
+        return equation.bind(*inputs)
 
-    def _value(self, weight: RandomWeight) -> jax.Array:
-        """A broadcast weight, drawn for each row."""
-        noise = self.noise[weight.site]
-        normal = noise.normal
-        if noise.signs_out is not None:
-            normal = normal * noise.signs_out
-        return weight.mean + weight.sd * normal.astype(weight.mean.dtype)
-
-    def _enter(self, equation: Equation, operands: list[Any], i: int) -> jax.Array:
-        """The output of a product with data, or of a lookup, drawn for each row."""
-        weight, data = operands[i], operands[1 - i]
-        noise = self.noise[weight.site]
-
-        def product(x: jax.Array, w: jax.Array) -> jax.Array:
-            return equation.bind(*((w, x) if i == 0 else (x, w)))
-
-        if noise.signs_out is not None:
-            change = weight.sd * noise.normal.astype(weight.sd.dtype)
-            shape = _positions(equation, i, noise.signs_out)
-            if shape is not None:
-                return _product_by_row(
-                    equation, data.reshape(shape), weight.mean, change, noise
-                )
-            mean = product(data, weight.mean)
-            if noise.signs_in is not None:
-                data = data * noise.signs_in.astype(data.dtype)
-            perturbed = product(data, change)
-            return mean + perturbed * noise.signs_out.astype(perturbed.dtype)
-        if equation.name == "gather":
-            sd = product(data, weight.sd)
-        else:
-            sd = _sqrt(product(jnp.square(data), jnp.square(weight.sd)))
-        return product(data, weight.mean) + sd * noise.normal.astype(sd.dtype)
+    walk = Interpreter({}, lambda value: isinstance(value, SiteImage), call, visit)
+    return walk.run(program.jaxpr, program.consts, values, needed)
 
 
-def _affine_image(equation: Equation, operands: list[Any], i: int) -> RandomWeight:
-    weight, name = operands[i], equation.name
+def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> jax.Array:
+    """A broadcast weight, drawn for each row."""
+    normal = noise.normal
+    if noise.signs_out is not None:
+        normal = normal * noise.signs_out
+    return weight.value + weight.slope * normal.astype(weight.value.dtype)
 
-    def image(moment: jax.Array) -> jax.Array:
-        return equation.bind(*operands[:i], moment, *operands[i + 1 :])
 
-    sd = weight.sd if name in ("add", "sub", "neg") else image(weight.sd)
-    if (name, i) in (("sub", 1), ("neg", 0)):
-        sd = -sd
-    return RandomWeight(weight.site, image(weight.mean), sd)
+def _drawn_outputs(
+    equation: Equation, operands: list[Any], i: int, noise: WeightNoise
+) -> jax.Array:
+    """The output of a product with data, or of a lookup, drawn for each row."""
+    weight, data = operands[i], operands[1 - i]
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return equation.bind(*((w, x) if i == 0 else (x, w)))
+
+    if noise.signs_out is not None:
+        change = weight.slope * noise.normal.astype(weight.slope.dtype)
+        shape = _positions(equation, i, noise.signs_out)
+        if shape is not None:
+            return _product_by_row(
+                equation, data.reshape(shape), weight.value, change, noise
+            )
+        mean = product(data, weight.value)
+        if noise.signs_in is not None:
+            data = data * noise.signs_in.astype(data.dtype)
+        perturbed = product(data, change)
+        return mean + perturbed * noise.signs_out.astype(perturbed.dtype)
+    if equation.name == "gather":
+        sd = product(data, weight.slope)
+    else:
+        sd = _sqrt(product(jnp.square(data), jnp.square(weight.slope)))
+    return product(data, weight.value) + sd * noise.normal.astype(sd.dtype)
 
 
 def _positions(

@@ -1,0 +1,187 @@
+"""Parts of programs: what their outputs are computed from, and the equations that they
+need. Nothing is run.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from numpyro_bnn._programs.primitives import ADDRESSING, stacked_columns
+from numpyro_bnn._programs.walk import (
+    Equation,
+    Follower,
+    needed_equations,
+    variables_of,
+)
+
+
+def dependence(
+    fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
+) -> dict[Any, set]:
+    """For each output of ``fn``, the names of the arguments from which it is computed;
+    nothing is evaluated.
+
+    :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of
+        arrays.
+    :param arguments: example values.
+    :return: a superset if a loop or a branch mixes arguments.
+
+    >>> import jax.numpy as jnp
+    >>> sources = dependence(
+    ...     lambda a: {"s": a["x"] + a["y"], "t": 2 * a["y"]},
+    ...     {"x": jnp.ones(2), "y": jnp.ones(2)},
+    ... )
+    >>> {name: sorted(sources[name]) for name in sources}
+    {'s': ['x', 'y'], 't': ['y']}
+    """
+    return program_dependence(
+        *jax.make_jaxpr(fn, return_shape=True)(dict(arguments)), arguments
+    )
+
+
+def program_dependence(
+    closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
+) -> dict[Any, set]:
+    """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
+    ``shapes``.
+    """
+    owners = [frozenset([name]) for name in _names_of_leaves(dict(arguments))]
+    walk = Follower(lambda equation, *sources: frozenset().union(*sources), frozenset())
+    sources_of: dict[Any, set] = {name: set() for name in shapes}
+    for name, sources in zip(
+        _names_of_leaves(shapes), walk.follow(closed.jaxpr, owners), strict=True
+    ):
+        sources_of[name] |= sources
+    return sources_of
+
+
+def _names_of_leaves(trees: Mapping) -> list[Any]:
+    """For each leaf the key of its tree."""
+    return [path[0].key for path, _ in jax.tree.flatten_with_path(trees)[0]]
+
+
+def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
+    """The variables ``start`` and all that these equations compute from them."""
+    variables = set(start)
+    for equation in equations:
+        if variables & variables_of(equation.invars):
+            variables.update(equation.outvars)
+    return variables
+
+
+def part_of(
+    closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Callable[..., list]:
+    """The part of a program that computes some of its variables from others.
+
+    >>> closed = jax.make_jaxpr(lambda x: jax.numpy.exp(x + 1.0))(0.0)
+    >>> late = part_of(closed, closed.jaxpr.eqns[0].outvars, closed.jaxpr.outvars)
+    >>> float(late(0.0)[0])
+    1.0
+    """
+    equations = []
+    for equation, _ in needed_equations(closed.jaxpr, outputs, frozenset(inputs)):
+        equations.append(equation)
+    jaxpr = closed.jaxpr.replace(
+        invars=list(inputs), outvars=list(outputs), eqns=equations
+    )
+    return jaxpr_as_fun(closed.replace(jaxpr=jaxpr))
+
+
+def needed_part(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program with only the equations and constants that its outputs need."""
+    equations = [
+        equation for equation, _ in needed_equations(closed.jaxpr, closed.jaxpr.outvars)
+    ]
+    used = variables_of(closed.jaxpr.outvars)
+    for equation in equations:
+        used |= variables_of(equation.invars)
+    variables = []
+    values = []
+    for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+        if var in used:
+            variables.append(var)
+            values.append(value)
+    jaxpr = closed.jaxpr.replace(eqns=equations, constvars=variables)
+    return closed.replace(jaxpr=jaxpr, consts=values)
+
+
+def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
+    """A program, without equations that it does not need, in which given values replace
+    some that it names.
+
+    :param names: keys of the given values, by their names (``checkpoint_name``) in the
+        program.
+    :return: a function of a dictionary of values, and of the inputs of ``closed``, to a
+        list.
+
+    >>> from jax.ad_checkpoint import checkpoint_name
+    >>> closed = jax.make_jaxpr(lambda x: 2.0 * checkpoint_name(x + 1.0, "y"))(3.0)
+    >>> [
+    ...     float(named_inputs(closed, names)({"it": 5.0}, 3.0)[0])
+    ...     for names in ({}, {"y": "it"})
+    ... ]
+    [8.0, 10.0]
+    """
+    places = []
+    for equation in closed.jaxpr.eqns:
+        if equation.primitive.name == "name" and equation.params["name"] in names:
+            places.append((names[equation.params["name"]], equation.outvars[0]))
+    inputs = [*(var for _, var in places), *closed.jaxpr.invars]
+    run = part_of(closed, inputs, closed.jaxpr.outvars)
+
+    def call(values: Mapping[str, Any], *inputs: Any) -> list:
+        return run(
+            *(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs
+        )
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What the argument indexes with; of several indices, what each column holds."""
+
+    columns: tuple[Any, ...] = ()
+
+
+def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
+    """Lengths of the axes that ``fn`` indexes with its integer argument, also after
+    shifts and reshapes.
+
+    A value looked up with the argument is data, not an index: for ``effect[group[i]]``
+    only ``group`` is reported.
+
+    >>> import jax.numpy as jnp
+    >>> indexed_lengths(
+    ...     lambda i: jnp.ones(5)[i] + jnp.ones((7, 2))[i, 0], jnp.arange(3)
+    ... )
+    {5, 7}
+    """
+    lengths: set[int] = set()
+
+    def visit(equation: Equation, *operands: Any) -> _Index | None:
+        table = equation.jaxpr_equation.invars[0].aval
+        if equation.name == "gather" and operands[1] is not None:
+            axes = equation.params["dimension_numbers"].start_index_map
+            columns = operands[1].columns if len(axes) > 1 else [operands[1]]
+            for axis, column in zip(axes, columns, strict=False):
+                if column is not None:
+                    lengths.add(table.shape[axis])
+        if equation.name not in ADDRESSING:
+            return None
+        return _Index(tuple(stacked_columns(equation.jaxpr_equation, operands)))
+
+    walk = Follower(
+        visit,
+        None,
+        {"scan": Equation.descend},
+        lambda value: value is not None,
+    )
+    jaxpr = jax.make_jaxpr(fn)(indices).jaxpr
+    walk.follow(jaxpr, [_Index()] * len(jaxpr.invars))
+    return lengths
