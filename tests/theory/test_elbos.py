@@ -209,6 +209,22 @@ def test_guides_with_factors_have_the_right_expectation():
     assert same_mean(draws_of(elbo, model, guide, params, args, seed=1), expected)
 
 
+def test_a_mean_of_integers_has_real_noise():
+    """A guide N(0, 0.5^2) whose location is the number 0. Failure rate 1e-4."""
+
+    def model(x, y):
+        observe(x[:, :2].sum(1) + jnp.sum(weight("b", 2) * jnp.ones((len(y), 2)), 1), y)
+
+    def guide(x, y):
+        scale = numpyro.param("scale", jnp.full(2, 0.5))
+        numpyro.sample("b", dist.Normal(0, scale).to_event(1))
+
+    args, params = tuple(map(jnp.asarray, (X, Y))), {"scale": jnp.full(2, 0.5)}
+    expected = draws_of(Trace_ELBO(), model, guide, params, args)
+    for elbo in (TraceLocalReparam_ELBO(), TraceFlipout_ELBO()):
+        assert same_mean(draws_of(elbo, model, guide, params, args, seed=1), expected)
+
+
 def test_report_gives_the_reason_for_every_plain_site():
     def model(x, y):
         hyper = numpyro.sample("hyper", dist.Normal(0.0, 1.0))
