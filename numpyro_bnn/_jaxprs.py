@@ -13,7 +13,7 @@ from numpyro_bnn._programs.slices import (
     needed_part,
     reached,
 )
-from numpyro_bnn._programs.walk import needed_equations
+from numpyro_bnn._programs.walk import needed_equations, variables_of
 
 __all__ = [
     "ELEMENTWISE",
@@ -24,6 +24,7 @@ __all__ = [
     "needed_equations",
     "needed_part",
     "reached",
+    "variables_of",
 ]
 
 

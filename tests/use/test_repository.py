@@ -89,7 +89,7 @@ BORDERS = {
     "sklearn": "estimators",
 }
 # Rooms that are pure functions of arrays.
-WITHOUT_NUMPYRO = {"sgmcmc", "moments"}
+WITHOUT_NUMPYRO = {"sgmcmc", "moments", "_programs"}
 IMPORT_CALLS = ("__import__", "import_module", "importlib.import_module")
 
 
@@ -231,6 +231,25 @@ def test_imports_have_no_circle():
     )
     with pytest.raises(CycleError):
         TopologicalSorter(circle).prepare()
+
+
+# Files besides the toolbox that go through the equations of a program: what is hashed
+# and what takes memory, and where AutoADF cuts a likelihood.
+WITH_EQUATIONS = {
+    "numpyro_bnn/program/compiled.py",
+    "numpyro_bnn/guides/adf/observation.py",
+}
+
+
+def test_one_toolbox_walks_through_programs():
+    files = set()
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and node.attr == "eqns":
+                files.add(str(path.relative_to(ROOT)))
+    toolbox = {file for file in files if file.startswith(f"{NAME}/_programs/")}
+    assert toolbox
+    assert files - toolbox <= WITH_EQUATIONS
 
 
 PROBE = """

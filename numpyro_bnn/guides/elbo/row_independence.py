@@ -91,24 +91,22 @@ class _WeightImage:
     grown: tuple[int, ...] = ()
 
 
-class _Free:
-    """A value that depends on no weight under consideration."""
-
-
-class _Index(_Free):
+@dataclass(frozen=True)
+class _Index:
     """Indices in which some columns count along an axis: ``x[arange(n), i]`` is a
     lookup in every row.
+
+    :param columns: column -> the axis along which it counts.
     """
 
-    def __init__(self, columns: Mapping[int, int]) -> None:
-        self.columns = columns  # the axis along which a column counts
+    columns: Mapping[int, int]
 
 
-FREE = _Free()
+FREE = LabelPlaces()  # a value that depends on no weight under consideration
 
 
 def _is_followed(value: Any) -> bool:
-    return isinstance(value, _WeightImage | LabelPlaces | _Free)
+    return isinstance(value, _WeightImage | LabelPlaces | _Index)
 
 
 def _counting(value: Any) -> Any:
@@ -210,19 +208,14 @@ class _UseSearch(Interpreter):
         values = list(operands)
         result = self._weights(equation, values)
         if result is None:
-            result = self._flow(equation, values) or _stacked(equation, values) or FREE
+            result = self._flow(equation, values) or _stacked(equation, values)
         return [result] * len(equation.outputs) if equation.several else result
 
-    def _flow(self, equation: Equation, values: Sequence[Any]) -> LabelPlaces | None:
+    def _flow(self, equation: Equation, values: Sequence[Any]) -> LabelPlaces:
         """Where the labels lie in the output; a label is dropped if one element needs
         several of its numbers.
         """
-        rows = [
-            value if isinstance(value, LabelPlaces) else LabelPlaces()
-            for value in values
-        ]
-        if not any(rows):
-            return None
+        rows = [value if isinstance(value, LabelPlaces) else FREE for value in values]
         if equation.name in RESHAPES:
             return self._reshaped(equation, rows[0])
         primitive = primitive_of(equation.jaxpr_equation)
@@ -253,9 +246,9 @@ class _UseSearch(Interpreter):
                 self._mix(label, equation)
             else:
                 output[label] = places.pop() if single else SUMMED
-        return output or None
+        return output
 
-    def _reshaped(self, equation: Equation, rows: LabelPlaces) -> LabelPlaces | None:
+    def _reshaped(self, equation: Equation, rows: LabelPlaces) -> LabelPlaces:
         output = LabelPlaces()
         for label, place in rows.items():
             size = self.rows[label.site][label.axis][label.piece].size
@@ -266,7 +259,7 @@ class _UseSearch(Interpreter):
                 output[label] = place
             else:
                 self.divided[label] = inner  # the search starts again with both parts
-        return output or None
+        return output
 
     def _weights(self, equation: Equation, values: list[Any]) -> Any:
         """The output if a weight stays one or enters as a whole; otherwise weights in
@@ -302,7 +295,7 @@ class _UseSearch(Interpreter):
         weight, out = values[i], equation.outputs[0]
         shape = equation.jaxpr_equation.invars[i].aval.shape
         keeps = out.shape == shape and jnp.issubdtype(out.dtype, jnp.floating)
-        by_rows = any(isinstance(value, LabelPlaces) for value in values)
+        by_rows = any(isinstance(value, LabelPlaces) and value for value in values)
         if keeps and is_affine(equation.name, i) and not by_rows:
             return weight
         if weight.grown:
@@ -315,14 +308,12 @@ class _UseSearch(Interpreter):
                 return None
             return _WeightImage(weight.site, grown)
         use = enters_as(equation, i)
-        if use is None or (use.kind == "gather" and isinstance(values[1], LabelPlaces)):
+        if use is None or (use.kind == "gather" and by_rows):
             return None
         data = self._flow(equation, [*values[:i], FREE, *values[i + 1 :]])
         return self._enter(equation, weight.site, use, data)
 
-    def _value(
-        self, equation: Equation, weight: _WeightImage, i: int
-    ) -> LabelPlaces | _Free:
+    def _value(self, equation: Equation, weight: _WeightImage, i: int) -> LabelPlaces:
         """A weight as an ordinary value: drawn for every row if it was broadcast."""
         shape = equation.jaxpr_equation.invars[i].aval.shape
         out = equation.outputs[0].shape
@@ -348,11 +339,11 @@ class _UseSearch(Interpreter):
             axes_except(shape, grown),
             equation.where(),
         )
-        return self._enter(equation, weight.site, use)
+        return self._enter(equation, weight.site, use, FREE)
 
     def _enter(
-        self, equation: Equation, site: str, use: Use, data: LabelPlaces | None = None
-    ) -> LabelPlaces | _Free:
+        self, equation: Equation, site: str, use: Use, data: LabelPlaces
+    ) -> LabelPlaces:
         """Record a use, and give its output the labels of its rows."""
         first = self.uses.setdefault(site, use)
         first.entries.append(equation.jaxpr_equation)
@@ -364,25 +355,25 @@ class _UseSearch(Interpreter):
         if first is not use and not alike:
             reason = f"it is used twice, at {first.where} and at {use.where}"
             self._give_up(site, reason)
-            return data or FREE
+            return data
         if self.rows.setdefault(site, use.rows).keys() != use.rows.keys():
             # another site was dropped, and this one enters elsewhere now
             self.rows[site] = use.rows
         use.rows = first.rows = self.rows[site]
-        rows = LabelPlaces(data or {})
+        rows = LabelPlaces(data)
         for axis, pieces in use.rows.items():
             for i, piece in enumerate(pieces):
                 if piece.draws > 1:
                     inner = prod(piece.size for piece in pieces[i + 1 :])
                     rows[Label(site, axis, i)] = Place(axis, inner)
-        return rows or FREE
+        return rows
 
 
 def _weights_among(values: Sequence[Any]) -> list[int]:
     return [i for i, value in enumerate(values) if isinstance(value, _WeightImage)]
 
 
-def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
+def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | LabelPlaces:
     """The indices of a lookup, one column per indexed axis."""
     columns = {}
     for i, value in enumerate(stacked_columns(equation.jaxpr_equation, values)):
@@ -390,7 +381,7 @@ def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | None:
             for axis, length in enumerate(value.shape[:-1]):
                 if length > 1 and _counts(value[..., 0], axis):
                     columns[i] = axis
-    return _Index(columns) if columns else None
+    return _Index(columns) if columns else FREE
 
 
 def _counts(value: np.ndarray, axis: int) -> bool:
