@@ -14,6 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent
 # Room -> patterns of test files. Pages, examples and tasks are about all rooms, and run
 # where they change themselves.
 TESTS: dict[str, tuple[str, ...]] = {
+    "_programs": (
+        "theory/test_collapse.py",
+        "theory/test_elbo*.py",
+        "theory/test_laplace_rows.py",
+        "theory/test_moments.py",
+        "theory/test_precision_gibbs.py",
+        "theory/test_programs.py",
+        "theory/test_random_models.py",
+        "use/test_category_codes.py",
+        "use/test_counted_rows.py",
+    ),
     "datasets": ("theory/test_scaler.py",),
     "estimators": ("contracts/test_estimator*.py", "borders/test_sklearn.py"),
     "guides": (

@@ -168,9 +168,8 @@ def _dot(equation: Equation, operand: int, place: Place) -> Place | None:
     if place.axis in contracted[operand]:
         return SUMMED
     links, _ = dot_axes(equation, operand)
-    return place._replace(
-        axis=next(out for out, axis in links.items() if axis == place.axis)
-    )
+    outputs = {axis: output for output, axis in links.items()}
+    return place._replace(axis=outputs[place.axis])
 
 
 def _convolution(equation: Equation, operand: int, place: Place) -> Place | None:
@@ -262,84 +261,92 @@ def _in_cases(operands: Sequence[int]) -> bool:
     return 0 not in operands
 
 
-TABLE: dict[str, Primitive] = {}
-
-
-def _add(names: str, kind: str, move: Move | None, linear: Linear = _in_none) -> None:
-    TABLE.update(dict.fromkeys(names.split(), Primitive(kind, move, linear)))
+def _rows(
+    names: str, kind: str, move: Move | None, linear: Linear = _in_none
+) -> dict[str, Primitive]:
+    return dict.fromkeys(names.split(), Primitive(kind, move, linear))
 
 
 OPAQUE = Primitive("opaque", None, _in_none)
 _STAY = _to(lambda equation, place: place.axis)
-_add(
-    "add add_any sub neg copy convert_element_type reduce_precision stop_gradient",
-    "elementwise",
-    _STAY,
-    _in_all,
-)
-_add("mul", "elementwise", _STAY, _in_each)
-_add("div", "elementwise", _STAY, _in_first)
-_add("select_n", "elementwise", _STAY, _in_cases)
-_add(
-    """
-    abs sign max min clamp integer_pow pow square sqrt rsqrt cbrt
-    and or not xor eq ne ge gt le lt is_finite
-    exp exp2 expm1 log log1p logistic lgamma digamma erf erfc erf_inv
-    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
-    bessel_i0e bessel_i1e
-    """,
-    "elementwise",
-    _STAY,
-)
-_add("name real imag", "special", _STAY, _in_all)
-_add(
-    """
-    ceil floor round polygamma zeta igamma igammac regularized_incomplete_beta
-    rem nextafter bitcast_convert_type population_count shift_left
-    shift_right_arithmetic shift_right_logical
-    """,
-    "special",
-    _STAY,
-)
-# `place_after` moves what is reshaped, by the size of what is numbered.
-_add("reshape squeeze expand_dims stack", "view", None)
-_add(
-    "transpose",
-    "view",
-    _to(lambda equation, place: equation.params["permutation"].index(place.axis)),
-    _in_all,
-)
-_add(
-    "broadcast_in_dim",
-    "view",
-    _to(lambda equation, place: equation.params["broadcast_dimensions"][place.axis]),
-    _in_all,
-)
-_add("slice", "view", _unless(_sliced), _in_all)
-_add("split", "view", _unless_along("axis"), _in_all)
-_add("concatenate", "view", _unless_along("dimension"), _in_all)
-_add("rev", "view", _unless(lambda equation: equation.params["dimensions"]), _in_all)
-_add(
-    "gather",
-    "lookup",
-    lambda equation, operand, place: gathered(equation, operand, place, {}),
-    _in_first,
-)
-_add("dynamic_slice", "lookup", _unless(_sliced), _in_first)
-_add("pad", "window", _unless(_padded), _in_all)
-_add("reduce_window_sum", "window", _window, _in_all)
-_add("reduce_window_max reduce_window_min", "window", _window)
-_add("reduce_sum", "reduction", _reduce, _in_all)
-_add(
-    "reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin",
-    "reduction",
-    _reduce,
-)
-_add("cumsum", "along", _unless_along("axis"), _in_all)
-_add("cummax cummin cumprod cumlogsumexp", "along", _unless_along("axis"))
-_add("sort", "along", _unless_along("dimension"))
-_add("dot_general", "contraction", _dot, _in_each)
-_add("conv_general_dilated", "contraction", _convolution, _in_each)
+TABLE: dict[str, Primitive] = {
+    **_rows(
+        "add add_any sub neg copy convert_element_type reduce_precision stop_gradient",
+        "elementwise",
+        _STAY,
+        _in_all,
+    ),
+    **_rows("mul", "elementwise", _STAY, _in_each),
+    **_rows("div", "elementwise", _STAY, _in_first),
+    **_rows("select_n", "elementwise", _STAY, _in_cases),
+    **_rows(
+        """
+        abs sign max min clamp integer_pow pow square sqrt rsqrt cbrt
+        and or not xor eq ne ge gt le lt is_finite
+        exp exp2 expm1 log log1p logistic lgamma digamma erf erfc erf_inv
+        sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+        bessel_i0e bessel_i1e
+        """,
+        "elementwise",
+        _STAY,
+    ),
+    **_rows("name real imag", "special", _STAY, _in_all),
+    **_rows(
+        """
+        ceil floor round polygamma zeta igamma igammac regularized_incomplete_beta
+        rem nextafter bitcast_convert_type population_count shift_left
+        shift_right_arithmetic shift_right_logical
+        """,
+        "special",
+        _STAY,
+    ),
+    # `place_after` moves what is reshaped, by the size of what is numbered.
+    **_rows("reshape squeeze expand_dims stack", "view", None),
+    **_rows(
+        "transpose",
+        "view",
+        _to(lambda equation, place: equation.params["permutation"].index(place.axis)),
+        _in_all,
+    ),
+    **_rows(
+        "broadcast_in_dim",
+        "view",
+        _to(
+            lambda equation, place: equation.params["broadcast_dimensions"][place.axis]
+        ),
+        _in_all,
+    ),
+    **_rows("slice", "view", _unless(_sliced), _in_all),
+    **_rows("split", "view", _unless_along("axis"), _in_all),
+    **_rows("concatenate", "view", _unless_along("dimension"), _in_all),
+    **_rows(
+        "rev", "view", _unless(lambda equation: equation.params["dimensions"]), _in_all
+    ),
+    **_rows(
+        "gather",
+        "lookup",
+        lambda equation, operand, place: gathered(equation, operand, place, {}),
+        _in_first,
+    ),
+    **_rows("dynamic_slice", "lookup", _unless(_sliced), _in_first),
+    **_rows("pad", "window", _unless(_padded), _in_all),
+    **_rows("reduce_window_sum", "window", _window, _in_all),
+    **_rows("reduce_window_max reduce_window_min", "window", _window),
+    **_rows("reduce_sum", "reduction", _reduce, _in_all),
+    **_rows(
+        """
+        reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor
+        argmax argmin
+        """,
+        "reduction",
+        _reduce,
+    ),
+    **_rows("cumsum", "along", _unless_along("axis"), _in_all),
+    **_rows("cummax cummin cumprod cumlogsumexp", "along", _unless_along("axis")),
+    **_rows("sort", "along", _unless_along("dimension")),
+    **_rows("dot_general", "contraction", _dot, _in_each),
+    **_rows("conv_general_dilated", "contraction", _convolution, _in_each),
+}
 
 ELEMENTWISE = names_of("elementwise")
 VIEWS = names_of("view")

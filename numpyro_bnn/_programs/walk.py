@@ -235,8 +235,10 @@ class Interpreter:
 
     def equations(
         self, jaxpr: Any, outputs: Sequence[Any]
-    ) -> Iterable[tuple[Any, Sequence[bool]]]:
-        """The equations to visit, and which of their outputs are used."""
+    ) -> Iterable[tuple[Any, Sequence[bool] | None]]:
+        """The equations to visit, and which of their outputs are used (``None``:
+        all).
+        """
         return needed_equations(jaxpr, outputs)
 
     def constant(self, value: Any) -> Any:
@@ -312,9 +314,8 @@ class Follower(Interpreter):
 
     def equations(
         self, jaxpr: Any, outputs: Sequence[Any]
-    ) -> Iterable[tuple[Any, Sequence[bool]]]:
-        for equation in jaxpr.eqns:
-            yield equation, [True] * len(equation.outvars)
+    ) -> Iterable[tuple[Any, Sequence[bool] | None]]:
+        return [(equation, None) for equation in jaxpr.eqns]
 
     def constant(self, value: Any) -> Any:
         return self.nothing
@@ -326,4 +327,5 @@ class Follower(Interpreter):
         return self._outputs(equation, self.visit(equation, *operands))
 
     def _outputs(self, equation: Equation, value: Any) -> Any:
-        return [value] * len(equation.outputs) if equation.several else value
+        count = len(equation.jaxpr_equation.outvars)
+        return [value] * count if equation.several else value

@@ -62,11 +62,6 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         2,
     ): "low-rank factors do not follow the scale",
     (
-        "guides.elbo.elbo._divergence",
-        "dropped term",
-        2,
-    ): "KL of normals forgets the distance of the means",
-    (
         "guides.elbo.elbo.read_terms",
         "sign",
         0,

@@ -445,16 +445,19 @@ def _divergence(guide: Site, model: Site) -> jax.Array | None:
         guide["scale"], model["scale"]
     ):
         return None
-    q, p = affine_normal(guide["fn"]), affine_normal(model["fn"])
+    event_dim = model["fn"].event_dim
+
+    def normal(loc: jax.Array, scale: jax.Array) -> dist.Distribution:
+        return dist.Normal(loc, scale, validate_args=False).to_event(event_dim)
+
+    guide_fn, model_fn = guide["fn"], model["fn"]
+    q, p = affine_normal(guide_fn), affine_normal(model_fn)
     if q is not None and p is not None:
-        ratio = jnp.square(q[1] / p[1])
-        each = 0.5 * (ratio + jnp.square((q[0] - p[0]) / p[1]) - 1 - jnp.log(ratio))
-        each = each.sum(tuple(range(each.ndim - model["fn"].event_dim, each.ndim)))
-    else:
-        try:
-            each = kl_divergence(guide["fn"], model["fn"])
-        except NotImplementedError:
-            return None
+        guide_fn, model_fn = normal(*q), normal(*p)
+    try:
+        each = kl_divergence(guide_fn, model_fn)
+    except NotImplementedError:
+        return None
     return jnp.sum(scale_and_mask(each, scale=model["scale"]))
 
 
