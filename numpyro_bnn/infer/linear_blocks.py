@@ -3,6 +3,7 @@ as independent blocks.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -57,13 +58,9 @@ def jacobian_blocks(
     walk = Interpreter(
         {}, lambda value: isinstance(value, _Terms), "", partial(_terms, u.size)
     )
-    try:
+    with suppress(_NotUnderstood):
         (terms,) = walk.run(closed.jaxpr, closed.consts, [start])
-        blocks = _split(terms, u.size) if isinstance(terms, _Terms) else None
-    except _NotUnderstood:
-        blocks = None
-    if blocks is not None:
-        return blocks
+        return _split(terms, u.size)
     jacobian = jacobian_of(fn, u)
     return JacobianBlocks(jacobian, *map(np.arange, jacobian.shape))
 
@@ -74,7 +71,7 @@ def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array
 
 
 class _NotUnderstood(Exception):
-    """An operation whose terms are not read, or too many of them."""
+    """Terms that are not read, are too many, or make no independent blocks."""
 
 
 def _terms(max_terms: int, equation: Equation, *operands: Any) -> _Terms:
@@ -175,10 +172,10 @@ def _moved(move: Callable, index: np.ndarray) -> np.ndarray:
         return np.asarray(jax.vmap(move, -1, -1)(jnp.asarray(index)))
 
 
-def _split(terms: _Terms, size: int) -> JacobianBlocks | None:
-    """Blocks of outputs with the same inputs; ``None`` if inputs are in several blocks,
-    or in none.
-    """
+def _split(terms: Any, size: int) -> JacobianBlocks:
+    """Blocks of outputs with the same inputs, if each input is in one block."""
+    if not isinstance(terms, _Terms):
+        raise _NotUnderstood
     _, first, block, count = np.unique(
         terms.place.min(1), return_index=True, return_inverse=True, return_counts=True
     )
@@ -186,7 +183,7 @@ def _split(terms: _Terms, size: int) -> JacobianBlocks | None:
     exclusive = np.array_equal(np.sort(columns, axis=None), np.arange(size))
     same = np.array_equal(terms.place, columns[block])
     if not (exclusive and same) or np.ptp(count):
-        return None
+        raise _NotUnderstood
     if len(columns) == 1:
         return JacobianBlocks(terms.factor, np.arange(len(block)), columns[0])
     rows = np.argsort(block, kind="stable").reshape(len(columns), -1)
