@@ -143,7 +143,7 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
 
 
 @dataclass(frozen=True)
-class _Index:
+class _IndexMark:
     """What the argument indexes with; of several indices, what each column holds."""
 
     columns: tuple[Any, ...] = ()
@@ -164,7 +164,7 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
     """
     lengths: set[int] = set()
 
-    def visit(equation: Equation, *operands: Any) -> _Index | None:
+    def visit(equation: Equation, *operands: Any) -> _IndexMark | None:
         table = equation.jaxpr_equation.invars[0].aval
         if equation.name == "gather" and operands[1] is not None:
             axes = equation.params["dimension_numbers"].start_index_map
@@ -174,7 +174,7 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
                     lengths.add(table.shape[axis])
         if equation.name not in ADDRESSING:
             return None
-        return _Index(tuple(stacked_columns(equation.jaxpr_equation, operands)))
+        return _IndexMark(tuple(stacked_columns(equation.jaxpr_equation, operands)))
 
     walk = Follower(
         visit,
@@ -183,5 +183,5 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
         lambda value: value is not None,
     )
     jaxpr = jax.make_jaxpr(fn)(indices).jaxpr
-    walk.follow(jaxpr, [_Index()] * len(jaxpr.invars))
+    walk.follow(jaxpr, [_IndexMark()] * len(jaxpr.invars))
     return lengths

@@ -10,9 +10,6 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.scipy.linalg import solve_triangular
 
-# Rows of one QR decomposition; those of more rows are joined.
-CHUNK = 1024
-
 
 class LinearFit(NamedTuple):
     """The posterior N(w, S S') of models with p weights and n data, C = I + R'R;
@@ -165,25 +162,8 @@ def _inverse(triangle: jax.Array) -> jax.Array:
 
 
 def _decompose(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R, by chunks of rows
-    (Demmel et al. 2012).
-    """
+    """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R."""
     *batch, n, p = matrix.shape
-    rows = min(n, max(CHUNK, 4 * p))
-    padded = jnp.concatenate(
-        [matrix, jnp.zeros((*batch, -n % rows, p), matrix.dtype)], -2
-    )
-    chunks = jnp.moveaxis(padded.reshape(*batch, -1, rows, p), -3, 0)
     eye = jnp.broadcast_to(jnp.eye(p, dtype=matrix.dtype), (*batch, p, p))
-
-    def join(triangle: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        factor, triangle = jnp.linalg.qr(jnp.concatenate([triangle, chunk], -2))
-        return triangle, factor
-
-    def expand(above: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows_q = factor @ above
-        return rows_q[..., :p, :], rows_q[..., p:, :]
-
-    triangle, factors = lax.scan(join, eye, chunks)
-    _, rows_q = lax.scan(expand, eye, factors, reverse=True)
-    return jnp.moveaxis(rows_q, 0, -3).reshape(padded.shape)[..., :n, :], triangle
+    factor, triangle = jnp.linalg.qr(jnp.concatenate([matrix, eye], -2))
+    return factor[..., :n, :], triangle
