@@ -36,10 +36,8 @@ class Terms(NamedTuple):
     """An evidence lower bound as a program."""
 
     # closed jaxpr from the values of the latent sites, in the order of ``values``, to
-    # terms
+    # terms that add up, with ``guide_terms``, to the bound
     program: Any
-    # which of its outputs add up, with ``guide_terms``, to the bound
-    needed: list[bool]
     values: dict[str, jax.Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
     # loc and scale of sites that may be drawn for each row
@@ -118,9 +116,7 @@ class _RowwiseELBO(ELBO):
         return methods
 
     def _uses(self, terms: Terms) -> WeightUses:
-        return find_uses(
-            terms.program, terms.needed, terms.values, terms.normals, self._call
-        )
+        return find_uses(terms.program, terms.values, terms.normals, self._call)
 
     def _methods(self, terms: Terms, weight_uses: WeightUses) -> dict[str, str]:
         reasons = terms.plain | weight_uses.plain
@@ -147,11 +143,8 @@ class _RowwiseELBO(ELBO):
             inputs[name] = SiteImage(name, loc.astype(dtype), scale.astype(dtype))
         noise = draw_noise(rng_key, uses, self.local)
         bound = terms.guide_terms
-        for term in run(
-            terms.program, list(inputs.values()), terms.needed, uses, noise, self._call
-        ):
-            if term is not None:
-                bound += jnp.sum(term)
+        for term in run(terms.program, list(inputs.values()), uses, noise, self._call):
+            bound += jnp.sum(term)
         return bound
 
     def _warn(self, methods: Mapping[str, str]) -> None:
@@ -336,8 +329,11 @@ def read_terms(
         if formula in parents and not parents[formula] & followers[name]:
             exact.add(name)
     needed = []
-    for kind, name in sorted(shapes):  # as JAX flattens them
-        needed.append(kind == "likelihood" or (kind == "exact") == (name in exact))
+    outputs = zip(sorted(shapes), program.jaxpr.outvars, strict=True)
+    for (kind, name), output in outputs:  # as JAX flattens them
+        if kind == "likelihood" or (kind == "exact") == (name in exact):
+            needed.append(output)
+    program = program.replace(jaxpr=program.jaxpr.replace(outvars=needed))
     plain = _plain(latent, followers, priors)
     normals = {}
     for name in priors:
@@ -348,7 +344,7 @@ def read_terms(
     for name, site in guide_trace.items():
         if site["type"] == "sample" and name not in priors:
             guide_terms += _log_prob(site).sum()
-    return Terms(program, needed, values, list(priors), normals, plain, -guide_terms)
+    return Terms(program, values, list(priors), normals, plain, -guide_terms)
 
 
 def _checked(trace: Trace, call: str) -> Trace:

@@ -61,7 +61,6 @@ class WeightUses(NamedTuple):
 
 def find_uses(
     program: Any,
-    needed: Sequence[bool],
     values: Mapping[str, jax.Array],
     candidates: Collection[str],
     call: str,
@@ -69,7 +68,7 @@ def find_uses(
     """Trace every candidate to the place where it enters the program, and its random
     numbers from there on.
 
-    Every row may have its own draw of a weight only if each needed output, a sum of
+    Every row may have its own draw of a weight only if each output, a sum of
     terms, depends on one draw. The search starts with a draw for every element of every
     axis that indexes no weights, and drops the draws that turn out to mix, until none
     are left to drop. Nothing is computed. ``values`` are the inputs, in order.
@@ -77,7 +76,7 @@ def find_uses(
     search = _UseSearch(values, candidates, call)
     constants = list(map(_counting, program.consts))
     while search.changed:
-        search.once(program.jaxpr, constants, needed)
+        search.once(program.jaxpr, constants)
     return search.result()
 
 
@@ -131,7 +130,7 @@ class _UseSearch(Interpreter):
         self.reasons: dict[str, str] = {}
         self.changed = True
 
-    def once(self, jaxpr: Any, consts: Sequence[Any], needed: Sequence[bool]) -> None:
+    def once(self, jaxpr: Any, consts: Sequence[Any]) -> None:
         """One pass over the program; ``changed`` says whether something was dropped."""
         self.uses: dict[str, Use] = {}
         self.mixed: set[Label] = set()
@@ -141,7 +140,7 @@ class _UseSearch(Interpreter):
         for site in self.values:
             followed = site in self.sites and site not in self.plain_sites
             inputs.append(_WeightImage(site) if followed else FREE)
-        for value in self.run(jaxpr, consts, inputs, needed):
+        for value in self.run(jaxpr, consts, inputs):
             if isinstance(value, _WeightImage):
                 self._give_up(value.site, "its value is a term of the model")
         self.changed |= bool(self.mixed or self.divided)

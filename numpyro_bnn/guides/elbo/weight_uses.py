@@ -241,7 +241,6 @@ def _unpack(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def run(
     program: Any,
     values: Sequence[Any],
-    needed: Sequence[bool],
     uses: Mapping[str, Use],
     noise: Mapping[str, WeightNoise],
     call: str,
@@ -266,7 +265,7 @@ def run(
         return equation.bind(*inputs)
 
     walk = Interpreter({}, lambda value: isinstance(value, SiteImage), call, visit)
-    return walk.run(program.jaxpr, program.consts, values, needed)
+    return walk.run(program.jaxpr, program.consts, values)
 
 
 def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> jax.Array:
