@@ -148,18 +148,17 @@ def test_predictions_by_a_kronecker_product(centered):
     where new rows influence one another, whose Jacobian is no product.
     """
     scale, noise = np.array([0.5, 2.0, 1.0]), np.array([0.5, 0.2])
+    last = np.array([[1.0, 1.0], [0.5, -1.0]])
 
     def model(x, y=None, centered=False):
-        w = scale[:, None] * weights("w", 3, 2)
-        x = x - x.mean(0) if centered else x
+        mean = x @ (scale[:, None] * weights("w", 3, 2)) @ last
+        mean = mean - mean.mean(0) if centered else mean
         with numpyro.plate("data", x.shape[0]):
-            mean = x @ w @ np.array([[1.0, 1.0], [0.5, -1.0]])
             numpyro.sample("y", dist.Normal(mean, noise).to_event(1), obs=y)
 
     random = np.random.default_rng(RANDOM)
     x, new = random.normal(size=(7, 3)), random.normal(size=(4, 3))
     y, w = random.normal(size=(7, 2)), random.normal(size=(3, 2))
-    last = np.array([[1.0, 1.0], [0.5, -1.0]])
     with pytest.warns(UserWarning, match="posterior sds from the mode"):
         guide, fit = run(model, "kron", (x, y), {"w": w})
     left = np.einsum("ni,nj->ij", x * scale, x * scale)
