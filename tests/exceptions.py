@@ -13,4 +13,10 @@ PRIVATE: dict[str, str] = {
     "numpyro_bnn._options.declared_option": (
         "what a declaration says, from which wrong and right values are drawn"
     ),
+    "numpyro_bnn.guides.laplace.likelihoods.LIKELIHOODS": (
+        "the table of likelihoods of AutoLaplace, of which each row needs an example"
+    ),
+    "numpyro_bnn.guides.laplace.likelihoods.observed_rows": (
+        "an observed site as its likelihood sees it, against sums over all values"
+    ),
 }

@@ -15,13 +15,9 @@ import numpyro.distributions as dist
 from jax.scipy.special import entr, logsumexp, ndtr
 
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.laplace.likelihoods import natural
-from numpyro_bnn.guides.laplace.prediction import (
-    gaussian_log_density,
-    gaussian_outputs,
-    given_log_scales,
-    outputs_by_name,
-)
+from numpyro_bnn.guides.laplace.likelihoods import given_log_scales, likelihood_of
+from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
+from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
 from numpyro_bnn.results.replay import sites_at
 
@@ -161,18 +157,19 @@ class LinearizedPredictive(Predictive):
             return super()._program(summary)
 
         def program(_: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
-            problem = self.guide._problem
-            output, cov, _ = gaussian_outputs(
-                self.guide, problem, params, ((rows[0],), {}), "y"
-            )
-            f, variance = outputs_by_name(output, problem.observed["y"][1], cov)
+            posterior = self.guide._posterior.on((rows[0],), {})
+            batch = Batch(posterior.rows.reading())
+            outputs = gaussian_outputs(self.guide, posterior, batch, params, "y")
+            output, cov = outputs.rows, outputs.covariance
+            f, variance = output.outputs, output.variances(cov)
             single = len(output.shape) == 1
             if summary == "moments":
                 noise = jnp.exp(2 * f["log_scale"] + 2 * variance["log_scale"])
                 moments = f["loc"], noise, variance["loc"]
                 return tuple(value[:, 0] for value in moments) if single else moments
             if summary == "log_density":
-                return (gaussian_log_density(f, cov, rows[1].reshape(f["loc"].shape)),)
+                y = rows[1].reshape(f["loc"].shape)
+                return (output.likelihood.log_density(output, cov, y),)
             means, cov, weights = given_log_scales(f, cov)
             sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
             means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
@@ -185,23 +182,21 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
     """The model of a guide with outputs that are linear in its coordinates, whose
     posterior the Gaussian is.
     """
-    problem = guide._problem
+    posterior = guide._posterior.on((x,), {})
     mode = guide._coordinates(params)
-    call: tuple = ((x,), {})
-    trace = problem.trace(mode, None, call)
+    batch = Batch(posterior.rows.reading())
+    trace = batch.at(posterior.values(batch, mode))
     values = {name: numpyro.sample(name, trace[name]["fn"]) for name in mode}
-    coordinates = problem.coordinates(values, call)
+    coordinates = posterior.coordinates(batch, values)
     difference = {name: coordinates[name] - value for name, value in mode.items()}
-    outputs, change = jax.jvp(
-        lambda v: natural(problem.trace(v, None, call)["y"]), (mode,), (difference,)
-    )
-    f = jax.tree.map(jnp.add, outputs, change)
-    logits = f.get("logits")
-    fn: Any = (
-        dist.Normal(f["loc"], jnp.exp(f["log_scale"]))
-        if logits is None
-        else dist.Categorical(logits=logits)
-    )
+    likelihood = likelihood_of(trace["y"])
+
+    def outputs_at(v: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        site = batch.at(posterior.values(batch, v), only=["y"])["y"]
+        return likelihood.natural(site["fn"])
+
+    outputs, change = jax.jvp(outputs_at, (mode,), (difference,))
+    fn = likelihood.distribution(jax.tree.map(jnp.add, outputs, change))
     fn = fn.to_event(trace["y"]["fn"].event_dim)
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", fn, obs=y)

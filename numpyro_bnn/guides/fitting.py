@@ -4,7 +4,6 @@ NaN.
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -131,13 +130,12 @@ def fit(
     if keeper is not None and (saved := keeper.load(state)) is not None:
         state, losses = saved[0], saved[1]["losses"]
     take = partial(_compiled(svi, fixed, stable_update), arrays)
-    run = _Run(svi, take, num_steps, keeper, [losses], (state, len(losses)))
+    run = _Run(take, num_steps, keeper, (state, losses))
     message = run.go(progress_bar)
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=outside())
-    return SVIRunResult(
-        shared(svi.get_params)(run.state), run.state, jnp.asarray(run.losses)
-    )
+    state, losses = run.done
+    return SVIRunResult(shared(svi.get_params)(state), state, jnp.asarray(losses))
 
 
 class _Chunk(NamedTuple):
@@ -152,28 +150,18 @@ class _Chunk(NamedTuple):
 
 @dataclass
 class _Run:
-    """A run that may be interrupted at any line: ``done`` always holds a state and its
-    number of steps.
+    """A run that may be interrupted at any line: ``done`` always holds a state and the
+    losses of the steps to it.
     """
 
-    svi: SVI
     take: Callable[[Any, int], _Chunk]
     num_steps: int
     keeper: Keeper | None
-    chunks: list[np.ndarray]  # losses
-    done: tuple[Any, int]
-
-    @property
-    def state(self) -> Any:
-        return self.done[0]
+    done: tuple[Any, np.ndarray]
 
     @property
     def count(self) -> int:
-        return self.done[1]
-
-    @property
-    def losses(self) -> np.ndarray:
-        return np.concatenate(self.chunks)[: self.count]
+        return len(self.done[1])
 
     def go(self, progress_bar: bool) -> str:
         """Take the remaining steps; return why it stopped early, or ``""``."""
@@ -194,12 +182,11 @@ class _Run:
         return message
 
     def _advance(self, bar: tqdm.tqdm) -> str:
-        recent: deque[float] = deque(self.losses[-WINDOW:], maxlen=WINDOW)
         pace = 1
         while self.count < self.num_steps:
             number = min(pace, self.num_steps - self.count)
             started = time.perf_counter()
-            chunk = self.take(self.state, number)
+            chunk = self.take(self.done[0], number)
             if not chunk.finite:
                 finite_chunk = self._before_failure(chunk)
                 self._add(finite_chunk)
@@ -209,27 +196,27 @@ class _Run:
                 target = pace * CHUNK_SECONDS / max(time.perf_counter() - started, 1e-9)
                 pace = int(np.clip(target, 1, min(4 * pace, LARGEST_CHUNK)))
             self._keep(final=False)
-            recent.extend(chunk.losses)
-            finite = [loss for loss in recent if np.isfinite(loss)]
-            bar.set_postfix_str(f"loss {np.mean(finite or np.nan):.5g}", refresh=False)
+            recent = self.done[1][-WINDOW:]
+            finite = recent[np.isfinite(recent)]
+            mean = finite.mean() if len(finite) else np.nan
+            bar.set_postfix_str(f"loss {mean:.5g}", refresh=False)
             bar.update(number)
         return ""
 
     def _before_failure(self, failed: _Chunk) -> _Chunk:
         """The longest finite part of the failed chunk; its steps repeat bit for bit."""
         for number in range(len(failed.losses) - 1, 0, -1):
-            chunk = self.take(self.state, number)
+            chunk = self.take(self.done[0], number)
             if chunk.finite:
                 return chunk
-        return _Chunk(self.state, failed.losses[:0], True)
+        return _Chunk(self.done[0], failed.losses[:0], True)
 
     def _add(self, chunk: _Chunk) -> None:
-        self.chunks.append(chunk.losses)
-        self.done = (chunk.state, self.count + len(chunk.losses))
+        self.done = chunk.state, np.concatenate([self.done[1], chunk.losses])
 
     def _keep(self, final: bool) -> None:
         if self.keeper is not None and self.count:
-            self.keeper.save(self.state, {"losses": self.losses}, final)
+            self.keeper.save(self.done[0], {"losses": self.done[1]}, final)
 
     def _failure(self, loss: np.floating) -> str:
         """A message that names the step; an error if it is the first."""
@@ -254,7 +241,7 @@ class _Run:
 
 
 # What a state of an SVI and its arguments is; empty until `_start` has made one.
-_expected: Callable[[SVI, Arguments], dict[str, Any]] = lru_cache(maxsize=CACHE_SIZE)(
+_expected: Callable[[SVI, Arguments], dict[str, str]] = lru_cache(maxsize=CACHE_SIZE)(
     lambda svi, fixed: {}
 )
 
@@ -266,75 +253,52 @@ def _start(
     kwargs: Mapping,
     init_state: Any,
     init_params: Any,
-    expected: dict[str, Any],
+    expected: dict[str, str],
 ) -> Any:
     """The state to start from; refuse a state or parameters of another model, guide or
     optimizer.
     """
     if init_state is not None and init_params is not None:
-        raise argument_error(
-            CALL,
-            "init_params",
-            "values beside `init_state`, which has its own",
-            "Pass only one.",
-        )
+        got = "values beside `init_state`, which has its own"
+        raise argument_error(CALL, "init_params", got, "Pass only one.")
     state = init_state
     # `init` also gives the SVI its constraints, which a state from another process
     # lacks.
     if state is None or svi.constrain_fn is None or not expected:
-        Reading(
-            svi.model, args, kwargs, full=False
-        )  # it refuses subsample sizes that are no counts of rows
+        # It refuses subsample sizes that are no counts of rows.
+        Reading(svi.model, args, kwargs, full=False)
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:
-                _check_params(
-                    init_params,
-                    svi.get_params(_initial_state(svi, rng_key, args, kwargs, None)),
-                )
+                default = _initial_state(svi, rng_key, args, kwargs, None)
+                _check_params(init_params, svi.get_params(default))
             state = _initial_state(svi, rng_key, args, kwargs, init_params)
         expected.update(_described(svi, state))
     state = state if init_state is None else init_state
-    if (description := _described(svi, state)) != expected:
-        instead = "Pass the `state` of a fit of this model, guide and optimizer."
-        raise argument_error(
-            CALL,
-            "init_state",
-            f"a state {difference_of(description, expected)}",
-            instead,
-        )
+    description = _described(svi, state)
+    for name in expected | description:
+        value, wanted = description.get(name, "missing"), expected.get(name, "none")
+        if value != wanted:
+            got = f"a state in which {name} is {value}; this run has {wanted}"
+            instead = "Pass the `state` of a fit of this model, guide and optimizer."
+            raise argument_error(CALL, "init_state", got, instead)
     return _strong(state)
 
 
-def _described(svi: SVI, state: Any) -> dict[str, dict[str, str]]:
-    """Names, shapes and dtypes of the parameters and of the state, in which a given
-    state must agree.
+def _described(svi: SVI, state: Any) -> dict[str, str]:
+    """Shapes and dtypes of the parameters and of the rest of a state by name, in which
+    a given state must agree.
     """
-    params = svi.optim.get_params(state.optim_state)
-    return {
-        "parameter": _leaf_types(params),
-        "state": _leaf_types(state._replace(rng_key=None)),
+    parts = {
+        "parameter": svi.optim.get_params(state.optim_state),
+        "state": state._replace(rng_key=None),
     }
-
-
-def _leaf_types(tree: Any) -> dict[str, str]:
-    types = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        types[jax.tree_util.keystr(path)] = f"{leaf.dtype}{list(leaf.shape)}"
-    return types
-
-
-def difference_of(description: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The first entry that differs, in words."""
-    for kind, entries in expected.items():
-        for name in [*entries, *description[kind]]:
-            value = description[kind].get(name, "no such entry")
-            expected_value = entries.get(name, "none")
-            if name not in entries or value != expected_value:
-                return (
-                    f"in which {kind} {name} is {value}; this run has {expected_value}"
-                )
-    return "which differs in the order of its entries"
+    description = {}
+    for kind, tree in parts.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = f"{kind} {jax.tree_util.keystr(path)}"
+            description[name] = f"{leaf.dtype}{list(leaf.shape)}"
+    return description
 
 
 def _strong(state: Any) -> Any:

@@ -82,12 +82,12 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         1,
     ): "draws forget the scale",
     (
-        "guides.laplace.tuning.log_evidence",
+        "guides.laplace.tuning.EvidenceTuning._log_evidence",
         "sign",
         0,
     ): "the evidence has the wrong sign of the volume",
     (
-        "guides.laplace.tuning.log_evidence",
+        "guides.laplace.tuning.EvidenceTuning._log_evidence",
         "lost factor",
         1,
     ): "the evidence lacks the constant of the unknowns",

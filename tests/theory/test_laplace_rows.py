@@ -124,6 +124,52 @@ def test_factors_of_time_major_layers(batch_size):
     )
 
 
+def test_minibatches_of_one_row():
+    """A single row has an axis of length one, in which no label can be lost."""
+
+    def model(x, y=None, batch_size=None):
+        b = weights("b")
+        with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+            mean = x[i][:, 0, 0] * b
+            numpyro.sample(
+                "y", dist.Normal(mean, NOISE), obs=None if y is None else y[i]
+            )
+
+    random = np.random.default_rng(RANDOM)
+    x, y = random.normal(size=(5, 2, 2)), random.normal(size=5)
+    mean, _, evidence = exact(x[:, :1, 0], y)
+    _, fit = run(model, "diag", (x, y, 1), {"b": mean[0]})
+    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_predictions_by_a_kronecker_product(centered):
+    """Of weights that are scaled input by input, with covariances between outputs; also
+    where new rows influence one another, whose Jacobian is no product.
+    """
+    scale, noise = np.array([0.5, 2.0, 1.0]), np.array([0.5, 0.2])
+    last = np.array([[1.0, 1.0], [0.5, -1.0]])
+
+    def model(x, y=None, centered=False):
+        mean = x @ (scale[:, None] * weights("w", 3, 2)) @ last
+        mean = mean - mean.mean(0) if centered else mean
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(mean, noise).to_event(1), obs=y)
+
+    random = np.random.default_rng(RANDOM)
+    x, new = random.normal(size=(7, 3)), random.normal(size=(4, 3))
+    y, w = random.normal(size=(7, 2)), random.normal(size=(3, 2))
+    with pytest.warns(UserWarning, match="posterior sds from the mode"):
+        guide, fit = run(model, "kron", (x, y), {"w": w})
+    left = np.einsum("ni,nj->ij", x * scale, x * scale)
+    precision = np.kron(left, last / noise**2 @ last.T) + np.eye(6)
+    rows = (new - new.mean(0) if centered else new) * scale
+    design = np.einsum("ni,od->ndio", rows, last).reshape(4, 2, 6)
+    covariance = design @ np.linalg.inv(precision) @ design.swapaxes(1, 2)
+    found = guide.predictive(fit.params, new, centered=centered)
+    np.testing.assert_allclose(found.covariance, covariance, rtol=1e-8)
+
+
 @pytest.mark.slow
 def test_a_recurrent_layer_in_minibatches():
     """Rows that are carried through a loop over time do not mix; the state before the

@@ -1,7 +1,6 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -24,28 +23,48 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale, Values
+from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
-from numpyro_bnn.guides.laplace import structures
-from numpyro_bnn.guides.laplace.fitting import SearchOptions, fit_mode
 from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
 from numpyro_bnn.guides.laplace.likelihoods import CALL
+from numpyro_bnn.guides.laplace.posterior import (
+    LaplacePosterior,
+    Values,
+    check_sites,
+    read,
+)
 from numpyro_bnn.guides.laplace.prediction import (
     LaplacePredictive,
     PredictiveOptions,
     log_density,
     predict,
 )
-from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, check_sites, read
-from numpyro_bnn.guides.laplace.tuning import LaplaceResult, tuned
-from numpyro_bnn.networks import placeholder_statistics
-from numpyro_bnn.program.arguments import Arguments, as_arrays
-from numpyro_bnn.program.compiled import TRACING, refuse_tracers, run
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
+from numpyro_bnn.guides.laplace.search import ModeSearch
+from numpyro_bnn.guides.laplace.structures import (
+    Blocks,
+    DiagonalStructure,
+    FullStructure,
+    KroneckerStructure,
+    LaplaceGaussian,
+    LowRankStructure,
+)
+from numpyro_bnn.guides.laplace.tuning import (
+    EvidenceTuning,
+    LaplaceResult,
+    tuned_groups,
+)
+from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.compiled import TRACING, refuse_tracers
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import refuse_rows
 
-STRUCTURES = ("full", "kron", "diag", "low_rank")
+STRUCTURES: dict[str, Any] = {
+    "full": FullStructure,
+    "kron": KroneckerStructure,
+    "diag": DiagonalStructure,
+    "low_rank": LowRankStructure,
+}
 MAX_FULL_UNKNOWNS = 10_000
 
 
@@ -129,23 +148,29 @@ class AutoLaplace(AutoBlocks):
         prefix: Prefix = "auto",
     ) -> None:
         self.structure, self._patterns, self._rank = structure, sites, rank
+        self._model_params: dict[str, Any] = {}
         super().__init__(model, condition_on_scales=True, prefix=prefix)
 
     # -- reading the model -------------------------------------------------------------
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        check_sites(self.model, (args, kwargs))
+        model = handlers.substitute(self.model, substitute_fn=self._given_param)
+        self._rows = ModelRows(model, (args, kwargs))
+        check_sites(self._rows)
         super()._setup_prototype(*args, **kwargs)
+
+    def _given_param(self, site: dict[str, Any]) -> Any:
+        """Value of a parameter of the model."""
+        is_param = site["type"] == "param"
+        return self._model_params.get(site["name"]) if is_param else None
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
         latent = list(self._latent())
-        patterns = () if self._patterns is None else self._patterns
+        patterns = "*" if self._patterns is None else self._patterns
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             if not any(matches(name, pattern) for name in latent):
                 raise unknown_name(CALL, "sites", pattern, latent)
-        self._chosen = [
-            name for name in latent if self._patterns is None or matches(name, patterns)
-        ]
+        self._chosen = [name for name in latent if matches(name, patterns)]
         sizes = {name: int(np.size(self._init_locs[name])) for name in self._chosen}
         total = sum(sizes.values())
         if self.structure == "full" and total > MAX_FULL_UNKNOWNS:
@@ -154,42 +179,40 @@ class AutoLaplace(AutoBlocks):
                 'Use "kron", "low_rank" or "diag", or `sites=` for the last layer.'
             )
             raise argument_error(CALL, "structure", got, instead)
-        if self.structure == "kron":
-            layouts = self._layouts(read(self, self._chosen, self._prototype_call))
-            self._structure: Any = structures.KroneckerStructure(sizes, layouts)
+        by_products = self.structure == "kron"
+        self._prototype_posterior = read(
+            self._rows, self._transforms, self._scaled, self._chosen, by_products
+        )
+        options: dict[str, Any] = {}
+        if by_products:
+            options["layouts"] = self._layouts(self._prototype_posterior)
         elif self.structure == "low_rank":
-            self._structure = structures.LowRankStructure(sizes, self._rank)
-        elif self.structure == "full":
-            self._structure = structures.FullStructure(sizes)
-        else:
-            self._structure = structures.DiagonalStructure(sizes)
+            options["rank"] = self._rank
+        self._structure = STRUCTURES[self.structure](sizes, **options)
         return self._structure.blocks()
 
-    def _layouts(self, problem: LaplaceProblem) -> dict[str, MatrixLayout]:
+    def _layouts(self, posterior: LaplacePosterior) -> dict[str, MatrixLayout]:
         """The sites that are matrices of a layer."""
         layouts: dict[str, MatrixLayout] = {}
+        index = posterior.rows.chunks[0]
+        batch = posterior.rows.batch(posterior.rows.reading(index), index)
 
         def note(v: Values) -> None:
-            index = problem.chunks()[0]
-            jacobians = problem.jacobians(v, index, self._prototype_call)
-            for name in self._chosen:
-                jacobian = jacobians[name]
+            for name, jacobian in posterior.jacobians(batch, v).items():
                 if isinstance(jacobian, OuterJacobian):
                     layouts[name] = jacobian.layout
 
         jax.eval_shape(note, dict(self._init_locs))
         for name in layouts:
-            scale = problem.fixed[name][1] if name in problem.fixed else None
-            if name in problem.other_sites or (
-                scale is not None and np.ptp(scale) > 1e-6 * np.max(scale)
-            ):
+            scale = posterior.fixed[name][1] if name in posterior.fixed else np.ones(1)
+            uneven = np.ptp(scale) > 1e-6 * np.max(scale)
+            if uneven or name in posterior.other_sites:
                 got = (
                     f"'kron' with the site {name!r}, whose prior is not Normal with "
                     f"one scale for all its elements"
                 )
-                raise argument_error(
-                    CALL, "structure", got, 'Use "diag", "low_rank" or "full".'
-                )
+                instead = 'Use "diag", "low_rank" or "full".'
+                raise argument_error(CALL, "structure", got, instead)
         return layouts
 
     def _mean_field(self, name: str, moments: LocScale | None) -> dist.Distribution:
@@ -211,6 +234,17 @@ class AutoLaplace(AutoBlocks):
                 scales[f"{name}_{self.prefix}_scale"] = 0.0
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
             return super()._normals(scales | dict(params))
+
+    def _gaussian_blocks(self, params: Mapping[str, Any]) -> Blocks:
+        """The jointly Gaussian sites, and their distributions."""
+        blocks: list[Any] = []
+        families = self._families(params)
+        for (block, _), fn in zip(self._blocks, families, strict=True):
+            blocks.append((list(block.shapes), fn))
+        for name, fn in self._normals(params).items():
+            if name in self._chosen:
+                blocks.append(([name], fn))
+        return blocks
 
     # -- fitting -----------------------------------------------------------------------
 
@@ -271,102 +305,77 @@ class AutoLaplace(AutoBlocks):
             precision is not positive.
         """
         call = f"{CALL}.run"
-        refuse_tracers(
-            call,
-            "It runs on the host; call it outside.",
-            rng_key,
-            args,
-            kwargs,
-            init_params,
-        )
+        instead = "It runs on the host; call it outside."
+        refuse_tracers(call, instead, rng_key, args, kwargs, init_params)
         refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
         _check_finite(call, args, kwargs)
         check_row_lengths(call, self.model, args, kwargs)
-        with TRACING:
-            with numpyro.handlers.block(), numpyro.handlers.seed(rng_seed=rng_key):
-                self._setup_prototype(*args, **kwargs)
-            problem = read(self, self._chosen, (args, kwargs))
-        start = self._started(problem, (args, kwargs), dict(init_params or {}))
-        options = SearchOptions(num_epochs, optimizer, patience, progress_bar)
-        search = fit_mode(problem, (args, kwargs), options)
-        newton = optimizer is None and num_epochs > 0
-        return tuned(
-            self,
-            problem,
-            (args, kwargs),
-            search,
-            start,
-            rng_key,
-            tune_prior,
-            num_rounds,
-            newton,
-            progress_bar,
+        start = dict(init_params or {})
+        self._model_params = start
+        with TRACING, handlers.block(), handlers.seed(rng_seed=rng_key):
+            self._setup_prototype(*args, **kwargs)
+        self._model_params = self._given_params(start)
+        posterior = self._prototype_posterior
+        search = ModeSearch(
+            posterior, self._structure, num_epochs, optimizer, patience, progress_bar
         )
+        groups = tuned_groups(posterior, tune_prior)
+        by_newton = optimizer is None and num_epochs > 0 and not posterior.rows.plates
+        by_newton &= self.structure == "full"
+        tuning = EvidenceTuning(self, search, groups, num_rounds, by_newton)
+        result = tuning.run(self._started(posterior, start), rng_key)
+        self._posterior = posterior
+        return result._replace(params={**result.params, **self._model_params})
 
-    def _started(
-        self, problem: LaplaceProblem, call: Call, init: dict[str, Any]
-    ) -> Values:
-        """Coordinates of the start."""
+    def _given_params(self, init: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the model's own parameters; refuses names that the model lacks, and
+        parameters without a value.
+        """
         trace = self.prototype_trace or {}
         learned = {name for name, site in trace.items() if site["type"] == "param"}
         for name in init:
             if name not in self._transforms and name not in learned:
-                raise unknown_name(
-                    f"{CALL}.run", "init_params", name, [*self._transforms, *learned]
-                )
-        for name in learned:
-            leaves = jax.tree.leaves(init.get(name, trace[name]["value"]))
-            if name in init:
-                problem.model_params[name] = init[name]
-            elif leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
+                known = [*self._transforms, *learned]
+                raise unknown_name(f"{CALL}.run", "init_params", name, known)
+        for name in learned - init.keys():
+            leaves = jax.tree.leaves(trace[name]["value"])
+            if leaves and all(hasattr(leaf, "dtype") for leaf in leaves):
                 got = f"a model with the parameter {name!r}, and no value for it"
-                raise argument_error(
-                    f"{CALL}.run",
-                    "init_params",
-                    got,
-                    "Train it first, e.g. by SVI, and pass it.",
-                )
-        v = dict(self._init_locs)
-        if not init.keys() & self._transforms.keys():
-            return v
-        values = run(lambda v, *call: problem.values(v, call), v, *call, once=True)
-        for name in init.keys() & self._transforms.keys():
-            if np.shape(init[name]) != values[name].shape:
-                got = f"shape {np.shape(init[name])} for {name!r}"
-                raise argument_error(
-                    f"{CALL}.run",
-                    "init_params",
-                    got,
-                    f"Pass a value of shape {values[name].shape}.",
-                )
-            check_finite(f"{CALL}.run", f"init_params[{name!r}]", init[name])
-            values[name] = jnp.asarray(init[name], float)
-        return run(
-            lambda values, *call: problem.coordinates(values, call),
-            values,
-            *call,
-            once=True,
-        )
+                instead = "Train it first, e.g. by SVI, and pass it."
+                raise argument_error(f"{CALL}.run", "init_params", got, instead)
+        return {name: init[name] for name in init if name in learned}
 
-    def _to_params(
-        self, v: Values, gaussian: structures.LaplaceGaussian
-    ) -> dict[str, jax.Array]:
+    def _started(self, posterior: LaplacePosterior, init: Mapping[str, Any]) -> Values:
+        """Coordinates of the start."""
+        given = {name: init[name] for name in init if name in self._transforms}
+        v = dict(self._init_locs)
+        if not given:
+            return v
+        values = posterior.rows.run_once(posterior.values, v)
+        for name, value in given.items():
+            if np.shape(value) != values[name].shape:
+                got = f"shape {np.shape(value)} for {name!r}"
+                instead = f"Pass a value of shape {values[name].shape}."
+                raise argument_error(f"{CALL}.run", "init_params", got, instead)
+            check_finite(f"{CALL}.run", f"init_params[{name!r}]", value)
+            values[name] = jnp.asarray(value, float)
+        return posterior.rows.run_once(posterior.coordinates, values)
+
+    def _to_params(self, v: Values, gaussian: LaplaceGaussian) -> Values:
         """Parameters by the names of the guide."""
-        in_blocks: dict[str, Any] = {}
-        params: dict[str, jax.Array] = {}
+        labels: dict[str, str] = {"*": self.prefix}
+        params: Values = {}
         for block, _ in self._blocks:
-            in_blocks |= dict.fromkeys(block.shapes, block)
+            labels |= dict.fromkeys(block.shapes, block.name)
             locs = [jnp.ravel(v[name]) for name in block.shapes]
             params[f"{block.name}_loc"] = jnp.concatenate(locs)
         for name, value in v.items():
-            if name not in in_blocks:
+            if name not in labels:
                 params[f"{name}_{self.prefix}_loc"] = value
         for (name, field), value in gaussian.params.items():
-            if name == "*":
-                params[f"{self.prefix}_{field}"] = value
-            elif name in in_blocks:
-                params[f"{in_blocks[name].name}_{field}"] = value
+            if name in labels:
+                params[f"{labels[name]}_{field}"] = value
             else:
                 params[f"{name}_{self.prefix}_{field}"] = value.reshape(v[name].shape)
         return params
@@ -406,20 +415,14 @@ class AutoLaplace(AutoBlocks):
         """
         if link == "sample" or not linearized:
             KEY.check(f"{CALL}.predictive", "rng_key", rng_key)
-        name, problem, call_args = self._for_rows(
-            "predictive", params, args, kwargs, site
-        )
+        name, posterior = self._for_rows("predictive", params, args, kwargs, site)
         options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
-        def predict_rows(
-            problem: LaplaceProblem, inputs: tuple, call: Call
-        ) -> dict[str, Any]:
-            params, key = inputs
-            return predict(self, problem, params, key, call, options)._asdict()
+        def predicted(batch: Batch, params: Mapping[str, Any], key: Any) -> dict:
+            return predict(self, posterior, batch, params, key, options)._asdict()
 
-        return LaplacePredictive(
-            **_on_rows(predict_rows, problem, (dict(params), rng_key), call_args)
-        )
+        prediction = posterior.rows.run_once(predicted, dict(params), rng_key)
+        return LaplacePredictive(**prediction)
 
     def log_predictive_density(
         self,
@@ -441,44 +444,35 @@ class AutoLaplace(AutoBlocks):
         :return: (N,), of all elements of a row; those of classes, counts and truth
             values are taken as independent.
         """
-        name, problem, call = self._for_rows(
+        name, posterior = self._for_rows(
             "log_predictive_density", params, args, kwargs, site
         )
 
-        def score(
-            problem: LaplaceProblem, params: Mapping[str, Any], call: Call
-        ) -> jax.Array:
-            return log_density(self, problem, params, call, name)
+        def score(batch: Batch, params: Mapping[str, Any]) -> jax.Array:
+            return log_density(self, posterior, batch, params, name)
 
-        return _on_rows(score, problem, dict(params), call)
+        return posterior.rows.run_once(score, dict(params))
 
     def _for_rows(
         self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None
-    ) -> Any:
-        """The observed site, the model and its arguments, for new rows."""
+    ) -> tuple[str, LaplacePosterior]:
+        """The observed site, and the posterior on new rows."""
         call = f"{CALL}.{method}"
         Kind(Mapping, "Pass the `params` of a run of this guide.").check(
             call, "params", params
         )
-        problem = getattr(self, "_problem", None)
-        if problem is None:
-            got = "those of another guide"
-            raise argument_error(
-                call,
-                "params",
-                got,
-                "Call `run` of this guide first, so that it reads the model.",
-            )
-        names = problem.modeled
+        posterior: LaplacePosterior | None = getattr(self, "_posterior", None)
+        if posterior is None:
+            instead = "Call `run` of this guide first, so that it reads the model."
+            raise argument_error(call, "params", "those of another guide", instead)
+        names = list(posterior.observed)
         if site is None and len(names) > 1:
             raise argument_error(call, "site", None, f"Pass one of {', '.join(names)}.")
         name = names[0] if site is None else site
         Choice(names).check(call, "site", name)
         args, kwargs = as_arrays(args, kwargs, call)
         _check_finite(call, args, kwargs)
-        with handlers.block(), placeholder_statistics():
-            Reading(problem.model, args, kwargs)  # it refuses codes without a level
-        return name, problem, (args, kwargs)
+        return name, posterior.on(args, kwargs)
 
     def _coordinates(self, params: Mapping[str, Any]) -> Values:
         """Locations of all sites."""
@@ -494,19 +488,3 @@ def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
     for leaf in jax.tree.leaves((args, kwargs)):
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
             check_finite(call, "args", leaf)
-
-
-def _on_rows(fn: Callable, problem: LaplaceProblem, inputs: Any, call: Call) -> Any:
-    """``fn(problem, given, call)`` as a program, of which the training rows are inputs
-    too if it needs them.
-    """
-    training, arrays = Arguments.of(*(problem.training or ((), {}))).split()
-
-    def computed(inputs: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        arrays, values = inputs
-        trained = problem
-        if problem.training is not None:
-            trained = replace(problem, training=training.call(arrays))
-        return fn(trained, values, (args, kwargs))
-
-    return run(computed, (arrays, inputs), *call)

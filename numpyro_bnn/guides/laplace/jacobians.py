@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._axes import Axis, LabelPlaces, Place, dot_axes, follow_axes, moved
+from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.moments.interpret import Equation, Interpreter
 
 ELEMENTWISE = frozenset(
@@ -54,18 +55,18 @@ class OuterJacobian(NamedTuple):
     :param has_data: (B,) 1 for rows with data, 0 for rows that are masked.
     """
 
-    inputs: jax.Array
-    grads: jax.Array
-    slope: jax.Array
+    inputs: Array
+    grads: Array
+    slope: Array
     layout: MatrixLayout
-    has_data: jax.Array
+    has_data: Array
 
-    def dense(self) -> jax.Array:
+    def dense(self) -> Array:
         """(B, D, P) in the order of the site."""
         matrices = jnp.einsum("bti,bdto->bdio", self.inputs, self.grads) * self.slope
         return from_matrix(matrices, self.layout)
 
-    def squares(self) -> jax.Array:
+    def squares(self) -> Array:
         """(P,) sums of squares over rows and directions."""
         if self.inputs.shape[1] > 1:
             return jnp.sum(self.dense() ** 2, axis=(0, 1))
@@ -73,13 +74,13 @@ class OuterJacobian(NamedTuple):
         products = (self.inputs[:, 0] ** 2).T @ grads
         return from_matrix(self.slope**2 * products, self.layout)
 
-    def times(self, vectors: jax.Array) -> jax.Array:
+    def times(self, vectors: Array) -> Array:
         """(B, D, K): the product with (P, K)."""
         matrix = to_matrix(vectors.T, self.layout) * self.slope
         outputs = jnp.einsum("bti,kio->btko", self.inputs, matrix)
         return jnp.einsum("btko,bdto->bdk", outputs, self.grads)
 
-    def transposed_times(self, values: jax.Array) -> jax.Array:
+    def transposed_times(self, values: Array) -> Array:
         """(P, K): the product of the transpose with (B, D, K)."""
         back = jnp.einsum("bdto,bdk->btko", self.grads, values)
         matrix = jnp.einsum("bti,btko->kio", self.inputs, back) * self.slope
@@ -89,21 +90,21 @@ class OuterJacobian(NamedTuple):
 class DenseJacobian(NamedTuple):
     """The Jacobian (B, D, P) with respect to any other site."""
 
-    matrix: jax.Array
+    matrix: Array
 
-    def dense(self) -> jax.Array:
+    def dense(self) -> Array:
         """(B, D, P)."""
         return self.matrix
 
-    def squares(self) -> jax.Array:
+    def squares(self) -> Array:
         """(P,) sums of squares over rows and directions."""
         return jnp.sum(self.matrix**2, axis=(0, 1))
 
-    def times(self, vectors: jax.Array) -> jax.Array:
+    def times(self, vectors: Array) -> Array:
         """(B, D, K): the product with (P, K)."""
         return self.matrix @ vectors
 
-    def transposed_times(self, values: jax.Array) -> jax.Array:
+    def transposed_times(self, values: Array) -> Array:
         """(P, K): the product of the transpose with (B, D, K)."""
         return jnp.einsum("bdp,bdk->pk", self.matrix, values)
 
@@ -111,7 +112,7 @@ class DenseJacobian(NamedTuple):
 Jacobians = dict[str, OuterJacobian | DenseJacobian]
 
 
-def to_matrix(flat: jax.Array, layout: "MatrixLayout") -> jax.Array:
+def to_matrix(flat: Array, layout: "MatrixLayout") -> Array:
     """(..., P) in the order of a site as (..., I, O)."""
     lead = flat.shape[:-1]
     value = flat.reshape(lead + layout.shape)
@@ -119,7 +120,7 @@ def to_matrix(flat: jax.Array, layout: "MatrixLayout") -> jax.Array:
     return ordered.reshape(lead + layout.size)
 
 
-def from_matrix(matrix: jax.Array, layout: "MatrixLayout") -> jax.Array:
+def from_matrix(matrix: Array, layout: "MatrixLayout") -> Array:
     """The inverse: (..., I, O) as (..., P)."""
     lead = matrix.shape[:-2]
     value = matrix.reshape(lead + tuple(layout.shape[a] for a in layout.axes))
@@ -132,8 +133,8 @@ class _SiteImage:
     """An elementwise affine image of a site, with its derivative."""
 
     site: str
-    value: jax.Array
-    slope: jax.Array
+    value: Array
+    slope: Array
 
 
 @dataclass(frozen=True)
@@ -148,15 +149,15 @@ class _Use(NamedTuple):
     output make (B, T, O).
     """
 
-    inputs: jax.Array
-    slope: jax.Array
+    inputs: Array
+    slope: Array
     layout: MatrixLayout
     out: jax.ShapeDtypeStruct
     # axes of the output: rows (if there are several), positions, then those of the
     # weight
     order: tuple[int, ...]
 
-    def grads(self, cotangents: jax.Array) -> jax.Array:
+    def grads(self, cotangents: Array) -> Array:
         """(B, D, T, O) of gradients (D, *out)."""
         ordered = cotangents.transpose(*(1 + axis for axis in self.order), 0)
         by_row = ordered.reshape(
@@ -218,66 +219,57 @@ def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
     return single_entries
 
 
-class _OutputWalk:
-    """One interpretation of a program; ``shifts`` are added to the outputs where sites
-    enter.
+def _walk(
+    closed: Any, entries: Mapping[str, _Entry], values: Values, shifts: Values
+) -> tuple[Array, dict[str, _Use]]:
+    """The output of a program, with ``shifts`` added to the outputs of the equations
+    that sites enter, and how they enter these.
     """
+    uses: dict[str, _Use] = {}
 
-    def __init__(
-        self, entries: Mapping[str, _Entry], shifts: Mapping[str, jax.Array]
-    ) -> None:
-        self.entries, self.shifts = entries, shifts
-        self.uses: dict[str, _Use] = {}
-
-    def run(self, closed: Any, values: Mapping[str, jax.Array]) -> jax.Array:
-        marked = []
-        for name, value in values.items():
-            marked.append(_SiteImage(name, value, jnp.ones_like(value)))
-        walk = Interpreter(
-            {},
-            lambda value: isinstance(value, _SiteImage),
-            "guides.AutoLaplace",
-            self._enter,
-        )
-        (output,) = walk.run(closed.jaxpr, closed.consts, marked)
-        return _value(output)
-
-    def _enter(self, equation: Equation, *operands: Any) -> Any:
-        marked = []
-        for i, operand in enumerate(operands):
-            if isinstance(operand, _SiteImage):
-                marked.append(i)
-        plain = list(map(_value, operands))
-        weight = operands[marked[0]]
+    def enter(equation: Equation, *operands: Any) -> Any:
+        marked = [i for i, value in enumerate(operands) if _is_image_of_site(value)]
+        plain, weight = list(map(_value, operands)), operands[marked[0]]
         if len(marked) == 1 and is_image(equation.jaxpr_equation, marked[0]):
             return _image(equation, marked[0], plain, weight)
-        out = equation.bind(*plain)
-        entry = self.entries.get(weight.site)
+        output, entry = equation.bind(*plain), entries.get(weight.site)
         if entry is None or entry.equation is not equation.jaxpr_equation:
-            return out
-        use = self._use(equation, marked[0], plain, weight)
+            return output
+        use = _use(equation, marked[0], plain, weight, entry.row)
         if use is not None:
-            self.uses[weight.site] = use
-        return out + self.shifts[weight.site] if weight.site in self.shifts else out
+            uses[weight.site] = use
+        return output + shifts.get(weight.site, 0.0)
 
-    def _use(
-        self, equation: Equation, operand: int, plain: list, weight: _SiteImage
-    ) -> _Use | None:
-        name, row = equation.name, self.entries[weight.site].row
-        product: _MatrixProduct | None = None
-        if name == "dot_general":
-            product = _product(equation, operand, plain, row)
-        elif name == "conv_general_dilated" and operand == 1:
-            product = _convolution(equation, plain, row)
-        elif name in ("add", "broadcast_in_dim") or (name, operand) == ("sub", 0):
-            product = _shift(equation, weight.value, row)
-        if product is None:
-            return None
-        inputs, axes, order = product
-        size = (inputs.shape[2], weight.value.size // inputs.shape[2])
-        layout = MatrixLayout(weight.value.shape, axes, size)
-        slope = to_matrix(weight.slope.ravel(), layout)
-        return _Use(inputs, slope, layout, equation.outputs[0], order)
+    sites = []
+    for name, value in values.items():
+        sites.append(_SiteImage(name, value, jnp.ones_like(value)))
+    interpreter = Interpreter({}, _is_image_of_site, "guides.AutoLaplace", enter)
+    (output,) = interpreter.run(closed.jaxpr, closed.consts, sites)
+    return _value(output), uses
+
+
+def _is_image_of_site(value: Any) -> bool:
+    return isinstance(value, _SiteImage)
+
+
+def _use(
+    equation: Equation, operand: int, plain: list, weight: _SiteImage, row: int | None
+) -> _Use | None:
+    name = equation.name
+    product: _MatrixProduct | None = None
+    if name == "dot_general":
+        product = _product(equation, operand, plain, row)
+    elif name == "conv_general_dilated" and operand == 1:
+        product = _convolution(equation, plain, row)
+    elif name in ("add", "broadcast_in_dim") or (name, operand) == ("sub", 0):
+        product = _shift(equation, weight.value, row)
+    if product is None:
+        return None
+    inputs, axes, order = product
+    size = (inputs.shape[2], weight.value.size // inputs.shape[2])
+    layout = MatrixLayout(weight.value.shape, axes, size)
+    slope = to_matrix(weight.slope.ravel(), layout)
+    return _Use(inputs, slope, layout, equation.outputs[0], order)
 
 
 def _value(operand: Any) -> Any:
@@ -289,7 +281,7 @@ class _MatrixProduct(NamedTuple):
     inputs first, and the axes of the output: rows, positions, those of the weight.
     """
 
-    inputs: jax.Array
+    inputs: Array
     weight_axes: tuple[int, ...]
     output_axes: tuple[int, ...]
 
@@ -305,7 +297,7 @@ def is_image(equation: Any, operand: int) -> bool:
 def _image(
     equation: Equation, operand: int, plain: list, weight: _SiteImage
 ) -> _SiteImage:
-    def image(value: jax.Array) -> jax.Array:
+    def image(value: Array) -> Array:
         return equation.bind(*plain[:operand], value, *plain[operand + 1 :])
 
     return _SiteImage(weight.site, *jax.jvp(image, (weight.value,), (weight.slope,)))
@@ -366,9 +358,7 @@ def _convolution(
     return _MatrixProduct(inputs, (into, *space, out), order)
 
 
-def _shift(
-    equation: Equation, value: jax.Array, row: int | None
-) -> _MatrixProduct | None:
+def _shift(equation: Equation, value: Array, row: int | None) -> _MatrixProduct | None:
     """A weight added to every row."""
     shape = equation.outputs[0].shape
     if equation.name == "broadcast_in_dim":
@@ -392,10 +382,10 @@ def _shift(
 
 
 def jacobians(
-    outputs: Callable[[Mapping[str, jax.Array]], jax.Array],
-    values: Mapping[str, jax.Array],
-    roots: jax.Array,
-    has_data: jax.Array,
+    outputs: Callable[[Values], Array],
+    values: Values,
+    roots: Array,
+    has_data: Array,
 ) -> Jacobians:
     """The Jacobian of ``roots @ outputs`` with respect to each site.
 
@@ -407,18 +397,15 @@ def jacobians(
     names = sorted(values)  # the order of the inputs of the program
     values = {name: values[name] for name in names}
     entries = row_axes(closed.jaxpr, names)
-    walk = _OutputWalk(entries, {})
-    walk.run(closed, values)
+    _, uses = _walk(closed, entries, values, {})
     shifts = {}
-    for name, use in walk.uses.items():
+    for name, use in uses.items():
         shifts[name] = jnp.zeros(use.out.shape, use.out.dtype)
-    _, pull = jax.vjp(
-        lambda shifts: _OutputWalk(entries, shifts).run(closed, values), shifts
-    )
+    _, pull = jax.vjp(lambda s: _walk(closed, entries, values, s)[0], shifts)
     (gradients,) = jax.vmap(pull)(jnp.moveaxis(roots, 1, 0))
     by_site: Jacobians = {}
     dense_sites = dict(values)
-    for name, use in walk.uses.items():
+    for name, use in uses.items():
         grads = use.grads(gradients[name])
         by_site[name] = OuterJacobian(
             use.inputs, grads, use.slope, use.layout, has_data
@@ -429,14 +416,12 @@ def jacobians(
     )
 
 
-def _dense(
-    outputs: Callable, values: Mapping[str, jax.Array], roots: jax.Array
-) -> Jacobians:
+def _dense(outputs: Callable, values: Values, roots: Array) -> Jacobians:
     """Jacobians with respect to sites that are no single product."""
     if not values:
         return {}
 
-    def scaled(point: Mapping[str, jax.Array]) -> jax.Array:
+    def scaled(point: Values) -> Array:
         return jnp.einsum("bde,be->bd", roots, outputs(point))
 
     unknowns = sum(value.size for value in values.values())

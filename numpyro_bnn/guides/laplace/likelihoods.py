@@ -1,5 +1,5 @@
-r"""Likelihoods in a Gauss-Newton approximation: natural outputs f, and a root of their
-Fisher information.
+r"""Likelihoods in a Gauss-Newton approximation: a class for each, with its natural
+outputs f, a root of their Fisher information, and its predictions.
 
 ============  =======================  ==========================================
 distribution  outputs f                Fisher information
@@ -15,13 +15,15 @@ The Fisher information does not depend on how a model writes its parameters, so 
 scale it is the Hessian of -log p in f.
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from jax.scipy.special import logsumexp
 
 from numpyro_bnn._checks import argument_error
@@ -32,160 +34,313 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
+from numpyro_bnn.guides.auto_blocks import Values
+from numpyro_bnn.guides.blocks import cut
 
 CALL = "guides.AutoLaplace"
-BERNOULLI = (dist.BernoulliLogits, dist.BernoulliProbs)
-CATEGORICAL = (dist.CategoricalLogits, dist.CategoricalProbs)
-KINDS = {"bernoulli": BERNOULLI, "categorical": CATEGORICAL, "poisson": (dist.Poisson,)}
+# of an integral over a log scale, log rate or logit; four times as many for several log
+# scales
+QUADRATURE_NODES = 64
 
 Site = dict[str, Any]
-
-
-def kind_of(site: Site) -> str:
-    """Row of the table; refuses all other likelihoods."""
-    fn = site["fn"]
-    if is_affine_normal(fn, masked=True):
-        return "normal"
-    base = unwrapped(fn, masked=True)
-    for kind, classes in KINDS.items():
-        if isinstance(base, classes):
-            return kind
-    noun = "factor" if is_factor(fn) else f"{type(base).__name__} likelihood"
-    got = f"the observed site {site['name']!r} with a {noun}"
-    instead = (
-        "It knows Normal, Categorical, Bernoulli and Poisson; "
-        "`AutoLaplaceApproximation` of NumPyro takes others."
-    )
-    raise argument_error(CALL, "model", got, instead)
-
-
-def natural(site: Site) -> dict[str, jax.Array]:
-    """The natural outputs of a site by name, each shaped like ``fn.shape()``, with an
-    axis of K for classes.
-    """
-    kind, fn = kind_of(site), site["fn"]
-    if kind == "normal":
-        loc, scale = affine_normal(fn, masked=True)  # type: ignore[misc]
-        return {"loc": loc, "log_scale": jnp.log(jnp.abs(scale))}
-    base = unwrapped(fn, masked=True)
-    if kind == "poisson":
-        return {"log_rate": jnp.broadcast_to(jnp.log(base.rate), fn.shape())}
-    logits = base.logits
-    if kind == "categorical":
-        return {"logits": jnp.broadcast_to(logits, (*fn.shape(), logits.shape[-1]))}
-    return {"logits": jnp.broadcast_to(logits, fn.shape())}
 
 
 class ObservedRows(NamedTuple):
     """An observed site with its axis of rows in front, its elements flat.
 
-    :param kind: a row of the table.
     :param shape: shape of the site, rows first.
     :param outputs: (B, M) by name, or (B, M, K) for classes.
+    :param used: names of the outputs that depend on the weights; others are known.
     :param weight: (B, M) powers of the densities: 0 where masked.
     """
 
-    kind: str
+    likelihood: "NaturalOutputs"
     shape: tuple[int, ...]
-    outputs: Mapping[str, jax.Array]
-    weight: jax.Array
+    outputs: Values
+    used: tuple[str, ...]
+    weight: Array
 
-    def flat(self, used: tuple[str, ...]) -> jax.Array:
+    def flat(self) -> Array:
         """(B, E): the used outputs, joined."""
-        outputs = [self.outputs[name].reshape(self.shape[0], -1) for name in used]
+        outputs = [self.outputs[name].reshape(self.shape[0], -1) for name in self.used]
         return jnp.concatenate(outputs, axis=1)
 
-    def roots(self, used: tuple[str, ...]) -> jax.Array:
+    def roots(self) -> Array:
         """(B, D, E) with sum over d of r_d r_d^T equal to the Fisher information of a
         row.
         """
-        root = jnp.sqrt(self.weight)
-        if self.kind == "categorical":
-            p = jax.nn.softmax(self.outputs["logits"])
-            factors = (
-                root[..., None, None]
-                * jnp.sqrt(p)[..., None]
-                * (jnp.eye(p.shape[-1]) - p[..., None, :])
-            )
-            blocks = jnp.einsum("bmde,mn->bmdne", factors, jnp.eye(p.shape[1]))
-            size = p.shape[1] * p.shape[2]
-            return blocks.reshape(self.shape[0], size, size)
-        diagonal = [root * self._information(name) for name in used]
-        return jax.vmap(jnp.diag)(jnp.concatenate(diagonal, axis=1))
+        return self.likelihood.roots(self)
 
-    def _information(self, name: str) -> jax.Array:
-        """Square root of the Fisher information of an elementwise output."""
-        f = self.outputs[name]
-        if self.kind == "normal":
-            if name == "loc":
-                return jnp.exp(-self.outputs["log_scale"])
-            return jnp.full(f.shape, 2.0**0.5)
-        if self.kind == "poisson":
-            return jnp.exp(f / 2)
-        return jnp.sqrt(jax.nn.sigmoid(f) * jax.nn.sigmoid(-f))
+    def variances(self, cov: Array) -> Values:
+        """Variances of all outputs, shaped like these, from the covariances (B, E, E)
+        of the used ones.
+        """
+        variances = {name: jnp.zeros_like(f) for name, f in self.outputs.items()}
+        shapes = {name: self.outputs[name].shape[1:] for name in self.used}
+        return variances | cut(jnp.diagonal(cov, axis1=1, axis2=2), shapes)
+
+    def rows_of(self, value: Array, axis: int | None) -> Array:
+        """(B, M) elements of an array that is shaped like the site."""
+        return _rows_first(value, axis).reshape(self.weight.shape)
 
 
-def observation(site: Site, axis: int | None) -> ObservedRows:
+def _rows_first(value: Array, axis: int | None) -> Array:
+    return value[None] if axis is None else jnp.moveaxis(value, axis, 0)
+
+
+def observed_rows(
+    site: Site, axis: int | None, used: tuple[str, ...] = ()
+) -> ObservedRows:
     """Read a site; ``axis`` of ``fn.shape()`` indexes the rows (``None``: it is one
     row).
     """
     fn = site["fn"]
-    shape = fn.shape()
     scale = 1.0 if site["scale"] is None else site["scale"]
-    scale = jnp.broadcast_to(scale, fn.batch_shape).reshape(
-        fn.batch_shape + (1,) * fn.event_dim
+    scale = jnp.broadcast_to(scale, fn.batch_shape)
+    scale = scale.reshape(fn.batch_shape + (1,) * fn.event_dim)
+    weight = _rows_first(scale * unmasked_elements(fn), axis)
+    flat_shape = (weight.shape[0], prod(weight.shape[1:]))
+    likelihood, outputs = likelihood_of(site), {}
+    for name, value in likelihood.natural(fn).items():
+        classes = value.shape[len(fn.shape()) :]
+        outputs[name] = _rows_first(value, axis).reshape(flat_shape + classes)
+    return ObservedRows(
+        likelihood, weight.shape, outputs, used, weight.reshape(flat_shape)
     )
-    weight = scale * unmasked_elements(fn)
-
-    def rows_first(value: jax.Array, tail: tuple[int, ...] = ()) -> jax.Array:
-        value = value[None] if axis is None else jnp.moveaxis(value, axis, 0)
-        return value.reshape(
-            (value.shape[0], prod(value.shape[1 : value.ndim - len(tail)]), *tail)
-        )
-
-    outputs = {}
-    for name, value in natural(site).items():
-        outputs[name] = rows_first(value, value.shape[len(shape) :])
-    row_shape = (1, *shape)
-    if axis is not None:
-        row_shape = (shape[axis], *shape[:axis], *shape[axis + 1 :])
-    return ObservedRows(kind_of(site), row_shape, outputs, rows_first(weight))
 
 
-def predicted(
-    kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    r"""Mean and variance of an observation whose outputs have means f and variances v.
+class NaturalOutputs(ABC):
+    """A row of the table. A new likelihood is a subclass, and an entry of
+    :data:`LIKELIHOODS`.
 
-    Classes by the probit approximation :math:`\mathrm{softmax}(f / \sqrt{1 + \pi v /
-    8})`, all others in closed form (a log scale or log rate that is Gaussian makes
-    scale and rate log-normal).
+    :cvar classes: the distributions it knows, without ``to_event``, ``expand`` and
+        ``mask``.
     """
-    if kind == "normal":
+
+    classes: ClassVar[tuple[type, ...]] = ()
+
+    def takes(self, fn: dist.Distribution) -> bool:
+        """Whether a distribution is of this kind."""
+        return isinstance(unwrapped(fn, masked=True), self.classes)
+
+    @abstractmethod
+    def natural(self, fn: dist.Distribution) -> Values:
+        """The natural outputs by name, each shaped like ``fn.shape()``, with an axis of
+        K for classes.
+        """
+
+    @abstractmethod
+    def distribution(self, f: Values) -> dist.Distribution:
+        """p(y | f)."""
+
+    @abstractmethod
+    def information(self, f: Values) -> Values:
+        """Square root of the Fisher information by output; of classes see
+        :meth:`roots`.
+        """
+
+    @abstractmethod
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
+        """Mean and variance of an observation whose outputs have means f and
+        variances v.
+        """
+
+    def roots(self, rows: ObservedRows) -> Array:
+        """:meth:`ObservedRows.roots`, of outputs whose elements are independent."""
+        information, weight = self.information(rows.outputs), jnp.sqrt(rows.weight)
+        diagonal = [weight * information[name] for name in rows.used]
+        return jax.vmap(jnp.diag)(jnp.concatenate(diagonal, axis=1))
+
+    def log_density(self, rows: ObservedRows, cov: Array, value: Array) -> Array:
+        """(B,) log density of the unmasked elements of ``value`` (B, M), averaged over
+        Gaussian outputs with these covariances (B, E, E).
+        """
+        density = self.averaged(rows.outputs, rows.variances(cov), value)
+        return jnp.sum(jnp.where(rows.weight > 0, density, 0.0), axis=1)
+
+    def averaged(self, f: Values, v: Values, value: Array) -> Array:
+        """log of the likelihood averaged over one Gaussian output per element, by
+        quadrature.
+        """
+        points, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
+        log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float))
+        nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
+        at_nodes = {name: f[name] + jnp.sqrt(v[name]) * nodes for name in f}
+        density = self.distribution(at_nodes).log_prob(value)
+        return logsumexp(density + log_weights.reshape(-1, 1, 1), axis=0)
+
+
+class NormalOutputs(NaturalOutputs):
+    """Numbers; a log scale that is Gaussian makes the scale log-normal."""
+
+    def takes(self, fn: dist.Distribution) -> bool:
+        return is_affine_normal(fn, masked=True)
+
+    def natural(self, fn: dist.Distribution) -> Values:
+        loc, scale = affine_normal(fn, masked=True)  # type: ignore[misc]
+        return {"loc": loc, "log_scale": jnp.log(jnp.abs(scale))}
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        return dist.Normal(f["loc"], jnp.exp(f["log_scale"]))
+
+    def information(self, f: Values) -> Values:
+        of_log_scale = jnp.full(f["log_scale"].shape, 2.0**0.5)
+        return {"loc": jnp.exp(-f["log_scale"]), "log_scale": of_log_scale}
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
         return f["loc"], v["loc"] + jnp.exp(2 * f["log_scale"] + 2 * v["log_scale"])
-    if kind == "poisson":
+
+    def log_density(self, rows: ObservedRows, cov: Array, value: Array) -> Array:
+        """In closed form given the log scales; all elements of a row together."""
+        # (B, 2 M, 2 M) of loc and log scale, one of which may be known
+        missing = [value.shape[1] * (name not in rows.used) for name in rows.outputs]
+        cov = jnp.pad(cov, [(0, 0), missing, missing])
+        fixed = "log_scale" not in rows.used
+        means, cov, weights = given_log_scales(rows.outputs, cov, fixed)
+        unmasked = rows.weight > 0
+        pairs = unmasked[:, :, None] & unmasked[:, None]
+        cov = jnp.where(pairs, cov, jnp.eye(value.shape[1]))
+        away = jnp.where(unmasked, value - means, 0.0)
+        density = dist.MultivariateNormal(covariance_matrix=cov).log_prob(away)
+        unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~unmasked, axis=1)
+        return logsumexp(density, axis=0, b=weights[:, None]) + unknown
+
+
+class LogitOutputs(NaturalOutputs):
+    r"""Truth values and classes, predicted by the probit approximation: the mean of
+    probabilities is about that of the logits :math:`f / \sqrt{1 + \pi v / 8}`.
+    """
+
+    family: ClassVar[Any]
+
+    def natural(self, fn: dist.Distribution) -> Values:
+        base = unwrapped(fn, masked=True)
+        classes = base.logits.shape[len(base.batch_shape) :]
+        return {"logits": jnp.broadcast_to(base.logits, fn.shape() + classes)}
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        return self.family(f["logits"])
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
+        p = self.family(self._probit(f, v)).probs
+        return p, p * (1 - p)
+
+    def _probit(self, f: Values, v: Values) -> Array:
+        return f["logits"] / jnp.sqrt(1 + jnp.pi / 8 * v["logits"])
+
+
+class BernoulliOutputs(LogitOutputs):
+    """Truth values."""
+
+    family = dist.BernoulliLogits
+    classes = (dist.BernoulliLogits, dist.BernoulliProbs)
+
+    def information(self, f: Values) -> Values:
+        logits = f["logits"]
+        return {"logits": jnp.sqrt(jax.nn.sigmoid(logits) * jax.nn.sigmoid(-logits))}
+
+
+class CategoricalOutputs(LogitOutputs):
+    """Classes; they are scored by the probit approximation as well."""
+
+    family = dist.CategoricalLogits
+    classes = (dist.CategoricalLogits, dist.CategoricalProbs)
+
+    def information(self, f: Values) -> Values:
+        """(B, M, K, K) factors of diag(p) - p p^T."""
+        p = jax.nn.softmax(f["logits"])
+        centered = jnp.eye(p.shape[-1]) - p[..., None, :]
+        return {"logits": jnp.sqrt(p)[..., None] * centered}
+
+    def roots(self, rows: ObservedRows) -> Array:
+        weight = jnp.sqrt(rows.weight)[..., None, None]
+        factors = weight * self.information(rows.outputs)["logits"]
+        _, elements, classes, _ = factors.shape
+        blocks = jnp.einsum("bmde,mn->bmdne", factors, jnp.eye(elements))
+        return blocks.reshape(-1, elements * classes, elements * classes)
+
+    def averaged(self, f: Values, v: Values, value: Array) -> Array:
+        return self.family(self._probit(f, v)).log_prob(value)
+
+
+class PoissonOutputs(NaturalOutputs):
+    """Counts; a log rate that is Gaussian makes the rate log-normal."""
+
+    classes = (dist.Poisson,)
+
+    def natural(self, fn: dist.Distribution) -> Values:
+        log_rate = jnp.log(unwrapped(fn, masked=True).rate)
+        return {"log_rate": jnp.broadcast_to(log_rate, fn.shape())}
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        return dist.Poisson(jnp.exp(f["log_rate"]))
+
+    def information(self, f: Values) -> Values:
+        return {"log_rate": jnp.exp(f["log_rate"] / 2)}
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
         rate = jnp.exp(f["log_rate"] + v["log_rate"] / 2)
         return rate, rate + rate**2 * jnp.expm1(v["log_rate"])
-    logits = probit(f["logits"], v["logits"])
-    p = jax.nn.softmax(logits) if kind == "categorical" else jax.nn.sigmoid(logits)
-    return p, p * (1 - p)
 
 
-def probit(logits: jax.Array, variance: jax.Array) -> jax.Array:
-    """Logits whose probabilities are about the mean of those of Gaussian logits."""
-    return logits / jnp.sqrt(1 + jnp.pi / 8 * variance)
+LIKELIHOODS: tuple[NaturalOutputs, ...] = (
+    NormalOutputs(),
+    BernoulliOutputs(),
+    CategoricalOutputs(),
+    PoissonOutputs(),
+)
 
 
-def log_density(kind: str, f: Mapping[str, jax.Array], value: jax.Array) -> jax.Array:
-    """log p(value | f), elementwise."""
-    if kind == "normal":
-        return dist.Normal(f["loc"], jnp.exp(f["log_scale"])).log_prob(value)
-    if kind == "poisson":
-        return dist.Poisson(jnp.exp(f["log_rate"])).log_prob(value)
-    if kind == "bernoulli":
-        return dist.BernoulliLogits(f["logits"]).log_prob(value)
-    logits = f["logits"] - logsumexp(f["logits"], axis=-1, keepdims=True)
-    labels = jnp.asarray(value, int)[..., None]
-    return jnp.take_along_axis(
-        logits, jnp.broadcast_to(labels, (*logits.shape[:-1], 1)), axis=-1
-    )[..., 0]
+def likelihood_of(site: Site) -> NaturalOutputs:
+    """Row of the table; refuses all other likelihoods."""
+    fn = site["fn"]
+    for likelihood in LIKELIHOODS:
+        if likelihood.takes(fn):
+            return likelihood
+    name = type(unwrapped(fn, masked=True)).__name__
+    noun = "factor" if is_factor(fn) else f"{name} likelihood"
+    got = f"the observed site {site['name']!r} with a {noun}"
+    names = [type(row).__name__.removesuffix("Outputs") for row in LIKELIHOODS]
+    instead = (
+        f"It knows {', '.join(names)}; `AutoLaplaceApproximation` of NumPyro takes "
+        "others."
+    )
+    raise argument_error(CALL, "model", got, instead)
+
+
+def given_log_scales(
+    f: Values, cov: Array, fixed: bool = False
+) -> tuple[Array, Array, Array]:
+    """Observations (R, K) as a mixture of M Gaussians, each given the log scales:
+    means, covariances, weights.
+
+    Nodes of the log scales are those of Gauss and Hermite for one target, and of a
+    Sobol sequence for several.
+
+    :param f: means ``loc`` and ``log_scale`` (R, K).
+    :param cov: (R, 2 K, 2 K) of both.
+    :param fixed: whether the log scales are known.
+    """
+    from scipy.stats import norm, qmc
+
+    loc, log_scale = f["loc"], f["log_scale"]
+    size = loc.shape[1]
+    if fixed:
+        points, weights = np.zeros((1, size)), np.ones(1)
+    elif size == 1:
+        hermite, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
+        points, weights = hermite[:, None], weights / weights.sum()
+    else:
+        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * QUADRATURE_NODES))
+        weights = np.full(len(points), 1 / len(points))
+    values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
+    values = jnp.maximum(values, 0.0)
+    root = vectors * jnp.sqrt(values)[:, None]
+    positive = values > 0
+    inverse = jnp.where(positive, 1 / jnp.sqrt(jnp.where(positive, values, 1.0)), 0.0)
+    gain = cov[:, :size, size:] @ vectors * inverse[:, None]
+    nodes = jnp.asarray(points, float)
+    means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
+    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, nodes)))
+    left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
+    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)

@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpyro.distributions as dist
-from jax.scipy.special import logsumexp
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn.guides.laplace import likelihoods
-from numpyro_bnn.guides.laplace.likelihoods import CALL
-from numpyro_bnn.guides.laplace.problem import Call, LaplaceProblem, Values
-
-# of an integral over a log scale, log rate or logit; four times as many for several log
-# scales
-QUADRATURE_NODES = 64
+from numpyro_bnn.guides.laplace.jacobians import Jacobians
+from numpyro_bnn.guides.laplace.likelihoods import CALL, ObservedRows
+from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Values
+from numpyro_bnn.guides.laplace.rows import Batch
+from numpyro_bnn.guides.laplace.structures import (
+    Blocks,
+    output_covariance,
+    output_halves,
+)
 
 
 class LaplacePredictive(NamedTuple):
@@ -32,142 +32,11 @@ class LaplacePredictive(NamedTuple):
         ``covariance=True``.
     """
 
-    mean: jax.Array
-    variance: jax.Array
-    outputs: dict[str, jax.Array]
-    output_variance: dict[str, jax.Array]
-    covariance: jax.Array
-
-
-def log_density(
-    guide: Any,
-    problem: LaplaceProblem,
-    params: Mapping[str, Any],
-    call: Call,
-    name: str,
-) -> jax.Array:
-    """(N,) log density of the rows of a site, averaged over its outputs."""
-    observation, cov, _ = gaussian_outputs(guide, problem, params, call, name)
-    site = problem.trace(guide._coordinates(params), None, call)[name]
-    axis, used = problem.observed[name]
-    if not site["is_observed"]:
-        raise argument_error(
-            f"{CALL}.log_predictive_density",
-            "args",
-            "no targets",
-            "Pass the targets as well.",
-        )
-    value = jnp.broadcast_to(site["value"], site["fn"].shape())
-    if axis is not None:
-        value = jnp.moveaxis(value, axis, 0)
-    value = value.reshape(observation.weight.shape)
-    unmasked = observation.weight > 0
-    if observation.kind == "normal":
-        cov = _of_both_outputs(cov, used, value.shape[1])
-        fixed = "log_scale" not in used
-        return gaussian_log_density(observation.outputs, cov, value, unmasked, fixed)
-    f, variance = outputs_by_name(observation, used, cov)
-    density = _averaged(observation.kind, f, variance, value)
-    return jnp.sum(jnp.where(unmasked, density, 0.0), axis=1)
-
-
-def _of_both_outputs(cov: jax.Array, used: tuple[str, ...], size: int) -> jax.Array:
-    """(B, 2 M, 2 M) of loc and log scale, one of which may be known."""
-    width = (0 if "loc" in used else size, 0 if "log_scale" in used else size)
-    return jnp.pad(cov, [(0, 0), width, width])
-
-
-def gaussian_log_density(
-    f: Mapping[str, jax.Array],
-    cov: jax.Array,
-    value: jax.Array,
-    unmasked: jax.Array | bool = True,
-    fixed: bool = False,
-) -> jax.Array:
-    """(B,) log density of rows (B, M) whose locs and log scales are jointly Gaussian,
-    all elements together.
-
-    :param f: means ``loc`` and ``log_scale`` (B, M).
-    :param cov: (B, 2 M, 2 M) of both.
-    :param unmasked: (B, M) elements that no mask leaves out.
-    :param fixed: whether the log scales are known.
-    """
-    means, cov, weights = given_log_scales(f, cov, fixed)
-    unmasked = jnp.broadcast_to(unmasked, value.shape)
-    pairs = unmasked[:, :, None] & unmasked[:, None]
-    cov = jnp.where(pairs, cov, jnp.eye(value.shape[1]))
-    away = jnp.where(unmasked, value - means, 0.0)
-    density = dist.MultivariateNormal(covariance_matrix=cov).log_prob(away)
-    unknown = 0.5 * jnp.log(2 * jnp.pi) * jnp.sum(~unmasked, axis=1)
-    return logsumexp(density, axis=0, b=weights[:, None]) + unknown
-
-
-def given_log_scales(
-    f: Mapping[str, jax.Array], cov: jax.Array, fixed: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Observations (R, K) as a mixture of M Gaussians, each given the log scales:
-    means, covariances, weights.
-
-    Nodes of the log scales are those of Gauss and Hermite for one target, and of a
-    Sobol sequence for several.
-    """
-    from scipy.stats import norm, qmc
-
-    loc, log_scale = f["loc"], f["log_scale"]
-    size = loc.shape[1]
-    if fixed:
-        points, weights = np.zeros((1, size)), np.ones(1)
-    elif size == 1:
-        hermite, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
-        points, weights = hermite[:, None], weights / weights.sum()
-    else:
-        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * QUADRATURE_NODES))
-        weights = np.full(len(points), 1 / len(points))
-    values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
-    values = jnp.maximum(values, 0.0)
-    root = vectors * jnp.sqrt(values)[:, None]
-    positive = values > 0
-    inverse = jnp.where(positive, 1 / jnp.sqrt(jnp.where(positive, values, 1.0)), 0.0)
-    gain = cov[:, :size, size:] @ vectors * inverse[:, None]
-    nodes = jnp.asarray(points, float)
-    means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
-    noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, nodes)))
-    left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
-    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
-
-
-def gaussian_outputs(
-    guide: Any,
-    problem: LaplaceProblem,
-    params: Any,
-    call: Call,
-    name: str,
-    joint: bool = False,
-    index: Any = None,
-) -> Any:
-    """The observation at the mode and the covariances of its outputs."""
-    v = guide._coordinates(params)
-    trace = problem.trace(v, index, call)
-    for site in v:
-        if site not in trace:
-            raise argument_error(
-                CALL,
-                "args",
-                f"arguments without the site {site!r} of the run",
-                "Pass all the model's arguments of the run, except the targets.",
-            )
-    observation = problem.observations(trace)[name]
-    jac = problem.jacobians(v, index, call, name)
-    fns: dict[str, Any] = dict(guide._normals(params))
-    for (block, _), fn in zip(guide._blocks, guide._families(params), strict=True):
-        site = "*" if block.name == guide.prefix else next(iter(block.shapes))
-        fns[site] = fn
-    if not joint:
-        return observation, guide._structure.covariance(jac, fns), None
-    half = guide._structure.halves(jac, fns)
-    between_rows = jnp.einsum("bdp,cep->bdce", half, half)
-    rows = jnp.arange(half.shape[0])
-    return observation, between_rows[rows, :, rows], between_rows
+    mean: Array
+    variance: Array
+    outputs: Values
+    output_variance: Values
+    covariance: Array
 
 
 class PredictiveOptions(NamedTuple):
@@ -180,101 +49,111 @@ class PredictiveOptions(NamedTuple):
     num_samples: int
 
 
+class LinearizedOutputs(NamedTuple):
+    """An observed site at the mode, and the Gaussian of its outputs."""
+
+    rows: ObservedRows
+    jacobians: Jacobians
+    blocks: Blocks
+
+    @property
+    def covariance(self) -> Array:
+        """(B, E, E) of each row."""
+        return output_covariance(self.jacobians, self.blocks)
+
+    def covariance_of_all(self) -> Array:
+        """(B, E, B, E) of all rows."""
+        half = output_halves(self.jacobians, self.blocks)
+        return jnp.einsum("bdp,cep->bdce", half, half)
+
+
+def gaussian_outputs(
+    guide: Any,
+    posterior: LaplacePosterior,
+    batch: Batch,
+    params: Mapping[str, Any],
+    name: str,
+) -> LinearizedOutputs:
+    """The outputs of an observed site, linearized at the mode."""
+    v = guide._coordinates(params)
+    for site in v:
+        if site not in batch.reading.sites:
+            got = f"arguments without the site {site!r} of the run"
+            instead = "Pass all the model's arguments of the run, except the targets."
+            raise argument_error(CALL, "args", got, instead)
+    rows = posterior.outputs(batch, v, name)[name]
+    jacobians = posterior.output_jacobians(batch, v, name)
+    return LinearizedOutputs(rows, jacobians, guide._gaussian_blocks(params))
+
+
+def log_density(
+    guide: Any,
+    posterior: LaplacePosterior,
+    batch: Batch,
+    params: Mapping[str, Any],
+    name: str,
+) -> Array:
+    """(N,) log density of the rows of a site, averaged over its outputs."""
+    site = batch.reading.sites[name]
+    if not site["is_observed"]:
+        call = f"{CALL}.log_predictive_density"
+        raise argument_error(call, "args", "no targets", "Pass the targets as well.")
+    outputs = gaussian_outputs(guide, posterior, batch, params, name)
+    rows = outputs.rows
+    value = batch.at({}, only=[name])[name]["value"]
+    value = jnp.broadcast_to(value, site["fn"].shape())
+    value = rows.rows_of(value, posterior.observed[name].axis)
+    return rows.likelihood.log_density(rows, outputs.covariance, value)
+
+
 def predict(
     guide: Any,
-    problem: LaplaceProblem,
-    params: Any,
+    posterior: LaplacePosterior,
+    batch: Batch,
+    params: Mapping[str, Any],
     key: Any,
-    call: Call,
     options: PredictiveOptions,
 ) -> LaplacePredictive:
     """The prediction of :meth:`AutoLaplace.predictive`."""
-    site, linearized, link, joint, num_samples = options
-    used = problem.observed[site][1]
-    observation, cov, between_rows = gaussian_outputs(
-        guide, problem, params, call, site, joint
-    )
-    f, variance = outputs_by_name(observation, used, cov)
-    if linearized and not (link == "sample" and "logits" in f):
-        mean, spread = likelihoods.predicted(observation.kind, f, variance)
+    outputs = gaussian_outputs(guide, posterior, batch, params, options.site)
+    rows = outputs.rows
+    if options.covariance:
+        all_rows = outputs.covariance_of_all()
+        number = jnp.arange(len(all_rows))
+        cov = all_rows[number, :, number]
     else:
-        if linearized:
-            values, vectors = jnp.linalg.eigh(cov)
-            root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
-            noise = jax.random.normal(key, (num_samples, *cov.shape[:2]))
-            draws = observation.flat(used) + jnp.einsum("bde,sbe->sbd", root, noise)
-            draws = {"logits": draws.reshape(num_samples, *f["logits"].shape)}
-        else:
-            draws = _network_draws(guide, problem, params, key, call, site, num_samples)
-        zero = dict.fromkeys(f, jnp.zeros(()))
-        means, variances = jax.vmap(
-            lambda draw: likelihoods.predicted(observation.kind, draw, zero)
-        )(draws)
-        mean = jnp.mean(means, axis=0)
-        spread = jnp.mean(variances, axis=0) + jnp.var(means, axis=0)
-        if not linearized:
-            for output, values in draws.items():
-                f[output] = jnp.mean(values, axis=0)
-                variance[output] = jnp.var(values, axis=0)
+        all_rows = cov = outputs.covariance
+    f, variance = rows.outputs, rows.variances(cov)
+    if not options.linearized:
+        draws = guide._draw(key, params, (options.num_samples,))
 
-    def shaped(value: jax.Array) -> jax.Array:
-        return value.reshape(observation.shape + value.shape[2:])
+        def of_network(v: Values) -> Values:
+            return posterior.outputs(batch, v, options.site)[options.site].outputs
 
-    return LaplacePredictive(
-        shaped(mean),
-        shaped(spread),
-        jax.tree.map(shaped, f),
-        jax.tree.map(shaped, variance),
-        between_rows if joint else cov,
-    )
+        f = jax.lax.map(of_network, draws)
+        mean, spread = _mixture(rows, f)
+        variance = {name: jnp.var(values, axis=0) for name, values in f.items()}
+        f = {name: jnp.mean(values, axis=0) for name, values in f.items()}
+    elif options.link == "sample" and "logits" in f:
+        values, vectors = jnp.linalg.eigh(cov)
+        root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
+        noise = jax.random.normal(key, (options.num_samples, *cov.shape[:2]))
+        logits = rows.flat() + jnp.einsum("bde,sbe->sbd", root, noise)
+        mean, spread = _mixture(
+            rows, {"logits": logits.reshape(-1, *f["logits"].shape)}
+        )
+    else:
+        mean, spread = rows.likelihood.predicted(f, variance)
 
+    def shaped(value: Array) -> Array:
+        return value.reshape(rows.shape + value.shape[2:])
 
-def _network_draws(
-    guide: Any,
-    problem: LaplaceProblem,
-    params: Any,
-    key: Any,
-    call: Call,
-    name: str,
-    number: int,
-) -> Any:
-    """Outputs (S, B, M) of the network itself at draws of the weights."""
-    draws = guide._draw(key, params, (number,))
-
-    def outputs(v: Values) -> Mapping[str, jax.Array]:
-        return problem.observations(problem.trace(v, None, call))[name].outputs
-
-    return jax.lax.map(outputs, draws)
+    mean, spread, f, variance = jax.tree.map(shaped, (mean, spread, f, variance))
+    return LaplacePredictive(mean, spread, f, variance, all_rows)
 
 
-def outputs_by_name(
-    observation: Any, used: tuple[str, ...], cov: jax.Array
-) -> tuple[dict, dict]:
-    """Means and variances of all outputs by name, shaped like these; others than the
-    used ones are known.
-    """
-    variance, start = jnp.diagonal(cov, axis1=1, axis2=2), 0
-    variances = {name: jnp.zeros_like(f) for name, f in observation.outputs.items()}
-    for name in used:
-        f = observation.outputs[name]
-        width = f[0].size
-        variances[name] = variance[:, start : start + width].reshape(f.shape)
-        start += width
-    return dict(observation.outputs), variances
-
-
-def _averaged(
-    kind: str, f: Mapping[str, jax.Array], v: Mapping[str, jax.Array], value: jax.Array
-) -> jax.Array:
-    """log of the likelihood averaged over Gaussian outputs."""
-    points, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
-    log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float)).reshape(-1, 1, 1)
-    nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
-    if kind == "categorical":
-        logits = likelihoods.probit(f["logits"], v["logits"])
-        return likelihoods.log_density(kind, {"logits": logits}, value)
-    name = "log_rate" if kind == "poisson" else "logits"
-    densities = likelihoods.log_density(
-        kind, {name: f[name] + jnp.sqrt(v[name]) * nodes}, value
-    )
-    return logsumexp(densities + log_weights, axis=0)
+def _mixture(rows: ObservedRows, draws: Values) -> tuple[Array, Array]:
+    """Mean and variance of an observation, averaged over draws of its outputs."""
+    known = {name: jnp.zeros(()) for name in draws}
+    means, variances = jax.vmap(lambda f: rows.likelihood.predicted(f, known))(draws)
+    return jnp.mean(means, 0), jnp.mean(variances, 0) + jnp.var(means, 0)

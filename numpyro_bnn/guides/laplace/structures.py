@@ -2,18 +2,20 @@
 that Gaussian as a guide.
 """
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.util import cholesky_of_inverse
 
+from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import (
     Block,
     Family,
@@ -31,7 +33,6 @@ from numpyro_bnn.guides.laplace.jacobians import (
     to_matrix,
 )
 
-Vectors = Mapping[str, jax.Array]  # (P_s,) by site
 # sums a function of the Jacobians (and further arguments) over all rows
 Sweep = Callable[..., Any]
 # of the subspace iteration: products, and vectors beside the wanted ones
@@ -49,9 +50,9 @@ class LaplaceGaussian(NamedTuple):
         error over that of a number.
     """
 
-    params: dict[tuple[str, str], jax.Array]
-    variance: dict[str, jax.Array]
-    log_det: jax.Array
+    params: dict[tuple[str, str], Array]
+    variance: Values
+    log_det: Array
     lost: Any = 1.0
 
 
@@ -62,32 +63,32 @@ class AffineNormal(dist.Distribution):
 
     support = constraints.real_vector
 
-    def __init__(self, loc: jax.Array, *, validate_args: Any = None) -> None:
+    def __init__(self, loc: Array, *, validate_args: Any = None) -> None:
         self.loc = loc
         super().__init__(event_shape=loc.shape[-1:], validate_args=validate_args)
 
-    def times(self, noise: jax.Array) -> jax.Array:
+    def times(self, noise: Array) -> Array:
         """M times (..., P)."""
         raise NotImplementedError
 
-    def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def solve(self, difference: Array) -> tuple[Array, Array]:
         """M^-1 times (P,), and log |det M|."""
         raise NotImplementedError
 
-    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         return self.loc + self.times(
             random.normal(key, (*sample_shape, *self.event_shape))
         )
 
-    def log_prob(self, value: jax.Array) -> jax.Array:
-        def log_density(difference: jax.Array) -> jax.Array:
+    def log_prob(self, value: Array) -> Array:
+        def log_density(difference: Array) -> Array:
             noise, log_det = self.solve(difference)
             return jnp.sum(dist.Normal().log_prob(noise)) - log_det
 
         return jnp.vectorize(log_density, signature="(p)->()")(value - self.loc)
 
     @property
-    def mean(self) -> jax.Array:
+    def mean(self) -> Array:
         return self.loc
 
 
@@ -107,11 +108,11 @@ class KroneckerNormal(AffineNormal):
         self.left, self.right, self.scale, self.layout = left, right, scale, layout
         super().__init__(loc, validate_args=validate_args)
 
-    def times(self, noise: jax.Array) -> jax.Array:
+    def times(self, noise: Array) -> Array:
         matrix = self.left @ (self.scale * to_matrix(noise, self.layout)) @ self.right.T
         return from_matrix(matrix, self.layout)
 
-    def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def solve(self, difference: Array) -> tuple[Array, Array]:
         half = jnp.linalg.solve(self.left, to_matrix(difference, self.layout))
         noise = jnp.linalg.solve(self.right, half.T).T / self.scale
         inputs, outputs = self.layout.size
@@ -122,7 +123,7 @@ class KroneckerNormal(AffineNormal):
         return from_matrix(noise, self.layout), log_dets + jnp.sum(jnp.log(self.scale))
 
     @property
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         return from_matrix(
             self.left**2 @ self.scale**2 @ (self.right**2).T, self.layout
         )
@@ -145,12 +146,12 @@ class LowRankNormal(AffineNormal):
         self.scale, self.basis, self.shrink = scale, basis, shrink
         super().__init__(loc, validate_args=validate_args)
 
-    def times(self, noise: jax.Array) -> jax.Array:
+    def times(self, noise: Array) -> Array:
         return self.scale * (
             noise - ((noise @ self.basis) * self.shrink) @ self.basis.T
         )
 
-    def solve(self, difference: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def solve(self, difference: Array) -> tuple[Array, Array]:
         inside = difference / self.scale
         small = jnp.eye(len(self.shrink)) - self.shrink[:, None] * (
             self.basis.T @ self.basis
@@ -163,7 +164,7 @@ class LowRankNormal(AffineNormal):
         )
 
     @property
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         gram = self.basis.T @ self.basis * self.shrink[:, None] * self.shrink
         inner = gram - jnp.diag(2 * self.shrink)
         return self.scale**2 * (1 + jnp.sum((self.basis @ inner) * self.basis, axis=1))
@@ -214,9 +215,15 @@ class LowRankPrecision(Family):
         return LowRankNormal(declare_loc(block), declare_scale(block), basis, shrink)
 
 
-def _squared(
-    first: OuterJacobian | DenseJacobian, second: OuterJacobian | DenseJacobian
-) -> jax.Array:
+Jacobian: TypeAlias = OuterJacobian | DenseJacobian
+
+
+def _is_single(jacobian: Jacobian) -> TypeGuard[OuterJacobian]:
+    """Whether it is one outer product for each row and direction."""
+    return isinstance(jacobian, OuterJacobian) and jacobian.inputs.shape[1] == 1
+
+
+def _squared(first: Jacobian, second: Jacobian) -> Array:
     """(P, Q) the sum over rows and directions of products of two Jacobians."""
     if not (_is_single(first) and _is_single(second)):
         return jnp.einsum("bdp,bdq->pq", first.dense(), second.dense())
@@ -230,97 +237,166 @@ def _squared(
     return from_matrix(jnp.moveaxis(by_first, 2, 0), second.layout)
 
 
-def _is_single(jacobian: OuterJacobian | DenseJacobian) -> TypeGuard[OuterJacobian]:
-    """Whether it is one outer product for each row and direction."""
-    return isinstance(jacobian, OuterJacobian) and jacobian.inputs.shape[1] == 1
+def _as_product(jacobian: OuterJacobian) -> OuterJacobian:
+    """With the slope of the weight in inputs and gradients, as if it were itself a
+    product.
+    """
+    slope = jacobian.slope
+    inputs = jacobian.inputs * (jnp.sum(slope, axis=1) / jnp.sum(slope))
+    grads = jacobian.grads * jnp.sum(slope, axis=0)
+    return jacobian._replace(inputs=inputs, grads=grads, slope=jnp.ones_like(slope))
 
 
-def split(vector: jax.Array, sizes: Mapping[str, int]) -> dict[str, jax.Array]:
-    """Parts of the last axis by site."""
-    return cut(vector, {name: (size,) for name, size in sizes.items()})
+# -- covariances of outputs ------------------------------------------------------------
+
+# Jointly Gaussian sites, and their distribution.
+Blocks = Sequence[tuple[Sequence[str], dist.Distribution]]
+
+
+def output_halves(jac: Jacobians, blocks: Blocks) -> Array:
+    """(B, D, P) J M, with M M^T the covariance."""
+    halves = [_half(jac, names, fn) for names, fn in blocks]
+    return jnp.concatenate(halves, axis=2)
+
+
+def output_covariance(jac: Jacobians, blocks: Blocks) -> Array:
+    """(B, D, D) J covariance J^T."""
+    return sum(_covariance(jac, names, fn) for names, fn in blocks)  # type: ignore[return-value]
+
+
+def _half(jac: Jacobians, names: Sequence[str], fn: Any) -> Array:
+    dense = jnp.concatenate([jac[name].dense() for name in names], axis=2)
+    if isinstance(fn, AffineNormal):
+        return jax.linear_transpose(fn.times, dense)(dense)[0]
+    if isinstance(fn, dist.MultivariateNormal):
+        return dense @ fn.scale_tril
+    return dense * jnp.ravel(fn.scale)
+
+
+def _covariance(jac: Jacobians, names: Sequence[str], fn: Any) -> Array:
+    jacobian = jac[names[0]]
+    if isinstance(fn, dist.Normal | KroneckerNormal) and _is_single(jacobian):
+        # Elements are independent, of a Kronecker product in its two bases. The
+        # Jacobian of a large layer is never made.
+        variance = fn.scale**2
+        if isinstance(fn, KroneckerNormal):
+            product = _as_product(jacobian)
+            inputs, grads = product.inputs @ fn.left, product.grads @ fn.right
+            jacobian = product._replace(inputs=inputs, grads=grads)
+        else:
+            variance = to_matrix(jnp.ravel(variance), jacobian.layout)
+        middle = jacobian.inputs[:, 0] ** 2 @ (variance * jacobian.slope**2)
+        grads = jacobian.grads[:, :, 0]
+        return jnp.einsum("bo,bdo,beo->bde", middle, grads, grads)
+    half = _half(jac, names, fn)
+    return jnp.einsum("bdp,bep->bde", half, half)
+
+
+# -- structures ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class FullStructure:
-    """One dense precision of all sites."""
+class Structure(ABC):
+    """How a precision of sites is summed over the rows and factored.
+
+    :param sizes: numbers of unknowns by site.
+    """
 
     sizes: Mapping[str, int]
+
+    @abstractmethod
+    def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
+        """Label, sites and family of what is jointly Gaussian; all other sites have
+        independent elements.
+        """
+
+    @abstractmethod
+    def measure(self, sweep: Sweep, prior: Values) -> Any:
+        """What the precision needs of J^T J."""
+
+    @abstractmethod
+    def gaussian(
+        self, sums: Any, prior: Values, coupling: Array | None = None
+    ) -> LaplaceGaussian:
+        """The Gaussian of such sums and a prior precision.
+
+        :param coupling: (P, P) what the precision of the prior has besides its
+            diagonal; only a dense precision takes it.
+        """
+
+    def flat(self, vectors: Values) -> Array:
+        """(P,) of all sites."""
+        return jnp.concatenate([jnp.ravel(vectors[name]) for name in self.sizes])
+
+    def split(self, vectors: Array) -> Values:
+        """Parts (..., P_s) of the last axis by site."""
+        return cut(vectors, {name: (size,) for name, size in self.sizes.items()})
+
+    def squares(self, jac: Jacobians) -> Values:
+        """(P_s,) the diagonal of J^T J, by site."""
+        return {name: jac[name].squares() for name in self.sizes}
+
+    def product(self, sweep: Sweep, vectors: Array, scale: Array) -> Array:
+        """(P, K) J^T J between two scales (P,), times vectors (P, K)."""
+        return sweep(self._products, vectors, scale)
+
+    def _products(self, jac: Jacobians, vectors: Array, scale: Array) -> Array:
+        by_site = self.split((vectors * scale[:, None]).T)
+        forward: Any = 0.0
+        for name in self.sizes:
+            forward += jac[name].times(by_site[name].T)
+        back = [jac[name].transposed_times(forward) for name in self.sizes]
+        return scale[:, None] * jnp.concatenate(back)
+
+
+@dataclass(frozen=True)
+class FullStructure(Structure):
+    """One dense precision of all sites."""
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return [("*", tuple(self.sizes), FullRank())]
 
-    def measure(self, sweep: Sweep, prior: Vectors) -> jax.Array:
+    def measure(self, sweep: Sweep, prior: Values) -> Array:
         """(P, P) J^T J."""
+        return sweep(self._matrix)
 
-        def squares(jac: Jacobians) -> jax.Array:
-            rows = []
-            for first in self.sizes:
-                blocks = [_squared(jac[first], jac[second]) for second in self.sizes]
-                rows.append(jnp.concatenate(blocks, axis=1))
-            return jnp.concatenate(rows)
+    def _matrix(self, jac: Jacobians) -> Array:
+        rows = []
+        for first in self.sizes:
+            blocks = [_squared(jac[first], jac[second]) for second in self.sizes]
+            rows.append(jnp.concatenate(blocks, axis=1))
+        return jnp.concatenate(rows)
 
-        return sweep(squares)
-
-    def flat(self, vectors: Vectors) -> jax.Array:
-        """(P,) of all sites."""
-        return jnp.concatenate([vectors[name] for name in self.sizes])
-
-    def joined(self, jac: Jacobians) -> jax.Array:
-        """(B, D, P) of all sites."""
-        return jnp.concatenate([jac[name].dense() for name in self.sizes], axis=2)
-
-    def product(self, sweep: Sweep, vectors: jax.Array, scale: jax.Array) -> jax.Array:
-        """(P, K) J^T J between two scales (P,), times vectors (P, K)."""
-
-        def products(jac: Jacobians, vectors: jax.Array, scale: jax.Array) -> jax.Array:
-            by_site = split((vectors * scale[:, None]).T, self.sizes)
-            forward: Any = 0.0
-            for name in self.sizes:
-                forward += jac[name].times(by_site[name].T)
-            back = [jac[name].transposed_times(forward) for name in self.sizes]
-            return scale[:, None] * jnp.concatenate(back)
-
-        return sweep(products, vectors, scale)
+    def precision(self, sums: Array, prior: Values, coupling: Array | None) -> Array:
+        """(P, P)."""
+        matrix = sums + jnp.diag(self.flat(prior))
+        return matrix if coupling is None else matrix + coupling
 
     def gaussian(
-        self, sums: jax.Array, prior: Vectors, coupling: jax.Array | None = None
+        self, sums: Array, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
-        """:param coupling: (P, P) what the precision of the prior has besides its
-        diagonal.
-        """
-        precision = sums + jnp.diag(self.flat(prior))
-        if coupling is not None:
-            precision = precision + coupling
+        precision = self.precision(sums, prior, coupling)
         tril = cholesky_of_inverse(precision)
         variance = jnp.sum(tril**2, axis=1)
         log_det = -2 * jnp.sum(jnp.log(jnp.diag(tril)))
         lost = jnp.max(jnp.diag(precision) * variance)
         params = {("*", "scale_tril"): tril}
-        return LaplaceGaussian(params, split(variance, self.sizes), log_det, lost)
-
-    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        """(B, D, P) J M, with M M^T the covariance."""
-        return self.joined(jac) @ fns["*"].scale_tril
-
-    def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        """(B, D, D) J covariance J^T."""
-        half = self.halves(jac, fns)
-        return jnp.einsum("bdp,bep->bde", half, half)
+        return LaplaceGaussian(params, self.split(variance), log_det, lost)
 
 
 @dataclass(frozen=True)
-class DiagonalStructure(FullStructure):
+class DiagonalStructure(Structure):
     """Independent weights: the diagonal of the precision."""
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return []
 
-    def measure(self, sweep: Sweep, prior: Vectors) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> Any:
         """The diagonal of J^T J, by site."""
-        return sweep(lambda jac: {name: jac[name].squares() for name in self.sizes})
+        return sweep(self.squares)
 
     def gaussian(
-        self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
+        self, sums: Any, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         params, variance = {}, {}
         log_det = jnp.zeros(())
@@ -331,37 +407,9 @@ class DiagonalStructure(FullStructure):
             log_det += jnp.sum(jnp.log(precision))
         return LaplaceGaussian(params, variance, log_det)
 
-    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        matrices = []
-        for name in self.sizes:
-            matrices.append(self._half(name, jac[name].dense(), fns[name]))
-        return jnp.concatenate(matrices, axis=2)
-
-    def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
-        """(B, D, P) the Jacobian of a site times the root of its covariance."""
-        return dense * jnp.ravel(fn.scale)
-
-    def covariance(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        return sum(self._covariance(name, jac[name], fns[name]) for name in self.sizes)
-
-    def _covariance(self, name: str, jacobian: Any, fn: Any) -> Any:
-        """(B, D, D) of one site."""
-        return _independent(jacobian, jnp.ravel(fn.scale) ** 2)
-
-
-def _independent(jacobian: Any, variance: jax.Array) -> jax.Array:
-    """(B, D, D) of a site whose elements are independent."""
-    if _is_single(jacobian):
-        matrix = to_matrix(variance, jacobian.layout) * jacobian.slope**2
-        middle = (jacobian.inputs[:, 0] ** 2) @ matrix
-        grads = jacobian.grads[:, :, 0]
-        return jnp.einsum("bo,bdo,beo->bde", middle, grads, grads)
-    dense = jacobian.dense()
-    return jnp.einsum("bdp,p,bep->bde", dense, variance, dense)
-
 
 @dataclass(frozen=True)
-class KroneckerStructure(DiagonalStructure):
+class KroneckerStructure(Structure):
     """A Kronecker product for every site that is a matrix, in ``layouts``; the elements
     of others independent.
     """
@@ -373,44 +421,43 @@ class KroneckerStructure(DiagonalStructure):
             (name, (name,), Kronecker(layout)) for name, layout in self.layouts.items()
         ]
 
-    def measure(self, sweep: Sweep, prior: Vectors) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> Any:
         """Eigenvalues and eigenvectors of the factors of each site that is a matrix;
         the diagonal of J^T J for the others.
         """
-
-        def factors(jac: Jacobians) -> Any:
-            by_site: Any = {}
-            for name in self.sizes:
-                jacobian = jac[name]
-                if name not in self.layouts or not isinstance(jacobian, OuterJacobian):
-                    by_site[name] = jacobian.squares()
-                    continue
-                inputs, grads = _products(jacobian)
-                has_data = jacobian.has_data
-                count = jnp.sum(has_data) * inputs.shape[1]
-                left = jnp.einsum("bti,b,btj->ij", inputs, has_data, inputs)
-                right = jnp.einsum("bdto,bdtp->op", grads, grads)
-                by_site[name] = left, right, count
-            return by_site
-
-        by_site = sweep(factors)
+        by_site = sweep(self._factors)
         for name in self.layouts:
             left, right, count = by_site[name]
             by_site[name] = *jnp.linalg.eigh(left), *jnp.linalg.eigh(right / count)
         return by_site
 
+    def _factors(self, jac: Jacobians) -> Any:
+        by_site: Any = {}
+        for name in self.sizes:
+            jacobian = jac[name]
+            if name not in self.layouts or not isinstance(jacobian, OuterJacobian):
+                by_site[name] = jacobian.squares()
+                continue
+            inputs, grads, _, _, has_data = _as_product(jacobian)
+            count = jnp.sum(has_data) * inputs.shape[1]
+            left = jnp.einsum("bti,b,btj->ij", inputs, has_data, inputs)
+            right = jnp.einsum("bdto,bdtp->op", grads, grads)
+            by_site[name] = left, right, count
+        return by_site
+
     def gaussian(
-        self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
+        self, sums: Any, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
-        sizes = {
-            name: self.sizes[name] for name in self.sizes if name not in self.layouts
-        }
+        sizes = dict(self.sizes)
+        for name in self.layouts:
+            del sizes[name]
         params, variance, log_det, lost = DiagonalStructure(sizes).gaussian(sums, prior)
         for name, layout in self.layouts.items():
             left_values, left, right_values, right = sums[name]
-            left_values = jnp.maximum(left_values, 0.0)
-            right_values = jnp.maximum(right_values, 0.0)
-            precision = left_values[:, None] * right_values + prior[name][0]
+            products = jnp.maximum(left_values, 0.0)[:, None] * jnp.maximum(
+                right_values, 0.0
+            )
+            precision = products + prior[name][0]
             params[name, "left"] = left
             params[name, "right"] = right
             params[name, "scale"] = precision**-0.5
@@ -420,43 +467,9 @@ class KroneckerStructure(DiagonalStructure):
             lost = jnp.maximum(lost, jnp.max(precision) / jnp.min(precision))
         return LaplaceGaussian(params, variance, log_det, lost)
 
-    def _half(self, name: str, dense: jax.Array, fn: Any) -> jax.Array:
-        if name not in self.layouts:
-            return super()._half(name, dense, fn)
-        layout = self.layouts[name]
-        rotated = fn.left.T @ to_matrix(dense, layout) @ fn.right * fn.scale
-        return from_matrix(rotated, layout)
-
-    def _covariance(self, name: str, jacobian: Any, fn: Any) -> Any:
-        if name not in self.layouts:
-            return super()._covariance(name, jacobian, fn)
-        if not isinstance(jacobian, OuterJacobian):
-            # these rows influence one another, other than those of the run
-            half = self._half(name, jacobian.dense(), fn)
-            return jnp.einsum("bdp,bep->bde", half, half)
-        inputs, grads = _products(jacobian)
-        layout = jacobian.layout
-        turned = OuterJacobian(
-            inputs @ fn.left,
-            grads @ fn.right,
-            jnp.ones(layout.size),
-            layout,
-            jacobian.has_data,
-        )
-        return _independent(turned, from_matrix(fn.scale**2, layout))
-
-
-def _products(jacobian: OuterJacobian) -> tuple[jax.Array, jax.Array]:
-    """Inputs and gradients with the slope of the weight in them, as if it were itself a
-    product.
-    """
-    slope = jacobian.slope
-    first = jnp.sum(slope, axis=1) / jnp.sum(slope)
-    return jacobian.inputs * first, jacobian.grads * jnp.sum(slope, axis=0)
-
 
 @dataclass(frozen=True)
-class LowRankStructure(FullStructure):
+class LowRankStructure(Structure):
     """The largest eigenvectors of J^T J relative to the prior, and the diagonal of the
     rest.
     """
@@ -466,7 +479,7 @@ class LowRankStructure(FullStructure):
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return [("*", tuple(self.sizes), LowRankPrecision(self.rank))]
 
-    def measure(self, sweep: Sweep, prior: Vectors) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> Any:
         """Diagonal (P,) and columns (P, K) with J^T J about diag + columns columns^T,
         by subspace iteration.
         """
@@ -479,12 +492,11 @@ class LowRankStructure(FullStructure):
         values, turn = jnp.linalg.eigh(basis.T @ self.product(sweep, basis, scale))
         values, vectors = jnp.maximum(values[-rank:], 0.0), (basis @ turn)[:, -rank:]
         columns = vectors * jnp.sqrt(values) / scale[:, None]
-        diagonal = DiagonalStructure.measure(self, sweep, prior)  # type: ignore[arg-type]
-        total = self.flat(diagonal)
+        total = self.flat(sweep(self.squares))
         return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
 
     def gaussian(
-        self, sums: Any, prior: Vectors, coupling: jax.Array | None = None
+        self, sums: Any, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         diagonal, columns = sums
         scale = (diagonal + self.flat(prior)) ** -0.5
@@ -496,10 +508,4 @@ class LowRankStructure(FullStructure):
         log_det = jnp.sum(jnp.log1p(singular**2)) - 2 * jnp.sum(jnp.log(scale))
         # what is left of a difference
         lost = jnp.max(1 + jnp.sum(scaled**2, axis=1))
-        return LaplaceGaussian(params, split(fn.variance, self.sizes), log_det, lost)
-
-    def halves(self, jac: Jacobians, fns: Mapping[str, Any]) -> jax.Array:
-        fn = fns["*"]
-        # M = diag(scale) (1 - Q shrink Q^T)
-        scaled = self.joined(jac) * fn.scale
-        return scaled - ((scaled @ fn.basis) * fn.shrink) @ fn.basis.T
+        return LaplaceGaussian(params, self.split(fn.variance), log_det, lost)

@@ -1,0 +1,476 @@
+"""What a Laplace approximation needs from a model: its outputs, its prior and its
+likelihood, in the coordinates of the guide.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import Array
+from jax.scipy.linalg import block_diag
+
+from numpyro_bnn._axes import Axis
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import (
+    affine_normal,
+    is_affine_normal,
+    is_factor,
+    unwrapped,
+)
+from numpyro_bnn.guides.auto_blocks import Values, is_identity
+from numpyro_bnn.guides.blocks import cut
+from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
+from numpyro_bnn.guides.laplace.likelihoods import (
+    CALL,
+    ObservedRows,
+    Site,
+    likelihood_of,
+    observed_rows,
+)
+from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
+from numpyro_bnn.guides.scale_conditioning import Scaled
+from numpyro_bnn.networks import placeholder_statistics
+from numpyro_bnn.program.axes import axes_of_data
+from numpyro_bnn.program.plates import sites_of_type
+from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.row_lengths import check_state
+
+INSTEAD = (
+    "Use `numpyro.infer.autoguide.AutoNormal`, or a kernel of MCMC, for this model."
+)
+
+
+class ObservedSite(NamedTuple):
+    """The axis of its rows (``None``: it is one row), and the names of the outputs that
+    depend on the sites of the Gaussian.
+    """
+
+    axis: int | None
+    used: tuple[str, ...]
+
+
+class Tuned(NamedTuple):
+    """What rounds of tuning change: factors on prior precisions by site, and variances
+    (N, M) of the loc by observed site whose noise scale is learned.
+    """
+
+    precision: Mapping[str, Any] = {}
+    spread: Mapping[str, Array] = {}
+
+
+@dataclass(frozen=True)
+class LaplacePosterior:
+    r"""A model in the coordinates v of the guide: unconstrained, or u = (w - m) / s if
+    a prior scale s is learned.
+
+    :param fixed: loc and scale by site, for Normal priors that depend on no other site.
+    :param scaled: sites in the coordinates u, whose prior is N(0, 1).
+    :param other_sites: all further latent sites.
+    :param observed: the observed sites whose outputs depend on the Gaussian.
+    :param data: all observed sites.
+    :param sites: the sites of the Gaussian; all others are held.
+    """
+
+    rows: ModelRows
+    transforms: Mapping[str, Any]
+    scaled: Scaled
+    fixed: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    other_sites: Sequence[str]
+    observed: Mapping[str, ObservedSite]
+    data: Sequence[str]
+    sites: Sequence[str]
+
+    def on(self, args: tuple, kwargs: Mapping[str, Any]) -> "LaplacePosterior":
+        """The same for all rows of other arguments."""
+        return replace(self, rows=self.rows.on(args, kwargs))
+
+    # -- coordinates -------------------------------------------------------------------
+
+    def values(self, batch: Batch, v: Values) -> Values:
+        """Constrained values of all latent sites."""
+        constrained: Values = {}
+        for name, transform in self.transforms.items():
+            if name in self.scaled:
+                loc, scale = self._prior_moments(batch, constrained, name)
+                constrained[name] = loc + scale * v[name]
+            else:
+                constrained[name] = transform(v[name])
+        return constrained
+
+    def coordinates(self, batch: Batch, values: Values) -> Values:
+        """The inverse of :meth:`values`."""
+        coordinates = {}
+        for name, transform in self.transforms.items():
+            value = transform.inv(jnp.asarray(values[name], float))
+            if name in self.scaled:
+                loc, scale = self._prior_moments(batch, values, name)
+                value = (value - loc) / scale
+            coordinates[name] = value
+        return coordinates
+
+    def _prior_moments(
+        self, batch: Batch, values: Values, name: str
+    ) -> tuple[Array, Array]:
+        parents = {parent: values[parent] for parent in self.scaled[name]}
+        fn = batch.at(parents, only=[name])[name]["fn"]
+        return affine_normal(fn, masked=True)  # type: ignore[return-value]
+
+    def unflat(self, vector: Any, v: Values) -> Values:
+        """Values of the sites of the Gaussian, shaped like ``v``, of (P,)."""
+        shapes = {name: v[name].shape for name in self.sites}
+        return cut(jnp.asarray(vector, float), shapes)
+
+    # -- outputs by row ----------------------------------------------------------------
+
+    def outputs(
+        self, batch: Batch, v: Values, only: str | None = None
+    ) -> dict[str, ObservedRows]:
+        """The observed sites, or one of them; their values may have been drawn."""
+        names = [only] if only else list(self.observed)
+        sites, outputs = batch.at(self.values(batch, v), names), {}
+        for name in names:
+            outputs[name] = observed_rows(sites[name], *self.observed[name])
+        return outputs
+
+    def _flat_outputs(
+        self, batch: Batch, v: Values, only: str | None = None
+    ) -> tuple[Callable, Values]:
+        """The outputs (B, E) as a function of the sites of the Gaussian, and those."""
+
+        def flat(sites: Values) -> Array:
+            outputs = self.outputs(batch, {**v, **sites}, only).values()
+            return jnp.concatenate(_of_one_length([o.flat() for o in outputs]), axis=1)
+
+        return flat, {name: v[name] for name in self.sites}
+
+    def _roots(self, batch: Batch, v: Values) -> tuple[Array, Array]:
+        """(B, D, E) roots of the Fisher information, and (B,) which rows have data."""
+        outputs = self.outputs(batch, v).values()
+        roots = jax.vmap(block_diag)(*_of_one_length([o.roots() for o in outputs]))
+        weight = jnp.concatenate(_of_one_length([o.weight for o in outputs]), axis=1)
+        return roots, jnp.any(weight > 0, axis=1).astype(roots.dtype)
+
+    def jacobians(self, batch: Batch, v: Values) -> Jacobians:
+        """Jacobians of the outputs, times the root of their Fisher information."""
+        return jacobians(*self._flat_outputs(batch, v), *self._roots(batch, v))
+
+    def output_jacobians(self, batch: Batch, v: Values, name: str) -> Jacobians:
+        """Jacobians of the outputs of an observed site."""
+        flat, sites = self._flat_outputs(batch, v, name)
+        rows, width = jax.eval_shape(flat, sites).shape
+        roots = jnp.broadcast_to(jnp.eye(width), (rows, width, width))
+        return jacobians(flat, sites, roots, jnp.ones(rows))
+
+    def bend(self, batch: Batch, v: Values, step: Values) -> Values:
+        """Sum over rows of J^T F f'', with f'' the second derivative of the outputs
+        along a step, by site.
+        """
+        flat, sites = self._flat_outputs(batch, v)
+        roots, _ = self._roots(batch, v)
+
+        def slope(sites: Values) -> Array:
+            return jax.jvp(flat, (sites,), (step,))[1]
+
+        second = jax.jvp(slope, (sites,), (step,))[1]
+        gradient = jnp.einsum("bde,bdf,bf->be", roots, roots, second)
+        return jax.vjp(flat, sites)[1](gradient)[0]
+
+    def sweep(self, v: Values, fn: Callable, *extra: Any) -> Any:
+        """The sum of a function of the Jacobians over all rows."""
+
+        def of_batch(batch: Batch, v: Values, *extra: Any) -> Any:
+            return fn(self.jacobians(batch, v), *extra)
+
+        return self.rows.total(of_batch, v, *extra, key=fn)
+
+    # -- densities ---------------------------------------------------------------------
+
+    def log_likelihood(
+        self, batch: Batch, v: Values, spread: Mapping[str, Array] | None = None
+    ) -> Array:
+        """Sum over these rows; with the variances ``spread`` of loc, averaged over it
+        to tune the noise.
+        """
+        sites = batch.at(self.values(batch, v), self.data)
+        total = jnp.zeros(())
+        for name in self.data:
+            total += _log_prob(sites[name])
+        if spread:
+            detached = dict(v)
+            for name in self.fixed.keys() | self.scaled.keys():
+                detached[name] = jax.lax.stop_gradient(v[name])
+            outputs = self.outputs(batch, detached)
+            for name, variance in spread.items():
+                precision = jnp.exp(-2 * outputs[name].outputs["log_scale"])
+                weight = outputs[name].weight
+                total -= 0.5 * jnp.sum(weight * batch.of(variance) * precision)
+        return total
+
+    def log_prior(
+        self, batch: Batch, v: Values, precision: Mapping[str, Any], names: Sequence
+    ) -> Array:
+        """Of sites in the coordinates v; ``precision`` divides the prior variances of
+        fixed ones.
+        """
+        others = [name for name in names if name in self.other_sites]
+        sites = batch.at(self.values(batch, v), others) if others else {}
+        total = jnp.zeros(())
+        for name in names:
+            if name in self.fixed:
+                loc, scale = self.fixed[name]
+                fn = dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5)
+                total += jnp.sum(fn.log_prob(v[name]))
+            elif name in self.scaled:
+                total += jnp.sum(dist.Normal().log_prob(v[name]))
+            else:
+                value, transform = sites[name]["value"], self.transforms[name]
+                total += _log_prob(sites[name])
+                total += jnp.sum(transform.log_abs_det_jacobian(v[name], value))
+        return total
+
+    def potential(self, batch: Batch, v: Values, tuned: Tuned) -> Array:
+        """-log p(D, v), estimated from some rows."""
+        likelihood = self.log_likelihood(batch, v, tuned.spread)
+        if batch.indices and self.rows.plate:
+            (index,) = batch.indices.values()
+            likelihood *= self.rows.plate.size / len(index)
+        prior = self.log_prior(batch, v, tuned.precision, list(self.transforms))
+        return -likelihood - prior
+
+    def prior_precision(
+        self, v: Values, precision: Mapping[str, Any], curvature: Values
+    ) -> Values:
+        """(P_s,) the diagonal precision of the prior, by site; ``curvature`` is that of
+        sites without Normal prior.
+        """
+        diagonals = {}
+        for name in self.sites:
+            if name in self.fixed:
+                factor = precision.get(name, 1.0)
+                diagonals[name] = jnp.ravel(factor / jnp.square(self.fixed[name][1]))
+            elif name in self.scaled:
+                diagonals[name] = jnp.ones(v[name].size)
+            else:
+                diagonals[name] = curvature[name]
+        return diagonals
+
+
+def _log_prob(site: Site) -> Array:
+    """Scaled log density of a site."""
+    log_prob = site["fn"].log_prob(site["value"])
+    return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
+
+
+def _of_one_length(arrays: Sequence[Array]) -> list[Array]:
+    """Rows of several observed sites side by side: a site with fewer rows gets empty
+    ones.
+    """
+    number = max(map(len, arrays))
+    padded = []
+    for array in arrays:
+        widths = [(0, number - len(array))] + [(0, 0)] * (array.ndim - 1)
+        padded.append(jnp.pad(array, widths))
+    return padded
+
+
+# -- reading the model -----------------------------------------------------------------
+
+
+def check_sites(rows: ModelRows) -> None:
+    """Refuse latent sites whose density a Gaussian cannot follow, and models with
+    random numbers of their own.
+    """
+    plates = rows.plates
+    if len(plates) > 1:
+        got = f"{len(plates)} subsampled plates ({', '.join(plates)})"
+        raise argument_error(CALL, "model", got, "Subsample one plate of data.")
+    reading = rows.reading(rows.chunks[0])
+    check_state(CALL, "model", reading)
+    if reading.stochastic:
+        got = "a model with random numbers of its own (`numpyro.prng_key`)"
+        raise argument_error(CALL, "model", got, INSTEAD)
+    for name in reading.latent:
+        site = reading.sites[name]
+        if site["fn"].support.is_discrete:
+            got = f"the discrete latent site {name!r}"
+            raise argument_error(CALL, "model", got, INSTEAD)
+        for frame in site["cond_indep_stack"]:
+            if frame.name in plates:
+                got = f"the local site {name!r} in plate {frame.name!r}"
+                raise argument_error(CALL, "model", got, INSTEAD)
+        if isinstance(unwrapped(site["fn"], masked=True), dist.Laplace):
+            got = (
+                f"the site {name!r} with a Laplace prior, which has no second "
+                f"derivative at its mode"
+            )
+            raise argument_error(CALL, "model", got, "Use a Normal or StudentT prior.")
+
+
+def read(
+    rows: ModelRows,
+    transforms: Mapping[str, Any],
+    scaled: Scaled,
+    sites: Sequence[str],
+    by_products: bool,
+) -> LaplacePosterior:
+    """Read a model for a Gaussian of some sites; errors name the site that cannot be
+    approximated.
+
+    :param by_products: whether Jacobians have to be products of inputs and gradients,
+        row by row.
+    """
+    reading = rows.reading(rows.chunks[0])
+    parents = reading.depends(
+        lambda sites: {
+            name: site["fn"] for name, site in sites_of_type(sites, "sample").items()
+        }
+    )
+    moments = reading.run(_normal_moments)
+    fixed, other_sites = {}, []
+    for name in reading.latent:
+        if name in scaled:
+            continue
+        site, is_real = reading.sites[name], is_identity(transforms[name])
+        if parents[name] and is_real and not is_affine_normal(site["fn"]):
+            got = (
+                f"the site {name!r}, whose {type(unwrapped(site['fn'])).__name__} "
+                f"prior depends on {parents[name]}"
+            )
+            instead = (
+                "The joint mode degenerates at a scale of 0: use a non-centered "
+                "prior, or a fixed scale."
+            )
+            raise argument_error(CALL, "model", got, instead)
+        is_fixed = not parents[name] and is_real and site["scale"] is None
+        if is_fixed and moments[name] is not None:
+            loc, scale = moments[name]
+            fixed[name] = np.asarray(loc), np.asarray(scale)
+        else:
+            other_sites.append(name)
+    moving = set(sites)
+    for name in scaled:
+        if not scaled[name].isdisjoint(sites):
+            moving.add(name)
+    observed = _observed_sites(rows, reading, parents, moving, by_products)
+    return LaplacePosterior(
+        rows, transforms, scaled, fixed, other_sites, observed, reading.observed, sites
+    )
+
+
+def _normal_moments(reading: Reading) -> dict[str, Any]:
+    """Loc and scale of sites with a Normal prior."""
+    trace = reading.at({}, only=reading.latent)
+    return {name: affine_normal(site["fn"]) for name, site in trace.items()}
+
+
+def _observed_sites(
+    rows: ModelRows,
+    reading: Reading,
+    parents: Mapping[str, set[str]],
+    moving: set[str],
+    by_products: bool,
+) -> dict[str, ObservedSite]:
+    """Those that depend on ``moving`` sites; refuses rows that cannot be taken
+    apart.
+    """
+    dependent = [name for name in reading.observed if parents[name]]
+    for name in dependent:
+        likelihood_of(reading.sites[name])
+
+    def outputs_of(trace: Sites) -> dict[Any, Array]:
+        outputs = {}
+        for name in dependent:
+            site = trace[name]
+            for output, value in likelihood_of(site).natural(site["fn"]).items():
+                outputs[name, output] = value
+        return outputs
+
+    by_output = reading.depends(outputs_of)
+    data = mixed = axes_of_data(reading, outputs_of)
+    if rows.normalizes:
+        # Without batch statistics, in which rows are mixed.
+        with placeholder_statistics():
+            data = axes_of_data(rows.read(rows.chunks[0]), outputs_of)
+    observed = {}
+    for name in reading.observed:
+        site = reading.sites[name]
+        if is_factor(site["fn"]) and name not in dependent:
+            continue
+        frames = {frame.name for frame in site["cond_indep_stack"]}
+        if rows.plates and frames.isdisjoint(rows.plates):
+            got = f"the observed site {name!r} outside of the subsampled plate"
+            instead = "Run it on all rows, without a minibatch."
+            raise argument_error(CALL, "model", got, instead)
+        if name not in dependent:
+            continue
+        axis = _row_axis(site, rows.plates, _places(data, name))
+        _check_rows(_places(mixed, name), axis, rows.plates, by_products)
+        used = []
+        for (observed_name, output), latent in by_output.items():
+            if observed_name == name and latent & moving:
+                used.append(output)
+        if used:
+            observed[name] = ObservedSite(axis, tuple(used))
+    if not observed:
+        got = "a model without observed sites"
+        if reading.observed:
+            got = "data that depend on none of the sites of the guide"
+        instead = "Pass the targets (`y`), and sites that the data depend on."
+        raise argument_error(CALL, "sites", got, instead)
+    return observed
+
+
+Places = list[tuple[Axis, int | None]]
+
+
+def _places(axes: Mapping[tuple[str, str], Mapping[Axis, Any]], name: str) -> Places:
+    """Where axes of data lie in the outputs of a site; ``None``: mixed."""
+    places: Places = []
+    for (observed_name, _), labels in axes.items():
+        if observed_name == name:
+            places += labels.items()
+    return places
+
+
+def _row_axis(site: Site, plates: Mapping[str, Any], places: Places) -> int | None:
+    """The axis of the subsampled plate; else of the outermost plate, or first axis,
+    along which the data lie.
+    """
+    along = {place: label.source for label, place in places}
+    rank = len(site["fn"].batch_shape)
+    axes = []
+    for frame in reversed(site["cond_indep_stack"]):
+        axis = rank + frame.dim
+        if axis < 0:
+            continue
+        axes.append(axis)
+        if frame.name in plates or (not plates and along.get(axis) == frame.name):
+            return axis
+    if not axes and unwrapped(site["fn"], masked=True).event_dim == 0:
+        axes = list(range(len(site["fn"].shape())))
+    for axis in axes:
+        if axis in along:
+            return axis
+    return axes[0] if axes else None
+
+
+def _check_rows(
+    places: Places, axis: int | None, plates: Mapping[str, Any], by_products: bool
+) -> None:
+    """Refuse rows that influence one another where they are taken apart: in
+    minibatches, and as products.
+    """
+    mixed = any(label.source in plates and place != axis for label, place in places)
+    if by_products and places and not plates and axis is not None:
+        mixed = axis not in {place for _, place in places}
+    if mixed:
+        got = (
+            "a model in which one row changes the outputs of others, such as one with "
+            "batch normalization"
+        )
+        instead = 'Use "diag", "low_rank" or "full" on all rows, or `nn.LayerNorm`.'
+        raise argument_error(CALL, "model", got, instead)
