@@ -16,8 +16,9 @@ from numpyro.util import soft_vmap
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn.guides.adf.moment_matching import Gamma
-from numpyro_bnn.guides.adf.problem import ADFProblem, ADFState
+from numpyro_bnn.guides.adf.likelihoods import Likelihood
+from numpyro_bnn.guides.adf.moment_matching import ADFState, Gamma
+from numpyro_bnn.guides.adf.problem import first_state, read_problem
 from numpyro_bnn.guides.adf.reading import CALL, Data, Values, read
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.arguments import as_arrays
@@ -40,16 +41,16 @@ class ADFPosterior(AutoNormal):
     w_base is N(m / s, v / s^2).
     """
 
-    _problem: ADFProblem | None = None
+    _problem: Likelihood | None = None
     _data: Data | None = None
     _start: dict[str, Any] | None = None
 
-    def _known_problem(self) -> ADFProblem:
+    def _known_problem(self) -> Likelihood:
         """The model as it was read; after unpickling it is read again."""
         if self._problem is None and self._data is not None:
             with jax.enable_x64(True):
                 reading = read(self.model, *self._data.call())
-                self._problem = ADFProblem.of(self._data, reading)
+                self._problem = read_problem(self._data, reading)
         if self._problem is None:
             instead = (
                 "Call `run` of this guide first, or use it in `SVI`, so that it reads "
@@ -62,7 +63,7 @@ class ADFPosterior(AutoNormal):
         """Read the model, skipping AutoNormal's search for a valid start."""
         with jax.enable_x64(True):
             data, reading = Data.read(self.model, args, kwargs)
-            self._problem = ADFProblem.of(data, reading)
+            self._problem = read_problem(data, reading)
         self._remember(data, reading, args, kwargs)
 
     def _remember(self, data: Data, reading: Reading, args: tuple, kwargs: Any) -> None:
@@ -125,7 +126,9 @@ class ADFPosterior(AutoNormal):
             # Also while SVI traces the guide; `ensure_compile_time_eval` would run each
             # operation by itself.
             with jax.enable_x64(True), jax.core.eval_context():
-                make = shared(lambda key: self._to_params(problem.start(key, {})), True)
+                make = shared(
+                    lambda key: self._to_params(first_state(problem, key, {})), True
+                )
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
 
@@ -251,7 +254,7 @@ class ADFPosterior(AutoNormal):
 
 
 def _distribution(
-    problem: ADFProblem, name: str, parameter: Parameter
+    problem: Likelihood, name: str, parameter: Parameter
 ) -> dist.Distribution:
     """The posterior of a weight or another site."""
     hyper = problem.hyperparameters.get(name)

@@ -22,12 +22,14 @@ from numpyro_bnn._options import (
     checked,
 )
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
+from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
+from numpyro_bnn.guides.adf.moment_matching import ADFState
 from numpyro_bnn.guides.adf.problem import (
-    ADFProblem,
-    ADFState,
     Program,
     build,
+    read_problem,
     run_epochs,
+    sweep,
 )
 from numpyro_bnn.guides.adf.reading import CALL, Data, Values
 from numpyro_bnn.guides.fitting import Keeper
@@ -226,10 +228,10 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def make(problem: ADFProblem) -> Callable:
-            return lambda *inputs: self._to_params(problem.sweep(*inputs)[0])
+        def learned(likelihood: Likelihood, *inputs: Any) -> dict[str, jax.Array]:
+            return self._to_params(sweep(likelihood, *inputs)[0])
 
-        new = self._on_new_data("update", params, args, kwargs, make, 1.0)
+        new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
         return {
             name: jnp.asarray(value, jnp.asarray(params[name]).dtype)
             for name, value in new.items()
@@ -250,13 +252,9 @@ class AutoADF(ADFPosterior):
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
 
-        def make(problem: ADFProblem) -> Callable:
-            return jax.vmap(
-                partial(problem.predictive, noise=noise), in_axes=(None, 0, None)
-            )
-
+        fn = _by_row(lambda likelihood, point: likelihood.predictive(point, noise))
         moments = self._on_new_data(
-            "predictive_moments", params, args, kwargs, make, key=noise
+            "predictive_moments", params, args, kwargs, fn, noise
         )
         return jnp.asarray(moments.mean, float), jnp.asarray(moments.var, float)
 
@@ -270,14 +268,9 @@ class AutoADF(ADFPosterior):
         :param args: arguments of the model, targets included.
         :return: (N,), summed over the K outputs of one point.
         """
-
-        def make(problem: ADFProblem) -> Callable:
-            return jax.vmap(problem.log_density, in_axes=(None, 0, None))
-
-        return jnp.asarray(
-            self._on_new_data("log_predictive_density", params, args, kwargs, make),
-            float,
-        )
+        fn = _by_row(lambda likelihood, point: likelihood.log_z(point).sum())
+        density = self._on_new_data("log_predictive_density", params, args, kwargs, fn)
+        return jnp.asarray(density, float)
 
     def _prepare(
         self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
@@ -295,22 +288,11 @@ class AutoADF(ADFPosterior):
         data, reading = Data.read(self.model, tuple(first), kwargs)
         every = Data.of(self.model, tuple(stacked), kwargs, data.rows)
         every.check(call)
-
-        def axes(name: str) -> dict[str, int | None]:
-            """Where the axis of data sets lies in each array."""
-            of_one, of_all = getattr(data, name), getattr(every, name)
-            new = {
-                place: np.ndim(of_all[place]) - np.ndim(of_one[place])
-                for place in of_one
-            }
-            return {place: 0 if stacked else None for place, stacked in new.items()}
-
-        row_axes = axes("rows")
-        array_axes = axes("arrays")
-        key = "run", batched, str(row_axes), str(array_axes), data.key
+        axes = _set_axes(data.rows, every.rows), _set_axes(data.arrays, every.arrays)
+        key = "run", batched, str(axes), data.key
         if key not in self._programs:
-            problem = ADFProblem.of(data, reading)
-            program = build(problem, batched, row_axes, array_axes, data.num_rows)
+            problem = read_problem(data, reading)
+            program = build(problem, batched, *axes, data.num_rows)
             self._programs[key] = problem, program
         self._problem, program = self._programs[key]
         self._remember(data, reading, tuple(first), kwargs)
@@ -322,12 +304,14 @@ class AutoADF(ADFPosterior):
         params: Any,
         args: tuple,
         kwargs: Any,
-        make: Callable,
-        *more: Any,
-        key: Any = None,
+        fn: Callable,
+        option: Any = None,
+        more: tuple = (),
     ) -> Any:
-        """The value, compiled in float64, of the function that ``make`` builds from the
-        model read on new data.
+        """``fn(likelihood, state, rows, arrays, *more)`` of new data, compiled in
+        float64.
+
+        :param option: what ``fn`` depends on besides.
         """
         _check_staged(method, params, args, kwargs)
         call = f"{CALL}.{method}"
@@ -337,14 +321,25 @@ class AutoADF(ADFPosterior):
         with jax.enable_x64(True):
             data = self._data.like(*as_arrays(args, kwargs, call), call)
             data.check(call)
-            key = (method, key, data.key)
+            key = method, option, data.key
             if key not in self._programs:
                 with_value = method != "predictive_moments"
-                problem = self._known_problem().on(data, with_value)
-                self._programs[key] = jax.jit(make(problem))
-            return self._programs[key](
-                self._from_params(params), data.rows, data.arrays, *more
-            )
+                likelihood = self._known_problem().on(data, with_value)
+                self._programs[key] = jax.jit(partial(fn, likelihood))
+            state = self._from_params(params)
+            return self._programs[key](state, data.rows, data.arrays, *more)
+
+
+def _by_row(fn: Callable[[Likelihood, Point], Any]) -> Callable:
+    """A function of one data point, for each row."""
+
+    def of_rows(likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any) -> Any:
+        def of_row(row: Any) -> Any:
+            return fn(likelihood, likelihood.point(state, (row, arrays)))
+
+        return jax.vmap(of_row)(rows)
+
+    return of_rows
 
 
 def _check_staged(method: str, *values: Any) -> None:
@@ -368,6 +363,14 @@ def _check_staged(method: str, *values: Any) -> None:
                 "values of a compiled float32 program",
                 instead,
             )
+
+
+def _set_axes(of_one: Values, of_all: Values) -> dict[str, int | None]:
+    """Where the axis of data sets lies in each array."""
+    axes: dict[str, int | None] = {}
+    for place, leaf in of_one.items():
+        axes[place] = 0 if np.ndim(of_all[place]) > np.ndim(leaf) else None
+    return axes
 
 
 def _narrow(value: Any) -> jax.Array:

@@ -1,10 +1,9 @@
-"""Likelihoods of one data point: the normalizer Z under Gaussian predictors, predictive
-moments, and the quadrature for both. A likelihood with formulas of its own is one
-class; every other one is integrated numerically.
+"""Likelihoods of one data point: the normalizer Z under Gaussian predictors, and
+predictive moments. A likelihood with formulas of its own is one class; every other one
+is integrated numerically.
 """
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import lax
 from jax.scipy.special import logsumexp
 from numpyro.distributions import constraints
 
@@ -21,31 +19,17 @@ from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs import dependence
 from numpyro_bnn.guides.adf.moment_matching import (
+    NORMAL_CONSTANT,
+    ADFState,
     Gamma,
     Hyperparameter,
     normal_log_density,
 )
 from numpyro_bnn.guides.adf.observation import Cut
+from numpyro_bnn.guides.adf.quadrature import expectations, log_expectation
 from numpyro_bnn.guides.adf.reading import Data, Roles, Values, refuse
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.reading import Reading
-
-# The constant that `normal_log_density` leaves out.
-NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
-# Grids as wide as a prior: points, and reach in prior sd, for the first Gaussian and
-# for others.
-FIRST, OTHERS = (65, 8.0), (25, 7.2)
-# Grid around a mode: nested grids to find it, points on each side, reach in prior sd,
-# and the smallest t.
-ZOOMS, SIDE, REACH, START = 7, 49, 12.0, -2.3
-# Largest distance of a mode, in prior sd: data that are further away contradict the
-# model.
-FARTHEST = 50.0
-# Smallest variance, relative to the square of the mean.
-SMALLEST = 1e-20
-# Largest difference of log Z by a grid and by half of it, on the grid as wide as the
-# prior, and around the mode.
-WIDE, ALLOWED = 1e-6, 0.05
 
 Gaussians = Mapping[str, Gaussian]
 
@@ -65,19 +49,17 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Any distribution whose parameters are elementwise functions of at most two random
-    numbers: by quadrature.
+    """A model read for assumed density filtering: the likelihood of one data point.
+
+    This one is for any distribution whose parameters are elementwise functions of at
+    most two random numbers, and goes by quadrature.
     """
 
-    name: str  # of the observed site
+    roles: Roles
+    hyperparameters: Mapping[str, Hyperparameter]
+    base: dist.Distribution  # without values
     shape: tuple[int, ...]  # of one observation
     cut: Cut  # of the program of the parameters, the observed `value`, and its `mask`
-    base: dist.Distribution  # without values
-    hyperparameters: Mapping[str, Hyperparameter]
-    # hyperparameters of the observation that are integrated, and a noise precision
-    # with the published updates
-    noise: tuple[str, ...]
-    gamma: str | None
 
     #: The distribution that has these formulas, by default every one, and the parameter
     #: that must be Gaussian for them.
@@ -102,6 +84,19 @@ class Likelihood:
         return jax.tree.unflatten(jax.tree.structure(self.base), leaves)
 
     @property
+    def gamma(self) -> str | None:
+        """The noise precision with the published updates, if there is one."""
+        for name in self.roles.noise:
+            if isinstance(self.hyperparameters[name].prior, Gamma):
+                return name
+        return None
+
+    @property
+    def noise(self) -> list[str]:
+        """The hyperparameters of the observation that are integrated numerically."""
+        return [name for name in self.roles.noise if name != self.gamma]
+
+    @property
     def integrated(self) -> list[str]:
         """The quantities that are integrated numerically."""
         return [name for name in self.cut.quantities if name != self.predictor]
@@ -111,15 +106,26 @@ class Likelihood:
         hypers = self.hyperparameters.items()
         return {name: hyper.value(states[name]) for name, hyper in hypers}
 
-    def point(self, weights: Gaussians, states: Values, data: Any) -> Point:
-        """Propagate the moments of the weights to those of the quantities."""
-        hypers = self.typical_values(states)
+    def on(self, data: Data, with_value: bool) -> "Likelihood":
+        """The likelihood of other data, with the same roles.
+
+        :param with_value: whether targets are among the arguments.
+        """
+        of_row, hypers = data.read_row(), self.hyperparameters
+        return read_likelihood(data, of_row, self.roles, hypers, with_value)
+
+    def point(self, state: ADFState, data: Any) -> Point:
+        """Propagate the moments of the weights to those of the quantities.
+
+        :param data: a row, and the other arrays.
+        """
+        hypers = self.typical_values(state.hyperparameters)
         head = moments.propagate(lambda w: self.cut.head(w, hypers, data))
-        quantities = head(dict(weights))
+        quantities = head(state.weights)
         for name, value in quantities.items():
             if not isinstance(value, Gaussian):
                 quantities[name] = Gaussian(value, jnp.zeros_like(value))
-        return Point(quantities, states, data)
+        return Point(quantities, state.hyperparameters, data)
 
     def log_z(self, point: Point, order: int = 0) -> jax.Array:
         """log Z of one observation, with ``order`` added to the shape of the noise
@@ -157,7 +163,7 @@ class Likelihood:
         dimensions = len(self.integrated) + len(self.noise)
         if dimensions > 2:
             reason = f"whose likelihood has {dimensions} random parameters"
-            refuse(self.name, reason, "At most two can be integrated.")
+            refuse(self.roles.observed, reason, "At most two can be integrated.")
         for name, quantity in point.quantities.items():
             if quantity.mean.size > np.prod(self.shape):
                 reason = (
@@ -168,7 +174,7 @@ class Likelihood:
                     "Use observations of one linear predictor each, or "
                     "Categorical(logits=...)."
                 )
-                refuse(self.name, reason, instead)
+                refuse(self.roles.observed, reason, instead)
 
     def _gaussians(self, point: Point) -> dict[str, Gaussian]:
         """What is integrated: quantities by parameter, noise by site."""
@@ -337,19 +343,10 @@ def read_likelihood(
         power = None if "scale" in cut.sources or not is_noise else roles.noise_power
         hyperparameters = {}
         for hyper, fn in roles.hyperparameters.items():
-            powers: set[Any] = {
-                w.power for w in roles.weights.values() if w.hyper == hyper
-            }
-            if hyper in roles.noise:
-                powers.add(power)
+            powers: set[Any] = {power} if hyper in roles.noise else set()
+            powers |= {w.power for w in roles.weights.values() if w.hyper == hyper}
             hyperparameters[hyper] = Hyperparameter.of(hyper, fn, powers)
-    noise, gamma = [], None
-    for hyper in roles.noise:
-        if isinstance(hyperparameters[hyper].prior, Gamma):
-            gamma = hyper
-        else:
-            noise.append(hyper)
-    return kind(name, shape, cut, base, hyperparameters, tuple(noise), gamma)
+    return kind(roles, hyperparameters, base, shape, cut)
 
 
 def _check_observed(
@@ -424,179 +421,3 @@ def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
     terms = jnp.concatenate((0 * ones, -won), axis=-1)
     signs = jnp.concatenate(((2 - classes) * ones, is_other), axis=-1)
     return -logsumexp(terms, axis=-1, b=signs)
-
-
-def _grid(points: int, reach: float) -> tuple[np.ndarray, float]:
-    """Points of the trapezoidal rule for a standard normal, and their distance."""
-    return np.linspace(-reach, reach, points, retstep=True)
-
-
-def log_expectation(fn: Callable[[Values], Any], gaussians: Gaussians) -> jax.Array:
-    """log E[exp(fn(x))] over independent Gaussians by name.
-
-    Elements of ``fn`` that share an element of a Gaussian are summed, and integrated
-    over it together: the result has the shape of the smallest Gaussian. The first
-    Gaussian is integrated on a grid as wide as the prior if that and half of it agree,
-    otherwise on a grid around the mode, the others always on a grid as wide as the
-    prior.
-
-    Gradients are those of the Gaussian densities at fixed points, so that a kink or
-    step does no harm. They are NaN where a grid and half of it disagree, or where the
-    mode is far outside of the prior: the update is then refused.
-    """
-    if not gaussians:
-        return fn({})
-    name, first = next(iter(gaussians.items()))
-    z, step = _grid(*OTHERS)
-    points = {
-        n: _points(g, _column(z, g), np.log(step))
-        for n, g in gaussians.items()
-        if n != name
-    }
-    # The smallest Gaussian is the outermost integral.
-    order = sorted(gaussians, key=lambda n: gaussians[n].mean.size)
-
-    def integral(nodes: Values, names: list[str], values: Values) -> jax.Array:
-        if not names:
-            log_value = fn(values)
-            return jnp.where(jnp.isnan(log_value), -jnp.inf, log_value)
-        outer, *inner = names
-
-        def at(x: jax.Array) -> jax.Array:
-            return sum_to(integral(nodes, inner, {**values, outer: x}), x.shape)
-
-        x, log_weights = nodes[outer]
-        return logsumexp(jax.vmap(at)(x) + log_weights, axis=0)
-
-    def both(z: jax.Array, spacing: Any) -> jax.Array:
-        x, log_weights = _points(first, z, spacing)
-        half = jnp.where(
-            _column(np.arange(len(z)) % 2, first) == 0, np.log(2.0), -jnp.inf
-        )
-        rules = jnp.stack([log_weights, log_weights + half])
-        return jax.vmap(lambda rule: integral({**points, name: (x, rule)}, order, {}))(
-            rules
-        )
-
-    def log_integrand(z: jax.Array) -> jax.Array:
-        x, log_weights = _points(first, z, 0.0)
-        means = {n: g.mean for n, g in gaussians.items() if n != name}
-        return (
-            jax.vmap(lambda x: sum_to(integral({}, [], {**means, name: x}), x.shape))(x)
-            + log_weights
-        )
-
-    z, step = _grid(*FIRST)
-    wide = both(_column(z, first), np.log(step))
-    enough = (jnp.abs(wide[0] - wide[1]) < WIDE).all()
-
-    def narrow() -> jax.Array:
-        z, spacing = _around_the_mode(log_integrand, first)
-        by_all, by_half = both(z, spacing)
-        num_far = sum_to(
-            (jnp.abs(z[SIDE - 1] + z[SIDE]) > 2 * FARTHEST).astype(z.dtype),
-            by_half.shape,
-        )
-        return jnp.stack([by_all, jnp.where(num_far > 0, jnp.inf, by_half)])
-
-    log_mean, half = lax.cond(enough, lambda: wide, narrow)
-    return _trusted(log_mean, jnp.abs(log_mean - half) < ALLOWED)
-
-
-def _column(values: np.ndarray, like: Gaussian) -> jax.Array:
-    """The same values for every element: (Q, ...)."""
-    return jnp.broadcast_to(
-        values.reshape(-1, *(1,) * like.mean.ndim), (len(values), *like.mean.shape)
-    )
-
-
-def _points(
-    gaussian: Gaussian, z: jax.Array, spacing: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Fixed points, ``z`` sd from the mean, and their log weights, which carry the
-    gradients.
-
-    :param spacing: logarithm of the distance of points.
-    """
-    mean = gaussian.mean
-    var = jnp.maximum(gaussian.var, SMALLEST * jnp.maximum(1.0, mean * mean))
-    fixed, sd = lax.stop_gradient((mean, jnp.sqrt(var)))
-    density = normal_log_density(sd * z + (fixed - mean), var) + NORMAL_CONSTANT
-    return fixed + sd * z, density + jnp.log(sd) + spacing
-
-
-def _around_the_mode(
-    log_integrand: Callable[[jax.Array], jax.Array], like: Gaussian
-) -> tuple[jax.Array, jax.Array]:
-    """Points and the logarithms of their distances, which grow with the distance from
-    the mode on both sides.
-
-    The mode is searched on nested grids. With a = width exp(t - exp(-t)), for
-    equidistant t, a kink at the mode does no harm, and integrands of any width between
-    that of the last grid and that of the prior are resolved.
-    """
-
-    def zoom(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        z, _, width = grid
-        values = lax.stop_gradient(log_integrand(z))
-        best = jnp.argmax(values, axis=0)[None]
-
-        def beside_best(array: jax.Array, step: int) -> jax.Array:
-            place = jnp.clip(best + step, 0, len(z) - 1)
-            return jnp.take_along_axis(array, place, axis=0)[0]
-
-        low, high = beside_best(z, -1), beside_best(z, 1)
-        ends = jnp.minimum(beside_best(values, -1), beside_best(values, 1))
-        width = jnp.where(beside_best(values, 0) - ends > 1, high - low, width)
-        finer = low + (high - low) * _column(np.linspace(0.0, 1.0, 17), like)
-        return finer, beside_best(z, 0), width
-
-    z = _column(np.sinh(np.linspace(-7.0, 7.0, 41)), like)
-    first = zoom(0, (z, z[0], jnp.full_like(z[0], REACH)))
-    _, mode, width = lax.fori_loop(1, ZOOMS, zoom, first)
-    step = (jnp.log(REACH / width) - START) / (SIDE - 1)
-    t = START + step * _column(np.arange(SIDE), like)
-    away = width * jnp.exp(t - jnp.exp(-t))
-    spacing = jnp.log(away * (1 + jnp.exp(-t)) * step)
-    points = jnp.concatenate([mode - away[::-1], mode + away])
-    return points, jnp.concatenate([spacing[::-1], spacing])
-
-
-def sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sum over the elements for which ``shape`` was broadcast."""
-    if value.size == np.prod(shape):
-        return value.reshape(shape)
-    if np.prod(shape) == 1:
-        return value.sum().reshape(shape)
-    like = jax.ShapeDtypeStruct(shape, value.dtype)
-    spread = partial(jnp.broadcast_to, shape=value.shape)
-    return jax.linear_transpose(spread, like)(value)[0]
-
-
-@jax.custom_jvp
-def _trusted(value: jax.Array, good: jax.Array) -> jax.Array:
-    """The value; its gradient is NaN where it is not good."""
-    return value
-
-
-@_trusted.defjvp
-def _trusted_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    value, good = primals
-    return value, jnp.where(good, 1.0, jnp.nan) * tangents[0]
-
-
-def expectations(fn: Callable[[Values], Any], gaussians: Gaussians) -> Any:
-    """E[fn(x)] for every leaf of ``fn``, element by element."""
-    z, _ = _grid(257 if len(gaussians) == 1 else 33, 8.0)
-    grid = np.array(list(itertools.product(z, repeat=len(gaussians))))
-    weights = np.exp(-0.5 * (grid**2).sum(axis=-1))
-
-    def at(node: jax.Array) -> Any:
-        values = {}
-        for z, (name, (mean, var)) in zip(node, gaussians.items(), strict=True):
-            values[name] = mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z
-        return fn(values)
-
-    by_node = jax.vmap(at)(jnp.asarray(grid))
-    weights /= weights.sum()
-    return jax.tree.map(lambda leaf: jnp.tensordot(weights, leaf, 1), by_node)

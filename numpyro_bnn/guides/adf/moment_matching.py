@@ -22,6 +22,8 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.guides.adf.reading import Weight, refuse
 from numpyro_bnn.moments import Gaussian
 
+# The constant that `normal_log_density` leaves out.
+NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
 # Grid on which a prior is matched by a Gaussian in unconstrained space.
 REACH, GRID = 60.0, 24_001
 # A cavity variance above this many prior variances carries no information: the factor
@@ -188,7 +190,22 @@ class PriorFactor(NamedTuple):
     rate: jax.Array
 
 
-class Site(NamedTuple):
+class ADFState(NamedTuple):
+    """State of a run: the posterior approximation and the approximate prior factors, in
+    float64.
+
+    :param weights: means and variances by site.
+    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in
+        unconstrained space.
+    :param factors: approximate prior factor of each weight that has a hyperparameter.
+    """
+
+    weights: dict[str, Gaussian]
+    hyperparameters: dict[str, Any]
+    factors: dict[str, PriorFactor]
+
+
+class ScaledSite(NamedTuple):
     """Weights of one site with a hyperparameter."""
 
     prior: Weight
@@ -199,7 +216,7 @@ class Site(NamedTuple):
 Refined = tuple[dict[str, tuple[Gaussian, PriorFactor]], Gamma | Gaussian]
 
 
-def refine_gamma(sites: Mapping[str, Site], state: Gamma) -> Refined:
+def refine_gamma(sites: Mapping[str, ScaledSite], state: Gamma) -> Refined:
     """Refine the prior factors of all weights that share a precision, one weight at a
     time, as published.
 
@@ -266,7 +283,7 @@ def _refine_one(
     return _where(good, (new, share, updated), (weight, factor, gamma))
 
 
-def refine_normal(sites: Mapping[str, Site], hyper: Hyperparameter) -> Refined:
+def refine_normal(sites: Mapping[str, ScaledSite], hyper: Hyperparameter) -> Refined:
     r"""Refine the prior factors of all weights of a scale at once, for a scale with any
     prior.
 

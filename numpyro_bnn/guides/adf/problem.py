@@ -1,8 +1,8 @@
 """A model read for ADF, one pass over the data, and epochs as compiled programs."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,24 +12,20 @@ import tqdm
 from jax import lax
 
 from numpyro_bnn._checks import outside
-from numpyro_bnn.guides.adf.likelihoods import (
-    Likelihood,
-    Point,
-    read_likelihood,
-    sum_to,
-)
+from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
 from numpyro_bnn.guides.adf.moment_matching import (
+    ADFState,
     Gamma,
-    Hyperparameter,
     PriorFactor,
-    Site,
+    ScaledSite,
     gamma_update,
     gaussian_update,
     refine_gamma,
     refine_normal,
 )
 from numpyro_bnn.guides.adf.observation import check_quantities, check_rows, rewritten
-from numpyro_bnn.guides.adf.reading import Data, Roles, Values, find_roles
+from numpyro_bnn.guides.adf.quadrature import sum_to
+from numpyro_bnn.guides.adf.reading import Data, Values, find_roles
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
@@ -37,21 +33,6 @@ from numpyro_bnn.program.reading import Reading
 
 # Refused updates are counted on about this many weights of each site.
 SAMPLE = 100
-
-
-class ADFState(NamedTuple):
-    """State of a run: the posterior approximation and the approximate prior factors, in
-    float64.
-
-    :param weights: means and variances by site.
-    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in
-        unconstrained space.
-    :param factors: approximate prior factor of each weight that has a hyperparameter.
-    """
-
-    weights: dict[str, Gaussian]
-    hyperparameters: dict[str, Any]
-    factors: dict[str, PriorFactor]
 
 
 class Records(NamedTuple):
@@ -67,150 +48,117 @@ class Records(NamedTuple):
     refused: jax.Array
 
 
-@dataclass(frozen=True)
-class ADFProblem:
-    """A model read for assumed density filtering."""
+def read_problem(data: Data, reading: Reading) -> Likelihood:
+    """Read the model from one row of its arguments.
 
-    roles: Roles
-    likelihood: Likelihood  # of one data point
+    :param reading: the model of all rows.
+    """
+    of_row = data.read_row()
+    roles = find_roles(of_row)
+    likelihood = read_likelihood(data, of_row, roles)
+    check_rows(data, reading, of_row, roles)
+    check_quantities(likelihood.cut, roles, data.first)
 
-    @classmethod
-    def of(cls, data: Data, reading: Reading) -> "ADFProblem":
-        """Read the model from one row of its arguments.
+    def check() -> None:
+        state = first_state(likelihood, jax.random.key(0), {})
+        likelihood.check(likelihood.point(state, data.first))
 
-        :param reading: the model of all rows.
-        """
-        of_row = data.read_row()
-        roles = find_roles(of_row)
-        problem = cls(roles, read_likelihood(data, of_row, roles))
-        check_rows(data, reading, of_row, roles)
-        check_quantities(problem.likelihood.cut, roles, data.first)
+    jax.eval_shape(check)
+    return likelihood
 
-        def check() -> None:
-            state = problem.start(jax.random.key(0), {})
-            problem.likelihood.check(problem.point(state, data.first))
 
-        jax.eval_shape(check)
-        return problem
+def first_state(likelihood: Likelihood, rng_key: jax.Array, means: Values) -> ADFState:
+    """The prior, but with these means of the weights, and others at random: N(loc,
+    prior variance / fan-in), which breaks the symmetry of the hidden units.
+    """
+    state = ADFState({}, {}, {})
+    for name, hyper in likelihood.hyperparameters.items():
+        state.hyperparameters[name] = jax.tree.map(jnp.asarray, hyper.prior)
+    values = likelihood.typical_values(state.hyperparameters)
+    weights = likelihood.roles.weights
+    keys = jax.random.split(rng_key, len(weights))
+    for key, (name, weight) in zip(keys, weights.items(), strict=True):
+        var = weight.prior_sd(values) ** 2
+        fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
+        noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
+        mean = means.get(name, weight.loc + noise)
+        state.weights[name] = Gaussian(jnp.asarray(mean, float), var)
+        if weight.hyper is not None:
+            zero = jnp.zeros(var.shape)
+            state.factors[name] = PriorFactor(
+                1 / var, jnp.asarray(weight.loc) / var, zero, zero
+            )
+    return state
 
-    def on(self, data: Data, with_value: bool) -> "ADFProblem":
-        """The same roles, and the likelihood of other data.
 
-        :param with_value: whether targets are among the arguments.
-        """
-        of_row = data.read_row()
-        hypers = self.hyperparameters
-        likelihood = read_likelihood(data, of_row, self.roles, hypers, with_value)
-        return replace(self, likelihood=likelihood)
+def learn(
+    likelihood: Likelihood, state: ADFState, data: Any
+) -> tuple[ADFState, jax.Array, jax.Array]:
+    """Absorb one data point, ``data`` being its row and the other arrays; also
+    returns its log Z and the number of refused updates of weights.
+    """
+    hypers = dict(state.hyperparameters)
+    noise = {name: hypers[name] for name in likelihood.noise}
 
-    @property
-    def hyperparameters(self) -> Mapping[str, Hyperparameter]:
-        """All latent sites other than the weights."""
-        return self.likelihood.hyperparameters
+    def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Point]:
+        point = likelihood.point(state._replace(weights=weights), data)
+        # Only the likelihood depends on the noise, not the quantities.
+        noisy = point._replace(states=hypers | noise)
+        return likelihood.log_z(noisy).sum(), point
 
-    def start(self, rng_key: jax.Array, means: Values) -> ADFState:
-        """The prior, but with these means of the weights, and others at random: N(loc,
-        prior variance / fan-in), which breaks the symmetry of the hidden units.
-        """
-        state = ADFState({}, {}, {})
-        for name, hyper in self.hyperparameters.items():
-            state.hyperparameters[name] = jax.tree.map(jnp.asarray, hyper.prior)
-        values = self.likelihood.typical_values(state.hyperparameters)
-        weights = self.roles.weights
-        keys = jax.random.split(rng_key, len(weights))
-        for key, (name, weight) in zip(keys, weights.items(), strict=True):
-            var = weight.prior_sd(values) ** 2
-            fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
-            noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
-            mean = means.get(name, weight.loc + noise)
-            state.weights[name] = Gaussian(jnp.asarray(mean, float), var)
-            if weight.hyper is not None:
-                zero = jnp.zeros(var.shape)
-                state.factors[name] = PriorFactor(
-                    1 / var, jnp.asarray(weight.loc) / var, zero, zero
-                )
-        return state
+    (value, point), gradients = jax.value_and_grad(log_z, argnums=(0, 1), has_aux=True)(
+        state.weights, noise
+    )
+    refused = jnp.zeros(())
+    weights = {}
+    for name, weight in state.weights.items():
+        weights[name], bad = gaussian_update(weight, gradients[0][name])
+        refused += _sampled_mean(bad) * bad.size
+    for name in noise:
+        hypers[name], _ = gaussian_update(noise[name], gradients[1][name])
+    if likelihood.gamma is not None:
+        gamma, sums = hypers[likelihood.gamma], []
+        for order in range(3):
+            log_zs = likelihood.log_z(point, order)
+            sums.append(sum_to(log_zs, gamma.concentration.shape))
+        hypers[likelihood.gamma] = gamma_update(gamma, jnp.stack(sums))
+    return ADFState(weights, hypers, state.factors), value, refused
 
-    def point(self, state: ADFState, data: Any) -> Point:
-        """One data point under a posterior."""
-        return self.likelihood.point(state.weights, state.hyperparameters, data)
 
-    def learn(
-        self, state: ADFState, data: Any
-    ) -> tuple[ADFState, jax.Array, jax.Array]:
-        """Absorb one data point, ``data`` being its row and the other arrays; also
-        returns its log Z and the number of refused updates of weights.
-        """
-        likelihood, hypers = self.likelihood, dict(state.hyperparameters)
-        noise = {name: hypers[name] for name in likelihood.noise}
+def sweep(
+    likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any, divisor: Any
+) -> tuple[ADFState, Records]:
+    """One pass over rows in the order given; for ``divisor`` see
+    :func:`fusion_barrier`.
+    """
+    absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
-        def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Point]:
-            point = self.point(state._replace(weights=weights), data)
-            # Only the likelihood depends on the noise, not the quantities.
-            noisy = point._replace(states=hypers | noise)
-            return likelihood.log_z(noisy).sum(), point
+    def body(state: ADFState, row: Any) -> tuple[ADFState, Any]:
+        updated, *records = absorb(state, (row, arrays))
+        return updated, records
 
-        (value, point), gradients = jax.value_and_grad(
-            log_z, argnums=(0, 1), has_aux=True
-        )(state.weights, noise)
-        refused = jnp.zeros(())
-        weights = {}
-        for name, weight in state.weights.items():
-            weights[name], bad = gaussian_update(weight, gradients[0][name])
-            refused += _sampled_mean(bad) * bad.size
-        for name in noise:
-            hypers[name], _ = gaussian_update(noise[name], gradients[1][name])
-        if likelihood.gamma is not None:
-            gamma, sums = hypers[likelihood.gamma], []
-            for order in range(3):
-                log_zs = likelihood.log_z(point, order)
-                sums.append(sum_to(log_zs, gamma.concentration.shape))
-            hypers[likelihood.gamma] = gamma_update(gamma, jnp.stack(sums))
-        return ADFState(weights, hypers, state.factors), value, refused
+    without = state._replace(factors={})
+    updated, (log_z, refused) = lax.scan(body, without, rows)
+    size = sum(weight.loc.size for weight in likelihood.roles.weights.values())
+    record = Records(log_z.sum(), refused.mean() / size)
+    return updated._replace(factors=state.factors), record
 
-    def sweep(
-        self, state: ADFState, rows: Any, arrays: Any, divisor: Any
-    ) -> tuple[ADFState, Records]:
-        """One pass over rows in the order given; for ``divisor`` see
-        :func:`fusion_barrier`.
-        """
-        learn = fusion_barrier(self.learn, divisor)
 
-        def body(state: ADFState, row: Any) -> tuple[ADFState, Any]:
-            updated, *records = learn(state, (row, arrays))
-            return updated, records
-
-        without = state._replace(factors={})
-        updated, (log_z, refused) = lax.scan(body, without, rows)
-        size = sum(weight.loc.size for weight in self.roles.weights.values())
-        record = Records(log_z.sum(), refused.mean() / size)
-        return updated._replace(factors=state.factors), record
-
-    def log_density(self, state: ADFState, row: Any, arrays: Any) -> jax.Array:
-        """log Z of one data point."""
-        return self.likelihood.log_z(self.point(state, (row, arrays))).sum()
-
-    def predictive(
-        self, state: ADFState, row: Any, arrays: Any, noise: bool
-    ) -> Gaussian:
-        """Mean and variance of the observation of one data point."""
-        return self.likelihood.predictive(self.point(state, (row, arrays)), noise)
-
-    def refine(self, state: ADFState) -> ADFState:
-        """The prior factors of all weights with a hyperparameter."""
-        weights, hypers, factors = map(dict, state)
-        for name, hyper in self.hyperparameters.items():
-            scaled = {n: w for n, w in self.roles.weights.items() if w.hyper == name}
-            if not scaled:
-                continue
-            sites = {n: Site(w, weights[n], factors[n]) for n, w in scaled.items()}
-            if isinstance(hypers[name], Gamma):
-                refined, hypers[name] = refine_gamma(sites, hypers[name])
-            else:
-                refined, hypers[name] = refine_normal(sites, hyper)
-            for site, (weight, factor) in refined.items():
-                weights[site], factors[site] = weight, factor
-        return ADFState(weights, hypers, factors)
+def refine(likelihood: Likelihood, state: ADFState) -> ADFState:
+    """The prior factors of all weights with a hyperparameter."""
+    weights, hypers, factors = map(dict, state)
+    for name, hyper in likelihood.hyperparameters.items():
+        scaled = {n: w for n, w in likelihood.roles.weights.items() if w.hyper == name}
+        if not scaled:
+            continue
+        sites = {n: ScaledSite(w, weights[n], factors[n]) for n, w in scaled.items()}
+        if isinstance(hypers[name], Gamma):
+            refined, hypers[name] = refine_gamma(sites, hypers[name])
+        else:
+            refined, hypers[name] = refine_normal(sites, hyper)
+        for site, (weight, factor) in refined.items():
+            weights[site], factors[site] = weight, factor
+    return ADFState(weights, hypers, factors)
 
 
 def _sampled_mean(mask: jax.Array) -> jax.Array:
@@ -253,7 +201,7 @@ class Program(NamedTuple):
 
 
 def build(
-    problem: ADFProblem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+    likelihood: Likelihood, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
 ) -> Program:
     """Compiled functions of keys, rows and arrays; an epoch is one pass and the
     refinement of the prior.
@@ -269,15 +217,15 @@ def build(
     ) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
-        state, record = problem.sweep(state, shuffled, arrays, divisor)
-        return problem.refine(state), record
+        state, record = sweep(likelihood, state, shuffled, arrays, divisor)
+        return refine(likelihood, state), record
 
-    start = problem.start
+    begin = partial(first_state, likelihood)
     if batched:
-        start = jax.vmap(start, in_axes=(0, 0))
+        begin = jax.vmap(begin)
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    return Program(shared(start, once=True), shared(epoch))
+    return Program(shared(begin, once=True), shared(epoch))
 
 
 def run_epochs(
