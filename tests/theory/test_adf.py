@@ -156,7 +156,6 @@ def test_outputs_that_share_a_noise_scale_are_integrated_together():
     assert -float(fit.losses[0]) == pytest.approx(np.log(total), rel=1e-6)
 
 
-@pytest.mark.slow
 def test_a_site_may_have_the_name_of_a_parameter():
     """The scale of the noise depends on weights and on a site called "scale"."""
     x, y = np.array([1.0, -0.5]), np.array([0.3, 0.1])
