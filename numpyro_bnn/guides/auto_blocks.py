@@ -20,7 +20,6 @@ from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._options import Model, Prefix, Switch, checked
 from numpyro_bnn.guides import initialization
-from numpyro_bnn.guides.adf.approximation import map_samples
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
 from numpyro_bnn.guides.prototype import CompiledAutoNormal
@@ -428,7 +427,7 @@ class AutoBlocks(CompiledAutoNormal):
                 constrained[name] = transform(unconstrained[name])
             return unconstrained
 
-        return map_samples(single, draws, sample_shape)
+        return _map_samples(single, draws, sample_shape)
 
     def _constrain(self, values: Values, sample_shape: Shape) -> Values:
         """Constrained values and deterministic sites, with full plates, from
@@ -447,8 +446,8 @@ class AutoBlocks(CompiledAutoNormal):
         # A single draw is mapped as well: the compiled program leaves out the
         # likelihood of all the data.
         if sample_shape:
-            return map_samples(single, values, sample_shape)
-        mapped = map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
+            return _map_samples(single, values, sample_shape)
+        mapped = _map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
         return jax.tree.map(lambda v: v[0], mapped)
 
     def _unconstrained_quantiles(
@@ -498,3 +497,18 @@ def _monotone(transform: Any, values: jax.Array) -> jax.Array:
     direct, opposite = transform(values[:half]), transform(values[half:])
     zero = jnp.zeros(values.shape[1:])
     return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, direct)
+
+
+def _map_samples(
+    fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Apply ``fn`` to every sample of a dictionary, one at a time."""
+    if not sample_shape:
+        return fn(samples)
+    ndim = len(sample_shape)
+    flat = jax.tree.map(
+        lambda leaf: leaf.reshape((-1, *leaf.shape[ndim:])), dict(samples)
+    )
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(sample_shape + leaf.shape[1:]), jax.lax.map(fn, flat)
+    )

@@ -32,24 +32,21 @@ class Dual(NamedTuple):
     mean: Function  # q -> E f(x)
 
 
-def dual(layer: Activation, closed: bool = True) -> Dual:
-    """The expectations of an activation: in closed form if known (and ``closed``),
-    otherwise by 2-d quadrature.
+def dual(layer: Activation) -> Dual:
+    """The expectations of an activation: in closed form if known, otherwise by 2-d
+    quadrature.
 
     References: Williams (1997), equation (11), for erf; Cho & Saul (2009), equations
     (1)-(6), for relu; Price (1958).
     """
-    if closed and layer.name in CLOSED_FORMS:
+    if layer.name in CLOSED_FORMS:
         return CLOSED_FORMS[layer.name](layer)
     fn = ACTIVATIONS[layer.name]
-    if layer.name == "leaky_relu":
-        fn = partial(fn, negative_slope=layer.negative_slope)
+    slope = derivative(fn)
     return Dual(
-        lambda k, q1, q2: product_expectation(fn, fn, k, q1, q2),
-        lambda k, q1, q2: product_expectation(
-            derivative(fn), derivative(fn), k, q1, q2
-        ),
-        lambda q: expectation(fn, q),
+        partial(product_expectation, fn, fn),
+        partial(product_expectation, slope, slope),
+        partial(expectation, fn),
     )
 
 
@@ -216,9 +213,7 @@ def _determinant(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
 
 # Activation -> its expectations in closed form; all others are integrated numerically.
 CLOSED_FORMS: dict[str, Callable[[Activation], Dual]] = {
-    "identity": lambda layer: Dual(
-        lambda k, q1, q2: k, lambda k, q1, q2: jnp.ones_like(k), jnp.zeros_like
-    ),
+    "identity": lambda layer: _piecewise_linear(1.0),
     "relu": lambda layer: _piecewise_linear(0.0),
     "leaky_relu": lambda layer: _piecewise_linear(layer.negative_slope),
     "erf": lambda layer: _erf(),

@@ -2,7 +2,7 @@
 empirical Bayes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax.flatten_util import ravel_pytree
+from jax.scipy.linalg import cho_solve, solve_triangular
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import (
@@ -19,18 +21,14 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn.infinite.kernels import kernels
+from numpyro_bnn.infinite.kernels import kernel
 from numpyro_bnn.infinite.prior_moments import (
     PriorMoments,
     Scales,
     SiteMoments,
     prior_moments,
 )
-from numpyro_bnn.infinite.regression import (
-    check_data,
-    with_noise,
-    zero_mean_log_density,
-)
+from numpyro_bnn.infinite.regression import check_data, factorize, with_noise
 from numpyro_bnn.nn import Dense, Layer
 from numpyro_bnn.nn.base import Net, Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
@@ -127,9 +125,10 @@ def prior_fit(
         begin["noise"] = np.asarray(
             np.log(spread / 3 if noise_sd is None else float(noise_sd))
         )
-        search = _search(net, moments, begin, (x, y), spread, log_sd, max_steps)
-        value, jitter = _evidence(net, moments.normal, moments.sites, search.best, x, y)
-        fitted = {name: np.exp(value) for name, value in search.best.items()}
+        evidence = partial(_evidence, net, moments.normal, moments.sites, x, y)
+        search = _search(begin, evidence, spread, log_sd, max_steps)
+        value, jitter, _ = evidence(search.best)
+        fitted = {name: np.exp(log_scale) for name, log_scale in search.best.items()}
     noise = float(fitted.pop("noise"))
     patterns = _patterns(moments, fitted, net.param_shapes(x.shape[1:]))
     plain = {}
@@ -171,63 +170,52 @@ def _beginning(
 
 
 class _Search(NamedTuple):
-    best: dict[str, np.ndarray]  # logarithms of the scales
+    best: dict[str, Any]  # logarithms of the scales
     start: float  # log evidence
     num_evaluations: int
     converged: bool
 
 
 def _search(
-    net: Layer,
-    moments: PriorMoments,
-    begin: dict,
-    data: tuple,
+    begin: dict[str, np.ndarray],
+    evidence: Callable[[dict], tuple[jax.Array, jax.Array, dict]],
     spread: float,
     log_sd: float,
     max_steps: int,
 ) -> _Search:
     """L-BFGS on the logarithms, within bounds."""
-    ends = np.cumsum(list(map(np.size, begin.values())))
-    bounds, is_scale = [], []
-    for name, value in begin.items():
-        limits = np.log(SCALES)
-        if name == "noise":
-            limits = np.log(NOISE) + np.log(spread)
-        bounds += [tuple(limits)] * value.size
-        is_scale += [float(name != "noise")] * value.size
+    from scipy.optimize import Bounds, minimize
 
-    def flatten(values: Mapping[str, Any]) -> np.ndarray:
-        return np.concatenate([np.ravel(values[name]) for name in begin])
+    def each(of_scales: float, of_noise: float) -> np.ndarray:
+        """One number for every scale, and one for the noise, as the search has them."""
+        numbers = {}
+        for name, value in begin.items():
+            numbers[name] = np.full_like(
+                value, of_noise if name == "noise" else of_scales
+            )
+        return flat(numbers)
 
-    def unflatten(flat: np.ndarray) -> dict[str, np.ndarray]:
-        values = {}
-        for (name, value), array in zip(
-            begin.items(), np.split(flat, ends[:-1]), strict=True
-        ):
-            values[name] = array.reshape(value.shape)
-        return values
+    bounds = Bounds(*map(each, np.log(SCALES), np.log(NOISE) + np.log(spread)))
+    _, unflatten = ravel_pytree(begin)
+    start = np.clip(flat(begin), bounds.lb, bounds.ub)
+    precision = each(1.0, 0.0) / log_sd**2
 
-    def evidence(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        (value, _), slope = _evidence_and_slope(
-            net, moments.normal, moments.sites, unflatten(flat), *data
-        )
-        return float(value), flatten(slope)
+    def value_and_slope(point: np.ndarray) -> tuple[float, np.ndarray]:
+        value, _, slope = evidence(unflatten(jnp.asarray(point)))
+        return float(value), flat(slope)
 
-    start = np.clip(flatten(begin), *np.array(bounds).T)
-    precision = np.array(is_scale) / log_sd**2
-    first, slope = evidence(start)
+    first, slope = value_and_slope(start)
     # the first step, down the gradient, is at most e-fold
     unit = max(1.0, float(np.abs(slope).max()))
 
-    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = evidence(flat)
+    def objective(point: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = value_and_slope(point)
         if not (np.isfinite(value) and np.isfinite(gradient).all()):
             # No jitter was large enough: the line search steps back.
-            return -first / unit + 100.0, np.zeros_like(flat)
-        penalty = 0.5 * float(np.sum(precision * (flat - start) ** 2))
-        return (penalty - value) / unit, (precision * (flat - start) - gradient) / unit
-
-    from scipy.optimize import minimize
+            return -first / unit + 100.0, np.zeros_like(point)
+        away = precision * (point - start)
+        penalty = 0.5 * float(np.sum(away * (point - start)))
+        return (penalty - value) / unit, (away - gradient) / unit
 
     done = minimize(
         objective,
@@ -240,27 +228,43 @@ def _search(
     return _Search(unflatten(done.x), first, int(done.nfev) + 1, bool(done.success))
 
 
+def flat(tree: Any) -> np.ndarray:
+    """All numbers of a tree."""
+    return np.asarray(ravel_pytree(tree)[0])
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _evidence(
     net: Layer,
     normal: frozenset[str],
     sites: Mapping[str, SiteMoments],
-    log_scales: Any,
     x: Any,
     y: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Log marginal likelihood, and the jitter of its Cholesky factor."""
-    sites = dict(sites)
-    for name, log_scale in log_scales.items():
-        if name != "noise":
-            sites[name] = sites[name]._replace(variance=jnp.exp(2 * log_scale))
-    kernel = kernels(net, sites, normal, x, None, want_ntk=False).nngp
-    return zero_mean_log_density(with_noise(kernel, jnp.exp(log_scales["noise"])), y)
+    log_scales: dict[str, Any],
+) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    """Log marginal likelihood, the jitter of its Cholesky factor, and the slope of the
+    likelihood.
 
+    With a = A^-1 y it changes by a' dA a / 2 - tr(A^-1 dA) / 2, which takes one factor
+    and one inverse; the derivative of the factor would take several.
+    """
 
-_evidence_and_slope = jax.jit(
-    jax.value_and_grad(_evidence, argnums=3, has_aux=True), static_argnums=(0, 1)
-)
+    def covariance(log_scales: dict[str, Any]) -> jax.Array:
+        scaled = dict(sites)
+        for name, log_scale in log_scales.items():
+            if name != "noise":
+                scaled[name] = scaled[name]._replace(variance=jnp.exp(2 * log_scale))
+        of_function = kernel(net, scaled, normal, x)
+        return with_noise(of_function, jnp.exp(log_scales["noise"]))
+
+    matrix, pull_back = jax.vjp(covariance, log_scales)
+    factor = factorize(matrix)
+    whitened = solve_triangular(factor.lower, y, lower=True)
+    solved = solve_triangular(factor.lower, whitened, lower=True, trans=1)
+    columns = solved.reshape((len(y), -1))
+    inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
+    slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
+    return factor.log_density(whitened), factor.jitter, pull_back(slope)[0]
 
 
 def _patterns(

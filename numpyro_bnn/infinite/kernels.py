@@ -2,9 +2,9 @@
 network of finite width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,6 @@ BLOCK_SIZE = 512
 # Numbers in the Jacobian of one block of data points: 128 MiB in float32.
 JACOBIAN = 2**25
 BlockSize: TypeAlias = PositiveInt | None
-
-
-class Kernels(NamedTuple):
-    """Both kernels of one network; ``ntk`` is ``None`` if it was not requested."""
-
-    nngp: Any
-    ntk: Any
 
 
 @checked("infinite.nngp")
@@ -99,9 +92,9 @@ def nngp(
     ... ).tolist()
     [[4.75, 1.941...], [1.941..., 4.75]]
     """
-    return both_kernels(
-        "infinite.nngp", net, x1, x2, prior, scales, block_size, want_ntk=False
-    ).nngp
+    return _checked_kernel(
+        "infinite.nngp", net, x1, x2, prior, scales, block_size, tangent=False
+    )
 
 
 @checked("infinite.ntk")
@@ -142,7 +135,9 @@ def ntk(
     ... ).tolist()  # K' = x.x'/2 + 2, T_in = x.x'/2 + 1
     [[4.0, 3.0], [3.0, 4.0]]
     """
-    return both_kernels("infinite.ntk", net, x1, x2, prior, scales, block_size).ntk
+    return _checked_kernel(
+        "infinite.ntk", net, x1, x2, prior, scales, block_size, tangent=True
+    )
 
 
 def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> jax.Array:
@@ -156,17 +151,16 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
     return _own(net, moments.normal, sites, jnp.asarray(x, dtype))
 
 
-def both_kernels(
+def _checked_kernel(
     call: str,
     net: Layer,
     x1: Any,
     x2: Any,
     prior: Any,
     scales: Scales,
-    block_size: Any = None,
-    want_ntk: bool = True,
-) -> Kernels:
-    """Check a call, and compute the kernels."""
+    block_size: Any,
+    tangent: bool,
+) -> Any:
     x1 = _inputs(call, "x1", x1)
     x2 = None if x2 is None else _inputs(call, "x2", x2)
     if x2 is not None and x1.shape[1:] != x2.shape[1:]:
@@ -178,29 +172,29 @@ def both_kernels(
     traced = isinstance(x1, jax.core.Tracer) or isinstance(x2, jax.core.Tracer)
     if block_size is None and num_pairs > LARGEST and not traced:
         block_size = BLOCK_SIZE
-    return kernels(net, moments.sites, moments.normal, x1, x2, want_ntk, block_size)
+    return kernel(net, moments.sites, moments.normal, x1, x2, tangent, block_size)
 
 
-def kernels(
+def kernel(
     net: Layer,
     sites: Mapping,
     normal: frozenset[str],
     x1: Any,
-    x2: Any,
-    want_ntk: bool,
+    x2: Any = None,
+    tangent: bool = False,
     block_size: Any = None,
-) -> Kernels:
-    """Kernels for given moments of the parameters."""
+) -> Any:
+    """The prior covariance, or the ``tangent`` kernel, for given moments of the
+    parameters.
+    """
     dtype = jnp.result_type(x1, float) if x2 is None else jnp.result_type(x1, x2, float)
     sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), dict(sites))
+    block = partial(_block, net, normal, tangent, sites)
     if block_size is not None:
-        return _in_blocks(
-            (net, normal, want_ntk), sites, np.asarray(x1, dtype), x2, block_size
-        )
+        x2 = None if x2 is None else np.asarray(x2, dtype)
+        return _in_blocks(block, np.asarray(x1, dtype), x2, block_size)
     x1 = jnp.asarray(x1, dtype)
-    if x2 is None:
-        return Kernels(*map(_mirrored, _block(net, normal, want_ntk, sites, x1, x1)))
-    return _block(net, normal, want_ntk, sites, x1, jnp.asarray(x2, dtype))
+    return _mirrored(block(x1, x1)) if x2 is None else block(x1, jnp.asarray(x2, dtype))
 
 
 def _prior_moments(
@@ -219,10 +213,10 @@ def _prior_moments(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _block(
-    net: Layer, normal: frozenset[str], want_ntk: bool, sites: Any, x1: Any, x2: Any
-) -> Kernels:
-    out = _propagated(net, Context(sites, normal, want_ntk), Inputs(x1, x2))
-    return Kernels(out.nngp, out.ntk)
+    net: Layer, normal: frozenset[str], tangent: bool, sites: Any, x1: Any, x2: Any
+) -> Any:
+    out = _propagated(net, Context(sites, normal, ntk=tangent), Inputs(x1, x2))
+    return out.ntk if tangent else out.nngp
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -249,19 +243,17 @@ def _mirrored(k: Any) -> Any:
     """Make exactly symmetric; not inside ``_block``, where the compiler would compute
     the kernel twice.
     """
-    return None if k is None else (k + k.T) / 2
+    return (k + k.T) / 2
 
 
 def _in_blocks(
-    settings: tuple, sites: Any, x1: np.ndarray, x2: Any, size: int
-) -> Kernels:
-    """Fill NumPy arrays with blocks of one shape, compiled once; mirrored where x2 is
-    x1.
+    block: Callable[[Any, Any], Any], x1: np.ndarray, x2: np.ndarray | None, size: int
+) -> np.ndarray:
+    """Fill a NumPy array with blocks of one shape, compiled once; mirrored where x2 is
+    ``None``, and so x1.
     """
-    symmetric = x2 is None
-    x2 = x1 if x2 is None else np.asarray(x2, x1.dtype)
-    nngp = np.empty((len(x1), len(x2)), x1.dtype)
-    filled = Kernels(nngp, np.empty_like(nngp) if settings[2] else None)
+    columns = x1 if x2 is None else x2
+    filled = np.empty((len(x1), len(columns)), x1.dtype)
 
     def part(x: np.ndarray, start: int) -> np.ndarray:
         # the last block is padded
@@ -269,16 +261,24 @@ def _in_blocks(
 
     for i in range(0, len(x1), size):
         rows = part(x1, i)
-        for j in range(i if symmetric else 0, len(x2), size):
-            blocks = _block(*settings, sites, rows, part(x2, j))
-            for out, block in zip(filled, blocks, strict=True):
-                if out is not None:
-                    values = np.asarray(block)[: len(x1) - i, : len(x2) - j]
-                    values = _mirrored(values) if symmetric and i == j else values
-                    out[i : i + size, j : j + size] = values
-                    if symmetric and i != j:
-                        out[j : j + size, i : i + size] = values.T
+        for j in range(i if x2 is None else 0, len(columns), size):
+            values = np.asarray(block(rows, part(columns, j)))
+            values = values[: len(x1) - i, : len(columns) - j]
+            if x2 is None and i == j:
+                values = _mirrored(values)
+            _fill(filled, i, j, values, mirror=x2 is None)
     return filled
+
+
+def _fill(
+    kernel: np.ndarray, row: int, column: int, block: np.ndarray, mirror: bool
+) -> None:
+    """Put a block, and its mirror image if asked for, in its place; (..., K, K) too."""
+    rows, columns = block.shape[:2]
+    kernel[row : row + rows, column : column + columns] = block
+    if mirror and row != column:
+        image = block.transpose(1, 0, *range(2, block.ndim)[::-1])
+        kernel[column : column + columns, row : row + rows] = image
 
 
 def _inputs(call: str, argument: str, value: Any) -> Any:
@@ -375,11 +375,7 @@ def empirical_ntk(
             block = np.asarray(
                 _contracted(scaled, _jacobian(net, params, second[j : j + size]), full)
             )
-            result[i : i + size, j : j + size] = block
-            if x2 is None and i != j:
-                result[j : j + size, i : i + size] = (
-                    block.swapaxes(0, 1).swapaxes(-1, -2) if full else block.T
-                )
+            _fill(result, i, j, block, mirror=x2 is None)
     return result
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.scipy.linalg import cho_solve, solve_triangular
+from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import (
     argument_error,
@@ -218,9 +218,7 @@ def gp_regression(
             x,
             y,
             noise_sd=float(noise_sd),
-            log_marginal_likelihood=float(
-                _whitened_log_density(factor.lower, whitened)
-            ),
+            log_marginal_likelihood=float(factor.log_density(whitened)),
             jitter=float(factor.jitter),
             _lower=np.asarray(factor.lower),
             _whitened=np.asarray(whitened),
@@ -244,76 +242,33 @@ class CholeskyFactor(NamedTuple):
     lower: jax.Array
     jitter: jax.Array
 
+    def log_density(self, whitened: jax.Array) -> jax.Array:
+        """Log density of y ~ N(0, L L') from L^-1 y, summed over the outputs."""
+        log_norm = jnp.sum(jnp.log(jnp.diagonal(self.lower)))
+        log_norm += 0.5 * len(self.lower) * jnp.log(2 * jnp.pi)
+        return -0.5 * jnp.sum(whitened**2) - whitened[0].size * log_norm
+
 
 def factorize(matrix: jax.Array) -> CholeskyFactor:
     """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that
     works (e: N rounding errors).
     """
-    unit = (
-        len(matrix)
-        * jnp.finfo(matrix.dtype).eps
-        * jnp.mean(jnp.diagonal(lax.stop_gradient(matrix)))
-    )
+    unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
+    identity = jnp.eye(len(matrix), dtype=matrix.dtype)
 
     def attempt(step: jax.Array) -> tuple[jax.Array, CholeskyFactor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
-        return step, CholeskyFactor(
-            jnp.linalg.cholesky(
-                matrix + jitter * jnp.eye(len(matrix), dtype=matrix.dtype)
-            ),
-            jitter,
-        )
+        lower = jnp.linalg.cholesky(matrix + jitter * identity)
+        return step, CholeskyFactor(lower, jitter)
 
     def failed(state: tuple[jax.Array, CholeskyFactor]) -> jax.Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 
-    return lax.while_loop(
-        failed,
-        lambda state: attempt(state[0] + 1),
-        attempt(jnp.zeros((), matrix.dtype)),
-    )[1]
+    first = attempt(jnp.zeros((), matrix.dtype))
+    return lax.while_loop(failed, lambda state: attempt(state[0] + 1), first)[1]
 
 
 def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
     """Covariance of observations, from that of the function."""
     return kernel + noise_sd**2 * jnp.eye(len(kernel), dtype=kernel.dtype)
-
-
-@jax.custom_jvp
-def zero_mean_log_density(
-    matrix: jax.Array, y: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Log density of y ~ N(0, A), summed over the outputs, and the jitter that A
-    needed.
-
-    Its derivative, dA -> a' dA a / 2 - tr(A^-1 dA) / 2 with a = A^-1 y, takes one
-    factor and one inverse; the derivative of the factor would take several.
-    """
-    factor = factorize(matrix)
-    whitened = solve_triangular(factor.lower, y, lower=True)
-    return _whitened_log_density(factor.lower, whitened), factor.jitter
-
-
-@zero_mean_log_density.defjvp
-def _zero_mean_log_density_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    (matrix, y), (d_matrix, d_y) = primals, tangents
-    factor = factorize(matrix)
-    whitened = solve_triangular(factor.lower, y, lower=True)
-    solved = solve_triangular(factor.lower, whitened, lower=True, trans=1)
-    columns = solved.reshape((len(y), -1))
-    inverse = cho_solve((factor.lower, True), jnp.eye(len(y), dtype=matrix.dtype))
-    slope = 0.5 * (columns @ columns.T - columns.shape[1] * inverse)
-    change = jnp.sum(slope * d_matrix) - jnp.sum(solved * d_y)
-    return (_whitened_log_density(factor.lower, whitened), factor.jitter), (
-        change,
-        jnp.zeros_like(factor.jitter),
-    )
-
-
-def _whitened_log_density(lower: jax.Array, whitened: jax.Array) -> jax.Array:
-    """Log density of y ~ N(0, L L') from L^-1 y, summed over the outputs."""
-    log_norm = jnp.sum(jnp.log(jnp.diagonal(lower))) + 0.5 * len(lower) * jnp.log(
-        2 * jnp.pi
-    )
-    return -0.5 * jnp.sum(whitened**2) - whitened[0].size * log_norm

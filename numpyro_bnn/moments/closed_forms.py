@@ -26,6 +26,7 @@ dV/dv = Phi - E phi / sqrt v.
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
@@ -96,10 +97,8 @@ _SECOND = (
 
 
 def _polynomial(coefficients: tuple[float, ...], y: jax.Array) -> jax.Array:
-    total = jnp.full_like(y, coefficients[0])
-    for coefficient in coefficients[1:]:
-        total = total * y + coefficient
-    return total
+    """By Horner's rule."""
+    return reduce(lambda total, c: total * y + c, coefficients, jnp.zeros_like(y))
 
 
 def _tail_integrals(t: jax.Array) -> tuple[jax.Array, jax.Array]:

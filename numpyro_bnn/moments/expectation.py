@@ -191,71 +191,50 @@ def _sums(
     """
     nodes, rules = _rules(num_nodes, middle.dtype)
 
-    def at(middle: Any, half: Any, node: Any) -> tuple[jax.Array, jax.Array]:
+    def powers(center: Any, middle: Any, half: Any, node: Any) -> tuple[Any, Any, Any]:
         z = middle + half * node
-        return evaluate(z), half * jnp.exp(-0.5 * z * z)
+        return _powers(half * jnp.exp(-0.5 * z * z), evaluate(z) - center)
 
-    def column(rule: Any) -> Any:
-        return rule.reshape(-1, *(1,) * middle.ndim)
+    def of_panel(center: Any, ends: Any) -> jax.Array:
+        @jax.checkpoint
+        def add(sums: Any, node: Any) -> tuple[jax.Array, None]:
+            terms = jnp.stack(powers(center, ends[0], ends[1], node[0]))
+            return sums + node[1].reshape(-1, *(1,) * terms.ndim) * terms, None
 
-    panel = len(middle) // 2
-    center = jax.lax.stop_gradient(at(middle[panel], half[panel], 0.0)[0])
-    if middle.size * num_nodes <= _AT_ONCE:
-        values, density = jax.vmap(jax.vmap(at, (0, 0, None)), (None, None, 0))(
-            middle, half, nodes
-        )
-        total = jnp.sum(column(rules[0]) * density, (0, 1))
-        center = jax.lax.stop_gradient(
-            jnp.sum(column(rules[0]) * density * values, (0, 1)) / total
-        )
-        fine, rough = (
-            [
-                jnp.sum(column(rule) * power, 0)
-                for power in _powers(density, values - center)
-            ]
-            for rule in rules
-        )
-    else:
+        start = jnp.zeros((2, 3, *middle.shape[1:]), middle.dtype)
+        return jax.lax.scan(add, start, (nodes, rules.T))[0]
 
-        def of_panel(center: Any, ends: Any) -> jax.Array:
-            @jax.checkpoint
-            def add(sums: Any, node: Any) -> tuple[jax.Array, None]:
-                value, density = at(ends[0], ends[1], node[0])
-                powers = jnp.stack(_powers(density, value - center))
-                return sums + node[1].reshape(-1, *(1,) * powers.ndim) * powers, None
-
-            start = jnp.zeros((2, 3, *middle.shape[1:]), middle.dtype)
-            return jax.lax.scan(add, start, (nodes, rules.T))[0]
-
-        # First the mean: squares about any other center would lose digits.
-        sums = jax.lax.stop_gradient(
-            jax.lax.map(partial(of_panel, center), (middle, half))[:, 0].sum(0)
+    def integrals(center: Any) -> jax.Array:
+        """By both rules, of all powers, (2, 3, panels, ...)."""
+        if middle.size * num_nodes > _AT_ONCE:
+            by_panel = jax.lax.map(partial(of_panel, center), (middle, half))
+            return jnp.moveaxis(by_panel, 0, 2)
+        of_panels = jax.vmap(partial(powers, center), (0, 0, None))
+        terms = jax.vmap(of_panels, (None, None, 0))(middle, half, nodes)
+        columns = rules.reshape(2, -1, *(1,) * middle.ndim)
+        return jnp.stack(
+            [jnp.stack([jnp.sum(rule * term, 0) for term in terms]) for rule in columns]
         )
-        center = center + sums[1] / sums[0]
-        fine, rough = jnp.moveaxis(
-            jax.lax.map(partial(of_panel, center), (middle, half)), 0, 2
-        )
-    total, first, second = (jnp.sum(power, 0) for power in fine)
+
+    # First the mean: squares about any other center would lose digits.
+    center = evaluate(middle[len(middle) // 2])
+    total, first, _ = integrals(center)[0].sum(1)
+    center = jax.lax.stop_gradient(center + first / total)
+    fine, rough = integrals(center)
+    total, first, second = fine.sum(1)
     mean = first / total
 
-    def powers_at(end: jax.Array) -> tuple[Any, Any, Any]:
+    def powers_at(end: jax.Array) -> jax.Array:
         """A function that grows too fast has not faded at the ends."""
         z = jax.lax.stop_gradient(end)
         away = jnp.abs(jax.lax.stop_gradient(evaluate(z) - center))
-        return _powers(jnp.exp(-0.5 * z * z), away)
+        return jnp.stack(_powers(jnp.exp(-0.5 * z * z), away))
 
-    low, high = powers_at(middle[0] - half[0]), powers_at(middle[-1] + half[-1])
-
-    def error(power: int) -> jax.Array:
-        difference = jax.lax.stop_gradient(fine[power] - rough[power])
-        between = jnp.sum(jnp.abs(difference), 0) / _GAIN
-        return (between + (low[power] + high[power])) / total
-
-    error_of_mean = error(1)
+    ends = powers_at(middle[0] - half[0]) + powers_at(middle[-1] + half[-1])
+    between = jnp.abs(jax.lax.stop_gradient(fine - rough)).sum(1) / _GAIN
+    _, of_mean, of_square = (between + ends) / total
     moments = Gaussian(center + mean, jnp.maximum(second / total - mean * mean, 0))
-    return moments, Gaussian(
-        error_of_mean, error(2) + 2 * jnp.abs(mean) * error_of_mean
-    )
+    return moments, Gaussian(of_mean, of_square + 2 * jnp.abs(mean) * of_mean)
 
 
 def _powers(density: Any, away: Any) -> tuple[Any, Any, Any]:

@@ -167,24 +167,23 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
         result = rule(equation, *map(known_moments, operands))
         holders = frozenset().union(*(variable.parts for variable in variables))
         reduced = frozenset().union(*(variable.reduced for variable in variables))
-        path = (*variables[0].path, key) if key else ()
-        relations: dict[str, Any] = {}
-        if view:
-            relations = {"parts": holders, "reduced": reduced, "path": path}
-        elif reduces:
-            relations = {"reduced": reduced | holders}
-        if isinstance(result, list):
-            wrapped: Any = []
-            for i, output in enumerate(result):
-                if path:
+        if reduces:
+            reduced |= holders
+        wrapped = []
+        for i, output in enumerate(result if isinstance(result, list) else [result]):
+            wrapped.append(
+                wrap(
+                    output,
+                    parts=holders if view else frozenset(),
+                    reduced=reduced if view or reduces else frozenset(),
                     # each output holds other elements, so each has its own path
-                    relations["path"] = (*path, i)
-                wrapped.append(wrap(output, **relations))
-        else:
-            wrapped = wrap(result, **relations)
+                    path=(*variables[0].path, key, i) if key else (),
+                )
+            )
+        outputs = wrapped if isinstance(result, list) else wrapped[0]
         if key:
-            views[key] = wrapped
-        return wrapped
+            views[key] = outputs
+        return outputs
 
     return apply
 

@@ -198,6 +198,18 @@ class Reading:
         self._closed, self._outputs = trace(jax.eval_shape(random.key, 0), arrays)
         self._arrays = arrays
 
+    def on(self, args: tuple, kwargs: Mapping[str, Any]) -> "Reading":
+        """The same model on other data of these shapes, without running it.
+
+        :raises ValueError: if the model computes shapes or branches from the data.
+        """
+        _, arrays = Arguments.of(args, kwargs).split()
+        if arrays.keys() != self._arrays.keys():
+            came = "data from which the model computes shapes or branches"
+            instead = "Write `jnp.where`, or fix such values inside the model."
+            raise argument_error("program.Reading", "args", came, instead)
+        return self._on(arrays)
+
     def _on(self, arrays: dict[str, Any]) -> "Reading":
         """The same model on other arrays of these shapes."""
         reading = copy(self)

@@ -156,6 +156,23 @@ def test_outputs_that_share_a_noise_scale_are_integrated_together():
     assert -float(fit.losses[0]) == pytest.approx(np.log(total), rel=1e-6)
 
 
+def test_a_site_may_have_the_name_of_a_parameter():
+    """The scale of the noise depends on weights and on a site called "scale"."""
+    x, y = np.array([1.0, -0.5]), np.array([0.3, 0.1])
+
+    def evidence(name):
+        def model(x, y=None):
+            w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            scale = numpyro.sample(name, dist.LogNormal(0.0, 0.3))
+            noise = scale * jnp.exp(w[1] * x)
+            numpyro.sample("y", dist.Normal(w[0] * x, noise), obs=y)
+
+        orders = np.arange(2)[None]
+        return learn(model, x, y, means={"w": np.zeros(2)}, orders=orders)[1].losses
+
+    np.testing.assert_allclose(evidence("scale"), evidence("sigma"), rtol=1e-6)
+
+
 # -- many rows: filtering by fine grids ------------------------------------------------
 
 

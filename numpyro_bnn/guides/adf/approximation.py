@@ -4,28 +4,34 @@ parameters.
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.scipy.special import gammainc
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
+from numpyro.util import soft_vmap
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn.guides.adf.moment_matching import Gamma, Hyperparameter
-from numpyro_bnn.guides.adf.problem import ADFProblem, ADFState
-from numpyro_bnn.guides.adf.reading import CALL, Data, read
+from numpyro_bnn.guides.adf.likelihoods import Likelihood
+from numpyro_bnn.guides.adf.moment_matching import ADFState, Gamma
+from numpyro_bnn.guides.adf.problem import first_state, read_problem
+from numpyro_bnn.guides.adf.reading import CALL, Data, Values, read
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import shared
+from numpyro_bnn.program.reading import Reading
 
-FIELDS = {"gamma": ("concentration", "rate"), "normal": ("loc", "scale")}
+# A parameter by site and field.
+Parameter = Callable[[str, str], jax.Array]
+# Names of the parameters of a site, by the kind of its posterior.
+FIELDS: dict[type, tuple[str, str]] = {
+    Gamma: ("concentration", "rate"),
+    Gaussian: ("loc", "scale"),
+}
 
 
 class ADFPosterior(AutoNormal):
@@ -35,15 +41,16 @@ class ADFPosterior(AutoNormal):
     w_base is N(m / s, v / s^2).
     """
 
-    _problem: ADFProblem | None = None
+    _problem: Likelihood | None = None
     _data: Data | None = None
     _start: dict[str, Any] | None = None
 
-    def _known_problem(self) -> ADFProblem:
+    def _known_problem(self) -> Likelihood:
         """The model as it was read; after unpickling it is read again."""
         if self._problem is None and self._data is not None:
             with jax.enable_x64(True):
-                self._problem = ADFProblem.of(self._data)
+                reading = read(self.model, *self._data.call())
+                self._problem = read_problem(self._data, reading)
         if self._problem is None:
             instead = (
                 "Call `run` of this guide first, or use it in `SVI`, so that it reads "
@@ -54,17 +61,19 @@ class ADFPosterior(AutoNormal):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         """Read the model, skipping AutoNormal's search for a valid start."""
-        if self._problem is None:
-            with jax.enable_x64(True):
-                data = Data.read(self.model, args, kwargs)
-                self._problem, self._data = ADFProblem.of(data), data.head()
-        sites = read(self.model, args, kwargs).sites
-        self._prototype_call = (args, kwargs)
+        with jax.enable_x64(True):
+            data, reading = Data.read(self.model, args, kwargs)
+            self._problem = read_problem(data, reading)
+        self._remember(data, reading, args, kwargs)
+
+    def _remember(self, data: Data, reading: Reading, args: tuple, kwargs: Any) -> None:
+        """Keep what the guide needs of a model without its data."""
+        self._data, self._prototype_call = data.head(), (args, kwargs)
         # The values are placeholders here, so only the fields without values are
         # stored.
         fields = ("type", "name", "is_observed", "cond_indep_stack", "args")
         self.prototype_trace = {}
-        for name, site in sites.items():
+        for name, site in reading.sites.items():
             self.prototype_trace[name] = {k: site[k] for k in fields if k in site}
             if site["type"] == "plate":
                 self._prototype_frame_full_sizes[name] = site["args"][0]
@@ -94,36 +103,21 @@ class ADFPosterior(AutoNormal):
             )
 
         values: dict[str, jax.Array] = {}
-        by_latent = {
-            weight.latent: (name, weight)
-            for name, weight in problem.sites.weights.items()
-        }
-        for latent in self._event_dims:
+        weights = problem.roles.weights
+        names = {weight.latent: name for name, weight in weights.items()}
+        for latent, event_dim in self._event_dims.items():
             # in the order of the model, as TraceMeanField_ELBO requires
-            if latent in by_latent:
-                name, weight = by_latent[latent]
-                loc, scale = parameter(name, "loc"), parameter(name, "scale")
-                if not weight.centered:
-                    unit = weight.prior_sd(values)
-                    loc = (loc - jnp.asarray(weight.loc, float)) / unit
-                    scale = scale / unit
-                fn: dist.Distribution = dist.Normal(loc, scale)
-            else:
-                hyper = problem.hyperparameters[latent]
-                fn = _distribution(
-                    hyper, _state(hyper.kind, partial(parameter, latent))
-                )
-            values[latent] = self._sample(latent, fn, plates)
+            name = names.get(latent, latent)
+            fn = _distribution(problem, name, parameter)
+            if name != latent:  # not centered
+                weight, unit = weights[name], weights[name].prior_sd(values)
+                residual = fn.loc - jnp.asarray(weight.loc, float)
+                fn = dist.Normal(residual / unit, fn.scale / unit)
+            with ExitStack() as stack:
+                for frame in self.prototype_trace[latent]["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                values[latent] = numpyro.sample(latent, fn.to_event(event_dim))
         return values
-
-    def _sample(
-        self, name: str, fn: dist.Distribution, plates: Mapping[str, Any]
-    ) -> jax.Array:
-        assert self.prototype_trace is not None
-        with ExitStack() as stack:
-            for frame in self.prototype_trace[name]["cond_indep_stack"]:
-                stack.enter_context(plates[frame.name])
-            return numpyro.sample(name, fn.to_event(self._event_dims[name]))
 
     def _start_params(self) -> dict[str, Any]:
         """Parameters before any data are seen."""
@@ -133,10 +127,7 @@ class ADFPosterior(AutoNormal):
             # operation by itself.
             with jax.enable_x64(True), jax.core.eval_context():
                 make = shared(
-                    lambda key: self._to_params(
-                        problem.start(problem.random_means(key))
-                    ),
-                    once=True,
+                    lambda key: self._to_params(first_state(problem, key, {})), True
                 )
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
@@ -147,31 +138,34 @@ class ADFPosterior(AutoNormal):
         """
         params: dict[str, jax.Array] = {}
         for name, value in {**state.hyperparameters, **state.weights}.items():
-            if isinstance(value, Gamma):
-                fields = value._asdict()
-            else:
-                fields = {"loc": value.mean, "scale": _sqrt(value.var)}
-            for field, field_value in fields.items():
-                params[f"{name}_{self.prefix}_{field}"] = field_value
+            if isinstance(value, Gaussian):
+                value = Gaussian(value.mean, value.var**0.5)
+            for field, moment in zip(FIELDS[type(value)], value, strict=True):
+                params[f"{name}_{self.prefix}_{field}"] = moment
         return params
 
-    def _from_params(self, params: Mapping[str, Any]) -> ADFState:
+    def _parameter(self, params: Values) -> Parameter:
+        return lambda site, field: jnp.asarray(
+            params[f"{site}_{self.prefix}_{field}"], float
+        )
+
+    def _from_params(self, params: Values) -> ADFState:
+        parameter, state = self._parameter(params), ADFState({}, {}, {})
         problem = self._known_problem()
-
-        def parameter(site: str, field: str) -> jax.Array:
-            return jnp.asarray(params[f"{site}_{self.prefix}_{field}"], float)
-
-        state = ADFState({}, {}, {})
-        for name in problem.sites.weights:
-            state.weights[name] = _state("normal", partial(parameter, name))
+        for name in problem.roles.weights:
+            mean, sd = parameter(name, "loc"), parameter(name, "scale")
+            state.weights[name] = Gaussian(mean, sd**2)
         for name, hyper in problem.hyperparameters.items():
-            state.hyperparameters[name] = _state(hyper.kind, partial(parameter, name))
+            kind = type(hyper.prior)
+            first, second = (parameter(name, field) for field in FIELDS[kind])
+            second = second**2 if kind is Gaussian else second
+            state.hyperparameters[name] = kind(first, second)
         return state
 
     def sample_posterior(
         self,
         rng_key: jax.Array,
-        params: Mapping[str, Any],
+        params: Values,
         *args: Any,
         sample_shape: tuple = (),
         **kwargs: Any,
@@ -192,7 +186,7 @@ class ADFPosterior(AutoNormal):
             values[name] = fn.sample(key, sample_shape)
         return self._complete(values, sample_shape, args, kwargs)
 
-    def median(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def median(self, params: Values) -> dict[str, jax.Array]:
         """Posterior medians of the latent and deterministic sites; bases of
         non-centered weights follow from them.
 
@@ -200,9 +194,7 @@ class ADFPosterior(AutoNormal):
         """
         return {name: value[0] for name, value in self.quantiles(params, [0.5]).items()}
 
-    def quantiles(
-        self, params: Mapping[str, Any], quantiles: Any
-    ) -> dict[str, jax.Array]:
+    def quantiles(self, params: Values, quantiles: Any) -> dict[str, jax.Array]:
         """Posterior quantiles (Q, ...) of the latent and deterministic sites.
 
         :param params: parameters from a run.
@@ -214,14 +206,10 @@ class ADFPosterior(AutoNormal):
             values[name] = _quantile(fn, q.reshape((-1,) + (1,) * len(fn.shape())))
         return self._complete(values, q.shape, (), {})
 
-    def _distributions(self, params: Mapping[str, Any]) -> dict[str, dist.Distribution]:
-        state = self._from_params(params)
-        fns: dict[str, dist.Distribution] = {}
-        for name, hyper in self._known_problem().hyperparameters.items():
-            fns[name] = _distribution(hyper, state.hyperparameters[name])
-        for name, (mean, var) in state.weights.items():
-            fns[name] = dist.Normal(mean, jnp.sqrt(var))
-        return fns
+    def _distributions(self, params: Values) -> dict[str, dist.Distribution]:
+        problem, parameter = self._known_problem(), self._parameter(params)
+        names = (*problem.hyperparameters, *problem.roles.weights)
+        return {name: _distribution(problem, name, parameter) for name in names}
 
     def _complete(
         self,
@@ -234,17 +222,20 @@ class ADFPosterior(AutoNormal):
         model.
         """
         assert self.prototype_trace is not None
-        weights = self._known_problem().sites.weights
+        weights = self._known_problem().roles.weights
+
+        def each_draw(fn: Callable) -> dict[str, jax.Array]:
+            return soft_vmap(fn, values, len(sample_shape), chunk_size=1)
 
         def bases(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             standardized = {}
             for name, weight in weights.items():
-                if not weight.centered:
+                if weight.latent != name:
                     residual = draw[name] - jnp.asarray(weight.loc, float)
                     standardized[weight.latent] = residual / weight.prior_sd(draw)
             return standardized
 
-        values = {**map_samples(bases, values, sample_shape), **values}
+        values = {**each_draw(bases), **values}
         missing = [
             name
             for name, site in self.prototype_trace.items()
@@ -253,38 +244,26 @@ class ADFPosterior(AutoNormal):
         if not missing:
             return values
         call = (args, kwargs) if args or kwargs else self._prototype_call
-
         reading = read(self.model, *as_arrays(*call))
 
         def deterministic(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            return {
-                name: site["value"]
-                for name, site in reading.at(draw, only=missing).items()
-            }
+            sites = reading.at(draw, only=missing).items()
+            return {name: site["value"] for name, site in sites}
 
-        return {**values, **map_samples(deterministic, values, sample_shape)}
+        return {**values, **each_draw(deterministic)}
 
 
-def _sqrt(value: Any) -> Any:
-    return (
-        np.sqrt(value)
-        if isinstance(value, np.ndarray | np.generic)
-        else jnp.sqrt(value)
-    )
-
-
-def _state(kind: str, parameter: Callable[[str], jax.Array]) -> Any:
-    """The state of a site, from its parameters by field."""
-    first, second = map(parameter, FIELDS[kind])
-    return Gamma(first, second) if kind == "gamma" else Gaussian(first, second**2)
-
-
-def _distribution(hyper: Hyperparameter, state: Any) -> dist.Distribution:
-    if isinstance(state, Gamma):
-        return dist.Gamma(state.concentration, state.rate)
-    return dist.TransformedDistribution(
-        dist.Normal(state.mean, jnp.sqrt(state.var)), hyper.transform
-    )
+def _distribution(
+    problem: Likelihood, name: str, parameter: Parameter
+) -> dist.Distribution:
+    """The posterior of a weight or another site."""
+    hyper = problem.hyperparameters.get(name)
+    if hyper is not None and isinstance(hyper.prior, Gamma):
+        return dist.Gamma(parameter(name, "concentration"), parameter(name, "rate"))
+    normal = dist.Normal(parameter(name, "loc"), parameter(name, "scale"))
+    if hyper is None:
+        return normal
+    return dist.TransformedDistribution(normal, hyper.transform)
 
 
 def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
@@ -298,33 +277,11 @@ def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
 
 
 def _gamma_quantile(gamma: dist.Gamma, probability: jax.Array) -> jax.Array:
-    """Inverse cdf of a Gamma distribution, by bisection of log x."""
-    a = gamma.concentration
-    low = jnp.log(a) - 20.0 - 20.0 / a
-    high = jnp.log(a) + 5.0 + jnp.log1p(20.0 / a)
-    low, high = jnp.broadcast_arrays(low, high + 0.0 * probability)
-    low = low + jnp.zeros_like(high)
+    """Inverse cdf of a Gamma distribution, which JAX leaves to SciPy."""
+    from scipy.special import gammaincinv
 
-    def halve(_: int, ends: tuple) -> tuple:
-        low, high = ends
-        middle = 0.5 * (low + high)
-        below = gammainc(a, jnp.exp(middle)) < probability
-        return jnp.where(below, middle, low), jnp.where(below, high, middle)
-
-    low, high = jax.lax.fori_loop(0, 80, halve, (low, high))
-    return jnp.exp(0.5 * (low + high)) / gamma.rate
-
-
-def map_samples(
-    fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]
-) -> dict[str, Any]:
-    """Apply ``fn`` to every sample of a dictionary, one at a time."""
-    if not sample_shape:
-        return fn(samples)
-    ndim = len(sample_shape)
-    flat = jax.tree.map(
-        lambda leaf: leaf.reshape((-1, *leaf.shape[ndim:])), dict(samples)
+    inputs = jnp.broadcast_arrays(gamma.concentration, probability)
+    unit = jax.pure_callback(
+        gammaincinv, inputs[0], *inputs, vmap_method="broadcast_all"
     )
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(sample_shape + leaf.shape[1:]), jax.lax.map(fn, flat)
-    )
+    return unit / gamma.rate

@@ -1,6 +1,6 @@
 """AutoADF: assumed density filtering as a NumPyro guide."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -22,16 +22,18 @@ from numpyro_bnn._options import (
     checked,
 )
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
+from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
+from numpyro_bnn.guides.adf.moment_matching import ADFState
 from numpyro_bnn.guides.adf.problem import (
-    ADFProblem,
-    ADFState,
     Program,
     build,
+    read_problem,
     run_epochs,
+    sweep,
 )
-from numpyro_bnn.guides.adf.reading import CALL, Data
+from numpyro_bnn.guides.adf.reading import CALL, Data, Values
 from numpyro_bnn.guides.fitting import Keeper
-from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.row_lengths import check_row_lengths
 
@@ -132,7 +134,7 @@ class AutoADF(ADFPosterior):
         *args: Any,
         num_epochs: PositiveInt = 40,
         in_axes: Sequence[int | None] | None = None,
-        init_means: Mapping[str, Any] | None = None,
+        init_means: Values | None = None,
         init_state: Annotated[
             ADFState,
             Kind(ADFState, "Pass the `state` of an earlier run of this guide."),
@@ -176,11 +178,11 @@ class AutoADF(ADFPosterior):
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
             start_key, order_key = split(rng_key)
-            state = init_state
+            state: Any = init_state
             if state is None:
                 means = {}
                 for name, mean in (init_means or {}).items():
-                    Choice(self._known_problem().sites.weights).check(
+                    Choice(self._known_problem().roles.weights).check(
                         f"{CALL}.run", "init_means", name
                     )
                     check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
@@ -189,7 +191,11 @@ class AutoADF(ADFPosterior):
             keys = split(order_key, num_epochs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if is_traced((data, rng_key)):
-                state, records = program.all_epochs(state, *data, keys, orders, 1.0)
+                state, records = jax.lax.scan(
+                    lambda state, of_epoch: program.epoch(state, *data, *of_epoch, 1.0),
+                    state,
+                    (keys, orders),
+                )
                 if batched:
                     records = jax.tree.map(jnp.transpose, records)
             else:
@@ -211,9 +217,7 @@ class AutoADF(ADFPosterior):
         )
         return ADFResult(params, state, losses, refused)
 
-    def update(
-        self, params: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, jax.Array]:
+    def update(self, params: Values, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         """Learn from further data, in the order given: the current posterior becomes
         the prior.
 
@@ -224,12 +228,10 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def make(problem: ADFProblem) -> Callable:
-            return lambda *state_and_data: self._to_params(
-                problem.sweep(*state_and_data)[0]
-            )
+        def learned(likelihood: Likelihood, *inputs: Any) -> dict[str, jax.Array]:
+            return self._to_params(sweep(likelihood, *inputs)[0])
 
-        new = self._on_new_data("update", params, args, kwargs, make, 1.0)
+        new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
         return {
             name: jnp.asarray(value, jnp.asarray(params[name]).dtype)
             for name, value in new.items()
@@ -237,7 +239,7 @@ class AutoADF(ADFPosterior):
 
     @checked(f"{CALL}.predictive_moments")
     def predictive_moments(
-        self, params: Mapping[str, Any], *args: Any, noise: Switch = True, **kwargs: Any
+        self, params: Values, *args: Any, noise: Switch = True, **kwargs: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Mean and variance of each observation under the posterior, without sampling.
 
@@ -250,18 +252,14 @@ class AutoADF(ADFPosterior):
         :return: mean and variance, each (N,), or (N, K) for K outputs or classes.
         """
 
-        def make(problem: ADFProblem) -> Callable:
-            return jax.vmap(
-                partial(problem.predictive, noise=noise), in_axes=(None, 0, None)
-            )
-
+        fn = _by_row(lambda likelihood, point: likelihood.predictive(point, noise))
         moments = self._on_new_data(
-            "predictive_moments", params, args, kwargs, make, key=noise
+            "predictive_moments", params, args, kwargs, fn, noise
         )
         return jnp.asarray(moments.mean, float), jnp.asarray(moments.var, float)
 
     def log_predictive_density(
-        self, params: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, params: Values, *args: Any, **kwargs: Any
     ) -> jax.Array:
         """log p(y_n | x_n) of each data point: the likelihood averaged over the
         posterior, without sampling.
@@ -270,53 +268,35 @@ class AutoADF(ADFPosterior):
         :param args: arguments of the model, targets included.
         :return: (N,), summed over the K outputs of one point.
         """
-
-        def make(problem: ADFProblem) -> Callable:
-            return jax.vmap(problem.log_density, in_axes=(None, 0, None))
-
-        return jnp.asarray(
-            self._on_new_data("log_predictive_density", params, args, kwargs, make),
-            float,
-        )
+        fn = _by_row(lambda likelihood, point: likelihood.log_z(point).sum())
+        density = self._on_new_data("log_predictive_density", params, args, kwargs, fn)
+        return jnp.asarray(density, float)
 
     def _prepare(
         self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
     ) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
-        args, kwargs = as_arrays(args, kwargs, f"{CALL}.run")
-        axes = _axes(args, in_axes, batched)
-        first_args, labels = [], []
-        for arg, axis in zip(args, axes, strict=True):
-            labels.append(jax.tree.map(lambda _, a=axis: str(a), arg))
+        call = f"{CALL}.run"
+        args, kwargs = as_arrays(args, kwargs, call)
+        first, stacked = list(args), list(args)
+        for k, axis in enumerate(_axes(args, in_axes, batched)):
             if axis is not None:
-                arg = jax.tree.map(
-                    lambda leaf, a=axis: jnp.take(jnp.asarray(leaf), 0, axis=a), arg
-                )
-            first_args.append(arg)
-        first = tuple(first_args)
-        check_row_lengths(f"{CALL}.run", self.model, first, kwargs)
-        data = Data.read(self.model, first, kwargs)
-        data.check(f"{CALL}.run")
-        all_data = Data.of(
-            self.model, args, kwargs, lambda name, leaf: name in data.rows
-        )
-        by_leaf = Arguments.of(
-            tuple(labels), jax.tree.map(lambda _: "None", kwargs), self.model
-        ).leaves
-        axis_of = {name: int(axis) for name, axis in by_leaf.items() if axis != "None"}
-        if axis_of:
-            all_data.check(f"{CALL}.run")
-        key = ("run", batched, tuple(axis_of.items()), data.key)
+                in_front = partial(jnp.moveaxis, source=axis, destination=0)
+                stacked[k] = jax.tree.map(in_front, args[k])
+                first[k] = jax.tree.map(lambda leaf: leaf[0], stacked[k])
+        check_row_lengths(call, self.model, tuple(first), kwargs)
+        data, reading = Data.read(self.model, tuple(first), kwargs)
+        every = Data.of(self.model, tuple(stacked), kwargs, data.rows)
+        every.check(call)
+        axes = _set_axes(data.rows, every.rows), _set_axes(data.arrays, every.arrays)
+        key = "run", batched, str(axes), data.key
         if key not in self._programs:
-            row_axes = {name: axis_of.get(name) for name in all_data.rows}
-            array_axes = {name: axis_of.get(name) for name in all_data.arrays}
-            problem = ADFProblem.of(data)
-            program = build(problem, batched, row_axes, array_axes, data.num_rows)
+            problem = read_problem(data, reading)
+            program = build(problem, batched, *axes, data.num_rows)
             self._programs[key] = problem, program
         self._problem, program = self._programs[key]
-        self._data = data.head()
-        self._setup_prototype(*first, **kwargs)
-        return program, (all_data.rows, all_data.arrays), data.num_rows
+        self._remember(data, reading, tuple(first), kwargs)
+        return program, (every.rows, every.arrays), data.num_rows
 
     def _on_new_data(
         self,
@@ -324,33 +304,42 @@ class AutoADF(ADFPosterior):
         params: Any,
         args: tuple,
         kwargs: Any,
-        make: Callable,
-        *more: Any,
-        key: Any = None,
+        fn: Callable,
+        option: Any = None,
+        more: tuple = (),
     ) -> Any:
-        """The value, compiled in float64, of the function that ``make`` builds from the
-        model read on new data.
+        """``fn(likelihood, state, rows, arrays, *more)`` of new data, compiled in
+        float64.
+
+        :param option: what ``fn`` depends on besides.
         """
         _check_staged(method, params, args, kwargs)
+        call = f"{CALL}.{method}"
         if self._data is None:
             instead = "Call `run` of this guide first, so that it reads the model."
-            raise argument_error(
-                f"{CALL}.{method}", "params", "those of another guide", instead
-            )
+            raise argument_error(call, "params", "those of another guide", instead)
         with jax.enable_x64(True):
-            data = self._data.like(
-                *as_arrays(args, kwargs, f"{CALL}.{method}"), f"{CALL}.{method}"
-            )
-            data.check(f"{CALL}.{method}")
-            key = (method, key, data.key)
+            data = self._data.like(*as_arrays(args, kwargs, call), call)
+            data.check(call)
+            key = method, option, data.key
             if key not in self._programs:
                 with_value = method != "predictive_moments"
-                self._programs[key] = jax.jit(
-                    make(ADFProblem.of(data, self._known_problem(), with_value))
-                )
-            return self._programs[key](
-                self._from_params(params), data.rows, data.arrays, *more
-            )
+                likelihood = self._known_problem().on(data, with_value)
+                self._programs[key] = jax.jit(partial(fn, likelihood))
+            state = self._from_params(params)
+            return self._programs[key](state, data.rows, data.arrays, *more)
+
+
+def _by_row(fn: Callable[[Likelihood, Point], Any]) -> Callable:
+    """A function of one data point, for each row."""
+
+    def of_rows(likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any) -> Any:
+        def of_row(row: Any) -> Any:
+            return fn(likelihood, likelihood.point(state, (row, arrays)))
+
+        return jax.vmap(of_row)(rows)
+
+    return of_rows
 
 
 def _check_staged(method: str, *values: Any) -> None:
@@ -374,6 +363,14 @@ def _check_staged(method: str, *values: Any) -> None:
                 "values of a compiled float32 program",
                 instead,
             )
+
+
+def _set_axes(of_one: Values, of_all: Values) -> dict[str, int | None]:
+    """Where the axis of data sets lies in each array."""
+    axes: dict[str, int | None] = {}
+    for place, leaf in of_one.items():
+        axes[place] = 0 if np.ndim(of_all[place]) > np.ndim(leaf) else None
+    return axes
 
 
 def _narrow(value: Any) -> jax.Array:

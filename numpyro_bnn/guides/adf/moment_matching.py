@@ -6,8 +6,9 @@ approximation is set to the first two moments of its product with the factor, wh
 follow from the logarithm of the normalizer Z.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,11 @@ from jax import lax
 from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn.guides.adf.reading import Roles, Weight, refuse
-from numpyro_bnn.guides.blocks import cut
+from numpyro_bnn.guides.adf.reading import Weight, refuse
 from numpyro_bnn.moments import Gaussian
 
+# The constant that `normal_log_density` leaves out.
+NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
 # Grid on which a prior is matched by a Gaussian in unconstrained space.
 REACH, GRID = 60.0, 24_001
 # A cavity variance above this many prior variances carries no information: the factor
@@ -107,32 +109,41 @@ def gamma_update(prior: Gamma, log_z: jax.Array) -> Gamma:
 class Hyperparameter:
     """A latent site other than the weights."""
 
-    # "gamma" for a precision with the published updates, "normal" for a Gaussian in
-    # unconstrained space
-    kind: str
     fn: dist.Distribution  # prior
     transform: Transform  # from unconstrained space
-    # as the guide represents it: shape and rate, or unconstrained moments
-    prior: tuple[np.ndarray, ...]
+    # as the guide represents it: a precision with the published updates by a Gamma, any
+    # other site by a Gaussian in unconstrained space
+    prior: Gamma | Gaussian
 
     @classmethod
-    def of(cls, kind: str, fn: dist.Distribution) -> "Hyperparameter":
-        """Represent a prior."""
+    def of(cls, name: str, fn: dist.Distribution, powers: set) -> "Hyperparameter":
+        """Choose how a site is represented.
+
+        :param powers: those of it with which the scales of weights and noise grow;
+            ``None`` for any other use.
+        """
         base = unwrapped(fn, masked=True)
+        if base.event_dim or base.support.is_discrete:
+            instead = "Sites other than the weights must be real or positive."
+            refuse(name, f"a {type(base).__name__}", instead)
         transform = biject_to(base.support)
-        if kind == "gamma":
-            prior = base.concentration, base.rate
+        prior: Gamma | Gaussian
+        if type(base) is dist.Gamma and powers <= {-0.5}:
+            if not np.all(np.asarray(base.concentration) > 1):
+                reason = f"a Gamma with concentration {np.min(base.concentration):.3g}"
+                instead = (
+                    "Pass a concentration above 1; otherwise the prior variance of "
+                    "what it scales is infinite."
+                )
+                refuse(name, reason, instead)
+            prior = Gamma(base.concentration, base.rate)
         else:
             prior = _unconstrained_moments(base, transform)
-        shape = fn.shape()
-        arrays = (np.broadcast_to(np.asarray(p, float), shape) for p in prior)
-        return cls(kind, fn, transform, tuple(arrays))
 
-    def start(self) -> Gamma | Gaussian:
-        """The prior as a state."""
-        return (Gamma if self.kind == "gamma" else Gaussian)(
-            *map(jnp.asarray, self.prior)
-        )
+        def full(moment: Any) -> np.ndarray:
+            return np.broadcast_to(np.asarray(moment, float), fn.shape())
+
+        return cls(fn, transform, jax.tree.map(full, prior))
 
     def value(self, state: Gamma | Gaussian) -> jax.Array:
         """A typical value: 1 / E[1 / precision], or the median."""
@@ -142,65 +153,27 @@ class Hyperparameter:
 
     def log_prior(self, u: jax.Array) -> jax.Array:
         """Log density in unconstrained space, elementwise."""
-        value = self.transform(u)
-        return unwrapped(self.fn, masked=True).log_prob(
-            value
-        ) + self.transform.log_abs_det_jacobian(u, value)
+        return _log_density(unwrapped(self.fn, masked=True), self.transform, u)
 
 
-def _unconstrained_moments(
-    base: dist.Distribution, transform: Transform
-) -> tuple[np.ndarray, np.ndarray]:
+def _log_density(
+    base: dist.Distribution, transform: Transform, u: jax.Array
+) -> jax.Array:
+    value = transform(u)
+    return base.log_prob(value) + transform.log_abs_det_jacobian(u, value)
+
+
+def _unconstrained_moments(base: dist.Distribution, transform: Transform) -> Gaussian:
     """Mean and variance of a prior in unconstrained space, by the trapezoidal rule."""
     u = np.linspace(-REACH, REACH, GRID).reshape((-1,) + (1,) * len(base.batch_shape))
-
-    @jax.jit
-    def log_density(u: jax.Array) -> jax.Array:
-        value = transform(u)
-        return base.log_prob(value) + transform.log_abs_det_jacobian(u, value)
-
     # The parameters of a prior are known also while a guide is traced.
     with jax.core.eval_context():
-        log_p = np.asarray(log_density(u))
+        log_p = np.asarray(jax.jit(partial(_log_density, base, transform))(u))
     log_p = np.where(np.isfinite(log_p), log_p, -np.inf)
     density = np.exp(log_p - log_p.max(axis=0))
     density /= density.sum(axis=0)
     mean = (density * u).sum(axis=0)
-    return mean, (density * (u - mean) ** 2).sum(axis=0)
-
-
-def describe(
-    sites: Roles, noise_powers: Mapping[str, float | None]
-) -> dict[str, Hyperparameter]:
-    """Choose how each hyperparameter is represented; for ``noise_powers`` see the
-    likelihoods.
-    """
-    hyperparameters = {}
-    for name, fn in sites.hyperparameters.items():
-        base = unwrapped(fn, masked=True)
-        if base.event_dim or base.support.is_discrete:
-            raise refuse(
-                name,
-                f"a {type(base).__name__}",
-                "Sites other than the weights must be real or positive.",
-            )
-        powers: set[float | None] = {
-            w.power for w in sites.weights.values() if w.hyper == name
-        }
-        if name in sites.noise:
-            powers.add(noise_powers[name])
-        conjugate = type(base) is dist.Gamma and powers <= {-0.5}
-        if conjugate and not np.all(np.asarray(base.concentration) > 1):
-            reason = f"a Gamma with concentration {np.min(base.concentration):.3g}"
-            instead = (
-                "Pass a concentration above 1; otherwise the prior variance of what it "
-                "scales is infinite."
-            )
-            raise refuse(name, reason, instead)
-        hyperparameters[name] = Hyperparameter.of(
-            "gamma" if conjugate else "normal", fn
-        )
-    return hyperparameters
+    return Gaussian(mean, (density * (u - mean) ** 2).sum(axis=0))
 
 
 class PriorFactor(NamedTuple):
@@ -217,92 +190,80 @@ class PriorFactor(NamedTuple):
     rate: jax.Array
 
 
-class _Flat(NamedTuple):
-    """All weights of one hyperparameter, flattened and concatenated."""
+class ADFState(NamedTuple):
+    """State of a run: the posterior approximation and the approximate prior factors, in
+    float64.
 
-    weights: Gaussian
-    factor: PriorFactor
-    loc: Any
-    scale: Any
-    element: Any
-
-
-def _unflatten(
-    flat: Any, names: Sequence[str], sites: Mapping[str, Weight]
-) -> dict[str, Any]:
-    shapes = {name: sites[name].loc.shape for name in names}
-    fields = [cut(leaf, shapes) for leaf in flat]
-    return {name: type(flat)(*(field[name] for field in fields)) for name in names}
-
-
-def refine(
-    names: Sequence[str],
-    sites: Mapping[str, Weight],
-    weights: Any,
-    factors: Any,
-    hyper: Hyperparameter,
-    state: Gamma | Gaussian,
-) -> tuple[dict[str, Gaussian], dict[str, PriorFactor], Gamma | Gaussian]:
-    """Refine the prior factors of all weights of one hyperparameter: new weights,
-    factors and hyperparameter.
+    :param weights: means and variances by site.
+    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in
+        unconstrained space.
+    :param factors: approximate prior factor of each weight that has a hyperparameter.
     """
-    by_site = [
-        _Flat(weights[n], factors[n], sites[n].loc, sites[n].scale, sites[n].element)
-        for n in names
-    ]
-    flat = jax.tree.map(
-        lambda *leaves: jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), *by_site
-    )
-    if isinstance(state, Gamma):
-        new, factor, state = _refine_gamma(flat, state)
-    else:
-        power: Any = sites[names[0]].power
-        if any(sites[name].power != power for name in names):
-            power = jnp.concatenate(
-                [jnp.full(sites[n].loc.size, sites[n].power) for n in names]
-            )
-        new, factor, state = _refine_normal(flat, power, hyper)
-    return _unflatten(new, names, sites), _unflatten(factor, names, sites), state
+
+    weights: dict[str, Gaussian]
+    hyperparameters: dict[str, Any]
+    factors: dict[str, PriorFactor]
 
 
-def _refine_gamma(flat: _Flat, state: Gamma) -> tuple[Gaussian, PriorFactor, Gamma]:
-    """One weight at a time, as published: all share the Gamma of their precision.
+class ScaledSite(NamedTuple):
+    """Weights of one site with a hyperparameter."""
+
+    prior: Weight
+    posterior: Gaussian
+    factor: PriorFactor
+
+
+Refined = tuple[dict[str, tuple[Gaussian, PriorFactor]], Gamma | Gaussian]
+
+
+def refine_gamma(sites: Mapping[str, ScaledSite], state: Gamma) -> Refined:
+    """Refine the prior factors of all weights that share a precision, one weight at a
+    time, as published.
 
     Reference: Hernandez-Lobato & Adams (2015), section 3.2 and supplement.
+
+    :return: weights and factors by site, and the new state of the precision.
     """
 
-    def body(
-        gamma: Gamma, flat_weight: _Flat
-    ) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
-        element = flat_weight.element
+    def body(gamma: Gamma, one: Any) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
+        element, *weight = one
         current = jax.tree.map(lambda leaf: leaf[element], gamma)
-        new, factor, updated = _refine_one(flat_weight, current)
+        new, factor, updated = _refine_one(current, *weight)
         gamma = jax.tree.map(
             lambda leaf, value: leaf.at[element].set(value), gamma, updated
         )
         return gamma, (new, factor)
 
-    gamma, (new, factor) = lax.scan(body, jax.tree.map(jnp.ravel, state), flat)
-    shape = state.concentration.shape
-    return new, factor, jax.tree.map(lambda leaf: leaf.reshape(shape), gamma)
+    gamma, refined = jax.tree.map(jnp.ravel, state), {}
+    for name, (prior, *posterior) in sites.items():
+        inputs = prior.element, prior.loc, prior.scale, *posterior
+        gamma, flat = lax.scan(body, gamma, jax.tree.map(jnp.ravel, inputs))
+        refined[name] = _shaped_like(prior.loc, flat)
+    return refined, _shaped_like(state.concentration, gamma)
+
+
+def _shaped_like(array: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(np.shape(array)), tree)
 
 
 def _refine_one(
-    flat_weight: _Flat, gamma: Gamma
+    gamma: Gamma,
+    loc: jax.Array,
+    scale: jax.Array,
+    weight: Gaussian,
+    factor: PriorFactor,
 ) -> tuple[Gaussian, PriorFactor, Gamma]:
-    weight, factor = flat_weight.weights, flat_weight.factor
     precision = 1 / weight.var - factor.precision
     mean = (weight.mean / weight.var - factor.shift) / precision
     cavity = Gaussian(mean, 1 / precision)
     cavity_gamma = Gamma(
         gamma.concentration - factor.concentration, gamma.rate - factor.rate
     )
-    unit = flat_weight.scale * flat_weight.scale
+    unit = scale * scale
 
     def log_z(cavity: Gaussian, order: int) -> jax.Array:
         return normal_log_density(
-            cavity.mean - flat_weight.loc,
-            cavity.var + unit * cavity_gamma.variance(order),
+            cavity.mean - loc, cavity.var + unit * cavity_gamma.variance(order)
         )
 
     new, refused = gaussian_update(cavity, jax.grad(log_z)(cavity, 0))
@@ -319,18 +280,12 @@ def _refine_one(
         updated.concentration - cavity_gamma.concentration,
         updated.rate - cavity_gamma.rate,
     )
-
-    return (
-        _where(good, new, weight),
-        _where(good, share, factor),
-        _where(good, updated, gamma),
-    )
+    return _where(good, (new, share, updated), (weight, factor, gamma))
 
 
-def _refine_normal(
-    flat: _Flat, power: Any, hyper: Hyperparameter
-) -> tuple[Gaussian, PriorFactor, Gaussian]:
-    r"""All weights of a scale at once, for a scale with any prior.
+def refine_normal(sites: Mapping[str, ScaledSite], hyper: Hyperparameter) -> Refined:
+    r"""Refine the prior factors of all weights of a scale at once, for a scale with any
+    prior.
 
     Given the cavities N(m_i, v_i) the posterior of u, the scale in unconstrained space,
     is one-dimensional,
@@ -339,24 +294,32 @@ def _refine_normal(
 
     and is summed on a grid; each weight gets the moments of its posterior, averaged
     over this grid.
-    """
-    precision = 1 / flat.weights.var - flat.factor.precision
-    good = precision * flat.scale**2 * WIDEST > 1
-    precision = jnp.where(good, precision, 1.0)
-    mean = (flat.weights.mean / flat.weights.var - flat.factor.shift) / precision
-    start = Gaussian(*map(jnp.asarray, hyper.prior))
-    count = max(1, int(np.prod(start.mean.shape)))
 
-    def prior_var(u: jax.Array) -> jax.Array:
-        """(G, count) -> (G, P)."""
-        value = hyper.transform(u)[:, flat.element]
-        return (flat.scale * value**power) ** 2
+    :return: weights and factors by site, and the new state of the scale.
+    """
+    shape = hyper.prior[0].shape
+    count = max(1, int(np.prod(shape)))
+    cavities = {}
+    for name, (prior, posterior, factor) in sites.items():
+        precision = 1 / posterior.var - factor.precision
+        good = precision * prior.scale**2 * WIDEST > 1
+        precision = jnp.where(good, precision, 1.0)
+        mean = (posterior.mean / posterior.var - factor.shift) / precision
+        cavities[name] = good, mean, precision
+
+    def prior_var(prior: Weight, u: jax.Array) -> jax.Array:
+        """(G, count) -> (G, ...)."""
+        return jax.vmap(prior.sd_at)(hyper.transform(u)) ** 2
 
     def log_posterior(u: jax.Array) -> jax.Array:
-        terms = normal_log_density(mean - flat.loc, 1 / precision + prior_var(u))
-        sums = jax.ops.segment_sum(jnp.where(good, terms, 0.0).T, flat.element, count).T
-        shaped = u.reshape((-1, *start.mean.shape))
-        return sums + hyper.log_prior(shaped).reshape(u.shape)
+        total = hyper.log_prior(u.reshape((-1, *shape))).reshape(u.shape)
+        for name, (good, mean, precision) in cavities.items():
+            prior = sites[name].prior
+            var = 1 / precision + prior_var(prior, u)
+            terms = jnp.where(good, normal_log_density(mean - prior.loc, var), 0.0)
+            by_weight = terms.reshape((len(u), -1)).T
+            total += jax.ops.segment_sum(by_weight, jnp.ravel(prior.element), count).T
+        return total
 
     def narrow(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         center, half = grid[:2]
@@ -367,21 +330,23 @@ def _refine_normal(
         spacing = 2 * half / (POINTS - 1)
         return center, WIDTHS * jnp.maximum(jnp.sqrt(var), spacing / 2), var, u, share
 
-    mean0, var0 = start.mean.reshape(-1), start.var.reshape(-1)
+    mean0, var0 = map(jnp.ravel, hyper.prior)
     blank = jnp.zeros((POINTS, count))
     center, _, var, u, share = lax.fori_loop(
         0, GRIDS, narrow, (mean0, WIDTHS * jnp.sqrt(var0), var0, blank, blank)
     )
-    prior_vars = prior_var(u)
-    tilted_var = 1 / (precision + 1 / prior_vars)
-    tilted_mean = tilted_var * (precision * mean + flat.loc / prior_vars)
-    element_share = share[:, flat.element]
-    new_mean = (element_share * tilted_mean).sum(axis=0)
-    new_var = (element_share * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
-    new = _where(good, Gaussian(new_mean, new_var), flat.weights)
-    updated = flat.factor._replace(
-        precision=1 / new.var - precision, shift=new.mean / new.var - mean * precision
-    )
-    shape = start.mean.shape
-    state = Gaussian(center.reshape(shape), var.reshape(shape))
-    return new, _where(good, updated, flat.factor), state
+    refined = {}
+    for name, (good, mean, precision) in cavities.items():
+        prior, posterior, factor = sites[name]
+        weight, prior_vars = share[:, prior.element], prior_var(prior, u)
+        tilted_var = 1 / (precision + 1 / prior_vars)
+        tilted_mean = tilted_var * (precision * mean + prior.loc / prior_vars)
+        new_mean = (weight * tilted_mean).sum(axis=0)
+        new_var = (weight * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
+        updated = factor._replace(
+            precision=1 / new_var - precision,
+            shift=new_mean / new_var - mean * precision,
+        )
+        new = Gaussian(new_mean, new_var), updated
+        refined[name] = _where(good, new, (posterior, factor))
+    return refined, _shaped_like(hyper.prior[0], Gaussian(center, var))

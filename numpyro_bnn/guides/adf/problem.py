@@ -1,8 +1,8 @@
 """A model read for ADF, one pass over the data, and epochs as compiled programs."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,38 +12,27 @@ import tqdm
 from jax import lax
 
 from numpyro_bnn._checks import outside
-from numpyro_bnn.guides.adf import moment_matching
-from numpyro_bnn.guides.adf.likelihoods import Likelihood, noise_powers, sum_to
-from numpyro_bnn.guides.adf.moment_matching import Hyperparameter, PriorFactor
-from numpyro_bnn.guides.adf.observation import (
-    Context,
-    check_quantities,
-    check_rows,
-    observe,
-    rewritten,
+from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
+from numpyro_bnn.guides.adf.moment_matching import (
+    ADFState,
+    Gamma,
+    PriorFactor,
+    ScaledSite,
+    gamma_update,
+    gaussian_update,
+    refine_gamma,
+    refine_normal,
 )
-from numpyro_bnn.guides.adf.reading import Data, Roles, find_sites
+from numpyro_bnn.guides.adf.observation import check_quantities, check_rows, rewritten
+from numpyro_bnn.guides.adf.quadrature import sum_to
+from numpyro_bnn.guides.adf.reading import Data, Values, find_roles
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
+from numpyro_bnn.program.reading import Reading
 
 # Refused updates are counted on about this many weights of each site.
 SAMPLE = 100
-
-
-class ADFState(NamedTuple):
-    """State of a run: the posterior approximation and the approximate prior factors, in
-    float64.
-
-    :param weights: means and variances by site.
-    :param hyperparameters: the other sites, a ``Gamma`` or a ``Gaussian`` in
-        unconstrained space.
-    :param factors: approximate prior factor of each weight that has a hyperparameter.
-    """
-
-    weights: dict[str, Gaussian]
-    hyperparameters: dict[str, Any]
-    factors: dict[str, PriorFactor]
 
 
 class Records(NamedTuple):
@@ -59,206 +48,117 @@ class Records(NamedTuple):
     refused: jax.Array
 
 
-@dataclass(frozen=True)
-class ADFProblem:
-    """A model read for assumed density filtering."""
+def read_problem(data: Data, reading: Reading) -> Likelihood:
+    """Read the model from one row of its arguments.
 
-    sites: Roles
-    hyperparameters: Mapping[str, Hyperparameter]
-    likelihood: Likelihood  # of one data point
+    :param reading: the model of all rows.
+    """
+    of_row = data.read_row()
+    roles = find_roles(of_row)
+    likelihood = read_likelihood(data, of_row, roles)
+    check_rows(data, reading, of_row, roles)
+    check_quantities(likelihood.cut, roles, data.first)
 
-    @classmethod
-    def of(
-        cls, data: Data, template: "ADFProblem | None" = None, with_value: bool = True
-    ) -> "ADFProblem":
-        """Read the model from one row of its arguments; if a ``template`` is
-        given, take the roles from it.
-        """
-        rows = jax.tree.map(lambda leaf: leaf[0], data.rows)
-        arrays = data.arrays
-        if template is None:
-            sites = find_sites(data.model, *data.row(rows, arrays))
+    def check() -> None:
+        state = first_state(likelihood, jax.random.key(0), {})
+        likelihood.check(likelihood.point(state, data.first))
+
+    jax.eval_shape(check)
+    return likelihood
+
+
+def first_state(likelihood: Likelihood, rng_key: jax.Array, means: Values) -> ADFState:
+    """The prior, but with these means of the weights, and others at random: N(loc,
+    prior variance / fan-in), which breaks the symmetry of the hidden units.
+    """
+    state = ADFState({}, {}, {})
+    for name, hyper in likelihood.hyperparameters.items():
+        state.hyperparameters[name] = jax.tree.map(jnp.asarray, hyper.prior)
+    values = likelihood.typical_values(state.hyperparameters)
+    weights = likelihood.roles.weights
+    keys = jax.random.split(rng_key, len(weights))
+    for key, (name, weight) in zip(keys, weights.items(), strict=True):
+        var = weight.prior_sd(values) ** 2
+        fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
+        noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
+        mean = means.get(name, weight.loc + noise)
+        state.weights[name] = Gaussian(jnp.asarray(mean, float), var)
+        if weight.hyper is not None:
+            zero = jnp.zeros(var.shape)
+            state.factors[name] = PriorFactor(
+                1 / var, jnp.asarray(weight.loc) / var, zero, zero
+            )
+    return state
+
+
+def learn(
+    likelihood: Likelihood, state: ADFState, data: Any
+) -> tuple[ADFState, jax.Array, jax.Array]:
+    """Absorb one data point, ``data`` being its row and the other arrays; also
+    returns its log Z and the number of refused updates of weights.
+    """
+    hypers = dict(state.hyperparameters)
+    noise = {name: hypers[name] for name in likelihood.noise}
+
+    def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Point]:
+        point = likelihood.point(state._replace(weights=weights), data)
+        # Only the likelihood depends on the noise, not the quantities.
+        noisy = point._replace(states=hypers | noise)
+        return likelihood.log_z(noisy).sum(), point
+
+    (value, point), gradients = jax.value_and_grad(log_z, argnums=(0, 1), has_aux=True)(
+        state.weights, noise
+    )
+    refused = jnp.zeros(())
+    weights = {}
+    for name, weight in state.weights.items():
+        weights[name], bad = gaussian_update(weight, gradients[0][name])
+        refused += _sampled_mean(bad) * bad.size
+    for name in noise:
+        hypers[name], _ = gaussian_update(noise[name], gradients[1][name])
+    if likelihood.gamma is not None:
+        gamma, sums = hypers[likelihood.gamma], []
+        for order in range(3):
+            log_zs = likelihood.log_z(point, order)
+            sums.append(sum_to(log_zs, gamma.concentration.shape))
+        hypers[likelihood.gamma] = gamma_update(gamma, jnp.stack(sums))
+    return ADFState(weights, hypers, state.factors), value, refused
+
+
+def sweep(
+    likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any, divisor: Any
+) -> tuple[ADFState, Records]:
+    """One pass over rows in the order given; for ``divisor`` see
+    :func:`fusion_barrier`.
+    """
+    absorb = fusion_barrier(partial(learn, likelihood), divisor)
+
+    def body(state: ADFState, row: Any) -> tuple[ADFState, Any]:
+        updated, *records = absorb(state, (row, arrays))
+        return updated, records
+
+    without = state._replace(factors={})
+    updated, (log_z, refused) = lax.scan(body, without, rows)
+    size = sum(weight.loc.size for weight in likelihood.roles.weights.values())
+    record = Records(log_z.sum(), refused.mean() / size)
+    return updated._replace(factors=state.factors), record
+
+
+def refine(likelihood: Likelihood, state: ADFState) -> ADFState:
+    """The prior factors of all weights with a hyperparameter."""
+    weights, hypers, factors = map(dict, state)
+    for name, hyper in likelihood.hyperparameters.items():
+        scaled = {n: w for n, w in likelihood.roles.weights.items() if w.hyper == name}
+        if not scaled:
+            continue
+        sites = {n: ScaledSite(w, weights[n], factors[n]) for n, w in scaled.items()}
+        if isinstance(hypers[name], Gamma):
+            refined, hypers[name] = refine_gamma(sites, hypers[name])
         else:
-            sites = template.sites
-        ones = {name: np.ones(fn.shape()) for name, fn in sites.hyperparameters.items()}
-        context = {"rows": rows, "arrays": arrays, "hyperparameters": ones}
-        observation = observe(data, sites, context, with_value)
-        if template is not None:
-            return replace(
-                template,
-                likelihood=replace(template.likelihood, observation=observation),
-            )
-        hypers = moment_matching.describe(
-            sites, noise_powers(observation, sites.noise, context)
-        )
-        gamma, normals = None, {}
-        for name in sites.noise:
-            if hypers[name].kind == "gamma":
-                gamma = name
-            else:
-                normals[name] = hypers[name]
-        problem = cls(sites, hypers, Likelihood(observation, normals, gamma))
-        check_rows(data, sites, ones)
-        check_quantities(observation, sites, context)
-
-        def check() -> None:
-            state = problem.start(sites.prior_means)
-            context = problem.context(state, rows, arrays)
-            problem.likelihood.check(state.weights, context)
-
-        jax.eval_shape(check)
-        return problem
-
-    def context(self, state: ADFState, rows: Any, arrays: Any) -> Context:
-        """Everything that a likelihood depends on except the weights."""
-        hypers = self._values(state.hyperparameters)
-        return {"rows": rows, "arrays": arrays, "hyperparameters": hypers}
-
-    def _values(self, states: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Typical values of the hyperparameters."""
-        hypers = self.hyperparameters.items()
-        return {name: hyper.value(states[name]) for name, hyper in hypers}
-
-    def _prior(self) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """States of the hyperparameters, and at typical values of them the variances of
-        the weights.
-        """
-        hypers = {name: hyper.start() for name, hyper in self.hyperparameters.items()}
-        values = self._values(hypers)
-        weights = self.sites.weights.items()
-        return hypers, {name: weight.prior_sd(values) ** 2 for name, weight in weights}
-
-    def start(self, means: Mapping[str, Any]) -> ADFState:
-        """The prior, but with these means of the weights."""
-        hypers, variances = self._prior()
-        state = ADFState({}, hypers, {})
-        for name, var in variances.items():
-            state.weights[name] = Gaussian(jnp.asarray(means[name], float), var)
-            weight = self.sites.weights[name]
-            if weight.hyper is not None:
-                zero = jnp.zeros(var.shape)
-                state.factors[name] = PriorFactor(
-                    1 / var, jnp.asarray(weight.loc) / var, zero, zero
-                )
-        return state
-
-    def random_means(self, rng_key: jax.Array) -> dict[str, Any]:
-        """Means N(loc, prior variance / fan-in), which break the symmetry of the hidden
-        units.
-        """
-        _, variances = self._prior()
-        means = {}
-        for key, (name, var) in zip(
-            jax.random.split(rng_key, len(variances)), variances.items(), strict=True
-        ):
-            fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
-            noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
-            means[name] = jnp.asarray(self.sites.weights[name].loc) + noise
-        return means
-
-    def learn(
-        self, state: ADFState, rows: Any, arrays: Any
-    ) -> tuple[ADFState, jax.Array, jax.Array]:
-        """Absorb one data point; also returns its log Z and the number of refused
-        updates of weights.
-        """
-        likelihood = self.likelihood
-        context = self.context(state, rows, arrays)
-        noise = {name: state.hyperparameters[name] for name in likelihood.noise}
-
-        def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Any]:
-            quantities = likelihood.observation.quantities(weights, context)
-            hypers = {**state.hyperparameters, **noise}
-            return likelihood.log_z(quantities, hypers, context).sum(), quantities
-
-        (value, quantities), gradients = jax.value_and_grad(
-            log_z, argnums=(0, 1), has_aux=True
-        )(state.weights, noise)
-        refused = jnp.zeros(())
-        weights = {}
-        for name, weight in state.weights.items():
-            weights[name], bad = moment_matching.gaussian_update(
-                weight, gradients[0][name]
-            )
-            refused += _sampled_mean(bad) * bad.size
-        hypers = dict(state.hyperparameters)
-        for name in noise:
-            hypers[name] = moment_matching.gaussian_update(
-                noise[name], gradients[1][name]
-            )[0]
-        if likelihood.gamma is not None:
-            gamma = state.hyperparameters[likelihood.gamma]
-            sums = []
-            for order in range(3):
-                log_zs = likelihood.log_z(
-                    quantities, state.hyperparameters, context, order
-                )
-                sums.append(sum_to(log_zs, gamma.concentration.shape))
-            hypers[likelihood.gamma] = moment_matching.gamma_update(
-                gamma, jnp.stack(sums)
-            )
-        return ADFState(weights, hypers, state.factors), value, refused
-
-    def sweep(
-        self, state: ADFState, rows: Any, arrays: Any, divisor: Any
-    ) -> tuple[ADFState, Records]:
-        """One pass over rows in the order given; for ``divisor`` see
-        :func:`fusion_barrier`.
-        """
-
-        def body(carry: Any, row: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-            def learn(carry: Any, row: Any) -> tuple[ADFState, jax.Array, jax.Array]:
-                return self.learn(ADFState(carry[0], carry[1], {}), row, arrays)
-
-            updated, log_z, refused = fusion_barrier(learn, divisor)(carry, row)
-            return (updated.weights, updated.hyperparameters), (log_z, refused)
-
-        carry, (log_z, refused) = lax.scan(
-            body, (state.weights, state.hyperparameters), rows
-        )
-        size = sum(weight.loc.size for weight in self.sites.weights.values())
-        record = Records(log_z.sum(), refused.mean() / size)
-        return ADFState(*carry, state.factors), record
-
-    def log_density(self, state: ADFState, row: Any, arrays: Any) -> jax.Array:
-        """log Z of one data point."""
-        context = self.context(state, row, arrays)
-        quantities = self.likelihood.observation.quantities(state.weights, context)
-        return self.likelihood.log_z(quantities, state.hyperparameters, context).sum()
-
-    def predictive(
-        self, state: ADFState, row: Any, arrays: Any, noise: bool
-    ) -> Gaussian:
-        """Mean and variance of the observation of one data point."""
-        context = self.context(state, row, arrays)
-        quantities = self.likelihood.observation.quantities(state.weights, context)
-        moments = self.likelihood.predictive(
-            quantities, state.hyperparameters, context, noise
-        )
-        observation = self.likelihood.observation
-
-        def single(moment: jax.Array) -> jax.Array:
-            if observation.kind != "categorical":
-                # one number may be the predictor of all
-                shape = jnp.broadcast_shapes(moment.shape, observation.shape, (1,))
-                moment = jnp.broadcast_to(moment, shape)
-            return moment[0]
-
-        return jax.tree.map(single, moments)
-
-    def refine(self, state: ADFState) -> ADFState:
-        """The prior factors of all weights with a hyperparameter."""
-        weights, hypers, factors = map(dict, state)
-        sites = self.sites.weights
-        for name, hyper in self.hyperparameters.items():
-            names = [site for site, weight in sites.items() if weight.hyper == name]
-            if names:
-                new, factor, hypers[name] = moment_matching.refine(
-                    names, sites, weights, factors, hyper, hypers[name]
-                )
-                weights |= new
-                factors |= factor
-        return ADFState(weights, hypers, factors)
+            refined, hypers[name] = refine_normal(sites, hyper)
+        for site, (weight, factor) in refined.items():
+            weights[site], factors[site] = weight, factor
+    return ADFState(weights, hypers, factors)
 
 
 def _sampled_mean(mask: jax.Array) -> jax.Array:
@@ -298,18 +198,14 @@ class Program(NamedTuple):
 
     start: Callable[[jax.Array, Any], ADFState]
     epoch: Callable[..., tuple[ADFState, Records]]
-    all_epochs: Callable[..., tuple[ADFState, Records]]
 
 
 def build(
-    problem: ADFProblem, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+    likelihood: Likelihood, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
 ) -> Program:
     """Compiled functions of keys, rows and arrays; an epoch is one pass and the
     refinement of the prior.
     """
-
-    def start(rng_key: jax.Array, means: Any) -> ADFState:
-        return problem.start({**problem.random_means(rng_key), **means})
 
     def epoch(
         state: ADFState,
@@ -321,28 +217,15 @@ def build(
     ) -> Any:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
-        state, record = problem.sweep(state, shuffled, arrays, divisor)
-        return problem.refine(state), record
+        state, record = sweep(likelihood, state, shuffled, arrays, divisor)
+        return refine(likelihood, state), record
 
+    begin = partial(first_state, likelihood)
     if batched:
-        start = jax.vmap(start, in_axes=(0, 0))
+        begin = jax.vmap(begin)
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    def all_epochs(
-        state: ADFState,
-        rows: Any,
-        arrays: Any,
-        keys: jax.Array,
-        orders: Any,
-        divisor: Any,
-    ) -> Any:
-        return lax.scan(
-            lambda s, by_epoch: epoch(s, rows, arrays, *by_epoch, divisor),
-            state,
-            (keys, orders),
-        )
-
-    return Program(shared(start, once=True), shared(epoch), shared(all_epochs))
+    return Program(shared(begin, once=True), shared(epoch))
 
 
 def run_epochs(

@@ -2,9 +2,9 @@
 of every site.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,12 @@ import numpyro.distributions as dist
 from numpyro import handlers
 from numpyro.distributions import constraints
 
-from numpyro_bnn._checks import argument_error, check_finite, check_same_length
+from numpyro_bnn._checks import (
+    argument_error,
+    check_finite,
+    check_same_length,
+    is_floating,
+)
 from numpyro_bnn._distributions import (
     affine_normal,
     is_affine_normal,
@@ -21,22 +26,23 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn.guides.initialization import BASE_SUFFIXES, base_sites, check_imputed
+from numpyro_bnn.guides.initialization import base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
 from numpyro_bnn.program.compiled import TRACING
-from numpyro_bnn.program.plates import PARAMETERS
-from numpyro_bnn.program.reading import Reading, Site, Sites
+from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
+from numpyro_bnn.program.reading import Reading, Sites
 from numpyro_bnn.program.rows import refuse_rows
 
 CALL = "guides.AutoADF"
+Values = Mapping[str, Any]  # by name
 
 
-def refuse(site: str, reason: str, instead: str) -> Exception:
-    """The error for a site that assumed density filtering cannot handle."""
-    return argument_error(CALL, "model", f"site {site!r}, {reason}", instead)
+def refuse(site: str, reason: str, instead: str) -> NoReturn:
+    """Refuse a site that assumed density filtering cannot handle."""
+    raise argument_error(CALL, "model", f"site {site!r}, {reason}", instead)
 
 
-def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
+def read(model: Callable, args: tuple, kwargs: Values) -> Reading:
     """What a model is; the guide that reads it may itself run inside NumPyro's
     handlers.
     """
@@ -47,20 +53,14 @@ def read(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Reading:
 def observed_site(sites: Sites) -> str:
     """The one observed site."""
     observed = []
-    for name, site in sites.items():
-        if site["type"] == "sample" and is_factor(site["fn"]):
+    for name, site in sites_of_type(sites, "sample").items():
+        if is_factor(site["fn"]):
             instead = "Write an observed `sample`, whose likelihood has a distribution."
-            raise refuse(name, "a `factor` statement", instead)
-        if (
-            site["type"] == "sample"
-            and site["is_observed"]
-            and not site["infer"].get("is_auxiliary")
-        ):
+            refuse(name, "a `factor` statement", instead)
+        if site["is_observed"] and not site["infer"].get("is_auxiliary"):
             observed.append(name)
             if is_scaled(site):
-                raise refuse(
-                    name, "whose likelihood is scaled", "Remove `handlers.scale`."
-                )
+                refuse(name, "whose likelihood is scaled", "Remove `handlers.scale`.")
     if len(observed) != 1:
         names = ", ".join(map(repr, observed)) or "none"
         instead = "Pass the targets; exactly one site must be observed."
@@ -70,7 +70,7 @@ def observed_site(sites: Sites) -> str:
     return observed[0]
 
 
-def is_scaled(site: Mapping[str, Any]) -> bool:
+def is_scaled(site: Values) -> bool:
     """Whether the log density of a site has a factor other than 1."""
     scale = site["scale"]
     return scale is not None and (
@@ -92,46 +92,48 @@ class Data:
         cls,
         model: Callable,
         args: tuple,
-        kwargs: Mapping[str, Any],
-        is_row: Callable[[str, Any], bool],
+        kwargs: Values,
+        rows: Container[str] = (),
     ) -> "Data":
-        """Split a call; ``is_row(place, array)`` says which arrays have one row per
-        data point.
+        """Split a call; the arrays at the places ``rows`` have one row per data
+        point.
         """
         fixed, arrays = Arguments.of(args, kwargs, model).split()
-        arrays = {name: _wide(leaf) for name, leaf in arrays.items()}
-        rows = {}
-        for name in list(arrays):
-            if is_row(name, arrays[name]):
-                rows[name] = arrays.pop(name)
-        return cls(model, fixed, rows, arrays)
-
-    @classmethod
-    def read(cls, model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> "Data":
-        """Split the call on a whole data set: arrays as long as the observation are
-        data.
-        """
-        refuse_rows(CALL, "Every epoch takes all rows to the device", args, kwargs)
-        sites = read(model, args, kwargs).sites
-        observed = observed_site(sites)
-        length = np.shape(sites[observed]["value"])[:1]
-        if not length:
-            raise refuse(
-                observed, "one number", "Observe an array with one row per data point."
-            )
-        data = cls.of(
-            model, args, kwargs, lambda name, leaf: np.shape(leaf)[:1] == length
-        )
-        if not data.rows:
-            came = f"no array of length {length[0]}, the length of the observation"
-            raise argument_error(CALL, "args", came, "Pass the data as arguments.")
+        data = cls(model, fixed, {}, {})
+        for place, array in arrays.items():
+            if is_floating(array):
+                # on the host, where the values are known
+                known = not isinstance(array, jax.core.Tracer)
+                array = (np.asarray(array) if known else array).astype(np.float64)
+            (data.rows if place in rows else data.arrays)[place] = array
         return data
 
-    def like(self, args: tuple, kwargs: Mapping[str, Any], call: str) -> "Data":
+    @classmethod
+    def read(
+        cls, model: Callable, args: tuple, kwargs: Values
+    ) -> tuple["Data", Reading]:
+        """Split the call on a whole data set: arrays as long as the observation are
+        data. Also returns the reading of it.
+        """
+        refuse_rows(CALL, "Every epoch takes all rows to the device", args, kwargs)
+        data = cls.of(model, args, kwargs)
+        reading = read(model, *data.call())
+        observed = observed_site(reading.sites)
+        length = np.shape(reading.sites[observed]["value"])[:1]
+        if not length:
+            instead = "Observe an array with one row per data point."
+            refuse(observed, "one number", instead)
+        rows = [p for p, leaf in data.arrays.items() if np.shape(leaf)[:1] == length]
+        if not rows:
+            came = f"no array of length {length[0]}, the length of the observation"
+            raise argument_error(CALL, "args", came, "Pass the data as arguments.")
+        return cls.of(model, args, kwargs, rows), reading
+
+    def like(self, args: tuple, kwargs: Values, call: str) -> "Data":
         """Split another call in the same way: the arguments that were data before are
         data again.
         """
-        data = self.of(self.model, args, kwargs, lambda name, leaf: name in self.rows)
+        data = self.of(self.model, args, kwargs, self.rows)
         if not data.rows:
             raise argument_error(
                 call, "args", "no data", f"Pass {', '.join(self.rows)}."
@@ -154,10 +156,19 @@ class Data:
         return np.shape(next(iter(self.rows.values())))[0]
 
     def head(self) -> "Data":
-        """The same call with its first two rows only: enough to read
-        the model again.
+        """The same call with its first two rows only: enough to read the model
+        again.
         """
         return replace(self, rows={name: leaf[:2] for name, leaf in self.rows.items()})
+
+    @property
+    def first(self) -> tuple[Any, Any]:
+        """The first data point, without the leading axis, and the other arrays."""
+        return {name: leaf[0] for name, leaf in self.rows.items()}, self.arrays
+
+    def read_row(self) -> Reading:
+        """The model of one row."""
+        return read(self.model, *self.row_call(*self.first))
 
     @property
     def key(self) -> tuple:
@@ -168,48 +179,28 @@ class Data:
         for name, leaf in self.rows.items():
             shapes.append((name, np.shape(leaf), leaf.dtype))
         for name, leaf in self.arrays.items():
-            arrays.append((name, _fingerprint(leaf)))
+            # what the guide reads from a model may depend on known values
+            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            unknown = is_key or isinstance(leaf, jax.core.Tracer)
+            values = None if unknown else np.asarray(leaf).tobytes()
+            arrays.append((name, np.shape(leaf), values))
         return self.fixed, tuple(shapes), tuple(arrays)
 
-    def call(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
-        """Positional and keyword arguments with these rows and arrays."""
+    def call(self, rows: Any = None, arrays: Any = None) -> Call:
+        """Positional and keyword arguments, by default with its own rows and arrays."""
+        rows = self.rows if rows is None else rows
+        arrays = self.arrays if arrays is None else arrays
         return self.fixed.call({**rows, **arrays})
 
-    def row(self, rows: Mapping[str, Any], arrays: Mapping[str, Any]) -> Call:
+    def row_call(self, row: Any, arrays: Any) -> Call:
         """The call for one data point, without the leading axis."""
-        return self.call(jax.tree.map(lambda leaf: leaf[None], rows), arrays)
-
-    def site(self, name: str, values: Mapping[str, Any], call: Call) -> Site:
-        """One site of the model, called in this way, at values of others."""
-        return read(self.model, *call).at(values, only=[name])[name]
+        return self.call(jax.tree.map(lambda leaf: leaf[None], row), arrays)
 
     def check(self, call: str) -> None:
         """Refuse NaN and infinity in any array."""
         for name, leaf in {**self.rows, **self.arrays}.items():
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
+            if is_floating(leaf):
                 check_finite(call, name, leaf)
-
-
-def _fingerprint(value: Any) -> Any:
-    """The value itself if it is concrete, because what the guide reads from a model may
-    depend on it.
-    """
-    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    ):
-        return np.shape(value)
-    return np.shape(value), np.asarray(value).tobytes()
-
-
-def _wide(leaf: Any) -> Any:
-    """Convert floating-point arrays to float64, on the host; leave PRNG keys and
-    integers unchanged.
-    """
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
-    return (leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)).astype(
-        np.float64
-    )
 
 
 @dataclass(frozen=True)
@@ -227,25 +218,24 @@ class Weight:
     scale: np.ndarray  # prior sd without its hyperparameter
     hyper: str | None = None  # name of the hyperparameter
     power: float = 0.0  # -1/2 for a precision, 1 for a scale, 1/2 for a variance
-    element: np.ndarray | None = (
+    element: Any = (
         # for every weight, the index of its element in the flattened hyperparameter
         None
     )
 
-    @property
-    def centered(self) -> bool:
-        return not self.latent.endswith(BASE_SUFFIXES)
-
-    def prior_sd(self, hypers: Mapping[str, Any]) -> jax.Array:
+    def prior_sd(self, hypers: Values) -> jax.Array:
         """Prior sd at values of the hyperparameters."""
-        scale = jnp.asarray(self.scale, float)
         if self.hyper is None:
-            return scale
-        return scale * jnp.ravel(hypers[self.hyper])[self.element] ** self.power
+            return jnp.asarray(self.scale, float)
+        return self.sd_at(hypers[self.hyper])
+
+    def sd_at(self, hyper: jax.Array) -> jax.Array:
+        """Prior sd at a value of its hyperparameter."""
+        growth = jnp.ravel(hyper)[self.element] ** self.power
+        return jnp.asarray(self.scale, float) * growth
 
 
-@dataclass(frozen=True)
-class Roles:
+class Roles(NamedTuple):
     """What the sites of a model are for."""
 
     # on the whole real line, by the name of the site whose value enters the network
@@ -254,17 +244,25 @@ class Roles:
     hyperparameters: Mapping[str, dist.Distribution]
     noise: tuple[str, ...]  # the hyperparameters that the observation depends on
     observed: str  # name of the observed site
+    # with which power of the noise sites the scale of a Normal observation grows
+    noise_power: float | None
 
-    @property
-    def prior_means(self) -> dict[str, Any]:
-        return {name: weight.loc for name, weight in self.weights.items()}
+    def random_values(self) -> dict[str, np.ndarray]:
+        """Weights drawn from their prior with hyperparameters of 1, and these."""
+        random = np.random.default_rng(0)
+        values = {}
+        for name, weight in self.weights.items():
+            noise = random.normal(size=weight.loc.shape)
+            values[name] = weight.loc + weight.scale * noise
+        for name, fn in self.hyperparameters.items():
+            values[name] = np.ones(fn.shape())
+        return values
 
 
-def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles:
-    """The role of every site of ``model``, called with the arguments of one data point;
-    refuse other models.
+def find_roles(reading: Reading) -> Roles:
+    """The role of every site of a model, read on one data point; refuse other
+    models.
     """
-    reading = read(model, args, kwargs)
     observed = observed_site(reading.sites)
     _check_latent(reading, observed)
     bases = base_sites(reading.sites)
@@ -278,15 +276,24 @@ def find_sites(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Roles
         raise argument_error(
             CALL, "model", "no weights", "Give the weights a Normal prior."
         )
-    parents = _reached(reading, latent_of, hypers, observed)
-    prior_moments, distributions = _priors(reading, latent_of, hypers)
-    weights = {
-        name: _weight(name, base, parents[name], prior_moments[name])
-        for name, base in latent_of.items()
-    }
+    parents = _parents(reading, latent_of, hypers, observed)
+    moments, distributions = _priors(reading, latent_of, hypers, observed)
+    weights = {}
+    for name, latent in latent_of.items():
+        weights[name] = _weight(name, latent, parents[name], *moments[name])
     noise = tuple(name for name in hypers if name in parents[observed])
-    _check_roles(weights, parents[observed], noise)
-    return Roles(weights, distributions, noise, observed)
+    if not parents[observed] & set(weights):
+        came = "an observation that does not depend on any Gaussian weight"
+        raise argument_error(CALL, "model", came, "Check the prior of the weights.")
+    for name, weight in weights.items():
+        if weight.hyper in noise:
+            reason = f"which scales {name!r} and also enters the likelihood"
+            instead = (
+                "Write the weight centered, or non-centered with "
+                "`numpyro.infer.reparam`."
+            )
+            refuse(str(weight.hyper), reason, instead)
+    return Roles(weights, distributions, noise, observed, _power(moments[observed][1]))
 
 
 def _check_latent(reading: Reading, observed: str) -> None:
@@ -294,24 +301,19 @@ def _check_latent(reading: Reading, observed: str) -> None:
     data_plates = {frame.name for frame in reading.sites[observed]["cond_indep_stack"]}
     for name in reading.latent:
         site = reading.sites[name]
-        if isinstance(unwrapped(site["fn"]), dist.MaskedDistribution) or is_scaled(
-            site
-        ):
+        masked = isinstance(unwrapped(site["fn"]), dist.MaskedDistribution)
+        if masked or is_scaled(site):
             instead = "Change the prior itself; for a flat one pass a wide prior."
-            raise refuse(name, "whose prior is masked or scaled", instead)
+            refuse(name, "whose prior is masked or scaled", instead)
         if site["fn"].support.is_discrete:
-            raise refuse(name, "which is discrete", "Sum it out, or use MCMC.")
+            refuse(name, "which is discrete", "Sum it out, or use MCMC.")
         for frame in site["cond_indep_stack"]:
             if frame.size == 1 and frame.name in data_plates:
                 reason = f"inside the plate {frame.name!r} of the data"
-                raise refuse(name, reason, "Each data point would have its own weight.")
-    for name, site in reading.sites.items():
-        if site["type"] in PARAMETERS:
-            raise refuse(
-                name,
-                f"a `{site['type']}` site",
-                "Give it a prior, or fix it with `handlers.substitute`.",
-            )
+                refuse(name, reason, "Each data point would have its own weight.")
+    for name, site in sites_of_type(reading.sites, *PARAMETERS).items():
+        instead = "Give it a prior, or fix it with `handlers.substitute`."
+        refuse(name, f"a `{site['type']}` site", instead)
 
 
 def _is_weight(fn: dist.Distribution) -> bool:
@@ -332,7 +334,7 @@ def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(loc, float), jnp.asarray(scale, float)
 
 
-def _reached(
+def _parents(
     reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
 ) -> dict[str, set[str]]:
     """The latent sites from which the prior of each weight, and the observation, are
@@ -340,72 +342,68 @@ def _reached(
     """
 
     def priors(sites: Sites) -> dict[str, Any]:
-        moments_and_value = {}
+        quantities = {}
         for name, latent in weights.items():
             value = 0.0 if name == latent else sites[name]["value"]
-            moments_and_value[name] = [_projected(sites[latent]["fn"]), value]
-        return moments_and_value
+            quantities[name] = [_projected(sites[latent]["fn"]), value]
+        return quantities
 
-    def others_leaves(sites: Sites) -> dict[tuple[str, str], Any]:
-        leaves: dict[tuple[str, str], Any] = {}
+    def others(sites: Sites) -> dict[str, Any]:
+        quantities: dict[str, Any] = {}
         for name in hypers:
-            leaves["prior", name] = jax.tree.leaves(sites[name]["fn"])
+            quantities[name] = jax.tree.leaves(sites[name]["fn"])
         fn = sites[observed]["fn"]
-        leaves["likelihood", observed] = jax.tree.leaves(unwrapped(fn, masked=True))
-        leaves["data", observed] = [sites[observed]["value"], unmasked_elements(fn)]
-        return leaves
+        quantities[observed] = jax.tree.leaves(unwrapped(fn, masked=True))
+        quantities[""] = [sites[observed]["value"], unmasked_elements(fn)]
+        return quantities
 
-    weight_parents = {
-        name: sources - {weights[name]}
-        for name, sources in reading.depends(priors).items()
-    }
-    leaf_parents = reading.depends(others_leaves, {*reading.latent, *weights})
+    parents = reading.depends(others, {*reading.latent, *weights})
+    for name, sources in reading.depends(priors).items():
+        parents[name] = sources - {weights[name]}
     for name in (*hypers, *weights):
-        if name in hypers:
-            parents = leaf_parents["prior", name]
-        else:
-            parents = weight_parents[name] - set(hypers)
-        if parents:
+        beyond = parents[name] - (set(hypers) if name in weights else set())
+        if beyond:
             instead = (
                 "A weight may have one positive hyperparameter, its scale, and no more."
             )
-            raise refuse(name, f"whose prior depends on {min(parents)!r}", instead)
-    if parents := leaf_parents["data", observed]:
-        raise refuse(
-            observed,
-            f"whose values, or mask, depend on {min(parents)!r}",
-            "Pass them as data.",
-        )
-    return {**weight_parents, observed: leaf_parents["likelihood", observed]}
+            refuse(name, f"whose prior depends on {min(beyond)!r}", instead)
+    if of_data := parents.pop(""):
+        reason = f"whose values, or mask, depend on {min(of_data)!r}"
+        refuse(observed, reason, "Pass them as data.")
+    return parents
 
 
 def _priors(
-    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str]
+    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
 ) -> tuple[dict[str, Any], dict[str, dist.Distribution]]:
-    """Prior mean and sd of every weight with hyperparameters 1, 2, 3, and 2, 4, 6, ...,
-    each (4, ...); priors of the hyperparameters.
+    """Prior mean and sd of every weight, and the sd of a Normal observation, with
+    hyperparameters 1, 2, 3, and 2, 4, 6, ..., each (4, ...); priors of the
+    hyperparameters.
 
-    The sd of a weight that is not an affine function of its own base is NaN.
+    The sd of a weight that is not an affine function of its own base is NaN, and so is
+    that of other observations.
     """
-    random = np.random.default_rng(0)
-    bases = {w: latent for w, latent in weights.items() if w != latent}
-    zeros, ones, probes = {}, {}, {}
-    for w, shape in reading.shapes(bases).items():
-        base = bases[w]
-        zeros[base], ones[base] = np.zeros(shape.shape), np.ones(shape.shape)
-        probes[base] = random.normal(size=shape.shape)
+    random, probes = np.random.default_rng(0), {}
+    noncentered = [name for name, latent in weights.items() if name != latent]
+    for w, shape in reading.shapes(noncentered).items():
+        zeros, draw = np.zeros(shape.shape), random.normal(size=shape.shape)
+        probes[weights[w]] = zeros, zeros + 1, draw
 
     def prior(reading: Reading, values: dict) -> dict[str, Any]:
-        at_zeros, at_ones = reading.at(values | zeros), reading.at(values | ones)
-        at_probes = reading.at(values | probes)
-        moments = {}
+        at_zeros, at_ones, at_draws = (
+            reading.at(values | {base: probe[k] for base, probe in probes.items()})
+            for k in range(3)
+        )
+        fn = unwrapped(at_zeros[observed]["fn"], masked=True)
+        noise = fn.scale if type(fn) is dist.Normal else jnp.nan
+        moments = {observed: (jnp.zeros(()), jnp.asarray(noise))}
         for w, latent in weights.items():
             mean, sd = moments[w] = _projected(at_zeros[latent]["fn"])
-            if w in bases:
+            if latent in probes:
                 shift = at_zeros[w]["value"]
                 slope = at_ones[w]["value"] - shift
-                line = shift + slope * probes[latent]
-                affine = jnp.isclose(at_probes[w]["value"], line)
+                line = shift + slope * probes[latent][2]
+                affine = jnp.isclose(at_draws[w]["value"], line)
                 plain = affine & (mean == 0) & (sd == 1)
                 moments[w] = shift, jnp.where(plain, slope, jnp.nan)
         return moments
@@ -426,65 +424,45 @@ def _priors(
     return jax.device_get(reading.run(program, values))
 
 
+def _power(scales: np.ndarray) -> float | None:
+    """With which power of its hyperparameters an sd grows, from its values at 1, 2, 3;
+    ``None`` if with none.
+    """
+    # those of an observation that has none are not numbers
+    with np.errstate(all="ignore"):
+        ratios = scales / scales[0]
+        power = float(np.log2(ratios[1].flat[0]))
+        grows = np.allclose(ratios[1], 2**power) and np.allclose(ratios[2], 3**power)
+    return round(power, 6) if grows else None
+
+
 def _weight(
-    name: str, latent: str, parents: set[str], moments: tuple[np.ndarray, np.ndarray]
+    name: str, latent: str, parents: set[str], locs: np.ndarray, scales: np.ndarray
 ) -> Weight:
     """Read the prior of a weight site: its mean and sd, and how its hyperparameter
     scales it.
     """
-    loc, loc_doubled, *_ = moments[0]
-    scale, doubled, tripled, counted = moments[1]
+    loc, scale = locs[0], scales[0]
     if latent == name and not np.all(np.isfinite(scale)):
-        raise refuse(
-            name,
-            "whose prior has no finite variance",
-            "Pass a prior with lighter tails.",
-        )
+        instead = "Pass a prior with lighter tails."
+        refuse(name, "whose prior has no finite variance", instead)
     if not np.all(scale > 0):
-        raise refuse(
-            name,
-            f"which is not a multiple of a unit normal {latent!r}",
-            "Use independent weights.",
-        )
+        reason = f"which is not a multiple of a unit normal {latent!r}"
+        refuse(name, reason, "Use independent weights.")
     if len(parents) > 1:
         reason = f"scaled by {' and '.join(map(repr, sorted(parents)))}"
-        raise refuse(name, reason, "Use one hyperparameter per weight.")
+        refuse(name, reason, "Use one hyperparameter per weight.")
     if not parents:
         return Weight(latent, loc, scale)
     (hyper,) = parents
-    if not np.allclose(loc, loc_doubled):
-        raise refuse(
-            name,
-            f"whose prior mean depends on {hyper!r}",
-            "Only its scale may have a hyperparameter.",
-        )
-    power = float(np.log2(doubled.flat[0] / scale.flat[0]))
-    element = np.full(loc.shape, -1)
-    if power:
-        element = np.rint((counted / scale) ** (1 / power) / 2 - 1).astype(int)
-    if not (
-        np.all(element >= 0)
-        and np.allclose(doubled / scale, 2**power)
-        and np.allclose(tripled / scale, 3**power)
-        and np.allclose(counted / scale, (2.0 * element + 2) ** power)
-    ):
+    if not np.allclose(loc, locs[1]):
+        reason = f"whose prior mean depends on {hyper!r}"
+        refuse(name, reason, "Only its scale may have a hyperparameter.")
+    power, counted = _power(scales) or 0.0, scales[3] / scale
+    # The hyperparameter has the elements 2, 4, 6, ...
+    element = np.rint(counted ** (1 / power) / 2 - 1) if power else np.full(1, -1.0)
+    if np.any(element < 0) or not np.allclose(counted, (2 * element + 2) ** power):
         reason = f"whose sd is not a constant times a power of {hyper!r}"
-        raise refuse(name, reason, "Scale it by a scale, a variance or a precision.")
+        refuse(name, reason, "Scale it by a scale, a variance or a precision.")
     # 32-bit indices work in either precision of JAX.
-    return Weight(latent, loc, scale, hyper, round(power, 6), element.astype(np.int32))
-
-
-def _check_roles(
-    weights: Mapping[str, Weight], likelihood_parents: set[str], noise: tuple[str, ...]
-) -> None:
-    if not likelihood_parents & set(weights):
-        came = "an observation that does not depend on any Gaussian weight"
-        raise argument_error(CALL, "model", came, "Check the prior of the weights.")
-    for name, weight in weights.items():
-        if weight.hyper in noise:
-            reason = f"which scales {name!r} and also enters the likelihood"
-            instead = (
-                "Write the weight centered, or non-centered with "
-                "`numpyro.infer.reparam`."
-            )
-            raise refuse(str(weight.hyper), reason, instead)
+    return Weight(latent, loc, scale, hyper, power, element.astype(np.int32))
