@@ -62,8 +62,7 @@ class OrbitMoves(Wrapper):
     energy and gradient.
 
     Moves do not make functions mix faster, and they take a *centered* inner kernel to
-    scales at which its step size is wrong: prefer non-centered priors inside, or
-    :func:`~numpyro_bnn.symmetry.quotient`.
+    scales at which its step size is wrong: prefer non-centered priors inside.
 
     The extra field ``orbit_accept_prob`` holds the acceptance probability of every
     symmetry.
