@@ -586,7 +586,7 @@ GUIDES: dict[str, GuideRow] = {
             guides.AutoBlocks,
             blocks={
                 ("*_scale", "*kernel"): guides.FullRank(),
-                "*.bias": guides.Diagonal(),
+                "*.bias": guides.LowRank(1),
             },
             condition_on_scales=True,
         )
