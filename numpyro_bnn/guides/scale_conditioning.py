@@ -77,7 +77,7 @@ def prior_program(
     """
     with handlers.block():
         reading = Reading(model, args, kwargs, full=plates is None)
-    parents = set().union(*scaled.values())
+    parents = sorted(set().union(*scaled.values()))
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
         known = dict(plates or {})
