@@ -80,9 +80,9 @@ def prior_program(
     parents = sorted(set().union(*scaled.values()))
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        known = dict(plates or {})
+        inputs = dict(plates or {})
         for name in parents:
-            known[name] = jnp.asarray(values.get(name, examples[name]), float)
-        return _moments(reading.at(known, only=scaled), scaled)
+            inputs[name] = jnp.asarray(values.get(name, examples[name]), float)
+        return _moments(reading.at(inputs, only=scaled), scaled)
 
     return program

@@ -301,8 +301,8 @@ class ParallelTempering(OuterKernel):
         )
 
         def refresh_replica(base: Any, z: Any, beta: jax.Array) -> Any:
-            moved = with_values(self._inner, base, z)
-            return refreshed(self._inner, moved, model_args, _at(beta, model_kwargs))
+            placed = with_values(self._inner, base, z)
+            return refreshed(self._inner, placed, model_args, _at(beta, model_kwargs))
 
         base = jax.vmap(refresh_replica)(
             state.base, positions, state.inverse_temperatures

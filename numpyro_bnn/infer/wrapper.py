@@ -224,10 +224,10 @@ class Wrapper(OuterKernel):
         constrain = kernel.get_constrain_fn(model_args, model_kwargs)
         values = constrain(getattr(state.base, self.sample_field))
         reading = Reading(self.model, model_args, model_kwargs)
-        state, moved = self._move(state, values, rng_key, reading)
+        state, moved_values = self._move(state, values, rng_key, reading)
         # the inner kernel must hold values relative to the new bounds
-        new_values = {name: values[name] for name in self._bounded} | moved
-        sites = reading.at({**values, **moved}, only=new_values)
+        new_values = {name: values[name] for name in self._bounded} | moved_values
+        sites = reading.at({**values, **moved_values}, only=new_values)
         supports = {name: site["fn"].support for name, site in sites.items()}
         native = _as_held(kernel, new_values, supports)
         base = with_values(kernel, state.base, native)

@@ -62,8 +62,8 @@ def read(
         check_finite(call, "draws", value)
         sizes[site] = value.shape[:leading]
         points[site] = value.reshape((prod(sizes[site]), *value.shape[leading:]))
-    size, *others = set(sizes.values()) or {()}
-    if others or (sizes and len(size) < leading):
+    size, *further_sizes = set(sizes.values()) or {()}
+    if further_sizes or (sizes and len(size) < leading):
         instead = (
             "Pass arrays (chains, draws, ...), e.g. "
             "`mcmc.get_samples(group_by_chain=True)`."
@@ -106,9 +106,11 @@ def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
         scale, axes = untouched(waiting, _incoming)
         waiting.remove(scale)
         norm = norms(axes, points)
-        wanted = np.sqrt(elements(axes, points).shape[1])
+        gauge_norm = np.sqrt(elements(axes, points).shape[1])
         # A unit whose elements are all 0 has no scale.
-        g = np.log(np.where(norm > 0.0, wanted / np.where(norm > 0.0, norm, 1.0), 1.0))
+        g = np.log(
+            np.where(norm > 0.0, gauge_norm / np.where(norm > 0.0, norm, 1.0), 1.0)
+        )
         points = act(scale, points, g)
     return points
 

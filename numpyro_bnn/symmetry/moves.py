@@ -130,9 +130,9 @@ def _method(
         return "walk"
     if not free:
         return "walk"
-    first, *others = symmetry.unit_axes
+    first, *further_axes = symmetry.unit_axes
     shift = isinstance(symmetry, Shift)
-    if shift and not others and first.per_unit(draws[0][first.site].shape) == 1:
+    if shift and not further_axes and first.per_unit(draws[0][first.site].shape) == 1:
         return "prior"
     sites = prior.reading.sites
     if not all(is_affine_normal(sites[name]["fn"]) for name in symmetry.sites):
@@ -173,12 +173,13 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bo
             orders = symmetry.trials(rng_key, plan.units)
             proposals = [(g, jnp.zeros(())) for g in orders]
         corrections = []
-        here = prior.total(values, plan.affected)
+        log_density_now = prior.total(values, plan.affected)
         for g, proposal in proposals:
-            moved = {**values, **symmetry.act(values, g)}
-            there = prior.total(moved, plan.affected)
-            ratio = there - here + jnp.sum(symmetry.log_det(values, g))
-            size = 1 + jnp.abs(here) + jnp.abs(there)
+            point = {**values, **symmetry.act(values, g)}
+            new_log_density = prior.total(point, plan.affected)
+            log_det = jnp.sum(symmetry.log_det(values, g))
+            ratio = new_log_density - log_density_now + log_det
+            size = 1 + jnp.abs(log_density_now) + jnp.abs(new_log_density)
             corrections.append((ratio - proposal) / size)
         fns = prior.distributions(values)
         for site in plan.affected:
@@ -215,16 +216,16 @@ def move(
     proposals, correction = orbit.proposals(propose_key, width)
     tests = (len(proposals), plan.units if plan.by_unit else 1)
 
-    def step(last: Values, proposed: tuple) -> tuple[Values, jax.Array]:
+    def step(site_values: Values, proposed: tuple) -> tuple[Values, jax.Array]:
         g, uniform = proposed
-        here = orbit._replace(values={**values, **last})
-        ratio = here.log_ratio(g) - correction
+        orbit_now = orbit._replace(values={**values, **site_values})
+        ratio = orbit_now.log_ratio(g) - correction
         if plan.method == "flip":
             probability = jax.nn.sigmoid(ratio)
         else:
             probability = jnp.exp(jnp.minimum(ratio, 0))
         g = jnp.where(uniform < probability, g, symmetry.identity(plan.units))
-        return here.moved(g), jnp.mean(probability)
+        return orbit_now.moved(g), jnp.mean(probability)
 
     start = {site: values[site] for site in symmetry.sites}
     uniforms = random.uniform(accept_key, tests)
@@ -248,11 +249,11 @@ class _Orbit(NamedTuple):
         """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,);
         minus infinity if undefined.
         """
-        there = self._log_density({**self.values, **self.moved(g)})
+        new_log_density = self._log_density({**self.values, **self.moved(g)})
         jacobian = self.plan.symmetry.log_det(self.values, g)
         if not self.plan.by_unit:
             jacobian = jnp.sum(jacobian)[None]
-        ratio = there - self._log_density(self.values) + jacobian
+        ratio = new_log_density - self._log_density(self.values) + jacobian
         return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
@@ -290,8 +291,8 @@ class _Orbit(NamedTuple):
             g = width * random.normal(rng_key, (rounds, plan.units))
         if not plan.by_unit and plan.units > 1:
             # Units that share a factor of the density move one after the other.
-            alone = jnp.eye(plan.units, dtype=bool)
-            g = jnp.where(alone, g, plan.symmetry.identity(plan.units))
+            one_unit = jnp.eye(plan.units, dtype=bool)
+            g = jnp.where(one_unit, g, plan.symmetry.identity(plan.units))
         return g, jnp.zeros(())
 
     def independent_draw(self, rng_key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -193,5 +193,5 @@ def _first_slice_changed(
     if elements[axis.site] is None or axis.axis is None:
         return False
     different = np.asarray(elements[axis.site]) != np.asarray(changed[axis.site])
-    first, *others = np.moveaxis(different, axis.axis, 0)
-    return bool(first.all() and not np.any(others))
+    first, *further_slices = np.moveaxis(different, axis.axis, 0)
+    return bool(first.all() and not np.any(further_slices))
