@@ -1,5 +1,5 @@
-"""Networks sampled four ways: centered, non-centered, with moves along their
-symmetries, and on their quotient.
+"""Networks sampled three ways: centered, non-centered, and with moves along their
+symmetries.
 
 Three networks, a batch-norm MLP, a small residual network with batch norm and a ReLU
 MLP, each with one learned scale per layer. The likelihood does not change along the
@@ -30,7 +30,7 @@ from examples import loaders
 from examples.benchmarks.shared import environment, options_of
 from examples.shared import at_least, writable_folder
 
-WAYS = ("centered", "non-centered", "moves", "quotient")
+WAYS = ("centered", "non-centered", "moves")
 NETS = {
     "bn": "batch-norm MLP",
     "residual": "residual network with batch norm",
@@ -48,7 +48,7 @@ EXACT_MEAN, EXACT_INTERVAL = (
 NOTES = """\
 Two numbers in a cell are the median and the minimum over units, scales or test points. ESS is NumPyro's, over all
 chains together, per draw and per second. Seconds are processor seconds of the draws alone, without warm-up and
-compilation. *Moves* and *quotient* use the non-centered model and all symmetries that were found except
+compilation. *Moves* uses the non-centered model and all symmetries that were found except
 permutations: relabeling units at random would make every number of a single unit look mixed.
 
 log norm: of the weights into a unit. log s: learned scales; the first is shown with its Monte Carlo standard error,
@@ -177,11 +177,9 @@ def make_kernel(
 ) -> Any:
     from numpyro.infer import NUTS
 
-    from numpyro_bnn import infer, symmetry
+    from numpyro_bnn import infer
 
     model = make_model(net, centered=way == "centered")
-    if way == "quotient":
-        model = symmetry.quotient(model, symmetries, data.x_train, data.y_train)
     nuts = NUTS(model, max_tree_depth=args.max_tree_depth)
     return infer.OrbitMoves(nuts, symmetries) if way == "moves" else nuts
 
@@ -420,7 +418,7 @@ def table(rows: list[Mapping[str, Any]], net: str) -> str:
 def report(runs: list[Mapping[str, Any]]) -> str:
     """All tables as Markdown, from the contents of the JSON files."""
     parts = [
-        "# Four ways to sample networks with symmetries",
+        "# Three ways to sample networks with symmetries",
         NOTES.format(exact=EXACT_MEAN),
     ]
     for run in runs:
@@ -468,7 +466,7 @@ def draw_trace(
 def draw_figure(
     net: str, traces: Mapping[str, Mapping[str, np.ndarray]], path: Path
 ) -> Path:
-    """Traces of the first unit and the first scale, four ways side by side, one color
+    """Traces of the first unit and the first scale, three ways side by side, one color
     per chain.
     """
     import matplotlib

@@ -435,13 +435,11 @@ class WrapperRow(NamedTuple):
     :param model: name of a model of the zoo.
     :param make: the kernel, from a model and its arguments.
     :param stats: extra statistic -> its dimensions beyond chain and draw.
-    :param new_sites: names of latent sites that the transformation adds.
     """
 
     model: str
     make: Callable[..., Any]
     stats: Mapping[str, tuple[str, ...]] = {}
-    new_sites: Collection[str] = ()
 
 
 _ORBIT, _UNIT = {"orbit_accept_prob": ("symmetry",)}, {"unit_accept_prob": ()}
@@ -450,7 +448,6 @@ _HIDDEN, _OUTPUT = (
     ("net/Dense_1.kernel", "net/Dense_1.bias"),
 )
 _UNITS = [(_HIDDEN[0], 1), (_HIDDEN[1], 0), (_OUTPUT[0], 0)]
-_GAUGE = tuple(f"{name}_gauge" for name, _ in _UNITS)
 
 
 def _nuts(model: Callable) -> Any:
@@ -481,10 +478,6 @@ def _gibbs(model: Callable, inner: Callable = _nuts) -> Any:
 
 def _collapsed(model: Callable, args: tuple) -> Callable:
     return infer.collapse(model, list(_OUTPUT), *args)
-
-
-def _quotient(model: Callable, args: tuple) -> Callable:
-    return symmetry.quotient(model, symmetry.find(model, *args), *args)
 
 
 WRAPPERS: dict[str, WrapperRow] = {
@@ -530,12 +523,6 @@ WRAPPERS: dict[str, WrapperRow] = {
     "collapse under ParallelTempering": WrapperRow(
         "network",
         lambda m, args: infer.ParallelTempering(_nuts(_collapsed(m, args)), 2),
-    ),
-    "quotient under NUTS": WrapperRow(
-        "network", lambda m, args: _nuts(_quotient(m, args)), new_sites=_GAUGE
-    ),
-    "quotient under MALA": WrapperRow(
-        "network", lambda m, args: _mala(_quotient(m, args)), new_sites=_GAUGE
     ),
 }
 # Each wrapper once, and each kind of inner kernel: the others run in `make test-all`.
@@ -599,7 +586,7 @@ GUIDES: dict[str, GuideRow] = {
             guides.AutoBlocks,
             blocks={
                 ("*_scale", "*kernel"): guides.FullRank(),
-                "*.bias": guides.Diagonal(),
+                "*.bias": guides.LowRank(1),
             },
             condition_on_scales=True,
         )

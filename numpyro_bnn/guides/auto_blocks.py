@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
-from jax.scipy.special import ndtri
 from numpyro import handlers
 from numpyro.distributions.transforms import IdentityTransform
 from numpyro.distributions.util import sum_rightmost
-from numpyro.infer.util import transform_fn
+from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
@@ -22,7 +21,7 @@ from numpyro_bnn._options import Model, Prefix, Switch, checked
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
-from numpyro_bnn.guides.prototype import CompiledAutoNormal
+from numpyro_bnn.guides.prototype import CompiledPrototype
 from numpyro_bnn.guides.scale_conditioning import (
     Program,
     Scaled,
@@ -40,7 +39,7 @@ LocScale: TypeAlias = tuple[jax.Array, jax.Array]
 Values: TypeAlias = dict[str, jax.Array]
 
 
-class AutoBlocks(CompiledAutoNormal):
+class AutoBlocks(AutoNormal, CompiledPrototype):
     r"""Approximate chosen blocks of sites jointly, each by its own family, and all
     other sites by mean field.
 
@@ -205,10 +204,11 @@ class AutoBlocks(CompiledAutoNormal):
                     )
                     raise argument_error(self._call, "blocks", got, instead)
             label = self.prefix if label == "*" else f"{self.prefix}_{label}"
-            shapes = {name: jnp.shape(self._init_locs[name]) for name in names}
-            loc = _joined(self._init_locs, names)
-            scale = _joined(self._init_scales, names)
-            self._blocks.append((Block(label, shapes, loc, scale), family))
+            locs = {name: self._init_locs[name] for name in names}
+            scales = {name: self._init_scales[name] for name in names}
+            shapes = {name: jnp.shape(loc) for name, loc in locs.items()}
+            block = Block(label, shapes, _joined(locs), _joined(scales))
+            self._blocks.append((block, family))
 
     def _prior_program(
         self, call: tuple | None = None, indices: Mapping[str, Any] | None = None
@@ -216,12 +216,9 @@ class AutoBlocks(CompiledAutoNormal):
         """Prior loc and scale of the conditioned sites; by default at the first call,
         with all plates full.
         """
-        args, kwargs = self._prototype_call if call is None else call
-        examples = {}
-        for name, site in self._latent().items():
-            if not self._subsampled_plates(name):
-                examples[name] = site["value"]
-        return prior_program(self.model, self._scaled, examples, args, kwargs, indices)
+        args, kwargs = call or self._prototype_call
+        values = {name: site["value"] for name, site in self._latent().items()}
+        return prior_program(self.model, self._scaled, values, args, kwargs, indices)
 
     # -- the guide ---------------------------------------------------------------------
 
@@ -380,12 +377,8 @@ class AutoBlocks(CompiledAutoNormal):
         return normals
 
     def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
-
-        def build() -> list[dist.Distribution]:
+        with handlers.block(), handlers.substitute(data=dict(params)):
             return [family.distribution(block) for block, family in self._blocks]
-
-        with handlers.block():
-            return handlers.substitute(build, data=dict(params))()
 
     def _draw(
         self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: Shape
@@ -438,11 +431,8 @@ class AutoBlocks(CompiledAutoNormal):
             with handlers.block(), full_plates():
                 return self._postprocess_fn(draw)
 
-        if (
-            getattr(getattr(self._postprocess_fn, "fn", None), "func", None)
-            is transform_fn
-        ):
-            return self._postprocess_fn(values)  # the model has no deterministic sites
+        if self._transforms_suffice:
+            return {name: self._transforms[name](v) for name, v in values.items()}
         # A single draw is mapped as well: the compiled program leaves out the
         # likelihood of all the data.
         if sample_shape:
@@ -454,34 +444,33 @@ class AutoBlocks(CompiledAutoNormal):
         self, params: Mapping[str, Any], q: jax.Array
     ) -> Values:
         """(Q, ...) by site."""
-
-        def closed_form(mean: jax.Array, sd: jax.Array) -> jax.Array:
-            return mean + sd * ndtri(q).reshape((-1,) + (1,) * jnp.ndim(mean))
-
-        quantiles = {}
-        for name, fn in self._normals(params).items():
-            quantiles[name] = closed_form(fn.loc, fn.scale)
-        for (block, family), fn in zip(
-            self._blocks, self._families(params), strict=True
-        ):
+        normals = self._normals(params)
+        families = self._families(params)
+        for (block, family), fn in zip(self._blocks, families, strict=True):
             if family.gaussian:
-                quantiles |= block.unflatten(
-                    closed_form(fn.mean, jnp.sqrt(fn.variance))
-                )
-        missing = (self._transforms.keys() - quantiles.keys()) | set(self._scaled)
-        if missing:
+                sds = block.unflatten(jnp.sqrt(fn.variance))
+                for name, mean in block.unflatten(fn.mean).items():
+                    normals[name] = dist.Normal(mean, sds[name])
+        closed_form = normals.keys() - self._scaled.keys()
+        draws: Values = {}
+        if closed_form < self._transforms.keys():
             draws = self._rescale(self._fixed_draws(params), (NUM_DRAWS,))
-            for name in missing:
+        quantiles = {}
+        for name in self._transforms:
+            if name in closed_form:
+                fn = normals[name]
+                quantiles[name] = fn.icdf(q.reshape((-1,) + (1,) * jnp.ndim(fn.loc)))
+            else:
                 quantiles[name] = jnp.quantile(draws[name], q, axis=0)
-        return {name: quantiles[name] for name in self._transforms}
+        return quantiles
 
 
 def _plates(site: Mapping[str, Any]) -> set[str]:
     return {frame.name for frame in site["cond_indep_stack"]}
 
 
-def _joined(values: Values, names: Sequence[str]) -> jax.Array:
-    return jnp.concatenate([jnp.ravel(values[name]) for name in names])
+def _joined(values: Values) -> jax.Array:
+    return jnp.concatenate(list(map(jnp.ravel, values.values())))
 
 
 def is_identity(transform: Any) -> bool:

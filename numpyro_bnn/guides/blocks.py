@@ -106,26 +106,6 @@ class Family(ABC):
 
 
 @dataclass(frozen=True)
-class Diagonal(Family):
-    """Independent Gaussians: N(m, diag(s^2)), with 2 D parameters.
-
-    Sites outside all blocks get the same distribution, one site at a time; as a family
-    it joins several sites into one vector.
-
-    >>> from numpyro import handlers
-    >>> block = Block("auto", {"w": (3,)}, jnp.zeros(3), jnp.ones(3))
-    >>> handlers.seed(Diagonal().distribution, 0)(block).event_shape
-    (3,)
-    """
-
-    gaussian: ClassVar[bool] = True
-
-    def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc``, ``scale``, each (D,)."""
-        return dist.Normal(declare_loc(block), declare_scale(block)).to_event(1)
-
-
-@dataclass(frozen=True)
 class FullRank(Family):
     """A Gaussian with any covariance: N(m, L L^T), with D + D (D + 1) / 2 free
     parameters.

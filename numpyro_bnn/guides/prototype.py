@@ -1,28 +1,27 @@
-"""NumPyro's AutoNormal, whose first run of the model is one compiled program instead of
-hundreds.
+"""The first run of the model by a guide as one compiled program, where NumPyro runs
+each operation by itself.
 """
 
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpyro
 from numpyro import handlers
 from numpyro.distributions import biject_to
-from numpyro.distributions.util import periodic_repeat
-from numpyro.infer.autoguide import AutoNormal
-from numpyro.infer.util import constrain_fn, helpful_support_errors, transform_fn
+from numpyro.infer.autoguide import AutoGuide
+from numpyro.infer.util import constrain_fn, helpful_support_errors
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn.program.plates import PARAMETERS
+from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
 from numpyro_bnn.program.reading import initial_values
 
 
-class CompiledAutoNormal(AutoNormal):
-    """AutoNormal with the same initial values, found by one program; NumPyro runs each
-    operation by itself.
+class CompiledPrototype(AutoGuide):
+    """The first run of the model as one program, with the same initial values; beside
+    :class:`~numpyro.infer.autoguide.AutoNormal`, which repeats those of subsampled
+    plates.
     """
 
     def _latent(self) -> dict[str, dict[str, Any]]:
@@ -37,17 +36,13 @@ class CompiledAutoNormal(AutoNormal):
             )
         self.prototype_trace = trace
         latent = self._latent()
+        self._init_locs = {name: z[name] for name in latent}
         self._transforms = {}
         for name, site in latent.items():
             with helpful_support_errors(site):
                 self._transforms[name] = biject_to(site["fn"].support)
-        self._prototype_frame_full_sizes = {}
-        params = {}
-        for name, site in trace.items():
-            if site["type"] == "plate":
-                self._prototype_frame_full_sizes[name] = site["args"][0]
-            elif site["type"] in PARAMETERS:
-                params[name] = site["value"]
+        for name, site in sites_of_type(trace, "plate").items():
+            self._prototype_frame_full_sizes[name] = site["args"][0]
         frames: set[Any] = set()
         for site in latent.values():
             frames.update(site["cond_indep_stack"])
@@ -64,30 +59,16 @@ class CompiledAutoNormal(AutoNormal):
                 got,
                 "Give each plate a name of its own.",
             )
-        self._init_locs = {}
-        for name, site in latent.items():
-            self._init_locs[name] = self._full_size(site, z[name])
-
-        model = handlers.substitute(self.model, data=params)
-        bounds = jax.tree.leaves([site["fn"].support for site in latent.values()])
-        if all(isinstance(bound, int | float) for bound in bounds) and not any(
-            site["type"] == "deterministic" for site in trace.values()
-        ):
-            postprocess: Any = partial(transform_fn, self._transforms)
-        else:
-            postprocess = partial(
-                constrain_fn, model, args, kwargs, return_deterministic=True
-            )
+        parameters = sites_of_type(trace, *PARAMETERS)
+        model = handlers.substitute(
+            self.model, data={name: site["value"] for name, site in parameters.items()}
+        )
+        postprocess = partial(
+            constrain_fn, model, args, kwargs, return_deterministic=True
+        )
         self._postprocess_fn = handlers.seed(postprocess, rng_seed=0)
-
-    def _full_size(self, site: dict[str, Any], loc: jax.Array) -> jax.Array:
-        """Repeat the values of a site in a subsampled plate to the
-        size of the plate.
-        """
-        event_dim = site["fn"].event_dim + jnp.ndim(loc) - jnp.ndim(site["value"])
-        self._event_dims[site["name"]] = event_dim
-        for frame in site["cond_indep_stack"]:
-            size = self._prototype_frame_full_sizes[frame.name]
-            if size != frame.size:
-                loc = periodic_repeat(loc, size, frame.dim - event_dim)
-        return loc
+        bounds = jax.tree.leaves([site["fn"].support for site in latent.values()])
+        #: Whether constrained values follow from the transforms alone.
+        self._transforms_suffice = not sites_of_type(trace, "deterministic") and all(
+            isinstance(bound, int | float) for bound in bounds
+        )

@@ -64,30 +64,25 @@ def scaled_sites(
 def prior_program(
     model: Callable,
     scaled: Scaled,
-    examples: Mapping,
+    examples: Mapping[str, Any],
     args: tuple,
-    kwargs: Mapping,
-    plates: Any = None,
+    kwargs: Mapping[str, Any],
+    plates: Mapping[str, Any] | None = None,
 ) -> Program:
     """A function from values of hyper-sites to prior loc and scale of the sites they
     scale, without the likelihood.
 
-    :param examples: values of the sites outside subsampled plates, used if a value is
-        not known yet.
+    :param examples: values of latent sites, used if a value is not known yet.
     :param plates: indices of plates; without them every plate is full.
     """
-    needed = sorted(set().union(*scaled.values()))
-    parents = {name: jnp.asarray(examples[name], float) for name in needed}
     with handlers.block():
         reading = Reading(model, args, kwargs, full=plates is None)
+    parents = sorted(set().union(*scaled.values()))
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
-        parent_values = {}
-        for name, parent in parents.items():
-            parent_values[name] = jnp.asarray(values.get(name, parent), float)
-        return _moments(
-            reading.at({**examples, **parent_values, **(plates or {})}, only=scaled),
-            scaled,
-        )
+        inputs = dict(plates or {})
+        for name in parents:
+            inputs[name] = jnp.asarray(values.get(name, examples[name]), float)
+        return _moments(reading.at(inputs, only=scaled), scaled)
 
     return program

@@ -15,8 +15,8 @@ from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.finding import TOLERANCE
-from numpyro_bnn.symmetry.model_info import PriorProgram, model_info
 from numpyro_bnn.symmetry.moves import Plan, move, plan
+from numpyro_bnn.symmetry.prior_program import PriorProgram
 
 TARGET = 0.44  # optimal acceptance rate of a random walk in one dimension
 
@@ -62,8 +62,7 @@ class OrbitMoves(Wrapper):
     energy and gradient.
 
     Moves do not make functions mix faster, and they take a *centered* inner kernel to
-    scales at which its step size is wrong: prefer non-centered priors inside, or
-    :func:`~numpyro_bnn.symmetry.quotient`.
+    scales at which its step size is wrong: prefer non-centered priors inside.
 
     The extra field ``orbit_accept_prob`` holds the acceptance probability of every
     symmetry.
@@ -122,7 +121,7 @@ class OrbitMoves(Wrapper):
     ) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
-        self._plans = plan(model_info(reading), self._symmetries, self._exact)
+        self._plans = plan(reading, self._symmetries, self._exact)
 
     def _start(
         self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
@@ -135,30 +134,27 @@ class OrbitMoves(Wrapper):
         state: OrbitState,
         values: dict[str, jax.Array],
         rng_key: jax.Array,
-        args: tuple,
-        kwargs: Any,
-    ) -> tuple[OrbitState, dict[str, jax.Array], Mapping[str, Any]]:
+        reading: Reading,
+    ) -> tuple[OrbitState, dict[str, jax.Array]]:
         """One move along every orbit."""
-        prior = PriorProgram(Reading(self.model, args, kwargs))
+        prior = PriorProgram(reading)
         new_values: dict[str, jax.Array] = {}
-        accepted = []
+        probabilities = []
         for i, plan_ in enumerate(self._plans):
             key, width = random.fold_in(rng_key, i), state.orbit_width[i]
-            changed, accept_prob = move(
+            changed, probability = move(
                 plan_, key, {**values, **new_values}, prior, width
             )
             new_values |= changed
-            accepted.append(accept_prob)
-        accept_prob = jnp.zeros(0)
-        if accepted:
-            accept_prob = jnp.stack(accepted).astype(state.orbit_accept_prob.dtype)
+            probabilities.append(probability)
+        accept_prob = jnp.stack(probabilities).astype(state.orbit_accept_prob.dtype)
         # Robbins-Monro on the log width, in warm-up only.
         gain = jnp.where(state.i < self._num_warmup, 2.0 * (state.i + 1.0) ** -0.6, 0.0)
         width = state.orbit_width * jnp.exp(gain * (accept_prob - TARGET))
         state = state._replace(
             orbit_accept_prob=accept_prob, orbit_width=width.astype(accept_prob.dtype)
         )
-        return state, new_values, prior.distributions({**values, **new_values})
+        return state, new_values
 
     # -- read by `to_inference_data` ---------------------------------------------------
 

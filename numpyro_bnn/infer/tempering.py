@@ -2,7 +2,6 @@
 states.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -20,8 +19,14 @@ from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.model_arguments import over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
-from numpyro_bnn.infer.wrapper import OuterKernel, check_kernel, refreshed, with_values
-from numpyro_bnn.program.plates import full_trace, sites_of_type
+from numpyro_bnn.infer.wrapper import (
+    OuterKernel,
+    check_kernel,
+    described,
+    refreshed,
+    with_values,
+)
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import CONDITIONED, Reading
 
 BETA = "_inverse_temperature"
@@ -128,6 +133,7 @@ class ParallelTempering(OuterKernel):
                 raise argument_error(call, "kernel", got, instead)
             inner = getattr(inner, "kernel", None)
         self._kernel = kernel
+        #: The kernel of every replica; its model takes an inverse temperature.
         self._inner = kernel.wrap_model(partial(_Tempered, temper=temper))
         self._num_replicas = num_replicas
         self._lowest = lowest
@@ -155,41 +161,46 @@ class ParallelTempering(OuterKernel):
                 "`subsample_size` (`batch_size`)."
             )
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)
-        size = self._num_replicas
         self._num_warmup = num_warmup
-        betas = self._lowest ** jnp.linspace(0.0, 1.0, size)
-
-        def start(key: jax.Array, params: Any) -> TemperingState:
-            rng_key, *keys = random.split(key, 1 + size)
-
-            def start_replica(key: jax.Array) -> Any:
-                return self._inner.init(
-                    key, num_warmup, params, model_args, _at(1.0, model_kwargs)
-                )
-
-            # At a fixed temperature, so that the kernel stores no tracer.
-            base = jax.vmap(start_replica)(jnp.stack(keys))
-            zero = jnp.zeros((), jnp.int32)
-            state = TemperingState(
-                z=jax.tree.map(lambda a: a[0], getattr(base, self._inner.sample_field)),
-                base=base,
-                inverse_temperatures=betas,
-                swap_accept_prob=jnp.ones(size - 1),
-                diverging=jnp.zeros((), bool),
-                round_trips=zero,
-                walk=jnp.zeros(size, bool),
-                rejections=jnp.zeros(size - 1),
-                i=zero,
-                rng_key=rng_key,
-            )
-            return self.refresh(state, model_args, model_kwargs)
-
         self._sample_fn = self._transition
+        start = partial(self._start, args=model_args, kwargs=model_kwargs)
         if is_prng_key(rng_key):
             return start(rng_key, init_params)
-        return jax.vmap(start, in_axes=(0, None if init_params is None else 0))(
-            rng_key, init_params
+        params_axis = None if init_params is None else 0
+        return jax.vmap(start, in_axes=(0, params_axis))(rng_key, init_params)
+
+    def _start(
+        self,
+        rng_key: jax.Array,
+        init_params: Any,
+        args: tuple,
+        kwargs: Mapping[str, Any] | None,
+    ) -> TemperingState:
+        """The first state of one chain."""
+        size = self._num_replicas
+        rng_key, *keys = random.split(rng_key, 1 + size)
+        # At a fixed temperature, so that the kernel stores no tracer.
+        kwargs_at_1 = _at(1.0, kwargs)
+
+        def start_replica(key: jax.Array) -> Any:
+            return self._inner.init(
+                key, self._num_warmup, init_params, args, kwargs_at_1
+            )
+
+        base = jax.vmap(start_replica)(jnp.stack(keys))
+        state = TemperingState(
+            z=_first(getattr(base, self._inner.sample_field)),
+            base=base,
+            inverse_temperatures=self._lowest ** jnp.linspace(0.0, 1.0, size),
+            swap_accept_prob=jnp.ones(size - 1),
+            diverging=jnp.zeros((), bool),
+            round_trips=jnp.zeros((), jnp.int32),
+            walk=jnp.zeros(size, bool),
+            rejections=jnp.zeros(size - 1),
+            i=jnp.zeros((), jnp.int32),
+            rng_key=rng_key,
         )
+        return self.refresh(state, args, kwargs)
 
     def sample(
         self,
@@ -217,23 +228,20 @@ class ParallelTempering(OuterKernel):
         base = jax.vmap(advance)(state.base, betas)
         diverging = getattr(base, "diverging", jnp.zeros(self._num_replicas, bool))[0]
         positions = getattr(base, self._inner.sample_field)
-        tempered = partial(self._tempered_density, args=model_args, kwargs=model_kwargs)
+        tempered = self._tempered_density(model_args, model_kwargs)
         source, accept_prob = exchange(
             key, betas, jax.vmap(tempered)(positions), state.i
         )
-        positions = jax.tree.map(lambda a: a[source], positions)
-        base = jax.vmap(partial(with_values, self._inner))(base, positions)
+        positions = jax.tree.map(lambda leaf: leaf[source], positions)
         # which states have been at the last temperature since they left the first
         been = state.walk[source]
-        returned = been[0].astype(jnp.int32)
+        round_trips = state.round_trips + been[0].astype(jnp.int32)
         state = state._replace(
-            z=jax.tree.map(lambda a: a[0], positions),
-            base=base,
+            z=_first(positions),
+            base=jax.vmap(partial(with_values, self._inner))(base, positions),
             swap_accept_prob=accept_prob,
             diverging=diverging,
-            round_trips=jnp.where(
-                state.i < self._num_warmup, 0, state.round_trips + returned
-            ),
+            round_trips=jnp.where(state.i < self._num_warmup, 0, round_trips),
             walk=been.at[0].set(False).at[-1].set(True),
             rejections=state.rejections + (1 - accept_prob),
             i=state.i + 1,
@@ -254,16 +262,20 @@ class ParallelTempering(OuterKernel):
         )
 
     def _tempered_density(
-        self, z: Any, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> jax.Array:
-        """The log density that the inverse temperature multiplies."""
-        values = self._inner.get_constrain_fn(args, _at(1.0, kwargs))(z)
-        conditioned = (kwargs or {}).get(CONDITIONED, {})
-        total = jnp.zeros(())
-        trace = full_trace(self.model, values, args, kwargs)
-        for site in sites_of_type(trace, "sample").values():
-            if _is_tempered(site, self._temper, conditioned):
-                total += log_density(site)
+        self, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> Callable[[Any], jax.Array]:
+        """The log density that the inverse temperature multiplies, of native values."""
+        constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
+        reading = Reading(self.model, args, kwargs)
+
+        def total(z: Any) -> jax.Array:
+            log_densities = jnp.zeros(())
+            trace = reading.at(constrain(z))
+            for site in sites_of_type(trace, "sample").values():
+                if _is_tempered(site, self._temper, reading.held):
+                    log_densities += log_density(site)
+            return log_densities
+
         return total
 
     def refresh(
@@ -282,24 +294,20 @@ class ParallelTempering(OuterKernel):
             return jax.vmap(
                 lambda chain_state: self.refresh(chain_state, model_args, model_kwargs)
             )(state)
-        positions = getattr(state.base, self._inner.sample_field)
         positions = jax.tree.map(
-            lambda each, first: each.at[0].set(first), positions, state.z
+            lambda replicas, first: replicas.at[0].set(first),
+            getattr(state.base, self._inner.sample_field),
+            state.z,
         )
 
         def refresh_replica(base: Any, z: Any, beta: jax.Array) -> Any:
-            return refreshed(
-                self._inner,
-                with_values(self._inner, base, z),
-                model_args,
-                _at(beta, model_kwargs),
-            )
+            placed = with_values(self._inner, base, z)
+            return refreshed(self._inner, placed, model_args, _at(beta, model_kwargs))
 
-        return state._replace(
-            base=jax.vmap(refresh_replica)(
-                state.base, positions, state.inverse_temperatures
-            )
+        base = jax.vmap(refresh_replica)(
+            state.base, positions, state.inverse_temperatures
         )
+        return state._replace(base=base)
 
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -318,13 +326,12 @@ class ParallelTempering(OuterKernel):
         )
 
     def wrap_model(self, wrapper: Callable) -> "ParallelTempering":
-        kernel = copy.copy(self)
-        kernel._kernel = self._kernel.wrap_model(wrapper)
-        kernel._inner = kernel._kernel.wrap_model(
-            partial(_Tempered, temper=self._temper)
+        return ParallelTempering(
+            self._kernel.wrap_model(wrapper),
+            self._num_replicas,
+            lowest=self._lowest,
+            temper=self._temper,
         )
-        kernel._sample_fn = None
-        return kernel
 
     # -- read by `to_inference_data` ---------------------------------------------------
 
@@ -332,11 +339,8 @@ class ParallelTempering(OuterKernel):
         """Attributes of a run: those of the inner kernel, the number of replicas and
         what is tempered.
         """
-        inner: dict[str, Any] = getattr(self._inner, "describe", lambda _: {})(
-            state.base
-        )
         return {
-            **inner,
+            **described(self._inner, state.base),
             "inner_kernel": type(self._kernel).__name__,
             "num_replicas": self._num_replicas,
             "temper": self._temper,
@@ -373,6 +377,11 @@ class _scaled(Messenger):
             msg["scale"] = (
                 self.beta if msg.get("scale") is None else msg["scale"] * self.beta
             )
+
+
+def _first(positions: Any) -> Any:
+    """Values of the first replica."""
+    return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
 def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

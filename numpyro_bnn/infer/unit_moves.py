@@ -2,7 +2,7 @@
 with several modes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,9 +16,8 @@ from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
 from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
-from numpyro_bnn.program.plates import full_trace, sites_of_type
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.reading import Reading, arrays_in
 
 
@@ -167,18 +166,14 @@ class UnitMoves(Wrapper):
         state: UnitState,
         values: dict[str, jax.Array],
         rng_key: jax.Array,
-        args: tuple,
-        kwargs: Any,
-    ) -> tuple[UnitState, dict[str, jax.Array], Mapping[str, Any]]:
-        conditioned, kwargs = held_values(kwargs)
-        latent = {**conditioned, **values}
-        start = {name: jnp.asarray(values[name]) for name in self._units}
+        reading: Reading,
+    ) -> tuple[UnitState, dict[str, jax.Array]]:
         # Priors of the moved sites depend on none of them.
-        traced = full_trace(self.model, latent, args, kwargs)
-        prior = {name: traced[name]["fn"] for name in self._units}
+        sites = reading.at(values, only=self._units)
+        prior = {name: site["fn"] for name, site in sites.items()}
 
         def log_other(units: Mapping[str, jax.Array]) -> jax.Array:
-            return _log_rest(self.model, prior, {**latent, **units}, args, kwargs)
+            return _log_other(reading.at({**values, **units}), prior)
 
         def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
             current, current_log_other = carry
@@ -192,18 +187,17 @@ class UnitMoves(Wrapper):
             )
             accepted = jnp.log(random.uniform(key_accept)) < log_ratio
             carry = jax.tree.map(
-                partial(jnp.where, accepted),
-                (proposal, proposal_log_other),
-                (current, current_log_other),
+                partial(jnp.where, accepted), (proposal, proposal_log_other), carry
             )
             return carry, jnp.minimum(1.0, jnp.exp(log_ratio))
 
+        start = {name: jnp.asarray(values[name]) for name in self._units}
         keys = random.split(rng_key, self._num_moves)
         (final, _), probs = lax.scan(step, (start, log_other(start)), keys)
         warm = state.i >= self._num_warmup
         new_values = jax.tree.map(partial(jnp.where, warm), final, start)
         accept_prob = jnp.mean(probs).astype(state.unit_accept_prob.dtype)
-        return state._replace(unit_accept_prob=accept_prob), new_values, prior
+        return state._replace(unit_accept_prob=accept_prob), new_values
 
     def _redraw(
         self,
@@ -236,12 +230,8 @@ def _given_rest(
     return jnp.where(selected, fn.sample(rng_key).astype(value.dtype), value)
 
 
-def _log_rest(
-    model: Callable,
-    prior: Mapping[str, dist.Distribution],
-    latent: Mapping[str, Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
+def _log_other(
+    trace: Mapping[str, Any], prior: Mapping[str, dist.Distribution]
 ) -> jax.Array:
     """Log density of all sites without the prior that the moves draw from.
 
@@ -249,11 +239,10 @@ def _log_rest(
     plain one remains.
     """
     total = jnp.zeros(())
-    trace = full_trace(model, latent, args, kwargs)
     for name, site in sites_of_type(trace, "sample").items():
-        if name in prior and site["scale"] is None:
-            continue
-        total += log_density(site)
-        if name in prior:
-            total -= jnp.sum(prior[name].log_prob(latent[name]))
+        if name not in prior:
+            total += log_density(site)
+        elif site["scale"] is not None:
+            plain = jnp.sum(prior[name].log_prob(site["value"]))
+            total += log_density(site) - plain
     return total

@@ -4,7 +4,7 @@ the wrapped state.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from numpyro_bnn.infer.model_arguments import ArgumentKernel, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.compiled import is_traced
-from numpyro_bnn.program.plates import full_plates, full_trace
+from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.reading import Reading, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
 
@@ -58,6 +58,11 @@ def inner_attribute(state: Any, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(state.base, name)
+
+
+def described(kernel: MCMCKernel, state: Any) -> dict[str, Any]:
+    """What a kernel of ours says of its run; others say nothing."""
+    return getattr(kernel, "describe", lambda _: {})(state)
 
 
 class OuterKernel(ArgumentKernel):
@@ -114,13 +119,12 @@ class Wrapper(OuterKernel):
         state: Any,
         values: dict[str, jax.Array],
         rng_key: jax.Array,
-        args: tuple,
-        kwargs: Any,
-    ) -> tuple[Any, dict[str, jax.Array], Mapping[str, Any]]:
-        """The state with its own fields updated, the moved sites (constrained), and the
-        distributions of those sites.
+        reading: Reading,
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """The state with its own fields updated, and the moved sites (constrained).
 
         :param values: constrained values of all latent sites.
+        :param reading: of the model on all its data.
         """
 
     @property
@@ -145,7 +149,7 @@ class Wrapper(OuterKernel):
         with jax.core.eval_context():
             self._plan_moves(num_warmup, model_args, model_kwargs)
         self._num_warmup = num_warmup
-        keys = split(rng_key)
+        base_key, own_key = split(rng_key)
         in_gibbs = GIBBS_SITES_KWARG in model_kwargs
         if init_params is not None and in_gibbs and isinstance(self._kernel, HMC):
             # Gibbs passes constrained values to kernels it does not recognize.
@@ -153,16 +157,11 @@ class Wrapper(OuterKernel):
                 full_plates(self.model), model_args, model_kwargs, init_params
             )
         base = self._kernel.init(
-            keys[0],
-            num_warmup,
-            init_params,
-            model_args=model_args,
-            model_kwargs=model_kwargs,
+            base_key, num_warmup, init_params, model_args, model_kwargs
         )
         self._sample_fn = self._transition
-        return self._start(
-            base, () if is_prng_key(rng_key) else rng_key.shape[:1], keys[1]
-        )
+        batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
+        return self._start(base, batch_shape, own_key)
 
     def _plan_moves(self, num_warmup: int, args: tuple, kwargs: dict[str, Any]) -> None:
         conditioned, model_kwargs = held_values(kwargs)
@@ -222,23 +221,17 @@ class Wrapper(OuterKernel):
         stale afterwards.
         """
         kernel = self._kernel
-        values = kernel.get_constrain_fn(model_args, model_kwargs)(
-            getattr(state.base, self.sample_field)
-        )
-        state, new_values, prior = self._move(
-            state, values, rng_key, model_args, model_kwargs
-        )
-        if self._bounded:
-            # the inner kernel must hold their values relative to the new bounds
-            conditioned, kwargs = held_values(model_kwargs)
-            new_values = {name: values[name] for name in self._bounded} | new_values
-            traced = full_trace(
-                self.model, {**conditioned, **values, **new_values}, model_args, kwargs
-            )
-            prior = {name: traced[name]["fn"] for name in new_values}
-        return state._replace(
-            base=with_constrained(kernel, state.base, new_values, prior), i=state.i + 1
-        )
+        constrain = kernel.get_constrain_fn(model_args, model_kwargs)
+        values = constrain(getattr(state.base, self.sample_field))
+        reading = Reading(self.model, model_args, model_kwargs)
+        state, moved_values = self._move(state, values, rng_key, reading)
+        # the inner kernel must hold values relative to the new bounds
+        new_values = {name: values[name] for name in self._bounded} | moved_values
+        sites = reading.at({**values, **moved_values}, only=new_values)
+        supports = {name: site["fn"].support for name, site in sites.items()}
+        native = _as_held(kernel, new_values, supports)
+        base = with_values(kernel, state.base, native)
+        return state._replace(base=base, i=state.i + 1)
 
     def refresh(
         self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -275,9 +268,7 @@ class Wrapper(OuterKernel):
 
     def describe(self, state: Any) -> dict[str, Any]:
         """Attributes of a run: those of the inner kernel, and its name."""
-        inner: dict[str, Any] = getattr(self._kernel, "describe", lambda _: {})(
-            state.base
-        )
+        inner = described(self._kernel, state.base)
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
     def members(
@@ -293,38 +284,24 @@ class Wrapper(OuterKernel):
         return self._kernel.members(state.base, model_args, model_kwargs)
 
 
-def with_constrained(
-    kernel: MCMCKernel,
-    state: Any,
-    new_values: Mapping[str, jax.Array],
-    prior: Mapping[str, Any],
-) -> Any:
-    """Return ``state`` with the constrained values ``new_values`` of some sites; its
-    caches become stale.
-    """
-    return with_values(kernel, state, _as_held(kernel, new_values, prior))
-
-
 def _as_held(
-    kernel: MCMCKernel, new_values: Mapping[str, jax.Array], prior: Mapping[str, Any]
+    kernel: MCMCKernel, values: Mapping[str, jax.Array], supports: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
     """
+    if isinstance(kernel, CONSTRAINED):
+        return dict(values)
     if isinstance(kernel, Gibbs):
         stored: dict[str, jax.Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
-            stored |= _as_held(block, _selected(new_values, names), prior)
+            stored |= _as_held(block, _selected(values, names), supports)
         return stored
     if isinstance(inner := getattr(kernel, "kernel", None), MCMCKernel):
         # a wrapper or replicas
-        return _as_held(inner, new_values, prior)
-    if isinstance(kernel, CONSTRAINED):
-        return dict(new_values)
-    stored = {}
-    for name, value in new_values.items():
-        stored[name] = biject_to(prior[name].support).inv(value)
-    return stored
+        return _as_held(inner, values, supports)
+    transforms = {name: biject_to(supports[name]) for name in values}
+    return {name: transforms[name].inv(value) for name, value in values.items()}
 
 
 def _selected(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -336,12 +313,11 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
     its caches become stale.
     """
     if isinstance(kernel, Gibbs):
-        blocks = []
-        for (block, _), names, block_state in zip(
-            kernel.blocks, kernel._sites, state.block_states, strict=True
-        ):
-            blocks.append(with_values(block, block_state, _selected(values, names)))
-        return state._replace(z={**state.z, **values}, block_states=tuple(blocks))
+
+        def moved(block: MCMCKernel, names: Sequence[str], block_state: Any) -> Any:
+            return with_values(block, block_state, _selected(values, names))
+
+        return _by_block(kernel, moved, state._replace(z={**state.z, **values}))
     field = kernel.sample_field
     if field not in state._fields:
         # a wrapper in a wrapper
@@ -362,15 +338,21 @@ def refreshed(
         # In a sweep, a block is refreshed only if an earlier one has moved; here any of
         # them may have moved.
         values = kernel.get_constrain_fn(args, kwargs)(state.z)
-        blocks = []
-        for (block, _), names, block_state in zip(
-            kernel.blocks, kernel._sites, state.block_states, strict=True
-        ):
+
+        def fresh(block: MCMCKernel, names: Sequence[str], block_state: Any) -> Any:
             siblings = {n: value for n, value in values.items() if n not in names}
             conditioned = with_conditioning(kwargs, siblings)
-            blocks.append(block.refresh(block_state, args, conditioned))
-        return state._replace(block_states=tuple(blocks))
+            return block.refresh(block_state, args, conditioned)
+
+        return _by_block(kernel, fresh, state)
     if isinstance(kernel, HMC):
         # NumPyro's own kernels refresh one chain at a time.
         return over_chains(lambda chain: kernel.refresh(chain, args, kwargs), state)
     return kernel.refresh(state, args, kwargs)
+
+
+def _by_block(kernel: Gibbs, change: Callable, state: Any) -> Any:
+    """The state of a ``Gibbs`` with the states of its blocks changed."""
+    blocks = [block for block, _ in kernel.blocks]
+    states = map(change, blocks, kernel._sites, state.block_states)
+    return state._replace(block_states=tuple(states))

@@ -15,13 +15,11 @@ from numpyro_bnn.symmetry.groups import (
     Shift,
     SignFlip,
 )
-from numpyro_bnn.symmetry.quotient import quotient
 
 __all__ = [
     "from_network",
     "find",
     "check",
-    "quotient",
     "canonical",
     "invariants",
     "orbit_coordinates",

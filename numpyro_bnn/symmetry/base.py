@@ -3,7 +3,7 @@ its likelihood.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import fields, replace
 from math import prod
 from typing import Any, ClassVar, NamedTuple, Self
@@ -40,16 +40,19 @@ class UnitAxis(NamedTuple):
         """Number of elements that belong to each unit."""
         return prod(shape) // self.units(shape)
 
+    def by_unit(self, values: Any) -> Any:
+        """The elements of each unit: (N, elements, U) of N values of the site, of NumPy
+        or JAX.
+        """
+        shape = values.shape[1:]
+        if self.axis is not None:
+            # NumPy's function transposes arrays of JAX as well
+            values = np.moveaxis(values, self.axis % len(shape) + 1, -1)
+        return values.reshape((len(values), self.per_unit(shape), self.units(shape)))
+
     def over_units(self, elements: jax.Array) -> jax.Array:
         """Sum over the elements of each unit: (U,)."""
-        if self.axis is None:
-            return jnp.sum(elements)[None]
-        return jnp.sum(
-            jnp.moveaxis(elements, self.axis, -1).reshape(
-                (-1, self.units(elements.shape))
-            ),
-            axis=0,
-        )
+        return jnp.sum(self.by_unit(elements[None])[0], axis=0)
 
     def by_element(self, numbers: jax.Array, ndim: int) -> jax.Array:
         """Numbers (U,) in a shape that broadcasts against the site."""
@@ -155,6 +158,10 @@ class Symmetry(ABC):
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         """A random group element; of a finite group it may be the identity."""
 
+    def identity(self, units: int) -> jax.Array:
+        """The group element that changes nothing."""
+        return jnp.zeros(units)
+
     def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
         """Group elements that an invariance is tested at; of a finite group such that
         all of it follows.
@@ -203,11 +210,30 @@ class Symmetry(ABC):
                 return value._replace(site=names.get(value.site, value.site))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else value
 
-        changed = {
-            entry.name: renamed(getattr(self, entry.name))
-            for entry in fields(self)  # type: ignore[arg-type]
-        }
+        return self._with_fields(renamed)
+
+    def without(self, sites: Container[str]) -> Self:
+        """The symmetry of all other sites."""
+
+        def remaining(value: Any) -> Any:
+            return axes_without(value, sites) if isinstance(value, tuple) else value
+
+        return self._with_fields(remaining)
+
+    def _with_fields(self, change: Callable[[Any], Any]) -> Self:
+        changed = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            changed[field.name] = change(getattr(self, field.name))
         return replace(self, **changed)  # type: ignore[type-var]
+
+
+def axes_without(axes: Iterable[Any], sites: Container[str]) -> tuple[Any, ...]:
+    """The axes of all other sites."""
+    return tuple(
+        axis
+        for axis in axes
+        if not isinstance(axis, UnitAxis) or axis.site not in sites
+    )
 
 
 def sites_of(symmetries: Iterable[Symmetry]) -> set[str]:

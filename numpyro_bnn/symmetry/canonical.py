@@ -9,9 +9,17 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, sites_of
-from numpyro_bnn.symmetry.draws import Points, act, by_unit, in_gauge, norms, read
-from numpyro_bnn.symmetry.groups import Permutation, SignFlip, axes_without
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, axes_without, sites_of
+from numpyro_bnn.symmetry.draws import (
+    Points,
+    act,
+    elements,
+    in_gauge,
+    norms,
+    read,
+    untouched,
+)
+from numpyro_bnn.symmetry.groups import Permutation, SignFlip
 
 # Number of draws whose score tables (units x units) are held at once.
 CHUNK = 512
@@ -87,14 +95,11 @@ def canonical(
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
         groups = list(_groups(symmetries, points)) if points else []
-        if groups and reference is None:
-            points = _first_pass(
-                groups, points, _absolute(groups, _middle(groups, points))
-            )
-            points = _sweep(groups, points, sweeps, None)
-        elif groups:
-            target = _target(call, reference or {}, symmetries, points)
-            points = _sweep(groups, _first_pass(groups, points, target), sweeps, target)
+        if groups:
+            target = None
+            if reference is not None:
+                target = _target(call, reference, symmetries, points)
+            points = _aligned(groups, points, target, sweeps)
     arrays = {site: np.asarray(value) for site, value in draws.items()}
     for site, value in points.items():
         arrays[site] = value.reshape(arrays[site].shape).astype(arrays[site].dtype)
@@ -133,11 +138,8 @@ class _Group(NamedTuple):
 
     @property
     def members(self) -> tuple[Symmetry, ...]:
-        return (
-            *((self.order,) if self.order else ()),
-            *self.unit_flips,
-            *self.layer_flips,
-        )
+        order = (self.order,) if self.order else ()
+        return (*order, *self.unit_flips, *self.layer_flips)
 
 
 def _groups(symmetries: Sequence[Symmetry], points: Points) -> Iterator[_Group]:
@@ -169,28 +171,23 @@ def _alone(axes: tuple[UnitAxis, ...]) -> tuple[UnitAxis, ...]:
     return tuple(axis for axis in axes if sites.count(axis.site) == 1) or axes
 
 
-def _first_pass(groups: Sequence[_Group], points: Points, target: Points) -> Points:
-    """Match layer by layer, each by sites that later layers do not change, so that the
+def _aligned(
+    groups: Sequence[_Group], points: Points, target: Points | None, sweeps: int
+) -> Points:
+    """Match all layers to a target, or to the mean of the draws, until no draw changes.
+
+    Before, layer by layer, each by sites that later layers do not change, so that the
     start does not matter.
     """
+    first = target or _absolute(groups, _middle(groups, points))
     for group, later_sites in _with_later_sites(groups):
-        points, _ = _match(group, points, target, _free(group.axes, later_sites))
-    return points
-
-
-def _sweep(
-    groups: Sequence[_Group], points: Points, sweeps: int, fixed: Points | None
-) -> Points:
-    """Match all layers to a fixed target, or to the mean of the draws, until no draw
-    changes.
-    """
+        axes = axes_without(group.axes, later_sites) or group.axes
+        points, _ = _match(group, points, first, axes)
     for _ in range(sweeps):
-        target = fixed or jax.tree.map(
-            lambda value: np.mean(value, 0, keepdims=True), points
-        )
+        means = {site: np.mean(v, 0, keepdims=True) for site, v in points.items()}
         any_changed = False
         for group in groups:
-            points, changed = _match(group, points, target, group.axes)
+            points, changed = _match(group, points, target or means, group.axes)
             any_changed |= changed
         if not any_changed:
             break
@@ -203,15 +200,13 @@ def _match(
     """Find the signs and order of every draw that fit the target best; return whether
     any changed.
     """
-    elements = []
+    best = []
     for start in range(0, len(points[axes[0].site]), CHUNK):
-        elements += _best(group, points, target, axes, slice(start, start + CHUNK))
+        best += _best(group, points, target, axes, slice(start, start + CHUNK))
     changed = False
-    for member, by_draw in zip(group.members, zip(*elements, strict=True), strict=True):
+    for member, by_draw in zip(group.members, zip(*best, strict=True), strict=True):
         g = np.stack(by_draw)
-        units = g.shape[1]
-        identity = np.arange(units) if member is group.order else np.ones(units)
-        if np.any(g != identity):
+        if np.any(g != np.asarray(member.identity(g.shape[1]))):
             points = act(member, points, g)
             changed = True
     return points, changed
@@ -229,55 +224,39 @@ def _best(
     """
     from scipy.optimize import linear_sum_assignment
 
-    # Inner products of units of draws (n, U, d) and of a reference (1, U, d): (n, U of
-    # reference, U of draw).
+    # Inner products of units of a reference and of draws: (sites, n, U of reference, U
+    # of draw).
     scores = []
     for axis in axes:
-        draws = by_unit(axis, points[axis.site][chunk])
-        reference = by_unit(axis, target[axis.site])[0]
-        scores.append(np.swapaxes(draws @ reference.T, 1, 2))
-    flips = (*group.unit_flips, *group.layer_flips)
-    unit_choices = list(product((1.0, -1.0), repeat=len(group.unit_flips)))
-    best: list[list[np.ndarray]] = [[]] * len(scores[0])
-    best_values = np.full(len(best), -np.inf)
-    for layer_signs in product((1.0, -1.0), repeat=len(group.layer_flips)):
-        totals = np.stack(
-            [
-                _total(scores, axes, flips, (*signs, *layer_signs))
-                for signs in unit_choices
-            ]
-        )
-        tables = totals.max(0)
-        best_choice = totals.argmax(0)
+        reference = axis.by_unit(target[axis.site])[0]
+        scores.append(reference.T @ axis.by_unit(points[axis.site][chunk]))
+
+    def signs_of(flips: Sequence[SignFlip]) -> tuple[np.ndarray, np.ndarray]:
+        """All choices of signs, (choices, flips), and those of the sites."""
+        signs = np.array(list(product((1.0, -1.0), repeat=len(flips))))
+        times = [[flip.sites.count(axis.site) for axis in axes] for flip in flips]
+        powers = np.array(times, int).reshape((1, len(flips), len(axes)))
+        return signs, np.prod(signs[:, :, None] ** powers, axis=1)
+
+    unit_signs, of_units = signs_of(group.unit_flips)
+    layer_signs, of_layers = signs_of(group.layer_flips)
+    draws, units = len(scores[0]), np.arange(scores[0].shape[-1])
+    best: list[list[np.ndarray]] = [[]] * draws
+    best_values = np.full(draws, -np.inf)
+    for layer, of_sites in zip(layer_signs, of_layers, strict=True):
+        totals = np.tensordot(of_units * of_sites, np.stack(scores), axes=1)
+        tables, choices = totals.max(0), totals.argmax(0)
         for i, table in enumerate(tables):
-            units = np.arange(len(table))
-            order = (
-                linear_sum_assignment(table, maximize=True)[1] if group.order else units
-            )
+            order = units
+            if group.order:
+                order = linear_sum_assignment(table, maximize=True)[1]
             value = float(table[units, order].sum())
             if value > best_values[i] + 1e-12 * abs(value):
                 # Order first; the signs belong to the units in their new order.
-                signs = np.array(unit_choices)[best_choice[i][units, order]]
-                layer = np.array(layer_signs)[:, None]
-                best[i] = [*([order] if group.order else []), *signs.T, *layer]
+                signs = unit_signs[choices[i][units, order]].T
+                best[i] = [*([order] if group.order else []), *signs, *layer[:, None]]
                 best_values[i] = value
     return best
-
-
-def _total(
-    scores: Sequence[np.ndarray],
-    axes: Sequence[UnitAxis],
-    flips: Sequence[SignFlip],
-    signs: Sequence[float],
-) -> Any:
-    """The sum of the scores of the sites after flips by the signs."""
-    total: Any = 0.0
-    for score, axis in zip(scores, axes, strict=True):
-        sign = 1.0
-        for flip, flip_sign in zip(flips, signs, strict=True):
-            sign *= flip_sign ** flip.sites.count(axis.site)
-        total = total + sign * score
-    return total
 
 
 def _middle(groups: Sequence[_Group], points: Points) -> Points:
@@ -286,7 +265,7 @@ def _middle(groups: Sequence[_Group], points: Points) -> Points:
         [np.sort(norms(group.axes, points), -1) for group in groups], -1
     )
     nearest = int(np.argmin(np.sum((sizes - np.median(sizes, 0)) ** 2, -1)))
-    return jax.tree.map(lambda value: value[nearest : nearest + 1], points)
+    return {site: value[nearest : nearest + 1] for site, value in points.items()}
 
 
 def _absolute(groups: Sequence[_Group], point: Points) -> Points:
@@ -296,25 +275,15 @@ def _absolute(groups: Sequence[_Group], point: Points) -> Points:
     for group, later_sites in _with_later_sites(groups):
         flips: list[SignFlip] = [*group.layer_flips, *group.unit_flips]
         while flips:
-            flip, axes = _settled(flips, later_sites)
+            flip, axes = untouched(
+                flips, lambda flip: _alone(flip.unit_axes), later_sites
+            )
             flips.remove(flip)
-            odd = sum(np.sum(by_unit(axis, point[axis.site]) ** 3, -1) for axis in axes)
-            point = act(flip, point, np.where(odd < 0.0, -1.0, 1.0))
+            cubes = np.sum(elements(axes, point) ** 3, 1)
+            point = act(flip, point, np.where(cubes < 0.0, -1.0, 1.0))
         if group.order:
             point = act(group.order, point, np.argsort(-norms(group.axes, point), -1))
     return point
-
-
-def _settled(
-    flips: Sequence[SignFlip], later_sites: set[str]
-) -> tuple[SignFlip, tuple[UnitAxis, ...]]:
-    """A flip with sites that no other flip changes, and those sites."""
-    for flip in flips:
-        touched = later_sites | sites_of(f for f in flips if f is not flip)
-        free = _free(_alone(flip.unit_axes), touched)
-        if free[0].site not in touched:
-            return flip, free
-    return flips[0], flips[0].unit_axes
 
 
 def _with_later_sites(groups: Sequence[_Group]) -> Iterator[tuple[_Group, set[str]]]:
@@ -324,8 +293,3 @@ def _with_later_sites(groups: Sequence[_Group]) -> Iterator[tuple[_Group, set[st
         for later in groups[number + 1 :]:
             later_sites |= sites_of(later.members)
         yield group, later_sites
-
-
-def _free(axes: Sequence[UnitAxis], touched: set[str]) -> tuple[UnitAxis, ...]:
-    """Axes whose sites are not touched; all axes if there is none."""
-    return axes_without(axes, touched) or tuple(axes)

@@ -2,9 +2,9 @@
 along and across orbits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,13 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite, unknown_name
 from numpyro_bnn._options import Kind
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries, sites_of
+from numpyro_bnn.symmetry.base import (
+    Symmetry,
+    UnitAxis,
+    as_symmetries,
+    axes_without,
+    sites_of,
+)
 from numpyro_bnn.symmetry.groups import (
     JointRescale,
     JointScale,
@@ -21,11 +27,11 @@ from numpyro_bnn.symmetry.groups import (
     Rescale,
     Scale,
     Shift,
-    axes_without,
 )
 
 # Site -> (n, *shape) in float64, with n draws of all chains.
 Points = dict[str, np.ndarray]
+S = TypeVar("S", bound=Symmetry)
 
 
 def read(
@@ -43,38 +49,30 @@ def read(
         Mapping, "Pass arrays by site, e.g. `mcmc.get_samples(group_by_chain=True)`."
     ).check(call, "draws", draws)
     symmetries = as_symmetries(call, symmetries)
-    names = {}
-    for s in symmetries:
-        for site in s.sites:
-            names[site] = _stored(call, site, draws)
-    renamed = [s.rename(names) for s in symmetries]
+    names: dict[str, str] = {}
+    for symmetry in symmetries:
+        for site in symmetry.sites:
+            names[site] = site if site in draws else site.replace("/", ".")
+            if names[site] not in draws:
+                raise unknown_name(call, "symmetries", site, draws)
     sizes: dict[str, tuple[int, ...]] = {}
     points = {}
     for site in names.values():
         value = as_floats(call, "draws", draws[site])
         check_finite(call, "draws", value)
         sizes[site] = value.shape[:leading]
-        points[site] = value.reshape(
-            (prod(value.shape[:leading]), *value.shape[leading:])
-        )
-    different = set(sizes.values())
-    if len(different) > 1 or min(map(len, different), default=leading) < leading:
+        points[site] = value.reshape((prod(sizes[site]), *value.shape[leading:]))
+    size, *further_sizes = set(sizes.values()) or {()}
+    if further_sizes or (sizes and len(size) < leading):
         instead = (
             "Pass arrays (chains, draws, ...), e.g. "
             "`mcmc.get_samples(group_by_chain=True)`."
         )
         raise argument_error(call, "draws", f"leading axes {sizes}", instead)
-    first_draw = jax.tree.map(lambda value: value[0], points)
-    for s in renamed:
-        s.units(first_draw)
-    return points, renamed, next(iter(sizes.values()), ())
-
-
-def _stored(call: str, site: str, draws: Mapping[str, Any]) -> str:
-    for name in (site, site.replace("/", ".")):
-        if name in draws:
-            return name
-    raise unknown_name(call, "symmetries", site, draws)
+    renamed = [symmetry.rename(names) for symmetry in symmetries]
+    for symmetry in renamed:
+        symmetry.units(jax.tree.map(lambda value: value[0], points))
+    return points, renamed, size
 
 
 def act(s: Symmetry, points: Points, g: np.ndarray) -> Points:
@@ -84,20 +82,14 @@ def act(s: Symmetry, points: Points, g: np.ndarray) -> Points:
     return points | jax.tree.map(np.asarray, new_values)
 
 
-def by_unit(axis: UnitAxis, value: np.ndarray) -> np.ndarray:
-    """Elements of each unit: (n, U, elements)."""
-    if axis.axis is None:
-        return value.reshape((len(value), 1, -1))
-    units = axis.units(value.shape[1:])
-    along = np.moveaxis(value, axis.axis % (value.ndim - 1) + 1, -1)
-    return np.swapaxes(along.reshape((len(value), -1, units)), 1, 2)
+def elements(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
+    """All elements of each unit: (n, elements, U)."""
+    return np.concatenate([axis.by_unit(points[axis.site]) for axis in axes], 1)
 
 
 def norms(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
     """Euclidean norm of the elements of each unit: (n, U)."""
-    return np.sqrt(
-        sum(np.sum(by_unit(axis, points[axis.site]) ** 2, -1) for axis in axes)
-    )
+    return np.linalg.norm(elements(axes, points), axis=1)
 
 
 def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
@@ -106,45 +98,45 @@ def in_gauge(symmetries: Sequence[Symmetry], points: Points) -> Points:
     """
     for s in symmetries:
         if isinstance(s, Shift):
-            points = act(s, points, -mean(s.unit_axes, points))
+            points = act(s, points, -elements(s.unit_axes, points).mean(1))
     waiting: list[Multiplicative] = [
         s for s in symmetries if isinstance(s, Scale | Rescale)
     ]
     while waiting:
-        s, axes = _next(waiting)
-        waiting.remove(s)
+        scale, axes = untouched(waiting, _incoming)
+        waiting.remove(scale)
         norm = norms(axes, points)
-        size = sum(axis.per_unit(points[axis.site].shape[1:]) for axis in axes)
-        log_norm = np.log(np.where(norm > 0.0, norm, 1.0))
+        gauge_norm = np.sqrt(elements(axes, points).shape[1])
         # A unit whose elements are all 0 has no scale.
-        points = act(
-            s, points, np.where(norm > 0.0, 0.5 * np.log(size) - log_norm, 0.0)
+        g = np.log(
+            np.where(norm > 0.0, gauge_norm / np.where(norm > 0.0, norm, 1.0), 1.0)
         )
+        points = act(scale, points, g)
     return points
 
 
-def mean(axes: Sequence[UnitAxis], points: Points) -> np.ndarray:
-    return np.mean(
-        np.concatenate([by_unit(axis, points[axis.site]) for axis in axes], -1), -1
-    )
+def _incoming(s: Multiplicative) -> tuple[UnitAxis, ...]:
+    """Axes that the group multiplies; of a residual stream those of its first layer."""
+    incoming = [axis for axis, power in s.powers if power > 0]
+    divided = {axis.site for axis, power in s.powers if power < 0}
+    return axes_without(incoming, divided) or tuple(incoming)
 
 
-def _next(
-    waiting: Sequence[Multiplicative],
-) -> tuple[Multiplicative, tuple[UnitAxis, ...]]:
-    """A symmetry with sites whose norm no other symmetry changes (rescaling changes the
-    next layer), and those.
+def untouched(
+    waiting: Sequence[S],
+    axes_of: Callable[[S], tuple[UnitAxis, ...]],
+    changed: Collection[str] = (),
+) -> tuple[S, tuple[UnitAxis, ...]]:
+    """A symmetry with sites that no other one changes, and their axes; if there is
+    none, the first one with all its axes.
+
+    :param changed: sites that will change anyway.
     """
     for s in waiting:
-        touched = sites_of(other for other in waiting if other is not s)
-        touched |= {axis.site for axis, power in s.powers if power < 0}
-        if free := axes_without(_incoming(s), touched):
+        touched = {*changed, *sites_of(other for other in waiting if other is not s)}
+        if free := axes_without(axes_of(s), touched):
             return s, free
-    return waiting[0], _incoming(waiting[0])
-
-
-def _incoming(s: Multiplicative) -> tuple[UnitAxis, ...]:
-    return tuple(axis for axis, power in s.powers if power > 0)
+    return waiting[0], axes_of(waiting[0])
 
 
 def invariants(
@@ -180,10 +172,8 @@ def invariants(
     [[[10.0, 21.0]]]
     """
     points, symmetries, size = read("symmetry.invariants", draws, symmetries)
-    permuted: set[UnitAxis] = set()
-    for s in symmetries:
-        if isinstance(s, Permutation):
-            permuted.update(s.unit_axes)
+    orders = [s for s in symmetries if isinstance(s, Permutation)]
+    permuted = {axis for order in orders for axis in order.unit_axes}
     with jax.enable_x64(True):
         points = in_gauge(symmetries, points)
     summaries = []
@@ -244,26 +234,24 @@ def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:
     if isinstance(s, Permutation):
         return norms(s.unit_axes, points)
     if isinstance(s, Scale):
-        squares = np.concatenate(
-            [by_unit(axis, points[axis.site]) ** 2 for axis in s.unit_axes], -1
-        )
-        return np.sum(squares, -1) ** 2 / np.sum(squares**2, -1)
+        squares = elements(s.unit_axes, points) ** 2
+        return np.sum(squares, 1) ** 2 / np.sum(squares**2, 1)
     return None
 
 
 def _coordinate(s: Symmetry, points: Points) -> np.ndarray | None:
+    if isinstance(s, Shift):
+        return elements(s.unit_axes, points).mean(1)
     with np.errstate(divide="ignore"):  # weights that are all 0 lie at -infinity
         if isinstance(s, Scale):
             return np.log(norms(s.unit_axes, points))
         if isinstance(s, Rescale):
             return np.log(norms(s.incoming, points)) - np.log(norms(s.outgoing, points))
         if isinstance(s, JointScale | JointRescale):
-            scales = (
-                s.scales if isinstance(s, JointRescale) else ((s.scale[0], s.power),)
-            )
+            scales = s.scales if isinstance(s, JointRescale) else s.powers[-1:]
             logs = [
-                np.log(by_unit(axis, points[axis.site])[:, 0]) / power
+                np.log(points[axis.site].reshape((len(points[axis.site]), -1))) / power
                 for axis, power in scales
             ]
             return np.mean(np.concatenate(logs, -1), -1, keepdims=True)
-    return mean(s.unit_axes, points) if isinstance(s, Shift) else None
+    return None

@@ -42,12 +42,7 @@ from numpyro_bnn.symmetry.groups import (
     Shift,
     SignFlip,
 )
-from numpyro_bnn.symmetry.model_info import (
-    ModelInfo,
-    in_latent,
-    log_likelihoods,
-    model_info,
-)
+from numpyro_bnn.symmetry.prior_program import PriorProgram, in_latent, log_likelihoods
 
 SEEDS = (0, 1, 2)
 MAX_AXES_OF_A_LENGTH = 8  # axes of one length of which all subsets are tried
@@ -82,8 +77,8 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
     >>> [symmetry.name for symmetry in find(model, x, jnp.ones(6))][:2]
     ['Scale(net/Dense_0.kernel)', 'Shift(net/Dense_0.bias)']
     """
-    args, kwargs = as_arrays(args, kwargs, "symmetry.find")
-    reading = Reading(model, args, kwargs)
+    measure = _Measure("symmetry.find", model, args, kwargs)
+    reading = measure.reading
     networks: dict[Any, None] = {}
     for site in reading.sites.values():
         if network := (site.get("infer") or {}).get("network"):
@@ -102,102 +97,78 @@ def find(model: Model, *args: Any, **kwargs: Any) -> list[Symmetry]:
             if all({site, f"{site}_base"} & latent for site in symmetry.sites):
                 free.append(symmetry)
                 joint += _with_scales(symmetry, latent)
-    measure = _invariance("symmetry.find", model, args, kwargs)
-
-    def holding(candidates: list[Symmetry]) -> list[Symmetry]:
-        return [
-            entry.symmetry for entry in measure(candidates) if entry.error <= TOLERANCE
-        ]
-
     candidates = list(dict.fromkeys(free + joint))
     known_sites = sites_of(free)
     known_sites |= {f"{site}_base" for site in known_sites}
-    valid = holding(candidates) + hidden_units(reading.shapes(), known_sites, holding)
+    valid = measure.holding(candidates) + _hidden_units(measure, known_sites)
     if not valid:
-        names = [repr(name) for name, *_ in networks]
-        warnings.warn(_none_found(names, candidates), stacklevel=outside())
+        names = ", ".join(repr(name) for name, *_ in networks)
+        looked = f"in {names}" if networks else "as it has no `random_network`"
+        kinds = ", ".join(sorted({type(symmetry).__name__ for symmetry in candidates}))
+        tried = f" of {len(candidates)} candidates ({kinds})" if candidates else ""
+        message = (
+            f"symmetry.find: found none{tried} {looked}. Declare your own, e.g. "
+            "`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
+        )
+        warnings.warn(message, stacklevel=outside())
     return valid
-
-
-def _none_found(networks: Sequence[str], candidates: Sequence[Symmetry]) -> str:
-    """What was tried, where, and what to do instead."""
-    tried = ""
-    if candidates:
-        kinds = ", ".join(sorted({type(s).__name__ for s in candidates}))
-        tried = f" of {len(candidates)} candidates ({kinds})"
-    looked = "as it has no `random_network`"
-    if networks:
-        looked = f"in {', '.join(networks)}"
-    return (
-        f"symmetry.find: found none{tried} {looked}. Declare your own, e.g. "
-        "`symmetry.Permutation([(site, axis), ...])`, and verify them by `check`."
-    )
 
 
 def _with_scales(symmetry: Symmetry, latent: set[str]) -> list[Symmetry]:
     """The same group for a whole layer, with the hyper-sites that scale its kernels."""
+
+    def driving(axes: Iterable[UnitAxis]) -> list[tuple[str, float]]:
+        """The hyper-sites that scale these sites, with their powers."""
+        scales = []
+        for axis in axes:
+            for suffix, power in HYPER_SITES.items():
+                if (hyper := f"{axis.site}_{suffix}") in latent:
+                    scales.append((hyper, power))
+        return scales
+
     if isinstance(symmetry, Scale):
-        driving = _driving(symmetry.sites, latent)
-        return [JointScale(symmetry.sites, *entry) for entry in driving]
+        scales = driving(symmetry.weights)
+        return [JointScale(symmetry.sites, *scale) for scale in scales]
     if isinstance(symmetry, Rescale):
+        scales = driving(symmetry.incoming)
+        scales += [(hyper, -power) for hyper, power in driving(symmetry.outgoing)]
         incoming = [axis.site for axis in symmetry.incoming]
         outgoing = [axis.site for axis in symmetry.outgoing]
-        scales = _driving(incoming, latent)
-        scales += [(hyper, -power) for hyper, power in _driving(outgoing, latent)]
         return [JointRescale(incoming, outgoing, scales)] if scales else []
     return []
-
-
-def _driving(sites: Iterable[str], latent: set[str]) -> list[tuple[str, float]]:
-    """The hyper-sites that scale these sites, with their powers."""
-    driving = []
-    for site in sites:
-        for end, power in HYPER_SITES.items():
-            hyper = f"{site}_{end}"
-            if hyper in latent:
-                driving.append((hyper, power))
-    return driving
 
 
 # -- models that are not made of our layers --------------------------------------------
 
 
-def hidden_units(
-    shapes: Mapping[str, Any],
-    left_out: Collection[str],
-    valid: Callable[[list[Symmetry]], list[Symmetry]],
-) -> list[Symmetry]:
+def _hidden_units(measure: "_Measure", left_out: Collection[str]) -> list[Symmetry]:
     """Permutations and sign flips of axes of one length in two or more sites that leave
     the likelihood as it is.
 
     Every set of such axes is tried, and the smallest that hold are kept: sets that
     contain another are left out.
 
-    :param shapes: the latent sites, as arrays or their shapes and dtypes.
     :param left_out: sites whose symmetries are known.
-    :param valid: returns those of some symmetries that hold, by evaluating the model.
     """
     by_length: dict[int, list[UnitAxis]] = defaultdict(list)
-    for site, value in shapes.items():
+    for site, value in measure.reading.shapes().items():
         for axis, length in enumerate(value.shape if site not in left_out else ()):
             if length > 1:
                 by_length[length].append(UnitAxis(site, axis))
-    candidates: list[Symmetry] = []
+    candidates = []
     for same_length in by_length.values():
-        candidates += map(Permutation, _subsets(same_length))
+        candidates += list(map(Permutation, _subsets(same_length)))
+    candidates.sort(key=lambda symmetry: len(symmetry.unit_axes))
     smallest: list[Symmetry] = []
-    for symmetry in sorted(
-        valid(candidates) if candidates else [], key=lambda entry: len(entry.unit_axes)
-    ):
-        if not any(
-            set(subset.unit_axes) <= set(symmetry.unit_axes) for subset in smallest
-        ):
+    for symmetry in measure.holding(candidates):
+        axes = set(symmetry.unit_axes)
+        if not any(axes.issuperset(subset.unit_axes) for subset in smallest):
             smallest.append(symmetry)
     # An axis that may be permuted alone, as of hyperparameters, does not enter the
     # likelihood.
     smallest = [symmetry for symmetry in smallest if len(symmetry.unit_axes) > 1]
-    signs: list[Symmetry] = [SignFlip(symmetry.unit_axes) for symmetry in smallest]
-    return smallest + (valid(signs) if signs else [])
+    flips = [SignFlip(symmetry.unit_axes) for symmetry in smallest]
+    return smallest + measure.holding(flips)
 
 
 def _subsets(axes: Sequence[UnitAxis]) -> Iterator[tuple[UnitAxis, ...]]:
@@ -275,9 +246,8 @@ def _reaches_far(segment: Segment) -> bool:
 def _scales(wiring: Wiring) -> Iterator[Symmetry]:
     for i in wiring.distinct():
         segment = wiring.segments[i]
-        if segment.fixed or segment.bound or not segment.homogeneous:
-            continue
-        if not segment.writers:
+        free = not segment.fixed and not segment.bound and segment.homogeneous
+        if not free or not segment.writers:
             continue
         layer = _reaches_far(segment)
         if segment.readers:
@@ -424,10 +394,8 @@ def check(
     Traceback (most recent call last):
     ValueError: symmetry.check: argument `symmetries` got Scale(w), under which ...
     """
-    args, kwargs = as_arrays(args, kwargs, "symmetry.check")
-    invariances = _invariance("symmetry.check", model, args, kwargs)(
-        as_symmetries("symmetry.check", symmetries)
-    )
+    measure = _Measure("symmetry.check", model, args, kwargs)
+    invariances = measure(as_symmetries("symmetry.check", symmetries))
     for entry in invariances:
         if not entry.error <= tolerance:
             change = f"the log likelihood changes by {entry.error:.1e} (relative)"
@@ -441,98 +409,93 @@ def check(
     return invariances
 
 
-def _invariance(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> Callable[[Sequence[Symmetry]], list[Invariance]]:
-    """A function that measures the change of the log likelihood under random group
-    elements, in float64.
-
-    The model is read once, and evaluated at draws from its prior.
+class _Measure:
+    """Measures how group elements change the log likelihood of a model, which is read
+    once, in float64, and evaluated at draws from its prior.
     """
-    with jax.core.eval_context(), jax.enable_x64(True):
-        args, kwargs = jax.tree.map(_doubled, (args, kwargs))
-        try:
-            reading = Reading(
-                handlers.substitute(model, substitute_fn=_unlearned), args, kwargs
-            )
-        except TypeError as error:
-            if "float64" not in str(error):
-                raise
-            first = str(error).split("\n")[0]
-            instead = (
-                "Symmetries are tested in float64: let its layers follow, e.g. "
-                "`GRUCell(..., param_dtype=float)`."
-            )
-            raise argument_error(
-                call,
-                "model",
-                f"a model that does not run in float64 ({first})",
-                instead,
-            ) from error
-        check_row_lengths(call, model, args, kwargs)
-        info = model_info(reading, SEEDS)
-        _check_data(call, info, args, kwargs)
 
-    def measure(symmetries: Sequence[Symmetry]) -> list[Invariance]:
-        if symmetries and reading.held.keys() >= set(reading.observed):
+    def __init__(
+        self, call: str, model: Callable, args: Any, kwargs: Mapping[str, Any] | None
+    ) -> None:
+        self.call = call
+        args, kwargs = as_arrays(args, kwargs, call)
+        with jax.core.eval_context(), jax.enable_x64(True):
+            args, kwargs = jax.tree.map(_doubled, (args, kwargs))
+            model = handlers.substitute(model, substitute_fn=_unlearned)
+            try:
+                self.reading = Reading(model, args, kwargs)
+            except TypeError as error:
+                if "float64" not in str(error):
+                    raise
+                first = str(error).split("\n")[0]
+                got = f"a model that does not run in float64 ({first})"
+                instead = (
+                    "Symmetries are tested in float64: let its layers follow, e.g. "
+                    "`GRUCell(..., param_dtype=float)`."
+                )
+                raise argument_error(call, "model", got, instead) from error
+            check_row_lengths(call, model, args, kwargs)
+            self.prior = PriorProgram(self.reading)
+            self.draws = self.reading.draw(SEEDS)
+            self._check_data(args, kwargs)
+
+    def _check_data(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Refuse NaN and infinity among the data where they reach the likelihood or its
+        gradient.
+
+        Elsewhere they are allowed, as behind a mask or in an infinite bound.
+        """
+        suspicious = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if is_floating(leaf) and not np.isfinite(leaf).all():
+                suspicious.append((place_of(path), leaf))
+        if not suspicious:
+            return
+
+        def slopes(reading: Reading, values: dict) -> Any:
+            free = {name: v for name, v in values.items() if is_floating(v)}
+
+            def total(free: dict) -> jax.Array:
+                logs = log_likelihoods(reading, {**values, **free})
+                return sum(map(jnp.sum, logs), jnp.zeros(()))
+
+            return jax.value_and_grad(total)(free)
+
+        results = jax.tree.leaves(self.reading.run(slopes, self.draws[0]))
+        if not all(np.isfinite(result).all() for result in results):
+            check_finite(self.call, *suspicious[0])
+
+    def __call__(self, symmetries: Sequence[Symmetry]) -> list[Invariance]:
+        if symmetries and self.reading.held.keys() >= set(self.reading.observed):
             instead = (
                 "Pass the data with the observations, e.g. `x, y`: symmetries are "
                 "tested on their likelihood."
             )
-            raise argument_error(call, "args", "no observations", instead)
+            raise argument_error(self.call, "args", "no observations", instead)
         with jax.core.eval_context(), jax.enable_x64(True):
-            moving = [in_latent(symmetry, info) for symmetry in symmetries]
-            changes = reading.prepare(partial(_changes, moving))
-            errors = np.array([changes(*start) for start in enumerate(info.draws)])
+            moving = []
+            for symmetry in symmetries:
+                moving.append(in_latent(symmetry, self.prior, self.draws[0]))
+            changes = self.reading.prepare(partial(_changes, moving))
+            errors = np.array([changes(*start) for start in enumerate(self.draws)])
         return list(map(Invariance, symmetries, errors.max(0, initial=0.0).tolist()))
 
-    return measure
-
-
-def _check_data(
-    call: str, info: ModelInfo, args: tuple, kwargs: Mapping[str, Any]
-) -> None:
-    """Refuse NaN and infinity among the data where they reach the likelihood or its
-    gradient.
-
-    Elsewhere they are allowed, as behind a mask or in an infinite bound.
-    """
-    suspicious = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if is_floating(leaf) and not np.isfinite(leaf).all():
-            suspicious.append((place_of(path), leaf))
-    if not suspicious:
-        return
-
-    def slopes(reading: Reading, values: dict) -> Any:
-        fixed = {k: v for k, v in values.items() if not is_floating(v)}
-        free = {k: v for k, v in values.items() if is_floating(v)}
-
-        def total(free: dict) -> jax.Array:
-            logs = log_likelihoods(reading, {**fixed, **free})
-            return sum(map(jnp.sum, logs), jnp.zeros(()))
-
-        return jax.value_and_grad(total)(free)
-
-    results = jax.tree.leaves(info.reading.run(slopes, info.draws[0]))
-    if not all(np.isfinite(result).all() for result in results):
-        check_finite(call, *suspicious[0])
+    def holding(self, symmetries: Sequence[Symmetry]) -> list[Symmetry]:
+        """Those that leave the likelihood as it is."""
+        invariances = self(symmetries) if symmetries else []
+        return [entry.symmetry for entry in invariances if entry.error <= TOLERANCE]
 
 
 def _unlearned(site: dict[str, Any]) -> jax.Array | None:
     """Arbitrary values of parameters that will be learned: a symmetry must hold at all
     of them.
     """
-    if (
-        site["type"] != "param"
-        or not site["kwargs"].get("learned")
-        or site["value"] is not None
-    ):
+    learned = site["type"] == "param" and site["kwargs"].get("learned")
+    if not learned or site["value"] is not None:
         return None
     (start,) = site["args"]
-    return start + jax.random.normal(
-        jax.random.key(crc32(site["name"].encode())), jnp.shape(start), start.dtype
-    )
+    rng_key = jax.random.key(crc32(site["name"].encode()))
+    return start + jax.random.normal(rng_key, jnp.shape(start), start.dtype)
 
 
 def _doubled(leaf: Any) -> Any:
@@ -545,23 +508,19 @@ def _changes(
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw
     with its seed.
     """
-    rng_key = jax.random.key(seed)
-    points = [values]
-    owner = []
+    points, owner = [values], []
     for i, symmetry in enumerate(moving):
-        symmetry_key = jax.random.fold_in(rng_key, i)
-        for g in symmetry.trials(symmetry_key, symmetry.units(values)):
+        rng_key = jax.random.fold_in(jax.random.key(seed), i)
+        for g in symmetry.trials(rng_key, symmetry.units(values)):
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 
     def logs_at(point: Mapping) -> jax.Array:
-        return jnp.concatenate(
-            [jnp.zeros(0), *map(jnp.ravel, log_likelihoods(reading, point))]
-        )
+        logs = map(jnp.ravel, log_likelihoods(reading, point))
+        return jnp.concatenate([jnp.zeros(0), *logs])
 
     logs = jax.vmap(logs_at)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *points))
-    changes = jnp.max(
-        jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0])), axis=1, initial=0.0
-    )
+    changes = jnp.abs(logs[1:] - logs[0]) / (1 + jnp.abs(logs[0]))
     # NaN stays NaN, and is refused. Without symmetries there is nothing to compare.
-    return jnp.zeros(len(moving)).at[jnp.array(owner, int)].max(changes)
+    largest = jnp.zeros(len(moving))
+    return largest.at[jnp.array(owner, int)].max(jnp.max(changes, 1, initial=0.0))

@@ -21,25 +21,22 @@ class _Shape(NamedTuple):
     low: jax.Array
     order: jax.Array
 
-    def minus_log_density(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """f(x) and |f'(x)|, from one exponential."""
-        y = jnp.abs(x)
-        growth = jnp.expm1(y)
-        decay = 1.0 / (1.0 + growth)
-        # 1 - exp(-y), also if exp(y) overflows.
-        ratio = jnp.where(y < 1.0, growth * decay, 1.0 - decay)
-        slope = jnp.where(x > 0.0, growth, ratio)
+    def minus_log_density(self, x: jax.Array) -> jax.Array:
+        """f(x)."""
         # exp(x) - 1 - x loses all digits near 0, where a narrow density lies: use its
         # series there.
         series = jnp.ones_like(x)
         for k in range(10, 2, -1):
             series = 1.0 + series * x / k
-        remainder = jnp.where(y < 0.1, 0.5 * x * x * series, jnp.abs(slope - y))
-        cosh = self.low * growth * (0.5 * ratio)
-        sinh = self.low * (0.5 * (growth + ratio))
-        positive = self.low > 0.0  # avoids 0 times infinity
-        value = jnp.where(positive, cosh, 0.0) + self.order * remainder
-        return value, jnp.where(positive, sinh, 0.0) + self.order * slope
+        remainder = jnp.where(jnp.abs(x) < 0.1, 0.5 * x * x * series, jnp.expm1(x) - x)
+        # not 0 times infinity
+        cosh = jnp.where(self.low > 0.0, self.low * 2.0 * jnp.sinh(0.5 * x) ** 2, 0.0)
+        return cosh + self.order * remainder
+
+    def slope(self, x: jax.Array) -> jax.Array:
+        """|f'(x)|."""
+        sinh = jnp.where(self.low > 0.0, self.low * jnp.sinh(x), 0.0)
+        return jnp.abs(sinh + self.order * jnp.expm1(x))
 
 
 class _Envelope(NamedTuple):
@@ -72,14 +69,10 @@ def _envelope(shape: _Shape) -> _Envelope:
         1.0 / order, jnp.log((1.0 + low + jnp.sqrt(1.0 + 2.0 * low)) / low)
     )
     s = jnp.where(at_left > 2.0, narrow, jnp.where(at_left < 0.5, wide, 1.0))
-    f_right, slope_right = shape.minus_log_density(t)
-    f_left, slope_left = shape.minus_log_density(-s)
-    return _Envelope(
-        s - f_left / slope_left,
-        t - f_right / slope_right,
-        1.0 / slope_left,
-        1.0 / slope_right,
-    )
+    right_tail, left_tail = 1.0 / shape.slope(t), 1.0 / shape.slope(-s)
+    left = s - shape.minus_log_density(-s) * left_tail
+    right = t - shape.minus_log_density(t) * right_tail
+    return _Envelope(left, right, left_tail, right_tail)
 
 
 def _candidates(
@@ -99,7 +92,7 @@ def _candidates(
     in_tail = u >= 0.0
     x = jnp.where(in_tail, tail, u + right)
     height = jnp.where(in_tail, excess, 0.0) - jnp.log1p(-w)
-    return x, height >= shape.minus_log_density(x)[0]
+    return x, height >= shape.minus_log_density(x)
 
 
 def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax.Array:

@@ -1,8 +1,8 @@
 """The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -181,12 +181,6 @@ class JointScale(Multiplicative):
         scale = (self.scale[0], float(self.power))
         return (*_with_power(self.weights, 1.0), scale)
 
-    def without(self, sites: Container[str]) -> "JointScale":
-        """The same group without weights that are computed from their scale, and so
-        need not be moved.
-        """
-        return replace(self, weights=axes_without(self.weights, sites))
-
 
 @dataclass(frozen=True)
 class JointRescale(Multiplicative):
@@ -240,16 +234,6 @@ class JointRescale(Multiplicative):
         weights = _with_power(self.incoming, 1.0) + _with_power(self.outgoing, -1.0)
         return weights + self.scales
 
-    def without(self, sites: Container[str]) -> "JointRescale":
-        """The same group without weights that are computed from their scale, and so
-        need not be moved.
-        """
-        return replace(
-            self,
-            incoming=axes_without(self.incoming, sites),
-            outgoing=axes_without(self.outgoing, sites),
-        )
-
 
 def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     axes = as_unit_axes(call, argument, value) if value else ()
@@ -261,13 +245,6 @@ def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
             "Name whole sites, without axes: they share one scale.",
         )
     return axes
-
-
-def axes_without(
-    axes: Iterable[UnitAxis], sites: Container[str]
-) -> tuple[UnitAxis, ...]:
-    """The axes of all other sites."""
-    return tuple(axis for axis in axes if axis.site not in sites)
 
 
 @dataclass(frozen=True)
@@ -356,6 +333,9 @@ class SignFlip(OnElements):
     def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
         return value * axis.by_element(g, jnp.ndim(value))
 
+    def identity(self, units: int) -> jax.Array:
+        return jnp.ones(units)
+
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         return jnp.where(jax.random.bernoulli(rng_key, 0.5, (units,)), 1.0, -1.0)
 
@@ -386,13 +366,16 @@ class Permutation(OnElements):
     def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
         return axis.permuted(value, g)
 
+    def identity(self, units: int) -> jax.Array:
+        return jnp.arange(units)
+
     def random(self, rng_key: jax.Array, units: int) -> jax.Array:
         # Random 32-bit keys: ties, which would favor the old order, have a probability
         # below U^2 2^-33.
         return jnp.argsort(jax.random.bits(rng_key, (units,)))
 
     def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
-        order = jnp.arange(units)
+        order = self.identity(units)
         return [
             order.at[:2].set(order[:2][::-1]),
             jnp.roll(order, 1),

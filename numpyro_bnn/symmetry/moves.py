@@ -2,16 +2,16 @@
 Metropolis-Hastings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 
-from numpyro_bnn.program.compiled import shared
+from numpyro_bnn._distributions import affine_normal, is_affine_normal
+from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import (
@@ -22,13 +22,12 @@ from numpyro_bnn.symmetry.groups import (
     Shift,
     SignFlip,
 )
-from numpyro_bnn.symmetry.model_info import (
-    ModelInfo,
+from numpyro_bnn.symmetry.prior_program import (
     PriorProgram,
-    as_normal,
     elementwise,
     in_latent,
     log_density,
+    log_likelihoods,
 )
 
 Method = Literal[
@@ -73,91 +72,51 @@ class Plan(NamedTuple):
 
 
 def plan(
-    info: ModelInfo, symmetries: Sequence[Symmetry], exact: bool = True
+    reading: Reading, symmetries: Sequence[Symmetry], exact: bool = True
 ) -> tuple[Plan, ...]:
     """Choose how to move along the orbits of symmetries; without ``exact`` the
     likelihood enters every ratio.
     """
-    return tuple(
-        _plan_of(in_latent(symmetry, info), info, exact) for symmetry in symmetries
-    )
-
-
-def _plan_of(symmetry: Symmetry, info: ModelInfo, exact: bool) -> Plan:
-    draws = info.draws
-    prior = info.prior
-    touched = set(symmetry.sites)
-    affected = touched | prior.children(touched)
-    distinct = len(touched) == len(symmetry.unit_axes)
+    prior, draws = PriorProgram(reading), reading.draw([0, 1])
     logs = jax.eval_shape(prior.elements, draws[0])
-    by_unit = (
-        exact
-        and affected == touched
-        and distinct
-        and all(logs[site] is not None for site in touched)
-    )
+    factored = {site for site, log in logs.items() if log is not None}
+    plans = []
+    for symmetry in symmetries:
+        latent = in_latent(symmetry, prior, draws[0])
+        plans.append(_plan_of(latent, prior, draws, factored, exact))
+    return tuple(plans)
+
+
+def _plan_of(
+    symmetry: Symmetry,
+    prior: PriorProgram,
+    draws: list[Values],
+    factored: set[str],
+    exact: bool,
+) -> Plan:
+    """The plan of one symmetry; ``factored`` are the sites of independent elements."""
+    touched = set(symmetry.sites)
+    children = prior.children(touched)
+    distinct = len(touched) == len(symmetry.unit_axes)
+    by_unit = exact and distinct and touched <= factored and children <= touched
     # Free: the distributions of the moving sites do not change.
-    free = by_unit and not prior.children(touched)
-    method = _method(symmetry, prior, draws, free)
+    method = _method(symmetry, prior, draws, free=by_unit and not children)
     candidate = Plan(
         symmetry,
         method,
-        by_unit,
-        tuple(sorted(affected)),
+        by_unit and method in ("flip", "walk"),
+        tuple(sorted(touched | children)),
         symmetry.units(draws[0]),
         exact,
     )
-    if (
-        exact
-        and method in ALWAYS_ACCEPTED
-        and _always_accepted(candidate, prior, draws)
-    ):
-        return candidate._replace(method=ALWAYS_ACCEPTED[method])
-    return candidate
-
-
-def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[dict]) -> bool:
-    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from
-    the prior.
-
-    Orders of units are tried at generators of the group: a random order of few units is
-    often the identity. Where a support has bounds other than 0, densities at a few
-    points say too little, and the move stays corrected.
-    """
-    redrawn = (
-        plan.symmetry.scale[0].site if isinstance(plan.symmetry, JointScale) else None
-    )
-
-    def log_corrections(seed: jax.Array, values: dict) -> list[jax.Array]:
-        rng_key = random.key(seed)
-        orbit = _Orbit(plan._replace(by_unit=False), values, prior)
-        if isinstance(plan.symmetry, Permutation):
-            orders = plan.symmetry.trials(rng_key, plan.units)
-            proposals = [(g, jnp.zeros(())) for g in orders]
-        else:
-            proposals = [orbit.independent_draw(rng_key)]
-        fns = prior.distributions(values)
-        corrections = []
-        for site in plan.affected:
-            bounds = [] if site == redrawn else jax.tree.leaves(fns[site].support)
-            for bound in bounds:
-                corrections.append(jnp.where(jnp.any(bound != 0), jnp.inf, 0.0))
-        # Relative to the size of the log densities in a ratio.
-        for g, proposal in proposals:
-            ends = values, {**values, **orbit.moved(g)}
-            size = 1 + sum(jnp.abs(prior.total(point, plan.affected)) for point in ends)
-            corrections.append((orbit.log_ratio(g)[0] - proposal) / size)
-        return corrections
-
-    program = shared(log_corrections, once=True)
-    corrections = []
-    for seed, values in enumerate(draws):
-        corrections += program(seed, values)
-    return bool(np.all(np.abs(np.array(corrections, float)) < 1e-5))
+    corrected = method not in ALWAYS_ACCEPTED or not exact
+    if corrected or not _always_accepted(candidate, prior, draws):
+        return candidate
+    return candidate._replace(method=ALWAYS_ACCEPTED[method])
 
 
 def _method(
-    symmetry: Symmetry, prior: PriorProgram, draws: list[dict], free: bool
+    symmetry: Symmetry, prior: PriorProgram, draws: list[Values], free: bool
 ) -> Method:
     if isinstance(symmetry, SignFlip):
         return "flip"
@@ -171,28 +130,69 @@ def _method(
         return "walk"
     if not free:
         return "walk"
-    if isinstance(symmetry, Shift) and len(symmetry.unit_axes) == 1:
-        axis = symmetry.unit_axes[0]
-        if axis.per_unit(jnp.shape(draws[0][axis.site])) == 1:
-            return "prior"
-    means = shared(partial(_locations, symmetry, prior), once=True)
-    locations = []
-    for values in draws:
-        locations += means(values)
-    if any(loc is None for loc in locations):
+    first, *further_axes = symmetry.unit_axes
+    shift = isinstance(symmetry, Shift)
+    if shift and not further_axes and first.per_unit(draws[0][first.site].shape) == 1:
+        return "prior"
+    sites = prior.reading.sites
+    if not all(is_affine_normal(sites[name]["fn"]) for name in symmetry.sites):
         return "walk"
-    if isinstance(symmetry, Shift):
+    if shift:
         return "normal"
-    centered = all(np.all(np.asarray(loc) == 0) for loc in locations)
-    return "gig" if centered and isinstance(symmetry, Scale | Rescale) else "walk"
+    if isinstance(symmetry, Scale | Rescale) and _centered(symmetry, prior, draws):
+        return "gig"
+    return "walk"
 
 
-def _locations(
-    symmetry: Symmetry, prior: PriorProgram, values: dict
-) -> list[jax.Array | None]:
-    """Means of normal sites; ``None`` for other families."""
-    fns = map(prior.distributions(values).get, symmetry.sites)
-    return [None if normal is None else normal[0] for normal in map(as_normal, fns)]
+def _centered(symmetry: Symmetry, prior: PriorProgram, draws: list[Values]) -> bool:
+    """Whether the means of its normal sites are 0 at all draws."""
+
+    def means(reading: Reading, values: Values) -> list[jax.Array]:
+        fns = PriorProgram(reading).distributions(values)
+        return [affine_normal(fns[name])[0] for name in symmetry.sites]  # type: ignore[index]
+
+    compute = prior.reading.prepare(means)
+    return not any(np.any(mean) for values in draws for mean in compute(values))
+
+
+def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bool:
+    """Whether the ratio of an independent proposal is 1, up to rounding, at draws from
+    the prior.
+
+    Orders of units are tried at generators of the group: a random order of few units is
+    often the identity. Where a support has bounds other than 0, densities at a few
+    points say too little, and the move stays corrected.
+    """
+    symmetry = plan.symmetry
+    redrawn = symmetry.scale[0].site if isinstance(symmetry, JointScale) else None
+
+    def log_corrections(reading: Reading, seed: jax.Array, values: Values) -> list:
+        prior, rng_key = PriorProgram(reading), random.key(seed)
+        proposals = [_Orbit(plan, values, prior).independent_draw(rng_key)]
+        if isinstance(symmetry, Permutation):
+            orders = symmetry.trials(rng_key, plan.units)
+            proposals = [(g, jnp.zeros(())) for g in orders]
+        corrections = []
+        log_density_now = prior.total(values, plan.affected)
+        for g, proposal in proposals:
+            point = {**values, **symmetry.act(values, g)}
+            new_log_density = prior.total(point, plan.affected)
+            log_det = jnp.sum(symmetry.log_det(values, g))
+            ratio = new_log_density - log_density_now + log_det
+            size = 1 + jnp.abs(log_density_now) + jnp.abs(new_log_density)
+            corrections.append((ratio - proposal) / size)
+        fns = prior.distributions(values)
+        for site in plan.affected:
+            bounds = [] if site == redrawn else jax.tree.leaves(fns[site].support)
+            for bound in bounds:
+                corrections.append(jnp.where(jnp.any(bound != 0), jnp.inf, 0.0))
+        return corrections
+
+    compute = prior.reading.prepare(log_corrections)
+    corrections = []
+    for seed, values in enumerate(draws):
+        corrections += compute(seed, values)
+    return bool(np.all(np.abs(np.array(corrections, float)) < 1e-5))
 
 
 def move(
@@ -209,22 +209,33 @@ def move(
     :param width: standard deviation of the random walk on the group.
     :return: new values of the moved sites, and the mean acceptance probability.
     """
-    orbit = _Orbit(plan, values, prior)
+    symmetry, orbit = plan.symmetry, _Orbit(plan, values, prior)
     if plan.method in EXACT:
         return orbit.moved(orbit.exact_draw(rng_key)), jnp.ones(())
-    if plan.method in ("shuffle", "hyperprior"):
-        return _independent(orbit, rng_key)
-    if plan.method == "walk" and plan.units == 1:
-        return _several_steps(orbit, rng_key, width)
-    step = _flip if plan.method == "flip" else _walk
-    if plan.by_unit or plan.units == 1:
-        return step(orbit, rng_key, width, jnp.ones((plan.units,), bool))
-    return _one_by_one(step, orbit, rng_key, width)
+    propose_key, accept_key = random.split(rng_key)
+    proposals, correction = orbit.proposals(propose_key, width)
+    tests = (len(proposals), plan.units if plan.by_unit else 1)
+
+    def step(site_values: Values, proposed: tuple) -> tuple[Values, jax.Array]:
+        g, uniform = proposed
+        orbit_now = orbit._replace(values={**values, **site_values})
+        ratio = orbit_now.log_ratio(g) - correction
+        if plan.method == "flip":
+            probability = jax.nn.sigmoid(ratio)
+        else:
+            probability = jnp.exp(jnp.minimum(ratio, 0))
+        g = jnp.where(uniform < probability, g, symmetry.identity(plan.units))
+        return orbit_now.moved(g), jnp.mean(probability)
+
+    start = {site: values[site] for site in symmetry.sites}
+    uniforms = random.uniform(accept_key, tests)
+    new_values, accept_prob = lax.scan(step, start, (proposals, uniforms))
+    return new_values, jnp.mean(accept_prob)
 
 
 class _Orbit(NamedTuple):
-    """The orbit through a point: where a group element leads, its density, and draws
-    that need no correction.
+    """The orbit through a point: where a group element leads, its density, and group
+    elements that are drawn or proposed.
     """
 
     plan: Plan
@@ -238,29 +249,51 @@ class _Orbit(NamedTuple):
         """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,);
         minus infinity if undefined.
         """
-        difference = self._log_density(
-            {**self.values, **self.moved(g)}
-        ) - self._log_density(self.values)
+        new_log_density = self._log_density({**self.values, **self.moved(g)})
         jacobian = self.plan.symmetry.log_det(self.values, g)
-        ratio = difference + (
-            jacobian if self.plan.by_unit else jnp.sum(jacobian)[None]
-        )
+        if not self.plan.by_unit:
+            jacobian = jnp.sum(jacobian)[None]
+        ratio = new_log_density - self._log_density(self.values) + jacobian
         return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
 
     def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
         """The part of the log density that a move changes."""
+        plan, prior = self.plan, self.prior
+        if not plan.by_unit:
+            total = prior.total(values, plan.affected)
+            if not plan.exact:
+                logs = log_likelihoods(prior.reading, values)
+                total = total + sum(map(jnp.sum, logs))
+            return total[None]
+        fns = prior.distributions(values)
+        by_unit = jnp.zeros(plan.units)
+        for axis in plan.symmetry.unit_axes:
+            densities = elementwise(fns[axis.site], values[axis.site])
+            assert densities is not None  # as planned
+            by_unit = by_unit + axis.over_units(densities)
+        return by_unit
+
+    def proposals(
+        self, rng_key: jax.Array, width: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Group elements to be tried one after the other, (rounds, U), and the log
+        ratio of the densities of proposing them there and here.
+        """
         plan = self.plan
-        prior = self.prior
-        if plan.by_unit:
-            fns = prior.distributions(values)
-            by_unit = jnp.zeros(plan.units)
-            for axis in plan.symmetry.unit_axes:
-                log = elementwise(fns[axis.site], values[axis.site])
-                if log is not None:
-                    by_unit = by_unit + axis.over_units(log)
-            return by_unit
-        total = prior.total(values, plan.affected)
-        return (total if plan.exact else total + prior.likelihood(values))[None]
+        if plan.method in ("shuffle", "hyperprior"):
+            g, correction = self.independent_draw(rng_key)
+            return g[None], correction
+        if plan.method == "flip":
+            g = jnp.full((1, plan.units), -1.0)
+        else:
+            # Steps of a single unit cost little, and hyperparameters gain from them.
+            rounds = STEPS if plan.units == 1 else 1
+            g = width * random.normal(rng_key, (rounds, plan.units))
+        if not plan.by_unit and plan.units > 1:
+            # Units that share a factor of the density move one after the other.
+            one_unit = jnp.eye(plan.units, dtype=bool)
+            g = jnp.where(one_unit, g, plan.symmetry.identity(plan.units))
+        return g, jnp.zeros(())
 
     def independent_draw(self, rng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A group element independent of the place on the orbit, and the log ratio of
@@ -282,30 +315,26 @@ class _Orbit(NamedTuple):
 
     def exact_draw(self, rng_key: jax.Array) -> jax.Array:
         """A group element from the conditional density on the orbit."""
-        symmetry = self.plan.symmetry
-        method = self.plan.method
-        if method == "order":
-            return self.independent_draw(rng_key)[0]
+        symmetry, method = self.plan.symmetry, self.plan.method
         if isinstance(symmetry, JointScale):
             return self._inside(symmetry.scale[0], self.independent_draw(rng_key)[0])
+        if method == "order":
+            return self.independent_draw(rng_key)[0]
         fns = self.prior.distributions(self.values)
         if method == "prior":
-            axis = symmetry.unit_axes[0]
+            (axis,) = symmetry.unit_axes
             value = self.values[axis.site]
             draw = jnp.broadcast_to(fns[axis.site].sample(rng_key), value.shape)
             return self._inside(axis, axis.over_units(draw - value))
         if method == "normal":
             return _normal_shift(symmetry, rng_key, self.values, fns)
-        squares = {1.0: jnp.zeros(self.plan.units), -1.0: jnp.zeros(self.plan.units)}
         assert isinstance(symmetry, Scale | Rescale)
+        squares = {1.0: jnp.zeros(self.plan.units), -1.0: jnp.zeros(self.plan.units)}
         for axis, power in symmetry.powers:
-            _, scale = as_normal(fns[axis.site])  # type: ignore[misc]
-            squares[power] = squares[power] + axis.over_units(
-                (self.values[axis.site] / scale) ** 2
-            )
-        g = 0.5 * log_gig(
-            rng_key, symmetry.dimension(self.values) / 2, squares[1.0], squares[-1.0]
-        )
+            _, scale = affine_normal(fns[axis.site])  # type: ignore[misc]
+            squares[power] += axis.over_units((self.values[axis.site] / scale) ** 2)
+        order = symmetry.dimension(self.values) / 2
+        g = 0.5 * log_gig(rng_key, order, squares[1.0], squares[-1.0])
         # A unit of zeros has no scale to draw.
         return jnp.where(jnp.isfinite(g), g, 0.0)
 
@@ -325,95 +354,8 @@ def _normal_shift(
 ) -> jax.Array:
     precision = weighted = jnp.zeros(symmetry.units(values))
     for axis in symmetry.unit_axes:
-        loc, scale = as_normal(fns[axis.site])  # type: ignore[misc]
+        loc, scale = affine_normal(fns[axis.site])  # type: ignore[misc]
         precision = precision + axis.over_units(scale**-2.0)
         weighted = weighted + axis.over_units((values[axis.site] - loc) / scale**2)
     noise = random.normal(rng_key, jnp.shape(precision), jnp.result_type(weighted))
     return -weighted / precision + noise / jnp.sqrt(precision)
-
-
-def _independent(orbit: _Orbit, rng_key: jax.Array) -> tuple[Values, jax.Array]:
-    """Propose independently of the place on the orbit."""
-    propose_key, accept_key = random.split(rng_key)
-    g, proposal = orbit.independent_draw(propose_key)
-    orbit_of_all = orbit._replace(plan=orbit.plan._replace(by_unit=False))
-    ratio = orbit_of_all.log_ratio(g) - proposal
-    accepted = jnp.log(random.uniform(accept_key, ratio.shape)) < ratio
-    identity = jnp.arange(orbit.plan.units) if orbit.plan.method == "shuffle" else 0.0
-    return orbit.moved(jnp.where(accepted, g, identity)), jnp.mean(_probability(ratio))
-
-
-def _walk(
-    orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array
-) -> tuple[Values, jax.Array]:
-    """One random-walk step of the moving units."""
-    size = moving.shape if orbit.plan.by_unit else (1,)
-    return _step(orbit, _noise(rng_key, moving.shape, size), width, moving)
-
-
-def _noise(rng_key: jax.Array, steps: tuple, tests: tuple) -> tuple:
-    """Normal steps, and logs of the uniform numbers that accept them."""
-    normal_key, uniform_key = random.split(rng_key)
-    uniform = random.uniform(uniform_key, tests)
-    return random.normal(normal_key, steps), jnp.log(uniform)
-
-
-def _step(
-    orbit: _Orbit, noise: tuple, width: jax.Array, moving: jax.Array
-) -> tuple[Values, jax.Array]:
-    g = jnp.where(moving, width * noise[0], 0)
-    ratio = orbit.log_ratio(g)
-    new_values = orbit.moved(jnp.where(noise[1] < ratio, g, 0.0))
-    return new_values, jnp.mean(_probability(ratio))
-
-
-def _several_steps(
-    orbit: _Orbit, rng_key: jax.Array, width: jax.Array
-) -> tuple[Values, jax.Array]:
-    """Several steps for a single unit: they cost little, and hyperparameters gain from
-    long moves.
-    """
-
-    def step(orbit: _Orbit, noise: tuple) -> tuple[Values, jax.Array]:
-        return _step(orbit, noise, width, jnp.ones((1,), bool))
-
-    return _scan(orbit, step, _noise(rng_key, (STEPS, 1), (STEPS, 1)))
-
-
-def _one_by_one(
-    step: Callable, orbit: _Orbit, rng_key: jax.Array, width: jax.Array
-) -> tuple[Values, jax.Array]:
-    """Update units that share a factor of the density one after the other."""
-    units = jnp.arange(orbit.plan.units)
-
-    return _scan(
-        orbit,
-        lambda orbit, unit: step(
-            orbit, random.fold_in(rng_key, unit), width, units == unit
-        ),
-        units,
-    )
-
-
-def _scan(orbit: _Orbit, step: Callable, inputs: Any) -> tuple[Values, jax.Array]:
-    """Take steps in sequence, each from where the last one ended."""
-
-    def body(last_values: Values, step_input: Any) -> tuple[Values, jax.Array]:
-        return step(orbit._replace(values={**orbit.values, **last_values}), step_input)
-
-    start = {site: orbit.values[site] for site in orbit.plan.symmetry.sites}
-    last_values, accept_prob = lax.scan(body, start, inputs)
-    return last_values, jnp.mean(accept_prob)
-
-
-def _flip(
-    orbit: _Orbit, rng_key: jax.Array, width: jax.Array, moving: jax.Array
-) -> tuple[Values, jax.Array]:
-    g = jnp.where(moving, -1.0, 1.0)
-    probability = jax.nn.sigmoid(orbit.log_ratio(g))
-    flipped = random.bernoulli(rng_key, probability)
-    return orbit.moved(jnp.where(flipped, g, 1.0)), jnp.mean(probability)
-
-
-def _probability(log_ratio: jax.Array) -> jax.Array:
-    return jnp.exp(jnp.minimum(log_ratio, 0))

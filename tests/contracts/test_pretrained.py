@@ -26,7 +26,6 @@ from numpyro_bnn import (
     models,
     nn,
     priors,
-    random_network,
     symmetry,
     to_inference_data,
 )
@@ -259,39 +258,6 @@ def test_collapsed_sites_have_the_posterior_given_the_learned_values():
     marginal = hidden @ hidden.T / H + 1 + NOISE**2 * np.eye(N)
     np.testing.assert_allclose(
         factor, scipy.stats.multivariate_normal(cov=marginal).logpdf(Y), rtol=1e-4
-    )
-
-
-@pytest.mark.slow
-def test_deterministic_sites_of_a_quotient_have_the_learned_values():
-    """They are computed by a second run inside a quotient: it too has the values that
-    are held.
-    """
-    net = nn.Sequential([nn.Dense(H), nn.BatchNorm(False, False), "tanh", nn.Dense(1)])
-    prior = {"Dense_1.*": priors.Learned(PARAMS), "*": priors.Normal()}
-
-    def model(x, y):
-        f = numpyro.deterministic(
-            "f", random_network("net", net, (D,), prior)(x)[..., 0]
-        )
-        with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    free = symmetry.quotient(model, symmetry.find(model, X, Y), X, Y)
-    learned = {name: PARAMS[name] + 1.0 for name in ("Dense_1.kernel", "Dense_1.bias")}
-    held = handlers.substitute(
-        free, {f"net/{name}": value for name, value in learned.items()}
-    )
-    trace = handlers.trace(handlers.seed(held, 0)).get_trace(X, Y)
-    draw = {
-        name: trace[f"net/{name}"]["value"]
-        for name in ("Dense_0.kernel", "Dense_0.bias")
-    }
-    np.testing.assert_allclose(
-        trace["f"]["value"],
-        net.apply({**draw, **learned}, X)[:, 0],
-        rtol=1e-4,
-        atol=1e-5,
     )
 
 

@@ -7,13 +7,11 @@ from functools import cache
 
 import jax
 import numpy as np
-import numpyro
 import pytest
 from helpers import group
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
-from numpyro.infer import HMC, MCMC, NUTS, SVI, Gibbs, Predictive, Trace_ELBO
-from numpyro.infer.autoguide import AutoNormal
+from numpyro.infer import HMC, MCMC, NUTS, Gibbs
 from numpyro.infer.util import potential_energy
 from registry import FAST_WRAPPERS, WRAPPERS
 from zoo import NET, ZOO, X, Y
@@ -43,11 +41,7 @@ def of_row(name):
     """
     entry = ZOO[WRAPPERS[name].model]
     kernel = WRAPPERS[name].make(entry.model, entry.args)
-    return (
-        kernel
-        if name.startswith(("collapse", "quotient"))
-        else pickle.loads(pickle.dumps(kernel))
-    )
+    return kernel if name.startswith("collapse") else pickle.loads(pickle.dumps(kernel))
 
 
 def stepping(name, seed):
@@ -82,7 +76,7 @@ def test_all_sites_of_the_model_are_drawn(name):
     assert {site: draws[site].shape for site in entry.shapes} == {
         s: (DRAWS, *shape) for s, shape in entry.shapes.items()
     }
-    assert set(draws) - set(entry.shapes) - {"mean", "precision"} == set(row.new_sites)
+    assert set(draws) - {"mean", "precision"} == set(entry.shapes)
     for site in entry.shapes:
         assert np.isfinite(draws[site]).all()
         assert (
@@ -110,9 +104,7 @@ def test_another_kernel_continues_bit_for_bit_from_a_state(name):
 
 
 OF_MODELS = [
-    name
-    for name in WRAPPERS
-    if not name.startswith(("collapse", "quotient")) and "MCLMC" not in name
+    name for name in WRAPPERS if not name.startswith("collapse") and "MCLMC" not in name
 ]
 
 
@@ -205,7 +197,6 @@ SOME = (
     "OrbitMoves around NUTS",
     "UnitMoves around Gibbs",
     "collapse under MCLMC",
-    "quotient under NUTS",
 )
 
 
@@ -223,24 +214,6 @@ def test_chain_methods_and_kinds_of_keys_agree(name):
         np.testing.assert_allclose(
             draws_of(mcmc)[site], draws_of(finished(name))[site], rtol=1e-2, atol=1e-2
         )
-
-
-@pytest.mark.slow
-def test_a_quotient_under_a_guide():
-    """Any guide fits it; draws of it hold the original sites."""
-    entry, model = ZOO["network"], of_row("quotient under NUTS").model
-    guide = AutoNormal(model, init_scale=0.01)
-    svi = SVI(model, guide, numpyro.optim.Adam(0.01), Trace_ELBO())
-    fit = svi.run(jax.random.key(0), 60, *entry.args, progress_bar=False)
-    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
-    draws = Predictive(model, guide=guide, params=fit.params, num_samples=5)(
-        jax.random.key(1), entry.args[0]
-    )
-    for site in (
-        gauge.removesuffix("_gauge")
-        for gauge in WRAPPERS["quotient under NUTS"].new_sites
-    ):
-        assert draws[site].shape == (5, *entry.shapes[site])
 
 
 def test_labels_of_moves_inside_of_moves_are_kept():

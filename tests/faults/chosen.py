@@ -72,12 +72,12 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         0,
     ): "the failed step is named one too early",
     (
-        "guides.flows.FlowjaxDistribution.log_prob",
+        "guides.flowjax.FlowjaxDistribution.log_prob",
         "sign",
         0,
     ): "the density of a flow has the wrong sign of its scale",
     (
-        "guides.flows.FlowjaxDistribution.sample_with_intermediates",
+        "guides.flowjax.FlowjaxDistribution.sample_with_intermediates",
         "dropped term",
         1,
     ): "draws forget the scale",

@@ -1,5 +1,5 @@
 """Moves along symmetries: exact densities on the orbit, priors that stay, walks that
-adapt; quotients likewise.
+adapt.
 
 Where the likelihood ignores all sites the posterior is the prior; moves run around a
 kernel that stays where it is.
@@ -211,6 +211,26 @@ def test_walks_have_the_density_of_exact_draws():
     assert_density_on_the_orbit("factor", after)
 
 
+def heavy(y=None):
+    """Two units whose prior is not normal, so that each walks on its orbit."""
+    numpyro.sample("heavy", dist.Laplace(0.0, jnp.asarray(SD)).to_event(2))
+    ignored(y)
+
+
+def test_units_that_walk_together_are_accepted_one_by_one():
+    """From points of equal density on both orbits, after one step: a common random
+    number would accept both or none.
+    """
+    start = jnp.broadcast_to(jnp.float32(W[:, :1] * SD), (CHAINS, 2, 2))
+    described, after, _ = after_moves(
+        moves([Scale([("heavy", 1)])]), heavy, {"heavy": start}, (0.3,)
+    )
+    assert methods(described) == ["walk"]
+    stayed = np.isclose(after["heavy"][:, 0], W[0, 0] * SD[0], rtol=1e-5)
+    assert (stayed.mean(0) > 0.1).all()
+    assert abs(np.corrcoef(stayed.T)[0, 1]) < 5 / np.sqrt(CHAINS)
+
+
 # -- from draws of the prior: it stays the prior ---------------------------------------
 
 COUPLED = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.7], [0.5, 0.7, 1.0]])
@@ -342,6 +362,37 @@ def test_scales_of_single_units_move_with_the_units():
     np.testing.assert_allclose(after["other"], before["other"], rtol=1e-4)
 
 
+# Moves of scales, and of weights given them.
+OF_SCALES = {
+    "scale prior": JointScale("w", "w scale"),
+    "prior": Shift([("b", 0)]),
+    "walk": JointRescale("u", "w", [("u scale", 1), ("b scale", 1), ("w scale", -1)]),
+    "gig": Scale([("w", 0)]),
+}
+MEANS = {"u": 1.5, "w": 0.0, "b": 0.0}
+
+
+def test_learned_scales_and_their_weights_keep_their_prior():
+    def model(y=None):
+        for name in "uwb":
+            scale = numpyro.sample(f"{name} scale", dist.LogNormal(1.0, 0.5))
+            fn = dist.Normal(MEANS[name], scale).expand([2]).to_event(1)
+            numpyro.sample(name, fn)
+        ignored(y)
+
+    before = prior_draws(model)
+    described, after, _ = after_moves(
+        moves(list(OF_SCALES.values())), model, before, (0.3,), transitions=3
+    )
+    assert methods(described) == list(OF_SCALES)
+    for name in "uwb":
+        scale = after[f"{name} scale"]
+        assert (np.abs(scale / before[f"{name} scale"] - 1) > 1e-4).mean() > 0.5
+        assert stats.kstest((np.log(scale) - 1.0) / 0.5, "norm").pvalue > RATE, name
+        standard = (after[name] - MEANS[name]) / scale[:, None]
+        assert stats.kstest(standard.ravel(), "norm").pvalue > RATE, name
+
+
 @pytest.mark.slow
 def test_each_walk_finds_its_width_in_warm_up_and_keeps_it():
     """To an acceptance of 0.44; exact draws are always accepted."""
@@ -373,97 +424,6 @@ def test_each_walk_finds_its_width_in_warm_up_and_keeps_it():
     assert (widths[:, 1:200, :2] != widths[:, :199, :2]).all()
     assert (widths[:, 200:] == widths[:, 199:200]).all()
     assert (widths[:, -1, 1] > 10 * widths[:, -1, 0]).all()
-
-
-# -- quotients -------------------------------------------------------------------------
-
-# A scale and a bias are not sampled, and the walk reads their densities.
-IN_ANY_ORDER = {
-    "scale": JointScale("w", "w scale"),
-    "bias": Shift([("b", 0)]),
-    "walk": JointRescale("u", "w", [("u scale", 1), ("b scale", 1), ("w scale", -1)]),
-    "radius": Scale([("w", 0)]),
-}
-MEANS = {"u": 1.5, "w": 0.0, "b": 0.0}
-
-
-def scales_and_weights(y=None):
-    for name in "uwb":
-        scale = numpyro.sample(f"{name} scale", dist.LogNormal(1.0, 0.5))
-        numpyro.sample(name, dist.Normal(MEANS[name], scale).expand([2]).to_event(1))
-    ignored(y)
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("walk", "scale"),
-        *(
-            pytest.param(o, marks=pytest.mark.slow)
-            for o in [("walk", "bias"), ("radius", "scale")]
-        ),
-    ],
-    ids=" then ".join,
-)
-def test_a_quotient_has_the_prior_in_any_order_of_its_symmetries(order):
-    free = symmetry.quotient(
-        scales_and_weights, [IN_ANY_ORDER[name] for name in order], 0.3
-    )
-    draws = prior_draws(free)
-    for name in "uwb":
-        scale = draws[f"{name} scale"]
-        assert stats.kstest((np.log(scale) - 1.0) / 0.5, "norm").pvalue > RATE, name
-        standard = (draws[name] - MEANS[name]) / scale[:, None]
-        assert stats.kstest(standard.ravel(), "norm").pvalue > RATE, name
-
-
-def own_random_numbers(x, y=None, batch_size=None):
-    """Two odd units with dropout on a minibatch, and two weights without an effect;
-    returns what it drew.
-    """
-    w, v = (
-        numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        for name in "wv"
-    )
-    for name in ("first", "second"):
-        numpyro.sample(name, dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    other = numpyro.sample("other", dist.Normal(0.0, 1.0))
-    numpyro.deterministic("twice", 2.0 * other)
-    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as index:
-        keep = random.bernoulli(numpyro.prng_key(), 0.5, index.shape)
-        f = numpyro.deterministic("f", jnp.tanh(x[index, None] * w) @ v * keep)
-        numpyro.deterministic("of one unit", x[index] * w[0])
-        numpyro.sample("y", dist.Normal(f, 0.5), obs=None if y is None else y[index])
-    return index, keep
-
-
-@pytest.mark.slow
-def test_deterministic_sites_of_a_quotient_belong_to_the_recorded_weights():
-    """Of the same rows and the same dropout, wherever on the orbit the draw lies;
-    orbits are drawn independently.
-    """
-    x, units = jnp.linspace(-1.0, 1.5, 6), [("w", 0), ("v", 0)]
-    symmetries = [SignFlip(units), Permutation(units), Scale("first"), Scale("second")]
-    free = symmetry.quotient(own_random_numbers, symmetries, x, jnp.sin(x))
-    draws = prior_draws(
-        lambda: numpyro.deterministic("run", free(x, jnp.sin(x), 2)), 2000
-    )
-    index, keep = draws["run"]
-    assert index.shape == (2000, 2)
-    rows = np.asarray(x)[index]
-    f = np.einsum(
-        "nr,nru,nu->nr",
-        keep,
-        np.tanh(rows[..., None] * draws["w"][:, None]),
-        draws["v"],
-    )
-    np.testing.assert_allclose(draws["f"], f, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(
-        draws["of one unit"], rows * draws["w"][:, :1], rtol=1e-5
-    )
-    np.testing.assert_allclose(draws["twice"], 2.0 * draws["other"], rtol=1e-6)
-    radii = [np.linalg.norm(draws[name], axis=1) for name in ("first", "second")]
-    assert abs(np.corrcoef(*radii)[0, 1]) < 5 / np.sqrt(2000)
 
 
 # -- refusals --------------------------------------------------------------------------

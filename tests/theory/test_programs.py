@@ -338,7 +338,6 @@ MALA = partial(infer.MALA, step_size=0.1)
 # What reads a model, and how often it may call it.
 READERS = {
     "find": (lambda model: symmetry.find(model, THREE, THREE), 2),
-    "quotient": (lambda model: symmetry.quotient(model, UNITS, THREE, THREE), 2),
     "collapse": (lambda model: infer.collapse(model, ["v"], THREE, THREE), 1),
     "conjugate_sites": (
         lambda model: infer.PrecisionGibbs(model).conjugate_sites(THREE, THREE),
@@ -353,7 +352,7 @@ READERS = {
         4,
     ),
 }
-SLOW_READERS = {"quotient", "find", "OrbitMoves"}  # others read in the same ways
+SLOW_READERS = {"find", "OrbitMoves"}  # others read in the same ways
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")

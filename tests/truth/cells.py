@@ -78,11 +78,7 @@ FAMILIES_OF: dict[str, tuple[str, ...]] = {
     "NUTS of NumPyro": ("supports", "learned scales"),
     "MALA": (*_THREE, "random inside"),
     **dict.fromkeys(("SGLD", "MCLMC"), (*_THREE, "random inside", "plates")),
-    **{
-        name: ("hidden units",)
-        for name in ways.WRAPPERS
-        if "Orbit" in name or "quotient" in name
-    },
+    **{name: ("hidden units",) for name in ways.WRAPPERS if "Orbit" in name},
     "UnitMoves": ("hidden units", "supports"),
     "collapse": ("handlers", "learned scales"),
     **{name: ("learned scales",) for name in ways.WRAPPERS if "PrecisionGibbs" in name},

@@ -255,14 +255,6 @@ def redrawn_units(problem: Problem) -> Figure:
     )
 
 
-def on_quotient(problem: Problem) -> Figure:
-    """NUTS on the model without its symmetries."""
-    free = symmetry.quotient(problem.model, symmetries_of(problem), *problem.args)
-    return chains(
-        NUTS, problem, model=free, warmup=150, draws=40, number=128, from_exact=False
-    )
-
-
 def collapsed(problem: Problem) -> Figure:
     """A sampler of the sites that remain without one that enters linearly; the draws
     have it back.
@@ -474,7 +466,6 @@ WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
     "OrbitMoves, exact=False": partial(moved, exact=False),
     "OrbitMoves in ParallelTempering": partial(moved, exact=False, temper="likelihood"),
     "UnitMoves": redrawn_units,
-    "symmetry.quotient": on_quotient,
     "collapse": collapsed,
 }
 GUIDES: dict[str, Callable[[Problem], Figure]] = {

@@ -269,8 +269,8 @@ SCRIPTS: dict[str, Script] = {
     ),
     "examples.symmetries": Script(
         (
-            "--nets relu --ways moves quotient --width 3 --num-warmup 6 --num-samples "
-            "8 --max-tree-depth 2"
+            "--nets relu --ways non-centered moves --width 3 --num-warmup 6"
+            " --num-samples 8 --max-tree-depth 2"
         ),
         ("--num-chains 1",),
         check=check_symmetries,

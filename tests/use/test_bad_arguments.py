@@ -546,7 +546,7 @@ ROWS = {
         ),
         (lambda: symmetry.find(LINE, X, NAN), "args[1]", "Drop or impute"),
         (
-            lambda: symmetry.quotient(LINE, [symmetry.Shift("w")], X + np.inf, Y),
+            lambda: symmetry.check(LINE, [symmetry.Shift("w")], (X + np.inf, Y)),
             "args[0]",
             "NaN or infinite",
         ),
@@ -560,7 +560,7 @@ ROWS = {
         ),
         (lambda: symmetry.check(None, [], (X, Y)), "model", "Pass a NumPyro model"),
         (
-            lambda: symmetry.quotient("model", [symmetry.Scale("w")], X, Y),
+            lambda: symmetry.check("model", [symmetry.Scale("w")], (X, Y)),
             "model",
             "Pass a NumPyro model",
         ),
@@ -606,7 +606,7 @@ ROWS = {
             "Leave it out, remove the epsil",
         ),
         (
-            lambda: symmetry.quotient(LINE, [symmetry.Scale("v")], X, Y),
+            lambda: symmetry.check(LINE, [symmetry.Scale("v")], (X, Y)),
             "site",
             "Known: w.",
         ),
@@ -1202,9 +1202,7 @@ READERS = {
     "fit": lambda _, *data: fit(*data),
     "find": symmetry.find,
     "collapse": lambda model, *data: infer.collapse(model, ["w"], *data),
-    "quotient": lambda model, *data: symmetry.quotient(
-        model, [symmetry.Scale("w")], *data
-    ),
+    "check": lambda model, *data: symmetry.check(model, [symmetry.Scale("w")], data),
 }
 
 

@@ -148,9 +148,6 @@ ROOMS = {
     "collapse": lambda: infer.collapse(doubled, OUTPUT, X, COLUMN),
     "find": lambda: symmetry.find(doubled, X, COLUMN),
     "check": lambda: symmetry.check(doubled, [symmetry.SignFlip(UNITS)], (X, COLUMN)),
-    "quotient": lambda: symmetry.quotient(
-        doubled, [symmetry.SignFlip(UNITS)], X, COLUMN
-    ),
     "export": exported,
     "predict": predicted,
 }

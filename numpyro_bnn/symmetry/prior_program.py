@@ -1,11 +1,11 @@
-"""What symmetry moves need from a model: its sites, draws from its prior, and the prior
-as a program without data.
+"""What symmetries need from a model: its prior and its likelihood as functions of the
+latent sites, and themselves in terms of these sites.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import affine_normal, unwrapped
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.reading import Reading, arrays_in
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
@@ -33,14 +33,6 @@ def log_likelihoods(reading: Reading, values: Mapping[str, Any]) -> list[jax.Arr
     return logs
 
 
-def as_normal(fn: dist.Distribution) -> tuple[jax.Array, jax.Array] | None:
-    """Mean and sd of a distribution of independent normals, in the shape of the site;
-    ``None`` for others.
-    """
-    normal = affine_normal(fn)
-    return None if normal is None else (normal[0], jnp.abs(normal[1]))
-
-
 def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
     """Log density of a value; minus infinity outside the support and where its
     unconstrained value is not finite.
@@ -57,9 +49,6 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
     """Log density of every element of a site; ``None`` if the elements are not
     independent.
     """
-    normal = as_normal(fn)
-    if normal is not None:
-        return dist.Normal(*normal).log_prob(value)
     base = unwrapped(fn)
     if base.event_dim:
         return None
@@ -68,20 +57,21 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
 
 
 class PriorProgram:
-    """Distributions of the latent sites given values of all of them, and the likelihood
-    on request.
+    """Distributions of the latent sites given values of all of them, whose cost does
+    not depend on the data.
 
-    The cost of the former does not depend on the data.
+    :param reading: of the model, also on its data, of which only the likelihood needs
+        values.
+    :raises ValueError: for a latent site whose log density is scaled.
     """
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
-        self.held = reading.held
         #: Sites whose density is the prior: latent ones, and those that other blocks of
         # a ``Gibbs`` hold.
-        self.sites = tuple(
-            name for name in reading.sites if name in {*reading.latent, *self.held}
-        )
+        self.sites = [
+            name for name in reading.sites if name in {*reading.latent, *reading.held}
+        ]
         for name in reading.latent:
             if reading.sites[name]["scale"] is not None:
                 got = f"latent site {name!r} with a scaled log density"
@@ -93,48 +83,38 @@ class PriorProgram:
 
     def distributions(self, values: Mapping[str, Any]) -> dict[str, dist.Distribution]:
         """The distribution of every latent site."""
-        return {
-            name: site["fn"]
-            for name, site in self.reading.at(values, only=self.sites).items()
-        }
-
-    def likelihood(self, values: Mapping[str, Any]) -> jax.Array:
-        """The log likelihood."""
-        return sum(map(jnp.sum, log_likelihoods(self.reading, values)), jnp.zeros(()))
+        sites = self.reading.at(values, only=self.sites)
+        return {name: site["fn"] for name, site in sites.items()}
 
     def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
-        sites = self.reading.sites.items()
-        noncentered = [
-            name
-            for name, site in sites
-            if site["type"] == "deterministic" and f"{name}_base" in values
-        ]
-        return {
-            f"{name}_base": site["value"]
-            for name, site in self.reading.at(values, only=noncentered).items()
-        }
-
-    def children(self, sites: set[str]) -> set[str]:
-        """Sites whose distribution depends on any of ``sites``."""
-        return {name for name, used in self._dependence.items() if used & sites}
+        names = []
+        for name, site in self.reading.sites.items():
+            if site["type"] == "deterministic" and f"{name}_base" in values:
+                names.append(name)
+        sites = self.reading.at(values, only=names)
+        return {f"{name}_base": site["value"] for name, site in sites.items()}
 
     @cached_property
-    def _dependence(self) -> dict[str, set]:
+    def _parents(self) -> dict[str, set[str]]:
         return self.reading.depends(
             lambda sites: {name: arrays_in(sites[name]["fn"]) for name in self.sites}
         )
+
+    def children(self, sites: set[str]) -> set[str]:
+        """Sites whose distribution depends on any of ``sites``."""
+        return {name for name, parents in self._parents.items() if parents & sites}
 
     def total(
         self, values: Mapping[str, jax.Array], sites: tuple[str, ...]
     ) -> jax.Array:
         """Sum of the log densities of ``sites``."""
         fns = self.distributions(values)
-        values = {**self.held, **values}
-        return sum(
-            (jnp.sum(log_density(fns[name], values[name])) for name in sites),
-            jnp.zeros(()),
-        )
+        values = {**self.reading.held, **values}
+        total = jnp.zeros(())
+        for name in sites:
+            total = total + jnp.sum(log_density(fns[name], values[name]))
+        return total
 
     def elements(self, values: Mapping[str, jax.Array]) -> dict[str, jax.Array | None]:
         """Log density of every element of every latent site; ``None`` if elements are
@@ -144,84 +124,63 @@ class PriorProgram:
         return {name: elementwise(fns[name], value) for name, value in values.items()}
 
 
-class ModelInfo(NamedTuple):
-    """What is read from a model before moves along its symmetries are planned.
-
-    :param reading: of the model on all its data.
-    :param draws: values of its latent sites, drawn from the prior, one entry per seed.
-    :param prior: its prior.
-    """
-
-    reading: Reading
-    draws: list[dict[str, jax.Array]]
-    prior: PriorProgram
-
-
-def model_info(reading: Reading, seeds: Iterable[int] = (0, 1)) -> ModelInfo:
-    """Draw from the prior of a model."""
-    return ModelInfo(reading, reading.draw(seeds), PriorProgram(reading))
-
-
-def in_latent(symmetry: Symmetry, info: ModelInfo) -> Symmetry:
+def in_latent(
+    symmetry: Symmetry, prior: PriorProgram, values: Mapping[str, jax.Array]
+) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
     A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a
     joint scale the base stays. Under a permutation the hyperparameters of single units
     move with them.
 
+    :param values: of the latent sites, drawn from the prior.
     :raises ValueError: for a site that the model does not have or does not sample.
     """
-    call = f"symmetry.{type(symmetry).__name__}"
-    latent = tuple(info.draws[0])
+    call, sites = f"symmetry.{type(symmetry).__name__}", prior.reading.sites
     names = {}
     for site in symmetry.sites:
-        if site in latent:
+        if site in values:
             continue
-        if site not in info.reading.sites:
-            raise unknown_name(call, "site", site, latent)
-        if f"{site}_base" not in latent:
-            got = (
-                f"{site!r}, which is {info.reading.sites[site]['type']} and not "
-                f"sampled here"
-            )
-            raise argument_error(
-                call, "site", got, f"Name latent sites: {', '.join(latent)}."
-            )
+        if site not in sites:
+            raise unknown_name(call, "site", site, tuple(values))
+        if f"{site}_base" not in values:
+            got = f"{site!r}, which is {sites[site]['type']} and not sampled here"
+            instead = f"Name latent sites: {', '.join(values)}."
+            raise argument_error(call, "site", got, instead)
         names[site] = f"{site}_base"
     if isinstance(symmetry, JointScale | JointRescale):
         return symmetry.without(names)
     renamed = symmetry.rename(names)
     if isinstance(renamed, Permutation):
-        return _with_hyper_sites(renamed, info)
+        return _with_hyper_sites(renamed, prior, values)
     return renamed
 
 
-def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
+def _with_hyper_sites(
+    symmetry: Permutation, prior: PriorProgram, values: Mapping[str, jax.Array]
+) -> Permutation:
     """Let the hyperparameters of single units move with the units.
 
     A site of per-unit hyperparameters is recognized by its effect: its first entry
     changes the prior of the first slice of a weight site and of no other slice.
     """
-    values = info.draws[0]
     axes = list(symmetry.unit_axes)
     units = symmetry.units(values)
     driven = shared(
-        lambda values: info.prior.elements(values) | info.prior.noncentered(values),
-        once=True,
+        lambda values: prior.elements(values) | prior.noncentered(values), once=True
     )
     elements = driven(values)
-    for hyper in sorted(set(values) - set(symmetry.sites)):
+    for hyper in sorted(values.keys() - set(symmetry.sites)):
         for number, length in enumerate(jnp.shape(values[hyper])):
             fitting = [
                 axis for axis in symmetry.unit_axes if length == units * axis.repeats
             ]
             if not fitting:
                 continue
-            changed = np.moveaxis(np.array(values[hyper]), number, 0)
-            changed[0] = 1.5 * changed[0]
-            changed_elements = driven(
-                {**values, hyper: np.moveaxis(changed, 0, number)}
-            )
+            first = (slice(None),) * number + (0,)
+            changed = np.array(values[hyper])
+            changed[first] = 1.5 * changed[first]
+            changed_elements = driven({**values, hyper: changed})
             for axis in fitting:
                 if _first_slice_changed(elements, changed_elements, axis):
                     axes.append(axis._replace(site=hyper, axis=number))
@@ -229,15 +188,10 @@ def _with_hyper_sites(symmetry: Permutation, info: ModelInfo) -> Permutation:
 
 
 def _first_slice_changed(
-    elements: Mapping[str, Any],
-    changed_elements: Mapping[str, Any],
-    unit_axis: UnitAxis,
+    elements: Mapping[str, Any], changed: Mapping[str, Any], axis: UnitAxis
 ) -> bool:
-    original = elements[unit_axis.site]
-    changed = changed_elements[unit_axis.site]
-    if original is None or changed is None or unit_axis.axis is None:
+    if elements[axis.site] is None or axis.axis is None:
         return False
-    different = np.moveaxis(
-        np.asarray(original) != np.asarray(changed), unit_axis.axis, 0
-    )
-    return bool(different[0].all() and not different[1:].any())
+    different = np.asarray(elements[axis.site]) != np.asarray(changed[axis.site])
+    first, *further_slices = np.moveaxis(different, axis.axis, 0)
+    return bool(first.all() and not np.any(further_slices))
