@@ -2,7 +2,7 @@
 model does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,38 @@ class Losses(NamedTuple):
         """
         with np.errstate(all="ignore"):
             return 1 - losses.mean(axis=-1) / self.of_constant.mean()
+
+
+class Explained(NamedTuple):
+    """How much of an observed site is explained at the training rows.
+
+    :param share: by each chain, as :meth:`Losses.share`.
+    :param line: by a linear model, each row predicted from the others; ``None`` where
+        there is none.
+    :param behind_line: how much less than it each chain explains, two standard errors
+        taken off.
+    """
+
+    share: Sequence[float]
+    line: float | None
+    behind_line: Sequence[float]
+
+    @classmethod
+    def of(cls, losses: Losses, tables: Sequence[np.ndarray]) -> "Explained":
+        """From losses, and inputs (N, D) of the data."""
+        share = losses.share(losses.by_chain).tolist()
+        of_line = None
+        if tables:
+            x = np.column_stack(tables)[losses.rows].astype(np.float64)
+            if np.isfinite(x).all():
+                of_line = losses_of_linear_model(x, losses.targets, losses.classes)
+        if of_line is None:
+            return cls(share, None, [np.nan] * len(share))
+        with np.errstate(all="ignore"):
+            more = (losses.by_chain - of_line) / losses.of_constant.mean()
+        error = more.std(axis=1, ddof=1) / more.shape[1] ** 0.5
+        behind = more.mean(axis=1) - 2 * error
+        return cls(share, float(losses.share(of_line)), behind.tolist())
 
 
 def losses_by_site(
@@ -79,18 +111,6 @@ def losses_by_site(
             classes=classes,
         )
     return losses
-
-
-def explained(
-    means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """How much of each site the mean of each chain explains, (C,): 1 for all of it, 0
-    for as much as a constant.
-    """
-    return {
-        site: losses.share(losses.by_chain)
-        for site, losses in losses_by_site(means, observed).items()
-    }
 
 
 def losses_of_linear_model(

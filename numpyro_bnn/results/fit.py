@@ -2,9 +2,8 @@
 arguments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +15,8 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn.program.arguments import Arguments, fingerprints
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.arguments import fingerprints
+from numpyro_bnn.program.compiled import prepare, run
 from numpyro_bnn.program.importance import (
     check,
     log_jacobian,
@@ -27,7 +26,8 @@ from numpyro_bnn.program.importance import (
 )
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.row_lengths import check_row_lengths
-from numpyro_bnn.results.replay import CALL, bind, map_draws
+from numpyro_bnn.results.arguments import CALL, bind
+from numpyro_bnn.results.draws import Fit, map_draws
 
 # ArviZ's names of NumPyro's fields.
 SAMPLE_STATS = {
@@ -36,28 +36,6 @@ SAMPLE_STATS = {
     "num_steps": "n_steps",
     "accept_prob": "acceptance_rate",
 }
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One inference result.
-
-    :param model: the NumPyro model.
-    :param arguments: arguments of the run.
-    :param posterior: constrained draws (C, S, ...) by site.
-    :param sample_stats: statistics (C, S, ...) by ArviZ's names.
-    :param attrs: algorithm and settings.
-    :param params: values of the model's parameters by site, where they are known.
-    :param stat_coords: statistic -> name and labels of its last axis.
-    """
-
-    model: Callable
-    arguments: Arguments
-    posterior: Mapping[str, np.ndarray]
-    sample_stats: Mapping[str, np.ndarray]
-    attrs: Mapping[str, Any]
-    params: dict[str, Any] = field(default_factory=dict)
-    stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
 def key_text(key: jax.Array) -> str:
@@ -268,21 +246,9 @@ def from_guide(
             settings["last_rng_key"] = key_text(last_key)
     stats: dict[str, np.ndarray] = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
-
-        def at_draw(
-            _: Any, key: jax.Array, params: Any, args: tuple, kwargs: Mapping
-        ) -> dict[str, jax.Array]:
-            return _weighted(guide, params, args, kwargs, key)
-
-        shared = params, args, kwargs
-        draws = map_draws(
-            at_draw,
-            {"draw": np.arange(num_samples)[None]},
-            rng_key,
-            draws_per_chunk,
-            shared,
-        )
-        stats = {name: draws.pop(f"stats:{name}") for name in ("lp", "log_weight")}
+        numbers = {"draw": np.arange(num_samples)[None]}
+        call = _GuideCall(guide, params, args, kwargs)
+        draws, stats = map_draws(call, _weighted, numbers, rng_key, draws_per_chunk)
         log_weights = stats["log_weight"][0].astype(np.float64)
         if log_weights.size > 1 and not np.isnan(log_weights).any():
             judged = weight_statistics(log_weights)
@@ -346,16 +312,37 @@ def _elbo_rise(losses: np.ndarray) -> float:
     return float(np.sign(rise) * max(abs(rise) - 4 * error, 0.0))
 
 
+class _GuideCall(NamedTuple):
+    """A guide, its parameters, and the arguments of its model."""
+
+    guide: Any
+    params: Mapping[str, Any]
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+    def prepare(self, fn: Callable, once: bool) -> Callable:
+        """``fn(call, *values)`` as a compiled program, of which parameters and data are
+        inputs.
+        """
+        program = prepare(
+            lambda values, call, _: fn(_GuideCall(self.guide, *call), *values),
+            tuple(self[1:]),
+            {},
+            once,
+        )
+        return lambda *values: program(values)
+
+
 def _weighted(
-    guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array
-) -> dict[str, Any]:
-    """One draw of the guide, its log density (of unconstrained values, as in MCMC) and
+    call: _GuideCall, _: Any, key: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """One draw of the guide; its log density (of unconstrained values, as in MCMC) and
     its log weight.
     """
-    draw = weighted_draw(guide.model, guide, params, args, kwargs, key)
+    draw = weighted_draw(call.guide.model, *call, key)
     values = {}
     for name, site in draw.model.items():
         if site["type"] == "deterministic" or is_latent(site):
             values[name] = site["value"]
-    values["stats:lp"] = draw.log_joint + log_jacobian(draw.model)
-    return values | {"stats:log_weight": draw.log_joint - draw.log_guide}
+    lp = draw.log_joint + log_jacobian(draw.model)
+    return values, {"lp": lp, "log_weight": draw.log_joint - draw.log_guide}
