@@ -37,10 +37,9 @@ from numpyro_bnn.metrics._inputs import extrapolated
 from numpyro_bnn.metrics.health import FAR
 from numpyro_bnn.priors.base import as_prior
 from numpyro_bnn.program.compiled import refuse_forks
-from numpyro_bnn.results.arguments import bind
-from numpyro_bnn.results.draws import Fit, map_draws
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
+from numpyro_bnn.results.fit import Fit, bind, map_draws
 
 MIN_CALIBRATION_ROWS = 10
 CALIBRATION_SD = 0.5  # of the prior of the log factor

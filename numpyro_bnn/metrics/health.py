@@ -37,7 +37,6 @@ MAX_RHAT = 1.1
 # Chains whose means differ by less than half a standard deviation of the observations
 MAX_RHAT_OF_OBSERVATIONS = 1.05
 
-
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"
 SMALLER_OR_NON_CENTERED = f"{SMALLER} by more warm-up. Non-centered scales need less."
 LEAVE_OUT = f"{SMALLER}; or leave these chains out (`idata.sel(chain=[...])`)."
@@ -358,11 +357,8 @@ def energy_variance(result: Result) -> Measurement | None:
         return None
     target = float(result.about.get("target_energy_variance", 0.0))
     # The bias is that of the worst of all chains.
-    bias = (
-        0.0
-        if len(result.sound) < len(result.chains)
-        else float(result.about.get("implied_bias", 0.0))
-    )
+    has_faults = len(result.sound) < len(result.chains)
+    bias = 0.0 if has_faults else float(result.about.get("implied_bias", 0.0))
     words = "the energy variance of chain {1} is {energy:.2g} per parameter"
     words += f", its target {target:.2g}" if target else ""
     words += f" (implied error of a variance {bias:.2g})" if bias else ""

@@ -1,4 +1,4 @@
-"""The arguments of a model by name: those of a run, and others at which to predict."""
+"""The arguments of a model at which to predict."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,21 +13,7 @@ from numpyro_bnn._checks import (
 )
 from numpyro_bnn.program.arguments import Arguments, as_numpy
 from numpyro_bnn.program.axes import Counted
-
-CALL = "to_inference_data"
-
-
-def bind(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL
-) -> Arguments:
-    """The arguments of a call by name, in the precision in which they were passed."""
-    try:
-        return Arguments.of(*as_numpy(args, kwargs), model)
-    except TypeError as error:
-        instead = "Pass the arguments of the model, as in the run."
-        raise argument_error(
-            call, "args", f"other arguments than the model takes ({error})", instead
-        ) from error
+from numpyro_bnn.results.fit import CALL
 
 
 def for_prediction(

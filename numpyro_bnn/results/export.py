@@ -30,14 +30,15 @@ from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import MIN_DRAWS, health
 from numpyro_bnn.program.rows import rows_in, with_head
-from numpyro_bnn.results.arguments import CALL
-from numpyro_bnn.results.draws import Fit, map_draws
 from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import (
+    CALL,
+    Fit,
     check_complete,
     from_guide,
     from_mcmc,
     key_text,
+    map_draws,
     members_of,
 )
 from numpyro_bnn.results.folder import from_folder

@@ -2,8 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -12,15 +11,21 @@ import numpy as np
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
-from numpyro_bnn.metrics._explained import DRAWS, ROWS, losses_by_site
 from numpyro_bnn.metrics._inputs import spread
-from numpyro_bnn.metrics._result import Result
+from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.reading import Sites
-from numpyro_bnn.results.arguments import CALL, for_prediction
-from numpyro_bnn.results.draws import Draws, Fit, zero_draws
+from numpyro_bnn.results.arguments import for_prediction
+from numpyro_bnn.results.fit import CALL, Draws, Fit, zero_draws
 from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
-from numpyro_bnn.results.replay import Evaluate, Groups, ReadModel, Replay, read_model
+from numpyro_bnn.results.replay import (
+    Evaluate,
+    Groups,
+    ReadModel,
+    Replay,
+    naming_new_rows,
+    read_model,
+)
 
 MAX_ROWS_UNASKED = 10_000  # training rows that are predicted without being asked for
 
@@ -93,7 +98,7 @@ class Exporter:
             replay.affecting,
             lambda: replay.counts,
         )
-        with _naming_predictions():
+        with naming_new_rows(CALL, "predictions"):
             read = read_model(fit.model, arguments, fit.params, new_rows=True)
             names = [name for name in replay.latent if name in read.sites]
             for name, like in read.reading.shapes(names).items():
@@ -193,7 +198,7 @@ class Exporter:
         training, _ = outline.training_groups(key)
         predicted: dict[str, Any] = {}
         if new is not None:
-            with _naming_predictions():
+            with naming_new_rows(CALL, "predictions"):
                 predicted = outline.prediction_groups(new, key, {})
         draws = {dim: {training["posterior"].sizes[dim]} for dim in SAMPLE_DIMS}
         groups = {**training, **predicted}
@@ -207,21 +212,6 @@ class Exporter:
         for variable in dims:
             if variable not in variables:
                 raise unknown_name(CALL, "dims", variable, variables)
-
-
-@contextmanager
-def _naming_predictions() -> Iterator[None]:
-    """Put before what a model says at new rows that it is about these."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if ": argument `" in str(error):
-            raise
-        got = f"arguments with which the model fails ({error})"
-        instead = (
-            "Pass values shaped as in the run, with one row per new point in each."
-        )
-        raise argument_error(CALL, "predictions", got, instead) from error
 
 
 def _check_coords(

@@ -10,13 +10,17 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
-from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.reading import Reading
-from numpyro_bnn.results.arguments import bind
-from numpyro_bnn.results.draws import Draws, Fit, map_draws
+from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
 from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
-from numpyro_bnn.results.replay import ReadModel, Replay, observation_mean, read_model
+from numpyro_bnn.results.replay import (
+    ReadModel,
+    Replay,
+    naming_new_rows,
+    observation_mean,
+    read_model,
+)
 
 # By how much a log likelihood or a mean may differ from that of the run, of one plus
 # itself: rounding, other devices.
@@ -77,7 +81,8 @@ def predict(
     for name, value in arguments.arrays.items():
         if value.dtype.kind == "f":
             check_finite("predict", name, value)
-    read = _read(model, arguments)
+    with naming_new_rows("predict", "args"):
+        read = read_model(model, arguments, new_rows=True)
     _check_redrawn(read.reading, observed)
     draws = _draws_of_sites(read.reading, _values(result, "posterior"), observed)
     replay = Replay(Fit(model, arguments, draws), read)
@@ -198,20 +203,6 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     return {
         safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()
     }
-
-
-def _read(model: Any, arguments: Arguments) -> ReadModel:
-    """The model at the new arguments; an error about those with which it fails."""
-    try:
-        return read_model(model, arguments, new_rows=True)
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        if ": argument `" in str(error):
-            raise
-        got = f"arguments with which the model fails ({error})"
-        instead = (
-            "Pass values shaped as in the run, with one row per new point in each."
-        )
-        raise argument_error("predict", "args", got, instead) from error
 
 
 def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None:

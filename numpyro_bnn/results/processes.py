@@ -11,7 +11,8 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.results.arguments import CALL, for_prediction
+from numpyro_bnn.results.arguments import for_prediction
+from numpyro_bnn.results.fit import CALL
 from numpyro_bnn.results.layout import SAMPLE_DIMS
 
 SIGNATURE = inspect.signature(lambda x, y=None: None)

@@ -2,7 +2,8 @@
 at all draws in chunks.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -29,8 +30,7 @@ from numpyro_bnn.program.axes import Counted, counted
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type, unobserved
 from numpyro_bnn.program.reading import MARK, Reading, Site, Sites, arrays_in
 from numpyro_bnn.program.row_lengths import check_state
-from numpyro_bnn.results.arguments import CALL
-from numpyro_bnn.results.draws import Draws, Fit
+from numpyro_bnn.results.fit import CALL, Draws, Fit
 
 # Observations that are censored: values are those of the distribution inside.
 CENSORED = (
@@ -117,6 +117,21 @@ def read_model(
 
     reading = Reading(with_statistics, (params or {},), arguments.split()[1])
     return ReadModel(reading, tuple(statistics.sites), new_rows)
+
+
+@contextmanager
+def naming_new_rows(call: str, argument: str) -> Iterator[None]:
+    """Put before what a model says at new rows that it is about these."""
+    try:
+        yield
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        if ": argument `" in str(error):
+            raise
+        got = f"arguments with which the model fails ({error})"
+        instead = (
+            "Pass values shaped as in the run, with one row per new point in each."
+        )
+        raise argument_error(call, argument, got, instead) from error
 
 
 class Replay:
