@@ -467,8 +467,8 @@ def fit(result: Result) -> Measurement | None:
             at_fault |= set(np.flatnonzero(trapped).tolist())
     if not measurements:
         return None
-    most = max(measurements, key=lambda m: (m.verdict == "warning", m.value))
-    return most._replace(at_fault=frozenset(at_fault))
+    largest = max(measurements, key=lambda m: (m.verdict == "warning", m.value))
+    return largest._replace(at_fault=frozenset(at_fault))
 
 
 def _left_member(result: Result) -> np.ndarray:

@@ -211,14 +211,14 @@ class Layout:
         have.
         """
         name = safe(site) + ending
-        for other in (*self.replay.redrawn, *self.replay.dependent):
-            if ending and safe(other) == name:
+        for drawn_site in (*self.replay.redrawn, *self.replay.dependent):
+            if ending and safe(drawn_site) == name:
                 instead = (
                     f"The export has a variable of this name, computed from {site!r}: "
                     f"rename the site."
                 )
                 raise argument_error(
-                    CALL, "result", f"a model with a site {other!r}", instead
+                    CALL, "result", f"a model with a site {drawn_site!r}", instead
                 )
         return name
 
