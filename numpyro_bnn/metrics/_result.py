@@ -265,8 +265,8 @@ class Result:
             or self.arrays("log_likelihood")
         )
         drawn = columns(values.values(), MAX_COLUMNS)
-        finite = np.flatnonzero(np.isfinite(drawn).all(axis=(1, 2)))
-        return drawn[np.intersect1d(finite, self.sound)]
+        finite = np.isfinite(drawn).all(axis=(1, 2))
+        return drawn[finite & np.isin(np.arange(len(drawn)), self.sound)]
 
     def observations(self) -> np.ndarray:
         """Some columns (C, S, K) of observations that sound chains draw; maybe none."""

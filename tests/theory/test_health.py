@@ -837,6 +837,14 @@ def test_one_infinite_value_of_many_is_reported():
     )
 
 
+def test_a_result_whose_chains_are_all_at_fault_has_a_report():
+    made = Made()
+    made.w[:] = made.w[:, :1]
+    report = health(made.idata())
+    assert report.marked == tuple(range(C))
+    assert "rhat" not in {finding.name for finding in report.findings}
+
+
 def test_many_training_rows_are_judged_by_some_of_them():
     """Where so many are not predicted unless asked for."""
 
