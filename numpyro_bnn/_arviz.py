@@ -8,7 +8,7 @@ of the package.
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -152,9 +152,8 @@ def dataset(
         (("chain", "draw"), w)}``.
     :param coords: coordinate values by dimension; those of other dimensions are
         ignored, and a dimension without coordinates gets 0, 1, 2, ... as in ArviZ.
-    :raises ValueError: for a name with "/" (netCDF and DataTree read it as a path), a
-        name that is also a dimension, dimension names that do not fit the array, or an
-        array that netCDF cannot hold.
+    :raises ValueError: for dimension names that do not fit the array, or an array that
+        netCDF cannot hold.
 
     >>> import numpy as np
     >>> data = dataset(
@@ -166,18 +165,19 @@ def dataset(
     """
     import xarray as xr
 
-    arrays = {
-        name: _variable(name, dims, values)
-        for name, (dims, values) in variables.items()
-    }
+    arrays = {}
     sizes: dict[str, int] = {}
-    for dims, values in arrays.values():
-        sizes.update(zip(dims, values.shape, strict=True))
-    for name in sizes.keys() & arrays.keys():
-        got = f"{name!r} as a variable and as a dimension"
-        raise argument_error(
-            "dataset", "variables", got, f"Rename the dimension, e.g. to '{name}_dim'."
-        )
+    for name, (dims, values) in variables.items():
+        array = np.asarray(values)
+        if array.dtype.kind not in "biufUM":
+            got = f"{name!r} of dtype {array.dtype}"
+            instead = (
+                "netCDF holds real numbers, booleans and text: convert it first, e.g. "
+                "`.astype('float32')`."
+            )
+            raise argument_error("dataset", "variables", got, instead)
+        arrays[name] = tuple(dims), array
+        sizes.update(zip(dims, array.shape, strict=True))
     used = {dim: np.arange(size) for dim, size in sizes.items()}
     coords = coords or {}
     for dim in used.keys() & coords.keys():
@@ -330,35 +330,6 @@ def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
     except ValueError:
         # ArviZ 1.x refuses a tail of equal weights; ArviZ 0.x then smooths nothing
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
-
-
-def _variable(
-    name: str, dims: Iterable[str], values: ArrayLike
-) -> tuple[tuple[str, ...], np.ndarray]:
-    """Check one variable of a dataset."""
-    array = np.asarray(values)
-    dim_names = tuple(dims)
-    fault = None
-    if "/" in name:
-        fault = (
-            f"the name {name!r}",
-            f"netCDF reads '/' as a folder: write e.g. {name.replace('/', '.')!r}.",
-        )
-    elif len(dim_names) != array.ndim:
-        got = (
-            f"{len(dim_names)} dimension names {dim_names} for {name!r} of shape "
-            f"{array.shape}"
-        )
-        fault = got, "Name every axis once."
-    elif array.dtype.kind not in "biufUM":
-        instead = (
-            "netCDF holds real numbers, booleans and text: convert it first, e.g. "
-            "`.astype('float32')`."
-        )
-        fault = f"{name!r} of dtype {array.dtype}", instead
-    if fault:
-        raise argument_error("dataset", "variables", *fault)
-    return dim_names, array
 
 
 def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -39,8 +39,7 @@ from numpyro_bnn.priors.base import as_prior
 from numpyro_bnn.program.compiled import refuse_forks
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
-from numpyro_bnn.results.fit import Fit
-from numpyro_bnn.results.replay import bind
+from numpyro_bnn.results.fit import Fit, bind, map_draws
 
 MIN_CALIBRATION_ROWS = 10
 CALIBRATION_SD = 0.5  # of the prior of the log factor
@@ -437,13 +436,11 @@ class Network(BaseEstimator):
     def _export(self) -> Any:
         model = self._predictive.model_of(self._predictive.params)
         bound = bind(model, self._data, {})
-        fit = Fit(model, bound, self._predictive.draws, {}, {})
-        exporter = Exporter(fit, {}, {}, None, self.progress_bar)
+        fit = Fit(model, bound, self._predictive.draws)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
+        evaluate = partial(map_draws, progress_bar=self.progress_bar)
         with self._predictive.precision():
-            groups = exporter.training_groups(
-                key, True, exporter.predicts_training_rows(None)
-            )
+            groups, judged = Exporter(fit, {}, {}, evaluate).training_groups(key)
         chains = np.arange(self.attrs_.get("num_chains", 1))
         for name in ("diverged", "frozen_chains"):
             chains = np.setdiff1d(chains, ast.literal_eval(self.attrs_[name]))
@@ -466,5 +463,6 @@ class Network(BaseEstimator):
                 np.log(scaler.scale)
             )
         return reported(
-            groups, about({**self.attrs_, "standardized_inside": True}, key, None)
+            groups,
+            about({**self.attrs_, "standardized_inside": True, **judged}, key, None),
         )

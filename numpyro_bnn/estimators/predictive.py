@@ -19,7 +19,7 @@ from numpyro_bnn.guides.laplace.likelihoods import given_log_scales, likelihood_
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
-from numpyro_bnn.results.replay import sites_at
+from numpyro_bnn.program.reading import Reading
 
 # Rows of a chunk: few programs, bounded memory.
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 1024
@@ -111,13 +111,12 @@ class Predictive:
         def program(
             draws: Any, params: Any, rows: list[jax.Array], options: Any
         ) -> tuple:
-            model = self.model_of(params)
+            reading = Reading(self.model_of(params), (rows[0],))
+            latent = [name for name in reading.latent if name in draws]
 
             def components(draw: Mapping[str, jax.Array]) -> Any:
-                fn = sites_at(model, draw, jax.random.key(0), ((rows[0],), {}))["y"][
-                    "fn"
-                ]
-                return _component(fn)
+                values = {name: draw[name] for name in latent}
+                return _component(reading.at(values, only=("y",))["y"]["fn"])
 
             size = draws_per_chunk(
                 components, jax.tree.map(lambda value: value[0], draws)

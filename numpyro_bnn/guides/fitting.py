@@ -166,14 +166,16 @@ class _Run:
     def go(self, progress_bar: bool) -> str:
         """Take the remaining steps; return why it stopped early, or ``""``."""
         message = ""
-        with tqdm.tqdm(
+        bar = tqdm.tqdm(
             total=self.num_steps, initial=self.count, disable=not progress_bar
-        ) as bar:
-            try:
+        )
+        try:
+            with bar:
                 message = self._advance(bar)
-            except KeyboardInterrupt:
-                if not self.count:
-                    raise
+        except KeyboardInterrupt:  # also while the bar closes
+            if not self.count:
+                raise
+            if self.count < self.num_steps:
                 message = (
                     f"interrupted: the result is that of {self.count} of "
                     f"{self.num_steps} steps."

@@ -3,9 +3,10 @@
 import json
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from os import PathLike
 from typing import Annotated, Any, TypeAlias
@@ -15,7 +16,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._checks import argument_error, outside, unknown_name
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import (
     Args,
     Kind,
@@ -27,25 +28,22 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
-from numpyro_bnn.metrics._explained import explained
 from numpyro_bnn.metrics.health import MIN_DRAWS, health
-from numpyro_bnn.networks import placeholder_statistics, record_statistics
-from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.reading import Reading
 from numpyro_bnn.program.rows import rows_in, with_head
-from numpyro_bnn.results import replay
-from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter
+from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import (
+    CALL,
     Fit,
     check_complete,
     from_guide,
     from_mcmc,
     key_text,
+    map_draws,
     members_of,
 )
 from numpyro_bnn.results.folder import from_folder
 from numpyro_bnn.results.processes import process_attrs, process_groups
-from numpyro_bnn.results.replay import CALL
+from numpyro_bnn.results.replay import Replay
 from numpyro_bnn.runs import Run
 
 
@@ -163,53 +161,74 @@ def to_inference_data(
     {'chain': 1, 'draw': 10, 'data': 2}
     """
     rng_key = jax.random.key(0) if rng_key is None else rng_key
-    labels = coords or {}, prediction_coords or {}
-    dims = dims or {}
-    _check_result(result, predictions, {"guide": guide, "args": args, "kwargs": kwargs})
+    coords, prediction_coords, dims = coords or {}, prediction_coords or {}, dims or {}
+    of_guide = {"guide": guide, "args": args, "kwargs": kwargs}
+    _check_result(result, predictions, of_guide)
     if isinstance(result, str | PathLike):
         needs_model = predictions is not None or members or bool(posterior_predictive)
         groups, settings = from_folder(result, needs_model)
         return _arviz.inference_data(groups, about(settings, rng_key, attrs))
     result = result.mcmc if isinstance(result, Run) else result
-    optional_groups = log_likelihood, posterior_predictive is not False
     if isinstance(result, GPRegression):
-        groups = process_groups(
-            result, predictions, rng_key, num_samples, *optional_groups, *labels
-        )
+        asked = log_likelihood, posterior_predictive is not False
+        options = rng_key, num_samples, *asked, coords, prediction_coords
+        groups = process_groups(result, predictions, *options)
         settings = process_attrs(result, num_samples)
         return reported(groups, about(settings, rng_key, attrs))
-    run_arguments = [getattr(result, name, None) for name in ("_args", "_kwargs")]
-    on_disk = bool(rows_in(args, kwargs, *run_arguments))
-    log_likelihood &= not on_disk
+    on_disk = _on_disk(result, args, kwargs, posterior_predictive)
+    if on_disk:
+        log_likelihood = posterior_predictive = False
     if isinstance(result, MCMC):
         fit = from_mcmc(result, members)
-        if log_likelihood or optional_groups[1] or predictions is not None:
+        evaluated = log_likelihood, posterior_predictive, predictions is not None
+        if any(group is not False for group in evaluated):
             check_complete(result, fit.posterior)
     else:
         key = jax.random.fold_in(rng_key, 1)
-        options = key, num_samples, log_likelihood, draws_per_chunk
-        fit = from_guide(result, guide, args, kwargs or {}, *options)
+        drawing = key, num_samples, log_likelihood, draws_per_chunk
+        fit = from_guide(result, guide, args, kwargs or {}, *drawing)
+    evaluate = partial(
+        map_draws, draws_per_chunk=draws_per_chunk, progress_bar=progress_bar
+    )
+    fit = _with_heads(fit) if on_disk else fit
+    exporter = Exporter(
+        fit, coords, dims, evaluate, log_likelihood, posterior_predictive
+    )
     if on_disk:
-        fit, posterior_predictive = _of_first_rows(fit, posterior_predictive), False
+        exporter.refuse_batch_statistics()
+    new = None if predictions is None else exporter.at_new_rows(predictions)
+    exporter.check_labels(new, coords, prediction_coords, dims)
     train_key, new_key = jax.random.split(rng_key)
-    exporter = Exporter(fit, labels[0], dims, draws_per_chunk, progress_bar)
-    new = None
-    if predictions is not None:
-        facts = exporter.observed, exporter.affecting, exporter.counts
-        new = replay.for_prediction(fit.arguments, predictions, *facts)
-    predictive = exporter.predicts_training_rows(posterior_predictive)
-    optional_groups = log_likelihood, predictive
-    new_names = set(predictions or {})
-    _check_outline(exporter, new, new_names, optional_groups, *labels, dims)
-    judged = isinstance(result, MCMC) and predictive and not members
-    starts = _starts(result, exporter) if judged else {}
-    groups, more = _training(exporter, starts, train_key, optional_groups)
+    judged = isinstance(result, MCMC) and exporter.predictive and not members
+    starts = _starts(result, exporter.replay) if judged else {}
+    groups, settings = exporter.training_groups(train_key, starts)
     if on_disk:
         del groups["observed_data"], groups["constant_data"]
     if new is not None:
-        groups |= exporter.prediction_groups(new_key, new, new_names, labels[1])
-    exporter.warn_of_missing(groups)
-    return reported(groups, about({**fit.attrs, **more}, rng_key, attrs))
+        groups |= exporter.prediction_groups(new, new_key, prediction_coords)
+    exporter.layout.warn_of_missing(groups)
+    return reported(groups, about({**fit.attrs, **settings}, rng_key, attrs))
+
+
+def _on_disk(
+    result: Any, args: tuple, kwargs: Any, posterior_predictive: bool | None
+) -> bool:
+    """Whether rows stay on disk, of which only parameters and predictions are
+    exported.
+    """
+    run_arguments = [getattr(result, name, None) for name in ("_args", "_kwargs")]
+    on_disk = bool(rows_in(args, kwargs, *run_arguments))
+    if on_disk and posterior_predictive:
+        got = "True for rows that stay on disk"
+        instead = "Pass some of the rows as `predictions`."
+        raise argument_error(CALL, "posterior_predictive", got, instead)
+    return on_disk
+
+
+def _with_heads(fit: Fit) -> Fit:
+    """The fit with the first rows in the place of those on disk."""
+    arguments = fit.arguments
+    return replace(fit, arguments=arguments.with_values(with_head(arguments.values)))
 
 
 def _check_result(
@@ -235,24 +254,6 @@ def _check_result(
             raise argument_error(CALL, name, got, instead)
 
 
-def _of_first_rows(fit: Fit, posterior_predictive: bool | None) -> Fit:
-    """A fit of which only parameters and predictions are exported: its rows are on
-    disk.
-    """
-    if posterior_predictive:
-        got = "True for rows that stay on disk"
-        instead = "Pass some of the rows as `predictions`."
-        raise argument_error(CALL, "posterior_predictive", got, instead)
-    with record_statistics() as recorded:
-        Reading(fit.model, *fit.arguments.call(), full=False)
-    if any(recorded.calls):
-        got = "a network with batch normalization and rows on disk"
-        instead = "Its statistics are those of all training inputs: use `nn.LayerNorm`."
-        raise argument_error(CALL, "result", got, instead)
-    arguments = fit.arguments.with_values(with_head(fit.arguments.values))
-    return replace(fit, arguments=arguments)
-
-
 def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     """The result with its health report, chains at fault marked by a coordinate, and a
     warning of what is off.
@@ -275,139 +276,17 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     return idata
 
 
-def _starts(mcmc: MCMC, exporter: Exporter) -> dict[str, np.ndarray]:
+def _starts(mcmc: MCMC, replay: Replay) -> dict[str, np.ndarray]:
     """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
     and draws to be compared.
     """
-    if next(iter(exporter.fit.posterior.values())).shape[1] < MIN_DRAWS:
+    if next(iter(replay.fit.posterior.values())).shape[1] < MIN_DRAWS:
         return {}
     try:
         member_values = members_of(mcmc)
     except ValueError:  # a run without warm start
         return {}
-    return member_values if exporter.latent.keys() <= member_values.keys() else {}
-
-
-def _training(
-    exporter: Exporter,
-    starts: Mapping[str, np.ndarray],
-    key: jax.Array,
-    optional_groups: tuple[bool, bool],
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Training groups, and the attribute of how much the members explain, evaluated by
-    the same program.
-    """
-    of_members: dict[str, np.ndarray] = {}
-    map_draws = exporter.map_draws
-
-    def with_members(
-        fn: Callable, draws: replay.Draws, *options: Any
-    ) -> dict[str, np.ndarray]:
-        shape = next(iter(draws.values())).shape[:2]
-        total = shape[0] * shape[1]
-        joined = {}
-        for name, value in draws.items():
-            flat = value.reshape(-1, *value.shape[2:])
-            joined[name] = np.concatenate([flat, starts[name][:, 0]])[None]
-        evaluated = map_draws(fn, joined, *options)
-        for name, value in evaluated.items():
-            of_members[name] = value[0, total:]
-            evaluated[name] = value[0, :total].reshape(*shape, *value.shape[2:])
-        return evaluated
-
-    exporter.map_draws = with_members if starts else map_draws
-    groups = exporter.training_groups(key, *optional_groups)
-    exporter.map_draws = map_draws
-    if not of_members:
-        return groups, {}
-    observed = {
-        str(name): y.to_numpy() for name, y in groups["observed_data"].data_vars.items()
-    }
-    means = {}
-    log_likelihood = np.zeros(len(next(iter(of_members.values()))))
-    for name, values in of_members.items():
-        if name.startswith("log_likelihood/"):
-            log_likelihood += values.reshape(len(values), -1).sum(axis=1)
-        elif name.endswith(("_mean", "_probs")):
-            means[name] = values[:, None]
-    shares = {
-        site: values.tolist() for site, values in explained(means, observed).items()
-    }
-    more = {"explained_by_members": json.dumps(shares)}
-    if any(name.startswith("log_likelihood/") for name in of_members):
-        more["log_likelihood_of_members"] = json.dumps(log_likelihood.tolist())
-    return groups, more
-
-
-def _check_outline(
-    exporter: Exporter,
-    new: Arguments | None,
-    new_names: set[str],
-    optional_groups: tuple[bool, bool],
-    coords: Mapping[str, Sequence],
-    prediction_coords: Mapping[str, Sequence],
-    dims: Mapping[str, Sequence[str]],
-) -> None:
-    """Build all groups without computing them, so that every error comes before the
-    work.
-    """
-    outline, key = exporter.outline(), jax.random.key(0)
-    training = outline.training_groups(key, *optional_groups)
-    predicted: dict[str, Any] = {}
-    if new is not None:
-        try:
-            with placeholder_statistics():
-                exporter.read(new)  # it refuses codes without a level
-            predicted = outline.prediction_groups(key, new, new_names, {})
-        except (TypeError, ValueError) as error:
-            if ": argument `" in str(error):
-                raise
-            got = f"arguments with which the model fails ({error})"
-            instead = (
-                "Pass values shaped as in the run, with one row per new point in each."
-            )
-            raise argument_error(CALL, "predictions", got, instead) from error
-    draws = {dim: {training["posterior"].sizes[dim]} for dim in SAMPLE_DIMS}
-    _check_coords("coords", coords, [*training.values(), *predicted.values()], draws)
-    _check_coords("prediction_coords", prediction_coords, list(predicted.values()), {})
-    groups = {**training, **predicted}
-    group_names = (
-        "posterior",
-        "sample_stats",
-        "constant_data",
-        "predictions_constant_data",
-    )
-    variables: list[str] = []
-    for name in group_names:
-        if name in groups:
-            variables += groups[name].data_vars
-    for variable in dims:
-        if variable not in variables:
-            raise unknown_name(CALL, "dims", variable, variables)
-
-
-def _check_coords(
-    argument: str,
-    coords: Mapping[str, Sequence],
-    groups: Sequence[Any],
-    sizes: dict[Any, set[int]],
-) -> None:
-    """Every label must belong to an axis: one of ``sizes`` or of ``groups``, which have
-    one chain and draw.
-    """
-    for data in groups:
-        for dim, size in data.sizes.items():
-            if dim not in SAMPLE_DIMS:
-                sizes.setdefault(dim, set()).add(size)
-    for dim, labels in coords.items():
-        if dim not in sizes:
-            raise unknown_name(CALL, argument, dim, sizes)
-        if len(labels) not in sizes[dim]:
-            got = (
-                f"{len(labels)} labels of {dim!r}, which has "
-                f"{' or '.join(map(str, sorted(sizes[dim])))}"
-            )
-            raise argument_error(CALL, argument, got, "Pass one label for each.")
+    return member_values if replay.latent.keys() <= member_values.keys() else {}
 
 
 def about(

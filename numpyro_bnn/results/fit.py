@@ -4,10 +4,13 @@ arguments.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import tqdm
+from jax import random
 from numpyro.infer import HMC, MCMC, NUTS
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.svi import SVIRunResult
@@ -16,8 +19,9 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn.program.arguments import Arguments, fingerprints
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program import compiled
+from numpyro_bnn.program.arguments import Arguments, as_numpy, fingerprints
+from numpyro_bnn.program.compiled import prepare, run
 from numpyro_bnn.program.importance import (
     check,
     log_jacobian,
@@ -27,7 +31,12 @@ from numpyro_bnn.program.importance import (
 )
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.row_lengths import check_row_lengths
-from numpyro_bnn.results.replay import CALL, bind, map_draws
+
+CALL = "to_inference_data"
+# Draws of which this many times more would fit into the memory of a chunk are few.
+FEW_DRAWS_FACTOR = 4
+# Seconds after which a progress bar appears.
+SECONDS_WITHOUT_BAR = 3
 
 # ArviZ's names of NumPyro's fields.
 SAMPLE_STATS = {
@@ -36,6 +45,9 @@ SAMPLE_STATS = {
     "num_steps": "n_steps",
     "accept_prob": "acceptance_rate",
 }
+
+
+Draws = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,10 +66,23 @@ class Fit:
     model: Callable
     arguments: Arguments
     posterior: Mapping[str, np.ndarray]
-    sample_stats: Mapping[str, np.ndarray]
-    attrs: Mapping[str, Any]
+    sample_stats: Mapping[str, np.ndarray] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
+
+
+def bind(
+    model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL
+) -> Arguments:
+    """The arguments of a call by name, in the precision in which they were passed."""
+    try:
+        return Arguments.of(*as_numpy(args, kwargs), model)
+    except TypeError as error:
+        instead = "Pass the arguments of the model, as in the run."
+        raise argument_error(
+            call, "args", f"other arguments than the model takes ({error})", instead
+        ) from error
 
 
 def key_text(key: jax.Array) -> str:
@@ -268,21 +293,9 @@ def from_guide(
             settings["last_rng_key"] = key_text(last_key)
     stats: dict[str, np.ndarray] = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
-
-        def at_draw(
-            _: Any, key: jax.Array, params: Any, args: tuple, kwargs: Mapping
-        ) -> dict[str, jax.Array]:
-            return _weighted(guide, params, args, kwargs, key)
-
-        shared = params, args, kwargs
-        draws = map_draws(
-            at_draw,
-            {"draw": np.arange(num_samples)[None]},
-            rng_key,
-            draws_per_chunk,
-            shared,
-        )
-        stats = {name: draws.pop(f"stats:{name}") for name in ("lp", "log_weight")}
+        numbers = {"draw": np.arange(num_samples)[None]}
+        call = _GuideCall(guide, params, args, kwargs)
+        draws, stats = map_draws(call, _weighted, numbers, rng_key, draws_per_chunk)
         log_weights = stats["log_weight"][0].astype(np.float64)
         if log_weights.size > 1 and not np.isnan(log_weights).any():
             judged = weight_statistics(log_weights)
@@ -346,16 +359,109 @@ def _elbo_rise(losses: np.ndarray) -> float:
     return float(np.sign(rise) * max(abs(rise) - 4 * error, 0.0))
 
 
+class _GuideCall(NamedTuple):
+    """A guide, its parameters, and the arguments of its model."""
+
+    guide: Any
+    params: Mapping[str, Any]
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+    def prepare(self, fn: Callable, once: bool) -> Callable:
+        """``fn(call, *values)`` as a compiled program, of which parameters and data are
+        inputs.
+        """
+        program = prepare(
+            lambda values, call, _: fn(_GuideCall(self.guide, *call), *values),
+            tuple(self[1:]),
+            {},
+            once,
+        )
+        return lambda *values: program(values)
+
+
 def _weighted(
-    guide: Any, params: Mapping, args: tuple, kwargs: Mapping, key: jax.Array
-) -> dict[str, Any]:
-    """One draw of the guide, its log density (of unconstrained values, as in MCMC) and
+    call: _GuideCall, _: Any, key: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """One draw of the guide; its log density (of unconstrained values, as in MCMC) and
     its log weight.
     """
-    draw = weighted_draw(guide.model, guide, params, args, kwargs, key)
+    draw = weighted_draw(call.guide.model, *call, key)
     values = {}
     for name, site in draw.model.items():
         if site["type"] == "deterministic" or is_latent(site):
             values[name] = site["value"]
-    values["stats:lp"] = draw.log_joint + log_jacobian(draw.model)
-    return values | {"stats:log_weight": draw.log_joint - draw.log_guide}
+    lp = draw.log_joint + log_jacobian(draw.model)
+    return values, {"lp": lp, "log_weight": draw.log_joint - draw.log_guide}
+
+
+# -- functions at all draws -----------------------------------------------------------
+
+
+def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: jax.Array) -> Any:
+    """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing
+    is computed.
+    """
+    first = {name: value[0, 0] for name, value in draws.items()}
+    shapes = jax.eval_shape(partial(fn, source), first, rng_key)
+    return jax.tree.map(lambda like: np.zeros((1, 1, *like.shape), like.dtype), shapes)
+
+
+def map_draws(
+    source: Any,
+    fn: Callable,
+    draws: Draws,
+    rng_key: jax.Array,
+    draws_per_chunk: int | None = None,
+    progress_bar: bool = False,
+) -> Any:
+    """Apply ``fn(source, draw, key)`` to every draw and collect the results in host
+    memory.
+
+    The function is compiled once for a chunk of draws; memory holds the results and one
+    chunk. Each draw has its own key, so results do not depend on the chunk size, by
+    default as many as keep working memory near 128 MiB.
+
+    :param source: a reading, or anything with its method ``prepare``.
+    :param draws: arrays (C, S, ...); so are the results, in the tree that the function
+        returns.
+    """
+    chains, length = next(iter(draws.values())).shape[:2]
+    total = chains * length
+    flat = {
+        name: np.asarray(value).reshape((total, *value.shape[2:]))
+        for name, value in draws.items()
+    }
+    first = {name: value[0] for name, value in flat.items()}
+    fitting = compiled.draws_per_chunk(partial(fn, source), first, rng_key)
+    size = min(total, draws_per_chunk or fitting)
+
+    def at_draws(source: Any, draws: Draws, index: Any, rng_key: jax.Array) -> Any:
+        keys = random.split(rng_key, total)[index]
+        return jax.vmap(partial(fn, source))(draws, keys)
+
+    # Few draws take less time than a program that is optimized for many.
+    program = source.prepare(at_draws, once=FEW_DRAWS_FACTOR * total <= fitting)
+    results: Any = None
+    for start in tqdm.trange(
+        0,
+        total,
+        size,
+        desc="predictions",
+        delay=SECONDS_WITHOUT_BAR,
+        disable=not progress_bar,
+    ):
+        # The last chunk is padded with the last draw: one shape, one compilation.
+        index = np.minimum(np.arange(start, start + size), total - 1)
+        inputs = {name: value[index] for name, value in flat.items()}
+        chunk = jax.device_get(program(inputs, index, rng_key))
+        if results is None:
+            results = jax.tree.map(
+                lambda value: np.empty((total, *value.shape[1:]), value.dtype), chunk
+            )
+        count = min(size, total - start)
+        for result, value in zip(*map(jax.tree.leaves, (results, chunk)), strict=True):
+            result[start : start + count] = value[:count]
+    return jax.tree.map(
+        lambda value: value.reshape(chains, length, *value.shape[1:]), results
+    )

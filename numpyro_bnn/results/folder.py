@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from numpyro_bnn import _arviz
-from numpyro_bnn.results.exporter import SAMPLE_DIMS, parameter_dims
-from numpyro_bnn.results.fit import sample_stats
-from numpyro_bnn.results.replay import CALL
+from numpyro_bnn.results.fit import CALL, sample_stats
+from numpyro_bnn.results.layout import SAMPLE_DIMS, parameter_dims
 from numpyro_bnn.runs.draws import SITES, STATISTICS, StoredDraws, blocks_in
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest
 

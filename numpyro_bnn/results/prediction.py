@@ -1,7 +1,7 @@
 """``predict``: predictions for new inputs from exported or saved draws."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,15 +10,17 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
-from numpyro_bnn.networks import placeholder_statistics
-from numpyro_bnn.program import compiled
-from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.plates import PARAMETERS, check_observations, unobserved
+from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.reading import Reading
-from numpyro_bnn.results import replay
-from numpyro_bnn.results.exporter import SAMPLE_DIMS, Exporter, safe
-from numpyro_bnn.results.fit import Fit
-from numpyro_bnn.results.replay import bind
+from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
+from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
+from numpyro_bnn.results.replay import (
+    ReadModel,
+    Replay,
+    naming_new_rows,
+    observation_mean,
+    read_model,
+)
 
 # By how much a log likelihood or a mean may differ from that of the run, of one plus
 # itself: rounding, other devices.
@@ -79,93 +81,68 @@ def predict(
     for name, value in arguments.arrays.items():
         if value.dtype.kind == "f":
             check_finite("predict", name, value)
-    model = unobserved(model, ())  # so that models know that these are predictions
-    with placeholder_statistics() as recorded:
-        # one row has no statistics, and none are needed to read the model
-        reading = _read(model, arguments)
-        _check_redrawn(reading, observed)
-        draws = _draws_of_sites(reading, _values(result, "posterior"), observed)
-        exporter = Exporter(
-            Fit(model, arguments, draws, {}, {}), {}, {}, None, progress_bar
-        )
-    compared = (
-        "no" if reading.stochastic else _compared(exporter, result, observed, constants)
-    )
-    lacking = sorted(arguments.arrays.keys() - exporter.observed - constants.keys())
-    if lacking and any(recorded.calls):
-        instead = (
-            "Batch normalization needs the training inputs: pass the whole result of "
-            "`to_inference_data`."
-        )
-        raise argument_error(
-            "predict", "idata", f"no `constant_data` of {lacking}", instead
-        )
-    training = {}
-    for name, value in constants.items():
-        if name in arguments.values:
-            training[name] = value
-    for name, default in arguments.optional.items():
-        if name in exporter.observed:
-            training[name] = default
-    exporter.fit = replace(exporter.fit, arguments=arguments.with_values(training))
-    fixed = set(exporter.observed_sites) - set(exporter.redrawn)
-    exporter.redrawn = [
-        name for name in exporter.sites if safe(name) in observed and name not in fixed
+    with naming_new_rows("predict", "args"):
+        read = read_model(model, arguments, new_rows=True)
+    _check_redrawn(read.reading, observed)
+    draws = _draws_of_sites(read.reading, _values(result, "posterior"), observed)
+    replay = Replay(Fit(model, arguments, draws), read)
+    fixed = set(replay.observed_sites) - set(replay.redrawn)
+    replay.redrawn = [
+        name for name in replay.sites if safe(name) in observed and name not in fixed
     ]
+    training, as_in_run = _training_rows(replay, observed, constants)
+    compared = "no"
+    if training and as_in_run and not read.reading.stochastic:
+        compared = _compared(training.reading, draws, result, observed)
+    scored = bool(replay.observed) and replay.observed <= arguments.values.keys()
     key = jax.random.split(jax.random.key(0) if rng_key is None else rng_key)[1]
-    groups = exporter.prediction_groups(key, arguments, set(arguments.values), {})
-    exporter.warn_of_missing(groups)
+    evaluate = partial(map_draws, progress_bar=progress_bar)
+    values = replay.values(read, draws, key, evaluate, scored=scored, training=training)
+    layout = Layout(replay, {}, {})
+    groups = layout.prediction_groups(values, layout.sites, arguments.arrays, {})
+    layout.warn_of_missing(groups)
     return groups["predictions"].assign_attrs(model_compared=compared)
 
 
 def _compared(
-    exporter: Exporter,
+    reading: Reading,
+    draws: Draws,
     idata: Any,
     observed: Mapping[str, np.ndarray],
-    constants: Mapping[str, Any],
 ) -> str:
     """Refuse a model under which stored draws have another log likelihood, or mean, at
     the training rows.
 
-    :return: the group that was compared, or ``no`` if the result holds too little to
-        call the model as in the run.
+    :return: the group that was compared, or ``no`` if there is none.
     """
-    fit, call = exporter.fit, _training_call(exporter, observed, constants)
-    groups = ("log_likelihood", "posterior_predictive")
-    stored = {name: _values(idata, name) for name in groups}
-    if call is None or not any(stored.values()):
-        return "no"
+    stored = {
+        name: _values(idata, name)
+        for name in ("log_likelihood", "posterior_predictive")
+    }
 
     def at_draw(
-        draw: Mapping[str, Any], call: tuple, observed: Mapping[str, Any]
+        reading: Reading, draw: Draws, observed: Mapping[str, Any]
     ) -> dict[str, dict[str, jax.Array]]:
-        sites = replay.sites_at(fit.model, draw, jax.random.key(0), call)
         computed: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
-        for name, site in sites.items():
-            if site["type"] != "sample" or safe(name) not in observed:
+        for name, site in sites_of_type(reading.at(draw), "sample").items():
+            y = observed.get(safe(name))
+            if y is None or site["fn"].shape() != y.shape:
                 continue
-            fn, y = site["fn"], observed[safe(name)]
-            if fn.shape() != y.shape:
-                continue
-            computed["log_likelihood"][safe(name)] = fn.log_prob(y)
-            mean = replay.observation_mean(fn)
+            computed["log_likelihood"][safe(name)] = site["fn"].log_prob(y)
+            mean = observation_mean(site["fn"])
             if mean is not None:
-                computed["posterior_predictive"][f"{safe(name)}_{mean[0]}"] = mean[1]
+                computed["posterior_predictive"][safe(name) + mean[0]] = mean[1]
         return computed
 
-    program = compiled.prepare(
-        lambda draw, shared, _: at_draw(draw, *shared), (call, observed), {}, once=True
-    )
-    shape = next(iter(fit.posterior.values())).shape[:2]
+    program = reading.prepare(at_draw)
+    shape = next(iter(draws.values())).shape[:2]
     compared = "no"
     for place in {(0, 0), (shape[0] - 1, shape[1] - 1)}:
-        draw = {name: value[place] for name, value in fit.posterior.items()}
-        values = jax.device_get(program(draw))
+        draw = {name: value[place] for name, value in draws.items()}
+        values = jax.device_get(program(draw, observed))
         for group, variables in stored.items():
-            for name, value in values[group].items():
-                if name not in variables:
-                    continue
-                in_run = variables[name][place]
+            for name in values[group].keys() & variables.keys():
+                value, in_run = values[group][name], variables[name][place]
                 if in_run.shape != value.shape or not np.isfinite(in_run).all():
                     continue  # masked rows, or a draw of a chain that diverged
                 compared = group if compared == "no" else compared
@@ -183,24 +160,36 @@ def _compared(
     return compared
 
 
-def _training_call(
-    exporter: Exporter, observed: Mapping[str, Any], constants: Mapping[str, Any]
-) -> Any:
-    """The call of the run, as far as a result holds it; ``None`` if an argument is not
-    in it.
+def _training_rows(
+    replay: Replay, observed: Mapping[str, Any], constants: Mapping[str, Any]
+) -> tuple[ReadModel | None, bool]:
+    """The model at the training rows, and whether all its arguments are those of the
+    run; ``None`` if they are not, and no batch normalization needs these rows.
     """
-    arguments = exporter.fit.arguments
-    defaults, new = arguments.optional, {}
+    arguments = replay.fit.arguments
+    values, unknown = {}, []
+    for name, default in arguments.optional.items():
+        if name in replay.observed or name in constants:
+            values[name] = constants.get(name, default)
     for name, value in arguments.values.items():
-        if name in exporter.observed:
-            source = defaults if name in defaults else observed
-        else:
-            source = {name: None} if value is None else constants
-        if name not in source:
-            return None  # also settings, such as a width: a result has arrays only
-        new[name] = source[name]
-    more = {name: value for name, value in constants.items() if name in defaults}
-    return arguments.with_values({**more, **new}).call()
+        source = observed if name in replay.observed else constants
+        if name in source:
+            values.setdefault(name, source[name])
+        elif name not in values and value is not None:
+            unknown.append(name)  # also settings, such as a width
+    if unknown and not replay.read.statistics:
+        return None, False
+    lacking = sorted(arguments.arrays.keys() - replay.observed - constants.keys())
+    if lacking and replay.read.statistics:
+        instead = (
+            "Batch normalization needs the training inputs: pass the whole result of "
+            "`to_inference_data`."
+        )
+        raise argument_error(
+            "predict", "idata", f"no `constant_data` of {lacking}", instead
+        )
+    read = read_model(replay.fit.model, arguments.with_values(values))
+    return read, not unknown
 
 
 def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
@@ -214,20 +203,6 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     return {
         safe(str(name)): value.to_numpy() for name, value in ordered.data_vars.items()
     }
-
-
-def _read(model: Any, arguments: Arguments) -> Reading:
-    """The model at the new arguments; an error about those with which it fails."""
-    try:
-        return Reading(model, *arguments.call())
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
-        if ": argument `" in str(error):
-            raise
-        got = f"arguments with which the model fails ({error})"
-        instead = (
-            "Pass values shaped as in the run, with one row per new point in each."
-        )
-        raise argument_error("predict", "args", got, instead) from error
 
 
 def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None:

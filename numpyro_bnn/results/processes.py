@@ -11,7 +11,9 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.results.replay import CALL, for_prediction
+from numpyro_bnn.results.arguments import for_prediction
+from numpyro_bnn.results.fit import CALL
+from numpyro_bnn.results.layout import SAMPLE_DIMS
 
 SIGNATURE = inspect.signature(lambda x, y=None: None)
 
@@ -40,44 +42,41 @@ def process_groups(
     ['posterior', 'log_likelihood', 'observed_data', 'constant_data']
     """
 
-    def group(
-        values: Mapping[str, np.ndarray],
-        *sample: str,
-        coords: Mapping[str, Any] = coords,
-    ) -> Any:
-        def dims(name: str, rank: int) -> tuple[str, ...]:
-            return (
-                *sample,
-                "data",
-                *(f"{name}_dim_{i}" for i in range(1, rank - len(sample))),
-            )
-
-        return _arviz.dataset(
-            {name: (dims(name, v.ndim), v) for name, v in values.items()}, coords
-        )
-
     from scipy.stats import norm
 
     new = None if predictions is None else _new_inputs(gp, predictions)
     train_key, new_key = jax.random.split(rng_key)
     at_data = _draws(gp, None, train_key, num_samples)
-    groups = {"posterior": group({"f": at_data["y_mean"]}, "chain", "draw")}
+    drawn = {"posterior": {"f": at_data["y_mean"]}}
     if log_likelihood:
         density = norm.logpdf(gp.y, at_data["y_mean"], gp.noise_sd)
-        groups["log_likelihood"] = group({"y": density}, "chain", "draw")
+        drawn["log_likelihood"] = {"y": density}
     if posterior_predictive:
-        groups["posterior_predictive"] = group(at_data, "chain", "draw")
-    groups["observed_data"] = group({"y": gp.y})
-    groups["constant_data"] = group({"x": gp.x})
+        drawn["posterior_predictive"] = at_data
+    groups = {name: _dataset(drawn[name], coords, SAMPLE_DIMS) for name in drawn}
+    groups["observed_data"] = _dataset({"y": gp.y}, coords)
+    groups["constant_data"] = _dataset({"x": gp.x}, coords)
     if new is not None:
         values = _draws(gp, new["x"], new_key, num_samples)
         if "y" in new:
-            values["y_log_likelihood"] = norm.logpdf(
-                new["y"], values["y_mean"], gp.noise_sd
-            )
-        groups["predictions"] = group(values, "chain", "draw", coords=prediction_coords)
-        groups["predictions_constant_data"] = group(new, coords=prediction_coords)
+            density = norm.logpdf(new["y"], values["y_mean"], gp.noise_sd)
+            values["y_log_likelihood"] = density
+        groups["predictions"] = _dataset(values, prediction_coords, SAMPLE_DIMS)
+        groups["predictions_constant_data"] = _dataset(new, prediction_coords)
     return groups
+
+
+def _dataset(
+    values: Mapping[str, np.ndarray],
+    coords: Mapping[str, Any],
+    sample_dims: tuple[str, ...] = (),
+) -> Any:
+    variables = {}
+    for name, value in values.items():
+        more = range(1, value.ndim - len(sample_dims))
+        dims = (*sample_dims, "data", *(f"{name}_dim_{i}" for i in more))
+        variables[name] = dims, value
+    return _arviz.dataset(variables, coords)
 
 
 def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:

@@ -1,36 +1,36 @@
-"""Call a model again: its arguments by name, and its sites at every posterior draw, in
-chunks.
+"""What a model says at draws: one reading of it for each shape of its rows, evaluated
+at all draws in chunks.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import tqdm
+from jax import random
+from jax.ad_checkpoint import checkpoint_name
+from numpyro import handlers
 
-from numpyro_bnn._checks import (
-    argument_error,
-    check_finite,
-    check_same_length,
-    unknown_name,
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import (
+    in_support,
+    is_factor,
+    unmasked_elements,
+    unwrapped,
 )
-from numpyro_bnn._distributions import is_factor, unmasked_elements, unwrapped
-from numpyro_bnn.networks import record_statistics, use_statistics
-from numpyro_bnn.program import compiled
-from numpyro_bnn.program.arguments import Arguments, Call, as_numpy
-from numpyro_bnn.program.axes import Counted
-from numpyro_bnn.program.plates import PARAMETERS, full_trace, unobserved
-from numpyro_bnn.program.reading import Sites
-
-CALL = "to_inference_data"
-# Draws of which this many times more would fit into the memory of a chunk are few.
-FEW_DRAWS_FACTOR = 4
-# Seconds after which a progress bar appears.
-SECONDS_WITHOUT_BAR = 3
+from numpyro_bnn._keys import key_numbers
+from numpyro_bnn.networks import RandomNetwork, record_statistics
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.axes import Counted, counted
+from numpyro_bnn.program.plates import PARAMETERS, sites_of_type, unobserved
+from numpyro_bnn.program.reading import MARK, Reading, Site, Sites, arrays_in
+from numpyro_bnn.program.row_lengths import check_state
+from numpyro_bnn.results.fit import CALL, Draws, Fit
 
 # Observations that are censored: values are those of the distribution inside.
 CENSORED = (
@@ -39,223 +39,372 @@ CENSORED = (
     dist.IntervalCensoredDistribution,
 )
 
-Draws = Mapping[str, Any]
+# Values by group, and by site and what follows its name in that of the variable.
+Groups = dict[str, dict[tuple[str, str], Any]]
+# Evaluates a function of a reading, a draw and a key at all draws.
+Evaluate = Callable[[Reading, Callable, Draws, jax.Array], Any]
 
 
-def bind(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL
-) -> Arguments:
-    """The arguments of a call by name, in the precision in which they were passed."""
-    try:
-        return Arguments.of(*as_numpy(args, kwargs), model)
-    except TypeError as error:
-        instead = "Pass the arguments of the model, as in the run."
-        raise argument_error(
-            call, "args", f"other arguments than the model takes ({error})", instead
-        ) from error
+class _statistic_sites(record_statistics):
+    """Make the statistics of batch normalizations sites, whose values others can
+    replace.
+
+    :param new_rows: whether those of other rows will replace them: a single row has
+        none.
+    """
+
+    def __init__(self, new_rows: bool) -> None:
+        self.new_rows = new_rows
+        super().__init__(None)
+
+    def __enter__(self) -> "_statistic_sites":
+        self.sites: dict[str, jax.Array] = {}
+        super().__enter__()
+        return self
+
+    def visit(self, network: RandomNetwork, x: jax.Array) -> Any:
+        """Name the statistics of a call, and return them."""
+        statistics = super().visit(network, jnp.stack([x, x]) if self.new_rows else x)
+
+        def named(path: Any, leaf: jax.Array) -> jax.Array:
+            name = f"statistics {len(self.calls)}{jax.tree_util.keystr(path)}"
+            self.sites[name] = checkpoint_name(leaf, MARK + name)
+            return self.sites[name]
+
+        return jax.tree_util.tree_map_with_path(named, statistics)
 
 
-def for_prediction(
+class ReadModel(NamedTuple):
+    """A model as it is at the rows of some arguments.
+
+    :param statistics: names of the sites with statistics of batch normalizations.
+    :param new_rows: whether it predicts.
+    """
+
+    reading: Reading
+    statistics: tuple[str, ...]
+    new_rows: bool
+
+    @property
+    def sites(self) -> Sites:
+        """The sites of the model itself."""
+        sites = self.reading.sites
+        return {name: sites[name] for name in sites if name not in self.statistics}
+
+
+def read_model(
+    model: Callable,
     arguments: Arguments,
-    new: Mapping[str, Any],
-    observed: set[str],
-    affecting: Callable[[], Collection[str]] = tuple,
-    counts: Callable[[], Counted] = Counted,
-) -> Arguments:
-    """Arguments of a prediction: new values replace the old, and observations without a
-    new value are dropped.
+    params: Mapping[str, Any] | None = None,
+    new_rows: bool = False,
+) -> ReadModel:
+    """Read a model at some arguments.
 
-    So are optional arguments with one row per training point that only weight or mask
-    the likelihood.
-
-    :param arguments: those of the run.
-    :param new: values by argument name, e.g. ``{"x": x_test, "y": y_test}``.
-    :param observed: names of the arguments that carry observations.
-    :param affecting: finds the arguments that change what is predicted.
-    :param counts: finds which axes of the arguments have the same rows; where it cannot
-        tell, those of one length.
-    :raises ValueError: for an unknown name, NaN, an array of another shape than in the
-        run, mismatched lengths, or an argument with one row per training point and no
-        new value that changes what is predicted.
+    :param params: values of its parameters by site.
+    :param new_rows: whether it predicts: batch normalizations use the statistics of
+        other rows.
     """
-    new = as_numpy((), new)[1]
-    arrays, run_arrays = Arguments(new).arrays, arguments.arrays
-    accepted = {**arguments.values, **arguments.optional}
-    for name in new:
-        if name not in accepted:
-            raise unknown_name(CALL, "predictions", name, accepted)
-    rows = _RowAxes(run_arrays, observed, counts() if arrays else Counted())
-    for name, value in arrays.items():
-        if np.issubdtype(np.asarray(value).dtype, np.floating):
-            check_finite(CALL, f"predictions[{name!r}]", value)
-        if name in run_arrays:
-            shape, run_shape = np.shape(value), np.shape(run_arrays[name])
-            sizes, expected = list(map(str, shape)), list(map(str, run_shape))
-            row_axis = rows.axes[name]
-            sizes[row_axis : row_axis + 1] = ["M"]
-            expected[row_axis : row_axis + 1] = ["M"]
-            if sizes != expected or len(shape) != len(run_shape):
-                comma = "," if len(run_shape) == 1 else ""
-                instead = (
-                    f"Pass ({', '.join(expected)}{comma}), one row per new point, as "
-                    f"in the run's {run_shape}."
-                )
-                raise argument_error(
-                    CALL, f"predictions[{name!r}]", f"shape {shape}", instead
-                )
-    replaced = [name for name in arrays if name in run_arrays]
-    for name in replaced:
-        # Arguments with the same rows in the run are columns of one table, so their new
-        # lengths must agree.
-        columns = {
-            column: np.moveaxis(arrays[column], rows.axes[column], 0)
-            for column in replaced
-            if rows.same(name, rows.axes[name], column)
-        }
-        check_same_length(CALL, **columns)
-    lacking = set()
-    for name in run_arrays.keys() - new.keys() - observed:
-        for axis in range(np.ndim(run_arrays[name])):
-            for column in replaced:
-                if rows.same(name, axis, column):
-                    lacking.add(name)
-    affected = affecting() if lacking else ()
-    for name in sorted(lacking):
-        if name not in arguments.optional or name in affected:
-            got = f"no value for {name!r}, which has one row per training point"
-            instead = f"Write e.g. `predictions={{..., {name!r}: {name}_test}}`"
-            if name in arguments.optional:
-                instead += f", or its default, `{name!r}: {arguments.optional[name]!r}`"
-            instead += "."
-            raise argument_error(CALL, "predictions", got, instead)
-    defaults = {}
-    for name, default in arguments.optional.items():
-        if name in lacking or (name in observed and default is None):
-            defaults[name] = default
-    return arguments.with_values({**defaults, **new})
+    statistics = _statistic_sites(new_rows)
+    # models know by this handler that these are predictions
+    model = unobserved(model, ()) if new_rows else model
+
+    def with_statistics(params: Mapping[str, Any], /, **leaves: Any) -> None:
+        args, kwargs = arguments.call(leaves)
+        with statistics:
+            handlers.substitute(model, data=params)(*args, **kwargs)
+        for name, value in statistics.sites.items():
+            numpyro.deterministic(name, value)
+
+    reading = Reading(with_statistics, (params or {},), arguments.split()[1])
+    return ReadModel(reading, tuple(statistics.sites), new_rows)
 
 
-class _RowAxes:
-    """The axis of each array of a run that has its rows: the first, unless the program
-    has them along another.
-    """
-
-    def __init__(
-        self, arrays: Mapping[str, Any], observed: set[str], counts: Counted
-    ) -> None:
-        self.arrays, self.counts = arrays, counts
-        self.observed = observed & arrays.keys()
-        self.axes: dict[str, int] = {}
-        for name, array in arrays.items():
-            self.axes[name] = 0
-            axes = range(np.ndim(array))
-            along = [axis for axis in axes if True in self._answers(name, axis)]
-            if along and self._answers(name, 0) == {False}:
-                self.axes[name] = along[0]
-
-    def _answers(self, name: str, axis: int) -> set[bool | None]:
-        """Whether an axis has the rows of each observation, as far as it is known."""
-        return {self.counts.alike((name, axis), (y, 0)) for y in self.observed}
-
-    def same(self, name: str, axis: int, column: str) -> bool:
-        """Whether an axis of an array has the rows of another array."""
-        along = self.axes[column]
-        if np.shape(self.arrays[name])[axis] != np.shape(self.arrays[column])[along]:
-            return False
-        alike = self.counts.alike((name, axis), (column, along))
-        return axis == self.axes[name] if alike is None else alike
-
-
-def sites_at(
-    model: Callable,
-    draw: Draws,
-    rng_key: Any,
-    call: Call,
-    training: Call | None = None,
-    *,
-    predict: Any = (),
-) -> Sites:
-    """Trace of ``model`` with its latent sites at ``draw`` and its plates full.
-
-    :param draw: values of latent sites, and of parameters that are known.
-    :param training: use the statistics of batch normalizations of this call.
-    :param predict: names of observed sites to be drawn instead of using their data.
-    """
-
-    def latent(site: dict[str, Any]) -> Any:
-        # Deterministic sites are recomputed: the draw holds their values for the
-        # training data.
-        return (
-            draw.get(site["name"]) if site["type"] in ("sample", *PARAMETERS) else None
+@contextmanager
+def naming_new_rows(call: str, argument: str) -> Iterator[None]:
+    """Put before what a model says at new rows that it is about these."""
+    try:
+        yield
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        if ": argument `" in str(error):
+            raise
+        got = f"arguments with which the model fails ({error})"
+        instead = (
+            "Pass values shaped as in the run, with one row per new point in each."
         )
-
-    def run(call: Call, predict: Collection[str] = ()) -> Sites:
-        return full_trace(unobserved(model, predict), latent, *call, rng_key)
-
-    # Draws of a diverged chain are NaN; validation would raise an error and lose the
-    # other chains.
-    with numpyro.validation_enabled(False):
-        if training is None:
-            return run(call, predict)
-        with record_statistics() as recorded:
-            run(training)
-        with use_statistics(recorded.calls):
-            return run(call, predict)
+        raise argument_error(call, argument, got, instead) from error
 
 
-def site_values(
-    model: Callable,
-    draw: Draws,
-    rng_key: jax.Array,
-    call: Call,
-    training: Call | None = None,
-    observed: Any = None,
-) -> Sites:
-    """:func:`sites_at` with the values of parameters and observed sites, computed by
-    one program.
+class Replay:
+    """The sites of a model by their roles, and their values at draws.
 
-    Each observed site also says which of its elements no mask leaves out, as
-    ``"unmasked"``. Of other sites only what is known without computing can be read.
-
-    :param training: use the statistics of batch normalizations of this call.
-    :param observed: names of observed sites, to be drawn; by default those that the
-        model observes, with their data.
+    :param fit: the model, its arguments, and the draws.
+    :param read: the model at these arguments, if it has been read.
     """
-    sites: Sites = {}
 
-    def values(draw_and_key: tuple, calls: tuple, _: Any) -> Sites:
-        sites.update(sites_at(model, *draw_and_key, *calls, predict=observed or ()))
-        return {name: _computed(site, observed) for name, site in sites.items()}
+    def __init__(self, fit: Fit, read: ReadModel | None = None) -> None:
+        self.fit = fit
+        self.read = read or read_model(fit.model, fit.arguments, fit.params)
+        self.reading, self.sites = self.read.reading, self.read.sites
+        #: Values of the latent sites: all others are computed from them.
+        self.latent: dict[str, np.ndarray] = {}
+        for name in sites_of_type(self.sites, "sample"):
+            if name in fit.posterior:
+                self.latent[name] = fit.posterior[name]
+        self.first = {name: value[0, 0] for name, value in self.latent.items()}
+        self._check_parameters()
+        sources = self._sources(_values)
+        self._find_observations(sources)
+        #: Deterministic sites that are functions of the data.
+        self.dependent = [
+            name for name in sites_of_type(self.sites, "deterministic") if sources[name]
+        ]
+        self._find_factors()
 
-    computed = jax.device_get(
-        compiled.run(values, (draw, rng_key), (call, training), {})
-    )
-    return {name: {**site, **computed[name]} for name, site in sites.items()}
+    def _sources(self, quantities: Callable[[Sites], Mapping]) -> dict[Any, set[str]]:
+        """Names of the arguments from which quantities of a trace are computed."""
+        arrays = self.fit.arguments.arrays.keys()
+        sources = self.reading.sources(quantities)
+        return {quantity: places & arrays for quantity, places in sources.items()}
+
+    def _check_parameters(self) -> None:
+        """Parameter sites must not depend on the key, because their values in the run
+        are not stored.
+        """
+        unknown = sites_of_type(self.sites, *PARAMETERS).keys() - self.fit.params.keys()
+        if not unknown:
+            return
+        check_state(CALL, "result", self.reading)
+
+        def values(reading: Reading, key: jax.Array) -> dict[str, list]:
+            sites = reading.at(self.first, key, unknown)
+            leaves = {name: jax.tree.leaves(sites[name]["value"]) for name in unknown}
+            return {name: arrays_in(leaves[name]) for name in sorted(unknown)}
+
+        program = self.reading.prepare(values)
+        first, second = (jax.device_get(program(random.key(seed))) for seed in (0, 1))
+        for name in first:
+            for a, b in zip(first[name], second[name], strict=True):
+                if not np.array_equal(key_numbers(a), key_numbers(b)):
+                    got = (
+                        f"a model whose parameter site {name!r} starts at random values"
+                    )
+                    instead = (
+                        "MCMC froze and did not store it: fix it by "
+                        "`handlers.substitute` before the run."
+                    )
+                    raise argument_error(CALL, "result", got, instead)
+
+    # -- roles of sites ----------------------------------------------------------------
+
+    def _find_observations(self, sources: Mapping[str, set]) -> None:
+        """Separate observations from fixed values, such as weights given to
+        ``handlers.condition``.
+
+        A value is fixed if other sites depend on it and no argument of the model gives
+        it. An observation is redrawn in predictions, unless it is an input of the
+        others: a site of x, of which y is a function.
+        """
+        samples = sites_of_type(self.sites, "sample")
+        data_sites = [name for name, site in samples.items() if _is_data(site)]
+        below = self.reading.depends(partial(_log_densities, names=samples), data_sites)
+        #: Observed sites on which others depend.
+        self.inner: set[str] = set()
+        for name in samples:
+            self.inner |= below[name] - {name}
+        #: Names of the arguments that carry observations.
+        self.observed: set[str] = set()
+        for name in data_sites:
+            if name not in self.inner:
+                self.observed |= sources[name]
+        self.observed_sites = []
+        self.redrawn = []
+        for name in data_sites:
+            if name not in self.inner or sources[name]:
+                self.observed_sites.append(name)
+            if name not in self.inner or sources[name] & self.observed:
+                self.redrawn.append(name)
+
+    def _find_factors(self) -> None:
+        """Find the factors that are computed from data: in a plate whose rows they
+        have, such as those of censored rows, they are likelihood as well.
+        """
+        #: Factors of single rows, and of all of them.
+        self.factors: list[str] = []
+        self.without_rows: list[str] = []
+        samples = sites_of_type(self.sites, "sample")
+        names = [name for name, site in samples.items() if is_factor(site["fn"])]
+        sources = self._sources(partial(_log_densities, names=names)) if names else {}
+        for name in names:
+            shape = samples[name]["fn"].batch_shape
+            frames = samples[name]["cond_indep_stack"]
+            has_rows = frames and all(
+                len(shape) >= -frame.dim and shape[frame.dim] == frame.size
+                for frame in frames
+            )
+            if sources[name]:
+                (self.factors if has_rows else self.without_rows).append(name)
+
+    def affecting(self) -> set[str]:
+        """Names of the arguments that change what is predicted, and not only a mask or
+        a scale of the likelihood.
+        """
+
+        def parts(sites: Sites) -> dict[str, Any]:
+            values: dict[str, Any] = {}
+            for name, site in sites.items():
+                if site["type"] == "deterministic":
+                    values[name] = site["value"]
+                elif site["type"] == "sample" and not is_factor(site["fn"]):
+                    values[name] = arrays_in(unwrapped(site["fn"], masked=True))
+            return values
+
+        return set().union(*self._sources(parts).values())
+
+    @cached_property
+    def counts(self) -> Counted:
+        """Which axes of the arguments count the rows of which plate."""
+        return counted(self.reading)
+
+    # -- values ------------------------------------------------------------------------
+
+    def observations(self, read: ReadModel) -> Sites:
+        """Sites with the values of observations at the first draw, computed by one
+        program.
+
+        Each also says which of its elements no mask leaves out, as ``"unmasked"``.
+        """
+        observed = dict.fromkeys((*self.observed_sites, *self.redrawn))
+        names = [name for name in observed if name in read.sites]
+
+        def values(reading: Reading, draw: Draws) -> dict[str, dict[str, Any]]:
+            sites = reading.at(draw, only=names)
+            return {
+                name: {
+                    "unmasked": unmasked_elements(site["fn"]),
+                    "value": site["value"],
+                }
+                for name, site in sites.items()
+            }
+
+        computed = jax.device_get(read.reading.run(values, self.first))
+        sites = read.sites
+        return {name: {**sites[name], **computed.get(name, {})} for name in sites}
+
+    def values(
+        self,
+        read: ReadModel,
+        draws: Draws,
+        rng_key: jax.Array,
+        evaluate: Evaluate,
+        scored: bool,
+        predictive: bool = True,
+        training: ReadModel | None = None,
+    ) -> Groups:
+        """Log likelihoods and predictions, where they are asked for.
+
+        :param read: the model at the training rows, or at new ones.
+        :param training: the model at the training rows, by default that of the fit.
+        """
+        if not (scored or predictive):
+            return {}
+        if read.new_rows and read.statistics:
+            training = training or self.read
+            statistics = _batch_statistics(read, training, draws, rng_key, evaluate)
+            draws = {**draws, **statistics}
+
+        def at_draw(reading: Reading, draw: Draws, key: jax.Array) -> Groups:
+            groups: Groups = {}
+            at = partial(reading.at, rng_key=_model_key(key))
+            if scored:
+                sites = at(draw, only=(*self.observed_sites, *self.factors))
+                groups["log_likelihood"] = self._log_likelihood(sites)
+            if predictive:
+                drawn, groups["predictions"] = self._predicted(at, draw, key)
+                names = [name for name in self.dependent if name in reading.sites]
+                sites = at({**draw, **drawn} if read.new_rows else draw, only=names)
+                for name in names:
+                    groups["predictions"][name, ""] = sites[name]["value"]
+            return groups
+
+        return evaluate(read.reading, at_draw, draws, rng_key)
+
+    def _predicted(
+        self, at: Callable, draw: Draws, key: jax.Array
+    ) -> tuple[dict[str, jax.Array], dict[tuple[str, str], jax.Array]]:
+        """Observations that are drawn anew, by site, and with their means."""
+        drawn: dict[str, jax.Array] = {}
+        sites = at(draw, only=self.redrawn)
+        for name in self.redrawn:
+            key, site_key = random.split(key)
+            drawn[name] = sites[name]["fn"].sample(site_key)
+            if name in self.inner:
+                sites = at({**draw, **drawn}, only=self.redrawn)
+        values = {}
+        for name in self.redrawn:
+            values[name, ""] = drawn[name]
+            mean = observation_mean(sites[name]["fn"])
+            if mean is not None:
+                values[name, mean[0]] = mean[1]
+        return drawn, values
+
+    def _log_likelihood(self, sites: Sites) -> dict[tuple[str, str], jax.Array]:
+        """Log densities: minus infinity outside of a support."""
+        densities = {}
+        for name, density in _log_densities(sites, sites).items():
+            if name in self.observed_sites:
+                inside = in_support(sites[name]["fn"], sites[name]["value"])
+                density = jnp.where(inside, density, -jnp.inf)
+            densities[name, ""] = density
+        return densities
 
 
-def is_data(site: Mapping[str, Any]) -> bool:
-    """Whether a site is an observation."""
-    return (
-        site["type"] == "sample"
-        and site["is_observed"]
-        and not site.get("infer", {}).get("is_auxiliary", False)
-    )
-
-
-def _computed(
-    site: Mapping[str, Any], observed: Collection[str] | None
+def _batch_statistics(
+    new: ReadModel,
+    training: ReadModel,
+    draws: Draws,
+    rng_key: jax.Array,
+    evaluate: Evaluate,
 ) -> dict[str, Any]:
-    if site["type"] in PARAMETERS:
-        leaves = jax.tree.leaves(site["value"])
-        return {"value": [leaf for leaf in leaves if isinstance(leaf, jax.Array)]}
-    if is_data(site) if observed is None else site["name"] in observed:
-        return {"unmasked": unmasked_elements(site["fn"]), "value": site["value"]}
-    return {}
+    """Statistics of batch normalizations at the training rows, at each draw."""
+    if new.statistics != training.statistics:
+        got = "a model that normalizes new rows in other calls than training rows"
+        instead = (
+            "The model must call its networks equally often on training data and for "
+            "prediction."
+        )
+        raise argument_error(CALL, "predictions", got, instead)
+
+    def at_draw(reading: Reading, draw: Draws, key: jax.Array) -> dict[str, Any]:
+        sites = reading.at(draw, _model_key(key), new.statistics)
+        return {name: site["value"] for name, site in sites.items()}
+
+    return evaluate(training.reading, at_draw, draws, rng_key)
+
+
+def _model_key(key: jax.Array) -> jax.Array:
+    """The key of random numbers inside of the model, such as those of dropout: of a
+    draw it is the same in each call, and not that of an observation.
+    """
+    return random.fold_in(key, 0)
+
+
+def _is_data(site: Site) -> bool:
+    is_auxiliary = site.get("infer", {}).get("is_auxiliary", False)
+    return site["is_observed"] and not is_auxiliary
+
+
+def _values(sites: Sites) -> dict[str, Any]:
+    named = sites_of_type(sites, "sample", "deterministic")
+    return {name: site["value"] for name, site in named.items()}
+
+
+def _log_densities(sites: Sites, names: Collection[str]) -> dict[str, jax.Array]:
+    return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
 
 def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
-    """``"mean"`` and the mean of an observation, or ``"probs"`` and class probabilities
-    (..., K), if it has one.
+    """The mean of an observation, if it has one, or class probabilities (..., K), after
+    the ending of its name.
     """
     base = unwrapped(fn, masked=True)
     shape = fn.batch_shape + fn.event_shape
@@ -263,97 +412,9 @@ def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
         fn = base.base_dist
     if isinstance(base, dist.CategoricalProbs | dist.CategoricalLogits):
         classes = jnp.arange(base.probs.shape[-1]).reshape((-1,) + (1,) * len(shape))
-        return "probs", jnp.moveaxis(jnp.exp(base.log_prob(classes)), 0, -1)
+        return "_probs", jnp.moveaxis(jnp.exp(base.log_prob(classes)), 0, -1)
     try:
         mean = fn.mean
     except NotImplementedError:
         return None
-    return "mean", jnp.broadcast_to(mean, shape)
-
-
-def observed_elements(
-    site: Mapping[str, Any], log_likelihood: np.ndarray
-) -> np.ndarray:
-    """Which elements of log likelihoods (C, S, ...) of a site are of data, not left out
-    by a mask in every draw.
-    """
-    if is_factor(site["fn"]):
-        return (log_likelihood != 0).any(axis=(0, 1))
-    events = tuple(range(-site["fn"].event_dim, 0))
-    return site["unmasked"].any(axis=events) | (log_likelihood != 0).any(axis=(0, 1))
-
-
-def zero_draws(
-    fn: Callable, draws: Draws, rng_key: jax.Array, _: Any, shared: tuple = ()
-) -> dict[str, np.ndarray]:
-    """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing
-    is computed.
-    """
-    first = {name: value[0, 0] for name, value in draws.items()}
-    shapes = jax.eval_shape(
-        lambda *draw_and_key: fn(*draw_and_key, *shared), first, rng_key
-    )
-    return {
-        name: np.zeros((1, 1, *shape.shape), shape.dtype)
-        for name, shape in shapes.items()
-    }
-
-
-def map_draws(
-    fn: Callable[..., dict[str, jax.Array]],
-    draws: Draws,
-    rng_key: jax.Array,
-    draws_per_chunk: int | None = None,
-    shared: tuple = (),
-    progress_bar: bool = False,
-) -> dict[str, np.ndarray]:
-    """Apply ``fn(draw, key, *shared)`` to every draw and collect the results in host
-    memory.
-
-    The function is compiled once for a chunk of draws; memory holds the results and one
-    chunk. Each draw has its own key, so results do not depend on the chunk size, by
-    default as many as keep working memory near 128 MiB.
-
-    :param draws: arrays (C, S, ...); so are the results.
-    :param shared: arguments of models and parameters, the same for every draw.
-    """
-    chains, length = next(iter(draws.values())).shape[:2]
-    total = chains * length
-    flat = {
-        name: np.asarray(value).reshape((total, *value.shape[2:]))
-        for name, value in draws.items()
-    }
-    first = {name: value[0] for name, value in flat.items()}, rng_key
-    fitting = compiled.draws_per_chunk(lambda *draw: fn(*draw, *shared), *first)
-    size = min(total, draws_per_chunk or fitting)
-
-    def at_draws(inputs: tuple, shared: tuple, _: Any) -> dict[str, jax.Array]:
-        draws, index, rng_key = inputs
-        keys = jax.random.split(rng_key, total)[index]
-        return jax.vmap(lambda draw, key: fn(draw, key, *shared))(draws, keys)
-
-    # Few draws take less time than a program that is optimized for many.
-    program = compiled.prepare(
-        at_draws, shared, {}, once=FEW_DRAWS_FACTOR * total <= fitting
-    )
-    results: dict[str, np.ndarray] = {}
-    for start in tqdm.trange(
-        0,
-        total,
-        size,
-        desc="predictions",
-        delay=SECONDS_WITHOUT_BAR,
-        disable=not progress_bar,
-    ):
-        # The last chunk is padded with the last draw: one shape, one compilation.
-        index = np.minimum(np.arange(start, start + size), total - 1)
-        inputs = {name: value[index] for name, value in flat.items()}, index, rng_key
-        chunk = jax.device_get(program(inputs))
-        count = min(size, total - start)
-        for name, value in chunk.items():
-            if name not in results:
-                shape = chains, length, *value.shape[1:]
-                results[name] = np.empty(shape, value.dtype)
-            by_draw = results[name].reshape(total, *value.shape[1:])  # a view
-            by_draw[start : start + count] = value[:count]
-    return results
+    return "_mean", jnp.broadcast_to(mean, shape)

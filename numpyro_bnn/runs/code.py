@@ -226,22 +226,34 @@ class _Code:
     """The instructions of a function as words, and what they read from outside, by its
     name.
 
-    In the words, variables are numbers, in the order in which they occur.
+    In the words, variables are numbers, in the order in which their names occur.
     """
 
     def __init__(self, function: FunctionType) -> None:
         self._globals, self._cells = function.__globals__, _cells(function)
         self.reads: dict[tuple[str, ...], Any] = {}
-        self.words: list[str] = self._walk(function.__code__, {})
+        self._variables: dict[str, int] = {}
+        self.words: list[str] = self._walk(function.__code__, frozenset())
 
-    def _walk(self, code: CodeType, outer: Mapping[str, str]) -> list[str]:
+    def _number(self, name: str) -> int:
+        return self._variables.setdefault(name, len(self._variables))
+
+    def _walk(self, code: CodeType, outer: frozenset[str]) -> list[str]:
+        """The words of a piece of code.
+
+        :param outer: variables of the code around it, inside of the function.
+        """
         steps: list[dis.Instruction] = []
         places: dict[int, int] = {}
         for step in dis.get_instructions(code):
             places[step.offset] = len(steps)
             if step.opname not in LEFT_OUT:
                 steps.append(step)
-        names = _Names(code, outer)
+        packed = [inspect.CO_VARARGS, inspect.CO_VARKEYWORDS]
+        count = sum(bool(code.co_flags & flag) for flag in packed)
+        count += code.co_argcount + code.co_kwonlyargcount
+        for name in code.co_varnames[:count]:
+            self._number(name)
         words = [
             (
                 f"{code.co_argcount} {code.co_posonlyargcount} "
@@ -270,26 +282,11 @@ class _Code:
                     if num_cells and words[-1] == f"BUILD_TUPLE {num_cells}":
                         # of its closure, in the order of names
                         del words[-num_cells - 1 :]
-                    words += self._walk(step.argval, names.known)
+                    words += self._walk(step.argval, outer.union(code.co_cellvars))
                 else:
                     words.append(f"{kind} {_constant(step.argval)}")
             elif step.opcode in dis.haslocal or step.opcode in dis.hasfree:
-                variables = (
-                    step.argval if isinstance(step.argval, tuple) else (step.argval,)
-                )
-                kinds = (
-                    re.findall("(?:LOAD|STORE)_FAST", kind)
-                    if len(variables) > 1
-                    else [kind]
-                )
-                for instruction, name in zip(kinds, variables, strict=True):
-                    closure = (
-                        instruction == "LOAD_FAST"
-                        and name in code.co_freevars + code.co_cellvars
-                    )
-                    words.append(
-                        "LOAD_CLOSURE" if closure else f"{instruction} {names[name]}"
-                    )
+                words += self._variables_in(code, kind, step.argval)
             elif step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
                 words.append(f"{kind} {places[step.argval]}")
             elif step.opcode in dis.hasname:
@@ -299,6 +296,22 @@ class _Code:
                     self.reads.setdefault((step.argval,), module)
             else:
                 words.append(f"{kind} {step.arg}")
+        return words
+
+    def _variables_in(self, code: CodeType, kind: str, names: Any) -> list[str]:
+        """The words of an instruction that reads or writes one variable, or two."""
+        kinds = [kind]
+        if isinstance(names, tuple):
+            kinds = re.findall("(?:LOAD|STORE)_FAST", kind)
+        else:
+            names = (names,)
+        cells = code.co_freevars + code.co_cellvars
+        words = []
+        for instruction, name in zip(kinds, names, strict=True):
+            if instruction == "LOAD_FAST" and name in cells:
+                words.append("LOAD_CLOSURE")
+            else:
+                words.append(f"{instruction} {self._number(name)}")
         return words
 
     def _read(self, steps: list[dis.Instruction], of_cell: bool) -> tuple[str, ...]:
@@ -323,32 +336,6 @@ class _Code:
             return scope[name], True
         names = builtins if isinstance(builtins, dict) else vars(builtins)
         return f"built in: {name in names} {name}", False
-
-
-class _Names:
-    """Variables of a piece of code as numbers, in the order in which they occur; those
-    of the code around it too.
-    """
-
-    def __init__(self, code: CodeType, outer: Mapping[str, str]) -> None:
-        self._level, self._count = len(outer), 0
-        self.known = dict(outer)
-        flags = bool(code.co_flags & inspect.CO_VARARGS) + bool(
-            code.co_flags & inspect.CO_VARKEYWORDS
-        )
-        inner_names = set(code.co_varnames + code.co_cellvars)
-        for name in inner_names:
-            self.known.pop(name, None)
-        for name in code.co_varnames[
-            : code.co_argcount + code.co_kwonlyargcount + flags
-        ]:
-            self[name]
-
-    def __getitem__(self, name: str) -> str:
-        if name not in self.known:
-            self.known[name] = f"{self._level}.{self._count}"
-            self._count += 1
-        return self.known[name]
 
 
 def _constant(value: Any) -> str:

@@ -5,10 +5,10 @@ that is there.
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from copy import copy
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -44,6 +44,15 @@ from numpyro_bnn.runs.spread import spread_of
 
 CALL = "runs.start"
 DTYPES = ("float16", "float32", "float64")
+
+
+def _is_names(value: Any) -> bool:
+    """Whether it is a collection of texts; a text would be one of letters."""
+    is_collection = isinstance(value, Collection) and not isinstance(value, str)
+    return is_collection and all(isinstance(item, str) for item in value)
+
+
+Names: TypeAlias = Annotated[Collection[str], Kind(_is_names, "Pass a tuple of names.")]
 
 
 class Run:
@@ -128,9 +137,9 @@ def start(
     mcmc: Annotated[MCMC, Kind(MCMC, "Pass a `numpyro.infer.MCMC`.")],
     rng_key: RandomKey,
     *args: Any,
-    extra_fields: Sequence[str] = (),
+    extra_fields: Names = (),
     init_params: Any = None,
-    sites: Collection[str] | None = None,
+    sites: Names | None = None,
     dtype: Annotated[str, Choice(DTYPES)] | None = None,
     mesh: jax.sharding.Mesh | None = None,
     block_seconds: Positive = 10.0,
@@ -189,7 +198,12 @@ def start(
     ...     run.get_samples()["mean"].shape
     (20,)
     """
-    _check(mcmc, extra_fields, sites, (rng_key, args, kwargs, init_params))
+    refuse_tracers(
+        CALL,
+        "It runs on the host: call it outside of `jit` and `vmap`.",
+        (rng_key, args, kwargs, init_params),
+    )
+    _check(mcmc)
     import_extra(CALL, "zarr")
     fields = dict.fromkeys((*mcmc.sampler.default_fields, *extra_fields))
     fields.pop(mcmc.sampler.sample_field, None)
@@ -309,27 +323,27 @@ class _Loop:
         total = self.warmup + self.draws_wanted * thinning
         done = self.warmed + self.draws_done * thinning
         options = {"total": total, "initial": done, "unit": "step", "desc": "compiling"}
-        with tqdm.tqdm(**options, disable=not progress_bar or done >= total) as bar:
-            try:
+        try:
+            with tqdm.tqdm(**options, disable=not progress_bar or done >= total) as bar:
                 self._warm_up(bar)
                 self._sample(bar)
-            except KeyboardInterrupt:
-                if not self.draws_done or self.spread.several:
-                    raise
+        except KeyboardInterrupt:  # also while the bar closes
+            if not self.draws_done or self.spread.several:
+                raise
+            if self.draws_done < self.draws_wanted:
                 return (
                     f"interrupted: {self.draws_done} of {self.draws_wanted} draws; the "
                     f"same call goes on."
                 )
-            except jax.errors.JaxRuntimeError as cause:
-                if not self.spread.several:
-                    raise
-                text = (
-                    "Start all processes again: the same call goes on from the last "
-                    "block."
-                )
-                raise RuntimeError(
-                    f"{CALL}: another process of this run may have ended. {text}"
-                ) from cause
+        except jax.errors.JaxRuntimeError as cause:
+            if not self.spread.several:
+                raise
+            text = (
+                "Start all processes again: the same call goes on from the last block."
+            )
+            raise RuntimeError(
+                f"{CALL}: another process of this run may have ended. {text}"
+            ) from cause
         return ""
 
     def _warm_up(self, bar: tqdm.tqdm) -> None:
@@ -456,44 +470,21 @@ def _value(state: Any, name: str) -> Any:
     return state
 
 
-def _check(mcmc: MCMC, extra_fields: Any, sites: Any, arguments: Any) -> None:
+def _check(mcmc: MCMC) -> None:
     """Refuse what cannot be run in blocks, before any work."""
-    refuse_tracers(
-        CALL, "It runs on the host: call it outside of `jit` and `vmap`.", arguments
-    )
-    for name, value in (("extra_fields", extra_fields), ("sites", sites)):
-        is_collection = isinstance(value, Collection) and not isinstance(value, str)
-        if value is not None and not (
-            is_collection and all(isinstance(item, str) for item in value)
-        ):
-            raise argument_error(CALL, name, value, "Pass a tuple of names.", TypeError)
+    got = instead = ""
+    methods = ("sequential", "vectorized", "parallel", parallel_vectorized, jax.vmap)
     if mcmc.sampler.model is None:
         got = "an MCMC of a potential function"
-        raise argument_error(
-            CALL,
-            "mcmc",
-            got,
-            "Make the kernel from a model, so that its draws have names.",
-        )
-    if mcmc.post_warmup_state is not None:
+        instead = "Make the kernel from a model, so that its draws have names."
+    elif mcmc.post_warmup_state is not None:
         got = "an MCMC with a `post_warmup_state`"
-        raise argument_error(
-            CALL,
-            "mcmc",
-            got,
-            "Pass a new `MCMC`: the folder keeps the state to go on from.",
-        )
-    if mcmc.num_samples % mcmc.thinning:
+        instead = "Pass a new `MCMC`: the folder keeps the state to go on from."
+    elif mcmc.num_samples % mcmc.thinning:
         got = f"num_samples={mcmc.num_samples} with thinning={mcmc.thinning}"
-        raise argument_error(
-            CALL,
-            "mcmc",
-            got,
-            "Take a multiple of `thinning`, so that draws can be added later.",
-        )
-    methods = ("sequential", "vectorized", "parallel", parallel_vectorized, jax.vmap)
-    if mcmc.num_chains > 1 and mcmc.chain_method not in methods:
+        instead = "Take a multiple of `thinning`, so that draws can be added later."
+    elif mcmc.num_chains > 1 and mcmc.chain_method not in methods:
+        got = f"chain_method={mcmc.chain_method!r}"
         instead = "Use 'vectorized' or `infer.parallel_vectorized`."
-        raise argument_error(
-            CALL, "mcmc", f"chain_method={mcmc.chain_method!r}", instead
-        )
+    if got:
+        raise argument_error(CALL, "mcmc", got, instead)

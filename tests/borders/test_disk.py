@@ -20,6 +20,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+import tqdm
 from disk import at_syncs, blocks, contents, draws_of, python, recorder, same, states
 from helpers import group, refused
 from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
@@ -217,6 +218,20 @@ def test_ctrl_c_returns_the_finished_draws(recorded, tmp_path, monkeypatch):
         assert same(part.get_samples(True)["w"], whole["w"][:, : part.num_draws])
         assert same(part.last_state.z["w"], whole["w"][:, part.num_draws - 1])
     assert same(draws_of(start(tmp_path)), whole)
+
+
+def test_ctrl_c_while_the_bar_closes_loses_nothing(recorded, tmp_path, monkeypatch):
+    close = tqdm.tqdm.close
+
+    def interrupted(bar):
+        close(bar)
+        monkeypatch.setattr(tqdm.tqdm, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tqdm.tqdm, "close", interrupted)
+    finished = start(tmp_path, progress_bar=True)
+    assert finished.complete
+    assert same(draws_of(finished), draws_of(recorded("Barker").result))
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,18 @@ def test_ctrl_c_returns_the_steps_that_are_done(monkeypatch):
     assert caught[0].filename == __file__
 
 
+def test_ctrl_c_while_the_bar_closes_loses_nothing(monkeypatch):
+    expected, close = fit(10), tqdm.tqdm.close
+
+    def interrupted(bar):
+        close(bar)
+        monkeypatch.setattr(tqdm.tqdm, "close", close)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tqdm.tqdm, "close", interrupted)
+    np.testing.assert_array_equal(fit(10, progress_bar=True).losses, expected.losses)
+
+
 def test_ctrl_c_before_the_first_step_is_raised():
     def interrupted(x, y):
         line(x, y)

@@ -169,6 +169,44 @@ def test_noise_of_training_and_new_rows_is_standard_and_independent():
     assert abs(np.corrcoef(z)[0, 1]) < bound
 
 
+def test_a_model_runs_once_for_each_shape_of_its_rows():
+    runs = []
+
+    def counted(x, y=None):
+        runs.append(x.shape)
+        return network(x, y)
+
+    run = sample(counted, *ZOO["network"].args)
+    runs.clear()
+    idata = bnn.to_inference_data(run, {"x": NEW_X, "y": np.zeros(5)})
+    assert runs == [X.shape, NEW_X.shape]
+    runs.clear()
+    bnn.predict(counted, idata, NEW_X)
+    assert runs == [NEW_X.shape, X.shape]
+
+
+def test_observations_that_others_depend_on_are_redrawn_before_them():
+    """And scored; of one argument, so that neither is an input of the other."""
+
+    def model(x, pairs=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        first, second = (None, None) if pairs is None else pairs.T
+        with numpyro.plate("data", len(x)):
+            middle = numpyro.sample("z", dist.Normal(w * x[:, 0], 1.0), obs=first)
+            numpyro.sample("y", dist.Normal(middle, 0.01), obs=second)
+
+    run, pairs = sample(model, X, np.stack([Y, Y], 1)), np.ones((5, 2), np.float32)
+    found = group(
+        bnn.to_inference_data(run, {"x": NEW_X, "pairs": pairs}), "predictions"
+    )
+    np.testing.assert_array_equal(found["y_mean"], found["z"])
+    assert np.abs(found["y"] - found["z"]).max() < 0.06
+    assert np.abs(found["z"] - found["z_mean"]).max() > 0.3
+    np.testing.assert_allclose(
+        found["y_log_likelihood"], scipy.stats.norm.logpdf(1, 1, 0.01), rtol=1e-5
+    )
+
+
 def test_sample_stats_have_arviz_names():
     stats, fields = (
         group(exported(), "sample_stats"),

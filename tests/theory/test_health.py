@@ -835,3 +835,42 @@ def test_one_infinite_value_of_many_is_reported():
     assert health(results({"posterior": {"w": ((*SAMPLE, "w_dim_0"), w)}})).marked == (
         1,
     )
+
+
+def test_a_result_whose_chains_are_all_at_fault_has_a_report():
+    made = Made()
+    made.w[:] = made.w[:, :1]
+    report = health(made.idata())
+    assert report.marked == tuple(range(C))
+    assert "rhat" not in {finding.name for finding in report.findings}
+
+
+def test_many_training_rows_are_judged_by_some_of_them():
+    """Where so many are not predicted unless asked for."""
+
+    def model(x, y=None):
+        w = numpyro.sample("net/kernel", numpyro.distributions.Normal(0, 1).expand([2]))
+        with numpyro.plate("data", len(x)):
+            fn = numpyro.distributions.Normal(x @ w, 0.3)
+            numpyro.sample("y", fn, obs=y)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(10_001, 2)).astype(np.float32)
+    y = (x @ [1.0, -1.0] + 0.3 * rng.normal(size=len(x))).astype(np.float32)
+    mcmc = MCMC(BarkerMH(model, step_size=1e-5, adapt_step_size=False), num_warmup=0,
+                num_samples=100, progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y))
+    found = []
+    for asked in (True, None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            idata = bnn.to_inference_data(
+                mcmc, log_likelihood=False, posterior_predictive=asked
+            )
+        assert ("posterior_predictive" in group_names(idata)) == bool(asked)
+        findings = {finding.name: finding for finding in health(idata).findings}
+        found.append([findings[name] for name in ("fit", "linear")])
+    for all_rows, some_rows in zip(*found, strict=True):
+        assert all_rows.verdict == some_rows.verdict
+        assert some_rows.value == pytest.approx(all_rows.value, abs=1e-5)
+    assert found[1][1].verdict == "warning"

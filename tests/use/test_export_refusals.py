@@ -309,6 +309,34 @@ def test_new_arguments_with_which_the_model_fails_are_refused(draws_not_evaluate
         bnn.to_inference_data(done, {"x": X[:5]})
 
 
+def test_sites_of_single_training_rows_do_not_fit_others():
+    def model(x, y=None):
+        with numpyro.plate("data", len(x)):
+            z = numpyro.sample("z", dist.Normal(0.0, 1.0))
+            numpyro.sample("y", dist.Normal(z * x, 0.5), obs=y)
+
+    message = r"model fails \('z' is \(5,\), its draws \(12,\)\)"
+    with pytest.raises(ValueError, match=message):
+        bnn.to_inference_data(sample(model, X, Y), {"x": X[:5]})
+
+
+def test_inputs_that_a_model_observes_are_scored_with_their_targets():
+    def model(x, y=None):
+        spread = numpyro.sample("b", dist.Normal(0.0, 10.0)) ** 2 + 1
+        x = numpyro.sample(
+            "x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x
+        )
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
+
+    idata = by_guide(model, {"x": X[:5], "y": Y[:5]})
+    np.testing.assert_allclose(
+        group(idata, "predictions")["y_log_likelihood"][0, 0],
+        scipy.stats.norm.logpdf(Y[:5], W * X[:5], 0.5),
+        rtol=1e-4,
+    )
+
+
 def over_time(x, knots, offset, y=None):
     """Bumps at as many knots as training rows, of inputs (T, N)."""
     kernel = numpyro.sample(

@@ -1,0 +1,369 @@
+"""What the checks of health read of a result: its numbers, and how much of the targets
+it explains at the training rows, beside a linear model.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numpyro_bnn import _arviz
+from numpyro_bnn.metrics._inputs import columns, spread, table
+
+# At most so many rows, and draws of a mean, are read.
+ROWS, DRAWS = 500, 100
+# A linear model is fitted to at least so many rows for each of its coefficients.
+ROWS_PER_COEFFICIENT = 3
+# At most so many values of the function are read.
+MAX_COLUMNS = 16
+
+
+class Losses(NamedTuple):
+    """Of one observed site at some rows.
+
+    :param rows: (n,) positions in the data; ``targets``: (n, ...) what was observed.
+    :param by_chain: (C, n) squared errors of each chain's mean, or errors (0, 1) of its
+        most probable class.
+    :param of_constant: (n,) the same of the mean, or of the most frequent class.
+    :param classes: whether the targets are classes.
+    """
+
+    rows: np.ndarray
+    targets: np.ndarray
+    by_chain: np.ndarray
+    of_constant: np.ndarray
+    classes: bool
+
+    def share(self, losses: np.ndarray) -> np.ndarray:
+        """How much is explained where losses (..., n) are left: 1 for all, 0 for as
+        much as by a constant.
+        """
+        with np.errstate(all="ignore"):
+            return 1 - losses.mean(axis=-1) / self.of_constant.mean()
+
+
+class Explained(NamedTuple):
+    """How much of an observed site is explained at the training rows.
+
+    :param share: by each chain, as :meth:`Losses.share`.
+    :param line: by a linear model, each row predicted from the others; ``None`` where
+        there is none.
+    :param behind_line: how much less than it each chain explains, two standard errors
+        taken off.
+    """
+
+    share: Sequence[float]
+    line: float | None
+    behind_line: Sequence[float]
+
+    @classmethod
+    def of(cls, losses: Losses, tables: Sequence[np.ndarray]) -> "Explained":
+        """From losses, and inputs (N, D) of the data."""
+        share = losses.share(losses.by_chain).tolist()
+        of_line = None
+        if tables:
+            x = np.column_stack(tables)[losses.rows].astype(np.float64)
+            if np.isfinite(x).all():
+                of_line = losses_of_linear_model(x, losses.targets, losses.classes)
+        if of_line is None:
+            return cls(share, None, [np.nan] * len(share))
+        with np.errstate(all="ignore"):
+            more = (losses.by_chain - of_line) / losses.of_constant.mean()
+        error = more.std(axis=1, ddof=1) / more.shape[1] ** 0.5
+        behind = more.mean(axis=1) - 2 * error
+        return cls(share, float(losses.share(of_line)), behind.tolist())
+
+
+def losses_by_site(
+    means: Mapping[str, np.ndarray], observed: Mapping[str, np.ndarray]
+) -> dict[str, Losses]:
+    """The losses of each site whose draws of means, or of class probabilities, fit its
+    targets.
+
+    :param means: (C, S, N, ...) by variable, ``<site>_mean`` or ``<site>_probs``.
+    :param observed: targets by site; rows that are not finite are left out.
+    """
+    losses = {}
+    for name, draws in means.items():
+        site, suffix = name.rsplit("_", 1)
+        classes = suffix == "probs"
+        y = observed.get(site)
+        if y is None or not y.ndim or draws.shape[2 : draws.ndim - classes] != y.shape:
+            continue
+        finite = np.flatnonzero(np.isfinite(y).reshape(len(y), -1).all(axis=1))
+        if not finite.size:
+            continue
+        rows = finite[spread(len(finite), ROWS)]
+        mean = draws[:, spread(draws.shape[1], DRAWS)[:, None], rows].mean(
+            axis=1, dtype=np.float64
+        )
+        targets = y[rows]
+        if classes:
+            labels, counts = np.unique(targets, return_counts=True)
+            wrong = mean.argmax(axis=-1) != targets
+            wrong_constant = targets != labels[counts.argmax()]
+        else:
+            wrong = (mean - targets) ** 2
+            center = targets.mean(axis=0, dtype=np.float64)
+            wrong_constant = (targets - center) ** 2
+        losses[site] = Losses(
+            rows=rows,
+            targets=targets,
+            by_chain=wrong.reshape(len(wrong), len(rows), -1).mean(axis=2),
+            of_constant=wrong_constant.reshape(len(rows), -1).mean(axis=1),
+            classes=classes,
+        )
+    return losses
+
+
+def losses_of_linear_model(
+    x: np.ndarray, y: np.ndarray, classes: bool
+) -> np.ndarray | None:
+    """Losses (n,) of least squares on inputs x (n, D), each row predicted from all
+    others; ``None`` for fewer than three rows for each coefficient.
+
+    With the leverage h of a row the residual that it has when it is left out is
+    (y - fitted) / (1 - h).
+    """
+    targets = y.reshape(len(y), -1).astype(np.float64)
+    if classes:
+        targets = (y.reshape(-1, 1) == np.unique(y)).astype(np.float64)
+    sd = x.std(axis=0)
+    scaled = (x - x.mean(axis=0)) / np.where(sd > 0, sd, 1.0)
+    design = np.column_stack([np.ones(len(x)), scaled])
+    basis, singular, _ = np.linalg.svd(design, full_matrices=False)
+    basis = basis[:, singular > 1e-6 * singular[0]]
+    if basis.shape[1] * ROWS_PER_COEFFICIENT > len(x):
+        return None
+    leverage = (basis**2).sum(axis=1, keepdims=True)
+    residual = targets - basis @ (basis.T @ targets)
+    left_out = residual / np.maximum(1 - leverage, 1e-6)
+    if classes:
+        scores = targets - left_out
+        return (scores.argmax(axis=1) != targets.argmax(axis=1)).astype(np.float64)
+    return (left_out**2).mean(axis=1)
+
+
+class Result:
+    """A result, and the chains in it that are at fault.
+
+    :param idata: as :func:`~numpyro_bnn.to_inference_data` returns it.
+    """
+
+    def __init__(self, idata: Any) -> None:
+        self.about = _arviz.attrs(idata)
+        self.groups = {
+            name: _arviz.group(idata, name) for name in _arviz.group_names(idata)
+        }
+        sampled = [g for g in self.groups.values() if {"chain", "draw"} <= set(g.sizes)]
+        self.chains: list[int] = []  # labels
+        self.draws = 0
+        if sampled:
+            self.chains = sampled[0]["chain"].to_numpy().tolist()
+            self.draws = sampled[0].sizes["draw"]
+        self.independent = bool(self.about.get("independent_draws", not sampled))
+        #: Positions of the chains that are not at fault.
+        self.sound = list(range(len(self.chains)))
+        # Chains may have been selected, or have labels of their own. Kernels report one
+        # number per chain and replica.
+        self.run_chains = int(self.about.get("num_chains", len(self.chains)))
+        of_run = all(label in range(self.run_chains) for label in self.chains)
+        self.positions = np.array(self.chains if of_run else self.sound, int)
+
+    def without(self, chains: Iterable[int]) -> "Result":
+        """The same with more chains at fault."""
+        result = copy(self)
+        result.sound = [c for c in self.sound if c not in set(chains)]
+        return result
+
+    def variables(self, group: str) -> Mapping[Any, Any]:
+        """Variables of a group; none if there is no such group."""
+        return self.groups[group].data_vars if group in self.groups else {}
+
+    def arrays(self, group: str) -> dict[str, np.ndarray]:
+        """Values of a group, chains and draws first; data as the model has seen
+        them.
+        """
+        scaled = group in ("constant_data", "observed_data", "posterior_predictive")
+        arrays = {}
+        for name, variable in self.variables(group).items():
+            ordered = variable.transpose("chain", "draw", ..., missing_dims="ignore")
+            array = ordered.to_numpy()
+            if scaled and (scale := self._scales.get(name.removesuffix("_mean"))):
+                array = (array - scale[0]) / scale[1]
+            arrays[str(name)] = array
+        return arrays
+
+    def numeric(self, group: str) -> list[np.ndarray]:
+        """Values of the variables of a group that are real numbers."""
+        return [v for v in self.arrays(group).values() if v.dtype.kind == "f"]
+
+    @cached_property
+    def _scales(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Means and standard deviations of data that an estimator standardized: it is
+        judged by what it has seen.
+        """
+        scales = {}
+        if self.about.get("standardized_inside"):
+            data = dict(self.variables("constant_data"))
+            data |= self.variables("observed_data")
+            for name, variable in data.items():
+                x = variable.to_numpy()
+                if x.dtype.kind == "f":
+                    shifted = x - x[0]  # constants are exact
+                    sd = shifted.std(axis=0) + (np.ptp(shifted, axis=0) == 0)
+                    scales[str(name)] = x[0] + shifted.mean(axis=0), sd
+        return scales
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The numbers of an attribute, maybe none."""
+        texts = str(self.about.get(name, "")).strip("[]").split(",")
+        return np.array([float(text) for text in texts if text])
+
+    def by_chain(self, name: str) -> np.ndarray | None:
+        """Numbers of an attribute, one per chain (of replicas, that of the first)."""
+        values = self.numbers(name)
+        places = self.positions * max(len(values) // max(self.run_chains, 1), 1)
+        return values[np.minimum(places, len(values) - 1)] if values.size else None
+
+    def statistic(self, *names: str) -> np.ndarray | None:
+        """Sampler statistic (C, S) with one of these names, also of the kernel inside a
+        wrapper.
+        """
+        for name, values in self.arrays("sample_stats").items():
+            if name.removeprefix("base.") in names and values.ndim == 2:
+                return values
+        return None
+
+    def finite(self, group: str) -> np.ndarray:
+        """At which draws (C, S) all real numbers of a group are finite."""
+        finite = np.ones((len(self.chains), self.draws), bool)
+        for value in self.numeric(group):
+            finite &= np.isfinite(value).reshape(*finite.shape, -1).all(axis=2)
+        return finite
+
+    def means(self, group: str) -> dict[str, np.ndarray]:
+        """Draws of the mean of each observed site, or of its class probabilities, by
+        variable.
+        """
+        means = {}
+        for name, value in self.arrays(group).items():
+            if name.endswith(("_mean", "_probs")) and value.ndim > 2:
+                means[name] = value
+        return means
+
+    def function(self) -> np.ndarray:
+        """Some columns (C, S, K) of the function in sound chains, or of its log
+        likelihood; maybe none.
+        """
+        values = (
+            self.means("posterior_predictive")
+            or self.means("predictions")
+            or self.arrays("log_likelihood")
+        )
+        drawn = columns(values.values(), MAX_COLUMNS)
+        finite = np.isfinite(drawn).all(axis=(1, 2))
+        return drawn[finite & np.isin(np.arange(len(drawn)), self.sound)]
+
+    def observations(self) -> np.ndarray:
+        """Some columns (C, S, K) of observations that sound chains draw; maybe none."""
+        for group in ("posterior_predictive", "predictions"):
+            values = self.arrays(group)
+            sites = {name.rsplit("_", 1)[0] for name in self.means(group)}
+            drawn = [values[site] for site in sorted(sites & values.keys())]
+            if drawn:
+                return columns(drawn, MAX_COLUMNS)[self.sound]
+        return np.zeros((0, 0, 0))
+
+    # -- data --------------------------------------------------------------------------
+
+    @cached_property
+    def has_network(self) -> bool:
+        """Whether the model has a network, whose priors expect standardized data."""
+        for name in self.variables("posterior"):
+            _, dot, leaf = name.rpartition(".")
+            if dot and leaf.removesuffix("_base") in ("kernel", "weight"):
+                return True
+        return "network" in self.about
+
+    @cached_property
+    def targets(self) -> dict[str, np.ndarray]:
+        """Observed data, NaN where a mask leaves elements out: the log likelihood has
+        an axis of the others.
+        """
+        targets = self.arrays("observed_data")
+        density = self.groups.get("log_likelihood")
+        for name, y in targets.items():
+            dim = f"{name}_observed"
+            if density is not None and dim in density.coords:
+                variable = self.groups["observed_data"][name]
+                labels = np.arange(y.size)
+                if y.ndim == 1 and variable.dims[0] in variable.coords:
+                    labels = variable[variable.dims[0]].to_numpy()
+                unmasked = np.isin(labels, density[dim].to_numpy())
+                targets[name] = np.where(unmasked.reshape(y.shape), y, np.nan)
+        return targets
+
+    @cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Arguments of a network with a row per observation, as (N, D), or (N height
+        width, channels) for images.
+        """
+        rows = {}
+        for name, x in self.arrays("constant_data").items():
+            axis = self.row_axis(name)
+            if axis is not None and self.has_network:
+                rows[name] = np.moveaxis(x, axis, 0)
+        inputs = {}
+        for name, x in rows.items():
+            numeric = x.dtype.kind in ("fiu" if x.ndim > 1 else "f")
+            if numeric and (x.ndim > 1 or len(rows) == 1):
+                inputs[name] = table(x)
+        return inputs
+
+    def row_axis(self, name: str) -> int | None:
+        """The axis of an argument that has a dimension of observed data; without
+        plates, a first one as long.
+        """
+        row_dims: set[str] = set()
+        lengths_without_plate: set[int] = set()
+        for site, y in self.variables("observed_data").items():
+            if y.ndim:
+                dim = str(y.dims[0])
+                # A dimension called like a variable has the ending `_dim`.
+                row_dims.add(dim.removesuffix("_dim"))
+                if dim == f"{site}_dim_0":
+                    lengths_without_plate.add(len(y))
+        argument = self.groups["constant_data"][name]
+        for axis, dim in enumerate(map(str, argument.dims)):
+            if dim.removesuffix("_dim") in row_dims:
+                return axis
+        return 0 if argument.ndim and len(argument) in lengths_without_plate else None
+
+    # -- fit ---------------------------------------------------------------------------
+
+    @cached_property
+    def losses(self) -> dict[str, Losses]:
+        """Losses of each observed site at some of the training rows."""
+        return losses_by_site(self.means("posterior_predictive"), self.targets)
+
+    @cached_property
+    def explained(self) -> dict[str, Explained]:
+        """What each chain explains of each observed site, and a linear model: of the
+        predictions in the result, or as an attribute says.
+        """
+        explained = {}
+        recorded = json.loads(self.about.get("explained", "{}"))
+        for site, (share, line, behind) in recorded.items():
+            of_chains = np.array([share, behind])[:, self.positions]
+            explained[site] = Explained(of_chains[0], line, of_chains[1])
+        if explained:
+            return explained
+        for site, losses in self.losses.items():
+            size = len(self.targets[site])
+            tables = [x for x in self.inputs.values() if len(x) == size]
+            explained[site] = Explained.of(losses, tables)
+        return explained
