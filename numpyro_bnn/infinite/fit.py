@@ -126,9 +126,9 @@ def prior_fit(
             np.log(spread / 3 if noise_sd is None else float(noise_sd))
         )
         evidence = partial(_evidence, net, moments.normal, moments.sites, x, y)
-        search = _search(begin, evidence, spread, log_sd, max_steps)
-        value, jitter, _ = evidence(search.best)
-        fitted = {name: np.exp(log_scale) for name, log_scale in search.best.items()}
+        best, start, done = _search(begin, evidence, spread, log_sd, max_steps)
+        value, jitter, _ = evidence(best)
+        fitted = {name: np.exp(best[name]) for name in begin}
     noise = float(fitted.pop("noise"))
     patterns = _patterns(moments, fitted, net.param_shapes(x.shape[1:]))
     plain = {}
@@ -138,11 +138,11 @@ def prior_fit(
         prior=BySite(patterns),
         noise_sd=noise,
         log_marginal_likelihood=float(value),
-        start=search.start,
+        start=start,
         scales=plain,
         jitter=float(jitter),
-        converged=search.converged,
-        num_evaluations=search.num_evaluations,
+        converged=bool(done.success),
+        num_evaluations=int(done.nfev) + 1,
     )
 
 
@@ -169,21 +169,16 @@ def _beginning(
     return begin
 
 
-class _Search(NamedTuple):
-    best: dict[str, Any]  # logarithms of the scales
-    start: float  # log evidence
-    num_evaluations: int
-    converged: bool
-
-
 def _search(
     begin: dict[str, np.ndarray],
     evidence: Callable[[dict], tuple[jax.Array, jax.Array, dict]],
     spread: float,
     log_sd: float,
     max_steps: int,
-) -> _Search:
-    """L-BFGS on the logarithms, within bounds."""
+) -> tuple[dict[str, Any], float, Any]:
+    """L-BFGS on the logarithms, within bounds: the best ones, the log evidence at the
+    start, and SciPy's report.
+    """
     from scipy.optimize import Bounds, minimize
 
     def each(of_scales: float, of_noise: float) -> np.ndarray:
@@ -225,7 +220,7 @@ def _search(
         bounds=bounds,
         options={"maxiter": max_steps},
     )
-    return _Search(unflatten(done.x), first, int(done.nfev) + 1, bool(done.success))
+    return unflatten(done.x), first, done
 
 
 def flat(tree: Any) -> np.ndarray:

@@ -9,24 +9,17 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import PositiveInt, Switch, checked
 from numpyro_bnn.infinite.prior_moments import (
     PriorMoments,
     Scales,
-    SiteMoments,
     prior_moments,
     weight_fan_in,
 )
-from numpyro_bnn.infinite.rules import (
-    Context,
-    Covariance,
-    Inputs,
-    Units,
-    contains,
-    propagate,
-)
+from numpyro_bnn.infinite.rules import Context, Inputs, Units, contains, propagate
 from numpyro_bnn.nn import BatchNorm, Layer
 from numpyro_bnn.nn.base import Net, Params
 
@@ -148,7 +141,12 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
     moments = _prior_moments(call, net, x, prior, scales)
     dtype = jnp.result_type(x, float)
     sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), moments.sites)
-    return _own(net, moments.normal, sites, jnp.asarray(x, dtype))
+
+    def variance(row: jax.Array) -> jax.Array:
+        pair = row[None], row[None]
+        return _block(net, moments.normal, False, sites, *pair)[0, 0]
+
+    return jax.vmap(variance)(jnp.asarray(x, dtype))
 
 
 def _checked_kernel(
@@ -192,7 +190,8 @@ def kernel(
     block = partial(_block, net, normal, tangent, sites)
     if block_size is not None:
         x2 = None if x2 is None else np.asarray(x2, dtype)
-        return _in_blocks(block, np.asarray(x1, dtype), x2, block_size)
+        x1 = np.asarray(x1, dtype)
+        return _in_blocks(lambda rows: partial(block, rows), x1, x2, block_size)
     x1 = jnp.asarray(x1, dtype)
     return _mirrored(block(x1, x1)) if x2 is None else block(x1, jnp.asarray(x2, dtype))
 
@@ -215,20 +214,7 @@ def _prior_moments(
 def _block(
     net: Layer, normal: frozenset[str], tangent: bool, sites: Any, x1: Any, x2: Any
 ) -> Any:
-    out = _propagated(net, Context(sites, normal, ntk=tangent), Inputs(x1, x2))
-    return out.ntk if tangent else out.nngp
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _own(
-    net: Layer, normal: frozenset[str], sites: Mapping[str, SiteMoments], x: jax.Array
-) -> jax.Array:
-    return _propagated(net, Context(sites, normal, ntk=False), Inputs(x, x[:1])).own1
-
-
-def _propagated(net: Layer, context: Context, inputs: Inputs) -> Covariance:
-    """Covariances of the outputs, which must be a Gaussian process."""
-    out = propagate(net, context, inputs)
+    out = propagate(net, Context(sites, normal, ntk=tangent), Inputs(x1, x2))
     if not isinstance(out, Units) or not out.gaussian:
         came = f"outputs of {type(net).__name__} that are not normal"
         instead = (
@@ -236,7 +222,7 @@ def _propagated(net: Layer, context: Context, inputs: Inputs) -> Covariance:
             "process."
         )
         raise argument_error("infinite", "net", came, instead)
-    return out.k
+    return out.k.ntk if tangent else out.k.nngp
 
 
 def _mirrored(k: Any) -> Any:
@@ -247,38 +233,35 @@ def _mirrored(k: Any) -> Any:
 
 
 def _in_blocks(
-    block: Callable[[Any, Any], Any], x1: np.ndarray, x2: np.ndarray | None, size: int
+    of_rows: Callable[[Any], Callable[[Any], Any]], x1: Any, x2: Any, size: int
 ) -> np.ndarray:
-    """Fill a NumPy array with blocks of one shape, compiled once; mirrored where x2 is
-    ``None``, and so x1.
+    """Fill a NumPy array (N1, N2, ...) with blocks of one shape, compiled once;
+    mirrored where x2 is ``None``, and so x1.
+
+    :param of_rows: from some rows of x1 to a function of rows of x2.
     """
-    columns = x1 if x2 is None else x2
-    filled = np.empty((len(x1), len(columns)), x1.dtype)
+    columns, symmetric = x1 if x2 is None else x2, x2 is None
 
     def part(x: np.ndarray, start: int) -> np.ndarray:
         # the last block is padded
-        return x[np.minimum(np.arange(start, start + size), len(x) - 1)]
+        places = np.arange(start, start + min(size, len(x)))
+        return x[np.minimum(places, len(x) - 1)]
 
+    filled = np.empty((len(x1), len(columns)))
     for i in range(0, len(x1), size):
-        rows = part(x1, i)
-        for j in range(i if x2 is None else 0, len(columns), size):
-            values = np.asarray(block(rows, part(columns, j)))
-            values = values[: len(x1) - i, : len(columns) - j]
-            if x2 is None and i == j:
-                values = _mirrored(values)
-            _fill(filled, i, j, values, mirror=x2 is None)
+        of_columns = of_rows(part(x1, i))
+        for j in range(i if symmetric else 0, len(columns), size):
+            block = np.asarray(of_columns(part(columns, j)))
+            block = block[: len(x1) - i, : len(columns) - j]
+            if (i, j) == (0, 0):
+                shape = *filled.shape, *block.shape[2:]
+                filled = np.empty(shape, block.dtype)
+            if symmetric:
+                image = block.transpose(1, 0, *range(2, block.ndim)[::-1])
+                block = (block + image) / 2 if i == j else block
+                filled[j : j + size, i : i + size] = image
+            filled[i : i + size, j : j + size] = block
     return filled
-
-
-def _fill(
-    kernel: np.ndarray, row: int, column: int, block: np.ndarray, mirror: bool
-) -> None:
-    """Put a block, and its mirror image if asked for, in its place; (..., K, K) too."""
-    rows, columns = block.shape[:2]
-    kernel[row : row + rows, column : column + columns] = block
-    if mirror and row != column:
-        image = block.transpose(1, 0, *range(2, block.ndim)[::-1])
-        kernel[column : column + columns, row : row + rows] = image
 
 
 def _inputs(call: str, argument: str, value: Any) -> Any:
@@ -356,50 +339,36 @@ def empirical_ntk(
         )
     variances = {}
     for name, got_shape in got.items():
-        scaled_variance = jnp.asarray(moments.sites[name].variance)
-        variances[name] = scaled_variance / weight_fan_in(name, got_shape)
+        variance = moments.sites[name].variance / weight_fan_in(name, got_shape)
+        variances[name] = jnp.broadcast_to(variance, got_shape)
+    flat_variances, _ = ravel_pytree(variances)
     outputs = int(np.prod(net.output_shape(shape)))
-    size = block_size
-    if size is None:
-        num_params = sum(map(np.size, params.values()))
-        size = max(1, JACOBIAN // (outputs * num_params))
-    first, second = np.asarray(x1), np.asarray(x1 if x2 is None else x2)
-    pairs = (outputs, outputs) if full else ()
-    result = np.empty(
-        (len(first), len(second), *pairs), jnp.result_type(*params.values(), float)
+    size = block_size or max(1, JACOBIAN // (outputs * flat_variances.size))
+
+    def of_rows(rows: Any) -> Callable[[Any], jax.Array]:
+        scaled = _jacobian(net, params, rows) * flat_variances
+
+        def of_columns(columns: Any) -> jax.Array:
+            jacobian = _jacobian(net, params, columns)
+            if full:
+                formula, count = "akp,blp->abkl", 1
+            else:
+                formula, count = "akp,bkp->ab", outputs
+            return jnp.einsum(formula, scaled, jacobian, precision="highest") / count
+
+        return of_columns
+
+    return _in_blocks(
+        of_rows, np.asarray(x1), None if x2 is None else np.asarray(x2), size
     )
-    for i in range(0, len(first), size):
-        rows = _jacobian(net, params, first[i : i + size])
-        scaled = {name: rows[name] * variances[name] for name in rows}
-        for j in range(i if x2 is None else 0, len(second), size):
-            block = np.asarray(
-                _contracted(scaled, _jacobian(net, params, second[j : j + size]), full)
-            )
-            _fill(result, i, j, block, mirror=x2 is None)
-    return result
 
 
 @partial(jax.jit, static_argnums=0)
-def _jacobian(net: Layer, params: Params, x: jax.Array) -> dict[str, jax.Array]:
-    """Derivatives of every output, (B, K, *shape) for each parameter."""
-    return jax.vmap(
-        lambda row: jax.jacrev(lambda weights: net.apply(weights, row).reshape(-1))(
-            dict(params)
-        )
-    )(x)
+def _jacobian(net: Layer, params: Params, x: jax.Array) -> jax.Array:
+    """Derivatives of every output by all parameters, (B, K, P)."""
+    flat, unravel = ravel_pytree(dict(params))
 
+    def outputs(flat: jax.Array, row: jax.Array) -> jax.Array:
+        return net.apply(unravel(flat), row).reshape(-1)
 
-@partial(jax.jit, static_argnums=2)
-def _contracted(
-    first: dict[str, jax.Array], second: dict[str, jax.Array], full: bool
-) -> jax.Array:
-    """Sum over parameters, and average over outputs unless all pairs of them are
-    requested.
-    """
-    total: Any = 0.0
-    formula = "akp,blp->abkl" if full else "akp,bkp->ab"
-    for name, left in first.items():
-        shape = (*left.shape[:2], -1)
-        right = second[name].reshape((second[name].shape[0], *shape[1:]))
-        total += jnp.einsum(formula, left.reshape(shape), right, precision="highest")
-    return total if full else total / next(iter(first.values())).shape[1]
+    return jax.vmap(jax.jacrev(outputs), (None, 0))(flat, x)

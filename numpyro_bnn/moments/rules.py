@@ -2,13 +2,10 @@
 only move elements.
 """
 
-import itertools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from numpyro_bnn.moments.closed_forms import maximum, maximum_of
 from numpyro_bnn.moments.expectation import NODES
@@ -37,6 +34,13 @@ def _sum(equation: Equation, x: Gaussian) -> Gaussian:
     return Gaussian(equation.bind(x.mean), equation.bind(x.var))
 
 
+def _largest(mean: Any, var: Any, present: Any = True) -> Gaussian:
+    """The largest along the leading axis of the elements that are present."""
+    if len(mean) == 2 and np.all(present):
+        return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
+    return maximum_of(mean, var, present, NODES.get())
+
+
 @register("reduce_max", reduces=True)
 def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
     axes = equation.params["axes"]
@@ -46,10 +50,7 @@ def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
         front = jnp.moveaxis(moment, axes, range(len(axes)))
         return front.reshape(-1, *front.shape[len(axes) :])
 
-    mean, var = map(reduced_first, x)
-    if len(mean) == 2:
-        return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
-    return maximum_of(mean, var, num_nodes=NODES.get())
+    return _largest(*map(reduced_first, x))
 
 
 @register("reduce_min", reduces=True)
@@ -61,85 +62,60 @@ def _reduce_min(equation: Equation, x: Gaussian) -> Gaussian:
 @register("reduce_window_max", reduces=True)
 def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
     """The maximum over each window; a position in the padding never wins."""
-    p = equation.params
+    p, shape = equation.params, equation.outputs[0].shape
     if any(d != 1 for d in p["base_dilation"]):
         raise equation.refuse(
             "dilates its input", "Pool without dilation of the input."
         )
-    windows = zip(p["window_dimensions"], p["window_dilation"], strict=True)
-    offsets = itertools.product(*(range(0, n * d, d) for n, d in windows))
-    shape = equation.outputs[0].shape
-    elements, masks = [], []
-    for offset in offsets:
-        element, mask = _strided(x, offset, p["padding"], p["window_strides"], shape)
-        elements.append(element)
-        masks.append(mask)
-    present = np.stack(masks)
-    if len(elements) == 2 and present.all():
-        return maximum(*elements)
-    stacked = jax.tree.map(lambda *moments: jnp.stack(moments), *elements)
-    return maximum_of(stacked.mean, stacked.var, present, NODES.get())
+    rank, places, inside = len(shape), [], np.array(True)
+    for axis, (low, _) in enumerate(p["padding"]):
+        starts = p["window_strides"][axis] * np.arange(shape[axis]) - low
+        offsets = p["window_dilation"][axis] * np.arange(p["window_dimensions"][axis])
+        place, size = offsets[:, None] + starts, x.mean.shape[axis]
+        # The axes of the window come first, then those of the output.
+        new_axes = [k for k in range(2 * rank) if k not in (axis, rank + axis)]
+        inside = inside & np.expand_dims((place >= 0) & (place < size), new_axes)
+        places.append(np.clip(place, 0, size - 1))
+    by_offset = int(np.prod(p["window_dimensions"])), *shape
+
+    def windows(moment: Any) -> Any:
+        # one axis after the other: indices of all at once would be as many as elements
+        for axis in reversed(range(rank)):
+            moment = jnp.take(moment, places[axis], axis=axis)
+        order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]
+        return moment.transpose(order).reshape(by_offset)
+
+    return _largest(windows(x.mean), windows(x.var), inside.reshape(by_offset))
 
 
-def _strided(
-    x: Gaussian,
-    offset: tuple[int, ...],
-    padding: Any,
-    strides: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> tuple[Gaussian, np.ndarray]:
-    """The element at one offset of every window, and whether it lies inside the array
-    rather than in the padding.
-    """
-    inside, config, steps = [], [], []
-    for size, n, stride, start, (low, _) in zip(
-        jnp.shape(x.mean), shape, strides, offset, padding, strict=True
-    ):
-        place = np.arange(n) * stride + start - low
-        inside.append((place >= 0) & (place < size))
-        config.append((low - start, stride * (n - 1) + 1 + start - low - size, 0))
-        steps.append(slice(None, None, stride))
-    mask = np.logical_and.reduce(np.meshgrid(*inside, indexing="ij"))
-
-    def at_offset(moment: Any) -> Any:
-        return lax.pad(moment, jnp.zeros((), moment.dtype), config)[tuple(steps)]
-
-    return jax.tree.map(at_offset, x), mask
-
-
-# Name -> number of leading operands that are data (None: all); the others are indices,
-# which must be plain.
-_MOVES: dict[str, int | None] = {
-    **dict.fromkeys(
-        ("broadcast_in_dim", "dynamic_slice", "gather", "reshape", "rev"), 1
-    ),
-    **dict.fromkeys(("slice", "split", "squeeze", "tile", "transpose"), 1),
-    **dict.fromkeys(("concatenate", "optimization_barrier", "pad", "stack"), None),
-    "dynamic_update_slice": 2,
+# Which operands are indices, and must be plain.
+_INDICES = {
+    "gather": slice(1, None),
+    "dynamic_slice": slice(1, None),
+    "dynamic_update_slice": slice(2, None),
+    "scatter": slice(1, 2),
+    "scatter-add": slice(1, 2),
 }
+_MOVES = (
+    *("broadcast_in_dim", "concatenate", "optimization_barrier", "pad", "reshape"),
+    *("rev", "slice", "split", "squeeze", "stack", "tile", "transpose"),
+)
 
 
-@register(*_MOVES, view=True)
+@register(*_INDICES, *_MOVES, view=True)
 def _move(equation: Equation, *operands: Any) -> Any:
     """Means and variances move alike; plain data have variance 0."""
-    count = _MOVES[equation.name]
-    data = operands[:count]
-    indices = _plain_indices(equation, operands[len(data) :])
-    return both_moments(lambda arrays: equation.bind(*arrays, *indices), data)
-
-
-@register("scatter", "scatter-add", view=True)
-def _scatter(equation: Equation, operand: Any, indices: Any, updates: Any) -> Any:
-    (indices,) = _plain_indices(equation, (indices,))
-    return both_moments(
-        lambda arrays: equation.bind(arrays[0], indices, arrays[1]), (operand, updates)
-    )
-
-
-def _plain_indices(equation: Equation, indices: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse random indices."""
-    if any(isinstance(index, Gaussian) for index in indices):
+    places = range(len(operands))[_INDICES.get(equation.name, slice(0))]
+    data = [value for k, value in enumerate(operands) if k not in places]
+    if any(isinstance(operands[k], Gaussian) for k in places):
         raise equation.refuse(
             "looks up with random indices", "Index with plain integers."
         )
-    return indices
+
+    def move(arrays: list[Any]) -> Any:
+        inputs = list(arrays)
+        for k in places:
+            inputs.insert(k, operands[k])
+        return equation.bind(*inputs)
+
+    return both_moments(move, data)

@@ -183,17 +183,16 @@ def _bind_larger(equation: Equation, values: list[Any]) -> Any:
     small = equation.outputs[0].shape
     aligned = (1,) * (len(shape) - len(small)) + small
     new_axes = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
-    small_axes = [axis for axis in range(len(shape)) if axis not in new_axes]
-    axes = [*new_axes, *small_axes]
 
-    def batch(value: Any) -> jax.Array:
-        return jnp.broadcast_to(value, shape).transpose(axes).reshape(-1, *small)
+    def call(*operands: Any) -> Any:
+        resized = [jnp.reshape(v, s) for v, s in zip(operands, traced, strict=True)]
+        return equation.bind(*resized)[0].reshape(np.delete(shape, new_axes))
 
-    operands = [
-        batch(v) if is_larger else v
-        for v, is_larger in zip(values, larger, strict=True)
-    ]
-    (result,) = jax.vmap(
-        equation.bind, [0 if is_larger else None for is_larger in larger]
-    )(*operands)
-    return result.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
+    # The program inside a call has its shapes: it is mapped over all further axes.
+    for axis in new_axes:
+        axes = [axis if is_larger else None for is_larger in larger]
+        call = jax.vmap(call, axes, axis)
+    operands = []
+    for value, is_larger in zip(values, larger, strict=True):
+        operands.append(jnp.broadcast_to(value, shape) if is_larger else value)
+    return call(*operands)

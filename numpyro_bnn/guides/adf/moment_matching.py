@@ -205,7 +205,7 @@ class ADFState(NamedTuple):
     factors: dict[str, PriorFactor]
 
 
-class ScaledSite(NamedTuple):
+class WeightSite(NamedTuple):
     """Weights of one site with a hyperparameter."""
 
     prior: Weight
@@ -216,7 +216,7 @@ class ScaledSite(NamedTuple):
 Refined = tuple[dict[str, tuple[Gaussian, PriorFactor]], Gamma | Gaussian]
 
 
-def refine_gamma(sites: Mapping[str, ScaledSite], state: Gamma) -> Refined:
+def refine_gamma(sites: Mapping[str, WeightSite], state: Gamma) -> Refined:
     """Refine the prior factors of all weights that share a precision, one weight at a
     time, as published.
 
@@ -225,8 +225,8 @@ def refine_gamma(sites: Mapping[str, ScaledSite], state: Gamma) -> Refined:
     :return: weights and factors by site, and the new state of the precision.
     """
 
-    def body(gamma: Gamma, one: Any) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
-        element, *weight = one
+    def body(gamma: Gamma, inputs: Any) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
+        element, *weight = inputs
         current = jax.tree.map(lambda leaf: leaf[element], gamma)
         new, factor, updated = _refine_one(current, *weight)
         gamma = jax.tree.map(
@@ -283,7 +283,7 @@ def _refine_one(
     return _where(good, (new, share, updated), (weight, factor, gamma))
 
 
-def refine_normal(sites: Mapping[str, ScaledSite], hyper: Hyperparameter) -> Refined:
+def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Refined:
     r"""Refine the prior factors of all weights of a scale at once, for a scale with any
     prior.
 

@@ -86,8 +86,8 @@ class Cut:
         #: The Gaussian quantities, by the name of the first output computed from each.
         self.quantities: dict[str, Any] = {}
         for name, source in self.sources.items():
-            kept = name == keep and self.is_direct(name)
-            quantity = self._outputs[name] if kept else source
+            is_kept = name == keep and self.is_direct(name)
+            quantity = self._outputs[name] if is_kept else source
             if quantity not in self.quantities.values():
                 self.quantities[name] = quantity
 

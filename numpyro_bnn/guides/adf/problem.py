@@ -17,7 +17,7 @@ from numpyro_bnn.guides.adf.moment_matching import (
     ADFState,
     Gamma,
     PriorFactor,
-    ScaledSite,
+    WeightSite,
     gamma_update,
     gaussian_update,
     refine_gamma,
@@ -151,7 +151,7 @@ def refine(likelihood: Likelihood, state: ADFState) -> ADFState:
         scaled = {n: w for n, w in likelihood.roles.weights.items() if w.hyper == name}
         if not scaled:
             continue
-        sites = {n: ScaledSite(w, weights[n], factors[n]) for n, w in scaled.items()}
+        sites = {n: WeightSite(w, weights[n], factors[n]) for n, w in scaled.items()}
         if isinstance(hypers[name], Gamma):
             refined, hypers[name] = refine_gamma(sites, hypers[name])
         else:
