@@ -55,6 +55,8 @@ class Classifier(ClassifierMixin, Network):
         widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
+        categories: Sequence[str] | None = None,
+        dates: Sequence[str] | None = None,
         num_chains: PositiveInt | None = None,
         num_samples: PositiveInt | None = None,
         effort: Positive = 1.0,
@@ -66,6 +68,8 @@ class Classifier(ClassifierMixin, Network):
         self.widths = widths
         self.activation = activation
         self.prior = prior
+        self.categories = categories
+        self.dates = dates
         self.num_chains = num_chains
         self.num_samples = num_samples
         self.effort = effort

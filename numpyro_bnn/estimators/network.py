@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import tqdm
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_random_state, check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
@@ -30,6 +30,7 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
+from numpyro_bnn.estimators.frames import Columns, is_frame
 from numpyro_bnn.estimators.predictive import Predictive
 from numpyro_bnn.estimators.tables import check_numbers, taught
 from numpyro_bnn.metrics import HealthWarning
@@ -105,12 +106,16 @@ class Network(BaseEstimator):
     widths: Sequence[int] | None
     activation: Any
     prior: Any
+    categories: Sequence[str] | None
+    dates: Sequence[str] | None
     num_chains: int | None
     num_samples: int | None
     effort: float
     callback: Callable | None
     progress_bar: bool
     random_state: Any
+    #: What was done with the columns of a frame; an array has none.
+    _columns_of_x: Columns | None
     #: What scikit-learn is to check of targets, and how we check them before.
     _target_options: ClassVar[Mapping[str, Any]] = {}
     _check_targets: Callable[[str, str, Any], None]
@@ -145,6 +150,11 @@ class Network(BaseEstimator):
             )
         for width in widths:
             Count().check(call, "widths", width)
+        for option in ("categories", "dates"):
+            names = getattr(self, option)
+            if names is not None and not is_list(names):
+                instead = f"Pass names of columns, e.g. `{option}=[{'zip'!r}]`."
+                raise argument_error(call, option, names, instead, TypeError)
         nn.MLP([1, 1], self._activation)
         as_prior({} if self.prior is None else self.prior, call)
         with taught(call, "random_state", self.random_state):
@@ -183,7 +193,7 @@ class Network(BaseEstimator):
                 "them out: copies count as evidence, noise would be taken to be too "
                 "small, and a row that has a copy in the fit gets too good a score."
             )
-        x_scaler = Scaler.fit(x)
+        x_scaler = self._input_scaler(x)
         x = x_scaler.transform(x)
         net = nn.MLP(
             [*(widths if self.widths is None else self.widths), outputs],
@@ -213,6 +223,8 @@ class Network(BaseEstimator):
         #: Algorithm and settings of the fit, and the chains that were left out
         # (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
+        if self._columns_of_x is not None:
+            self.attrs_["columns"] = str(self._columns_of_x.described)
         self._predictive = draws.predictive or Predictive(model, draws.sites)
         self._x_scaler = x_scaler
         self._y_scaler = y_scaler
@@ -221,6 +233,16 @@ class Network(BaseEstimator):
         #: Factor on predictive standard deviations, or temperature of class
         # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
+
+    def _input_scaler(self, x: np.ndarray) -> Scaler:
+        """Numbers are standardized; columns of 0 and 1 that a frame was made into have
+        scales of their own.
+        """
+        scaler = Scaler.fit(x)
+        if self._columns_of_x is None:
+            return scaler
+        scales = self._columns_of_x.scales
+        return Scaler(scaler.mean, np.where(np.isnan(scales), scaler.scale, scales))
 
     def _checked_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the fit that are predicted to judge it, and their targets."""
@@ -238,6 +260,14 @@ class Network(BaseEstimator):
                 "`effort`, or more rows."
             )
 
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        words = super().__repr__(*args, **kwargs)
+        columns = getattr(self, "_columns_of_x", None)
+        if columns is None:
+            return words
+        lines = [f"  {name}: {what}" for name, what in columns.described.items()]
+        return "\n".join([words, *lines])
+
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
 
@@ -249,7 +279,7 @@ class Network(BaseEstimator):
 
         :param warn: whether to warn of rows that lie far outside those of the fit.
         """
-        rows = self._rows(X)
+        rows = self._rows(X, warn=warn)
         answers = self._answers(name, rows, *by_row, **options)
         if warn:
             share, limit, words = extrapolated(self._data[0], rows)
@@ -257,14 +287,39 @@ class Network(BaseEstimator):
                 warn_of_health(f"{self._call}: {words}. {FAR}")
         return answers
 
-    def _rows(self, X: Any, argument: str = "X") -> np.ndarray:
+    def _rows(self, X: Any, argument: str = "X", *, warn: bool = False) -> np.ndarray:
         """New rows, checked and standardized."""
         check_is_fitted(self)
         refuse_forks(self._call)
         with taught(self._call, argument, X):
-            check_numbers(self._call, argument, X)
-            rows = validate_data(self, X, dtype=np.float64, reset=False)
+            numbers, notes = self._numbers(self._call, argument, X, reset=False)
+            if numbers is None:
+                rows = validate_data(self, X, dtype=np.float64, reset=False)
+            else:
+                rows = check_array(numbers)
+        if notes and warn:
+            warn_of_health(f"{self._call}: {'; '.join(notes)}.")
         return self._x_scaler.transform(rows)
+
+    def _numbers(
+        self, call: str, argument: str, X: Any, reset: bool
+    ) -> tuple[np.ndarray | None, list[str]]:
+        """The numbers of a frame, and what is new about its rows; ``None`` for a plain
+        table of numbers, which is checked.
+        """
+        if reset:
+            self._columns_of_x = None
+            if is_frame(X):
+                validate_data(self, X, skip_check_array=True)
+                self._columns_of_x = Columns(call, X, self.categories, self.dates)
+                return self._columns_of_x.numbers(call, X)
+        if self._columns_of_x is None:
+            check_numbers(call, argument, X)
+            return None, []
+        # scikit-learn refuses other columns, and warns if there are no names
+        validate_data(self, X, skip_check_array=True, reset=False)
+        frame = X if is_frame(X) else self._columns_of_x.named(np.asarray(X))
+        return self._columns_of_x.numbers(call, frame)
 
     def _rows_and_targets(
         self, method: str, X: Any, y: Any, suffix: str = "", **options: Any
@@ -276,12 +331,17 @@ class Network(BaseEstimator):
         """
         call = f"{self._call}.{method}"
         options = {"dtype": np.float64, "reset": False, **options}
+        reset = options["reset"]
         with taught(call, f"X{suffix}", X):
-            check_numbers(call, f"X{suffix}", X)
-            validate_data(self, X, **options)
+            numbers, _ = self._numbers(call, f"X{suffix}", X, reset)
+            if numbers is None:
+                validate_data(self, X, **options)
         with taught(call, f"y{suffix}", y):
             self._check_targets(call, f"y{suffix}", y)
-            return validate_data(self, X, y, **options, **self._target_options)
+            if numbers is None:
+                return validate_data(self, X, y, **options, **self._target_options)
+            del options["reset"]
+            return check_X_y(numbers, y, **options, **self._target_options)
 
     @contextmanager
     def _scored(self, y: Any, sample_weight: Any) -> Iterator[None]:
