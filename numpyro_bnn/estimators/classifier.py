@@ -47,6 +47,7 @@ class Classifier(ClassifierMixin, Network):
     """
 
     _check_targets = staticmethod(check_labels)
+    _mean_summary = "probabilities"
 
     def __init__(
         self,
