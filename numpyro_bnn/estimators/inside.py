@@ -1,4 +1,4 @@
-"""Answers of an estimator inside a pipeline or a search, for rows as those take them."""
+"""Answers of an estimator inside a pipeline or a search, for the rows those take."""
 
 import inspect
 from collections.abc import Callable

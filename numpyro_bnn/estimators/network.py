@@ -18,7 +18,13 @@ from sklearn.utils import check_array, check_random_state, check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
-from numpyro_bnn._checks import argument_error, is_list, outside
+from numpyro_bnn._checks import (
+    argument_error,
+    as_floats,
+    check_finite,
+    is_list,
+    outside,
+)
 from numpyro_bnn._options import (
     Choice,
     Count,
@@ -94,6 +100,25 @@ def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     return int(copies) if copies > (1 + by_chance) / 2 * equal.sum() else 0
 
 
+def weighted_scaler(values: np.ndarray, weight: np.ndarray | None) -> Scaler:
+    """Mean and standard deviation of rows (N, ...) that count ``weight`` times (N,).
+
+    >>> values, weight = np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 2.0])
+    >>> scaler = weighted_scaler(values, weight)
+    >>> repeated = np.repeat(values, [1, 3, 2])
+    >>> bool(np.isclose(scaler.scale, repeated.std()))
+    True
+    """
+    unweighted = Scaler.fit(values)
+    if weight is None:
+        return unweighted
+    standardized = unweighted.transform(values)
+    mean = np.average(standardized, axis=0, weights=weight)
+    variance = np.average((standardized - mean) ** 2, axis=0, weights=weight)
+    scale = np.where(variance > 0, np.sqrt(variance), 1.0)
+    return Scaler(unweighted.mean + unweighted.scale * mean, unweighted.scale * scale)
+
+
 Method: TypeAlias = Annotated[str, Choice(methods.METHODS)]
 Callback: TypeAlias = Annotated[
     Callable[[int, int], Any], Kind(callable, "Pass a function of (done, total).")
@@ -163,19 +188,44 @@ class Network(BaseEstimator):
         with taught(call, "random_state", self.random_state):
             check_random_state(self.random_state)
 
-    def _fitted(self, X: Any, y: Any) -> Any:
+    def _fitted(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Fit a copy and take over all of it at once: a refused or interrupted fit
         leaves the earlier one.
         """
         refuse_forks(f"{self._call}.fit")
         fitted = copy(self)
-        fitted._learn(X, y)
+        fitted._learn(X, y, sample_weight)
         self.__dict__ = fitted.__dict__
         return self
 
-    def _learn(self, X: Any, y: Any) -> None:
+    def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check the data, run the method, and set all attributes of a fit."""
         raise NotImplementedError
+
+    def _weights(self, y: np.ndarray, sample_weight: Any) -> np.ndarray | None:
+        """How often each row counts (N,), ``None`` if each counts once."""
+        if sample_weight is None:
+            return None
+        call = f"{self._call}.fit"
+        weight = as_floats(call, "sample_weight", sample_weight)
+        if weight.ndim == 0:
+            weight = np.full(len(y), float(weight))
+        if weight.shape != (len(y),):
+            # The first words are those that scikit-learn's checks look for.
+            got = f"shape {weight.shape}, for {len(y)} rows"
+            instead = "Sample weights must be 1D array or scalar: one for each row."
+            raise argument_error(call, "sample_weight", got, instead)
+        check_finite(call, "sample_weight", weight)
+        if np.any(weight < 0) or np.sum(weight > 0) < 2:
+            got = f"{np.sum(weight < 0)} negative and {np.sum(weight > 0)} positive"
+            instead = "Pass how often each row counts, at least two of them positive."
+            raise argument_error(call, "sample_weight", got, instead)
+        if self.method == "adf":
+            instead = (
+                'Leave it out, or use another `method`: "adf" counts every row once.'
+            )
+            raise argument_error(call, "sample_weight", "weights", instead)
+        return None if np.all(weight == 1) else weight
 
     def _run(
         self,
@@ -185,6 +235,7 @@ class Network(BaseEstimator):
         likelihood: Callable,
         y_scaler: Any,
         widths: Sequence[int],
+        weight: np.ndarray | None,
     ) -> None:
         """Standardize the inputs, run the method, and keep its draws; ``widths`` are
         for users who give none.
@@ -196,7 +247,7 @@ class Network(BaseEstimator):
                 "them out: copies count as evidence, noise would be taken to be too "
                 "small, and a row that has a copy in the fit gets too good a score."
             )
-        x_scaler = self._input_scaler(x)
+        x_scaler = self._input_scaler(x, weight)
         x = x_scaler.transform(x)
         net = nn.MLP(
             [*(widths if self.widths is None else self.widths), outputs],
@@ -218,7 +269,7 @@ class Network(BaseEstimator):
                     self.callback(done, total)
 
             options = (self.effort, self.num_chains, self.num_samples, report)
-            padded = methods.padded(x, y)
+            padded = methods.padded(x, y, weight)
             task = methods.Task(
                 self._call, model, padded, len(x), jax.random.key(seed), *options
             )
@@ -237,11 +288,11 @@ class Network(BaseEstimator):
         # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
 
-    def _input_scaler(self, x: np.ndarray) -> Scaler:
+    def _input_scaler(self, x: np.ndarray, weight: np.ndarray | None) -> Scaler:
         """Numbers are standardized; columns of 0 and 1 that a frame was made into have
         scales of their own.
         """
-        scaler = Scaler.fit(x)
+        scaler = weighted_scaler(x, weight)
         if self._columns_of_x is None:
             return scaler
         scales = self._columns_of_x.scales

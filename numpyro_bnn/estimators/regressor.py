@@ -14,7 +14,6 @@ from sklearn.utils.validation import check_is_fitted
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
-from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import (
     Callback,
@@ -22,6 +21,7 @@ from numpyro_bnn.estimators.network import (
     Network,
     Uncertainty,
     warn_of_health,
+    weighted_scaler,
 )
 from numpyro_bnn.estimators.tables import check_numbers
 from numpyro_bnn.models import repeats_values
@@ -59,6 +59,9 @@ class Regressor(RegressorMixin, Network):
         survives outliers, not normal noise; for ``"ensemble"`` (the default there),
         ``"nuts"`` and ``"mean_field"``. If most targets are a few repeated values, both
         are refused and not the default: such noise could vanish at these values.
+    :param categories: names of columns of a frame whose numbers are names (codes of
+        areas), ``dates``: of columns whose text is a date. Others are known by their
+        type, see below.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the
         guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
@@ -70,6 +73,12 @@ class Regressor(RegressorMixin, Network):
 
     Several targets, y (N, K), share the network; given its weights they are
     independent.
+
+    X may be an array of numbers, or a frame (pandas, polars) as it is. Of a frame, text
+    and categories become one column per level (levels in less than 1 % of the rows are
+    joined), dates become days and their place in year and week, missing values the
+    median and a column that marks them, and numbers with a heavy tail are compressed by
+    asinh. ``repr`` of a fit, and ``attrs_["columns"]``, say what was done.
 
     >>> import numpy as np
     >>> from numpyro_bnn.estimators import Regressor
@@ -127,11 +136,16 @@ class Regressor(RegressorMixin, Network):
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> "Regressor":
-        """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
-        return self._fitted(X, y)
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "Regressor":
+        """Learn from rows X (N, D), or a frame, and targets y (N,) or (N, K).
 
-    def _learn(self, X: Any, y: Any) -> None:
+        :param sample_weight: how often each row counts (N,): its likelihood is taken to
+            this power, so a row of weight 2 is two equal observations. Weights whose
+            sum is not the number of observations make intervals too narrow or wide.
+        """
+        return self._fitted(X, y, sample_weight)
+
+    def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         self._check_settings()
         hetero = self.heteroscedastic
         tails = self.heavy_tails
@@ -143,6 +157,10 @@ class Regressor(RegressorMixin, Network):
             raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
         y = np.asarray(y, np.float64)
+        weight = self._weights(y, sample_weight)
+        if weight is not None:
+            counted = weight > 0
+            X, y, weight = X[counted], y[counted], weight[counted]
         usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
         self._check_size(len(X), len(widths))
@@ -160,7 +178,7 @@ class Regressor(RegressorMixin, Network):
             usual = methods.Regression()
         hetero = usual.heteroscedastic if hetero is None else bool(hetero)
         tails = usual.heavy_tails if tails is None else tails
-        y_scaler = Scaler.fit(y)
+        y_scaler = weighted_scaler(y, weight)
         min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, min_sd)
         self._run(
@@ -170,6 +188,7 @@ class Regressor(RegressorMixin, Network):
             likelihood,
             y_scaler,
             usual.widths,
+            weight,
         )
         self._check_fit()
 

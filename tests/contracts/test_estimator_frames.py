@@ -355,3 +355,68 @@ def test_answers_inside_a_pipeline_and_a_search():
     assert not hasattr(answers, "fit")
     with pytest.raises(ValueError, match="Pass a fitted `Pipeline`"):
         inside(MinMaxScaler())
+
+
+# -- weights ---------------------------------------------------------------------------
+
+TIMES = np.array([1, 2, 0, 3] * 6)
+
+
+@pytest.mark.slow  # searches for the evidence are long
+@pytest.mark.parametrize("targets", ["one", "two"])
+def test_a_weight_is_so_many_equal_rows(targets):
+    """The evidence, mode and Gaussian of a Laplace approximation, which has no Monte
+    Carlo error.
+    """
+    y = np.asarray(Y, float)
+    y = np.c_[y, y**2] if targets == "two" else y
+    options = {"widths": (3,), "random_state": 0}
+    weighted = Regressor("laplace", **options).fit(X, y, sample_weight=TIMES)
+    with pytest.warns(HealthWarning, match="repeat another"):
+        repeated = Regressor("laplace", **options).fit(
+            np.repeat(X, TIMES, axis=0), np.repeat(y, TIMES, axis=0)
+        )
+    unweighted = Regressor("laplace", **options).fit(X, y)
+    for level in (0.5, 0.95):
+        ends = np.stack(weighted.predict_interval(X, level))
+        expected = np.stack(repeated.predict_interval(X, level))
+        other = np.stack(unweighted.predict_interval(X, level))
+        error = np.abs(ends - expected).max()
+        assert error < 0.02 * np.abs(other - expected).max() + 1e-4
+    evidence = [model.attrs_["log_evidence"] for model in (weighted, repeated)]
+    np.testing.assert_allclose(*evidence, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_class_weights_are_weights_of_rows():
+    labels = np.where(np.arange(24) % 4 == 0, "rare", "usual")
+    options = {"widths": (3,), "random_state": 0}
+    rare = Classifier("laplace", class_weight={"rare": 3.0}, **options).fit(X, labels)
+    rows = Classifier("laplace", **options).fit(
+        X, labels, sample_weight=np.where(labels == "rare", 3.0, 1.0)
+    )
+    balanced = Classifier("laplace", class_weight="balanced", **options).fit(X, labels)
+    plain = Classifier("laplace", **options).fit(X, labels)
+    np.testing.assert_array_equal(rare.predict_proba(X), rows.predict_proba(X))
+    means = [model.predict_proba(X)[:, 0].mean() for model in (plain, rare, balanced)]
+    np.testing.assert_allclose(means, [0.25, 0.5, 0.5], atol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (np.ones(23), "one for each row"),
+        (-np.ones(24), "24 negative"),
+        (np.r_[1, np.zeros(23)], "1 positive"),
+        (np.full(24, np.nan), "sample_weight"),
+        (["a"] * 24, "sample_weight"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weight, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Regressor("laplace", **TINY).fit(X, Y, sample_weight=weight)
+
+
+def test_a_method_without_weights_says_so():
+    with pytest.raises(ValueError, match=r'"adf" counts every row once'):
+        Regressor("adf", **TINY).fit(X, Y, sample_weight=TIMES)
