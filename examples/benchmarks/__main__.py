@@ -53,55 +53,69 @@ MEASUREMENTS = {
     "runs": _json("runs", data=False),
     "scale": _json("scale", "--docs docs/scale.md", data=False),
     "minibatches": _json(
-        "minibatches", "--docs docs/minibatches.md", data=False, continues=True
+        "minibatches", "--docs docs/tables/minibatches.md", data=False, continues=True
     ),
     "minibatch_defaults": _json(
-        "minibatch_defaults", "--docs docs/minibatches.md", data=False, continues=True
+        "minibatch_defaults",
+        "--docs docs/tables/minibatches.md",
+        data=False,
+        continues=True,
     ),
     "gauntlet": _json(
         "gauntlet", "--docs docs/choosing.md", data=False, continues=True
     ),
     "gradient_variance": _json("gradient_variance", data=False),
-    "adf_speed": _json("adf_speed", "--docs docs/adf.md"),
+    "adf_speed": _json("adf_speed", "--docs docs/tables/adf.md"),
     "laplace_torch": _json("laplace_torch", "ours", data=False),
-    "infinite_kernel": _json("infinite_kernel", "--docs docs/infinite.md", data=False),
+    "infinite_kernel": _json(
+        "infinite_kernel", "--docs docs/tables/infinite.md", data=False
+    ),
     "horseshoe": _json("horseshoe", data=False),
     "california": Measurement("probabilistic_backpropagation", "california"),
-    "adf_uci": _json("adf_uci", "--docs docs/adf.md"),
+    "adf_uci": _json("adf_uci", "--docs docs/tables/adf.md"),
     "hierarchical_hmc": _json(
         "hierarchical_hmc",
         (
-            "--docs docs/hierarchical.md --num-chains 2 --num-warmup 500 --num-samples "
+            "--docs docs/tables/hierarchical.md --num-chains 2 --num-warmup 500 "
+            "--num-samples "
             "1000"
         ),
     ),
-    "rdata": Measurement("two_modes", "rdata", "--docs docs/hierarchical.md"),
-    "microcanonical": _json("microcanonical", "--docs docs/microcanonical.md"),
-    "function_agreement": _json("function_agreement", "--docs docs/microcanonical.md"),
-    "mixing": _json("mixing", "--docs docs/hierarchical.md", continues=True),
-    "infinite_uci": _json("infinite_uci", "--docs docs/infinite.md"),
-    "variational_uci": _json("variational_uci", "--docs docs/guides.md"),
+    "rdata": Measurement("two_modes", "rdata", "--docs docs/tables/hierarchical.md"),
+    "microcanonical": _json("microcanonical", "--docs docs/tables/microcanonical.md"),
+    "function_agreement": _json(
+        "function_agreement", "--docs docs/tables/microcanonical.md"
+    ),
+    "mixing": _json("mixing", "--docs docs/tables/hierarchical.md", continues=True),
+    "infinite_uci": _json("infinite_uci", "--docs docs/tables/infinite.md"),
+    "variational_uci": _json("variational_uci", "--docs docs/tables/guides.md"),
     "laplace_uci": _json("laplace_uci"),
     "laplace_naval": _json(
         "laplace_uci",
         (
-            "--docs docs/guides.md --sets naval --widths 16 16 16 --rounds 1 --steps "
+            "--docs docs/tables/guides.md --sets naval --widths 16 16 16 --rounds 1 "
+            "--steps "
             "1000 --splits 1"
         ),
     ),
-    "estimators": _json("estimators", "--docs docs/estimators.md"),
+    "estimators": _json("estimators", "--docs docs/tables/estimators.md"),
     "estimators_rows": Measurement(
         "benchmarks.estimators",
         "estimators_rows.json",
-        "--docs docs/estimators.md --rows 60 150 --splits 1 --effort 0.5",
+        "--docs docs/tables/estimators.md --rows 60 150 --splits 1 --effort 0.5",
     ),
-    "classification": _json("classification", "--docs docs/estimators.md", data=False),
-    "fashion": Measurement("image_classification", "fashion", "--docs docs/guides.md"),
+    "classification": _json(
+        "classification", "--docs docs/tables/estimators.md", data=False
+    ),
+    "fashion": Measurement(
+        "image_classification", "fashion", "--docs docs/tables/images.md"
+    ),
     "image_chains": Measurement(
         "image_chains",
         "image_chains",
         (
-            "--docs docs/guides.md --net residual --num-epochs 20 --chain-epochs 6 "
+            "--docs docs/tables/images.md --net residual --num-epochs 20 "
+            "--chain-epochs 6 "
             "--chains 4 --learning-rate 3e-3"
         ),
         continues=True,
@@ -109,7 +123,7 @@ MEASUREMENTS = {
     "uci": Measurement(
         "benchmarks.uci",
         "uci.jsonl",
-        "--docs docs/evidence.md README.md --figure docs/figures/uci.png",
+        "--docs docs/tables/uci.md --figure docs/figures/uci.png",
         continues=True,
     ),
 }

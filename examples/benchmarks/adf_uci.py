@@ -6,7 +6,7 @@ are learned at once. The model is plain NumPyro in the published parametrization
 JSON; with ``--docs`` also the table of a page.
 
     python -m examples.benchmarks.adf_uci --data FOLDER --output docs/adf_uci.json
-    --docs docs/adf.md
+    --docs docs/tables/adf.md
 """
 
 import argparse

@@ -10,7 +10,7 @@ stopped by a fifth of the rows and gets its temperature from them. Log loss is i
 Splits that are in the file are not computed again.
 
     python -m examples.benchmarks.classification --output docs/classification.json
-    --docs docs/estimators.md
+    --docs docs/tables/estimators.md
 """
 
 import argparse

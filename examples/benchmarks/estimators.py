@@ -8,7 +8,7 @@ compared with those of `examples.benchmarks.uci` on the same splits.
 
     python -m examples.benchmarks.estimators --data FOLDER --splits 3 --output
     docs/estimators.json \
-        --docs docs/estimators.md
+        --docs docs/tables/estimators.md
 
 With `--rows` it fits random rows instead, as many as asked for, by both networks that
 `Regressor` takes by default: three layers with both kinds of noise, and one layer with

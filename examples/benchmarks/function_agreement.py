@@ -9,7 +9,7 @@ both have the same distribution, the root mean square of t is near 1 (sqrt(df / 
 2)), and inputs are not independent). Writes JSON, and a table into a page.
 
     python -m examples.benchmarks.function_agreement --data FOLDER --docs
-    docs/microcanonical.md
+    docs/tables/microcanonical.md
 """
 
 import argparse

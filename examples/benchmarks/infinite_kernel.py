@@ -4,7 +4,7 @@ Runs in a separate process; peak memory is that of the whole process, Python and
 included. Writes JSON; with ``--docs`` also the table of a page.
 
     python -m examples.benchmarks.infinite_kernel --output docs/infinite_kernel.json
-    --docs docs/infinite.md
+    --docs docs/tables/infinite.md
 """
 
 import argparse

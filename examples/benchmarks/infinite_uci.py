@@ -6,7 +6,7 @@ of the prior and the noise come from the marginal likelihood of each training se
 (``infinite.prior_fit``). Writes JSON; with ``--docs`` also the tables of a page.
 
     python -m examples.benchmarks.infinite_uci --data FOLDER --output
-    docs/infinite_uci.json --docs docs/infinite.md
+    docs/infinite_uci.json --docs docs/tables/infinite.md
 """
 
 import argparse

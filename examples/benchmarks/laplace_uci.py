@@ -9,7 +9,7 @@ hardly any noise, so that the search for the mode is long, and nothing is left f
 prior to decide:
 
     python -m examples.benchmarks.laplace_uci --data FOLDER --output
-    docs/laplace_uci.json --docs docs/guides.md python -m
+    docs/laplace_uci.json --docs docs/tables/guides.md python -m
     examples.benchmarks.laplace_uci --sets naval --widths 16 16 16 --rounds 1 --steps
     1000 [...]
 """

@@ -12,7 +12,8 @@ chain. `T=3` and `T=10` show at which temperature the chains of `collapsed` agre
 Writes JSON, and tables into a page. Rows of the same options that the file has are
 kept.
 
-    python -m examples.benchmarks.mixing --data FOLDER --docs docs/hierarchical.md
+    python -m examples.benchmarks.mixing --data FOLDER
+        --docs docs/tables/hierarchical.md
 """
 
 import argparse

@@ -12,7 +12,7 @@ a set share it.
 
     python -m examples.benchmarks.uci --data FOLDER --sets boston yacht --methods mclmc
     nngp --splits 5 python -m examples.benchmarks.uci --methods none --output
-    docs/uci.jsonl --docs docs/evidence.md README.md
+    docs/uci.jsonl --docs docs/tables/uci.md
 """
 
 import argparse

@@ -7,7 +7,8 @@ function from that of NUTS (root mean square over test points, in units of NUTS'
 and the mean ratio of the sds. Flows start where the mean field ended; its seconds are
 not included in theirs. Writes JSON; with ``--docs`` also the table of a page.
 
-    python -m examples.benchmarks.variational_uci --data FOLDER --docs docs/guides.md
+    python -m examples.benchmarks.variational_uci --data FOLDER
+        --docs docs/tables/guides.md
 """
 
 import argparse

@@ -97,8 +97,8 @@ class Overdamped(_Kicked):
 
     Reference: Welling and Teh (2011), equation 4; Li et al. (2016), equation 3.
 
-    :param max_kick: refuse steps to where eps |L' grad U|^2 / P is larger than about
-        this multiple of T.
+    :param max_kick: refuse steps to where ``eps |L' grad U|^2 / P`` is larger than
+        about this multiple of T.
 
     >>> Overdamped().rows
     1

@@ -11,16 +11,16 @@ MARKS = {"right": "✓", "refused": "–", "known failure": "✗"}
 INTRODUCTION = """\
 # What works with what
 
-Every mark below is a test. A model whose posterior is known (by quadrature in NumPy, written by hand beside the
-model) is crossed with a way to sample, approximate or export it:
+Every mark below is a test. A model whose posterior is known, by quadrature in NumPy, meets a way to sample, approximate
+or export it:
 
-- **✓** the answer is right: chains that start at the posterior keep its moments, within five standard errors of 2,048
-  independent chains (kernels with a known bias: and within .03 posterior standard deviations, `MCLMC` .05); the
-  evidence by importance weights of a guide agrees with the integral, and its bound lies below; densities and
-  exported log likelihoods agree to rounding; `AutoADF` agrees with dense moment matching.
+- **✓** the answer is right. Chains that start at the posterior keep its moments, within five standard errors of 2,048
+  independent chains (kernels with a known bias also within .03 posterior standard deviations, `MCLMC` .05). The evidence
+  by importance weights of a guide agrees with the integral, and its bound lies below. Densities and exported log
+  likelihoods agree to rounding. `AutoADF` agrees with dense moment matching.
 - **–** the package refuses before any work, with an error that says what to write instead.
 - **✗** a known failure, explained below the tables.
-- Empty: not crossed, as the way has nothing to say about the model.
+- Empty: not tested together, because the way does not apply to the model.
 
 `make truth` measures all of it again and writes this page; the models are in `tests/truth/problems.py`.
 """  # noqa: E501

@@ -56,7 +56,7 @@ def page_with(folder, *names):
     page = folder / "page.md"
     texts = "".join(
         path.read_text()
-        for path in [FOLDER.parent / "README.md", *FOLDER.parent.glob("docs/*.md")]
+        for path in [FOLDER.parent / "README.md", *FOLDER.parent.glob("docs/**/*.md")]
     )
     names = names or set(re.findall("table of (.*): begin", texts))
     marks = "".join(
