@@ -7,6 +7,7 @@ import numpy as np
 import numpyro.distributions as dist
 from scipy.special import log_softmax
 from sklearn.base import ClassifierMixin
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted
 
@@ -30,6 +31,9 @@ class Classifier(ClassifierMixin, Network):
     weights have a wider prior, ``priors.Hierarchical(dist.HalfCauchy(1.0))``: classes
     that are far apart need large weights.
 
+    :param class_weight: weights by label, or ``"balanced"``: each row counts as often
+        as its class, so probabilities are those of a population that has the classes in
+        these proportions.
     :raises ValueError: on ``fit``, as for :class:`Regressor`, and for targets with one
         class only.
 
@@ -47,6 +51,7 @@ class Classifier(ClassifierMixin, Network):
     """
 
     _check_targets = staticmethod(check_labels)
+    _mean_summary = "probabilities"
 
     def __init__(
         self,
@@ -55,6 +60,9 @@ class Classifier(ClassifierMixin, Network):
         widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
+        categories: Sequence[str] | None = None,
+        dates: Sequence[str] | None = None,
+        class_weight: Any = None,
         num_chains: PositiveInt | None = None,
         num_samples: PositiveInt | None = None,
         effort: Positive = 1.0,
@@ -66,6 +74,9 @@ class Classifier(ClassifierMixin, Network):
         self.widths = widths
         self.activation = activation
         self.prior = prior
+        self.categories = categories
+        self.dates = dates
+        self.class_weight = class_weight
         self.num_chains = num_chains
         self.num_samples = num_samples
         self.effort = effort
@@ -76,24 +87,35 @@ class Classifier(ClassifierMixin, Network):
     def _usual_prior(self) -> priors.Prior:
         return priors.Hierarchical(dist.HalfCauchy(1.0))
 
-    def fit(self, X: Any, y: Any) -> "Classifier":
-        """Learn from rows X (N, D) and labels y (N,), numbers or strings."""
-        return self._fitted(X, y)
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "Classifier":
+        """Learn from rows X (N, D), or a frame, and labels y (N,), numbers or strings.
 
-    def _learn(self, X: Any, y: Any) -> None:
+        :param sample_weight: how often each row counts, as for :class:`Regressor`.
+        """
+        return self._fitted(X, y, sample_weight)
+
+    def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         self._check_settings()
         X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
         with taught(f"{self._call}.fit", "y", y):
             check_classification_targets(y)
+        weight = self._weights(y, sample_weight)
+        if self.class_weight is not None:
+            with taught(self._call, "class_weight", self.class_weight):
+                by_class = compute_sample_weight(self.class_weight, y)
+            weight = self._weights(y, by_class if weight is None else weight * by_class)
+        if weight is not None:
+            counted = weight > 0
+            X, y, weight = X[counted], y[counted], weight[counted]
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             got = f"labels of one class, {self.classes_[0]!r}"
             raise argument_error(
                 f"{self._call}.fit", "y", got, "Pass rows of at least two classes."
             )
-        self._run(
-            X, codes, len(self.classes_), methods.categorical_likelihood, None, (50,)
-        )
+        likelihood = methods.categorical_likelihood
+        num_classes = len(self.classes_)
+        self._run(X, codes, num_classes, likelihood, None, (50,), weight)
         rows, labels = self._checked_rows()
         probs = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
         constant = np.bincount(codes)[labels] / len(codes)

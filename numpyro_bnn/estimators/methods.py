@@ -45,7 +45,7 @@ class Task(NamedTuple):
 
     call: str  # name of the estimator, for messages
     model: Callable
-    data: tuple[jax.Array, jax.Array, jax.Array]  # of the model, from `padded`
+    data: tuple[jax.Array, ...]  # of the model, from `padded`
     num_rows: int  # without padding
     rng_key: jax.Array
     effort: float
@@ -94,9 +94,11 @@ class MethodDraws(NamedTuple):
     predictive: Predictive | None = None  # by default the mixture over the draws
 
 
-def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Inputs (N', D), targets (N', ...), and which rows are data (N',): up to 15 or 3 %
-    of the rows are padding.
+def padded(
+    x: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None
+) -> tuple[jax.Array, ...]:
+    """Inputs (N', D), targets (N', ...), which rows are data (N',), and how often they
+    count if there are weights: up to 15 or 3 % of the rows are padding.
 
     The model ignores it, and folds of a cross-validation share programs. It is not
     among the rows that a warm start holds out, which decide when the optimizer stops.
@@ -116,31 +118,38 @@ def padded(x: np.ndarray, y: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Arra
         return padded_rows
 
     kind = float if y.dtype.kind == "f" else int
-    return (
+    data = (
         jnp.asarray(spread(x), float),
         jnp.asarray(spread(y), kind),
         jnp.asarray(is_data),
     )
+    if weight is None:
+        return data
+    # padding is masked; a scale must be positive
+    return *data, jnp.asarray(np.where(is_data, spread(weight), 1.0), float)
 
 
 def network_model(
     x: jax.Array,
     y: Any = None,
     is_data: Any = None,
+    weight: Any = None,
     *,
     net: nn.Layer,
     prior: Any,
     likelihood: Callable,
 ) -> None:
     """A NumPyro model: a random network, and one observation per row that
-    is data (``is_data``).
+    is data (``is_data``), whose likelihood is to the power of its ``weight``.
     """
     f = random_network("net", net, x.shape[1:], prior)
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
         fn = of_output(f(x[index]))
         fn = fn if is_data is None else fn.mask(is_data[index])
-        numpyro.sample("y", fn, obs=None if y is None else y[index])
+        scale = 1.0 if weight is None else weight[index]
+        with numpyro.handlers.scale(scale=scale):
+            numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
 def noise_likelihood(
@@ -367,11 +376,12 @@ def laplace(task: Task) -> MethodDraws:
     predictions are linearized.
     """
     with LinearizedPredictive.precision():
-        x, y, is_data = task.data
+        x, y, is_data, *weight = task.data
         data = (
             jnp.asarray(x, float),
             jnp.asarray(y, int if y.dtype.kind == "i" else float),
             is_data,
+            *[jnp.asarray(weights, float) for weights in weight],
         )
         reading = Reading(task.model, data)
         number = sum(value.size for value in reading.shapes(reading.latent).values())

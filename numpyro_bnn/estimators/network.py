@@ -14,11 +14,17 @@ import jax
 import numpy as np
 import tqdm
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_random_state, check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
-from numpyro_bnn._checks import argument_error, is_list, outside
+from numpyro_bnn._checks import (
+    argument_error,
+    as_floats,
+    check_finite,
+    is_list,
+    outside,
+)
 from numpyro_bnn._options import (
     Choice,
     Count,
@@ -30,6 +36,7 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
+from numpyro_bnn.estimators.frames import Columns, is_frame
 from numpyro_bnn.estimators.predictive import Predictive
 from numpyro_bnn.estimators.tables import check_numbers, taught
 from numpyro_bnn.metrics import HealthWarning
@@ -46,6 +53,7 @@ CALIBRATION_SD = 0.5  # of the prior of the log factor
 CHECKED_ROWS = 256  # rows of the fit that are predicted
 MAX_LOSS_NATS = 0.1  # a row, against a constant prediction: more is a fault
 MAX_COPIES_SHARE = 0.1  # of the rows
+IMPORTANCE_ROWS = 1000  # rows of the fit whose columns are permuted
 
 
 class Uncertainty(NamedTuple):
@@ -91,6 +99,25 @@ def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
     return int(copies) if copies > (1 + by_chance) / 2 * equal.sum() else 0
 
 
+def weighted_scaler(values: np.ndarray, weight: np.ndarray | None) -> Scaler:
+    """Mean and standard deviation of rows (N, ...) that count ``weight`` times (N,).
+
+    >>> values, weight = np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 2.0])
+    >>> scaler = weighted_scaler(values, weight)
+    >>> repeated = np.repeat(values, [1, 3, 2])
+    >>> bool(np.isclose(scaler.scale, repeated.std()))
+    True
+    """
+    unweighted = Scaler.fit(values)
+    if weight is None:
+        return unweighted
+    standardized = unweighted.transform(values)
+    mean = np.average(standardized, axis=0, weights=weight)
+    variance = np.average((standardized - mean) ** 2, axis=0, weights=weight)
+    scale = np.where(variance > 0, np.sqrt(variance), 1.0)
+    return Scaler(unweighted.mean + unweighted.scale * mean, unweighted.scale * scale)
+
+
 Method: TypeAlias = Annotated[str, Choice(methods.METHODS)]
 Callback: TypeAlias = Annotated[
     Callable[[int, int], Any], Kind(callable, "Pass a function of (done, total).")
@@ -104,12 +131,18 @@ class Network(BaseEstimator):
     widths: Sequence[int] | None
     activation: Any
     prior: Any
+    categories: Sequence[str] | None
+    dates: Sequence[str] | None
     num_chains: int | None
     num_samples: int | None
     effort: float
     callback: Callable | None
     progress_bar: bool
     random_state: Any
+    #: The summary that is a prediction without its noise.
+    _mean_summary: ClassVar[str] = "moments"
+    #: What was done with the columns of a frame; an array has none.
+    _columns_of_x: Columns | None
     #: What scikit-learn is to check of targets, and how we check them before.
     _target_options: ClassVar[Mapping[str, Any]] = {}
     _check_targets: Callable[[str, str, Any], None]
@@ -144,24 +177,54 @@ class Network(BaseEstimator):
             )
         for width in widths:
             Count().check(call, "widths", width)
+        for option in ("categories", "dates"):
+            names = getattr(self, option)
+            if names is not None and not is_list(names):
+                instead = f"Pass names of columns, e.g. `{option}=[{'zip'!r}]`."
+                raise argument_error(call, option, names, instead, TypeError)
         nn.MLP([1, 1], self._activation)
         as_prior({} if self.prior is None else self.prior, call)
         with taught(call, "random_state", self.random_state):
             check_random_state(self.random_state)
 
-    def _fitted(self, X: Any, y: Any) -> Any:
+    def _fitted(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Fit a copy and take over all of it at once: a refused or interrupted fit
         leaves the earlier one.
         """
         refuse_forks(f"{self._call}.fit")
         fitted = copy(self)
-        fitted._learn(X, y)
+        fitted._learn(X, y, sample_weight)
         self.__dict__ = fitted.__dict__
         return self
 
-    def _learn(self, X: Any, y: Any) -> None:
+    def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check the data, run the method, and set all attributes of a fit."""
         raise NotImplementedError
+
+    def _weights(self, y: np.ndarray, sample_weight: Any) -> np.ndarray | None:
+        """How often each row counts (N,), ``None`` if each counts once."""
+        if sample_weight is None:
+            return None
+        call = f"{self._call}.fit"
+        weight = as_floats(call, "sample_weight", sample_weight)
+        if weight.ndim == 0:
+            weight = np.full(len(y), float(weight))
+        if weight.shape != (len(y),):
+            # The first words are those that scikit-learn's checks look for.
+            got = f"shape {weight.shape}, for {len(y)} rows"
+            instead = "Sample weights must be 1D array or scalar: one for each row."
+            raise argument_error(call, "sample_weight", got, instead)
+        check_finite(call, "sample_weight", weight)
+        if np.any(weight < 0) or np.sum(weight > 0) < 2:
+            got = f"{np.sum(weight < 0)} negative and {np.sum(weight > 0)} positive"
+            instead = "Pass how often each row counts, at least two of them positive."
+            raise argument_error(call, "sample_weight", got, instead)
+        if self.method == "adf":
+            instead = (
+                'Leave it out, or use another `method`: "adf" counts every row once.'
+            )
+            raise argument_error(call, "sample_weight", "weights", instead)
+        return None if np.all(weight == 1) else weight
 
     def _run(
         self,
@@ -171,6 +234,7 @@ class Network(BaseEstimator):
         likelihood: Callable,
         y_scaler: Any,
         widths: Sequence[int],
+        weight: np.ndarray | None,
     ) -> None:
         """Standardize the inputs, run the method, and keep its draws; ``widths`` are
         for users who give none.
@@ -182,7 +246,7 @@ class Network(BaseEstimator):
                 "them out: copies count as evidence, noise would be taken to be too "
                 "small, and a row that has a copy in the fit gets too good a score."
             )
-        x_scaler = Scaler.fit(x)
+        x_scaler = self._input_scaler(x, weight)
         x = x_scaler.transform(x)
         net = nn.MLP(
             [*(widths if self.widths is None else self.widths), outputs],
@@ -204,7 +268,7 @@ class Network(BaseEstimator):
                     self.callback(done, total)
 
             options = (self.effort, self.num_chains, self.num_samples, report)
-            padded = methods.padded(x, y)
+            padded = methods.padded(x, y, weight)
             task = methods.Task(
                 self._call, model, padded, len(x), jax.random.key(seed), *options
             )
@@ -212,6 +276,8 @@ class Network(BaseEstimator):
         #: Algorithm and settings of the fit, and the chains that were left out
         # (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
+        if self._columns_of_x is not None:
+            self.attrs_["columns"] = str(self._columns_of_x.described)
         self._predictive = draws.predictive or Predictive(model, draws.sites)
         self._x_scaler = x_scaler
         self._y_scaler = y_scaler
@@ -220,6 +286,16 @@ class Network(BaseEstimator):
         #: Factor on predictive standard deviations, or temperature of class
         # probabilities; 1 before `calibrate`.
         self.calibration_ = 1.0
+
+    def _input_scaler(self, x: np.ndarray, weight: np.ndarray | None) -> Scaler:
+        """Numbers are standardized; columns of 0 and 1 that a frame was made into have
+        scales of their own.
+        """
+        scaler = weighted_scaler(x, weight)
+        if self._columns_of_x is None:
+            return scaler
+        scales = self._columns_of_x.scales
+        return Scaler(scaler.mean, np.where(np.isnan(scales), scaler.scale, scales))
 
     def _checked_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the fit that are predicted to judge it, and their targets."""
@@ -237,6 +313,14 @@ class Network(BaseEstimator):
                 "`effort`, or more rows."
             )
 
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        words = super().__repr__(*args, **kwargs)
+        columns = getattr(self, "_columns_of_x", None)
+        if columns is None:
+            return words
+        lines = [f"  {name}: {what}" for name, what in columns.described.items()]
+        return "\n".join([words, *lines])
+
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
 
@@ -248,7 +332,7 @@ class Network(BaseEstimator):
 
         :param warn: whether to warn of rows that lie far outside those of the fit.
         """
-        rows = self._rows(X)
+        rows = self._rows(X, warn=warn)
         answers = self._answers(name, rows, *by_row, **options)
         if warn:
             share, limit, words = extrapolated(self._data[0], rows)
@@ -256,14 +340,39 @@ class Network(BaseEstimator):
                 warn_of_health(f"{self._call}: {words}. {FAR}")
         return answers
 
-    def _rows(self, X: Any, argument: str = "X") -> np.ndarray:
+    def _rows(self, X: Any, argument: str = "X", *, warn: bool = False) -> np.ndarray:
         """New rows, checked and standardized."""
         check_is_fitted(self)
         refuse_forks(self._call)
         with taught(self._call, argument, X):
-            check_numbers(self._call, argument, X)
-            rows = validate_data(self, X, dtype=np.float64, reset=False)
+            numbers, notes = self._numbers(self._call, argument, X, reset=False)
+            if numbers is None:
+                rows = validate_data(self, X, dtype=np.float64, reset=False)
+            else:
+                rows = check_array(numbers)
+        if notes and warn:
+            warn_of_health(f"{self._call}: {'; '.join(notes)}.")
         return self._x_scaler.transform(rows)
+
+    def _numbers(
+        self, call: str, argument: str, X: Any, reset: bool
+    ) -> tuple[np.ndarray | None, list[str]]:
+        """The numbers of a frame, and what is new about its rows; ``None`` for a plain
+        table of numbers, which is checked.
+        """
+        if reset:
+            self._columns_of_x = None
+            if is_frame(X):
+                validate_data(self, X, skip_check_array=True)
+                self._columns_of_x = Columns(call, X, self.categories, self.dates)
+                return self._columns_of_x.numbers(call, X)
+        if self._columns_of_x is None:
+            check_numbers(call, argument, X)
+            return None, []
+        # scikit-learn refuses other columns, and warns if there are no names
+        validate_data(self, X, skip_check_array=True, reset=False)
+        frame = X if is_frame(X) else self._columns_of_x.named(np.asarray(X))
+        return self._columns_of_x.numbers(call, frame)
 
     def _rows_and_targets(
         self, method: str, X: Any, y: Any, suffix: str = "", **options: Any
@@ -275,12 +384,17 @@ class Network(BaseEstimator):
         """
         call = f"{self._call}.{method}"
         options = {"dtype": np.float64, "reset": False, **options}
+        reset = options["reset"]
         with taught(call, f"X{suffix}", X):
-            check_numbers(call, f"X{suffix}", X)
-            validate_data(self, X, **options)
+            numbers, _ = self._numbers(call, f"X{suffix}", X, reset)
+            if numbers is None:
+                validate_data(self, X, **options)
         with taught(call, f"y{suffix}", y):
             self._check_targets(call, f"y{suffix}", y)
-            return validate_data(self, X, y, **options, **self._target_options)
+            if numbers is None:
+                return validate_data(self, X, y, **options, **self._target_options)
+            del options["reset"]
+            return check_X_y(numbers, y, **options, **self._target_options)
 
     @contextmanager
     def _scored(self, y: Any, sample_weight: Any) -> Iterator[None]:
@@ -341,6 +455,47 @@ class Network(BaseEstimator):
                 f"{self._call}.most_uncertain", "num_rows", got, "Ask for fewer rows."
             )
         return np.argsort(-epistemic, kind="stable")[:num_rows]
+
+    def importances(self, random_state: Any = 0) -> dict[str, float]:
+        r"""The share of the variance of the predictions that each column has, the
+        largest first.
+
+        .. math:: S_j = \frac{E[(f(x) - f(x^{(j)}))^2]}{2\,\mathrm{Var} f(x)}
+
+        f is the predictive mean, or the class probabilities, summed over targets or
+        classes, and in :math:`x^{(j)}` the values of column j come from another row of
+        the fit. Shares of interacting columns add up to more than 1. It is what the
+        network uses: of two columns that say the same, each may have any part.
+
+        :param random_state: seed of the permutations.
+        :return: shares by name, of arrays ``x0``, ``x1``, ...
+
+        Reference: Saltelli et al. (2010), equation (f) of table 2, for independent
+        columns.
+        """
+        check_is_fitted(self)
+        with taught(f"{self._call}.importances", "random_state", random_state):
+            generator = check_random_state(random_state)
+        rows = self._data[0][:IMPORTANCE_ROWS]
+        if self._columns_of_x is None:
+            groups = np.arange(rows.shape[1])
+            names = [f"x{place}" for place in range(rows.shape[1])]
+        else:
+            groups = self._columns_of_x.groups
+            names = [str(name) for name in self.feature_names_in_]
+        predicted = self._answers(self._mean_summary, rows)[0]
+        total = 2 * np.sum(np.var(predicted, axis=0))
+        shares = {}
+        for place, name in enumerate(names):
+            changed = rows.copy()
+            # A shift of a random order: no row keeps its own values.
+            order = generator.permutation(len(rows))
+            columns = np.flatnonzero(groups == place)
+            changed[np.ix_(order, columns)] = rows[np.ix_(np.roll(order, 1), columns)]
+            moved = self._answers(self._mean_summary, changed)[0]
+            change = np.sum(np.mean((moved - predicted) ** 2, axis=0))
+            shares[name] = float(change / total) if total > 0 else 0.0
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def calibrate(self, X: Any, y: Any) -> Any:
         """Scale the predictive distribution by the factor under which held-out rows are

@@ -26,6 +26,8 @@ MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 1024
 HALVINGS = 40  # of the bracket of a quantile
 # Of the table of a Student's t: largest asinh of a value, and number of nodes.
 MAX_ASINH, NUM_NODES = 20.0, 2049
+# Of the integral of a CRPS: predictive standard deviations beyond the mean, and nodes.
+MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 128
 
 
 class Predictive:
@@ -137,7 +139,7 @@ class LinearizedPredictive(Predictive):
     draws of the same network.
     """
 
-    closed_form = frozenset({"moments", "quantiles", "log_density"})
+    closed_form = frozenset({"moments", "quantiles", "log_density", "cdf", "crps"})
     # A posterior with little noise is ill-conditioned.
     precision = staticmethod(partial(jax.enable_x64, True))
 
@@ -172,7 +174,7 @@ class LinearizedPredictive(Predictive):
             means, cov, weights = given_log_scales(f, cov)
             sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
             means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
-            return _quantiles((means, sds), weights, *options)
+            return SUMMARIES[summary][1]((means, sds), weights, *rows[1:], *options)
 
         return program
 
@@ -285,6 +287,38 @@ def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     return (logsumexp(each, axis=0, b=weights[:, None]),)
 
 
+def _distribution(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    """Distribution function of the mixture at y, of each output alone."""
+    means, sds = mixture[:2]
+    return (jnp.tensordot(weights, _cdf(mixture)((y - means) / sds), 1),)
+
+
+def _crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    """Continuous ranked probability score of the mixture at y, of each output alone.
+
+    F^2 below y and (1 - F)^2 above it are smooth: Gauss-Legendre in asinh of the
+    distance from y, in predictive standard deviations, as far as tails matter.
+    """
+    means, sds = mixture[:2]
+    mean, noise, spread = _moments(mixture, weights)
+    sd = jnp.sqrt(noise + spread)
+    cdf = _cdf(mixture)
+    # Beyond the mean, too, which may be far from y.
+    reach = jnp.arcsinh(jnp.abs(y - mean) / sd + MAX_DISTANCE_SD)
+
+    def add(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple:
+        place, weight = node
+        distance = sd * jnp.sinh(reach * place)
+        below = jnp.tensordot(weights, cdf((y - distance - means) / sds), 1)
+        above = 1 - jnp.tensordot(weights, cdf((y + distance - means) / sds), 1)
+        step = weight * reach * sd * jnp.cosh(reach * place)
+        return total + step * (below**2 + above**2), None
+
+    places, node_weights = np.polynomial.legendre.leggauss(NUM_CRPS_NODES)
+    nodes = jnp.asarray((places + 1) / 2), jnp.asarray(node_weights / 2)
+    return (jax.lax.scan(add, jnp.zeros_like(mean), nodes)[0],)
+
+
 def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
     """Entropy of the mean probabilities, and mean entropy of the draws."""
     mean = jnp.tensordot(weights, mixture[0], 1)
@@ -296,6 +330,8 @@ SUMMARIES: dict[str, tuple[int, Callable]] = {
     "moments": (0, _moments),
     "quantiles": (0, _quantiles),
     "log_density": (0, _log_density),
+    "cdf": (0, _distribution),
+    "crps": (0, _crps),
     "components": (1, lambda mixture, _: mixture),
     "probabilities": (
         0,

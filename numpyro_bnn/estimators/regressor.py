@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import numpyro.distributions as dist
 from scipy.stats import norm
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
-from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.network import (
     Callback,
@@ -21,6 +21,7 @@ from numpyro_bnn.estimators.network import (
     Network,
     Uncertainty,
     warn_of_health,
+    weighted_scaler,
 )
 from numpyro_bnn.estimators.tables import check_numbers
 from numpyro_bnn.models import repeats_values
@@ -58,6 +59,9 @@ class Regressor(RegressorMixin, Network):
         survives outliers, not normal noise; for ``"ensemble"`` (the default there),
         ``"nuts"`` and ``"mean_field"``. If most targets are a few repeated values, both
         are refused and not the default: such noise could vanish at these values.
+    :param categories: names of columns of a frame whose numbers are names (codes of
+        areas), ``dates``: of columns whose text is a date. Others are known by their
+        type, see below.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the
         guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
@@ -69,6 +73,12 @@ class Regressor(RegressorMixin, Network):
 
     Several targets, y (N, K), share the network; given its weights they are
     independent.
+
+    X may be an array of numbers, or a frame (pandas, polars) as it is. Of a frame, text
+    and categories become one column per level (levels in less than 1 % of the rows are
+    joined), dates become days and their place in year and week, missing values the
+    median and a column that marks them, and numbers with a heavy tail are compressed by
+    asinh. ``repr`` of a fit, and ``attrs_["columns"]``, say what was done.
 
     >>> import numpy as np
     >>> from numpyro_bnn.estimators import Regressor
@@ -95,6 +105,8 @@ class Regressor(RegressorMixin, Network):
         widths: Sequence[int] | None = None,
         activation: Any = None,
         prior: Any = None,
+        categories: Sequence[str] | None = None,
+        dates: Sequence[str] | None = None,
         heteroscedastic: Switch | None = None,
         heavy_tails: Switch | None = None,
         num_chains: PositiveInt | None = None,
@@ -108,6 +120,8 @@ class Regressor(RegressorMixin, Network):
         self.widths = widths
         self.activation = activation
         self.prior = prior
+        self.categories = categories
+        self.dates = dates
         self.heteroscedastic = heteroscedastic
         self.heavy_tails = heavy_tails
         self.num_chains = num_chains
@@ -122,11 +136,16 @@ class Regressor(RegressorMixin, Network):
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> "Regressor":
-        """Learn from rows X (N, D) and targets y (N,) or (N, K)."""
-        return self._fitted(X, y)
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "Regressor":
+        """Learn from rows X (N, D), or a frame, and targets y (N,) or (N, K).
 
-    def _learn(self, X: Any, y: Any) -> None:
+        :param sample_weight: how often each row counts (N,): its likelihood is taken to
+            this power, so a row of weight 2 is two equal observations. Weights whose
+            sum is not the number of observations make intervals too narrow or wide.
+        """
+        return self._fitted(X, y, sample_weight)
+
+    def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         self._check_settings()
         hetero = self.heteroscedastic
         tails = self.heavy_tails
@@ -138,6 +157,10 @@ class Regressor(RegressorMixin, Network):
             raise argument_error(self._call, "heavy_tails", tails, instead)
         X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
         y = np.asarray(y, np.float64)
+        weight = self._weights(y, sample_weight)
+        if weight is not None:
+            counted = weight > 0
+            X, y, weight = X[counted], y[counted], weight[counted]
         usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
         self._check_size(len(X), len(widths))
@@ -155,7 +178,7 @@ class Regressor(RegressorMixin, Network):
             usual = methods.Regression()
         hetero = usual.heteroscedastic if hetero is None else bool(hetero)
         tails = usual.heavy_tails if tails is None else tails
-        y_scaler = Scaler.fit(y)
+        y_scaler = weighted_scaler(y, weight)
         min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
         likelihood = partial(methods.noise_likelihood, targets, hetero, tails, min_sd)
         self._run(
@@ -165,6 +188,7 @@ class Regressor(RegressorMixin, Network):
             likelihood,
             y_scaler,
             usual.widths,
+            weight,
         )
         self._check_fit()
 
@@ -236,12 +260,108 @@ class Regressor(RegressorMixin, Network):
 
         With several targets it is that of each target alone.
         """
-        levels = np.array([(1 - level) / 2, (1 + level) / 2])
-        ends = self._summary("quantiles", X, warn=True, options=(levels,))
+        low, high = self._quantiles(X, np.array([(1 - level) / 2, (1 + level) / 2]))
+        return low, high
+
+    def predict_quantiles(self, X: Any, levels: Any = (0.05, 0.5, 0.95)) -> np.ndarray:
+        """Quantiles of the predictive distribution, as from ``np.quantile``: (Q, N),
+        with several targets (Q, N, K), of each target alone.
+
+        :param levels: probabilities (Q,) in (0, 1).
+
+        >>> import numpy as np
+        >>> from numpyro_bnn.estimators import Regressor
+        >>> X = np.linspace(-1, 1, 40)[:, None]
+        >>> y = X[:, 0] + np.random.default_rng(0).normal(0, 0.1, 40)
+        >>> fitted = Regressor("adf", widths=(10,), random_state=0).fit(X, y)
+        >>> fitted.predict_quantiles(X[:2], [0.1, 0.5, 0.9]).shape
+        (3, 2)
+        """
+        call = f"{self._call}.predict_quantiles"
+        levels = as_floats(call, "levels", levels)
+        if levels.ndim != 1 or not np.all((levels > 0) & (levels < 1)):
+            instead = "Pass probabilities between 0 and 1, e.g. `[0.1, 0.5, 0.9]`."
+            raise argument_error(call, "levels", levels, instead)
+        return self._quantiles(X, levels)
+
+    def _quantiles(self, X: Any, levels: np.ndarray) -> np.ndarray:
+        quantiles = np.stack(
+            self._summary("quantiles", X, warn=True, options=(levels,))
+        )
         if self.calibration_ != 1:
             mean = self._summary("moments", X)[0]
-            ends = tuple(mean + self.calibration_ * (end - mean) for end in ends)
-        return self._in_units(ends[0]), self._in_units(ends[1])
+            quantiles = mean + self.calibration_ * (quantiles - mean)
+        return self._in_units(quantiles)
+
+    def cdf(self, X: Any, y: Any) -> np.ndarray:
+        """Predictive probability that the target of each row is at most y, shaped like
+        y; of each target alone.
+
+        Of rows that were not in the fit the values are uniform on (0, 1) if the
+        predictive distributions are calibrated.
+        """
+        (below,) = self._at_targets("cdf", X, y)
+        return below[..., None] if self._columns == (1,) else below
+
+    def crps(self, X: Any, y: Any) -> np.ndarray:
+        r"""Continuous ranked probability score of each row, shaped like y and in its
+        units: smaller is better.
+
+        .. math:: \int (F(z) - 1\{z \ge y\})^2 dz
+
+        of the predictive distribution function F of each target alone, by quadrature.
+        It is the absolute error of a prediction without uncertainty.
+
+        Reference: Gneiting & Raftery (2007), equation 20.
+        """
+        (score,) = self._at_targets("crps", X, y)
+        return self._in_units(self.calibration_ * score, shift=False)
+
+    def _at_targets(self, name: str, X: Any, y: Any) -> tuple:
+        """A summary at targets, standardized and moved to where they are in the
+        distribution without its calibration.
+        """
+        y = self._y_scaler.transform(self._targets(X, y, name))
+        if self.calibration_ != 1:
+            mean = self._summary("moments", X)[0]
+            y = mean + (y - mean) / self.calibration_
+        return self._summary(name, X, y)
+
+    def predict_dist(self, X: Any) -> dist.Distribution:
+        """The predictive distribution of each row, of batch shape (N,): a mixture over
+        the draws of the network, with its ``log_prob``, ``cdf``, ``mean``, ``sample``.
+
+        That of a Laplace approximation is a mixture over its draws, too, of which
+        :meth:`predict_quantiles` and :meth:`cdf` have the exact one. ``sample`` draws
+        from all components before it chooses one: :meth:`sample`
+        needs less memory.
+
+        >>> import jax, numpy as np
+        >>> from numpyro_bnn.estimators import Regressor
+        >>> X = np.linspace(-1, 1, 40)[:, None]
+        >>> y = X[:, 0] + np.random.default_rng(0).normal(0, 0.1, 40)
+        >>> fitted = Regressor("adf", widths=(10,), random_state=0).fit(X, y)
+        >>> fitted.predict_dist(X[:5]).sample(jax.random.key(0), (3,)).shape
+        (3, 5)
+        """
+        check_is_fitted(self)
+        means, sds, *df = self._summary("components", X, warn=True)
+        if self.calibration_ != 1:
+            center = self._summary("moments", X)[0]
+            means = center + self.calibration_ * (means - center)
+            sds = self.calibration_ * sds
+        # rows first, draws last but for the targets of a row
+        loc = np.moveaxis(self._in_units(means), 0, 1)
+        sd = np.moveaxis(self._in_units(sds, shift=False), 0, 1)
+        component: dist.Distribution = dist.Normal(loc, sd)
+        if df:
+            degrees = np.moveaxis(df[0].reshape(means.shape), 0, 1).reshape(loc.shape)
+            scale = sd * np.sqrt(1 - 2 / degrees)
+            component = dist.StudentT(degrees, loc, scale)
+        if self._columns:
+            component = component.to_event(1)
+        probs = np.full(loc.shape[1], 1 / loc.shape[1])
+        return dist.MixtureSameFamily(dist.Categorical(probs=probs), component)
 
     @checked("estimators.{}.conformal_interval")
     def conformal_interval(

@@ -1,0 +1,93 @@
+"""Answers of an estimator inside a pipeline or a search, for the rows those take."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from sklearn.pipeline import Pipeline
+from sklearn.utils.validation import check_is_fitted
+
+from numpyro_bnn._checks import argument_error
+from numpyro_bnn.estimators.network import Network
+
+CALL = "estimators.inside"
+ROWS = ("X", "X_held_out")  # arguments that hold rows
+
+
+class Inside:
+    """The answers of an estimator whose rows are transformed first; see
+    :func:`inside`.
+    """
+
+    def __init__(self, steps: list[Any], estimator: Network) -> None:
+        self._steps = steps
+        self._estimator = estimator
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "fit":
+            raise AttributeError(name)
+        value = getattr(self._estimator, name)
+        return self._transformed_first(value) if inspect.ismethod(value) else value
+
+    def __dir__(self) -> list[str]:
+        return [name for name in dir(self._estimator) if name != "fit"]
+
+    def _transformed_first(self, method: Callable) -> Callable:
+        signature = inspect.signature(method)
+
+        @wraps(method)
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            for argument in ROWS:
+                if argument in bound.arguments:
+                    rows = bound.arguments[argument]
+                    for step in self._steps:
+                        rows = step.transform(rows)
+                    bound.arguments[argument] = rows
+            return method(*bound.args, **bound.kwargs)
+
+        return answer
+
+
+def inside(model: Any) -> Any:
+    """The fitted estimator inside a ``Pipeline`` or a search such as ``GridSearchCV``:
+    all of its answers, for rows as the pipeline takes them.
+
+    scikit-learn passes on ``predict`` and ``predict_proba`` only. ``calibrate`` changes
+    the estimator itself, so predictions of the pipeline follow.
+
+    :param model: a fitted ``Pipeline``, search, or estimator of this package; one may
+        be in the other.
+    :raises ValueError: if there is no :class:`Regressor` or :class:`Classifier` at the
+        end of it.
+
+    >>> import numpy as np
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> from numpyro_bnn.estimators import Regressor, inside
+    >>> X = np.linspace(-1, 1, 40)[:, None]
+    >>> regressor = Regressor("adf", widths=(5,), random_state=0)
+    >>> pipeline = make_pipeline(StandardScaler(), regressor).fit(X, X[:, 0])
+    >>> low, high = inside(pipeline).predict_interval(X, level=0.9)
+    >>> low.shape
+    (40,)
+    """
+    steps: list[Any] = []
+    estimator = model
+    while not isinstance(estimator, Network):
+        if hasattr(estimator, "best_estimator_"):
+            estimator = estimator.best_estimator_
+        elif isinstance(estimator, Pipeline):
+            transformers = [step for _, step in estimator.steps[:-1]]
+            steps += [step for step in transformers if hasattr(step, "transform")]
+            estimator = estimator.steps[-1][1]
+        else:
+            got = f"{type(estimator).__name__} in the place of the estimator"
+            instead = (
+                "Pass a fitted `Pipeline` or search that ends in a `Regressor` or "
+                "`Classifier`."
+            )
+            raise argument_error(CALL, "model", got, instead)
+    check_is_fitted(estimator)
+    return Inside(steps, estimator)

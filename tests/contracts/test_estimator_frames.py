@@ -1,0 +1,422 @@
+"""Estimators: frames as people have them, and what a predictive distribution says."""
+
+import datetime
+import pickle
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from scipy import stats
+from zoo import X, Y
+
+from numpyro_bnn.estimators import Classifier, Regressor
+from numpyro_bnn.metrics import HealthWarning
+
+pd = pytest.importorskip("pandas")
+TINY = {"widths": (4,), "random_state": 0}
+N = 240
+
+
+def frame(size=N, seed=0):
+    """Numbers, gaps, a heavy tail, a switch, text, categories, numbered names, dates of
+    every kind, durations.
+    """
+    rng = np.random.default_rng(seed)
+    gaps = np.where(np.arange(size) % 10 == 3, np.nan, rng.normal(size=size))
+    days = pd.date_range("2020-01-01", periods=size, freq="5D")
+    text = rng.choice(["red", "blue", "green"], size).astype(object)
+    text[[0, 1]] = ["rare", None]
+    return pd.DataFrame(
+        {
+            "number": rng.normal(size=size),
+            "gaps": gaps,
+            "tail": np.exp(3 * rng.normal(size=size)),
+            "switch": rng.random(size) < 0.5,
+            "text": text,
+            "level": pd.Categorical(rng.choice(["a", "b"], size)),
+            "zip": rng.integers(0, 3, size),
+            "day": days,
+            "written": days.strftime("%Y-%m-%d"),
+            "python": [datetime.date(2020, 1, 1 + row % 28) for row in range(size)],
+            "lasts": pd.to_timedelta(rng.integers(0, 9, size), unit="h"),
+            "digits": [str(row % 7) for row in range(size)],
+        }
+    )
+
+
+def targets(rows):
+    return np.nan_to_num(rows["number"]) + 3 * (rows["text"] == "red").to_numpy(float)
+
+
+@cache
+def fitted():
+    rows = frame()
+    return Regressor("adf", categories=["zip"], **TINY).fit(rows, targets(rows))
+
+
+def test_a_frame_is_described():
+    words = str(fitted())
+    for name, what in {
+        "gaps": "24 missing: the median",
+        "tail": "a heavy tail: asinh",
+        "text": "5 levels, one of which is that it is missing; 2 rare ones are joined",
+        "level": "2 levels",
+        "zip": "3 levels",
+        "day": "days since 2020-01-01, place in the year, place in the week",
+        "written": "days since 2020-01-01, place in the year, place in the week",
+        "python": "days since 2020-01-01, place in the week",
+    }.items():
+        assert f"{name}: {what}" in words
+    for name in ("number", "switch", "lasts", "digits"):
+        assert f"{name}:" not in words
+    assert "rare ones" in fitted().attrs_["columns"]
+    assert list(fitted().feature_names_in_) == list(frame().columns)
+
+
+def test_the_numbers_of_a_frame_are_those_of_numpy():
+    rows = frame()
+    inputs = fitted().idata_["constant_data"]["x"].to_numpy()
+    median = np.nanmedian(rows["gaps"])
+    tail = rows["tail"].to_numpy()
+    low, middle, high = np.quantile(tail, (0.25, 0.5, 0.75))
+    expected = {
+        0: rows["number"],
+        1: rows["gaps"].fillna(median),
+        2: rows["gaps"].isna(),
+        3: np.arcsinh((tail - middle) / (high - low)),
+        4: rows["switch"],
+        # levels in the order of their names, those that are joined at the end
+        5: rows["text"] == "blue",
+        6: rows["text"] == "green",
+        7: rows["text"] == "red",
+        8: rows["text"].isin(["rare"]) | rows["text"].isna(),
+        9: rows["level"] == "a",
+        11: rows["zip"] == 0,
+        14: 5 * np.arange(N),
+        15: np.sin(2 * np.pi * 5 * np.arange(N) / 365.25),
+        18: np.cos(2 * np.pi * 5 * np.arange(N) / 7),
+        19: 5 * np.arange(N),
+        24: np.arange(N) % 28,
+        27: rows["lasts"].dt.total_seconds() / 86400,
+        28: np.arange(N) % 7,
+    }
+    assert inputs.shape == (N, 29)
+    for place, column in expected.items():
+        np.testing.assert_allclose(
+            inputs[:, place], np.asarray(column, float), atol=1e-4, err_msg=str(place)
+        )
+
+
+def test_the_text_is_learned_and_survives_a_pickle():
+    rows = frame()
+    assert fitted().score(rows, targets(rows)) > 0.9
+    again = pickle.loads(pickle.dumps(fitted()))
+    np.testing.assert_array_equal(again.predict(rows), fitted().predict(rows))
+
+
+def test_rare_levels_are_no_extreme_inputs():
+    """One row in 240 has a level: standardized it would be 15 sds away."""
+    flag = np.where(np.arange(N) == 7, "odd", "usual")
+    switch = np.arange(N) == 9
+    rows = pd.DataFrame({"flag": flag, "switch": switch, "x": np.arange(N)})
+    model = Regressor("adf", **TINY).fit(rows, np.arange(N) % 5)
+    mean, sd = model.predict(rows, return_std=True)
+    assert np.all(np.abs(mean - 2) < 4 * sd)
+
+
+@pytest.mark.parametrize("kind", ["polars", "dict of lists"])
+def test_other_frames_have_the_same_numbers(kind):
+    polars = pytest.importorskip("polars") if kind == "polars" else None
+    rows = frame()[["number", "gaps", "switch", "text", "written"]]
+    lists = {
+        name: [None if value is None or value != value else value for value in column]
+        for name, column in rows.items()
+    }
+    other = polars.DataFrame(lists) if polars else pd.DataFrame(lists, dtype=object)
+    model = Regressor("adf", **TINY).fit(rows, targets(rows))
+    np.testing.assert_allclose(model.predict(other), model.predict(rows), rtol=1e-6)
+
+
+def test_new_levels_and_gaps_are_announced():
+    rows = frame().iloc[:5].copy()
+    rows.loc[2, "text"] = "violet"
+    rows.loc[3, "number"] = np.nan
+    with pytest.warns(HealthWarning) as caught:
+        mean = fitted().predict(rows)
+    words = str(caught[0].message)
+    assert "column 'text' have a level that the fit has not seen, such as 'violet'" in (
+        words
+    )
+    assert "1 missing values in column 'number', which had none in the fit" in words
+    assert np.isfinite(mean).all()
+    # A level that is new is one of those that were joined.
+    rows = frame().iloc[:5]
+    rare = rows.assign(text=["rare", *rows["text"][1:]])
+    new = rows.assign(text=["violet", *rows["text"][1:]])
+    with pytest.warns(HealthWarning):
+        mean = fitted().predict(new)
+    np.testing.assert_array_equal(mean, fitted().predict(rare))
+
+
+def changed(**columns):
+    return frame().iloc[:3].assign(**columns)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: fitted().predict(changed(number=["1", "b", "3"])),
+            "'b' in column 'number', which held numbers",
+        ),
+        (
+            lambda: fitted().predict(changed(number=[1, np.inf, 3])),
+            "column 'number' that are infinite",
+        ),
+        (
+            lambda: fitted().predict(changed(day=["2020-01-01", "soon", None])),
+            "'soon' in column 'day', which holds dates",
+        ),
+        (lambda: fitted().predict(frame()[["number", "gaps"]]), "feature names"),
+        (
+            lambda: Regressor("adf", **TINY).fit(
+                pd.DataFrame({"a": [[1], [2]]}), [0.0, 1.0]
+            ),
+            "values of type list in column 'a'",
+        ),
+        (
+            lambda: Regressor("adf", categories=["zap"]).fit(frame(), np.ones(N)),
+            "'zap', which is no column of X",
+        ),
+        (
+            lambda: Regressor("adf", dates="day").fit(frame(), np.ones(N)),
+            "argument `dates`",
+        ),
+        (
+            lambda: Regressor("adf").fit(frame().assign(number=1j), np.ones(N)),
+            "complex numbers in column 'number'",
+        ),
+    ],
+)
+def test_columns_at_fault_are_named(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call()
+
+
+def test_a_refused_frame_leaves_the_fit_as_it_was():
+    model = Classifier("adf", **TINY).fit(frame(), frame()["text"] == "red")
+    before = model.predict_proba(frame())
+    with pytest.raises(ValueError, match="one class"):
+        model.fit(frame().drop(columns="text"), np.ones(N))
+    np.testing.assert_array_equal(model.predict_proba(frame()), before)
+
+
+def test_an_array_after_a_frame_has_its_columns():
+    rows = pd.DataFrame(X, columns=["a", "b"])
+    model = Regressor("adf", **TINY).fit(rows, Y)
+    plain = Regressor("adf", **TINY).fit(X, Y)
+    with pytest.warns(UserWarning, match="feature names"):
+        by_place = model.predict(X)
+    np.testing.assert_array_equal(by_place, model.predict(rows))
+    np.testing.assert_array_equal(by_place, plain.predict(X))
+
+
+# -- quantiles, distribution functions, scores, distributions --------------------------
+
+
+@cache
+def regressor(kind):
+    """With the given noise; several targets share a network."""
+    options = {"effort": 0.05, "num_samples": 200, **TINY}
+    y = 10 + 5 * (np.c_[Y, -Y] if kind == "two targets" else Y)
+    if kind == "laplace":
+        return Regressor("laplace", **TINY).fit(X, y), y
+    tails = kind == "tails"
+    return Regressor("mean_field", heavy_tails=tails, **options).fit(X, y), y
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tails", "laplace")]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*worse than by a constant",  # so little effort is not enough
+    "ignore:.*diverged",
+)
+
+
+@pytest.mark.parametrize("calibration", [1.0, 1.6])
+@pytest.mark.parametrize("kind", ["normal", "two targets", *SLOW])
+def test_the_distribution_function_inverts_the_quantiles(kind, calibration):
+    model, _ = regressor(kind)
+    model.calibration_ = calibration
+    levels = np.array([0.02, 0.3, 0.5, 0.9])
+    quantiles = model.predict_quantiles(X, levels)
+    for level, values in zip(levels, quantiles, strict=True):
+        # of Student's t, a table with errors below 2e-5
+        np.testing.assert_allclose(model.cdf(X, values), level, atol=3e-5)
+    low, high = model.predict_interval(X, 0.6)
+    ends = model.predict_quantiles(X, [0.2, 0.8])
+    np.testing.assert_allclose(ends, [low, high], rtol=1e-6)
+
+
+@pytest.mark.parametrize("calibration", [1.0, 1.6])
+@pytest.mark.parametrize("kind", ["normal", "two targets", SLOW[1]])
+def test_crps_is_that_of_the_mixture(kind, calibration):
+    """Of Gaussian components it has a closed form (Grimit et al. 2006)."""
+    model, y = regressor(kind)
+    model.calibration_ = calibration
+    # far away too
+    y = y + np.where(np.arange(len(y)) % 6 == 0, 40.0, 0.0).reshape(
+        -1, *[1] * (y.ndim - 1)
+    )
+    mixture = model.predict_dist(X)
+    component = mixture.component_distribution
+    base = getattr(component, "base_dist", component)
+    # draws last
+    loc, sd = (np.asarray(v, float) for v in (base.loc, base.scale))
+    if y.ndim == 2:
+        loc, sd = np.swapaxes(loc, 1, 2), np.swapaxes(sd, 1, 2)
+
+    def mean_distance(m, s):
+        """E |m + s z|."""
+        return m * (2 * stats.norm.cdf(m / s) - 1) + 2 * s * stats.norm.pdf(m / s)
+
+    first = mean_distance(y[..., None] - loc, sd).mean(-1)
+    pairs = mean_distance(
+        loc[..., None] - loc[..., None, :],
+        np.sqrt(sd[..., None] ** 2 + sd[..., None, :] ** 2),
+    )
+    expected = first - pairs.mean((-1, -2)) / 2
+    # a Laplace approximation has infinitely many components: 1,000 draws of them
+    tolerance = 0.05 if kind == "laplace" else 2e-3
+    np.testing.assert_allclose(model.crps(X, y), expected, rtol=tolerance, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["normal", "two targets", SLOW[0]])
+def test_the_distribution_of_a_row_is_that_of_the_estimator(kind):
+    model, y = regressor(kind)
+    model.calibration_ = 1.3
+    mixture = model.predict_dist(X)
+    assert mixture.batch_shape == (len(X),)
+    mean, sd = model.predict(X, return_std=True)
+    np.testing.assert_allclose(mixture.mean, mean, rtol=1e-4)
+    np.testing.assert_allclose(np.sqrt(mixture.variance), sd, rtol=1e-3)
+    np.testing.assert_allclose(
+        mixture.log_prob(y), model.log_predictive_density(X, y), atol=1e-3
+    )
+    assert mixture.sample(jax.random.key(0), (2,)).shape == (2, *y.shape)
+
+
+@pytest.mark.parametrize("levels", [0.5, [0.0, 0.5], [1.5], ["a"], [np.nan]])
+def test_levels_that_are_no_probabilities_are_refused(levels):
+    with pytest.raises((TypeError, ValueError), match="argument `levels`"):
+        regressor("normal")[0].predict_quantiles(X, levels)
+
+
+# -- columns, and estimators inside others ---------------------------------------------
+
+
+def test_importances_are_those_of_the_function():
+    """y = 3 [red] + number: variances 9 p (1 - p) and 1; nothing else matters."""
+    shares = fitted().importances()
+    rows = frame()
+    red = np.mean(rows["text"] == "red")
+    parts = np.array([9 * red * (1 - red), np.var(rows["number"])])
+    assert list(shares)[:2] == ["text", "number"]
+    np.testing.assert_allclose(
+        [shares["text"], shares["number"]], parts / parts.sum(), atol=0.12
+    )
+    assert sum(shares[name] for name in list(shares)[2:]) < 0.1
+    assert set(regressor("normal")[0].importances()) == {"x0", "x1"}
+
+
+def test_answers_inside_a_pipeline_and_a_search():
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import MinMaxScaler
+
+    from numpyro_bnn.estimators import inside
+
+    y = np.asarray(Y, float)
+    scaler = MinMaxScaler().fit(X)
+    alone = Regressor("adf", **TINY).fit(scaler.transform(X), y)
+    pipeline = make_pipeline(MinMaxScaler(), Regressor("adf", **TINY)).fit(X, y)
+    search = GridSearchCV(pipeline, {"regressor__widths": [(4,)]}, cv=2).fit(X, y)
+    for model in (pipeline, search):
+        answers = inside(model)
+        for name in ("predict_interval", "predict_quantiles", "uncertainty"):
+            expected = getattr(alone, name)(scaler.transform(X))
+            np.testing.assert_allclose(getattr(answers, name)(X), expected, rtol=1e-6)
+        ends = answers.conformal_interval(X=X[:3], X_held_out=X, y_held_out=y)
+        expected = alone.conformal_interval(
+            scaler.transform(X[:3]), scaler.transform(X), y
+        )
+        np.testing.assert_allclose(ends, expected, rtol=1e-6)
+    assert answers.attrs_["method"] == "adf"
+    assert not hasattr(answers, "fit")
+    with pytest.raises(ValueError, match="Pass a fitted `Pipeline`"):
+        inside(MinMaxScaler())
+
+
+# -- weights ---------------------------------------------------------------------------
+
+TIMES = np.array([1, 2, 0, 3] * 6)
+
+
+@pytest.mark.slow  # searches for the evidence are long
+@pytest.mark.parametrize("targets", ["one", "two"])
+def test_a_weight_is_so_many_equal_rows(targets):
+    """The evidence, mode and Gaussian of a Laplace approximation, which has no Monte
+    Carlo error.
+    """
+    y = np.asarray(Y, float)
+    y = np.c_[y, y**2] if targets == "two" else y
+    options = {"widths": (3,), "random_state": 0}
+    weighted = Regressor("laplace", **options).fit(X, y, sample_weight=TIMES)
+    with pytest.warns(HealthWarning, match="repeat another"):
+        repeated = Regressor("laplace", **options).fit(
+            np.repeat(X, TIMES, axis=0), np.repeat(y, TIMES, axis=0)
+        )
+    unweighted = Regressor("laplace", **options).fit(X, y)
+    for level in (0.5, 0.95):
+        ends = np.stack(weighted.predict_interval(X, level))
+        expected = np.stack(repeated.predict_interval(X, level))
+        other = np.stack(unweighted.predict_interval(X, level))
+        error = np.abs(ends - expected).max()
+        assert error < 0.02 * np.abs(other - expected).max() + 1e-4
+    evidence = [model.attrs_["log_evidence"] for model in (weighted, repeated)]
+    np.testing.assert_allclose(*evidence, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_class_weights_are_weights_of_rows():
+    labels = np.where(np.arange(24) % 4 == 0, "rare", "usual")
+    options = {"widths": (3,), "random_state": 0}
+    rare = Classifier("laplace", class_weight={"rare": 3.0}, **options).fit(X, labels)
+    rows = Classifier("laplace", **options).fit(
+        X, labels, sample_weight=np.where(labels == "rare", 3.0, 1.0)
+    )
+    balanced = Classifier("laplace", class_weight="balanced", **options).fit(X, labels)
+    plain = Classifier("laplace", **options).fit(X, labels)
+    np.testing.assert_array_equal(rare.predict_proba(X), rows.predict_proba(X))
+    means = [model.predict_proba(X)[:, 0].mean() for model in (plain, rare, balanced)]
+    np.testing.assert_allclose(means, [0.25, 0.5, 0.5], atol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (np.ones(23), "one for each row"),
+        (-np.ones(24), "24 negative"),
+        (np.r_[1, np.zeros(23)], "1 positive"),
+        (np.full(24, np.nan), "sample_weight"),
+        (["a"] * 24, "sample_weight"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weight, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        Regressor("laplace", **TINY).fit(X, Y, sample_weight=weight)
+
+
+def test_a_method_without_weights_says_so():
+    with pytest.raises(ValueError, match=r'"adf" counts every row once'):
+        Regressor("adf", **TINY).fit(X, Y, sample_weight=TIMES)
