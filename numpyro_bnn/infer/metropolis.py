@@ -1,17 +1,31 @@
 """Kernels with a Metropolis test, on all the data: MALA and generalized HMC."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Fraction, FractionBelow1, Model, PositiveInt, checked
-from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Noise
-from numpyro_bnn.sgmcmc.interfaces import Gradient
+from numpyro_bnn._options import (
+    Fraction,
+    FractionBelow1,
+    Model,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    checked,
+)
+from numpyro_bnn.infer.base import (
+    GradientName,
+    InitStrategy,
+    MinibatchName,
+    SGMCMCKernel,
+    Share,
+    StepSize,
+)
+from numpyro_bnn.infer.step_size import Noise
+from numpyro_bnn.infer.warm_start import WarmStart
 
 
 class _AllDataKernel(SGMCMCKernel):
@@ -24,11 +38,6 @@ class _AllDataKernel(SGMCMCKernel):
         if self._gradient != "minibatch":
             instead = "Leave it out: this kernel uses the gradient of all the data."
             raise argument_error(self._call, "gradient", self._gradient, instead)
-
-    def estimator(
-        self, target: Target, potential: Callable, full: Callable, stream: Any
-    ) -> Gradient:
-        return sgmcmc.Full(full)
 
     def choose_step_size(
         self, curvature: jax.Array, noise: Noise, size: int
@@ -61,14 +70,35 @@ class MALA(_AllDataKernel):
     def __init__(
         self,
         model: Model,
-        step_size: Any = None,
+        step_size: StepSize = None,
         *,
         steps_per_draw: PositiveInt = 10,
-        **options: Any,
+        temperature: NonNegative = 1.0,
+        gradient: GradientName = "minibatch",
+        minibatches: MinibatchName = "with_replacement",
+        preconditioner: Any = None,
+        warm_start: Share = WarmStart.share,
+        optimizer: Any = None,
+        bias_tolerance: Positive = 0.05,
+        init_strategy: InitStrategy = init_to_uniform,
     ) -> None:
-        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
+        super().__init__(
+            model,
+            step_size,
+            steps_per_draw=steps_per_draw,
+            temperature=temperature,
+            gradient=gradient,
+            minibatches=minibatches,
+            preconditioner=preconditioner,
+            warm_start=warm_start,
+            optimizer=optimizer,
+            bias_tolerance=bias_tolerance,
+            init_strategy=init_strategy,
+        )
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(
+        self, step_size: Any, size: int = 2, noisy: bool = False
+    ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.MALA()
 
 
@@ -109,20 +139,41 @@ class GHMC(_AllDataKernel):
     def __init__(
         self,
         model: Model,
-        step_size: Any = None,
+        step_size: StepSize = None,
         *,
         num_steps: PositiveInt = 100,
         momentum_decay: Fraction = 1.0,
         jitter: FractionBelow1 = 0.1,
         steps_per_draw: PositiveInt = 1,
-        **options: Any,
+        temperature: NonNegative = 1.0,
+        gradient: GradientName = "minibatch",
+        minibatches: MinibatchName = "with_replacement",
+        preconditioner: Any = None,
+        warm_start: Share = WarmStart.share,
+        optimizer: Any = None,
+        bias_tolerance: Positive = 0.05,
+        init_strategy: InitStrategy = init_to_uniform,
     ) -> None:
         self._num_steps = num_steps
         self._momentum_decay = momentum_decay
         self._jitter = jitter
-        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
+        super().__init__(
+            model,
+            step_size,
+            steps_per_draw=steps_per_draw,
+            temperature=temperature,
+            gradient=gradient,
+            minibatches=minibatches,
+            preconditioner=preconditioner,
+            warm_start=warm_start,
+            optimizer=optimizer,
+            bias_tolerance=bias_tolerance,
+            init_strategy=init_strategy,
+        )
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(
+        self, step_size: Any, size: int = 2, noisy: bool = False
+    ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
 
     def optimizer_steps(self) -> int:

@@ -7,12 +7,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Fraction, Model, checked
-from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.tuning import Noise
+from numpyro_bnn._options import (
+    Fraction,
+    Model,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    checked,
+)
+from numpyro_bnn.infer.base import (
+    GradientName,
+    InitStrategy,
+    MinibatchName,
+    SGMCMCKernel,
+    Share,
+    StepSize,
+)
+from numpyro_bnn.infer.step_size import Noise
+from numpyro_bnn.infer.warm_start import WarmStart
 
 THERMOSTAT_STEPS = 20
 
@@ -31,13 +47,33 @@ class _WithMomentum(SGMCMCKernel):
     def __init__(
         self,
         model: Model,
-        step_size: Any = None,
+        step_size: StepSize = None,
         *,
         momentum_decay: Fraction = 0.1,
-        **options: Any,
+        steps_per_draw: PositiveInt = 100,
+        temperature: NonNegative = 1.0,
+        gradient: GradientName = "minibatch",
+        minibatches: MinibatchName = "with_replacement",
+        preconditioner: Any = None,
+        warm_start: Share = WarmStart.share,
+        optimizer: Any = None,
+        bias_tolerance: Positive = 0.05,
+        init_strategy: InitStrategy = init_to_uniform,
     ) -> None:
         self._momentum_decay = momentum_decay
-        super().__init__(model, step_size, **options)
+        super().__init__(
+            model,
+            step_size,
+            steps_per_draw=steps_per_draw,
+            temperature=temperature,
+            gradient=gradient,
+            minibatches=minibatches,
+            preconditioner=preconditioner,
+            warm_start=warm_start,
+            optimizer=optimizer,
+            bias_tolerance=bias_tolerance,
+            init_strategy=init_strategy,
+        )
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
@@ -106,7 +142,9 @@ class SGHMC(_WithMomentum):
     'kinetic_temperature'
     """
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(
+        self, step_size: Any, size: int = 2, noisy: bool = False
+    ) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         return sgmcmc.BAOAB(friction, max_kick=self.max_kick)
 
@@ -144,7 +182,9 @@ class SGNHT(_WithMomentum):
                 "Pass less than 1: a thermostat needs momentum.",
             )
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(
+        self, step_size: Any, size: int = 2, noisy: bool = False
+    ) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self._momentum_decay, step_size)
         mass = THERMOSTAT_STEPS**2 * step_size
         return sgmcmc.NoseHoover(friction, mass, max_kick=self.max_kick)

@@ -17,7 +17,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_arguments import over_chains
+from numpyro_bnn.infer.model_arguments import one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import OuterKernel, check_kernel, refreshed, with_values
@@ -139,6 +139,7 @@ class ParallelTempering(OuterKernel):
     def default_fields(self) -> tuple[str, ...]:
         return ("z", "swap_accept_prob", "diverging")
 
+    @one_thread
     def init(
         self,
         rng_key: jax.Array,
@@ -147,6 +148,8 @@ class ParallelTempering(OuterKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
+        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
+        model_args, model_kwargs = arguments
         _, kwargs = held_values(model_kwargs)
         if plates := Reading(self.model, model_args, kwargs, full=False).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
@@ -192,6 +195,14 @@ class ParallelTempering(OuterKernel):
         )
 
     def sample(
+        self,
+        state: TemperingState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+    ) -> TemperingState:
+        return self._arguments.run(self._sample, state, model_args, model_kwargs)
+
+    def _sample(
         self,
         state: TemperingState,
         model_args: tuple,
@@ -266,6 +277,7 @@ class ParallelTempering(OuterKernel):
                 total += log_density(site)
         return total
 
+    @one_thread
     def refresh(
         self,
         state: TemperingState,
@@ -278,6 +290,7 @@ class ParallelTempering(OuterKernel):
         The first replica takes the values in ``z``, which a wrapper of this kernel may
         have moved.
         """
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         if not is_prng_key(state.rng_key):
             return jax.vmap(
                 lambda chain_state: self.refresh(chain_state, model_args, model_kwargs)
@@ -304,11 +317,13 @@ class ParallelTempering(OuterKernel):
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return self._inner.postprocess_fn(model_args, _at(1.0, model_kwargs))
 
     def get_constrain_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return self._inner.get_constrain_fn(model_args, _at(1.0, model_kwargs))
 
     def get_diagnostics_str(self, state: TemperingState) -> str:
@@ -319,6 +334,7 @@ class ParallelTempering(OuterKernel):
 
     def wrap_model(self, wrapper: Callable) -> "ParallelTempering":
         kernel = copy.copy(self)
+        kernel.__dict__.pop("_arguments", None)
         kernel._kernel = self._kernel.wrap_model(wrapper)
         kernel._inner = kernel._kernel.wrap_model(
             partial(_Tempered, temper=self._temper)

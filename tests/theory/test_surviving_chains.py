@@ -449,7 +449,7 @@ def test_an_optimizer_goes_back_where_the_density_ends():
         keep=lambda state: state.z["w"],
     )
     assert (w > 0).all()
-    assert np.isfinite(state.optimizer.position).all()
+    assert np.isfinite(state.phases["Optimize"].position).all()
     assert (
         state.num_gradients >= 2 * 31
     )  # those that look at the ends of transitions count
