@@ -9,7 +9,7 @@ from numpyro_bnn.infer.diagnostics import temperature_band
 from numpyro_bnn.infer.energy import implied_bias
 from numpyro_bnn.infer.ensemble import ensemble
 from numpyro_bnn.infer.mclmc import MCLMC
-from numpyro_bnn.infer.metropolis import GHMC, MALA
+from numpyro_bnn.infer.metropolis import GHMC
 from numpyro_bnn.infer.momentum import SGHMC, SGNHT
 from numpyro_bnn.infer.orbit import OrbitMoves
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs
@@ -25,7 +25,6 @@ __all__ = [
     "SGHMC",
     "SGNHT",
     "CyclicalSGLD",
-    "MALA",
     "GHMC",
     "MCLMC",
     "ensemble",

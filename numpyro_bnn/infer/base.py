@@ -5,10 +5,10 @@ NumPyro's ``MCMCKernel``.
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,16 @@ from numpyro_bnn._options import (
     Number,
     Positive,
     PositiveInt,
-    checked,
+    check_fields,
 )
 from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
-from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
+from numpyro_bnn.infer.model_arguments import (
+    MAX_CONSTANT_BYTES,
+    ModelArguments,
+    ModelKernel,
+    one_thread,
+    over_chains,
+)
 from numpyro_bnn.infer.phases import (
     NOTHING,
     AdaptAcceptance,
@@ -78,15 +84,12 @@ FORGOTTEN = 5
 MIN_SECONDS_SHOWN = 0.1  # of a text of the progress bar
 
 StepSize: TypeAlias = Positive | Callable | None
-GradientName: TypeAlias = Annotated[str, Choice(GRADIENTS)]
-MinibatchName: TypeAlias = Annotated[str, Choice(MINIBATCHES)]
-Share: TypeAlias = FractionBelow1 | WarmStart
 InitStrategy: TypeAlias = Annotated[
     Callable, Kind(callable, "Pass e.g. `init_to_median`.")
 ]
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """What the chains of a run do, fixed when the kernel is initialized.
 
     :param target: the model bound to its arguments; ``size``: P.
@@ -107,6 +110,7 @@ class Plan(NamedTuple):
         return self.phases if self.optimize is None else (self.optimize, *self.phases)
 
 
+@dataclass(eq=False, repr=False)
 class SGMCMCKernel(ModelKernel):
     """Base class of the gradient-based kernels: a subclass chooses the dynamics, the
     rules for its step size, and what else warm-up does.
@@ -152,56 +156,38 @@ class SGMCMCKernel(ModelKernel):
     True
     """
 
+    model: Model
+    step_size: StepSize = None
+    _: KW_ONLY
+    steps_per_draw: PositiveInt = 100
+    temperature: NonNegative = 1.0
+    gradient: Annotated[str, Choice(GRADIENTS)] = "minibatch"
+    minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement"
+    preconditioner: Any = None
+    warm_start: FractionBelow1 | WarmStart = WarmStart.share
+    optimizer: Any = None
+    bias_tolerance: Positive = 0.05
+    init_strategy: Annotated[
+        Callable, Kind(callable, "Pass e.g. `init_to_median`.")
+    ] = init_to_uniform
+
     exact = False  # an exact kernel takes no minibatches
-    target_accept_prob: float | None = None
     # names in addition to those that all kernels accept
-    preconditioners: tuple[str, ...] = ()
+    preconditioners: ClassVar[tuple[str, ...]] = ()
     # the default where it is not learned from gradient noise
     usual_preconditioner = "identity"
+    # refused steps in a row after which a chain starts again in warm-up
+    patience = sgmcmc.engine.LOST
 
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize = None,
-        *,
-        steps_per_draw: PositiveInt = 100,
-        temperature: NonNegative = 1.0,
-        gradient: GradientName = "minibatch",
-        minibatches: MinibatchName = "with_replacement",
-        preconditioner: Any = None,
-        warm_start: Share = WarmStart.share,
-        optimizer: Any = None,
-        bias_tolerance: Positive = 0.05,
-        init_strategy: InitStrategy = init_to_uniform,
-    ) -> None:
-        self._model = model
-        self._step_size = step_size
-        self._steps_per_draw = steps_per_draw
-        self._temperature = temperature
-        self._gradient = gradient
-        self._minibatches = minibatches
-        self._preconditioner = preconditioner
-        self._warm_start = warm_start_of(warm_start, optimizer)
-        self._warm_start_given = (
-            isinstance(warm_start, WarmStart) or warm_start != WarmStart.share
-        )
-        self._bias_tolerance = bias_tolerance
-        self._init_strategy = init_strategy
-        self._check_arguments()
-        self._reset()
-
-    @property
-    def _call(self) -> str:
-        return f"infer.{type(self).__name__}"
-
-    def _check_arguments(self) -> None:
-        call, preconditioner = self._call, self._preconditioner
-        Number(strict=self.exact).check(call, "temperature", self._temperature)
+    def __post_init__(self) -> None:
+        call, preconditioner = self._call, self.preconditioner
+        check_fields(call, self)
+        Number(strict=self.exact).check(call, "temperature", self.temperature)
         if isinstance(preconditioner, str):
             Choice((*NAMES, *self.preconditioners)).check(
                 call, "preconditioner", preconditioner
             )
+        self._warm_start = warm_start_of(self.warm_start, self.optimizer)
         if is_named(preconditioner, "warm_start") and not self._warm_start.share:
             raise argument_error(
                 call,
@@ -209,13 +195,18 @@ class SGMCMCKernel(ModelKernel):
                 "'warm_start'",
                 "Set `warm_start=0.5` (say) with it.",
             )
+        self._reset(self.model)
 
-    def _reset(self) -> None:
+    @property
+    def _call(self) -> str:
+        return f"infer.{type(self).__name__}"
+
+    def _reset(self, model: Callable) -> None:
         """Discard what was built for a model and its arguments."""
-        self._plan: Plan | None = None
-        self.__dict__.pop("_arguments", None)
-        # values of `priors.Learned`, once they are learned
-        self._learned: dict[str, jax.Array] = {}
+        # `model` has the values of `priors.Learned` as well, once they are learned
+        self._model = self.model = model
+        self._plan: RunPlan | None = None
+        self._arguments = ModelArguments(type(self).__name__, MAX_CONSTANT_BYTES)
         # `MCMC` initializes a kernel where this is None
         self._sample_fn: Callable | None = None
         # when the text of the progress bar was last updated, and the text
@@ -225,7 +216,7 @@ class SGMCMCKernel(ModelKernel):
 
     @abstractmethod
     def dynamics(
-        self, step_size: Any, size: int = 2, noisy: bool = False
+        self, step_size: Any, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         """The dynamics of the position.
 
@@ -239,19 +230,19 @@ class SGMCMCKernel(ModelKernel):
         """The factor that multiplies the base step size, as a function of the engine's
         step.
         """
-        if callable(self._step_size):
-            return self._step_size
+        if callable(self.step_size):
+            return self.step_size
         return sgmcmc.schedules.constant(1.0)
 
-    def gradient(
+    def estimator(
         self, target: Target, potential: Callable
     ) -> sgmcmc.interfaces.Gradient:
         """The gradient estimator of a potential of position and minibatch."""
         full = partial(potential, batch="full")
         if self.exact or not target.subsampled:
             return sgmcmc.Full(full)
-        stream = stream_of(target, self._minibatches)
-        if self._gradient == "control_variates":
+        stream = stream_of(target, self.minibatches)
+        if self.gradient == "control_variates":
             return sgmcmc.ControlVariates(potential, full, stream)
         return sgmcmc.Minibatch(potential, stream)
 
@@ -261,7 +252,7 @@ class SGMCMCKernel(ModelKernel):
         """
         target, learned = self.plan.target, self.plan.learned
         unravel, schedule = ravel_pytree(z)[1], self.schedule
-        named = self._preconditioner
+        named = self.preconditioner
 
         def potential(position: jax.Array, batch: Any) -> jax.Array:
             return evaluate(unravel(position), batch)
@@ -272,33 +263,38 @@ class SGMCMCKernel(ModelKernel):
             named = self.usual_preconditioner if named is None else named
             metric = resolve(self._call, named, z, target.num_data)
         return sgmcmc.build(
-            self.gradient(target, potential),
+            self.estimator(target, potential),
             self.dynamics(base * schedule(0), self.plan.size, target.subsampled),
             metric,
             schedule=lambda step: base * schedule(step),
-            temperature=self._temperature,
+            temperature=self.temperature,
         )
 
     def steps(
         self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
     ) -> sgmcmc.State:
         """The steps of transition ``i``."""
-        return sampler.run(engine, self._steps_per_draw)
+        return sampler.run(engine, self.steps_per_draw)
 
     def steps_of(self, transitions: int) -> int:
         """Number of steps in the first transitions that sample."""
-        return transitions * self._steps_per_draw
+        return transitions * self.steps_per_draw
+
+    @property
+    def target_accept_prob(self) -> float | None:
+        """The acceptance to which step sizes are adapted; ``None`` without a test."""
+        return None
 
     def optimizer_steps(self) -> int:
         """Optimizer steps per transition: as many gradients as sampling would take."""
-        return self._steps_per_draw
+        return self.steps_per_draw
 
     @property
     def max_kick(self) -> float | None:
         """What a step that was chosen in warm-up may not exceed: see
         :class:`~numpyro_bnn.sgmcmc.Overdamped`.
         """
-        chosen = self._step_size is None and self._temperature > 0
+        chosen = self.step_size is None and self.temperature > 0
         return MAX_KICK if chosen else None
 
     # -- rules for the step size -------------------------------------------------------
@@ -314,8 +310,8 @@ class SGMCMCKernel(ModelKernel):
         """
         tolerated = (
             4
-            * self._bias_tolerance
-            / (curvature + noise.largest / max(self._temperature, 1e-12))
+            * self.bias_tolerance
+            / (curvature + noise.largest / max(self.temperature, 1e-12))
         )
         return jnp.minimum(1 / curvature, tolerated)
 
@@ -336,48 +332,46 @@ class SGMCMCKernel(ModelKernel):
 
     # -- phases ------------------------------------------------------------------------
 
-    def phases(self, plan: Plan) -> list[Phase]:
-        """What is done around the steps of a transition, in this order."""
-        adapting: list[Phase] = []
-        if self._step_size is None and self.target_accept_prob is not None:
-            adapting.append(AdaptAcceptance(plan.warm_up, self.target_accept_prob))
-        return self.usual_phases(plan, adapting, once=bool(adapting))
-
-    def usual_phases(
-        self,
-        plan: Plan,
-        adapting: Sequence[Phase],
-        once: bool,
-        patience: int = sgmcmc.engine.LOST,
-    ) -> list[Phase]:
-        """Those of every kernel, and ``adapting`` between them.
-
-        :param once: whether the step size is chosen once, because another phase adapts
-            it.
-        :param patience: see :class:`Rescue`.
+    def adapting(self, plan: RunPlan) -> list[Phase]:
+        """The phases that are special to a kernel; by default, one that adapts the step
+        size to an acceptance.
         """
-        warm_up, learned, chosen = plan.warm_up, plan.learned, self._step_size is None
-        learning = () if learned is None else (learned,)
+        if self.step_size is not None or self.target_accept_prob is None:
+            return []
+        return [AdaptAcceptance(plan.warm_up, self.target_accept_prob)]
+
+    def phases(self, plan: RunPlan) -> list[Phase]:
+        """What is done around the steps of a transition, in this order."""
+        warm_up, learned, adapting = plan.warm_up, plan.learned, self.adapting(plan)
+        learning = [] if learned is None else [learned]
+        chosen = self.step_size is None
         measure = MeasureNoise(warm_up)
         if chosen:
             averaged = (lambda _, noise: noise) if learned is None else learned.averaged
-            rules = self.choose_step_size, self.stable_step_size, averaged
-            measure = ChooseStepSize(warm_up, *rules, once)
-        rescue = Rescue(warm_up, chosen, (*learning, *adapting), patience)
+            measure = ChooseStepSize(
+                warm_up,
+                self.choose_step_size,
+                self.stable_step_size,
+                averaged,
+                once=any(phase.steers for phase in adapting),
+            )
         movement = MeasureMovement(
-            warm_up.end, self.exact, self._temperature, self._steps_per_draw
+            warm_up.end, self.exact, self.temperature, self.steps_per_draw
         )
-        first = () if warm_up.begin == warm_up.end else (rescue,)
-        return [*first, *learning, measure, *adapting, movement]
+        phases = [*learning, measure, *adapting, movement]
+        if warm_up.begin < warm_up.end:
+            anew = *learning, *adapting
+            phases.insert(0, Rescue(warm_up, chosen, anew, self.patience))
+        return phases
 
-    def _make_plan(self, target: Target, num_warmup: int, size: int) -> Plan:
+    def _make_plan(self, target: Target, num_warmup: int, size: int) -> RunPlan:
         length = self._transitions_of_warm_start(num_warmup)
         learns = learns_from_noise(
             self._call,
-            self._preconditioner,
+            self.preconditioner,
             target.subsampled and not self.exact,
-            self._step_size,
-            self._gradient,
+            self.step_size,
+            self.gradient,
         )
         sampling = num_warmup - length
         travels = 3 * sampling // 4 if learns else sampling // 2
@@ -389,20 +383,20 @@ class SGMCMCKernel(ModelKernel):
                 target,
                 length,
                 self._warm_start.steps_of(length, self.optimizer_steps()),
-                is_named(self._preconditioner, "warm_start"),
+                is_named(self.preconditioner, "warm_start"),
             )
         if learns:
             ratios = [plate.size / plate.batch_size for plate in target.plates.values()]
             learned = LearnPreconditioner.plan(
-                warm_up, size, self._steps_per_draw, max(ratios, default=0.0)
+                warm_up, size, self.steps_per_draw, max(ratios, default=0.0)
             )
-        plan = Plan(target, size, warm_up, optimize, learned)
+        plan = RunPlan(target, size, warm_up, optimize, learned)
         return plan._replace(phases=tuple(self.phases(plan)))
 
     def _transitions_of_warm_start(self, num_warmup: int) -> int:
         share = self._warm_start.share
         length = round(share * num_warmup)
-        if self._warm_start_given and share and num_warmup and not length:
+        if self.warm_start != WarmStart.share and share and num_warmup and not length:
             came = f"share={share}, which of num_warmup={num_warmup} is no transition"
             raise argument_error(
                 self._call, "warm_start", came, "Take a larger share, or 0 for none."
@@ -412,10 +406,6 @@ class SGMCMCKernel(ModelKernel):
     # -- the contract of MCMCKernel ----------------------------------------------------
 
     @property
-    def model(self) -> Callable:
-        return with_parameters(self._model, self._learned)
-
-    @property
     def sample_field(self) -> str:
         return "z"
 
@@ -423,7 +413,7 @@ class SGMCMCKernel(ModelKernel):
     def default_fields(self) -> tuple[str, ...]:
         fields = ["z", "diverging", "refused_steps", "step_size"]
         fields += ["configurational_temperature", "gradient_noise", "num_gradients"]
-        dynamics = self.dynamics(1.0)
+        dynamics = self.dynamics(1.0, size=2, noisy=False)
         if dynamics.reports_energy:
             fields += ["energy_variance", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
@@ -439,15 +429,14 @@ class SGMCMCKernel(ModelKernel):
         settings = (
             self._call,
             self._model,
-            self._init_strategy,
+            self.init_strategy,
             self._warm_start,
             num_warmup,
             self.optimizer_steps(),
         )
-        self._learned = learned_parameters(
-            *settings, model_args, dict(model_kwargs or {})
-        )
-        return self._learned
+        values = learned_parameters(*settings, model_args, dict(model_kwargs or {}))
+        self.model = with_parameters(self._model, values)
+        return values
 
     @one_thread
     def init(
@@ -486,10 +475,10 @@ class SGMCMCKernel(ModelKernel):
     ) -> tuple[Target, dict[str, jax.Array]]:
         """The model bound to its arguments, and where its chains start."""
         call = self._call
-        settings = self._model, rng_key, self._init_strategy, args, kwargs
+        settings = self._model, rng_key, self.init_strategy, args, kwargs
         learn = partial(self.learn, num_warmup, args, kwargs)
-        target, z = bind(call, *settings, self._temperature, learn)
-        by_batches = not self.exact and self._gradient == "minibatch"
+        target, z = bind(call, *settings, self.temperature, learn)
+        by_batches = not self.exact and self.gradient == "minibatch"
         if target.stochastic and not by_batches:
             came = (
                 "a model that draws random numbers of its own (`numpyro.prng_key`, as "
@@ -516,7 +505,7 @@ class SGMCMCKernel(ModelKernel):
     ) -> SGMCMCState:
         """The state of a chain at unconstrained values ``z``."""
         plan, position = self.plan, ravel_pytree(z)[0]
-        given = self._step_size
+        given = self.step_size
         number = 1.0 if given is None or callable(given) else given
         base = jnp.asarray(number, position.dtype)
         phases = {}
@@ -542,6 +531,7 @@ class SGMCMCKernel(ModelKernel):
             i=jnp.int32(0),
             engine=engine,
             phases=phases,
+            data=self._arguments.version,
             rng_key=rng_key,
         )
 
@@ -646,7 +636,7 @@ class SGMCMCKernel(ModelKernel):
                 (state.step_size, state.engine.first_divergence)
             )
             text = (
-                f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
+                f"{self.steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
             )
             text += (
                 f", DIVERGED at step {int(np.max(diverged))}"
@@ -658,15 +648,14 @@ class SGMCMCKernel(ModelKernel):
 
     def wrap_model(self, wrapper: Callable) -> "SGMCMCKernel":
         kernel = copy.copy(self)
-        kernel._model = wrapper(self._model)
-        kernel._reset()
+        kernel._reset(wrapper(self._model))
         return kernel
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_plan": None}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """What the chains of this run do."""
         if self._plan is None:
             raise argument_error(
@@ -713,13 +702,13 @@ class SGMCMCKernel(ModelKernel):
         run.
         """
         size = self.plan.size
-        low, high = temperature_band(size, self._temperature)
+        low, high = temperature_band(size, self.temperature)
         attributes: dict[str, Any] = {
             "temperature_band_low": low,
             "temperature_band_high": high,
-            "steps_per_draw": self._steps_per_draw,
+            "steps_per_draw": self.steps_per_draw,
             "steps_needed": self._steps_needed(state, size),
-            "temperature": self._temperature,
+            "temperature": self.temperature,
             "biased": not self.exact,
             "noisy_gradients": self.target.subsampled,
             "base_step_size": listed(state.base_step_size),
@@ -739,7 +728,7 @@ class SGMCMCKernel(ModelKernel):
         B).
         """
         learned = self.plan.learned
-        chosen = self._gradient == "minibatch" and self._step_size is None
+        chosen = self.gradient == "minibatch" and self.step_size is None
         if learned is None or not learned.ratio or not chosen:
             return 0.0
         even = self.choose_step_size(

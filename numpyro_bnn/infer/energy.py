@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from numpyro_bnn._options import Number
-from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed
+from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed, when
 from numpyro_bnn.sgmcmc.interfaces import select
 
 TRANSITIONS = 256  # maximum number from which the autocorrelation time is estimated
@@ -187,16 +186,18 @@ class AdaptEnergy(Phase):
     first: float
     last: float
 
+    steers = True
+
     def start(self, position: jax.Array, step_size: jax.Array) -> EnergyMean:
         zero = jnp.zeros((), position.dtype)
         return EnergyMean(zero, zero)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         warming = now.i < self.stages.end
-        return lax.cond(warming, lambda s: self._adapted(s, now.i), lambda s: s, state)
+        return when(warming, self._adapted, state, now)
 
-    def _adapted(self, state: SGMCMCState, i: jax.Array) -> SGMCMCState:
-        stages, mean = self.stages, self.of(state)
+    def _adapted(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        stages, mean, i = self.stages, self.of(state), now.i
         energy, refused = jnp.asarray(state.energy_variance), state.refused_steps
         share = jnp.clip(
             (i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0
@@ -252,17 +253,17 @@ class LearnScales(Phase):
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         warming = now.i < self.stages.end
-        return lax.cond(warming, lambda s: self._adapted(s, now), lambda s: s, state)
+        return when(warming, self._adapted, state, now)
 
     def _adapted(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         stages = self.stages
         state = self._recorded(state, now)
         due = stages.rescales(now.i)
-        state = lax.cond(due, self._rescaled, lambda s: s, state)
+        state = when(due, self._rescaled, state, now)
         if not self.sets_length or stages.records < 2 * LEAST:
             return state
         due = now.i == stages.last - 1
-        return lax.cond(due, self._relaxed, lambda s: s, state)
+        return when(due, self._relaxed, state, now)
 
     def _recorded(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Add the position to variances and record."""
@@ -278,7 +279,7 @@ class LearnScales(Phase):
         positions = jnp.where(due, positions.at[row].set(white[chosen]), positions)
         return state.with_phase(self, Record(spread, positions))
 
-    def _rescaled(self, state: SGMCMCState) -> SGMCMCState:
+    def _rescaled(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Set the preconditioner to the variances seen, and the length to their root
         sum of squares.
         """
@@ -301,7 +302,7 @@ class LearnScales(Phase):
             self, record._replace(spread=Spread.empty(engine.position))
         )
 
-    def _relaxed(self, state: SGMCMCState) -> SGMCMCState:
+    def _relaxed(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Set the length to a fraction of the distance traveled per effective draw, if
         draws are correlated.
         """

@@ -1,32 +1,15 @@
 """Microcanonical Langevin Monte Carlo: the kernel, and its warm-up."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import (
-    Choice,
-    Model,
-    NonNegative,
-    Number,
-    Positive,
-    PositiveInt,
-    PositiveOrInfinite,
-    checked,
-)
-from numpyro_bnn.infer.base import (
-    GradientName,
-    InitStrategy,
-    MinibatchName,
-    Plan,
-    SGMCMCKernel,
-    Share,
-    StepSize,
-)
+from numpyro_bnn._options import Choice, Number, PositiveOrInfinite
+from numpyro_bnn.infer.base import RunPlan, SGMCMCKernel
 from numpyro_bnn.infer.energy import (
     NOISY_LENGTH,
     AdaptEnergy,
@@ -38,7 +21,6 @@ from numpyro_bnn.infer.energy import (
 from numpyro_bnn.infer.phases import Phase, SGMCMCState
 from numpyro_bnn.infer.preconditioning import is_named
 from numpyro_bnn.infer.step_size import Noise
-from numpyro_bnn.infer.warm_start import WarmStart
 
 EARLY = 100.0  # the first target of the energy variance, as a multiple of the last
 # largest energy error of a step that is taken, in standard deviations of the last
@@ -46,12 +28,10 @@ EARLY = 100.0  # the first target of the energy variance, as a multiple of the l
 LARGEST = 24.0
 LEAST_LARGEST = 15.0  # lower limit of it, in nats
 EARLY_LARGEST = 12.0  # lower limit of it, in standard deviations of the first target
-# refused steps in a row after which a chain starts again in warm-up, where its steps
-# get shorter
-PATIENCE = 2000
 INTEGRATORS = ("mclachlan", "leapfrog")  # the default without and with minibatches
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MCLMC(SGMCMCKernel):
     r"""Microcanonical Langevin Monte Carlo (MCLMC): fast, unadjusted sampling at
     constant speed.
@@ -123,47 +103,16 @@ class MCLMC(SGMCMCKernel):
 
     preconditioners = ("variance",)
     usual_preconditioner = "variance"
+    patience = 2000  # its steps get shorter in warm-up
 
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: StepSize = None,
-        *,
-        decoherence_length: PositiveOrInfinite | None = None,
-        integrator: Annotated[str, Choice(sorted(INTEGRATORS))] | None = None,
-        energy_variance: Any = None,
-        steps_per_draw: PositiveInt = 100,
-        temperature: NonNegative = 1.0,
-        gradient: GradientName = "minibatch",
-        minibatches: MinibatchName = "with_replacement",
-        preconditioner: Any = None,
-        warm_start: Share = WarmStart.share,
-        optimizer: Any = None,
-        bias_tolerance: Positive = 0.05,
-        init_strategy: InitStrategy = init_to_uniform,
-    ) -> None:
-        self._decoherence_length = decoherence_length
-        self._integrator = integrator
-        self._energy_variance = energy_variance
-        super().__init__(
-            model,
-            step_size,
-            steps_per_draw=steps_per_draw,
-            temperature=temperature,
-            gradient=gradient,
-            minibatches=minibatches,
-            preconditioner=preconditioner,
-            warm_start=warm_start,
-            optimizer=optimizer,
-            bias_tolerance=bias_tolerance,
-            init_strategy=init_strategy,
-        )
+    decoherence_length: PositiveOrInfinite | None = None
+    integrator: Annotated[str, Choice(sorted(INTEGRATORS))] | None = None
+    energy_variance: Any = None
 
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        call, pair = self._call, self._energy_variance
-        Number(strict=True).check(call, "temperature", self._temperature)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        call, pair = self._call, self.energy_variance
+        Number(strict=True).check(call, "temperature", self.temperature)
         if isinstance(pair, tuple) and len(pair) != 2:
             raise argument_error(
                 call, "energy_variance", pair, "Pass a number or (first, last)."
@@ -174,10 +123,10 @@ class MCLMC(SGMCMCKernel):
     @property
     def energy_targets(self) -> tuple[float, float]:
         """First and last target of the energy variance of a step, per parameter."""
-        given = self._energy_variance
+        given = self.energy_variance
         if given is not None:
             return given if isinstance(given, tuple) else (given, given)
-        tolerated = self._bias_tolerance
+        tolerated = self.bias_tolerance
         last = 4 * tolerated**3 / (1 + tolerated) ** 2
         return EARLY * last, last
 
@@ -196,15 +145,15 @@ class MCLMC(SGMCMCKernel):
         last.
         """
         first = (num_parameters * self.energy_targets[0]) ** 0.5
-        early = EARLY_LARGEST * first if self._energy_variance is not None else 0.0
+        early = EARLY_LARGEST * first if self.energy_variance is not None else 0.0
         return max(early, self.max_energy_error(num_parameters))
 
     def dynamics(
-        self, step_size: Any, size: int = 2, noisy: bool = False
+        self, step_size: Any, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(
-            self._decoherence_length,
-            self._integrator or INTEGRATORS[noisy],
+            self.decoherence_length,
+            self.integrator or INTEGRATORS[noisy],
             noisy,
             max_energy_error=self.max_energy_error(size),
             max_warm_up_error=self.max_warm_up_error(size),
@@ -220,55 +169,47 @@ class MCLMC(SGMCMCKernel):
         (P T^2), at most that of the refreshes, 2 eps / L; noise V + D makes a variance
         too large by eps^2 D / (eps^2 V + 2 P T^2 eps / L).
         """
-        noisy = self._temperature * jnp.sqrt(
-            2 * size / NOISY_LENGTH * noise.limit(self._bias_tolerance, 1.0)
+        noisy = self.temperature * jnp.sqrt(
+            2 * size / NOISY_LENGTH * noise.limit(self.bias_tolerance, 1.0)
         )
         return jnp.minimum(self.stable_step_size(curvature, jnp.zeros(()), size), noisy)
 
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
-        return 0.5 + size * self._temperature**2 / (NOISY_LENGTH * step_size**2)
+        return 0.5 + size * self.temperature**2 / (NOISY_LENGTH * step_size**2)
 
     def stable_step_size(
         self, curvature: jax.Array, noise: jax.Array, size: int
     ) -> jax.Array:
         return jnp.sqrt(0.25 / (curvature * (1 + noise)) * size)
 
-    def phases(self, plan: Plan) -> list[Phase]:
+    def adapting(self, plan: RunPlan) -> list[Phase]:
         """Energy errors steer the step size; on minibatches noise limits it, unless a
         target of their energy errors is given.
         """
-        warm_up, learned = plan.warm_up, plan.learned
-        stages = Stages.of(warm_up.begin, warm_up.end)
-        free = self._decoherence_length is None
-        limited = self._is_limited_by_noise(plan)
-        steered = self._step_size is None and not limited
-        sets_scales = learned is None and (
-            self._preconditioner is None or is_named(self._preconditioner, "variance")
-        )
-        sets_length = free and not limited
-        adapting: list[Phase] = []
-        if steered and warm_up.end > warm_up.begin:
+        stages = Stages.of(plan.warm_up.begin, plan.warm_up.end)
+        limited, size = self._is_limited_by_noise(plan), plan.size
+        phases: list[Phase] = []
+        if self.step_size is None and not limited:
             first, last = self.energy_targets
-            size = plan.size
             # Where refusals would become frequent, or at the target.
             refused = (self.max_warm_up_error(size) / EARLY_LARGEST) ** 2 / size
-            adapting.append(AdaptEnergy(stages, max(last, min(first, refused)), last))
-        if (sets_scales or sets_length) and warm_up.end > warm_up.begin:
-            adapting.append(
-                LearnScales(stages, self._steps_per_draw, sets_scales, sets_length)
-            )
-        phases = self.usual_phases(plan, adapting, steered, PATIENCE)
-        if free and limited:
+            phases.append(AdaptEnergy(stages, max(last, min(first, refused)), last))
+        free = self.decoherence_length is None
+        named = self.preconditioner is None or is_named(self.preconditioner, "variance")
+        sets_scales = named and plan.learned is None
+        if limited and free:
             phases.append(FixRefreshes())
-        return [*phases, MeasureEnergy(warm_up.end)]
+        elif sets_scales or free:
+            phases.append(LearnScales(stages, self.steps_per_draw, sets_scales, free))
+        return [*phases, MeasureEnergy(plan.warm_up.end)]
 
-    def _is_limited_by_noise(self, plan: Plan) -> bool:
-        return plan.learned is not None and self._energy_variance is None
+    def _is_limited_by_noise(self, plan: RunPlan) -> bool:
+        return plan.learned is not None and self.energy_variance is None
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         plan = self.plan
         about = super().describe(state) | {
-            "integrator": self._integrator or INTEGRATORS[plan.target.subsampled],
+            "integrator": self.integrator or INTEGRATORS[plan.target.subsampled],
             "max_energy_error": self.max_energy_error(plan.size),
         }
         if not self._is_limited_by_noise(plan):

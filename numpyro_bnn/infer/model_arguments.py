@@ -42,6 +42,18 @@ def one_thread(method: M) -> M:
     return cast(M, locked)
 
 
+# Larger data are read from references. A constant of this size costs nothing, and a
+# reference has its price: with a progress bar `MCMC` compiles its program twice.
+MAX_CONSTANT_BYTES = 2**20
+
+
+@jax.tree_util.register_static
+class DataVersion(int):
+    """How often data had changed in place when a run began. It is part of the structure
+    of a state, so that a program that holds small data as constants is traced again.
+    """
+
+
 class ModelArguments:
     """The arguments of a model as JAX arrays, and its integers as integers.
 
@@ -51,27 +63,33 @@ class ModelArguments:
     and other methods begin with :meth:`restored`.
 
     :param kernel: name of the kernel, for errors.
+    :param max_constant_bytes: smaller data may be constants of a program, because the
+        states have ``version``.
     """
 
-    def __init__(self, kernel: str) -> None:
+    def __init__(self, kernel: str, max_constant_bytes: int = 0) -> None:
         self._call = f"infer.{kernel}"
+        self._max_constant_bytes = max_constant_bytes
         self._plain: Mapping[str, int | bool] | None = None  # of the last `init`
         # whether some program took them in place of traced values
         self._traced = False
-        self._prints: Mapping[str, bytes] = {}
+        self._digests: dict[str, bytes] = {}
+        # by identity: data of all runs, and their hashes
+        self._seen: dict[int, tuple[Any, bytes]] = {}
+        self.version = DataVersion()
         # by identity: data of the last run and a reference to a copy
         self._references: dict[int, tuple[Any, Any]] = {}
         self._refers = True  # whether programs may read them
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_references": {}}
+        return {**self.__dict__, "_references": {}, "_seen": {}}
 
     def changed(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
         now = fingerprints(args, kwargs)
         changed = []
-        for place, value in self._prints.items():
-            if now.get(place, value) != value:
+        for place, digest in self._digests.items():
+            if now.get(place, digest) != digest:
                 changed.append(place)
         return changed
 
@@ -92,7 +110,8 @@ class ModelArguments:
             )
             raise argument_error("MCMC.run", "model arguments", got, instead)
         arrays = as_arrays(args, kwargs, self._call)
-        self._plain, self._prints = plain, fingerprints(args, kwargs)
+        self._plain = plain
+        self._note_changes(args, kwargs)
         self._refers = not is_traced(rng_key)  # `pmap` takes no references
         # A new run reads its data again: `MCMC` keeps programs by the identity of
         # data; values may change.
@@ -100,6 +119,19 @@ class ModelArguments:
             if id(leaf) in self._references:
                 self._references[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
         return arrays
+
+    def _note_changes(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
+        self._digests = fingerprints(args, kwargs)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            (args, dict(kwargs or {})), is_leaf=is_table
+        )
+        for path, leaf in leaves:
+            digest = self._digests.get(jax.tree_util.keystr(path))
+            if digest is not None:
+                _, known = self._seen.get(id(leaf), (leaf, digest))
+                self.version = DataVersion(self.version + (known != digest))
+                # the leaf too, so that its id is not reused
+                self._seen[id(leaf)] = leaf, digest
 
     def restored(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
         """Those of a later call."""
@@ -117,7 +149,7 @@ class ModelArguments:
     ) -> Any:
         """``fn(state, args, kwargs)``, a transition.
 
-        A program that ``MCMC`` compiles has the data as inputs, which it reads from
+        A program that ``MCMC`` compiles has large data as inputs, which it reads from
         references, not copies as constants.
         """
         with TRACING:
@@ -136,6 +168,8 @@ class ModelArguments:
                 (array,), _ = as_arrays((leaf,), None)
                 is_array = isinstance(array, jax.Array) and not is_traced(array)
                 if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                    return leaf
+                if array.nbytes <= self._max_constant_bytes:
                     return leaf
                 with jax.core.eval_context():
                     # the leaf too, so that its id is not reused

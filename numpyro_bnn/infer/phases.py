@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.sgmcmc.interfaces import select
 
 # Stands for gradients that are not needed.
@@ -33,6 +34,7 @@ class SGMCMCState(NamedTuple):
     :param engine: state of the engine (position, momentum, preconditioner, step
         number), with the statistics of the last draw.
     :param phases: states of the phases that have one, by the names of their classes.
+    :param data: how often they had changed in place; no array.
     :param rng_key: the key from which, with the step number, all random numbers of the
         chain are made.
 
@@ -49,6 +51,7 @@ class SGMCMCState(NamedTuple):
     i: jax.Array
     engine: sgmcmc.State
     phases: dict[str, Any]
+    data: DataVersion
     rng_key: jax.Array
 
     @property
@@ -144,6 +147,9 @@ class Phase:
     its own state.
     """
 
+    #: Whether it adapts a step size that was chosen once.
+    steers = False
+
     @property
     def name(self) -> str:
         """Where its state is in ``SGMCMCState.phases``."""
@@ -174,6 +180,16 @@ class Phase:
         return {}
 
 
+def when(
+    due: jax.Array,
+    change: Callable[[SGMCMCState, Transition], SGMCMCState],
+    state: SGMCMCState,
+    now: Transition,
+) -> SGMCMCState:
+    """``change(state, now)`` where it is due."""
+    return lax.cond(due, lambda s: change(s, now), lambda s: s, state)
+
+
 def listed(by_chain: Any) -> str:
     """One value per chain, as text for the attributes of a run."""
     return str(np.ravel(jax.device_get(by_chain)).tolist())
@@ -202,7 +218,7 @@ class Rescue(Phase):
     warm_up: WarmUp
     chooses_step_size: bool
     anew: tuple[Phase, ...]
-    patience: int = sgmcmc.engine.LOST
+    patience: int
 
     def start(self, position: jax.Array, step_size: jax.Array) -> Origin:
         return Origin(position, step_size)
@@ -215,7 +231,7 @@ class Rescue(Phase):
         state = self._first(state, now, origin)
         due = (now.i > begin) & (now.i < begin + 3 * (end - begin) // 4)
         due &= now.i % every == 0
-        return lax.cond(due, lambda s: self._looked_at(s, now), lambda s: s, state)
+        return when(due, self._looked_at, state, now)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         origin = self.of(state)._replace(step_size=state.base_step_size)
@@ -231,7 +247,7 @@ class Rescue(Phase):
         engine = state.engine
         lost = engine.refused_in_a_row >= self.patience
         lost |= engine.first_divergence >= 0
-        return lax.cond(lost, lambda s: self._again(s, now), lambda s: s, state)
+        return when(lost, self._again, state, now)
 
     def _again(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         origin = self.of(state)
@@ -261,6 +277,8 @@ class AdaptAcceptance(Phase):
 
     warm_up: WarmUp
     accept_prob: float
+
+    steers = True
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         begin, _, end, _ = self.warm_up

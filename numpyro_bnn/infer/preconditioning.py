@@ -13,7 +13,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp
+from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.infer.step_size import (
     BENDING_STEPS,
     LONGEST_STEP,
@@ -125,7 +125,7 @@ class LearnPreconditioner(Phase):
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         due = self.warm_up.measures(now.i) & (now.i <= self.warm_up.end)
-        return lax.cond(due, lambda s: self._used(s, now), lambda s: s, state)
+        return when(due, self._used, state, now)
 
     def _used(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Take the preconditioner, bounded if gradients bend along its steps."""
@@ -140,7 +140,7 @@ class LearnPreconditioner(Phase):
 
     def end(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         due = (now.i >= self.begin) & (now.i < self.warm_up.end)
-        return lax.cond(due, lambda s: self._collected(s, now), lambda s: s, state)
+        return when(due, self._collected, state, now)
 
     def _collected(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Add gradients at the position of a chain."""

@@ -1,27 +1,15 @@
 """Stochastic-gradient Langevin dynamics: plain, preconditioned, and cyclical."""
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from jax import lax
-from numpyro.infer.initialization import init_to_uniform
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import (
-    FractionBelow1,
-    Model,
-    NonNegative,
-    Positive,
-    PositiveInt,
-    checked,
-)
-from numpyro_bnn.infer.base import (
-    GradientName,
-    InitStrategy,
-    MinibatchName,
-    SGMCMCKernel,
-)
+from numpyro_bnn._options import FractionBelow1, Positive, PositiveInt, check_fields
+from numpyro_bnn.infer.base import SGMCMCKernel
 
 
 class SGLD(SGMCMCKernel):
@@ -64,7 +52,7 @@ class SGLD(SGMCMCKernel):
     """
 
     def dynamics(
-        self, step_size: Any, size: int = 2, noisy: bool = False
+        self, step_size: Any, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Overdamped(max_kick=self.max_kick)
 
@@ -93,6 +81,7 @@ class PSGLD(SGLD):
     usual_preconditioner = "rmsprop"
 
 
+@dataclass(eq=False, repr=False)
 class CyclicalSGLD(SGLD):
     r"""Cyclical SGLD, for posteriors with several modes: explore with large steps,
     sample with small ones, repeat.
@@ -123,57 +112,37 @@ class CyclicalSGLD(SGLD):
     (500, 100)
     """
 
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Positive,
-        *,
-        cycle_length: PositiveInt = 2000,
-        draws_per_cycle: PositiveInt = 10,
-        explore: FractionBelow1 = 0.5,
-        temperature: NonNegative = 1.0,
-        gradient: GradientName = "minibatch",
-        minibatches: MinibatchName = "with_replacement",
-        preconditioner: Any = None,
-        bias_tolerance: Positive = 0.05,
-        init_strategy: InitStrategy = init_to_uniform,
-        steps_per_draw: None = None,
-        warm_start: Any = None,
-    ) -> None:
-        call = "infer.CyclicalSGLD"
-        given = steps_per_draw, warm_start
+    step_size: Positive = field()
+    _: KW_ONLY
+    cycle_length: PositiveInt = 2000
+    draws_per_cycle: PositiveInt = 10
+    explore: FractionBelow1 = 0.5
+    steps_per_draw: Any = None
+    warm_start: Any = None
+
+    def __post_init__(self) -> None:
+        call, given = "infer.CyclicalSGLD", (self.steps_per_draw, self.warm_start)
+        check_fields(call, self)
         if given not in ((None, None), (None, 0)):
             instead = "Set `cycle_length`, `draws_per_cycle` and `explore`."
             raise argument_error(call, "steps_per_draw or warm_start", given, instead)
-        self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle
+        length, draws = self.cycle_length, self.draws_per_cycle
+        self.steps_per_draw = round(length * (1 - self.explore)) // draws
         if self.steps_per_draw < 1:
-            came = (cycle_length, draws_per_cycle, explore)
+            came = (length, draws, self.explore)
             instead = (
                 "The sampling part of a cycle must contain at least one step per draw."
             )
             raise argument_error(
                 call, "cycle_length, draws_per_cycle, explore", came, instead
             )
-        self.cycle_length = cycle_length
-        self.draws_per_cycle = draws_per_cycle
-        self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
+        self.explore_steps = length - self.steps_per_draw * draws
         self._cycle = sgmcmc.schedules.cyclical(
-            1.0, num_steps=cycle_length, num_cycles=1, explore=explore
+            1.0, num_steps=length, num_cycles=1, explore=self.explore
         )
         # The first half of a cycle already explores, better than an optimizer would.
-        super().__init__(
-            model,
-            step_size,
-            steps_per_draw=self.steps_per_draw,
-            temperature=temperature,
-            gradient=gradient,
-            minibatches=minibatches,
-            preconditioner=preconditioner,
-            warm_start=0.0,
-            bias_tolerance=bias_tolerance,
-            init_strategy=init_strategy,
-        )
+        self.warm_start = 0.0
+        super().__post_init__()
 
     @property
     def schedule(self) -> Callable[[Any], Any]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp
+from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.sgmcmc import Sampler, State
+from numpyro_bnn.sgmcmc.engine import Purpose
 from numpyro_bnn.sgmcmc.interfaces import Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, normal
 
@@ -36,13 +38,14 @@ def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
     second half are averaged.
     """
 
+    seed = state.seeds[Purpose.PROBE]
+
     def iterate(
         number: jax.Array, carry: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         direction, total = carry
-        batch = sampler.gradient.stream.draw(
-            state.seeds.probe, state.step * POWER_STEPS + number
-        )
+        counter = state.step * POWER_STEPS + number
+        batch = sampler.gradient.stream.draw(seed, counter)
 
         def gradient(position: jax.Array) -> jax.Array:
             return sampler.gradient(state.estimator, position, batch)[1]
@@ -99,8 +102,9 @@ def minibatches_of(
     """K minibatches, whose rows are picked at once unless they are many, and the
     gradient that takes one of them.
     """
-    estimator, draw = sampler.gradient, sampler.gradient.stream.draw
-    example = jax.eval_shape(draw, state.seeds.probe, counters[0])
+    estimator = sampler.gradient
+    draw = partial(estimator.stream.draw, state.seeds[Purpose.PROBE])
+    example = jax.eval_shape(draw, counters[0])
     prepare, finish = estimator.separate(state.position, example)
     rows = jax.tree.leaves(jax.eval_shape(prepare, example))
     if (
@@ -108,9 +112,7 @@ def minibatches_of(
         > MOST_BYTES
     ):
         prepare, finish = (lambda batch: batch), estimator
-    return jax.vmap(lambda counter: prepare(draw(state.seeds.probe, counter)))(
-        counters
-    ), finish
+    return jax.vmap(lambda counter: prepare(draw(counter)))(counters), finish
 
 
 def gradients_on(sampler: Sampler, state: State, counters: jax.Array) -> jax.Array:
@@ -197,9 +199,8 @@ def bending(sampler: Sampler, state: State) -> jax.Array:
 
     def one(counter_and_batch: tuple[jax.Array, Any]) -> jax.Array:
         counter, batch = counter_and_batch
-        step = LONGEST_STEP**0.5 * root(
-            state.adaptation, normal(state.seeds.probe, counter, size, dtype)
-        )
+        noise = normal(state.seeds[Purpose.PROBE], counter, size, dtype)
+        step = LONGEST_STEP**0.5 * root(state.adaptation, noise)
         ahead, behind, here = (
             gradient(state.estimator, state.position + sign * step, batch)[1]
             for sign in (1, -1, 0)
@@ -221,7 +222,7 @@ class MeasureNoise(Phase):
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         due = self.warm_up.measures(now.i)
-        return lax.cond(due, lambda s: self._measured(s, now), lambda s: s, state)
+        return when(due, self._measured, state, now)
 
     def _measured(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         sampler = now.sampler(state)
@@ -264,8 +265,7 @@ class ChooseStepSize(MeasureNoise):
         if not self.once:
             return self._chosen(state, now, noise)
         due = now.i <= self.warm_up.begin
-        choose = lambda s: self._chosen(s, now, noise)  # noqa: E731
-        return lax.cond(due, choose, lambda s: s, state)
+        return when(due, partial(self._chosen, noise=noise), state, now)
 
     def _chosen(self, state: SGMCMCState, now: Transition, noise: Noise) -> SGMCMCState:
         sampler, size = now.sampler(state), state.engine.position.size

@@ -122,7 +122,7 @@ class ParallelTempering(OuterKernel):
         check_kernel(call, kernel, ("refresh", "wrap_model"))
         inner: Any = kernel
         while inner is not None:
-            if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
+            if (temperature := getattr(inner, "temperature", 1.0)) != 1.0:
                 got = f"{type(inner).__name__} with temperature {temperature}"
                 instead = "Its replicas set the temperatures: leave it at 1."
                 raise argument_error(call, "kernel", got, instead)

@@ -28,6 +28,7 @@ from numpyro_bnn.infer.target import Target, bind, stream_of
 from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.sgmcmc.engine import Purpose
 from numpyro_bnn.sgmcmc.interfaces import select
 from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
 
@@ -161,11 +162,13 @@ def optimize(
         gradients; their mean square (P,).
     """
 
+    seed = state.seeds[Purpose.START_BATCH]
+
     def descend(
         number: jax.Array, carry: tuple[Descent, jax.Array]
     ) -> tuple[Descent, jax.Array]:
         descent, squares = carry
-        batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
+        batch = sampler.gradient.stream.draw(seed, start + number)
         potential, gradient = sampler.gradient(state.estimator, descent.position, batch)
         new = descent.step(optimizer, potential, gradient)
         more = (
@@ -322,7 +325,7 @@ def learned_parameters(
     def optimized(
         given: tuple, args: tuple, kwargs: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        key = seeds(random.key(0), 1)[0]
+        seed = seeds(random.key(0), 1)[0]
 
         def potential(position: tuple, batch: Any) -> jax.Array:
             at = replace(
@@ -331,7 +334,8 @@ def learned_parameters(
             return at.potential(args, kwargs, batch or {})(position[1])
 
         def descend(i: jax.Array, descent: Descent) -> Descent:
-            found = jax.value_and_grad(potential)(descent.position, stream.draw(key, i))
+            batch = stream.draw(seed, i)
+            found = jax.value_and_grad(potential)(descent.position, batch)
             return descent.step(
                 optimizer, *found, rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps)
             )

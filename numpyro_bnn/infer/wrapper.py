@@ -259,14 +259,14 @@ class Wrapper(OuterKernel):
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
-        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
-        return self._kernel.postprocess_fn(model_args, model_kwargs)
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self._kernel.postprocess_fn(*arguments)
 
     def get_constrain_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
-        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
-        return self._kernel.get_constrain_fn(model_args, model_kwargs)
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self._kernel.get_constrain_fn(*arguments)
 
     def get_diagnostics_str(self, state: Any) -> str:
         return self._kernel.get_diagnostics_str(state.base)

@@ -260,10 +260,10 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         0,
     ): "the microcanonical turn counts P degrees of freedom",
     (
-        "sgmcmc.metropolis.MALA.step",
+        "sgmcmc.metropolis.HMC.step",
         "dropped term",
-        3,
-    ): "MALA forgets the kinetic energy",
+        2,
+    ): "a trajectory forgets the kinetic energy",
     (
         "sgmcmc.schedules.polynomial.__call__",
         "sign",

@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import group, refused, run_chains, walk
+from helpers import group, mala, refused, run_chains, walk
 from jax import lax
 from numpyro.infer import MCMC
 from scipy import stats
@@ -323,7 +323,7 @@ BOUNDED_KERNELS = {
     ),
     "SGHMC": infer.SGHMC,
     "SGNHT": infer.SGNHT,
-    "MALA": infer.MALA,
+    "MALA": mala,
     "GHMC": partial(infer.GHMC, num_steps=10),
     "MCLMC": infer.MCLMC,
 }
