@@ -3,6 +3,7 @@ ArviZ, refusals.
 """
 
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import lax
 from numpyro import handlers
 from numpyro.infer import MCMC
 
+from numpyro_bnn import infer
 from numpyro_bnn.sgmcmc.engine import reset_statistics
 
 
@@ -40,6 +42,10 @@ def run_chains(
     )
     mcmc.run(jax.random.key(seed), *args, **(run_options or {}), **kwargs)
     return mcmc
+
+
+# The Metropolis-adjusted Langevin algorithm: trajectories of one step.
+mala = partial(infer.GHMC, num_steps=1, jitter=0.0, steps_per_draw=10)
 
 
 def walk(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from helpers import mala
 from numpyro.infer import NUTS, Gibbs
 
 from numpyro_bnn import guides, infer, nn, priors, symmetry
@@ -213,7 +214,7 @@ KERNELS: dict[str, KernelRow] = {
     "CyclicalSGLD": KernelRow(
         partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)
     ),
-    "MALA": KernelRow(partial(infer.MALA, **_WARM), exact=True),
+    "MALA": KernelRow(partial(mala, **_WARM), momentum=True, exact=True),
     "GHMC": KernelRow(
         partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT),
         momentum=True,
@@ -459,7 +460,7 @@ def _mclmc(model: Callable) -> Any:
 
 
 def _mala(model: Callable) -> Any:
-    return infer.MALA(model, 1e-3, steps_per_draw=3, warm_start=0.0)
+    return mala(model, 1e-3, steps_per_draw=3, warm_start=0.0)
 
 
 def _orbit(kernel: Any) -> Any:

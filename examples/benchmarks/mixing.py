@@ -248,7 +248,7 @@ def exchange(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
     def after(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         z, accepted = exchange_units(case, state.z, key, moves)
-        warm = state.i[0] >= kernel.policy.num_warmup
+        warm = state.i[0] >= kernel.plan.warm_up.end
         z = jax.tree.map(partial(jnp.where, warm), z, state.z)
         return kernel.refresh(state._replace(z=z), case.call, {}), accepted
 

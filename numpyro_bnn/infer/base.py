@@ -1,18 +1,19 @@
-"""The adapter between the SG-MCMC engine and NumPyro's ``MCMCKernel``; a subclass adds
-its dynamics.
+"""The kernel that all gradient-based kernels share: parts, phases of the warm-up, and
+NumPyro's ``MCMCKernel``.
 """
 
 import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
@@ -29,17 +30,34 @@ from numpyro_bnn._options import (
     Number,
     Positive,
     PositiveInt,
-    checked,
+    check_fields,
 )
-from numpyro_bnn.infer.chain import AcceptanceTuner, Chain, Policy, SGMCMCState, Tuner
-from numpyro_bnn.infer.model_arguments import ArgumentKernel
+from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
+from numpyro_bnn.infer.model_arguments import (
+    MAX_CONSTANT_BYTES,
+    ModelArguments,
+    ModelKernel,
+    one_thread,
+    over_chains,
+)
+from numpyro_bnn.infer.phases import (
+    NOTHING,
+    AdaptAcceptance,
+    Phase,
+    Rescue,
+    SGMCMCState,
+    Transition,
+    WarmUp,
+    listed,
+)
 from numpyro_bnn.infer.preconditioning import (
     NAMES,
-    NoisePreconditioner,
+    LearnPreconditioner,
     is_named,
     learns_from_noise,
     resolve,
 )
+from numpyro_bnn.infer.step_size import ChooseStepSize, MeasureNoise, Noise
 from numpyro_bnn.infer.target import (
     MINIBATCHES,
     Target,
@@ -49,8 +67,8 @@ from numpyro_bnn.infer.target import (
     stream_of,
     with_parameters,
 )
-from numpyro_bnn.infer.tuning import FORGOTTEN, Noise, listed, temperature_band
 from numpyro_bnn.infer.warm_start import (
+    Optimize,
     WarmStart,
     check_held_out,
     learned_parameters,
@@ -58,19 +76,48 @@ from numpyro_bnn.infer.warm_start import (
 )
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
-from numpyro_bnn.sgmcmc.interfaces import Gradient
 
 GRADIENTS = ("minibatch", "control_variates")
-MOST_KICK = 3.0  # of steps whose size is chosen; at equilibrium it is a fifth or less
+MAX_KICK = 3.0  # of steps whose size is chosen; at equilibrium it is a fifth or less
+# Least number of times that a chain should forget its position after warm-up.
+FORGOTTEN = 5
+MIN_SECONDS_SHOWN = 0.1  # of a text of the progress bar
+
+StepSize: TypeAlias = Positive | Callable | None
+InitStrategy: TypeAlias = Annotated[
+    Callable, Kind(callable, "Pass e.g. `init_to_median`.")
+]
 
 
-class SGMCMCKernel(ArgumentKernel):
-    """Base class of the gradient-based kernels: options, minibatches, warm-up; a
-    subclass adds the dynamics.
+class RunPlan(NamedTuple):
+    """What the chains of a run do, fixed when the kernel is initialized.
+
+    :param target: the model bound to its arguments; ``size``: P.
+    :param optimize: the phase that comes before sampling, ``learned``: the one that
+        learns a preconditioner from gradient noise; ``None`` without it.
+    """
+
+    target: Target
+    size: int
+    warm_up: WarmUp
+    optimize: Optimize | None
+    learned: LearnPreconditioner | None
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def all_phases(self) -> tuple[Phase, ...]:
+        """With the one before sampling."""
+        return self.phases if self.optimize is None else (self.optimize, *self.phases)
+
+
+@dataclass(eq=False, repr=False)
+class SGMCMCKernel(ModelKernel):
+    """Base class of the gradient-based kernels: a subclass chooses the dynamics, the
+    rules for its step size, and what else warm-up does.
 
     A transition runs ``steps_per_draw`` steps in one compiled loop, so that Python is
     involved once per draw. Warm-up transitions optimize first (``warm_start``), then
-    sample while preconditioner and step size adapt.
+    sample while preconditioner and step size adapt: see :meth:`phases`.
 
     Parameters of every kernel:
 
@@ -109,60 +156,38 @@ class SGMCMCKernel(ArgumentKernel):
     True
     """
 
+    model: Model
+    step_size: StepSize = None
+    _: KW_ONLY
+    steps_per_draw: PositiveInt = 100
+    temperature: NonNegative = 1.0
+    gradient: Annotated[str, Choice(GRADIENTS)] = "minibatch"
+    minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement"
+    preconditioner: Any = None
+    warm_start: FractionBelow1 | WarmStart = WarmStart.share
+    optimizer: Any = None
+    bias_tolerance: Positive = 0.05
+    init_strategy: Annotated[
+        Callable, Kind(callable, "Pass e.g. `init_to_median`.")
+    ] = init_to_uniform
+
     exact = False  # an exact kernel takes no minibatches
-    target_accept_prob: float | None = None
-    preconditioners: tuple[
-        str, ...
-    ] = ()  # names in addition to those that all kernels accept
-    usual_preconditioner = (
-        "identity"  # the default where it is not learned from gradient noise
-    )
+    # names in addition to those that all kernels accept
+    preconditioners: ClassVar[tuple[str, ...]] = ()
+    # the default where it is not learned from gradient noise
+    usual_preconditioner = "identity"
+    # refused steps in a row after which a chain starts again in warm-up
+    patience = sgmcmc.engine.LOST
 
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Positive | Callable | None = None,
-        *,
-        steps_per_draw: PositiveInt = 100,
-        temperature: NonNegative = 1.0,
-        gradient: Annotated[str, Choice(GRADIENTS)] = "minibatch",
-        minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement",
-        preconditioner: Any = None,
-        warm_start: FractionBelow1 | WarmStart = WarmStart.share,
-        optimizer: Any = None,
-        bias_tolerance: Positive = 0.05,
-        init_strategy: Annotated[
-            Callable, Kind(callable, "Pass e.g. `init_to_median`.")
-        ] = init_to_uniform,
-    ) -> None:
-        self._model = model
-        self._step_size = step_size
-        self._steps_per_draw = steps_per_draw
-        self._temperature = temperature
-        self._gradient = gradient
-        self._minibatches = minibatches
-        self._preconditioner = preconditioner
-        self._warm_start = warm_start_of(warm_start, optimizer)
-        self._warm_start_given = (
-            isinstance(warm_start, WarmStart) or warm_start != WarmStart.share
-        )
-        self._bias_tolerance = bias_tolerance
-        self._init_strategy = init_strategy
-        self._check_arguments()
-        self._reset()
-
-    @property
-    def _call(self) -> str:
-        return f"infer.{type(self).__name__}"
-
-    def _check_arguments(self) -> None:
-        call, preconditioner = self._call, self._preconditioner
-        Number(strict=self.exact).check(call, "temperature", self._temperature)
+    def __post_init__(self) -> None:
+        call, preconditioner = self._call, self.preconditioner
+        check_fields(call, self)
+        Number(strict=self.exact).check(call, "temperature", self.temperature)
         if isinstance(preconditioner, str):
             Choice((*NAMES, *self.preconditioners)).check(
                 call, "preconditioner", preconditioner
             )
+        self._warm_start = warm_start_of(self.warm_start, self.optimizer)
         if is_named(preconditioner, "warm_start") and not self._warm_start.share:
             raise argument_error(
                 call,
@@ -170,47 +195,109 @@ class SGMCMCKernel(ArgumentKernel):
                 "'warm_start'",
                 "Set `warm_start=0.5` (say) with it.",
             )
+        self._reset(self.model)
 
-    def _reset(self) -> None:
+    @property
+    def _call(self) -> str:
+        return f"infer.{type(self).__name__}"
+
+    def _reset(self, model: Callable) -> None:
         """Discard what was built for a model and its arguments."""
-        self._policy: Policy | None = None
-        self._learned: dict[
-            str, jax.Array
-        ] = {}  # values of `priors.Learned`, once they are learned
-        self._sample_fn: Callable | None = (
-            None  # `MCMC` initializes a kernel where this is None
-        )
-        self._shown = (
-            0.0,
-            "",
-        )  # when the text of the progress bar was last updated, and the text
+        # `model` has the values of `priors.Learned` as well, once they are learned
+        self._model = self.model = model
+        self._plan: RunPlan | None = None
+        self._arguments = ModelArguments(type(self).__name__, MAX_CONSTANT_BYTES)
+        # `MCMC` initializes a kernel where this is None
+        self._sample_fn: Callable | None = None
+        # when the text of the progress bar was last updated, and the text
+        self._shown = (0.0, "")
 
-    # -- what a kernel defines ---------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------
 
     @abstractmethod
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        """The dynamics of the position; ``step_size`` is the eps of the first step."""
+    def dynamics(
+        self, step_size: Any, size: int, noisy: bool
+    ) -> sgmcmc.interfaces.Dynamics:
+        """The dynamics of the position.
+
+        :param step_size: eps of the first step.
+        :param size: number of parameters.
+        :param noisy: whether gradients are those of minibatches.
+        """
 
     @property
     def schedule(self) -> Callable[[Any], Any]:
         """The factor that multiplies the base step size, as a function of the engine's
         step.
         """
-        return (
-            self._step_size
-            if callable(self._step_size)
-            else sgmcmc.schedules.constant(1.0)
-        )
+        if callable(self.step_size):
+            return self.step_size
+        return sgmcmc.schedules.constant(1.0)
 
     def estimator(
-        self, target: Target, potential: Callable, full: Callable, stream: Any
-    ) -> Gradient:
-        """The gradient estimator."""
-        if not target.subsampled:
+        self, target: Target, potential: Callable
+    ) -> sgmcmc.interfaces.Gradient:
+        """The gradient estimator of a potential of position and minibatch."""
+        full = partial(potential, batch="full")
+        if self.exact or not target.subsampled:
             return sgmcmc.Full(full)
-        if self._gradient == "control_variates":
+        stream = stream_of(target, self.minibatches)
+        if self.gradient == "control_variates":
             return sgmcmc.ControlVariates(potential, full, stream)
         return sgmcmc.Minibatch(potential, stream)
+
+    def sampler(self, evaluate: Callable, z: Any, base: jax.Array) -> sgmcmc.Sampler:
+        """The engine for a potential ``evaluate(z, batch)`` and a base step size; this
+        costs nothing at run time.
+        """
+        target, learned = self.plan.target, self.plan.learned
+        unravel, schedule = ravel_pytree(z)[1], self.schedule
+        named = self.preconditioner
+
+        def potential(position: jax.Array, batch: Any) -> jax.Array:
+            return evaluate(unravel(position), batch)
+
+        if learned is not None:
+            metric = learned.preconditioner
+        else:
+            named = self.usual_preconditioner if named is None else named
+            metric = resolve(self._call, named, z, target.num_data)
+        return sgmcmc.build(
+            self.estimator(target, potential),
+            self.dynamics(base * schedule(0), self.plan.size, target.subsampled),
+            metric,
+            schedule=lambda step: base * schedule(step),
+            temperature=self.temperature,
+        )
+
+    def steps(
+        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
+    ) -> sgmcmc.State:
+        """The steps of transition ``i``."""
+        return sampler.run(engine, self.steps_per_draw)
+
+    def steps_of(self, transitions: int) -> int:
+        """Number of steps in the first transitions that sample."""
+        return transitions * self.steps_per_draw
+
+    @property
+    def target_accept_prob(self) -> float | None:
+        """The acceptance to which step sizes are adapted; ``None`` without a test."""
+        return None
+
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per transition: as many gradients as sampling would take."""
+        return self.steps_per_draw
+
+    @property
+    def max_kick(self) -> float | None:
+        """What a step that was chosen in warm-up may not exceed: see
+        :class:`~numpyro_bnn.sgmcmc.Overdamped`.
+        """
+        chosen = self.step_size is None and self.temperature > 0
+        return MAX_KICK if chosen else None
+
+    # -- rules for the step size -------------------------------------------------------
 
     def choose_step_size(
         self, curvature: jax.Array, noise: Noise, size: int
@@ -223,8 +310,8 @@ class SGMCMCKernel(ArgumentKernel):
         """
         tolerated = (
             4
-            * self._bias_tolerance
-            / (curvature + noise.largest / max(self._temperature, 1e-12))
+            * self.bias_tolerance
+            / (curvature + noise.largest / max(self.temperature, 1e-12))
         )
         return jnp.minimum(1 / curvature, tolerated)
 
@@ -243,104 +330,80 @@ class SGMCMCKernel(ArgumentKernel):
         """Steps in which a chain forgets its position where the curvature is 1."""
         return 2 / step_size
 
-    def optimizer_steps(self) -> int:
-        """Optimizer steps per transition: as many gradients as sampling would take."""
-        return self._steps_per_draw
+    # -- phases ------------------------------------------------------------------------
 
-    def make_policy(self, target: Target, num_warmup: int) -> Policy:
-        """Everything that the chains of a run need from this kernel."""
-        given = self._step_size
-        length = round(self._warm_start.share * num_warmup)
-        if (
-            self._warm_start_given
-            and self._warm_start.share
-            and num_warmup
-            and not length
-        ):
-            came = (
-                f"share={self._warm_start.share}, which of num_warmup={num_warmup} is "
-                f"no transition"
+    def adapting(self, plan: RunPlan) -> list[Phase]:
+        """The phases that are special to a kernel; by default, one that adapts the step
+        size to an acceptance.
+        """
+        if self.step_size is not None or self.target_accept_prob is None:
+            return []
+        return [AdaptAcceptance(plan.warm_up, self.target_accept_prob)]
+
+    def phases(self, plan: RunPlan) -> list[Phase]:
+        """What is done around the steps of a transition, in this order."""
+        warm_up, learned, adapting = plan.warm_up, plan.learned, self.adapting(plan)
+        learning = [] if learned is None else [learned]
+        chosen = self.step_size is None
+        measure = MeasureNoise(warm_up)
+        if chosen:
+            averaged = (lambda _, noise: noise) if learned is None else learned.averaged
+            measure = ChooseStepSize(
+                warm_up,
+                self.choose_step_size,
+                self.stable_step_size,
+                averaged,
+                once=any(phase.steers for phase in adapting),
             )
+        movement = MeasureMovement(
+            warm_up.end, self.exact, self.temperature, self.steps_per_draw
+        )
+        phases = [*learning, measure, *adapting, movement]
+        if warm_up.begin < warm_up.end:
+            anew = *learning, *adapting
+            phases.insert(0, Rescue(warm_up, chosen, anew, self.patience))
+        return phases
+
+    def _make_plan(self, target: Target, num_warmup: int, size: int) -> RunPlan:
+        length = self._transitions_of_warm_start(num_warmup)
+        learns = learns_from_noise(
+            self._call,
+            self.preconditioner,
+            target.subsampled and not self.exact,
+            self.step_size,
+            self.gradient,
+        )
+        sampling = num_warmup - length
+        travels = 3 * sampling // 4 if learns else sampling // 2
+        warm_up = WarmUp(length, length + travels, num_warmup, self.steps_of(sampling))
+        optimize = learned = None
+        if length:
+            optimize = Optimize(
+                self._warm_start,
+                target,
+                length,
+                self._warm_start.steps_of(length, self.optimizer_steps()),
+                is_named(self.preconditioner, "warm_start"),
+            )
+        if learns:
+            ratios = [plate.size / plate.batch_size for plate in target.plates.values()]
+            learned = LearnPreconditioner.plan(
+                warm_up, size, self.steps_per_draw, max(ratios, default=0.0)
+            )
+        plan = RunPlan(target, size, warm_up, optimize, learned)
+        return plan._replace(phases=tuple(self.phases(plan)))
+
+    def _transitions_of_warm_start(self, num_warmup: int) -> int:
+        share = self._warm_start.share
+        length = round(share * num_warmup)
+        if self.warm_start != WarmStart.share and share and num_warmup and not length:
+            came = f"share={share}, which of num_warmup={num_warmup} is no transition"
             raise argument_error(
                 self._call, "warm_start", came, "Take a larger share, or 0 for none."
             )
-        tuner, steps = Tuner(), self._steps_per_draw
-        if given is None and self.target_accept_prob is not None:
-            tuner = AcceptanceTuner(self.target_accept_prob, length, num_warmup)
-        return Policy(
-            target=target,
-            warm_start=self._warm_start,
-            num_warmup=num_warmup,
-            warm_start_length=length,
-            optimizer_steps=self._warm_start.steps_of(length, self.optimizer_steps())
-            if length
-            else 0,
-            engine_warmup=(num_warmup - length) * steps,
-            scales_from_gradients=is_named(self._preconditioner, "warm_start"),
-            step_size=1.0 if given is None or callable(given) else given,
-            chooses_step_size=given is None,
-            steers_step_size=self.target_accept_prob is not None,
-            schedule=self.schedule,
-            choose_step_size=self.choose_step_size,
-            stable_step_size=self.stable_step_size,
-            sampler=partial(self.sampler, target),
-            run=lambda sampler, engine, i: sampler.run(engine, steps),
-            tuner=tuner,
-        )
-
-    def learning_noise(self, policy: Policy, noise: NoisePreconditioner) -> Policy:
-        """A policy that learns its preconditioner from gradient noise: curvatures are
-        then 1 / (1 + N / B).
-        """
-        chosen = self._gradient == "minibatch" and self._step_size is None
-        ratio = 1 + noise.ratio if chosen and noise.ratio else 0.0
-        return replace(
-            policy,
-            noise=noise,
-            steps_to_forget=lambda *now: ratio * self.steps_to_forget(*now),
-        )
-
-    def sampler(
-        self, target: Target, z: Any, base: jax.Array, evaluate: Callable
-    ) -> sgmcmc.Sampler:
-        """Assemble the engine for a potential ``evaluate(z, batch)``; this costs
-        nothing at run time.
-        """
-        unravel, schedule = ravel_pytree(z)[1], self.schedule
-        noise, given = self.policy.noise, self._preconditioner
-        given = self.usual_preconditioner if given is None else given
-        metric = (
-            resolve(self._call, given, z, target.num_data)
-            if noise is None
-            else noise.preconditioner
-        )
-        stream = stream_of(target, self._minibatches)
-
-        def potential(position: jax.Array, batch: Any) -> jax.Array:
-            return evaluate(unravel(position), batch)
-
-        full = partial(potential, batch="full")
-        return sgmcmc.build(
-            self.estimator(target, potential, full, stream),
-            self.dynamics(base * schedule(0)),
-            metric,
-            schedule=lambda step: base * schedule(step),
-            temperature=self._temperature,
-        )
-
-    @property
-    def max_kick(self) -> float | None:
-        """What a step that was chosen in warm-up may not exceed: see
-        :class:`~numpyro_bnn.sgmcmc.Overdamped`.
-        """
-        chosen = self._step_size is None and self._temperature > 0
-        return MOST_KICK if chosen else None
+        return length
 
     # -- the contract of MCMCKernel ----------------------------------------------------
-
-    @property
-    def model(self) -> Callable:
-        return with_parameters(self._model, self._learned)
 
     @property
     def sample_field(self) -> str:
@@ -350,7 +413,7 @@ class SGMCMCKernel(ArgumentKernel):
     def default_fields(self) -> tuple[str, ...]:
         fields = ["z", "diverging", "refused_steps", "step_size"]
         fields += ["configurational_temperature", "gradient_noise", "num_gradients"]
-        dynamics = self.dynamics(1.0)
+        dynamics = self.dynamics(1.0, size=2, noisy=False)
         if dynamics.reports_energy:
             fields += ["energy_variance", "decoherence_length"]
         if type(dynamics).momentum is not sgmcmc.interfaces.Dynamics.momentum:
@@ -366,16 +429,16 @@ class SGMCMCKernel(ArgumentKernel):
         settings = (
             self._call,
             self._model,
-            self._init_strategy,
+            self.init_strategy,
             self._warm_start,
             num_warmup,
             self.optimizer_steps(),
         )
-        self._learned = learned_parameters(
-            *settings, model_args, dict(model_kwargs or {})
-        )
-        return self._learned
+        values = learned_parameters(*settings, model_args, dict(model_kwargs or {}))
+        self.model = with_parameters(self._model, values)
+        return values
 
+    @one_thread
     def init(
         self,
         rng_key: jax.Array,
@@ -384,22 +447,39 @@ class SGMCMCKernel(ArgumentKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> SGMCMCState:
-        call, single = self._call, is_prng_key(rng_key)
+        args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
         chain_key, init_key = split(rng_key)
-        given = (
-            init_key,
-            self._init_strategy,
-            model_args,
-            model_kwargs,
-            self._temperature,
-        )
-        target, z = bind(
-            call,
-            self._model,
-            *given,
-            partial(self.learn, num_warmup, model_args, model_kwargs),
-        )
-        if target.stochastic and (self.exact or self._gradient != "minibatch"):
+        target, z = self._bound(init_key, num_warmup, init_params, args, kwargs)
+        single = is_prng_key(rng_key)
+        one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
+        check_held_out(self._call, target, self._warm_start.held_out, one, args, kwargs)
+        size = ravel_pytree(one)[0].size
+        self._plan = self._make_plan(target, num_warmup, size)
+        self._sample_fn = self.sample
+
+        def start(
+            values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+        ) -> SGMCMCState:
+            begin = partial(self._start, args=args, kwargs=kwargs)
+            return begin(*values) if single else jax.vmap(begin)(*values)
+
+        return run(start, (z, chain_key), args, kwargs)
+
+    def _bound(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> tuple[Target, dict[str, jax.Array]]:
+        """The model bound to its arguments, and where its chains start."""
+        call = self._call
+        settings = self._model, rng_key, self.init_strategy, args, kwargs
+        learn = partial(self.learn, num_warmup, args, kwargs)
+        target, z = bind(call, *settings, self.temperature, learn)
+        by_batches = not self.exact and self.gradient == "minibatch"
+        if target.stochastic and not by_batches:
             came = (
                 "a model that draws random numbers of its own (`numpyro.prng_key`, as "
                 "dropout does)"
@@ -409,45 +489,51 @@ class SGMCMCKernel(ArgumentKernel):
                 "`gradient='minibatch'`."
             )
             raise argument_error(call, "model", came, instead)
+        single, spread = is_prng_key(rng_key), self._warm_start.spread
         if init_params is not None:
-            z = given_values(call, target, z, init_params, model_args, model_kwargs)
-            check_start(
-                call, "init_params", target, z, single, model_args, model_kwargs
-            )
-        elif self._warm_start.spread != 1:
-            z = jax.tree.map(lambda value: self._warm_start.spread * value, z)
-            check_start(call, "warm_start", target, z, single, model_args, model_kwargs)
-        noisy = target.subsampled and not self.exact
-        if not noisy or self._gradient != "minibatch" or self._warm_start.held_out:
-            refuse_rows(call, BY_BATCHES, model_args, model_kwargs)
-        one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
-        check_held_out(
-            call, target, self._warm_start.held_out, one, model_args, model_kwargs
+            z = given_values(call, target, z, init_params, args, kwargs)
+            check_start(call, "init_params", target, z, single, args, kwargs)
+        elif spread != 1:
+            z = jax.tree.map(lambda value: spread * value, z)
+            check_start(call, "warm_start", target, z, single, args, kwargs)
+        if not (target.subsampled and by_batches) or self._warm_start.held_out:
+            refuse_rows(call, BY_BATCHES, args, kwargs)
+        return target, z
+
+    def _start(
+        self, z: Any, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]
+    ) -> SGMCMCState:
+        """The state of a chain at unconstrained values ``z``."""
+        plan, position = self.plan, ravel_pytree(z)[0]
+        given = self.step_size
+        number = 1.0 if given is None or callable(given) else given
+        base = jnp.asarray(number, position.dtype)
+        phases = {}
+        for phase in plan.all_phases:
+            value = phase.start(position, base)
+            if value is not None:
+                phases[phase.name] = value
+        sampler = self.sampler(plan.target.evaluator(args, kwargs), z, base)
+        # The first transition that samples refreshes the engine: here nothing is
+        # evaluated.
+        engine = replace(sampler, gradient=NOTHING).init(
+            position, rng_key, plan.warm_up.steps
         )
-        policy = self.make_policy(target, num_warmup)
-        if learns_from_noise(
-            self._call, self._preconditioner, noisy, self._step_size, self._gradient
-        ):
-            size, begin = ravel_pytree(one)[0].size, policy.warm_start_length // 2
-            ratio = max(
-                (plate.size / plate.batch_size for plate in target.plates.values()),
-                default=0.0,
-            )
-            noise = NoisePreconditioner.plan(
-                size, begin, num_warmup, self._steps_per_draw, ratio
-            )
-            policy = self.learning_noise(policy, noise)
-        self._policy = policy
-        self._sample_fn = self.sample
-
-        def start(
-            given: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
-        ) -> SGMCMCState:
-            z, key = given
-            begin = Chain(policy, args, kwargs).start
-            return begin(z, key) if single else jax.vmap(begin)(z, key)
-
-        return run(start, (z, chain_key), model_args, model_kwargs or {})
+        engine = engine._replace(estimator=sampler.gradient.init(position))
+        return SGMCMCState(
+            z=z,
+            step_size=jnp.asarray(base * self.schedule(engine.step), position.dtype),
+            base_step_size=base,
+            shrinkage=jnp.ones_like(base),
+            restarts=jnp.int32(0),
+            gradient_noise=jnp.zeros((), position.dtype),
+            num_gradients=jnp.int32(0),
+            i=jnp.int32(0),
+            engine=engine,
+            phases=phases,
+            data=self._arguments.version,
+            rng_key=rng_key,
+        )
 
     def sample(
         self,
@@ -455,34 +541,87 @@ class SGMCMCKernel(ArgumentKernel):
         model_args: tuple,
         model_kwargs: Mapping[str, Any] | None,
     ) -> SGMCMCState:
-        chain = Chain(self.policy, model_args, model_kwargs)
-        if is_prng_key(state.rng_key):
-            return chain.transition(state, state.i)
-        i = state.i[0]  # all chains are at the same transition
-        return jax.vmap(lambda s: chain.transition(s, i), out_axes=0)(state)
+        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
 
+    def _transitions(
+        self, state: SGMCMCState, args: tuple, kwargs: Mapping[str, Any]
+    ) -> SGMCMCState:
+        evaluate = self.plan.target.evaluator(args, kwargs)
+        # all chains are at the same transition
+        i = state.i if is_prng_key(state.rng_key) else state.i[0]
+        now = Transition(i, self._sampler_of(evaluate), args, kwargs)
+        return over_chains(lambda chain: self._transition(chain, now), state)
+
+    def _sampler_of(
+        self, evaluate: Callable
+    ) -> Callable[[SGMCMCState], sgmcmc.Sampler]:
+        return lambda state: self.sampler(evaluate, state.z, state.base_step_size)
+
+    def _transition(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """One transition of one chain."""
+        plan, optimize = self.plan, self.plan.optimize
+        state = _with_seeds(state)
+        if optimize is None:
+            state = self._sampled(state, now)
+        else:
+            state = lax.cond(
+                now.i < plan.warm_up.begin,
+                lambda s: optimize.run(s, now),
+                lambda s: self._sampled(s, now),
+                state,
+            )
+        for phase in plan.phases:
+            state = phase.end(state, now)
+        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
+        return state._replace(z=ravel_pytree(state.z)[1](position), i=now.i + 1)
+
+    def _sampled(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        for phase in self.plan.phases:
+            state = phase.before(state, now)
+        sampler = now.sampler(state)
+        engine = sgmcmc.engine.reset_statistics(state.engine)
+        engine = self.steps(sampler, engine, now.i)
+        step_size = jnp.asarray(sampler.schedule(engine.step - 1))
+        state = state._replace(
+            engine=engine, step_size=step_size.astype(state.step_size.dtype)
+        )
+        state = state.spend(engine.statistics.num_gradients)
+        for phase in self.plan.phases:
+            state = phase.after(state, now)
+        return state
+
+    @one_thread
     def refresh(
         self,
         state: SGMCMCState,
         model_args: tuple,
         model_kwargs: Mapping[str, Any] | None,
     ) -> SGMCMCState:
-        chain = Chain(self.policy, model_args, model_kwargs)
-        return (
-            chain.refresh(state)
-            if is_prng_key(state.rng_key)
-            else jax.vmap(chain.refresh)(state)
-        )
+        """Adopt ``state.z`` and the arguments: recompute cached potentials and
+        gradients, keep the momentum.
+        """
+        args, kwargs = self._arguments.restored(model_args, model_kwargs)
+        evaluate = self.plan.target.evaluator(args, kwargs)
+
+        def refreshed(state: SGMCMCState) -> SGMCMCState:
+            sampler, state = self._sampler_of(evaluate)(state), _with_seeds(state)
+            engine = state.engine._replace(position=ravel_pytree(state.z)[0])
+            state = state._replace(engine=sampler.refresh(engine))
+            return state.spend(sampler.refresh_cost)
+
+        return over_chains(refreshed, state)
 
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
-        return self.target.postprocess(model_args, model_kwargs)
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self.target.postprocess(*arguments)
 
     def get_constrain_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
-        return self.target.constrain(model_args, model_kwargs)
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self.target.constrain(*arguments)
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         """Text for the progress bar, ``{steps} steps of size {step_size}``.
@@ -492,12 +631,12 @@ class SGMCMCKernel(ArgumentKernel):
         """
         now = time.monotonic()
         ready = getattr(state.step_size, "is_ready", lambda: True)()
-        if ready or now - self._shown[0] > 0.1:
+        if ready or now - self._shown[0] > MIN_SECONDS_SHOWN:
             step_size, diverged = jax.device_get(
                 (state.step_size, state.engine.first_divergence)
             )
             text = (
-                f"{self._steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
+                f"{self.steps_per_draw} steps of size {float(np.mean(step_size)):.2e}"
             )
             text += (
                 f", DIVERGED at step {int(np.max(diverged))}"
@@ -509,29 +648,28 @@ class SGMCMCKernel(ArgumentKernel):
 
     def wrap_model(self, wrapper: Callable) -> "SGMCMCKernel":
         kernel = copy.copy(self)
-        kernel._model = wrapper(self._model)
-        kernel._reset()
+        kernel._reset(wrapper(self._model))
         return kernel
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_policy": None}
+        return {**super().__getstate__(), "_plan": None}
 
     @property
-    def policy(self) -> Policy:
+    def plan(self) -> RunPlan:
         """What the chains of this run do."""
-        if self._policy is None:
+        if self._plan is None:
             raise argument_error(
                 self._call,
                 "state",
                 "a kernel that is not initialized",
                 "Call `init` first.",
             )
-        return self._policy
+        return self._plan
 
     @property
     def target(self) -> Target:
         """The model bound to its arguments."""
-        return self.policy.target
+        return self.plan.target
 
     # -- read by the export ------------------------------------------------------------
 
@@ -546,61 +684,63 @@ class SGMCMCKernel(ArgumentKernel):
 
         :raises ValueError: for a kernel without warm start.
         """
-        if not self.policy.warm_start_length:
+        if self.plan.optimize is None:
             instead = "Use a warm start: the points where it ends are the members."
             raise argument_error(
                 "to_inference_data", "members", "a run without warm start", instead
             )
-        first, positions = state.z, jnp.atleast_2d(state.optimizer.position)
-        unravel = ravel_pytree(
-            jax.tree.map(lambda leaf: leaf[0], first) if state.i.ndim else first
-        )[1]
+        first, positions = state.z, self.plan.optimize.of(state).position
+        if state.i.ndim:
+            first = jax.tree.map(lambda leaf: leaf[0], first)
+        unravel = ravel_pytree(first)[1]
         return jax.vmap(self.postprocess_fn(model_args, model_kwargs))(
-            jax.vmap(unravel)(positions)
+            jax.vmap(unravel)(jnp.atleast_2d(positions))
         )
 
     def describe(self, state: SGMCMCState) -> dict[str, str | float | int]:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a
         run.
         """
-        size = int(state.engine.position.shape[-1])
-        low, high = temperature_band(size, self._temperature)
-        seen, frozen = (
-            state.coverage,
-            state.coverage.frozen(self._temperature, self._steps_per_draw),
-        )
-        covered = (
-            seen.share(self._temperature) if seen.known(self._temperature) else None
-        )
-        movement = {"variance_covered": covered, "mean_accept_prob": seen.accept_prob}
-        return {
-            **{
-                name: listed(value)
-                for name, value in movement.items()
-                if value is not None
-            },
-            "frozen_chains": str(np.flatnonzero(frozen).tolist()),
+        size = self.plan.size
+        low, high = temperature_band(size, self.temperature)
+        attributes: dict[str, Any] = {
             "temperature_band_low": low,
             "temperature_band_high": high,
-            "steps_per_draw": self._steps_per_draw,
+            "steps_per_draw": self.steps_per_draw,
             "steps_needed": self._steps_needed(state, size),
-            "steps_kept": int(np.min(seen.draws)) * self._steps_per_draw,
-            "temperature": self._temperature,
+            "temperature": self.temperature,
             "biased": not self.exact,
             "noisy_gradients": self.target.subsampled,
             "base_step_size": listed(state.base_step_size),
             "first_divergence": listed(state.engine.first_divergence),
-            "refused_steps": listed(seen.refused_steps),
-            "restarts": listed(state.origin.restarts),
+            "restarts": listed(state.restarts),
             "num_parameters": size,
         }
+        for phase in self.plan.phases:
+            attributes |= phase.describe(state)
+        return attributes
 
     def _steps_needed(self, state: SGMCMCState, size: int) -> float:
         """Steps in which a chain forgets its position often enough; 0 if that is not
         known.
+
+        With a preconditioner learned from gradient noise curvatures are 1 / (1 + N /
+        B).
         """
+        learned = self.plan.learned
+        chosen = self.gradient == "minibatch" and self.step_size is None
+        if learned is None or not learned.ratio or not chosen:
+            return 0.0
         even = self.choose_step_size(
             jnp.array(0.01), Noise(*jnp.array([1.1, 1.0, 0.0])), size
         )  # where G is known
         steps = np.maximum(jax.device_get(state.base_step_size), even)
-        return float(FORGOTTEN * np.max(self.policy.steps_to_forget(steps, size)))
+        needed = (1 + learned.ratio) * self.steps_to_forget(steps, size)
+        return float(FORGOTTEN * np.max(needed))
+
+
+def _with_seeds(state: SGMCMCState) -> SGMCMCState:
+    # `MCMC` gives a resumed run a new key. The key is the same at every transition, the
+    # step numbers never are, so no random number is used twice.
+    seeds = sgmcmc.engine.fresh_seeds(jax.random.clone(state.rng_key))
+    return state._replace(engine=state.engine._replace(seeds=seeds))

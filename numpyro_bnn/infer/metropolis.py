@@ -1,78 +1,19 @@
-"""Kernels with a Metropolis test, on all the data: MALA and generalized HMC."""
+"""Generalized Hamiltonian Monte Carlo, on all the data."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Fraction, FractionBelow1, Model, PositiveInt, checked
+from numpyro_bnn._options import Fraction, FractionBelow1, PositiveInt
 from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.target import Target
-from numpyro_bnn.infer.tuning import Noise
-from numpyro_bnn.sgmcmc.interfaces import Gradient
+from numpyro_bnn.infer.step_size import Noise
 
 
-class _AllDataKernel(SGMCMCKernel):
-    """Base class of Metropolis-adjusted kernels whose gradients use all the data."""
-
-    exact = True
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self._gradient != "minibatch":
-            instead = "Leave it out: this kernel uses the gradient of all the data."
-            raise argument_error(self._call, "gradient", self._gradient, instead)
-
-    def estimator(
-        self, target: Target, potential: Callable, full: Callable, stream: Any
-    ) -> Gradient:
-        return sgmcmc.Full(full)
-
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
-        return 1 / curvature
-
-
-class MALA(_AllDataKernel):
-    r"""Metropolis-adjusted Langevin algorithm: a gradient step with noise, then accept
-    or reject.
-
-    .. math:: \theta^* = \theta + \tfrac\epsilon2 G g(\theta) + \sqrt{\epsilon
-              T}\,L\,\xi
-
-    Exact for every step size. It uses all the data and ignores a ``subsample_size`` of
-    the model. ``step_size=None`` is adapted in warm-up to an acceptance of 0.574.
-
-    Parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`.
-
-    Reference: Roberts & Tweedie (1996); Roberts & Rosenthal (1998) for the acceptance
-    rate.
-
-    >>> MALA(lambda: None).default_fields[-1]
-    'accept_prob'
-    """
-
-    target_accept_prob = 0.574
-
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Any = None,
-        *,
-        steps_per_draw: PositiveInt = 10,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
-
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.MALA()
-
-
-class GHMC(_AllDataKernel):
+@dataclass(eq=False, repr=False, kw_only=True)
+class GHMC(SGMCMCKernel):
     r"""Generalized Hamiltonian Monte Carlo: long trajectories whose momentum may
     persist from one to the next.
 
@@ -96,34 +37,42 @@ class GHMC(_AllDataKernel):
     Other parameters: see :class:`~numpyro_bnn.infer.SGMCMCKernel`; ``steps_per_draw``
     counts trajectories.
 
+    With ``num_steps=1, jitter=0.0`` a step is one of the Metropolis-adjusted Langevin
+    algorithm (MALA); its step size is adapted to an acceptance of 0.574.
+
     Reference: Horowitz (1991) for persistent momentum; Neal (1996), chapter 3, for
-    networks.
+    networks; Roberts & Rosenthal (1998) for the acceptance rate of one step.
 
     >>> GHMC(lambda: None, num_steps=200, momentum_decay=0.5).exact
     True
     """
 
-    target_accept_prob = 0.8
+    num_steps: PositiveInt = 100
+    momentum_decay: Fraction = 1.0
+    jitter: FractionBelow1 = 0.1
+    steps_per_draw: PositiveInt = 1
 
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Any = None,
-        *,
-        num_steps: PositiveInt = 100,
-        momentum_decay: Fraction = 1.0,
-        jitter: FractionBelow1 = 0.1,
-        steps_per_draw: PositiveInt = 1,
-        **options: Any,
-    ) -> None:
-        self._num_steps = num_steps
-        self._momentum_decay = momentum_decay
-        self._jitter = jitter
-        super().__init__(model, step_size, steps_per_draw=steps_per_draw, **options)
+    exact = True
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        return sgmcmc.HMC(self._num_steps, self._momentum_decay, self._jitter)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gradient != "minibatch":
+            instead = "Leave it out: this kernel uses the gradient of all the data."
+            raise argument_error(self._call, "gradient", self.gradient, instead)
+
+    @property
+    def target_accept_prob(self) -> float:
+        return 0.574 if self.num_steps == 1 else 0.8
+
+    def dynamics(
+        self, step_size: Any, size: int, noisy: bool
+    ) -> sgmcmc.interfaces.Dynamics:
+        return sgmcmc.HMC(self.num_steps, self.momentum_decay, self.jitter)
+
+    def choose_step_size(
+        self, curvature: jax.Array, noise: Noise, size: int
+    ) -> jax.Array:
+        return 1 / curvature
 
     def optimizer_steps(self) -> int:
-        return self._steps_per_draw * self._num_steps
+        return self.steps_per_draw * self.num_steps

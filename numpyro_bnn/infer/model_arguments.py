@@ -1,9 +1,8 @@
 """What every kernel does to the arguments of its model before it looks at them."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import KEY
 from numpyro_bnn.program.arguments import (
+    Call,
     as_arrays,
     fingerprints,
     is_table,
@@ -21,7 +21,7 @@ from numpyro_bnn.program.arguments import (
 )
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, is_traced
 
-METHODS = ("init", "sample", "refresh", "postprocess_fn", "get_constrain_fn", "members")
+M = TypeVar("M", bound=Callable)
 
 
 def over_chains(fn: Callable, state: Any, *arguments: Any) -> Any:
@@ -31,71 +31,73 @@ def over_chains(fn: Callable, state: Any, *arguments: Any) -> Any:
     return fn(state, *arguments)
 
 
-class ArgumentKernel(MCMCKernel):
-    """A kernel whose methods get the arguments of the model as JAX arrays, and its
-    integers as integers.
+def one_thread(method: M) -> M:
+    """A method that runs or traces a model, which one thread may do at a time."""
 
-    ``MCMC(jit_model_args=True)`` passes every number as a traced array, also a
-    ``batch_size`` that a plate needs to know: the kernel remembers those of ``init``.
+    @wraps(method)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with TRACING:
+            return method(*args, **kwargs)
+
+    return cast(M, locked)
+
+
+# Larger data are read from references. A constant of this size costs nothing, and a
+# reference has its price: with a progress bar `MCMC` compiles its program twice.
+MAX_CONSTANT_BYTES = 2**20
+
+
+@jax.tree_util.register_static
+class DataVersion(int):
+    """How often data had changed in place when a run began. It is part of the structure
+    of a state, so that a program that holds small data as constants is traced again.
     """
 
-    _plain: Mapping[str, int | bool] | None = None  # of the last `init`
-    _traced = False  # whether some program took them in place of traced values
-    _prints: Mapping[str, bytes] | None = None
-    # by identity: data of the last run and a reference to a copy; None where it cannot
-    # be read
-    _inputs: Any = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in METHODS:
-            if name in cls.__dict__:
-                setattr(cls, name, _with_arrays(cls.__dict__[name]))
+class ModelArguments:
+    """The arguments of a model as JAX arrays, and its integers as integers.
+
+    ``MCMC(jit_model_args=True)`` passes every number as a traced array, also a
+    ``batch_size`` that a plate needs to know: a kernel remembers those of ``init``.
+    Its ``init`` begins with :meth:`at_start`, ``sample`` is one call of :meth:`run`,
+    and other methods begin with :meth:`restored`.
+
+    :param kernel: name of the kernel, for errors.
+    :param max_constant_bytes: smaller data may be constants of a program, because the
+        states have ``version``.
+    """
+
+    def __init__(self, kernel: str, max_constant_bytes: int = 0) -> None:
+        self._call = f"infer.{kernel}"
+        self._max_constant_bytes = max_constant_bytes
+        self._plain: Mapping[str, int | bool] | None = None  # of the last `init`
+        # whether some program took them in place of traced values
+        self._traced = False
+        self._digests: dict[str, bytes] = {}
+        # by identity: data of all runs, and their hashes
+        self._seen: dict[int, tuple[Any, bytes]] = {}
+        self.version = DataVersion()
+        # by identity: data of the last run and a reference to a copy
+        self._references: dict[int, tuple[Any, Any]] = {}
+        self._refers = True  # whether programs may read them
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sample_fn": None, "_inputs": None}
+        return {**self.__dict__, "_references": {}, "_seen": {}}
 
-    def changed_data(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
+    def changed(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
         now = fingerprints(args, kwargs)
         changed = []
-        for place, value in (self._prints or {}).items():
-            if now.get(place, value) != value:
+        for place, digest in self._digests.items():
+            if now.get(place, digest) != digest:
                 changed.append(place)
         return changed
 
-    def _arguments(
-        self, method: str, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> tuple[tuple, dict[str, Any]]:
-        if method != "init" and self._plain:
-            args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
-            self._traced |= traced
-        arrays = as_arrays(args, kwargs, f"infer.{type(self).__name__}")
-        if method == "init":
-            self._remember(args, kwargs)
-        return arrays
-
-    def _as_inputs(
-        self, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> tuple[tuple, dict[str, Any]]:
-        """Data read from references: a program that ``MCMC`` compiles has them as
-        inputs, not copies as constants.
-        """
-
-        def read(leaf: Any) -> Any:
-            if id(leaf) not in self._inputs:
-                (array,), _ = as_arrays((leaf,), None)
-                is_array = isinstance(array, jax.Array) and not is_traced(array)
-                if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-                    return leaf
-                with jax.core.eval_context():
-                    # the leaf too, so that its id is not reused
-                    self._inputs[id(leaf)] = leaf, jax.new_ref(array)
-            return self._inputs[id(leaf)][1][...]
-
-        return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
-
-    def _remember(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
+    def at_start(
+        self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> Call:
+        """Those of ``init``, which are remembered."""
+        KEY.check(self._call, "rng_key", rng_key)
         plain = plain_values(args, kwargs)
         if self._traced and plain != self._plain:
             got = (
@@ -107,40 +109,86 @@ class ArgumentKernel(MCMCKernel):
                 "sizes."
             )
             raise argument_error("MCMC.run", "model arguments", got, instead)
-        self._plain, self._prints = plain, fingerprints(args, kwargs)
+        arrays = as_arrays(args, kwargs, self._call)
+        self._plain = plain
+        self._note_changes(args, kwargs)
+        self._refers = not is_traced(rng_key)  # `pmap` takes no references
+        # A new run reads its data again: `MCMC` keeps programs by the identity of
+        # data; values may change.
+        for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
+            if id(leaf) in self._references:
+                self._references[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
+        return arrays
+
+    def _note_changes(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
+        self._digests = fingerprints(args, kwargs)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            (args, dict(kwargs or {})), is_leaf=is_table
+        )
+        for path, leaf in leaves:
+            digest = self._digests.get(jax.tree_util.keystr(path))
+            if digest is not None:
+                _, known = self._seen.get(id(leaf), (leaf, digest))
+                self.version = DataVersion(self.version + (known != digest))
+                # the leaf too, so that its id is not reused
+                self._seen[id(leaf)] = leaf, digest
+
+    def restored(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
+        """Those of a later call."""
+        if self._plain:
+            args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
+            self._traced |= traced
+        return as_arrays(args, kwargs, self._call)
+
+    def run(
+        self,
+        fn: Callable,
+        state: Any,
+        args: tuple,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """``fn(state, args, kwargs)``, a transition.
+
+        A program that ``MCMC`` compiles has large data as inputs, which it reads from
+        references, not copies as constants.
+        """
+        with TRACING:
+            if is_traced(state) and self._refers:
+                try:
+                    return fn(state, *self.restored(*self._read(args, kwargs)))
+                except NEEDS_VALUES:  # data that shape the model are a part of it
+                    self._refers = False
+            return fn(state, *self.restored(args, kwargs))
+
+    def _read(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
+        references = self._references
+
+        def read(leaf: Any) -> Any:
+            if id(leaf) not in references:
+                (array,), _ = as_arrays((leaf,), None)
+                is_array = isinstance(array, jax.Array) and not is_traced(array)
+                if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+                    return leaf
+                if array.nbytes <= self._max_constant_bytes:
+                    return leaf
+                with jax.core.eval_context():
+                    # the leaf too, so that its id is not reused
+                    references[id(leaf)] = leaf, jax.new_ref(array)
+            return references[id(leaf)][1][...]
+
+        return jax.tree.map(read, (args, dict(kwargs or {})), is_leaf=is_table)
 
 
-def _with_arrays(method: Callable) -> Callable:
-    signature, name = inspect.signature(method), method.__name__
+class ModelKernel(MCMCKernel):
+    """A kernel of a model, which remembers its arguments."""
 
-    @wraps(method)
-    def call(self: Any, *positional: Any, **keywords: Any) -> Any:
-        bound = signature.bind(self, *positional, **keywords)
-        bound.apply_defaults()
-        args, kwargs = bound.arguments["model_args"], bound.arguments["model_kwargs"]
+    @cached_property
+    def _arguments(self) -> ModelArguments:
+        return ModelArguments(type(self).__name__)
 
-        def run(args: tuple, kwargs: Mapping[str, Any] | None) -> Any:
-            converted = self._arguments(name, args, kwargs)
-            bound.arguments["model_args"], bound.arguments["model_kwargs"] = converted
-            with TRACING:
-                return method(*bound.args, **bound.kwargs)
+    def changed_data(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
+        """The places of the arguments whose values have changed since the run began."""
+        return self._arguments.changed(args, kwargs)
 
-        if name == "init":
-            rng_key = bound.arguments["rng_key"]
-            KEY.check(f"infer.{type(self).__name__}", "rng_key", rng_key)
-            # `pmap` takes no references
-            self._inputs = None if is_traced(rng_key) else self._inputs or {}
-            # A new run reads its data again: `MCMC` keeps programs by the identity of
-            # data; values may change.
-            for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
-                if id(leaf) in (self._inputs or ()):
-                    self._inputs[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
-        compiled = name == "sample" and is_traced(bound.arguments["state"])
-        if compiled and self._inputs is not None:
-            try:
-                return run(*self._as_inputs(args, kwargs))
-            except NEEDS_VALUES:  # data that shape the model are a part of it
-                self._inputs = None
-        return run(args, kwargs)
-
-    return call
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sample_fn": None}

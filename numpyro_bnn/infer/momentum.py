@@ -3,6 +3,7 @@ thermostat.
 """
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Fraction, Model, checked
+from numpyro_bnn._options import Fraction
 from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.tuning import Noise
+from numpyro_bnn.infer.step_size import Noise
 
 THERMOSTAT_STEPS = 20
 
@@ -26,22 +27,13 @@ def friction_of(momentum_decay: float, step_size: Any) -> Any:
     ) / step_size**0.5
 
 
+@dataclass(eq=False, repr=False)
 class _WithMomentum(SGMCMCKernel):
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Any = None,
-        *,
-        momentum_decay: Fraction = 0.1,
-        **options: Any,
-    ) -> None:
-        self._momentum_decay = momentum_decay
-        super().__init__(model, step_size, **options)
+    momentum_decay: Fraction = field(default=0.1, kw_only=True)
 
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self._momentum_decay == 0 and self._step_size is None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum_decay == 0 and self.step_size is None:
             raise argument_error(
                 self._call,
                 "momentum_decay",
@@ -58,8 +50,8 @@ class _WithMomentum(SGMCMCKernel):
         """
         heat = (
             self._renewed
-            * self._temperature
-            * self._bias_tolerance
+            * self.temperature
+            * self.bias_tolerance
             / jnp.maximum(noise.largest, 1e-30)
         )
         return jnp.minimum(1 / curvature, heat)
@@ -70,12 +62,12 @@ class _WithMomentum(SGMCMCKernel):
         return 1 / (curvature * (1 + 4 * noise / max(self._renewed, 1e-3)))
 
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
-        return -math.log(max(1 - self._momentum_decay, 1e-12)) / step_size
+        return -math.log(max(1 - self.momentum_decay, 1e-12)) / step_size
 
     @property
     def _renewed(self) -> float:
         """Fraction of the momentum's variance that a refresh renews, 1 - a^2."""
-        return 1 - (1 - self._momentum_decay) ** 2
+        return 1 - (1 - self.momentum_decay) ** 2
 
 
 class SGHMC(_WithMomentum):
@@ -106,8 +98,10 @@ class SGHMC(_WithMomentum):
     'kinetic_temperature'
     """
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        friction = friction_of(self._momentum_decay, step_size)
+    def dynamics(
+        self, step_size: Any, size: int, noisy: bool
+    ) -> sgmcmc.interfaces.Dynamics:
+        friction = friction_of(self.momentum_decay, step_size)
         return sgmcmc.BAOAB(friction, max_kick=self.max_kick)
 
 
@@ -134,9 +128,9 @@ class SGNHT(_WithMomentum):
     'kinetic_temperature'
     """
 
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self._momentum_decay == 1:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum_decay == 1:
             raise argument_error(
                 self._call,
                 "momentum_decay",
@@ -144,8 +138,10 @@ class SGNHT(_WithMomentum):
                 "Pass less than 1: a thermostat needs momentum.",
             )
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
-        friction = friction_of(self._momentum_decay, step_size)
+    def dynamics(
+        self, step_size: Any, size: int, noisy: bool
+    ) -> sgmcmc.interfaces.Dynamics:
+        friction = friction_of(self.momentum_decay, step_size)
         mass = THERMOSTAT_STEPS**2 * step_size
         return sgmcmc.NoseHoover(friction, mass, max_kick=self.max_kick)
 
@@ -164,6 +160,6 @@ class SGNHT(_WithMomentum):
         -log(1 - momentum_decay), one of noise V + D has the temperature T (1 + h^2 D /
         (2 A h T + h^2 V)).
         """
-        refreshed = -2 * math.log1p(-self._momentum_decay)
-        limit = noise.limit(self._bias_tolerance, 0.2 / max(refreshed, 1e-30))
-        return jnp.minimum(1 / curvature, refreshed * self._temperature * limit)
+        refreshed = -2 * math.log1p(-self.momentum_decay)
+        limit = noise.limit(self.bias_tolerance, 0.2 / max(refreshed, 1e-30))
+        return jnp.minimum(1 / curvature, refreshed * self.temperature * limit)

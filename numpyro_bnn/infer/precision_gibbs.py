@@ -20,7 +20,7 @@ from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import ArgumentKernel, over_chains
+from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.reading import CONDITIONED, Reading
@@ -46,7 +46,7 @@ def held_values(
     return dict(kwargs.pop(CONDITIONED, {})), kwargs
 
 
-class PrecisionGibbs(ArgumentKernel):
+class PrecisionGibbs(ModelKernel):
     r"""Gibbs updates of precisions, variances and scales of normal sites, where the
     model makes them conjugate.
 
@@ -126,6 +126,7 @@ class PrecisionGibbs(ArgumentKernel):
             name for name, site in conditionals.items() if not isinstance(site, str)
         )
 
+    @one_thread
     def init(
         self,
         rng_key: jax.Array,
@@ -134,6 +135,8 @@ class PrecisionGibbs(ArgumentKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> PrecisionGibbsState:
+        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
+        model_args, model_kwargs = arguments
         conditioned, kwargs = held_values(model_kwargs)
         reading = Reading(self._model, model_args, kwargs)
         conditionals = read(reading, conditioned, PRIORS)
@@ -168,6 +171,14 @@ class PrecisionGibbs(ArgumentKernel):
         return PrecisionGibbsState(z, keys[1])
 
     def sample(
+        self,
+        state: PrecisionGibbsState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+    ) -> PrecisionGibbsState:
+        return self._arguments.run(self._sample, state, model_args, model_kwargs)
+
+    def _sample(
         self,
         state: PrecisionGibbsState,
         model_args: tuple,
@@ -216,6 +227,7 @@ class PrecisionGibbs(ArgumentKernel):
         """Return a function that adds the deterministic sites to the
         values of a draw.
         """
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         conditioned, kwargs = held_values(model_kwargs)
 
         def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:

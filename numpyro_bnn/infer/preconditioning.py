@@ -9,12 +9,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn.infer.tuning import LONGEST_STEP, Noise, gradients_on
-from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp, Sampler, State
-from numpyro_bnn.sgmcmc.interfaces import Preconditioner
+from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
+from numpyro_bnn.infer.step_size import (
+    BENDING_STEPS,
+    LONGEST_STEP,
+    Noise,
+    bending,
+    gradients_on,
+)
+from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp
+from numpyro_bnn.sgmcmc.interfaces import Preconditioner, select
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start", "gradient_noise")
@@ -34,6 +42,8 @@ PER_COORDINATE = (
 # transition t
 RECENT = 2
 LEAST, MOST = 1e-5, 0.5  # limits of the weight of the diagonal
+# Bending at which the bound is whole; ReLU networks have 2e-2, tanh networks 1e-4.
+BENT = 0.003
 
 
 class SecondMoment(NamedTuple):
@@ -46,9 +56,9 @@ class SecondMoment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NoisePreconditioner:
-    r"""G = E[g g']^{-1} of minibatch gradients, which makes curvature plus noise equal
-    to 1 in all directions.
+class LearnPreconditioner(Phase):
+    r"""Learn G = E[g g']^{-1} of minibatch gradients, which makes curvature plus noise
+    equal to 1 in all directions.
 
     At a stationary point the noise of covariance V dominates; averaged over the
     posterior, E[g g'] = H + V with H the mean Hessian. The excess of a variance, (eps /
@@ -70,13 +80,12 @@ class NoisePreconditioner:
 
     .. math:: G \le \frac{r}{\epsilon} \sqrt{\frac{8}{H}}
 
-    so where gradients are found to bend (``tuning.bending``), eps sqrt(H / 8) / r is
+    so where gradients are found to bend (:func:`bending`), eps sqrt(H / 8) / r is
     added to E[g g']. H is taken from the noise, which is N / B times as large, and r is
     the root mean square of the position.
 
     :param dense: whether G is dense or diagonal.
-    :param begin: first transition that collects gradients, ``end``: the first that does
-        not.
+    :param begin: first transition that collects gradients.
     :param count: gradients collected after each of these, at new minibatches.
     :param ratio: N / B, the noise of a likelihood that fits, in units of its curvature.
 
@@ -84,46 +93,62 @@ class NoisePreconditioner:
     preconditioner.
     """
 
+    warm_up: WarmUp
     dense: bool
     begin: int
-    end: int
     count: int
     ratio: float
 
     @classmethod
     def plan(
-        cls, size: int, begin: int, end: int, most: int, ratio: float
-    ) -> "NoisePreconditioner":
-        """What to collect in some transitions, each of at most ``most`` gradients, for
-        ``size`` parameters.
+        cls, warm_up: WarmUp, size: int, most: int, ratio: float
+    ) -> "LearnPreconditioner":
+        """What to collect in a warm-up, for ``size`` parameters: at most ``most``
+        gradients in each transition, from the middle of the warm start on.
         """
-        dense = size <= DENSE_LIMIT
+        dense, begin = size <= DENSE_LIMIT, warm_up.begin // 2
         needed = PER_DIRECTION * size if dense else PER_COORDINATE
-        return cls(
-            dense, begin, end, min(most, -(-needed // max(end - begin, 1))), ratio
-        )
+        count = min(most, -(-needed // max(warm_up.end - begin, 1)))
+        return cls(warm_up, dense, begin, count, ratio)
 
     @property
     def preconditioner(self) -> Preconditioner:
         """The part of the engine, whose state :meth:`adapted` sets."""
         return Factor() if self.dense else Diagonal(1.0)
 
-    def start(self, position: jax.Array) -> SecondMoment:
+    def start(self, position: jax.Array, step_size: jax.Array) -> SecondMoment:
         """Nothing collected."""
         shape = position.shape * (2 if self.dense else 1)
         return SecondMoment(
             jnp.zeros(shape, position.dtype), jnp.zeros((), position.dtype)
         )
 
-    def collect(
-        self, moment: SecondMoment, sampler: Sampler, engine: State, i: jax.Array
-    ) -> SecondMoment:
-        """Add gradients at the position of a chain after transition ``i``."""
+    def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        due = self.warm_up.measures(now.i) & (now.i <= self.warm_up.end)
+        return when(due, self._used, state, now)
 
-        counters = -2 - i * self.count - jax.lax.iota(jnp.int32, self.count)
-        gradients = gradients_on(sampler, engine, counters)
+    def _used(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """Take the preconditioner, bounded if gradients bend along its steps."""
+        sampler, moment = now.sampler(state), self.of(state)
+        engine = state.engine._replace(adaptation=self.adapted(moment))
+        share = bending(sampler, engine) / BENT
+        bound = self.bound(moment, engine.position)
+        bound = bound * jnp.where(share < 1, share, 1.0)  # NaN is the worst
+        engine = state.engine._replace(adaptation=self.adapted(moment, bound))
+        state = state._replace(engine=engine)
+        return state.spend(3 * BENDING_STEPS * sampler.gradient.evaluations)
+
+    def end(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        due = (now.i >= self.begin) & (now.i < self.warm_up.end)
+        return when(due, self._collected, state, now)
+
+    def _collected(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """Add gradients at the position of a chain."""
+        moment, sampler = self.of(state), now.sampler(state)
+        counters = -2 - now.i * self.count - lax.iota(jnp.int32, self.count)
+        gradients = gradients_on(sampler, state.engine, counters)
         fresh = gradients.T @ gradients if self.dense else jnp.sum(gradients**2, axis=0)
-        weight = jnp.minimum(1.0, RECENT / (i - self.begin + 1)).astype(fresh.dtype)
+        weight = jnp.minimum(1.0, RECENT / (now.i - self.begin + 1)).astype(fresh.dtype)
         weight = jnp.where(moment.worth > 0, weight, 1.0)
         old = jnp.where(
             moment.worth > 0, (1 - weight) ** 2 / jnp.maximum(moment.worth, 1), 0.0
@@ -132,10 +157,11 @@ class NoisePreconditioner:
             (1 - weight) * moment.mean + weight / self.count * fresh
         )  # a difference would lose small directions
         new = SecondMoment(mean, 1 / (old + weight**2 / self.count))
-        broken = ~jnp.all(jnp.isfinite(fresh))
-        return jax.tree.map(lambda a, b: jnp.where(broken, a, b), moment, new)
+        known = jnp.all(jnp.isfinite(fresh))
+        state = state.with_phase(self, select(known, new, moment))
+        return state.spend(self.count * sampler.gradient.evaluations)
 
-    def averaged(self, moment: SecondMoment, here: Noise) -> Noise:
+    def averaged(self, state: SGMCMCState, here: Noise) -> Noise:
         """The noise averaged over recent positions: a dense G makes it 1 in all
         directions, 1 / (1 - P / n) if new.
 
@@ -144,6 +170,7 @@ class NoisePreconditioner:
         """
         if not self.dense:
             return here
+        moment = self.of(state)
         rest = 1 - moment.mean.shape[0] / jnp.maximum(moment.worth, 1)
         largest = jnp.where(rest > 0.5, 1 / rest, jnp.inf).astype(here.largest.dtype)
         return here._replace(

@@ -1,18 +1,15 @@
 """Stochastic-gradient Langevin dynamics: plain, preconditioned, and cyclical."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-import jax
 from jax import lax
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import FractionBelow1, Model, Positive, PositiveInt, checked
+from numpyro_bnn._options import FractionBelow1, Positive, PositiveInt, check_fields
 from numpyro_bnn.infer.base import SGMCMCKernel
-from numpyro_bnn.infer.chain import Policy
-from numpyro_bnn.infer.target import Target
 
 
 class SGLD(SGMCMCKernel):
@@ -54,7 +51,9 @@ class SGLD(SGMCMCKernel):
     True
     """
 
-    def dynamics(self, step_size: Any) -> sgmcmc.interfaces.Dynamics:
+    def dynamics(
+        self, step_size: Any, size: int, noisy: bool
+    ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Overdamped(max_kick=self.max_kick)
 
 
@@ -82,6 +81,7 @@ class PSGLD(SGLD):
     usual_preconditioner = "rmsprop"
 
 
+@dataclass(eq=False, repr=False)
 class CyclicalSGLD(SGLD):
     r"""Cyclical SGLD, for posteriors with several modes: explore with large steps,
     sample with small ones, repeat.
@@ -112,81 +112,57 @@ class CyclicalSGLD(SGLD):
     (500, 100)
     """
 
-    @checked("infer.{}")
-    def __init__(
-        self,
-        model: Model,
-        step_size: Positive,
-        *,
-        cycle_length: PositiveInt = 2000,
-        draws_per_cycle: PositiveInt = 10,
-        explore: FractionBelow1 = 0.5,
-        **options: Any,
-    ) -> None:
-        call = "infer.CyclicalSGLD"
-        warm_start = options.get("warm_start", 0.0)
-        none = (
-            isinstance(warm_start, int | float)
-            and not isinstance(warm_start, bool)
-            and warm_start == 0
-        )
-        if "steps_per_draw" in options or not none:
+    step_size: Positive = field()
+    _: KW_ONLY
+    cycle_length: PositiveInt = 2000
+    draws_per_cycle: PositiveInt = 10
+    explore: FractionBelow1 = 0.5
+    steps_per_draw: Any = None
+    warm_start: Any = None
+
+    def __post_init__(self) -> None:
+        call, given = "infer.CyclicalSGLD", (self.steps_per_draw, self.warm_start)
+        check_fields(call, self)
+        if given not in ((None, None), (None, 0)):
             instead = "Set `cycle_length`, `draws_per_cycle` and `explore`."
-            raise argument_error(
-                call, "steps_per_draw or warm_start", "a value", instead
-            )
-        self.steps_per_draw = round(cycle_length * (1 - explore)) // draws_per_cycle
+            raise argument_error(call, "steps_per_draw or warm_start", given, instead)
+        length, draws = self.cycle_length, self.draws_per_cycle
+        self.steps_per_draw = round(length * (1 - self.explore)) // draws
         if self.steps_per_draw < 1:
-            came = (cycle_length, draws_per_cycle, explore)
+            came = (length, draws, self.explore)
             instead = (
                 "The sampling part of a cycle must contain at least one step per draw."
             )
             raise argument_error(
                 call, "cycle_length, draws_per_cycle, explore", came, instead
             )
-        self.cycle_length = cycle_length
-        self.draws_per_cycle = draws_per_cycle
-        self.explore_steps = cycle_length - self.steps_per_draw * draws_per_cycle
+        self.explore_steps = length - self.steps_per_draw * draws
         self._cycle = sgmcmc.schedules.cyclical(
-            1.0, num_steps=cycle_length, num_cycles=1, explore=explore
+            1.0, num_steps=length, num_cycles=1, explore=self.explore
         )
-        options["warm_start"] = (
-            # the first half of a cycle already explores, better than an optimizer would
-            0.0
-        )
-        super().__init__(
-            model, step_size, steps_per_draw=self.steps_per_draw, **options
-        )
+        # The first half of a cycle already explores, better than an optimizer would.
+        self.warm_start = 0.0
+        super().__post_init__()
 
     @property
     def schedule(self) -> Callable[[Any], Any]:
         return self._cycle
 
-    def make_policy(self, target: Target, num_warmup: int) -> Policy:
-        draws, explore, steps = (
-            self.draws_per_cycle,
-            self.explore_steps,
-            self.steps_per_draw,
-        )
+    def steps(
+        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Any
+    ) -> sgmcmc.State:
+        def explored(begin: sgmcmc.State) -> sgmcmc.State:
+            end = sampler.run(begin, self.explore_steps)
+            means = sgmcmc.engine.reset_statistics(end).statistics
+            spent = end.statistics.num_gradients
+            return end._replace(statistics=means._replace(num_gradients=spent))
 
-        def run(
-            sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
-        ) -> sgmcmc.State:
-            def explored(begin: sgmcmc.State) -> sgmcmc.State:
-                end = sampler.run(begin, explore)
-                means = sgmcmc.engine.reset_statistics(end).statistics
-                return end._replace(
-                    statistics=means._replace(
-                        num_gradients=end.statistics.num_gradients
-                    )
-                )
+        if self.explore_steps:
+            first = i % self.draws_per_cycle == 0
+            engine = lax.cond(first, explored, lambda e: e, engine)
+        return sampler.run(engine, self.steps_per_draw)
 
-            if explore:
-                engine = lax.cond(i % draws == 0, explored, lambda e: e, engine)
-            return sampler.run(engine, steps)
-
-        cycles, rest = divmod(num_warmup, draws)
-        warmup = cycles * self.cycle_length + (explore if rest else 0) + rest * steps
-        return replace(
-            super().make_policy(target, num_warmup), engine_warmup=warmup, run=run
-        )
+    def steps_of(self, transitions: int) -> int:
+        cycles, rest = divmod(transitions, self.draws_per_cycle)
+        steps = cycles * self.cycle_length + rest * self.steps_per_draw
+        return steps + (self.explore_steps if rest else 0)

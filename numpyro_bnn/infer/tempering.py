@@ -16,7 +16,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_arguments import over_chains
+from numpyro_bnn.infer.model_arguments import one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import (
@@ -127,7 +127,7 @@ class ParallelTempering(OuterKernel):
         check_kernel(call, kernel, ("refresh", "wrap_model"))
         inner: Any = kernel
         while inner is not None:
-            if (temperature := getattr(inner, "_temperature", 1.0)) != 1.0:
+            if (temperature := getattr(inner, "temperature", 1.0)) != 1.0:
                 got = f"{type(inner).__name__} with temperature {temperature}"
                 instead = "Its replicas set the temperatures: leave it at 1."
                 raise argument_error(call, "kernel", got, instead)
@@ -145,6 +145,7 @@ class ParallelTempering(OuterKernel):
     def default_fields(self) -> tuple[str, ...]:
         return ("z", "swap_accept_prob", "diverging")
 
+    @one_thread
     def init(
         self,
         rng_key: jax.Array,
@@ -153,6 +154,8 @@ class ParallelTempering(OuterKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> TemperingState:
+        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
+        model_args, model_kwargs = arguments
         _, kwargs = held_values(model_kwargs)
         if plates := Reading(self.model, model_args, kwargs, full=False).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
@@ -203,6 +206,14 @@ class ParallelTempering(OuterKernel):
         return self.refresh(state, args, kwargs)
 
     def sample(
+        self,
+        state: TemperingState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+    ) -> TemperingState:
+        return self._arguments.run(self._sample, state, model_args, model_kwargs)
+
+    def _sample(
         self,
         state: TemperingState,
         model_args: tuple,
@@ -278,6 +289,7 @@ class ParallelTempering(OuterKernel):
 
         return total
 
+    @one_thread
     def refresh(
         self,
         state: TemperingState,
@@ -290,6 +302,7 @@ class ParallelTempering(OuterKernel):
         The first replica takes the values in ``z``, which a wrapper of this kernel may
         have moved.
         """
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         if not is_prng_key(state.rng_key):
             return jax.vmap(
                 lambda chain_state: self.refresh(chain_state, model_args, model_kwargs)
@@ -312,11 +325,13 @@ class ParallelTempering(OuterKernel):
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return self._inner.postprocess_fn(model_args, _at(1.0, model_kwargs))
 
     def get_constrain_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return self._inner.get_constrain_fn(model_args, _at(1.0, model_kwargs))
 
     def get_diagnostics_str(self, state: TemperingState) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
+from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 
 from numpyro_bnn import sgmcmc
@@ -22,24 +23,16 @@ from numpyro_bnn._options import (
     check_fields,
 )
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
+from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
 from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.plates import PARAMETERS
 from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.sgmcmc.engine import Purpose
 from numpyro_bnn.sgmcmc.interfaces import select
 from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
 
 NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
-
-
-class Member(NamedTuple):
-    """State of a warm start: the optimizer's state, the position (the best on held-out
-    rows) and its score there.
-    """
-
-    optimizer: Any
-    position: jax.Array
-    score: jax.Array
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -100,11 +93,6 @@ class WarmStart:
         ``usual`` steps.
         """
         return usual if self.num_steps is None else -(-self.num_steps // transitions)
-
-    def start(self, position: jax.Array) -> Member:
-        """The state at a position."""
-        worst = jnp.full((), -jnp.inf, position.dtype)
-        return Member(self.transformation.init(position), position, worst)
 
 
 def warm_start_of(warm_start: float | WarmStart, optimizer: Any) -> WarmStart:
@@ -174,11 +162,13 @@ def optimize(
         gradients; their mean square (P,).
     """
 
+    seed = state.seeds[Purpose.START_BATCH]
+
     def descend(
         number: jax.Array, carry: tuple[Descent, jax.Array]
     ) -> tuple[Descent, jax.Array]:
         descent, squares = carry
-        batch = sampler.gradient.stream.draw(state.seeds.start_batch, start + number)
+        batch = sampler.gradient.stream.draw(seed, start + number)
         potential, gradient = sampler.gradient(state.estimator, descent.position, batch)
         new = descent.step(optimizer, potential, gradient)
         more = (
@@ -191,6 +181,99 @@ def optimize(
 
     begin = (Descent.start(state.position, memory), jnp.zeros_like(state.position))
     return lax.fori_loop(0, num_steps + 1, descend, begin)
+
+
+class Member(NamedTuple):
+    """State of a warm start: the optimizer's state, the position (the best on held-out
+    rows) and its score there; ``None`` without them.
+    """
+
+    optimizer: Any
+    position: jax.Array
+    score: jax.Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class Optimize(Phase):
+    """The first transitions, which optimize instead of sampling.
+
+    :param length: number of them, with ``num_steps`` optimizer steps in each.
+    :param scales: whether the squared gradients make the preconditioner.
+    """
+
+    warm_start: WarmStart
+    target: Target
+    length: int
+    num_steps: int
+    scales: bool
+
+    def start(self, position: jax.Array, step_size: jax.Array) -> Member:
+        worst = jnp.full((), -jnp.inf, position.dtype)
+        score = worst if self.warm_start.held_out else None
+        memory = self.warm_start.transformation.init(position)
+        return Member(memory, position, score)
+
+    def run(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """The optimizer steps of one transition."""
+        sampler, engine = self._learning(state, now), state.engine
+        optimizer, begin = self.warm_start.transformation, engine.position
+        member = self.of(state)
+        descent, squares = optimize(
+            sampler,
+            engine,
+            optimizer,
+            member.optimizer,
+            now.i * self.num_steps,
+            self.num_steps,
+        )
+        if self.scales:
+            values = 1 / (1e-5 + jnp.sqrt(squares) / self.target.num_data)
+            # Only the shape of G comes from the gradients; its scale is absorbed by the
+            # step size.
+            engine = engine._replace(adaptation=jnp.sqrt(values / jnp.mean(values)))
+        # If no step ended where the density is known, the optimizer starts again.
+        broken = (descent.shrinkage < 1) & jnp.all(descent.known == begin)
+        memory = select(broken, optimizer.init(begin), descent.memory)
+        position = descent.known
+        new = Member(memory, position, member.score)
+        if self.warm_start.held_out:
+            new = self._better(state, new, now)
+            last = now.i == self.length - 1
+            position = jnp.where(last, new.position, position)
+        state = state._replace(
+            engine=engine._replace(position=position),
+            shrinkage=state.shrinkage * jnp.where(broken, 0.5, 1.0),
+            restarts=state.restarts + jnp.where(broken, 1, 0),
+        )
+        state = state.spend((self.num_steps + 1) * sampler.gradient.evaluations)
+        return state.with_phase(self, new)
+
+    def _learning(self, state: SGMCMCState, now: Transition) -> sgmcmc.Sampler:
+        """The engine with gradients from the rows that are not held out."""
+        sampler, share = now.sampler(state), self.warm_start.held_out
+        gradient = sampler.gradient
+        if isinstance(gradient, sgmcmc.ControlVariates):
+            # their center is far away
+            gradient = sgmcmc.Minibatch(gradient.potential_fn, gradient.stream)
+        if share:
+            unravel = ravel_pytree(state.z)[1]
+            gradient = learning_gradient(
+                self.target, share, unravel, now.args, now.kwargs
+            )
+        return replace(sampler, gradient=gradient)
+
+    def _better(self, state: SGMCMCState, new: Member, now: Transition) -> Member:
+        """Whichever position predicts the held-out rows better, the new one or the best
+        so far.
+        """
+        old, share = self.of(state), self.warm_start.held_out
+        held_out = held_out_score(self.target, share, now.args, now.kwargs)
+        rng_key = random.fold_in(random.clone(state.rng_key), 0)
+        score = held_out(ravel_pytree(state.z)[1](new.position), rng_key)
+        better = score > old.score
+        position = jnp.where(better, new.position, old.position)
+        score = jnp.where(better, score, old.score).astype(old.score.dtype)
+        return Member(new.optimizer, position, score)
 
 
 # parallel chains start inside a compiled program; a kernel must not keep its tracers
@@ -242,7 +325,7 @@ def learned_parameters(
     def optimized(
         given: tuple, args: tuple, kwargs: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        key = seeds(random.key(0), 1)[0]
+        seed = seeds(random.key(0), 1)[0]
 
         def potential(position: tuple, batch: Any) -> jax.Array:
             at = replace(
@@ -251,7 +334,8 @@ def learned_parameters(
             return at.potential(args, kwargs, batch or {})(position[1])
 
         def descend(i: jax.Array, descent: Descent) -> Descent:
-            found = jax.value_and_grad(potential)(descent.position, stream.draw(key, i))
+            batch = stream.draw(seed, i)
+            found = jax.value_and_grad(potential)(descent.position, batch)
             return descent.step(
                 optimizer, *found, rate=jnp.minimum(1.0, 2.0 - 2.0 * i / num_steps)
             )

@@ -24,7 +24,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
-from numpyro_bnn.infer.model_arguments import ArgumentKernel, over_chains
+from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.compiled import is_traced
@@ -65,7 +65,7 @@ def described(kernel: MCMCKernel, state: Any) -> dict[str, Any]:
     return getattr(kernel, "describe", lambda _: {})(state)
 
 
-class OuterKernel(ArgumentKernel):
+class OuterKernel(ModelKernel):
     """A kernel around another one, ``_kernel``, whose model it samples."""
 
     _kernel: MCMCKernel
@@ -135,6 +135,7 @@ class Wrapper(OuterKernel):
     def sample_field(self) -> str:
         return self._kernel.sample_field
 
+    @one_thread
     def init(
         self,
         rng_key: jax.Array,
@@ -143,7 +144,8 @@ class Wrapper(OuterKernel):
         model_args: tuple = (),
         model_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        model_kwargs = dict(model_kwargs or {})
+        arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
+        model_args, model_kwargs = arguments
         # Parallel chains start inside a compiled program; the plan must not keep its
         # tracers.
         with jax.core.eval_context():
@@ -200,6 +202,11 @@ class Wrapper(OuterKernel):
     def sample(
         self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Any:
+        return self._arguments.run(self._sample, state, model_args, model_kwargs)
+
+    def _sample(
+        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Any:
         keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
         base = self._kernel.sample(inner, model_args, model_kwargs)
@@ -233,9 +240,11 @@ class Wrapper(OuterKernel):
         base = with_values(kernel, state.base, native)
         return state._replace(base=base, i=state.i + 1)
 
+    @one_thread
     def refresh(
         self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Any:
+        model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return state._replace(
             base=refreshed(self._kernel, state.base, model_args, model_kwargs)
         )
@@ -243,18 +252,21 @@ class Wrapper(OuterKernel):
     def postprocess_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
-        return self._kernel.postprocess_fn(model_args, model_kwargs)
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self._kernel.postprocess_fn(*arguments)
 
     def get_constrain_fn(
         self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
     ) -> Callable:
-        return self._kernel.get_constrain_fn(model_args, model_kwargs)
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self._kernel.get_constrain_fn(*arguments)
 
     def get_diagnostics_str(self, state: Any) -> str:
         return self._kernel.get_diagnostics_str(state.base)
 
     def wrap_model(self, wrapper: Callable) -> "Wrapper":
         kernel = copy.copy(self)
+        kernel.__dict__.pop("_arguments", None)
         kernel._kernel = self._kernel.wrap_model(wrapper)
         kernel._sample_fn = None
         return kernel

@@ -6,7 +6,7 @@ from numpyro_bnn.sgmcmc import schedules
 from numpyro_bnn.sgmcmc.dynamics import BAOAB, Microcanonical, NoseHoover, Overdamped
 from numpyro_bnn.sgmcmc.engine import Sampler, State, build
 from numpyro_bnn.sgmcmc.gradients import ControlVariates, Full, Minibatch
-from numpyro_bnn.sgmcmc.metropolis import HMC, MALA
+from numpyro_bnn.sgmcmc.metropolis import HMC
 from numpyro_bnn.sgmcmc.preconditioners import Dense, Diagonal, RMSProp
 from numpyro_bnn.sgmcmc.streams import Epochs, WithReplacement
 
@@ -23,7 +23,6 @@ __all__ = [
     "BAOAB",
     "NoseHoover",
     "Microcanonical",
-    "MALA",
     "HMC",
     "Diagonal",
     "Dense",

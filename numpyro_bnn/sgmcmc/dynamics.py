@@ -292,6 +292,11 @@ class NoseHoover(_Underdamped):
         after = Thermostat(*self._last_kick(context, fresh, seen), xi)
         return self._guarded(context, position, memory, StepResult(end, after, seen))
 
+    def in_other_steps(self, memory: Thermostat, ratio: Array) -> Thermostat:
+        # friction is per unit of time; that of a step stays
+        friction = (memory.friction * ratio).astype(memory.friction.dtype)
+        return memory._replace(friction=friction)
+
     def _variance(self, xi: Array, h: Array) -> Array:
         """Return A (1 - exp(-2 xi h)) / xi, positive for xi of either sign, 2 A h at xi
         = 0.

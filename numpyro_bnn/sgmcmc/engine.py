@@ -4,6 +4,7 @@ temperature.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -45,17 +46,15 @@ _BLOCK_BYTES = 2**21
 LOST = 200  # steps refused in a row after which a chain is marked as diverged
 
 
-class Seeds(NamedTuple):
-    """Seeds (2,) of the independent streams: noise, minibatches, accept tests, the
-    start, gradient noise probes.
-    """
+class Purpose(IntEnum):
+    """What random numbers are for; each has a seed of its own."""
 
-    noise: Array
-    batch: Array
-    uniform: Array
-    start: Array
-    start_batch: Array
-    probe: Array
+    NOISE = 0
+    BATCH = 1
+    UNIFORM = 2
+    START = 3
+    START_BATCH = 4
+    PROBE = 5
 
 
 class Statistics(NamedTuple):
@@ -112,8 +111,8 @@ class State(NamedTuple):
         schedules.
     :param num_warmup: steps with a number below this one are warm-up: the
         preconditioner adapts.
-    :param seeds: seeds of the random streams; step t has its own counters, so a chain
-        can resume at any step.
+    :param seeds: (6, 2), one for each :class:`Purpose`; step t has its own counters, so
+        a chain can resume at any step.
     :param memory: state of the dynamics; ``estimator``: state of the gradient
         estimator.
     :param adaptation: state of the preconditioner.
@@ -127,7 +126,7 @@ class State(NamedTuple):
     position: Array
     step: Array
     num_warmup: Array
-    seeds: Seeds
+    seeds: Array
     memory: Any
     estimator: Any
     adaptation: Any
@@ -136,11 +135,11 @@ class State(NamedTuple):
     first_divergence: Array
 
 
-def fresh_seeds(rng_key: Array) -> Seeds:
+def fresh_seeds(rng_key: Array) -> Array:
     """Derive the seeds of a chain from one key; ``state._replace(seeds=...)`` gives new
     randomness.
     """
-    return Seeds(*streams.seeds(rng_key, len(Seeds._fields)))
+    return streams.seeds(rng_key, len(Purpose))
 
 
 def reset_statistics(state: State) -> State:
@@ -313,7 +312,9 @@ class Sampler:
         """Return a function that prepares the minibatches of a block, the sampler for
         these, and bytes per step.
         """
-        batch = jax.eval_shape(self.gradient.stream.draw, state.seeds.batch, state.step)
+        batch = jax.eval_shape(
+            self.gradient.stream.draw, state.seeds[Purpose.BATCH], state.step
+        )
         if not jax.tree.leaves(batch):
             return (lambda batches: batches), self, 0
         prepare, gradient = self.gradient.separate(state.position, batch)
@@ -345,19 +346,16 @@ class Sampler:
         return position
 
     def _start_memory(
-        self, position: Array, step: Array, seeds: Seeds, estimator: Any, learned: Any
+        self, position: Array, step: Array, seeds: Array, estimator: Any, learned: Any
     ) -> Any:
         """Return the initial memory of the dynamics at a position: momenta drawn,
         gradients evaluated.
         """
-        noise = streams.normal(seeds.start, step, position.shape[0], position.dtype)[
-            None
-        ]
-        batch = self.gradient.stream.draw(seeds.start_batch, step)
-        draw = StepRandomness(noise, batch, jnp.ones((), position.dtype))
-        context = self._context(
-            estimator, learned, step, jnp.asarray(False), position.dtype
-        )
+        size, dtype = position.shape[0], position.dtype
+        noise = streams.normal(seeds[Purpose.START], step, size, dtype)[None]
+        batch = self.gradient.stream.draw(seeds[Purpose.START_BATCH], step)
+        draw = StepRandomness(noise, batch, jnp.ones((), dtype))
+        context = self._context(estimator, learned, step, jnp.asarray(False), dtype)
         memory = self.dynamics.init(context, position, draw)
         # A minibatch can show a border that the ones before did not: without a
         # gradient, the chain can still leave.
@@ -367,12 +365,12 @@ class Sampler:
             memory = memory._replace(**{name: jnp.where(known, value, 0.0)})
         return memory
 
-    def _draw(self, seeds: Seeds, step: Array, position: Array) -> StepRandomness:
+    def _draw(self, seeds: Array, step: Array, position: Array) -> StepRandomness:
         """Make all random numbers of one step."""
         rows, size = self.dynamics.rows, position.shape[0]
-        flat = streams.normal(seeds.noise, step, rows * size, position.dtype)
-        batch = self.gradient.stream.draw(seeds.batch, step)
-        uniform = streams.uniform(seeds.uniform, step, position.dtype)
+        flat = streams.normal(seeds[Purpose.NOISE], step, rows * size, position.dtype)
+        batch = self.gradient.stream.draw(seeds[Purpose.BATCH], step)
+        uniform = streams.uniform(seeds[Purpose.UNIFORM], step, position.dtype)
         return StepRandomness(flat.reshape(rows, size), batch, uniform)
 
     def _context(

@@ -199,6 +199,12 @@ class Dynamics:
         """Return the whitened momentum (P,), or None."""
         return None
 
+    def in_other_steps(self, memory: Any, ratio: Array) -> Any:
+        """Return the memory of a chain whose next steps take other times, ``ratio`` =
+        old / new.
+        """
+        return memory
+
     def turned_back(self, memory: Any, temperature: Array) -> Any:
         """Return the memory of a chain that stays because its step was not finite: its
         momentum is reversed.

@@ -1,4 +1,4 @@
-"""Dynamics with a Metropolis test on the full data: MALA and HMC."""
+"""Dynamics with a Metropolis test on the full data."""
 
 import math
 from dataclasses import dataclass
@@ -34,72 +34,12 @@ def accept(log_ratio: Array, uniform: Array) -> tuple[Array, Array]:
     return jnp.log(uniform) <= log_ratio, jnp.exp(log_ratio)
 
 
-def _check_all_data(call: str, gradient: Gradient) -> None:
-    """Refuse minibatch gradients, with which a test on their potential would not be
-    exact.
-    """
-    if not isinstance(gradient.stream, FullData):
-        raise argument_error(call, "gradient", type(gradient).__name__, "Pass `Full`.")
-
-
-@dataclass(frozen=True)
-class MALA(Dynamics):
-    r"""Metropolis-adjusted Langevin algorithm: one leapfrog step from a fresh momentum,
-    then accept or reject.
-
-    With h = sqrt(step_size), r ~ N(0, T I), G = L L':
-
-    .. math:: r' = r + \tfrac h2 L' g(\theta),\quad \theta^* = \theta + h L r',
-              \quad r^* = r' + \tfrac h2 L' g(\theta^*), \\
-              \log\alpha = -[U(\theta^*) - U(\theta) + (r^{*\prime} r^* - r'r) / 2] / T
-
-    Exact: it needs the gradient and potential of the full data (:class:`Full`).
-
-    Reference: Roberts and Tweedie (1996); Neal (2011), section 5.2.
-
-    >>> MALA().exact
-    True
-    """
-
-    exact = True
-    cached = 1
-
-    def check(self, gradient: Gradient) -> None:
-        _check_all_data("sgmcmc.MALA", gradient)
-
-    def init(
-        self, context: StepContext, position: Array, draw: StepRandomness
-    ) -> Evaluation:
-        return context.evaluate(position, draw.batch)
-
-    def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
-    ) -> StepResult:
-        h, temperature, adaptation = (
-            jnp.sqrt(context.step_size),
-            context.temperature,
-            context.adaptation,
-        )
-        start = jnp.sqrt(temperature) * draw.noise[0]
-        kicked = start - 0.5 * h * context.transpose(adaptation, memory.gradient)
-        seen = context.evaluate(
-            position + h * context.root(adaptation, kicked), draw.batch
-        )
-        end = kicked - 0.5 * h * context.transpose(adaptation, seen.gradient)
-        error = (
-            seen.potential
-            - memory.potential
-            + 0.5 * (squared_norm(end) - squared_norm(start))
-        )
-        accepted, probability = accept(-error / temperature, draw.uniform)
-        kept = select(accepted, seen, memory._replace(adaptation=adaptation))
-        return StepResult(kept.position, kept, kept, probability)
-
-
-class Phase(NamedTuple):
-    """Whitened momentum r, (P,)."""
+class PhasePoint(NamedTuple):
+    """Whitened momentum r, (P,), and potential and gradient (P,) at the position."""
 
     momentum: Array
+    potential: Array
+    gradient: Array
 
 
 @dataclass(frozen=True)
@@ -120,6 +60,9 @@ class HMC(Dynamics):
 
     Exact: it needs the gradient and potential of the full data (:class:`Full`).
 
+    With ``num_steps=1`` and ``jitter=0`` it is the Metropolis-adjusted Langevin
+    algorithm (MALA, Roberts and Tweedie, 1996).
+
     :param num_steps: L.
     :param momentum_decay: fraction of the momentum that is lost before a trajectory, in
         [0, 1]; 1 is plain HMC.
@@ -130,7 +73,7 @@ class HMC(Dynamics):
     sizes.
 
     >>> HMC(10).evaluations
-    11
+    10
     """
 
     num_steps: PositiveInt
@@ -138,44 +81,57 @@ class HMC(Dynamics):
     jitter: FractionBelow1 = 0.1
 
     exact = True
-    rows = 2
+    cached = 1
+
+    @property
+    def rows(self) -> int:
+        return 2 if self.jitter else 1
 
     @property
     def evaluations(self) -> int:
-        return self.num_steps + 1
+        return self.num_steps
 
     def check(self, gradient: Gradient) -> None:
-        _check_all_data("sgmcmc.HMC", gradient)
+        if not isinstance(gradient.stream, FullData):
+            name = type(gradient).__name__
+            raise argument_error("sgmcmc.HMC", "gradient", name, "Pass `Full`.")
 
     def init(
         self, context: StepContext, position: Array, draw: StepRandomness
-    ) -> Phase:
-        return Phase(jnp.sqrt(context.temperature) * draw.noise[0])
+    ) -> PhasePoint:
+        start = jnp.sqrt(context.temperature) * draw.noise[0]
+        seen = context.evaluate(position, draw.batch)
+        return PhasePoint(start, seen.potential, seen.gradient)
 
     def step(
-        self, context: StepContext, position: Array, memory: Phase, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PhasePoint,
+        draw: StepRandomness,
     ) -> StepResult:
         temperature = context.temperature
         rate = jnp.asarray(
             math.inf if self.momentum_decay == 1 else -math.log1p(-self.momentum_decay)
         )
         start = refreshed(memory.momentum, draw.noise[0], rate, temperature)
-        # Statistics and adaptation use the start, which belongs to the chain whether or
-        # not the test accepts.
-        here = context.evaluate(position, draw.batch)
-        # One uniform number is made from the second row of normals.
-        factor = 1 + self.jitter * (2 * norm.cdf(draw.noise[1, 0]) - 1)
-        there, end = self._leapfrog(
-            context, here, start, factor * jnp.sqrt(context.step_size), draw.batch
+        here = Evaluation(
+            position, memory.potential, memory.gradient, context.adaptation
         )
+        h = jnp.sqrt(context.step_size)
+        if self.jitter:
+            # One uniform number is made from the second row of normals.
+            h = h * (1 + self.jitter * (2 * norm.cdf(draw.noise[1, 0]) - 1))
+        there, end = self._leapfrog(context, here, start, h, draw.batch)
         error = (
             there.potential
             - here.potential
             + 0.5 * (squared_norm(end) - squared_norm(start))
         )
         accepted, probability = accept(-error / temperature, draw.uniform)
-        kept, momentum = select(accepted, (there.position, end), (position, -start))
-        return StepResult(kept, Phase(momentum), here, probability)
+        kept, momentum = select(accepted, (there, end), (here, -start))
+        after = PhasePoint(momentum, kept.potential, kept.gradient)
+        return StepResult(kept.position, after, kept, probability)
 
     def _leapfrog(
         self,
@@ -202,5 +158,5 @@ class HMC(Dynamics):
         )
         return there, kick(r, -0.5, there)
 
-    def momentum(self, memory: Phase) -> Array:
+    def momentum(self, memory: PhasePoint) -> Array:
         return memory.momentum

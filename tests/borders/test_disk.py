@@ -22,7 +22,7 @@ import optax
 import pytest
 import tqdm
 from disk import at_syncs, blocks, contents, draws_of, python, recorder, same, states
-from helpers import group, refused
+from helpers import group, mala, refused
 from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
 from zoo import BATCH, NET, NEW_X, ZOO, X, Y, hierarchical, line, spread
 
@@ -81,7 +81,7 @@ CASES = {
         {"batch_size": BATCH},
     ),
     "ParallelTempering": (
-        lambda: infer.ParallelTempering(infer.MALA(spread, steps_per_draw=2), 3),
+        lambda: infer.ParallelTempering(mala(spread, steps_per_draw=2), 3),
         {},
         {},
     ),
@@ -310,7 +310,7 @@ OPTIONS = {
         1.0,
         2.0,
     ),
-    "inner": (lambda eps: infer.ParallelTempering(infer.MALA(line, eps)), 0.1, 0.2),
+    "inner": (lambda eps: infer.ParallelTempering(mala(line, eps)), 0.1, 0.2),
     "block": (
         lambda accept: Gibbs([(HMC(line, target_accept_prob=accept), None)]),
         0.7,

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from disk import recorder, same
-from helpers import group, group_names, refused
+from helpers import group, group_names, mala, refused
 from numpyro import handlers
 from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -159,7 +159,7 @@ def test_another_fit_is_refused_by_name(recorded, tmp_path):
         ):
             begin(**change)
     with refused("method", "for an `MCMC` call `runs.start`"):
-        begin(method=lambda: MCMC(infer.MALA(line), num_warmup=1, num_samples=1))
+        begin(method=lambda: MCMC(mala(line), num_warmup=1, num_samples=1))
 
 
 # -- rows on disk ----------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_what_needs_all_rows_refuses_rows_on_disk(tmp_path):
             lambda: sample(infer.SGLD, chains=1, gradient="control_variates"),
             "Without `subsample_size` .* all are",
         ),
-        (lambda: sample(infer.MALA), "all are needed"),
+        (lambda: sample(mala), "all are needed"),
         (
             lambda: sample(infer.MCLMC, warm_start=infer.WarmStart(0.3, held_out=0.1)),
             "or `held_out` all are needed",

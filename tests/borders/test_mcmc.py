@@ -8,7 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import walk
+from helpers import mala, walk
 from numpyro import handlers
 from numpyro.infer import MCMC, Gibbs
 from numpyro.infer.gibbs import CustomGibbs
@@ -41,7 +41,7 @@ def draw_mean(rng_key, gibbs_sites, hmc_sites):
 
 
 BLOCKS = {
-    "MALA": lambda: infer.MALA(normal_gamma, steps_per_draw=3),
+    "MALA": lambda: mala(normal_gamma, steps_per_draw=3),
     "SGHMC": lambda: infer.SGHMC(
         normal_gamma, 0.01, momentum_decay=0.3, steps_per_draw=15
     ),
@@ -106,7 +106,7 @@ def test_gibbs_starts_from_constrained_values():
     def draw(rng_key, gibbs_sites, hmc_sites):
         return {"q": jax.random.normal(rng_key)}
 
-    gibbs = Gibbs([(infer.MALA(probabilities, 0.1), ["p"]), (CustomGibbs(draw), ["q"])])
+    gibbs = Gibbs([(mala(probabilities, 0.1), ["p"]), (CustomGibbs(draw), ["q"])])
     given = {"p": jnp.array([0.2, 0.3, 0.5])}
     state = gibbs.init(jax.random.key(0), 0, given, (1.0,), {})
     assert state.z["p"].shape == (2,)
@@ -213,6 +213,23 @@ def test_data_as_arguments(compiled):
     assert len(compiled) - before < 5
 
 
+def test_a_progress_bar_does_not_compile_the_transition_again(caplog):
+    """Outputs of a program that reads references are bound to a device, so its second
+    call would be another program; small data are constants of it.
+    """
+    kernel = infer.SGLD(SPREAD.model, 1e-3, steps_per_draw=2)
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=3)
+    mcmc.progress_bar = True  # NumPyro shows none where many tests run at once
+    with jax.log_compiles():
+        mcmc.run(jax.random.key(0), *SPREAD.args, **BATCHES)
+    compilations = [
+        record
+        for record in caplog.records
+        if record.getMessage().startswith("Compiling jit(_body_fn)")
+    ]
+    assert len(compilations) == 1
+
+
 @pytest.mark.slow
 def test_flax_modules():
     """`net$params` starts at random values; it is no randomness of the potential, and
@@ -220,9 +237,7 @@ def test_flax_modules():
     """
     pytest.importorskip("flax.linen")
     entry = ZOO["flax"]
-    kernel = infer.MALA(
-        entry.model, 1e-3, steps_per_draw=5
-    )  # refuses random potentials
+    kernel = mala(entry.model, 1e-3, steps_per_draw=5)  # refuses random potentials
     mcmc = MCMC(
         kernel,
         num_warmup=4,

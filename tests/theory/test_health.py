@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import pytest
-from helpers import group, group_names, results
+from helpers import group, group_names, mala, results
 from numpyro.infer import HMC, MCMC, NUTS, SVI, BarkerMH, Gibbs, Trace_ELBO
 from numpyro.infer.svi import SVIRunResult
 from zoo import ZOO
@@ -673,9 +673,8 @@ HEALTHY = {
         name: partial(getattr(infer, name), model)
         for name in ("SGLD", "PSGLD", "SGHMC", "SGNHT")
     },
-    **{
-        name: partial(getattr(infer, name), model) for name in ("MALA", "GHMC", "MCLMC")
-    },
+    **{name: partial(getattr(infer, name), model) for name in ("GHMC", "MCLMC")},
+    "MALA": partial(mala, model),
     "CyclicalSGLD": partial(infer.CyclicalSGLD, model, 1e-3),
     "OrbitMoves": lambda: infer.OrbitMoves(NUTS(tanh), bnn.symmetry.find(tanh, X, Y)),
     "ParallelTempering": lambda: infer.ParallelTempering(NUTS(model), num_replicas=3),

@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import walk
+from helpers import mala, walk
 from numpyro.diagnostics import effective_sample_size
 from scipy import stats
 from zoo import BATCH, NOISE, ZOO, N, X, Y
@@ -127,7 +127,7 @@ LINEAR = {
         {"step_size": 3e-4, "momentum_decay": 0.3, **LONG},
         lambda steps: underdamped(3e-4, 0.3, steps[-1])[None],
     ),
-    "MALA": (infer.MALA, {"step_size": 1e-2, "steps_per_draw": 15, **SHORT}, exact),
+    "MALA": (mala, {"step_size": 1e-2, "steps_per_draw": 15, **SHORT}, exact),
     "GHMC": (
         infer.GHMC,
         {
@@ -218,7 +218,7 @@ def test_a_positive_site_at_another_temperature():
     mean = (weight * z).sum()
     sd = (weight * (z - mean) ** 2).sum() ** 0.5
 
-    kernel = infer.MALA(model, temperature=temperature, steps_per_draw=10)
+    kernel = mala(model, temperature=temperature, steps_per_draw=10)
     keep = {"keep": lambda state: (state.z["s"], state.accept_prob)}
     _, (log_s, accepted) = walk(kernel, 1100, warmup=300, chains=5, **keep)
     found = (np.asarray(log_s[300:].T, float) - mean) / sd

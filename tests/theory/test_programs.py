@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group
+from helpers import group, mala
 from jax import lax, random
 from jax.extend.core import ClosedJaxpr
 from numpyro import handlers
@@ -201,7 +201,7 @@ def fit_adf(seed, x, y):
 
 def prepare_moves(seed, x, y):
     kernel = infer.OrbitMoves(
-        infer.MALA(network, step_size=0.1), symmetry.find(network, x, y)
+        mala(network, step_size=0.1), symmetry.find(network, x, y)
     )
     kernel.init(random.key(seed), 1, None, (x, y))
 
@@ -231,8 +231,8 @@ def test_models_that_compute_shapes_from_data():
             numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
 
     for labels, make in (
-        ([0, 1, 1], infer.MALA),
-        ([0, 1, 2], infer.MALA),
+        ([0, 1, 1], mala),
+        ([0, 1, 2], mala),
         ([0, 1, 1], infer.SGLD),
     ):
         mcmc = MCMC(
@@ -251,7 +251,7 @@ def test_changed_data_are_read_again():
     """
     x, exact = X.copy(), ZOO["line"].exact
     mcmc = MCMC(
-        infer.MALA(line, warm_start=0.5),
+        mala(line, warm_start=0.5),
         num_warmup=20,
         num_samples=200,
         progress_bar=False,
@@ -288,7 +288,7 @@ def constants_of(closed):
 KERNELS = {
     "SGLD": lambda: infer.SGLD(spread),
     "OrbitMoves": lambda: infer.OrbitMoves(
-        infer.MALA(spread, step_size=1e-3), [symmetry.SignFlip([("w", 0)])], exact=False
+        mala(spread, step_size=1e-3), [symmetry.SignFlip([("w", 0)])], exact=False
     ),
 }
 
@@ -298,14 +298,15 @@ KERNELS = {
     [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
 )
 def test_data_are_no_constants_of_the_program(name):
-    """Of 4,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
+    """Of 300,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
     many times their memory.
     """
-    kernel, data = KERNELS[name](), (jnp.zeros((4000, 2)), jnp.zeros(4000))
+    rows = 300_000
+    kernel, data = KERNELS[name](), (jnp.zeros((rows, 2)), jnp.zeros(rows))
     state = kernel.init(random.key(0), 1, None, data)
     program = jax.make_jaxpr(lambda state: kernel.sample(state, data, {}))(state)
     assert program.jaxpr.eqns
-    assert max((np.size(part) for part in constants_of(program)), default=0) < 4000
+    assert max((np.size(part) for part in constants_of(program)), default=0) < rows
 
 
 # -- models are read -------------------------------------------------------------------
@@ -334,7 +335,7 @@ def precisions(x, y=None, batch_size=None):
 
 
 UNITS = [symmetry.Permutation([("w", 1), ("v", 0)])]
-MALA = partial(infer.MALA, step_size=0.1)
+MALA = partial(mala, step_size=0.1)
 # What reads a model, and how often it may call it.
 READERS = {
     "find": (lambda model: symmetry.find(model, THREE, THREE), 2),

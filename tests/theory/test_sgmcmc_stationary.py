@@ -16,7 +16,6 @@ from scipy.linalg import solve_discrete_lyapunov
 from numpyro_bnn.sgmcmc import (
     BAOAB,
     HMC,
-    MALA,
     Full,
     Minibatch,
     NoseHoover,
@@ -155,7 +154,11 @@ def test_nose_hoover_corrects_unknown_gradient_noise():
     assert hot.mean() * LAM > 1.5
 
 
-TESTED = {"MALA": (MALA(), 0.8, 120), "HMC": (HMC(3, 0.1, jitter=0.3), 1.0, 80)}
+MALA = HMC(1, jitter=0.0)
+TESTED = {
+    "MALA": (MALA, 0.8, 120),
+    "HMC": (HMC(3, 0.1, jitter=0.3), 1.0, 80),
+}
 
 
 @pytest.mark.parametrize("name", TESTED)

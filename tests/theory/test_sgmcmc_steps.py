@@ -17,20 +17,12 @@ from helpers import refused
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn.sgmcmc import (
-    BAOAB,
-    HMC,
-    MALA,
-    Microcanonical,
-    NoseHoover,
-    Overdamped,
-    build,
-)
+from numpyro_bnn.sgmcmc import BAOAB, HMC, Microcanonical, NoseHoover, Overdamped, build
 from numpyro_bnn.sgmcmc.dynamics import Momentum, Slope, Thermostat
 from numpyro_bnn.sgmcmc.engine import LOST, fresh_seeds, reset_statistics
 from numpyro_bnn.sgmcmc.gradients import separate
 from numpyro_bnn.sgmcmc.interfaces import Evaluation, StepContext, StepRandomness
-from numpyro_bnn.sgmcmc.metropolis import Phase
+from numpyro_bnn.sgmcmc.metropolis import PhasePoint
 
 EPS, TEMPERATURE, FRICTION = 0.09, 0.6, 1.7
 H = EPS**0.5
@@ -39,6 +31,7 @@ POSITION, R = np.array([0.4, -0.9, 1.2]), np.array([1.1, -0.3, 0.5])
 NOISE = np.random.default_rng(0).normal(size=(3, 3))
 SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
 FAR = 200 * SHIFT  # a minibatch of rows that fit very badly
+MALA = HMC(1, jitter=0.0)
 ALWAYS, NEVER = (
     1e-300,
     1.0,
@@ -204,10 +197,8 @@ def probability(start, end):
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
 def test_mala(uniform, x64):
     h = 0.3**0.5
-    memory = Evaluation(
-        *map(jnp.asarray, (POSITION, potential(POSITION), slope(POSITION))), ()
-    )
-    found = one_step(MALA(), memory, NOISE[2:3], uniform=uniform, eps=0.3)
+    memory = PhasePoint(*map(jnp.asarray, (R, potential(POSITION), slope(POSITION))))
+    found = one_step(MALA, memory, NOISE[2:3], uniform=uniform, eps=0.3)
     start = math.sqrt(TEMPERATURE) * NOISE[2]
     kicked = kick(start, POSITION, h / 2)
     q = POSITION + h * L @ kicked
@@ -227,7 +218,7 @@ def test_hmc(uniform, x64):
     """A rejected trajectory goes back to its start with the momentum reversed."""
     found = one_step(
         HMC(3, 0.3, jitter=0.2),
-        Phase(jnp.asarray(R)),
+        PhasePoint(*map(jnp.asarray, (R, potential(POSITION), slope(POSITION)))),
         NOISE[:2],
         uniform=uniform,
         eps=0.5,
@@ -279,8 +270,8 @@ SAMPLERS = {
     ),
     "BAOAB on epochs": (build(EPOCHS, BAOAB(1.0), SCALES, schedule=0.01), 1),
     "thermostat": (build(VARIATES, NoseHoover(1.0), schedule=0.01), 2),
-    "MALA": (build(ALL, MALA(), schedule=0.05), 1),
-    "HMC": (build(ALL, HMC(4, momentum_decay=0.5), SCALES, schedule=0.05), 5),
+    "MALA": (build(ALL, MALA, schedule=0.05), 1),
+    "HMC": (build(ALL, HMC(4, momentum_decay=0.5), SCALES, schedule=0.05), 4),
     "MCLMC": (build(ALL, Microcanonical(1.0), SCALES, schedule=0.05), 2),
     "MCLMC on minibatches": (
         build(PLAIN, Microcanonical(1.0, "leapfrog", fresh=True), schedule=0.05),
@@ -531,7 +522,7 @@ def half_a_gaussian(q):
     return 0.5 * jnp.vdot(q, q) + jnp.where(q[0] > 0, 0.0, jnp.nan) * q[0]
 
 
-@pytest.mark.parametrize("dynamics", [BAOAB(2.0), MALA()], ids=["BAOAB", "MALA"])
+@pytest.mark.parametrize("dynamics", [BAOAB(2.0), MALA], ids=["BAOAB", "MALA"])
 def test_a_chain_that_takes_steps_in_between_is_not_marked(dynamics):
     """With steps as long as the density is wide. Metropolis rejects what has no
     potential, and reports nothing.
@@ -632,12 +623,15 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
-        ("temperature", lambda: build(ALL, MALA(), schedule=0.1, temperature=0.0)),
-        ("gradient", lambda: build(PLAIN, MALA(), schedule=0.1)),
+        (
+            "temperature",
+            lambda: build(ALL, MALA, schedule=0.1, temperature=0.0),
+        ),
+        ("gradient", lambda: build(PLAIN, MALA, schedule=0.1)),
         ("gradient", lambda: build(PLAIN, HMC(2), schedule=0.1)),
         (
             "preconditioner",
-            lambda: build(ALL, MALA(), sgmcmc.RMSProp(running=True), schedule=0.1),
+            lambda: build(ALL, MALA, sgmcmc.RMSProp(running=True), schedule=0.1),
         ),
         (
             "position",

@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, refused, walk
+from helpers import group, mala, refused, walk
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
@@ -304,7 +304,7 @@ INNER = {
         ),
         "vectorized",
     ),
-    "MALA": (lambda entry: infer.MALA(entry.model, steps_per_draw=2), "sequential"),
+    "MALA": (lambda entry: mala(entry.model, steps_per_draw=2), "sequential"),
 }
 
 

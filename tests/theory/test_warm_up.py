@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import walk
+from helpers import mala, walk
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 from scipy import linalg
@@ -507,7 +507,7 @@ def test_one_huge_gradient_at_the_start_is_forgotten():
         (partial(infer.SGHMC, step_size=1e-3), 8, 1, 1, 128, 0),
         # a gradient of all data at the center
         (partial(infer.SGHMC, gradient="control_variates"), 8, 2, 3, 256, 3),
-        (infer.MALA, None, 1, 1, 0, 1),
+        (mala, None, 1, 1, 0, 1),
         (infer.MCLMC, None, 2, 1, 0, 1),
     ],
     ids=["minibatch", "given", "control variates", "metropolis", "microcanonical"],

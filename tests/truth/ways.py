@@ -436,7 +436,15 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
         **_NOISY,
     ),
     "MALA": partial(
-        chains, partial(infer.MALA, step_size=0.05, warm_start=0.0, steps_per_draw=20)
+        chains,
+        partial(
+            infer.GHMC,
+            num_steps=1,
+            jitter=0.0,
+            step_size=0.05,
+            warm_start=0.0,
+            steps_per_draw=20,
+        ),
     ),
     "GHMC": partial(
         chains,

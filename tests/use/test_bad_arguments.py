@@ -13,7 +13,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused, results
+from helpers import mala, refused, results
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -669,12 +669,12 @@ ROWS = {
             "Pass a symmetric positive definite matrix (P,",
         ),
         (
-            lambda: sampler(sgmcmc.MALA(), temperature=0),
+            lambda: sampler(sgmcmc.HMC(1), temperature=0),
             "temperature",
             "Pass a finite number above 0.",
         ),
         (
-            lambda: sampler(sgmcmc.MALA(), gradient=sgmcmc.Minibatch(np.sum, STREAM)),
+            lambda: sampler(sgmcmc.HMC(1), gradient=sgmcmc.Minibatch(np.sum, STREAM)),
             "gradient",
             "Pass `Full`",
         ),
@@ -925,7 +925,7 @@ ROWS = {
             "one step",
         ),
         (
-            lambda: infer.MALA(LINE, gradient="control_variates"),
+            lambda: mala(LINE, gradient="control_variates"),
             "gradient",
             "Leave it out: this kernel uses",
         ),

@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import mala, refused
 from numpyro import handlers
 from numpyro.contrib.module import random_nnx_module
 from numpyro.infer import MCMC, NUTS
@@ -282,7 +282,7 @@ def test_changed_sizes_are_refused_on_resume():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda model: infer.MALA(model, 0.1),
+        lambda model: mala(model, 0.1),
         lambda model: infer.SGLD(model, 0.1, gradient="control_variates"),
     ],
     ids=["MALA", "control variates"],
@@ -403,9 +403,7 @@ def test_preconditioners_that_do_not_fit_the_model_are_refused(make, message):
     [
         (lambda model: infer.PSGLD(model, 0.1), "num_warmup"),
         (
-            lambda model: infer.MALA(
-                model, 0.1, preconditioner=sgmcmc.RMSProp(running=True)
-            ),
+            lambda model: mala(model, 0.1, preconditioner=sgmcmc.RMSProp(running=True)),
             "frozen",
         ),
         (

@@ -89,7 +89,6 @@ NEEDED = {
 # Options of the base class of which a kernel takes one value only.
 NOT_TAKEN = {"CyclicalSGLD": {"steps_per_draw", "warm_start"}}
 NOT_TAKEN |= {
-    "MALA": {"gradient"},
     "GHMC": {"gradient"},
     "Flowjax": {"standardized"},
 }  # which needs an optional package
@@ -391,7 +390,7 @@ PRIORS = (
     "Normal Laplace StudentT ScaleMixture Hierarchical ARD GammaPrecision Horseshoe "
     "RegularizedHorseshoe GPFilters"
 )
-KERNELS = "SGLD PSGLD SGHMC SGNHT MALA GHMC MCLMC"
+KERNELS = "SGLD PSGLD SGHMC SGNHT GHMC MCLMC"
 GUIDES = (
     "AutoMeanField AutoStructured AutoCoupling AutoBlocks TraceLocalReparam_ELBO "
     "TraceFlipout_ELBO"

@@ -1,0 +1,294 @@
+"""What a chain is, and what a phase of its warm-up may do to it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from numpyro_bnn import sgmcmc
+from numpyro_bnn.infer.model_arguments import DataVersion
+from numpyro_bnn.sgmcmc.interfaces import select
+
+# Stands for gradients that are not needed.
+NOTHING = sgmcmc.Full(lambda position: jnp.zeros((), position.dtype))
+
+
+class SGMCMCState(NamedTuple):
+    """State of the kernels of this package.
+
+    :param z: unconstrained values by site; NaN from a divergence on.
+    :param step_size: eps of the last step: theta += (eps / 2) g~ + N(0, eps T).
+    :param base_step_size: the chosen or adapted step size that the schedule multiplies.
+    :param shrinkage: factor of step sizes that are chosen: 1/2 for each restart, and
+        less where steps were refused.
+    :param restarts: how often the chain or its optimizer began again.
+    :param gradient_noise: variance of a coordinate of the (preconditioned) gradient
+        estimate, mean over coordinates.
+    :param num_gradients: gradient estimates spent by the chain so far, with those of
+        warm-up and of measurements; a product with the Hessian counts as two.
+    :param i: transitions so far.
+    :param engine: state of the engine (position, momentum, preconditioner, step
+        number), with the statistics of the last draw.
+    :param phases: states of the phases that have one, by the names of their classes.
+    :param data: how often they had changed in place; no array.
+    :param rng_key: the key from which, with the step number, all random numbers of the
+        chain are made.
+
+    The other fields that a run may collect are statistics of the last draw.
+    """
+
+    z: Any
+    step_size: jax.Array
+    base_step_size: jax.Array
+    shrinkage: jax.Array
+    restarts: jax.Array
+    gradient_noise: jax.Array
+    num_gradients: jax.Array
+    i: jax.Array
+    engine: sgmcmc.State
+    phases: dict[str, Any]
+    data: DataVersion
+    rng_key: jax.Array
+
+    @property
+    def configurational_temperature(self) -> jax.Array:
+        """Mean of theta' grad U / P over the steps; its expectation is T."""
+        return self.engine.statistics.configurational_temperature
+
+    @property
+    def kinetic_temperature(self) -> jax.Array | None:
+        """Mean of m' M^-1 m / P likewise; ``None`` without momentum."""
+        return self.engine.statistics.kinetic_temperature
+
+    @property
+    def accept_prob(self) -> jax.Array | None:
+        """Mean acceptance probability; ``None`` where nothing is rejected."""
+        return self.engine.statistics.accept_prob
+
+    @property
+    def energy_variance(self) -> jax.Array | None:
+        """Mean squared energy error of a step, per parameter; microcanonical kernels
+        only.
+        """
+        return self.engine.statistics.energy_variance
+
+    @property
+    def decoherence_length(self) -> jax.Array:
+        """L of these kernels."""
+        return self.engine.memory.length
+
+    @property
+    def refused_steps(self) -> jax.Array:
+        """Fraction of the steps that were not taken: their end was not finite, their
+        gradients or (of microcanonical kernels) energy errors too large.
+        """
+        return self.engine.statistics.refused_share
+
+    @property
+    def diverging(self) -> jax.Array:
+        """Whether the chain is marked, as it took none of 200 steps."""
+        return self.engine.first_divergence >= 0
+
+    def with_phase(self, phase: "Phase", value: Any) -> "SGMCMCState":
+        """The same with another state of a phase."""
+        return self._replace(phases={**self.phases, phase.name: value})
+
+    def spend(self, gradients: Any) -> "SGMCMCState":
+        """The same after more gradients."""
+        return self._replace(num_gradients=self.num_gradients + gradients)
+
+
+class Transition(NamedTuple):
+    """What a phase gets to know of the transition that it is a part of.
+
+    :param i: its number, which chains share under ``vmap``, so that ``cond`` stays a
+        branch.
+    :param sampler: ``sampler(state)``: the engine with the parts of the kernel; it
+        costs nothing at run time.
+    :param args: positional arguments of the model, ``kwargs``: the others.
+    """
+
+    i: jax.Array
+    sampler: Callable[[SGMCMCState], sgmcmc.Sampler]
+    args: tuple
+    kwargs: Mapping[str, Any]
+
+
+class WarmUp(NamedTuple):
+    """The transitions of a warm-up.
+
+    :param begin: number of transitions that optimize, before the others.
+    :param middle: transition at which the chain should have arrived at the typical set.
+    :param end: number of transitions; ``steps``: steps of those that sample.
+    """
+
+    begin: int
+    middle: int
+    end: int
+    steps: int
+
+    def measures(self, i: jax.Array) -> jax.Array:
+        """Whether a transition begins with a measurement: when sampling starts, then
+        ever more rarely on the way to the typical set, and once at the end.
+        """
+        times = {self.begin, self.middle, self.end}
+        for power in range(20):
+            if (time := self.begin + 2**power) < self.middle:
+                times.add(time)
+        return jnp.any(i == jnp.array(sorted(times)))
+
+
+class Phase:
+    """A part of the warm-up of a kernel. What it needs to remember of a chain stands in
+    its own state.
+    """
+
+    #: Whether it adapts a step size that was chosen once.
+    steers = False
+
+    @property
+    def name(self) -> str:
+        """Where its state is in ``SGMCMCState.phases``."""
+        return type(self).__name__
+
+    def start(self, position: jax.Array, step_size: jax.Array) -> Any:
+        """Its state at the start of a chain; ``None`` if it has none."""
+        return None
+
+    def of(self, state: SGMCMCState) -> Any:
+        """Its state."""
+        return state.phases[self.name]
+
+    def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """Called before the steps of a transition that samples."""
+        return state
+
+    def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """Called after the steps of a transition that samples."""
+        return state
+
+    def end(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """Called at the end of every transition, also of those that optimize."""
+        return state
+
+    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+        """Attributes of a run that it knows."""
+        return {}
+
+
+def when(
+    due: jax.Array,
+    change: Callable[[SGMCMCState, Transition], SGMCMCState],
+    state: SGMCMCState,
+    now: Transition,
+) -> SGMCMCState:
+    """``change(state, now)`` where it is due."""
+    return lax.cond(due, lambda s: change(s, now), lambda s: s, state)
+
+
+def listed(by_chain: Any) -> str:
+    """One value per chain, as text for the attributes of a run."""
+    return str(np.ravel(jax.device_get(by_chain)).tolist())
+
+
+class Origin(NamedTuple):
+    """Where a chain began to sample: position (P,) and step size."""
+
+    position: jax.Array
+    step_size: jax.Array
+
+
+@dataclass(frozen=True, eq=False)
+class Rescue(Phase):
+    """Put a chain that takes no steps back to where it began, with half the step size
+    if that was chosen.
+
+    Chains return while a quarter of the warm-up is left to forget their origin; later
+    they are marked.
+
+    :param chooses_step_size: whether the step size was chosen.
+    :param anew: the phases that begin again with the chain.
+    :param patience: steps refused in a row after which a chain begins again.
+    """
+
+    warm_up: WarmUp
+    chooses_step_size: bool
+    anew: tuple[Phase, ...]
+    patience: int
+
+    def start(self, position: jax.Array, step_size: jax.Array) -> Origin:
+        return Origin(position, step_size)
+
+    def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        begin, _, end, steps = self.warm_up
+        every = max(1, sgmcmc.engine.LOST * (end - begin) // steps)
+        # the step size is known only after the other phases have chosen it
+        origin = self.of(state)._replace(position=state.engine.position)
+        state = self._first(state, now, origin)
+        due = (now.i > begin) & (now.i < begin + 3 * (end - begin) // 4)
+        due &= now.i % every == 0
+        return when(due, self._looked_at, state, now)
+
+    def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        origin = self.of(state)._replace(step_size=state.base_step_size)
+        return self._first(state, now, origin)
+
+    def _first(
+        self, state: SGMCMCState, now: Transition, origin: Origin
+    ) -> SGMCMCState:
+        at_first = now.i <= self.warm_up.begin
+        return state.with_phase(self, select(at_first, origin, self.of(state)))
+
+    def _looked_at(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        engine = state.engine
+        lost = engine.refused_in_a_row >= self.patience
+        lost |= engine.first_divergence >= 0
+        return when(lost, self._again, state, now)
+
+    def _again(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        origin = self.of(state)
+        shrinkage = jnp.maximum(0.5 * state.shrinkage, 2.0**-100)
+        base = origin.step_size * (shrinkage if self.chooses_step_size else 1.0)
+        state = state._replace(base_step_size=base)
+        sampler = now.sampler(state)
+        if hasattr(state.engine.memory, "potential"):
+            state = state.spend(sampler.refresh_cost)
+        else:  # the other dynamics only miss their first half kick
+            sampler = replace(sampler, gradient=NOTHING)
+        for phase in self.anew:
+            if phase.name in state.phases:
+                state = state.with_phase(phase, phase.start(origin.position, base))
+        return state._replace(
+            engine=sampler.restart(state.engine, origin.position),
+            shrinkage=shrinkage,
+            restarts=state.restarts + 1,
+        )
+
+
+@dataclass(frozen=True)
+class AdaptAcceptance(Phase):
+    """Adapt log eps to a target acceptance by Robbins-Monro steps, anew from the middle
+    of the warm-up.
+    """
+
+    warm_up: WarmUp
+    accept_prob: float
+
+    steers = True
+
+    def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        begin, _, end, _ = self.warm_up
+        middle = (begin + end) // 2
+        age = jnp.where(now.i < middle, jnp.maximum(now.i - begin, 0), now.i - middle)
+        accept_prob = jnp.asarray(state.accept_prob)
+        gain = 2.0 * (age + 1).astype(accept_prob.dtype) ** -0.6
+        adapted = state.base_step_size * jnp.exp(
+            gain * (accept_prob - self.accept_prob)
+        )
+        return state._replace(
+            base_step_size=jnp.where(now.i < end, adapted, state.base_step_size)
+        )
