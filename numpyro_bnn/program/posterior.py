@@ -582,7 +582,7 @@ class Posterior:
         """Minus the log density of the unconstrained values, up to a constant; on some
         rows an unbiased estimate of it.
 
-        It is infinite where a distribution leaves its bounds, or data their support.
+        It is not finite where a distribution leaves its bounds, or data their support.
 
         :param z: unconstrained values of the latent sites.
         :param rows: indices by plate, by default all.
@@ -846,6 +846,7 @@ def _sample(site: Site, value: Any) -> Any:
         "intermediates": [],
         "infer": {},
         "stop": False,
+        "_control_flow_done": False,
     }
     return apply_stack({**site, **new})["value"]
 
