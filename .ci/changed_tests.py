@@ -74,6 +74,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "borders/test_arguments.py",
         "contracts/test_zoo.py",
         "theory/test_evidence.py",
+        "theory/test_posterior.py",
         "theory/test_programs.py",
         "theory/test_random_models.py",
         "theory/test_truth.py",

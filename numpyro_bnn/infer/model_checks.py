@@ -1,5 +1,5 @@
-"""Choose the rows that a subsampled plate sees; refuse models whose minibatches would
-be silently wrong.
+"""Refuse models whose minibatches would be silently wrong; handlers for kernels that
+run the model themselves.
 """
 
 import re
@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import random
-from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._distributions import in_support, is_factor, is_latent, unwrapped
+from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._jaxprs import dependence, indexed_lengths
-from numpyro_bnn.program.plates import full_plates, random_indices, sites_of_type
-from numpyro_bnn.program.reading import Plate, Reading
+from numpyro_bnn.program.plates import Plate, sites_of_type
+from numpyro_bnn.program.posterior import Posterior
 
 OUTSIDE = "_outside_of_support"  # name of a factor
 KEY = "prng_key"  # entry of a batch that seeds the model's own randomness
@@ -38,58 +36,7 @@ class RowSubset(NamedTuple):
     batch: Mapping[str, jax.Array]
 
 
-# -- handlers that choose rows ---------------------------------------------------------
-
-
-class only_rows(Messenger):
-    """Restrict some plates to a fixed subset of their rows, weighted as if it were all
-    data; other plates are full.
-
-    :param rows: indices by plate.
-    """
-
-    def __init__(self, fn: Callable, rows: Mapping[str, jax.Array]) -> None:
-        self.rows = rows
-        super().__init__(full_plates(fn))
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "plate" and msg["name"] in self.rows:
-            indices = self.rows[msg["name"]]
-            msg["args"] = (msg["args"][0], indices.shape[0])
-            msg["value"] = indices
-
-
-class give_indices(Messenger):
-    """Give subsampled plates the indices of a minibatch, and the model its random keys.
-
-    Keys are set as values, because NumPyro's potential would replace those of a
-    ``seed`` handler by a constant.
-
-    :param batch: indices by plate.
-    :param plates: the plates that ``batch`` was made for.
-    """
-
-    def __init__(
-        self, fn: Callable, batch: Mapping[str, jax.Array], plates: Mapping[str, Plate]
-    ) -> None:
-        self.batch, self.plates, self.key = batch, plates, batch.get(KEY)
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "prng_key" and self.key is not None and msg["value"] is None:
-            self.key, msg["value"] = random.split(self.key)
-        if msg["type"] != "plate" or msg["value"] is not None:
-            return
-        name, sizes = msg["name"], tuple(msg["args"])
-        start_sizes = self.plates.get(name) and tuple(self.plates[name])
-        if sizes != start_sizes:
-            got = f"data for which plate {name!r} has size and subsample size {sizes}"
-            instead = (
-                f"The run was started with {start_sizes}: start a new one for other "
-                "sizes."
-            )
-            raise argument_error("MCMC.run", "model arguments", got, instead)
-        msg["value"] = self.batch[name]
+# -- handlers -------------------------------------------------------------------------
 
 
 class weight_jacobians(Messenger):
@@ -144,77 +91,6 @@ def within_support(model: Callable) -> Callable:
     return bounded
 
 
-def on_batch(model: Callable, plates: Mapping[str, Plate]) -> Callable:
-    """Add a keyword ``_batch`` to a model: indices by plate, ``None`` for random ones,
-    "full", or a ``RowSubset``.
-    """
-
-    def wrapped(*args: Any, _batch: Any = None, **kwargs: Any) -> Any:
-        if _batch is None:
-            return random_indices(model)(*args, **kwargs)
-        if isinstance(_batch, RowSubset):
-            subset = only_rows(model, _batch.indices)
-            return give_indices(subset, _batch.batch, plates)(*args, **kwargs)
-        if isinstance(_batch, str):
-            return full_plates(model)(*args, **kwargs)
-        return give_indices(model, _batch, plates)(*args, **kwargs)
-
-    return wrapped
-
-
-def lifted(model: Callable, plates: Mapping[str, Plate]) -> Callable:
-    """Sample latent sites at full size outside of subsampled plates, and give the model
-    the rows of the minibatch.
-
-    The model runs twice: on all rows for its latent sites alone, where compilers drop
-    the rest, then on their values.
-    """
-
-    def hidden(site: Mapping[str, Any]) -> bool:
-        return site["type"] in ("sample", "deterministic", "plate") and not (
-            is_latent(site) or is_jacobian(site)
-        )
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        def rows(site: Mapping[str, Any]) -> Any:
-            if not is_latent(site):
-                return None
-            value = full[site["name"]]["value"]
-            for frame in frames_of(site, plates):
-                indices = minibatch[frame.name]["value"]
-                value = jnp.take(value, indices, frame.dim - site["fn"].event_dim)
-            return value
-
-        with handlers.block(hide_fn=hidden):
-            full = handlers.trace(full_plates(model)).get_trace(*args, **kwargs)
-        with (
-            handlers.block(hide_fn=is_latent),
-            handlers.trace() as minibatch,
-            handlers.substitute(substitute_fn=rows),
-        ):
-            return model(*args, **kwargs)
-
-    return wrapped
-
-
-def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
-    """The first B indices of every plate."""
-    return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
-
-
-# -- reading a trace -------------------------------------------------------------------
-
-
-class constant_keys(Messenger):
-    """Give a model that asks for random numbers of its own one key whenever it has
-    none.
-    """
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "prng_key" and msg["value"] is None:
-            msg["value"] = random.key(0)
-
-
 def is_jacobian(site: Mapping[str, Any]) -> bool:
     """Whether a sample site is the log Jacobian that NumPyro's potential adds for a
     constrained latent site.
@@ -224,19 +100,10 @@ def is_jacobian(site: Mapping[str, Any]) -> bool:
     )
 
 
-def frames_of(site: Mapping[str, Any], plates: Mapping[str, Plate]) -> list[Any]:
-    """The plates of which a site has the rows of a minibatch."""
-    frames = []
-    for frame in site.get("cond_indep_stack", ()):
-        if frame.name in plates and frame.size < plates[frame.name].size:
-            frames.append(frame)
-    return frames
-
-
 # -- refusals --------------------------------------------------------------------------
 
 
-def check_indices(call: str, reading: Reading) -> frozenset[str]:
+def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     """Refuse models whose likelihood, scaled by N / B, is not that of a fresh minibatch
     of N data points.
 
@@ -247,7 +114,7 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
     sites = sites_of_type(reading.sites, "sample")
 
     def quantities(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-        return _parts(reading.at({**reading.zeros(), **batch}))
+        return _parts(reading.at(reading.with_rows(reading.zeros(), batch)))
 
     batch = first_batch(plates)
     used = dependence(quantities, batch)
@@ -273,7 +140,7 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
             )
     shapes = jax.eval_shape(quantities, batch)
     for site in sites.values():
-        _check_site(refused, site, plates, used, shapes)
+        _check_site(refused, reading, site, used, shapes)
     if not reading.redrawn.issuperset(plates):
         raise refused(
             "a model that is already seeded",
@@ -284,10 +151,15 @@ def check_indices(call: str, reading: Reading) -> frozenset[str]:
         # random numbers belong to places of the minibatch, not to its rows
         _check_order(refused, reading, sites, batch)
     of_one_minibatch = set()
-    for name, site in sites_of_type(reading.sites, "deterministic").items():
-        if used["deterministic", name] or frames_of(site, plates):
+    for name in sites_of_type(reading.sites, "deterministic"):
+        if used["deterministic", name] or reading.frames(name):
             of_one_minibatch.add(name)
     return frozenset(of_one_minibatch)
+
+
+def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
+    """The first B indices of every plate."""
+    return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
 
 
 def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
@@ -310,15 +182,16 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 
 def _check_site(
     refused: Callable,
+    reading: Posterior,
     site: Mapping[str, Any],
-    plates: Mapping[str, Plate],
     used: Mapping,
     shapes: Mapping,
 ) -> None:
     """Check that a site stands in the plates whose indices it uses, and has one row for
     each of their indices.
     """
-    name, frames = site["name"], frames_of(site, plates)
+    name, plates = site["name"], reading.plates
+    frames = reading.frames(name)
     for plate in sorted(used["density", name] - {frame.name for frame in frames}):
         raise refused(
             f"the site {name!r} outside of plate {plate!r}, whose indices it uses",
@@ -347,7 +220,7 @@ def _check_site(
 
 def _check_order(
     refused: Callable,
-    reading: Reading,
+    reading: Posterior,
     sites: Mapping[str, Any],
     batch: Mapping[str, jax.Array],
 ) -> None:
@@ -355,24 +228,28 @@ def _check_order(
     their log densities.
     """
 
-    def densities(reading: Reading) -> list[dict[str, jax.Array]]:
+    def densities(reading: Posterior) -> list[dict[str, jax.Array]]:
         drawn = reading.at()
         values = {name: drawn[name]["value"] for name in reading.latent}
-        orders = [batch]
-        for plate, rows in batch.items():
-            orders.append({**batch, plate: rows[::-1]})
         by_order = []
-        for minibatch in orders:
-            quantities = _parts(reading.at({**values, **minibatch}))
+        for reversed_plate in (None, *batch):
+            inputs = {**values, **batch}
+            if reversed_plate is not None:
+                inputs[reversed_plate] = batch[reversed_plate][::-1]
+            for name in reading.local:
+                for plate, axis in reading.row_axes(name).items():
+                    if plate == reversed_plate:
+                        inputs[name] = jnp.flip(inputs[name], axis)
+            quantities = _parts(reading.at(inputs))
             by_order.append({name: quantities["density", name] for name in sites})
         return by_order
 
     in_order, *reversed_plates = reading.run(densities)
     for plate, reordered in zip(batch, reversed_plates, strict=True):
-        for name, site in sites.items():
+        for name in sites:
             if isinstance(reordered[name], jax.core.Tracer):
                 continue  # the data are arguments of a compiled program
-            frames = frames_of(site, reading.plates)
+            frames = reading.frames(name)
             axes = tuple(frame.dim for frame in frames if frame.name == plate)
             expected = np.flip(np.asarray(in_order[name]), axes)
             largest = np.max(np.abs(expected), initial=0.0, where=np.isfinite(expected))

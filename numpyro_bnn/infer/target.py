@@ -11,33 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import random
 from numpyro import handlers
-from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
-from numpyro.infer.util import (
-    constrain_fn,
-    potential_energy,
-    transform_fn,
-    unconstrain_fn,
-)
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Kind
-from numpyro_bnn.infer.model_checks import (
-    KEY,
-    check_indices,
-    constant_keys,
-    first_batch,
-    frames_of,
-    lifted,
-    on_batch,
-    only_rows,
-    weight_jacobians,
-    within_support,
-)
+from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
 from numpyro_bnn.program.compiled import is_traced, run
-from numpyro_bnn.program.plates import PARAMETERS, full_plates, sites_of_type
-from numpyro_bnn.program.reading import Plate, Reading, initial_values
-from numpyro_bnn.program.row_lengths import check_row_lengths, check_state
+from numpyro_bnn.program.plates import PARAMETERS, Plate, sites_of_type
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.row_lengths import check_rows, check_state
 from numpyro_bnn.sgmcmc.streams import (
     Epochs,
     FullData,
@@ -56,34 +38,52 @@ class Target:
     """What a kernel needs from a model; ``args`` and ``kwargs`` are always arguments of
     the model.
 
-    :param model: the model, with fixed values of its parameters; ``plates``: subsampled
-        plates by name.
+    :param model: the model, with fixed values of its parameters; ``posterior``: what
+        was read from it on a minibatch; ``plates``: subsampled plates by name.
+    :param temperature: factor of the Jacobians, which counter the temperature of the
+        sampler: U(z) / T has them once if U has them T times.
     :param stochastic: whether the model asks for random numbers of its own
         (``numpyro.prng_key``: dropout).
     :param num_data: number of data points: N of the largest subsampled plate, or of the
         largest plate.
     :param rows: sizes of the plates of observations that are subsampled, or contain no
         latent site.
-    :param transforms: from the real line to the latent sites; ``None`` if the model
-        computes their supports.
     :param of_one_minibatch: names of deterministic sites inside subsampled plates, or
         that depend on their indices.
-    :param computes_values: whether the model has deterministic sites.
     """
 
     model: Callable
+    posterior: Posterior
+    temperature: float
     plates: Mapping[str, Plate]
     stochastic: bool
     num_data: int
     rows: Mapping[str, int]
-    transforms: Mapping[str, Any] | None
     of_one_minibatch: frozenset[str]
-    computes_values: bool
 
     @property
     def subsampled(self) -> bool:
         """Whether gradients are noisy."""
         return bool(self.plates or self.stochastic)
+
+    def on(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Posterior:
+        """The model on some arguments; refuse other sizes of its plates."""
+        if self.model is self.posterior.model:
+            posterior = self.posterior.on(args, kwargs)
+        else:
+            posterior = Posterior(self.model, args, kwargs, full=False)
+        for name, plate in posterior.plates.items():
+            if (started := self.plates.get(name)) != plate:
+                got = (
+                    f"data for which plate {name!r} has size and subsample size "
+                    f"{tuple(plate)}"
+                )
+                instead = (
+                    f"The run was started with {started and tuple(started)}: start a "
+                    "new one for other sizes."
+                )
+                raise argument_error("MCMC.run", "model arguments", got, instead)
+        return posterior
 
     def potential(
         self, args: tuple, kwargs: Mapping[str, Any] | None, batch: Any
@@ -91,9 +91,14 @@ class Target:
         """The function z -> U~ of a minibatch; with ``batch="full"``
         U on all the data.
         """
-        return partial(
-            potential_energy, self._on_batch, args, {**(kwargs or {}), "_batch": batch}
-        )
+        posterior, rng_key = self.on(args, kwargs), random.key(0)
+        rows: Mapping[str, Any] = {}
+        if isinstance(batch, RowSubset):
+            rows, rng_key = batch.indices, batch.batch.get(KEY, rng_key)
+        elif not isinstance(batch, str):
+            rows = {name: batch[name] for name in self.plates}
+            rng_key = batch[KEY] if self.stochastic else rng_key
+        return lambda z: posterior.potential(z, rows, rng_key, self.temperature)
 
     def evaluator(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """:meth:`potential` as ``evaluate(z, batch)``, which reads the model on all the
@@ -115,38 +120,28 @@ class Target:
             batch[KEY] = random.key(0)
         return batch
 
-    @property
-    def _on_batch(self) -> Callable:
-        return constant_keys(on_batch(self.model, self.plates))
-
     def postprocess(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
         """The function from z to constrained values and deterministic sites."""
-        if self.transforms is not None and not self.computes_values:
-            return partial(transform_fn, self.transforms)
-        # Any minibatch will do: constrained values do not depend on it, and sites that
-        # depend on it are left out.
-        batch = self.some_batch()
+        posterior = self.on(args, kwargs)
+        computed = sites_of_type(posterior.sites, "deterministic")
+        if not computed:
+            return posterior.constrain
+        of_all = [name for name in computed if name not in self.of_one_minibatch]
 
-        def values(
-            z: dict[str, jax.Array], args: tuple, kwargs: Mapping[str, Any]
-        ) -> dict[str, jax.Array]:
-            call = args, {**kwargs, "_batch": batch}
-            constrained = constrain_fn(
-                self._on_batch, *call, z, return_deterministic=True
-            )
-            for name in self.of_one_minibatch:
-                constrained.pop(name, None)
-            return constrained
+        def values(posterior: Posterior, z: dict[str, jax.Array]) -> dict:
+            constrained = posterior.constrain(z)
+            # Any minibatch will do: sites that depend on it are left out.
+            rows = first_batch(self.plates)
+            sites = posterior.on_rows(constrained, rows, only=of_all)
+            for name, site in sites.items():
+                constrained[name] = site["value"]
+            return {n: constrained[n] for n in posterior.sites if n in constrained}
 
-        return lambda z: run(values, z, args, kwargs or {})
+        return posterior.prepare(values, once=False)
 
     def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        """The function from z to constrained values; it runs the model only if supports
-        are computed in it.
-        """
-        if self.transforms is None:
-            return self.postprocess(args, kwargs)
-        return partial(transform_fn, self.transforms)
+        """The function from z to constrained values."""
+        return self.on(args, kwargs).constrain
 
     def log_likelihood(
         self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping
@@ -154,18 +149,11 @@ class Target:
         """The function from z, and a key of the model's own randomness, to the log
         density of some rows by plate.
         """
+        posterior = self.on(args, kwargs)
 
         def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
-            placed = handlers.substitute(
-                only_rows(self.model, rows), self.constrain(args, kwargs)(z)
-            )
-            seeded = handlers.seed(placed, rng_key)
-            trace = handlers.trace(seeded).get_trace(*args, **(kwargs or {}))
-            log_density = jnp.zeros(())
-            for site in sites_of_type(trace, "sample").values():
-                if site["is_observed"]:
-                    log_density += jnp.sum(site["fn"].log_prob(site["value"]))
-            return log_density
+            log_densities = posterior.log_likelihood(z, rows, rng_key)
+            return sum(map(jnp.sum, log_densities.values()), jnp.zeros(()))
 
         return total
 
@@ -188,8 +176,6 @@ def bind(
     :param learn: gives the values of the parameters of ``priors.Learned``.
     """
     kwargs = dict(kwargs or {})
-    # U(z) / T has the Jacobian once if U has it T times
-    model = weight_jacobians(model, temperature)
     model, reading = _read(call, model, args, kwargs, learn)
     sites, plates = reading.sites, reading.plates
     for name in reading.latent:
@@ -199,37 +185,30 @@ def bind(
             raise argument_error(call, "model", got, instead)
     with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
-    check_row_lengths(call, model, args, kwargs)
+    check_rows(call, reading, args, kwargs)
+    changed = sites.keys() ^ Posterior(model, args, kwargs, full=False).sites.keys()
+    if changed:
+        names = ", ".join(map(repr, sorted(changed)))
+        got = f"a model whose sites change from call to call: {names}"
+        instead = "Give every site the same name in each call."
+        raise argument_error(call, "model", got, instead)
     try:
-        bounded = on_batch(within_support(model), plates)
-        z, _ = initial_values(rng_key, bounded, init_strategy, args, kwargs)
+        z = reading.initial(rng_key, init_strategy)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
             if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
                 check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
         raise
-    except (AssertionError, KeyError) as error:
-        changed = sites.keys() ^ Reading(model, args, kwargs, full=False).sites.keys()
-        if not changed:
-            raise
-        names = ", ".join(map(repr, sorted(changed)))
-        got = f"a model whose sites change from call to call: {names}"
-        instead = "Give every site the same name in each call."
-        raise argument_error(call, "model", got, instead) from error
-    supports = {name: sites[name]["fn"].support for name in z}
-    transforms = None
-    if all(isinstance(bound, int | float) for bound in jax.tree.leaves(supports)):
-        transforms = {name: biject_to(support) for name, support in supports.items()}
     counted = plates or sites_of_type(sites, "plate")
     target = Target(
-        model=within_support(model),
+        model=model,
+        posterior=reading.without_data(),
+        temperature=temperature,
         plates=plates,
         stochastic=reading.stochastic,
         num_data=max((sites[name]["args"][0] for name in counted), default=1),
         rows=_rows(sites, plates),
-        transforms=transforms,
         of_one_minibatch=of_one_minibatch,
-        computes_values=bool(sites_of_type(sites, "deterministic")),
     )
     return target, z
 
@@ -240,11 +219,9 @@ def _read(
     args: tuple,
     kwargs: Mapping[str, Any],
     learn: Callable[[], dict[str, Any]],
-) -> tuple[Callable, Reading]:
-    """The model with values of its parameters, its latent sites outside of subsampled
-    plates; and what it is on a minibatch.
-    """
-    read = partial(Reading, args=args, kwargs=kwargs, full=False)
+) -> tuple[Callable, Posterior]:
+    """The model with values of its parameters, and what it is on a minibatch."""
+    read = partial(Posterior, args=args, kwargs=kwargs, full=False)
     with _explained(call, model, args, kwargs):
         reading = read(model)
     check_state(call, "model", reading)
@@ -253,9 +230,6 @@ def _read(
         reading = read(model)
     if start_values := held_parameters(call, reading):
         model = handlers.substitute(model, data=start_values)
-        reading = read(model)
-    if any(frames_of(reading.sites[name], reading.plates) for name in reading.latent):
-        model = lifted(model, reading.plates)
         reading = read(model)
     return model, reading
 
@@ -270,7 +244,7 @@ def _explained(
     except (TypeError, ValueError) as error:
         if "argument `" in str(error):  # ours
             raise
-        Reading(model, args, kwargs)
+        Posterior(model, args, kwargs)
         got = f"a model that fails on a minibatch ({error})"
         instead = "Index every array that has one row per data point: `x[i]`."
         raise argument_error(call, "model", got, instead) from error
@@ -290,7 +264,7 @@ def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
     return parametrized
 
 
-def held_parameters(call: str, reading: Reading) -> dict[str, Any]:
+def held_parameters(call: str, reading: Posterior) -> dict[str, Any]:
     """The values at which parameters start, and which MCMC keeps; refuse those that
     start at random.
     """
@@ -334,9 +308,7 @@ def given_values(
     shapes.
     """
     if GIBBS_SITES_KWARG in (kwargs or {}):  # `Gibbs` passes constrained values
-        user_values = unconstrain_fn(
-            full_plates(target.model), args, kwargs or {}, user_values
-        )
+        user_values = target.on(args, kwargs).unconstrain(user_values)
     Kind(Mapping, "Pass a dictionary of unconstrained values by site.").check(
         call, "init_params", user_values
     )

@@ -1,7 +1,9 @@
-"""What is a model? One reading of a model and its arguments, its plates, and compiled
-calls of it.
+"""What is a model? One reading of a model and its arguments, its plates, its density,
+and compiled calls of it.
 """
 
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
-__all__ = ["Reading"]
+__all__ = ["Posterior", "Reading"]
+
+Reading = Posterior  # its name where only sites are asked for

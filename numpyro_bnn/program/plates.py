@@ -52,13 +52,23 @@ class full_plates(Messenger):
 
     Predictions, log likelihoods and exported data belong to the whole data set, not to
     one random minibatch.
+
+    :param sizes: plates that have only so many of their indices, weighted as if these
+        were all.
     """
+
+    def __init__(
+        self, fn: Callable | None = None, sizes: Mapping[str, int] | None = None
+    ) -> None:
+        self.sizes = sizes or {}
+        super().__init__(fn)
 
     def process_message(self, msg: dict[str, Any]) -> None:
         if msg["type"] == "plate":
             size = msg["args"][0]
-            msg["args"] = (size, size)
-            msg["value"] = jnp.arange(size)
+            num_indices = self.sizes.get(msg["name"], size)
+            msg["args"] = (size, num_indices)
+            msg["value"] = jnp.arange(num_indices)
 
 
 def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:

@@ -13,7 +13,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs import indexed_lengths
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 
 def check_row_lengths(
@@ -33,13 +33,26 @@ def check_row_lengths(
     Traceback (most recent call last):
     ValueError: guides.fit: argument `args` got an array of 4 rows that plate 'data' ...
     """
+    if len(_lengths(args, kwargs)) > 1:
+        check_rows(call, Posterior(model, args, kwargs), args, kwargs)
+
+
+def _lengths(args: tuple, kwargs: Mapping[str, Any] | None) -> set[int]:
+    """Lengths of the first axes of arrays."""
     lengths = set()
     for leaf in jax.tree.leaves((args, kwargs)):
         if hasattr(leaf, "dtype") and np.ndim(leaf):
             lengths.add(np.shape(leaf)[0])
+    return lengths
+
+
+def check_rows(
+    call: str, reading: Posterior, args: tuple, kwargs: Mapping[str, Any] | None
+) -> None:
+    """:func:`check_row_lengths` of a model that has been read."""
+    lengths = _lengths(args, kwargs)
     if len(lengths) < 2:
         return
-    reading = Reading(model, args, kwargs)
 
     def densities(indices: Mapping[str, jax.Array]) -> list[jax.Array]:
         sites = sites_of_type(reading.at(indices), "sample").values()
@@ -49,7 +62,7 @@ def check_row_lengths(
         size = site["args"][0]
         lengths_indexed = indexed_lengths(
             lambda i, plate=name: densities({plate: i}),  # type: ignore[misc]
-            jnp.arange(size),
+            jnp.arange(reading.sites[name]["value"].shape[0]),
         )
         unlike = sorted(lengths_indexed & lengths - {size})
         if unlike:
@@ -61,7 +74,7 @@ def check_row_lengths(
             raise argument_error(call, "args", got, instead)
 
 
-def check_state(call: str, argument: str, reading: Reading) -> None:
+def check_state(call: str, argument: str, reading: Posterior) -> None:
     """Refuse ``numpyro.mutable`` state that the model changes, as batch normalization
     does: it would be held.
 
@@ -72,7 +85,7 @@ def check_state(call: str, argument: str, reading: Reading) -> None:
     if not mutable:
         return
 
-    def states(reading: Reading) -> dict[str, tuple]:
+    def states(reading: Posterior) -> dict[str, tuple]:
         sites = reading.at(only=mutable).items()
         return {name: (site["args"], (site["value"],)) for name, site in sites}
 

@@ -128,7 +128,7 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         0,
     ): "the first step is that of one parameter",
     (
-        "infer.model_checks.lifted.wrapped.rows",
+        "program.posterior.Posterior.row_axes",
         "dropped term",
         0,
     ): "the axis of a plate ignores the event",

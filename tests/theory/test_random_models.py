@@ -29,6 +29,7 @@ from scipy.special import expit, gammaln, log_softmax
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, infer, nn, priors
+from numpyro_bnn.program import Posterior
 
 SIGMA, GROUPS, CLASSES = 0.5, 3, 3
 HIDDEN, OUTPUT = "net/Dense_0", "net/Dense_1"
@@ -746,7 +747,30 @@ def check_moments(case, guide, params):
     ), "variances"
 
 
+def check_posterior(case):
+    """Rows by formulas; the potential, also of a minibatch, by plain NumPyro."""
+    spec, weights = case.spec, case.point()
+    posterior = Posterior(case.model, (), case.arguments)
+    z = posterior.unconstrain(weights)
+    logs, _ = densities(spec, weights, case.data, case.data)
+    logs = np.where(kept_of(spec, case.data), logs, 0.0)
+    by_row = logs.sum(-1) if spec.layout == "event" else logs
+    near(posterior.log_likelihood(z)["y"], by_row, "log likelihood by row")
+    batches = [np.arange(spec.rows)]
+    if spec.size:
+        batches.append(case.random.permutation(spec.rows)[: spec.size])
+    for rows in batches:
+        values = {**weights, "data": jnp.asarray(rows)}
+        placed = handlers.substitute(case.model, data=values)
+        arguments = {**case.arguments, "size": len(rows)}
+        seeded = handlers.seed(placed, 0)
+        expected = log_density(seeded, (), arguments, {})[0]
+        expected += z.get("sigma", 0.0)  # the Jacobian
+        near(-posterior.potential(z, {"data": rows}), expected, "potential")
+
+
 ROOMS = {
+    "posterior": check_posterior,
     "export": check_export,
     "laplace": check_laplace,
     "collapse": check_collapse,
@@ -770,8 +794,8 @@ def answer(seed, room):
     return ("right" if COMPARED.total() > before else "accepted"), ""
 
 
-# Two in `make test`; in `make test-all` every room on the first models.
-FAST = {(15, "export"), (743, "adf")}
+# Few in `make test`; in `make test-all` every room on the first models.
+FAST = {(15, "export"), (743, "adf"), *((seed, "posterior") for seed in range(6))}
 SLOW = [
     (seed, room) for seed in range(25) for room in ROOMS if (seed, room) not in FAST
 ]

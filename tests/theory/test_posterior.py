@@ -1,0 +1,257 @@
+"""What was read from a model against plain NumPyro: densities, values, minibatches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from numpyro import handlers
+from numpyro.contrib.control_flow import cond, scan
+from numpyro.distributions import biject_to
+from numpyro.infer import MCMC, log_likelihood
+from numpyro.infer.util import constrain_fn, log_density, potential_energy
+from zoo import BATCH, NET, ZOO, N, X, Y, line, network
+
+from numpyro_bnn import infer, symmetry
+from numpyro_bnn.program import Posterior
+
+ROWS = np.array([3, 1, 7, 20, 11, 5])
+WITHOUT_BATCHES = ("flax", "random inside")
+
+
+def bounded(x, y, batch_size=None):
+    """Supports that follow from other sites and from data."""
+    high = numpyro.sample("high", dist.HalfNormal(2.0))
+    w = numpyro.sample("w", dist.Uniform(-high, high).expand([2]).to_event(1))
+    sd = numpyro.sample("sd", dist.Uniform(0.0, jnp.abs(y).max()))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ w, sd), obs=y[i])
+
+
+def local(x, y, batch_size=None):
+    """A positive value of each row, and of each row and output."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
+        sd = numpyro.sample("sd", dist.HalfNormal(1.0))
+        shift = numpyro.sample("shift", dist.Normal(x[i], 1.0).to_event(1))
+        numpyro.sample("y", dist.Normal((x[i] + shift) @ w, sd), obs=y[i])
+
+
+def handled(x, y, batch_size=None):
+    """Scales and masks of the user, a factor, a parameter with a value."""
+    offset = numpyro.param("offset", jnp.array(0.3))
+    with handlers.scale(scale=0.5):
+        w = numpyro.sample("w", dist.Gamma(2.0, 1.0).expand([2]).to_event(1))
+    numpyro.factor("penalty", -jnp.sum(w**2))
+    numpyro.deterministic("norm", jnp.linalg.norm(w))
+    with (
+        numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i,
+        handlers.scale(scale=1.0 + x[i, 0] ** 2),
+        handlers.mask(mask=y[i] > 0),
+    ):
+        numpyro.sample("y", dist.Normal(x[i] @ w + offset, 1.0), obs=y[i])
+
+
+def looped(x, y, batch_size=None):
+    """A walk, and a branch."""
+
+    def step(carry, value):
+        level = numpyro.sample("level", dist.Normal(0.9 * carry, 0.5))
+        numpyro.sample("y", dist.Normal(level, 0.5), obs=value)
+        return level, level
+
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    start = cond(scale > 1, lambda s: 2 * s, lambda s: s, scale)
+    scan(step, start, y)
+
+
+MODELS = {
+    **{name: (entry.model, entry.data) for name, entry in ZOO.items()},
+    "bounded": (bounded, (X, Y)),
+    "local": (local, (X, Y)),
+    "handled": (handled, (X, Y)),
+    "looped": (looped, (X, Y)),
+}
+
+
+def log_joint(model, args, kwargs, values, rng_key):
+    """NumPyro's log density of constrained values, and the trace."""
+    placed = handlers.substitute(model, data=values)
+    return log_density(handlers.seed(placed, rng_key), args, kwargs, {})
+
+
+def expected_potential(model, args, kwargs, values, z, rng_key):
+    """NumPyro scales Jacobians by the handlers around a site, which we do not."""
+    total, trace = log_joint(model, args, kwargs, values, rng_key)
+    for name, value in z.items():
+        transform = biject_to(trace[name]["fn"].support)
+        total += jnp.sum(transform.log_abs_det_jacobian(value, values[name]))
+    return -total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_densities_are_those_of_numpyro(name):
+    """The potential, under JAX's transformations; its parts; values; log likelihoods by
+    row.
+    """
+    model, args = MODELS[name][0], tuple(map(jnp.asarray, MODELS[name][1]))
+    posterior, key = Posterior(model, args), random.key(3)
+    z = posterior.initial(random.key(0))
+    seeded = handlers.seed(model, 0)
+    values = constrain_fn(seeded, args, {}, z)
+    constrained = posterior.constrain(z)
+    inverse = posterior.unconstrain(constrained)
+    assert constrained.keys() == z.keys()
+    for site in z:
+        np.testing.assert_allclose(constrained[site], values[site], rtol=1e-6)
+        np.testing.assert_allclose(inverse[site], z[site], rtol=1e-4, atol=1e-5)
+
+    def potential(z):
+        return posterior.potential(z, rng_key=key)
+
+    expected = expected_potential(model, args, {}, constrained, z, key)
+    np.testing.assert_allclose(potential(z), expected, rtol=1e-5)
+    pair = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), z)
+    energies, gradients = jax.jit(jax.vmap(jax.value_and_grad(potential)))(pair)
+    np.testing.assert_allclose(energies, expected, rtol=1e-5)
+    gradient = jax.grad(
+        lambda z: expected_potential(model, args, {}, posterior.constrain(z), z, key)
+    )(z)
+    for site in z:
+        size = 1.0 + np.abs(gradient[site]).max()
+        np.testing.assert_allclose(
+            gradients[site][0] / size, gradient[site] / size, atol=1e-4
+        )
+    likelihoods, scale = posterior.log_likelihood(z, rng_key=key), posterior.scale()
+    total = sum(jnp.sum(value * scale[site]) for site, value in likelihoods.items())
+    total += sum(posterior.log_prior(z).values())
+    total += sum(posterior.log_jacobian(z).values(), 0.0)
+    np.testing.assert_allclose(-total, expected, rtol=1e-5)
+    if name != "random inside":
+        by_row = log_likelihood(seeded, constrained, *args, batch_ndims=0)
+        assert by_row.keys() == likelihoods.keys()
+        for site, value in by_row.items():
+            np.testing.assert_allclose(likelihoods[site], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, "looped")]
+)
+def test_minibatches_are_those_of_numpyro(name):
+    """Read on all rows or on a minibatch, with the indices as inputs of a program; the
+    mean over batches is the whole.
+    """
+    model, args = MODELS[name][0], tuple(map(jnp.asarray, MODELS[name][1]))
+    chosen = jnp.asarray(ROWS)
+    on_all = Posterior(model, args)
+    z = on_all.initial(random.key(0))
+    kwargs = {"batch_size": BATCH}
+    on_batch = Posterior(model, args, kwargs, full=False)
+    if name == "local":
+        assert on_batch.local == ("sd", "shift")
+        assert on_all.local == ()
+        values = on_all.constrain(z)
+        on_rows = {site: values[site][chosen] for site in ("sd", "shift")}
+        placed = {**values, **on_rows, "data": chosen}
+        _, trace = log_joint(model, args, kwargs, placed, 0)
+        fn, density = trace["y"]["fn"], on_all.log_likelihood(z, {"data": chosen})["y"]
+        np.testing.assert_allclose(density, fn.log_prob(trace["y"]["value"]), rtol=1e-5)
+    else:
+        values = {**on_all.constrain(z), "data": chosen}
+        expected = expected_potential(model, args, kwargs, values, z, 0)
+        for posterior in (on_all, on_batch):
+            potential = jax.jit(posterior.potential)(z, {"data": chosen})
+            np.testing.assert_allclose(potential, expected, rtol=1e-5)
+        if name == "line":
+            assert on_all.scale() == {"y": 1.0}
+            assert on_batch.scale({"data": chosen}) == {"y": N / BATCH}
+    batches = jnp.arange(N).reshape(-1, BATCH)
+    energies = jax.vmap(lambda rows: on_batch.potential(z, {"data": rows}))(batches)
+    whole = on_all.potential(z)
+    np.testing.assert_allclose(on_batch.potential(z), whole, rtol=1e-5)
+    np.testing.assert_allclose(energies.mean(), whole, rtol=1e-4)
+
+
+def test_other_arguments_need_no_other_run():
+    """Data of the same shape are inputs; other shapes and other numbers that shape the
+    model are read anew.
+    """
+    runs = []
+
+    def model(x, y, power=1):
+        runs.append(x.shape)
+        w = numpyro.sample("w", dist.Normal())
+        numpyro.sample("y", dist.Normal(w * x, power), obs=y)
+
+    x, y, z = jnp.asarray(X[:, 0]), jnp.asarray(Y), {"w": 0.5}
+    posterior = Posterior(model, (x, y))
+    before = len(runs)
+    other = posterior.on((2 * x, y), {})
+    assert len(runs) == before
+    expected = potential_energy(model, (2 * x, y), {}, z)
+    np.testing.assert_allclose(other.potential(z), expected, rtol=1e-6)
+    potential = jax.vmap(lambda x: posterior.on((x, y), {}).potential(z))
+    energies = potential(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(energies[1], expected, rtol=1e-6)
+    before = len(runs)
+    shorter = posterior.on((x[:3], y[:3]), {})
+    squared = posterior.on((x, y), {"power": 2})
+    assert len(runs) == before + 2
+    for changed, args, kwargs in [
+        (shorter, (x[:3], y[:3]), {}),
+        (squared, (x, y), {"power": 2}),
+    ]:
+        expected = potential_energy(model, args, kwargs, z)
+        np.testing.assert_allclose(changed.potential(z), expected, rtol=1e-6)
+
+
+def test_densities_end_where_distributions_leave_their_bounds():
+    def model(y):
+        numpyro.sample("y", dist.Poisson(numpyro.sample("w", dist.Normal())), obs=y)
+
+    posterior = Posterior(model, (jnp.array([0, 2]),))
+    assert np.isfinite(posterior.potential({"w": 0.5}))
+    assert not np.isfinite(jax.jit(posterior.potential)({"w": -0.5}))
+
+
+def test_what_it_cannot_answer_is_refused():
+    posterior = Posterior(line, (jnp.asarray(X), jnp.asarray(Y)))
+    with pytest.raises(ValueError, match="got no 'w'"):
+        posterior.potential({"v": jnp.zeros(2)})
+    with pytest.raises(ValueError, match="Did you mean 'data'"):
+        posterior.log_likelihood({"w": jnp.zeros(2)}, {"dat": ROWS})
+
+
+def sgld(model):
+    return infer.SGLD(model, 1e-3, steps_per_draw=2), {"batch_size": BATCH}
+
+
+def mclmc(model):
+    return infer.MCLMC(model, steps_per_draw=2), {}
+
+
+def orbit_moves(model):
+    flips = symmetry.from_network(NET, (2,))[:1]
+    return infer.OrbitMoves(mclmc(model)[0], flips), {}
+
+
+# A kernel reads a model to know what it is, and once more to know that its sites have
+# the same names; `OrbitMoves` plans and checks moves, and reads the prior in a step.
+MAX_RUNS = {sgld: 2, mclmc: 2, orbit_moves: 6}
+
+
+@pytest.mark.parametrize("kernel", MAX_RUNS, ids=lambda kernel: kernel.__name__)
+def test_kernels_run_a_model_to_read_it_and_no_more(kernel):
+    runs = []
+
+    def model(x, y, batch_size=None):
+        runs.append(x.shape)
+        numpyro.deterministic("half", 0.5 * x[0])
+        network(x, y, batch_size)
+
+    made, kwargs = kernel(model)
+    mcmc = MCMC(made, num_warmup=4, num_samples=2, progress_bar=False)
+    mcmc.run(random.key(0), *ZOO["network"].args, **kwargs)
+    assert len(runs) == MAX_RUNS[kernel]
