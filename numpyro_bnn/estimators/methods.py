@@ -24,7 +24,7 @@ from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.program.compiled import TRACING, prepare
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import from_guide
 
 MIN_SD = 1e-6  # of the noise, in standard deviations of the targets
@@ -383,7 +383,7 @@ def laplace(task: Task) -> MethodDraws:
             is_data,
             *[jnp.asarray(weights, float) for weights in weight],
         )
-        reading = Reading(task.model, data)
+        reading = Posterior(task.model, data)
         number = sum(value.size for value in reading.shapes(reading.latent).values())
         dense = number <= MAX_DENSE_UNKNOWNS and len(x) * number**2 <= MAX_DENSE_WORK
         guide = guides.AutoLaplace(task.model, "full" if dense else "kron")

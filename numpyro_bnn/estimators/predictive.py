@@ -19,7 +19,7 @@ from numpyro_bnn.guides.laplace.likelihoods import given_log_scales, likelihood_
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.program.compiled import CHUNK_BYTES, draws_per_chunk, shared
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 # Rows of a chunk: few programs, bounded memory.
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 1024
@@ -113,7 +113,7 @@ class Predictive:
         def program(
             draws: Any, params: Any, rows: list[jax.Array], options: Any
         ) -> tuple:
-            reading = Reading(self.model_of(params), (rows[0],))
+            reading = Posterior(self.model_of(params), (rows[0],))
             latent = [name for name in reading.latent if name in draws]
 
             def components(draw: Mapping[str, jax.Array]) -> Any:

@@ -32,7 +32,7 @@ from numpyro_bnn.program.compiled import (
     shared,
 )
 from numpyro_bnn.program.plates import random_indices
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import Ahead, read_ahead, rows_in
 
@@ -268,7 +268,7 @@ def _start(
     # lacks.
     if state is None or svi.constrain_fn is None or not expected:
         # It refuses subsample sizes that are no counts of rows.
-        Reading(svi.model, args, kwargs, full=False)
+        Posterior(svi.model, args, kwargs, full=False)
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:

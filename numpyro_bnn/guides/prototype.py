@@ -15,7 +15,7 @@ from numpyro.infer.util import constrain_fn, helpful_support_errors
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
-from numpyro_bnn.program.reading import initial_values
+from numpyro_bnn.program.posterior import initial_values
 
 
 class CompiledPrototype(AutoGuide):

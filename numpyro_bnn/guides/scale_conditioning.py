@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from numpyro import handlers
 
 from numpyro_bnn._distributions import affine_normal
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other
 # latent sites.
@@ -43,7 +43,7 @@ def scaled_sites(
         left out.
     """
     with handlers.block():
-        reading = Reading(model, args, kwargs)
+        reading = Posterior(model, args, kwargs)
 
     def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], jax.Array]:
         arrays = {}
@@ -76,7 +76,7 @@ def prior_program(
     :param plates: indices of plates; without them every plate is full.
     """
     with handlers.block():
-        reading = Reading(model, args, kwargs, full=plates is None)
+        reading = Posterior(model, args, kwargs, full=plates is None)
     parents = sorted(set().union(*scaled.values()))
 
     def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:

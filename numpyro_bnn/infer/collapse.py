@@ -28,7 +28,7 @@ from numpyro_bnn.infer.linear_structure import (
 )
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import PARAMETERS, isolated
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 CALL = "infer.collapse"
 FACTOR = "_collapsed_log_likelihood"
@@ -87,7 +87,7 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
     """
     names, (args, kwargs) = _check_names(sites), as_arrays(args, kwargs)
     with isolated():
-        reading = Reading(model, args, kwargs)
+        reading = Posterior(model, args, kwargs)
         structure = read(CALL, reading, names)
     free_sites = set(reading.latent).difference(names)
     if not free_sites:
@@ -160,7 +160,7 @@ def _integrate(
     out.
     """
     with isolated():
-        linear = LinearModel(Reading(model, args, kwargs), structure, values)
+        linear = LinearModel(Posterior(model, args, kwargs), structure, values)
         gaussian, blocks = linear.gaussian(), linear.blocks()
         factor = log_marginal(gaussian, blocks)
         constants = {}

@@ -16,7 +16,7 @@ from numpyro_bnn._programs.slices import needed_part
 from numpyro_bnn._programs.walk import Equation, Follower
 from numpyro_bnn.infer.linear_structure import density_parts, loc_and_sd
 from numpyro_bnn.infer.model_checks import OUTSIDE
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 POWERS = (-0.5, 0.5, -1.0, 1.0)
 # Tolerance of logarithms and exponents in float32, and the logarithms between which sds
@@ -51,7 +51,7 @@ class ConjugateSite(NamedTuple):
 
 
 def read(
-    reading: Reading, conditioned: Collection[str], priors: Collection[Any]
+    reading: Posterior, conditioned: Collection[str], priors: Collection[Any]
 ) -> dict[str, ConjugateSite | str]:
     """By latent site that is not held, how to draw it, or the reason why it cannot be
     drawn.
@@ -129,7 +129,7 @@ def _conjugate(
 
 
 def _log_sds(
-    reading: Reading,
+    reading: Posterior,
     values: Mapping[str, Any],
     name: str,
     child: str,
@@ -143,7 +143,7 @@ def _log_sds(
     return jnp.log(jnp.abs(sd)).ravel()
 
 
-def _is_piecewise_in(reading: Reading, name: str, child: str) -> bool:
+def _is_piecewise_in(reading: Posterior, name: str, child: str) -> bool:
     """Whether the program of the sds of ``child`` compares or cuts what depends on the
     values of ``name``, or may do so in programs inside.
     """
@@ -176,7 +176,7 @@ def _steps(size: int) -> tuple[np.ndarray, int]:
 
 
 def _effects(
-    pairs: Collection[tuple[str, str]], reading: Reading
+    pairs: Collection[tuple[str, str]], reading: Posterior
 ) -> dict[tuple[str, str], jax.Array]:
     """Changes of log sds by the steps in the log value of each site, at draws of the
     others from the prior.

@@ -24,7 +24,8 @@ from numpyro_bnn._distributions import (
 from numpyro_bnn._programs.slices import dependence
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading, Sites, arrays_in
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import Sites, arrays_in
 
 # Deviations from linearity that are attributed to rounding, relative to the sum of the
 # absolute terms; and the sizes of the innovations at which they are measured.
@@ -77,7 +78,7 @@ class LinearModel:
     """
 
     def __init__(
-        self, reading: Reading, structure: LinearStructure, values: Mapping[str, Any]
+        self, reading: Posterior, structure: LinearStructure, values: Mapping[str, Any]
     ) -> None:
         self._reading, self._values, self.structure = reading, dict(values), structure
 
@@ -112,7 +113,7 @@ class LinearModel:
         return jnp.zeros(sum(map(prod, self.structure.shapes.values())))
 
 
-def read(call: str, reading: Reading, sites: tuple[str, ...]) -> LinearStructure:
+def read(call: str, reading: Posterior, sites: tuple[str, ...]) -> LinearStructure:
     """Find where the linear sites enter a model; errors, raised in the name of
     ``call``, name the site at fault.
     """
@@ -155,7 +156,7 @@ def density_parts(sites: Sites) -> dict[tuple[str, str], Any]:
     return parts
 
 
-def _data(call: str, reading: Reading, sites: tuple[str, ...]) -> tuple[str, ...]:
+def _data(call: str, reading: Posterior, sites: tuple[str, ...]) -> tuple[str, ...]:
     """Other sites whose density depends on the linear ones."""
     refused = partial(argument_error, call, "sites")
     dependences = reading.depends(density_parts, sites)
@@ -185,7 +186,7 @@ def _data(call: str, reading: Reading, sites: tuple[str, ...]) -> tuple[str, ...
     return below
 
 
-def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
+def _check_linear(call: str, reading: Posterior, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
     def slope(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -215,7 +216,7 @@ def _check_linear(call: str, reading: Reading, linear: LinearModel) -> None:
 
 
 def _errors(
-    structure: LinearStructure, reading: Reading
+    structure: LinearStructure, reading: Posterior
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Differences of means from their linearization, at innovations of several sizes,
     and those due to rounding.

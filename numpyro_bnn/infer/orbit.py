@@ -11,7 +11,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Positive, Switch, checked
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.finding import TOLERANCE
@@ -117,7 +117,7 @@ class OrbitMoves(Wrapper):
         return (*self._kernel.default_fields, "orbit_accept_prob")
 
     def _prepare(
-        self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+        self, reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
     ) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
@@ -134,7 +134,7 @@ class OrbitMoves(Wrapper):
         state: OrbitState,
         values: dict[str, jax.Array],
         rng_key: jax.Array,
-        reading: Reading,
+        reading: Posterior,
     ) -> tuple[OrbitState, dict[str, jax.Array]]:
         """One move along every orbit."""
         prior = PriorProgram(reading)

@@ -23,7 +23,8 @@ from numpyro_bnn.infer.linear_structure import flat_normal, weights
 from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace, sites_of_type
-from numpyro_bnn.program.reading import CONDITIONED, Reading
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import CONDITIONED
 from numpyro_bnn.symmetry.gig import log_gig
 
 
@@ -121,7 +122,9 @@ class PrecisionGibbs(ModelKernel):
         >>> PrecisionGibbs(model).conjugate_sites()
         ('tau',)
         """
-        conditionals = read(Reading(self._model, *as_arrays(args, kwargs)), (), PRIORS)
+        conditionals = read(
+            Posterior(self._model, *as_arrays(args, kwargs)), (), PRIORS
+        )
         return tuple(
             name for name, site in conditionals.items() if not isinstance(site, str)
         )
@@ -138,7 +141,7 @@ class PrecisionGibbs(ModelKernel):
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
         conditioned, kwargs = held_values(model_kwargs)
-        reading = Reading(self._model, model_args, kwargs)
+        reading = Posterior(self._model, model_args, kwargs)
         conditionals = read(reading, conditioned, PRIORS)
         plan = []
         for name, site in conditionals.items():
@@ -155,7 +158,7 @@ class PrecisionGibbs(ModelKernel):
         keys = split(rng_key)
 
         def start(
-            reading: Reading, key: jax.Array, conditioned: Mapping[str, Any]
+            reading: Posterior, key: jax.Array, conditioned: Mapping[str, Any]
         ) -> dict[str, jax.Array]:
             def start_chain(key: jax.Array) -> dict[str, jax.Array]:
                 sites = reading.at(conditioned, key, conditionals).items()

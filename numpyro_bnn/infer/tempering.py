@@ -27,7 +27,8 @@ from numpyro_bnn.infer.wrapper import (
     with_values,
 )
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import CONDITIONED, Reading
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import CONDITIONED
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")
@@ -157,7 +158,7 @@ class ParallelTempering(OuterKernel):
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
         _, kwargs = held_values(model_kwargs)
-        if plates := Reading(self.model, model_args, kwargs, full=False).plates:
+        if plates := Posterior(self.model, model_args, kwargs, full=False).plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = (
                 "Exchanges need the density of all the data: run without "
@@ -277,7 +278,7 @@ class ParallelTempering(OuterKernel):
     ) -> Callable[[Any], jax.Array]:
         """The log density that the inverse temperature multiplies, of native values."""
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
-        reading = Reading(self.model, args, kwargs)
+        reading = Posterior(self.model, args, kwargs)
 
         def total(z: Any) -> jax.Array:
             log_densities = jnp.zeros(())

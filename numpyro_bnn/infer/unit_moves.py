@@ -18,7 +18,8 @@ from numpyro_bnn._options import PositiveInt, checked
 from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading, arrays_in
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import arrays_in
 
 
 class UnitState(NamedTuple):
@@ -117,7 +118,7 @@ class UnitMoves(Wrapper):
         return (*self._kernel.default_fields, "unit_accept_prob")
 
     def _prepare(
-        self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+        self, reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
     ) -> None:
         sizes = {}
         for name, axis in self._units.items():
@@ -136,7 +137,7 @@ class UnitMoves(Wrapper):
                 instead = "Name sites whose priors do not depend on each other."
                 raise argument_error(self._call, "units", came, instead)
 
-    def _size(self, reading: Reading, name: str, axis: int) -> int:
+    def _size(self, reading: Posterior, name: str, axis: int) -> int:
         if name not in reading.latent:
             raise unknown_name(self._call, "units", name, reading.latent)
         fn, shape = reading.sites[name]["fn"], jnp.shape(reading.sites[name]["value"])
@@ -166,7 +167,7 @@ class UnitMoves(Wrapper):
         state: UnitState,
         values: dict[str, jax.Array],
         rng_key: jax.Array,
-        reading: Reading,
+        reading: Posterior,
     ) -> tuple[UnitState, dict[str, jax.Array]]:
         # Priors of the moved sites depend on none of them.
         sites = reading.at(values, only=self._units)

@@ -27,7 +27,7 @@ from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
 from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.plates import PARAMETERS
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.sgmcmc.engine import Purpose
 from numpyro_bnn.sgmcmc.interfaces import select
 from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
@@ -298,7 +298,10 @@ def learned_parameters(
         different values, inside ``jit``, and if a value is not finite.
     """
     length = round(warm_start.share * num_warmup)
-    if not length or not (reading := Reading(model, args, kwargs, full=False)).learned:
+    if (
+        not length
+        or not (reading := Posterior(model, args, kwargs, full=False)).learned
+    ):
         return {}
     optimizer, num_steps = (
         warm_start.transformation,

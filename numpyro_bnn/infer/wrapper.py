@@ -29,8 +29,9 @@ from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import full_plates
-from numpyro_bnn.program.reading import Reading, arrays_in
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_state
+from numpyro_bnn.program.sites import arrays_in
 
 # kernels whose states hold constrained values
 CONSTRAINED = CustomGibbs, DiscreteGibbs, PrecisionGibbs
@@ -101,7 +102,7 @@ class Wrapper(OuterKernel):
 
     @abstractmethod
     def _prepare(
-        self, reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+        self, reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
     ) -> None:
         """Plan the moves; refuse a model that they cannot handle."""
 
@@ -119,7 +120,7 @@ class Wrapper(OuterKernel):
         state: Any,
         values: dict[str, jax.Array],
         rng_key: jax.Array,
-        reading: Reading,
+        reading: Posterior,
     ) -> tuple[Any, dict[str, jax.Array]]:
         """The state with its own fields updated, and the moved sites (constrained).
 
@@ -178,10 +179,10 @@ class Wrapper(OuterKernel):
         self.learn(num_warmup, args, kwargs)
         if is_traced(conditioned):
             # as a block of a vectorized `Gibbs`: the plan is the same for all values
-            drawn = Reading(self.model, args, model_kwargs).draw([0])[0]
+            drawn = Posterior(self.model, args, model_kwargs).draw([0])[0]
             values = {name: drawn[name] for name in conditioned}
             kwargs = {**model_kwargs, GIBBS_SITES_KWARG: values}
-        reading = Reading(self.model, args, kwargs)
+        reading = Posterior(self.model, args, kwargs)
         check_state(self._call, "kernel", reading)
         held_parameters(self._call, reading)
         self._prepare(reading, args, kwargs)
@@ -230,7 +231,7 @@ class Wrapper(OuterKernel):
         kernel = self._kernel
         constrain = kernel.get_constrain_fn(model_args, model_kwargs)
         values = constrain(getattr(state.base, self.sample_field))
-        reading = Reading(self.model, model_args, model_kwargs)
+        reading = Posterior(self.model, model_args, model_kwargs)
         state, moved_values = self._move(state, values, rng_key, reading)
         # the inner kernel must hold values relative to the new bounds
         new_values = {name: values[name] for name in self._bounded} | moved_values

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from numpyro_bnn._jaxprs import ELEMENTWISE
 from numpyro_bnn._options import Kind
+from numpyro_bnn._programs.primitives import ELEMENTWISE
+from numpyro_bnn._programs.walk import Equation
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import known_moments
-from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import RULES, wrap
 from numpyro_bnn.moments.terms import Gaussian, Term, both_moments, terms_among
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_bnn._options import Count, Kind, Switch, checked
+from numpyro_bnn._programs.walk import Equation, Interpreter, Rule
 from numpyro_bnn.moments.expectation import NODES, known_moments
-from numpyro_bnn.moments.interpret import Equation, Interpreter, Rule
 from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian, terms_among
 
 # Name of a primitive -> rule of terms and plain arrays, as the interpreter calls it.

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_bnn._programs.walk import Equation
 from numpyro_bnn.moments.closed_forms import maximum, maximum_of
 from numpyro_bnn.moments.expectation import NODES
-from numpyro_bnn.moments.interpret import Equation
 from numpyro_bnn.moments.registry import register
 from numpyro_bnn.moments.terms import Gaussian, both_moments
 

@@ -4,6 +4,4 @@ and compiled calls of it.
 
 from numpyro_bnn.program.posterior import Posterior
 
-__all__ = ["Posterior", "Reading"]
-
-Reading = Posterior  # its name where only sites are asked for
+__all__ = ["Posterior"]

@@ -20,7 +20,8 @@ from numpyro_bnn._programs.primitives import (
 )
 from numpyro_bnn._programs.walk import Equation
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import Sites
 
 # Operations that sum over whole axes, and those along an axis whose elements stay as
 # many.
@@ -29,7 +30,7 @@ ALIGNED = names_of("along") | {"rev"}
 
 
 def axes_of_data(
-    reading: Reading, quantities: Callable[[Sites], Mapping[Any, jax.Array]]
+    reading: Posterior, quantities: Callable[[Sites], Mapping[Any, jax.Array]]
 ) -> dict[Any, dict[Axis, int | None]]:
     """Where the axes of arguments, and the indices of plates, lie in parts of the
     trace.
@@ -42,7 +43,7 @@ def axes_of_data(
     ...     with numpyro.plate("data", 3) as i:
     ...         numpyro.sample("y", dist.Normal(x.T[i] @ jnp.ones(2), 1.0))
     >>> found = axes_of_data(
-    ...     Reading(model, (jnp.ones((2, 3)),)),
+    ...     Posterior(model, (jnp.ones((2, 3)),)),
     ...     lambda sites: {"loc": sites["y"]["fn"].loc},
     ... )
     >>> {(axis.source, axis.axis): at for axis, at in found["loc"].items()}
@@ -70,7 +71,7 @@ def axes_of_data(
 
 
 def _program(
-    reading: Reading, quantities: Callable[[Sites], Any]
+    reading: Posterior, quantities: Callable[[Sites], Any]
 ) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """The program of some quantities of the trace, their shapes, and its inputs with
     their paths: data, indices of plates, latent values.
@@ -111,7 +112,7 @@ class Counted(NamedTuple):
         return None if {first, second} & self.unclear else False
 
 
-def counted(reading: Reading) -> Counted:
+def counted(reading: Posterior) -> Counted:
     """Which axes of the arguments of a model count the rows of which plate, or each
     other's elements.
 
@@ -125,7 +126,7 @@ def counted(reading: Reading) -> Counted:
     ...         mean = x.T[i] @ jnp.ones(2) + table[group[i]]
     ...         numpyro.sample("y", dist.Normal(mean, 1.0), obs=jnp.ones(3))
     >>> found = counted(
-    ...     Reading(
+    ...     Posterior(
     ...         model,
     ...         (),
     ...         dict(x=jnp.ones((2, 3)), table=jnp.ones(3), group=jnp.arange(3)),

@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._jaxprs import needed_part
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._programs.slices import needed_part
 from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the

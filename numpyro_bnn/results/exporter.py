@@ -14,7 +14,7 @@ from numpyro_bnn._checks import argument_error, outside, unknown_name
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.reading import Sites
+from numpyro_bnn.program.sites import Sites
 from numpyro_bnn.results.arguments import for_prediction
 from numpyro_bnn.results.fit import CALL, Draws, Fit, zero_draws
 from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe

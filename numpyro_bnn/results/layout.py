@@ -11,7 +11,7 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import is_factor, unwrapped
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Site, Sites
+from numpyro_bnn.program.sites import Site, Sites
 from numpyro_bnn.results.fit import CALL
 from numpyro_bnn.results.replay import Groups, Replay
 

@@ -11,7 +11,7 @@ from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
 from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
 from numpyro_bnn.results.replay import (
@@ -105,7 +105,7 @@ def predict(
 
 
 def _compared(
-    reading: Reading,
+    reading: Posterior,
     draws: Draws,
     idata: Any,
     observed: Mapping[str, np.ndarray],
@@ -121,7 +121,7 @@ def _compared(
     }
 
     def at_draw(
-        reading: Reading, draw: Draws, observed: Mapping[str, Any]
+        reading: Posterior, draw: Draws, observed: Mapping[str, Any]
     ) -> dict[str, dict[str, jax.Array]]:
         computed: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
         for name, site in sites_of_type(reading.at(draw), "sample").items():
@@ -205,7 +205,7 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     }
 
 
-def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None:
+def _check_redrawn(reading: Posterior, observed: Mapping[str, np.ndarray]) -> None:
     """Refuse observations, drawn here, that the run's data would not fit: (M, M) for
     data (N, 1).
     """
@@ -226,7 +226,7 @@ def _check_redrawn(reading: Reading, observed: Mapping[str, np.ndarray]) -> None
 
 
 def _draws_of_sites(
-    reading: Reading, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
+    reading: Posterior, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Draws by site: every latent site must have some, and every variable must be a
     site.

@@ -28,8 +28,9 @@ from numpyro_bnn.networks import RandomNetwork, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import Counted, counted
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type, unobserved
-from numpyro_bnn.program.reading import MARK, Reading, Site, Sites, arrays_in
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_state
+from numpyro_bnn.program.sites import MARK, Site, Sites, arrays_in
 from numpyro_bnn.results.fit import CALL, Draws, Fit
 
 # Observations that are censored: values are those of the distribution inside.
@@ -42,7 +43,7 @@ CENSORED = (
 # Values by group, and by site and what follows its name in that of the variable.
 Groups = dict[str, dict[tuple[str, str], Any]]
 # Evaluates a function of a reading, a draw and a key at all draws.
-Evaluate = Callable[[Reading, Callable, Draws, jax.Array], Any]
+Evaluate = Callable[[Posterior, Callable, Draws, jax.Array], Any]
 
 
 class _statistic_sites(record_statistics):
@@ -81,7 +82,7 @@ class ReadModel(NamedTuple):
     :param new_rows: whether it predicts.
     """
 
-    reading: Reading
+    reading: Posterior
     statistics: tuple[str, ...]
     new_rows: bool
 
@@ -115,7 +116,7 @@ def read_model(
         for name, value in statistics.sites.items():
             numpyro.deterministic(name, value)
 
-    reading = Reading(with_statistics, (params or {},), arguments.split()[1])
+    reading = Posterior(with_statistics, (params or {},), arguments.split()[1])
     return ReadModel(reading, tuple(statistics.sites), new_rows)
 
 
@@ -175,7 +176,7 @@ class Replay:
             return
         check_state(CALL, "result", self.reading)
 
-        def values(reading: Reading, key: jax.Array) -> dict[str, list]:
+        def values(reading: Posterior, key: jax.Array) -> dict[str, list]:
             sites = reading.at(self.first, key, unknown)
             leaves = {name: jax.tree.leaves(sites[name]["value"]) for name in unknown}
             return {name: arrays_in(leaves[name]) for name in sorted(unknown)}
@@ -276,7 +277,7 @@ class Replay:
         observed = dict.fromkeys((*self.observed_sites, *self.redrawn))
         names = [name for name in observed if name in read.sites]
 
-        def values(reading: Reading, draw: Draws) -> dict[str, dict[str, Any]]:
+        def values(reading: Posterior, draw: Draws) -> dict[str, dict[str, Any]]:
             sites = reading.at(draw, only=names)
             return {
                 name: {
@@ -312,7 +313,7 @@ class Replay:
             statistics = _batch_statistics(read, training, draws, rng_key, evaluate)
             draws = {**draws, **statistics}
 
-        def at_draw(reading: Reading, draw: Draws, key: jax.Array) -> Groups:
+        def at_draw(reading: Posterior, draw: Draws, key: jax.Array) -> Groups:
             groups: Groups = {}
             at = partial(reading.at, rng_key=_model_key(key))
             if scored:
@@ -374,7 +375,7 @@ def _batch_statistics(
         )
         raise argument_error(CALL, "predictions", got, instead)
 
-    def at_draw(reading: Reading, draw: Draws, key: jax.Array) -> dict[str, Any]:
+    def at_draw(reading: Posterior, draw: Draws, key: jax.Array) -> dict[str, Any]:
         sites = reading.at(draw, _model_key(key), new.statistics)
         return {name: site["value"] for name, site in sites.items()}
 

@@ -18,8 +18,9 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.program.arguments import Arguments
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.rows import rows_in
+from numpyro_bnn.program.sites import Sites
 from numpyro_bnn.runs.code import PACKAGES, described_value, options_of
 from numpyro_bnn.runs.draws import stored
 from numpyro_bnn.runs.folder import DENSITY, digest
@@ -29,10 +30,10 @@ SEEDS = range(3)  # of prior draws at which the densities of a model are compare
 
 def read_model(
     call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> Reading:
+) -> Posterior:
     """The model on its data; an error about arguments that it does not take."""
     try:
-        return Reading(model, args, kwargs, full=False)
+        return Posterior(model, args, kwargs, full=False)
     except (TypeError, NotImplementedError, AttributeError) as cause:
         got = f"arguments with which the model fails ({cause})"
         raise argument_error(
@@ -41,7 +42,7 @@ def read_model(
 
 
 def described_model(
-    reading: Reading, args: tuple, kwargs: Mapping[str, Any]
+    reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Sites by name with shape and support, data by place, and log densities at three
     draws from the prior.
@@ -69,14 +70,14 @@ def described_model(
     return description | _densities(reading)
 
 
-def _densities(reading: Reading) -> dict[str, str]:
+def _densities(reading: Posterior) -> dict[str, str]:
     """For each site, its log density at some draws from the prior, and the sum of the
     sizes of its terms.
 
     Site by site: a sum over all rows would hide what changes in a prior.
     """
 
-    def sums(reading: Reading, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def sums(reading: Posterior, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
         sums_by_site = {}
         for name, site in reading.at(values).items():
             if site["type"] == "sample":
@@ -98,7 +99,7 @@ def _densities(reading: Reading) -> dict[str, str]:
 
 
 def functions_of_data(
-    reading: Reading, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+    reading: Posterior, model: Callable, args: tuple, kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Names on disk of the deterministic sites that are functions of the data: the
     export of a run leaves them out.
@@ -124,7 +125,7 @@ def functions_of_data(
             call_args, call_kwargs = arguments.call(arrays)
             return model(*call_args, **call_kwargs)
 
-        sources = Reading(of_arrays, (), arguments.arrays).sources(values)
+        sources = Posterior(of_arrays, (), arguments.arrays).sources(values)
     return [stored(name) for name in names if sources[name]]
 
 

@@ -30,7 +30,7 @@ from numpyro_bnn._options import (
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays, place_of
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries, sites_of
 from numpyro_bnn.symmetry.groups import (
@@ -423,7 +423,7 @@ class _Measure:
             args, kwargs = jax.tree.map(_doubled, (args, kwargs))
             model = handlers.substitute(model, substitute_fn=_unlearned)
             try:
-                self.reading = Reading(model, args, kwargs)
+                self.reading = Posterior(model, args, kwargs)
             except TypeError as error:
                 if "float64" not in str(error):
                     raise
@@ -452,7 +452,7 @@ class _Measure:
         if not suspicious:
             return
 
-        def slopes(reading: Reading, values: dict) -> Any:
+        def slopes(reading: Posterior, values: dict) -> Any:
             free = {name: v for name, v in values.items() if is_floating(v)}
 
             def total(free: dict) -> jax.Array:
@@ -503,7 +503,7 @@ def _doubled(leaf: Any) -> Any:
 
 
 def _changes(
-    moving: Sequence[Symmetry], reading: Reading, seed: jax.Array, values: dict
+    moving: Sequence[Symmetry], reading: Posterior, seed: jax.Array, values: dict
 ) -> jax.Array:
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw
     with its seed.

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax, random
 
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
 from numpyro_bnn.symmetry.groups import (
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    reading: Reading, symmetries: Sequence[Symmetry], exact: bool = True
+    reading: Posterior, symmetries: Sequence[Symmetry], exact: bool = True
 ) -> tuple[Plan, ...]:
     """Choose how to move along the orbits of symmetries; without ``exact`` the
     likelihood enters every ratio.
@@ -147,7 +147,7 @@ def _method(
 def _centered(symmetry: Symmetry, prior: PriorProgram, draws: list[Values]) -> bool:
     """Whether the means of its normal sites are 0 at all draws."""
 
-    def means(reading: Reading, values: Values) -> list[jax.Array]:
+    def means(reading: Posterior, values: Values) -> list[jax.Array]:
         fns = PriorProgram(reading).distributions(values)
         return [affine_normal(fns[name])[0] for name in symmetry.sites]  # type: ignore[index]
 
@@ -166,7 +166,7 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bo
     symmetry = plan.symmetry
     redrawn = symmetry.scale[0].site if isinstance(symmetry, JointScale) else None
 
-    def log_corrections(reading: Reading, seed: jax.Array, values: Values) -> list:
+    def log_corrections(reading: Posterior, seed: jax.Array, values: Values) -> list:
         prior, rng_key = PriorProgram(reading), random.key(seed)
         proposals = [_Orbit(plan, values, prior).independent_draw(rng_key)]
         if isinstance(symmetry, Permutation):

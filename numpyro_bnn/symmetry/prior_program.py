@@ -16,12 +16,13 @@ from numpyro.distributions import biject_to
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn.program.compiled import shared
-from numpyro_bnn.program.reading import Reading, arrays_in
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import arrays_in
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
-def log_likelihoods(reading: Reading, values: Mapping[str, Any]) -> list[jax.Array]:
+def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[jax.Array]:
     """Log density of every observed site at ``values`` of the latent ones, on all data,
     with its masks and scale.
     """
@@ -65,7 +66,7 @@ class PriorProgram:
     :raises ValueError: for a latent site whose log density is scaled.
     """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Posterior) -> None:
         self.reading = reading
         #: Sites whose density is the prior: latent ones, and those that other blocks of
         # a ``Gibbs`` hold.

@@ -22,7 +22,8 @@ from zoo import NOISE, ZOO, X, Y, line, network, spread
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
 from numpyro_bnn.program.axes import counted
 from numpyro_bnn.program.compiled import run, shared
-from numpyro_bnn.program.reading import Reading, arrays_in
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import arrays_in
 
 THREE = np.arange(3, dtype=np.float32)
 
@@ -395,7 +396,7 @@ def test_values_reach_the_inside_of_loops():
 
         numpyro.deterministic("last", scan(step, 0.0, y)[0])
 
-    reading = Reading(model, (THREE,))
+    reading = Posterior(model, (THREE,))
     assert reading.latent == ("s", "z")
     assert float(reading.at({"z": jnp.array([5.0, 6.0, 7.0])})["last"]["value"]) == 7.0
     depends = reading.depends(
@@ -419,7 +420,7 @@ def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
         numpyro.sample("y", dist.Normal(f, 1.0).to_event(1), obs=y)
 
     data = np.array([0, 1, 1]), THREE, 2 * THREE
-    reading = Reading(model, data[:2], {"y": data[2]})
+    reading = Posterior(model, data[:2], {"y": data[2]})
     sources = reading.sources(
         lambda sites: {name: site["value"] for name, site in sites.items()}
     )
@@ -453,7 +454,7 @@ def test_distributions_of_users_are_read():
         s = numpyro.sample("s", dist.HalfNormal(1.0))
         numpyro.sample("w", Laplace(2 * s))
 
-    reading = Reading(model)
+    reading = Posterior(model)
     assert reading.depends(
         lambda sites: {n: arrays_in(s["fn"]) for n, s in sites.items()}
     )["w"] == {"s"}
@@ -527,7 +528,7 @@ def test_axes_that_count_the_rows_are_followed_through_the_program(name):
         argument: jnp.arange(3) if argument == "code" else jnp.ones((3,) * len(axes))
         for argument, axes in expected.items()
     }
-    found = counted(Reading(model, (), arrays))
+    found = counted(Posterior(model, (), arrays))
     for argument, axes in expected.items():
         for axis, answer in enumerate(axes):
             assert found.alike((argument, axis), "data") is answer, (argument, axis)
@@ -540,5 +541,5 @@ def test_an_array_that_only_scales_rows_counts_them():
         with numpyro.plate("data", 3) as i, handlers.scale(scale=weight[i]):
             numpyro.sample("y", dist.Normal(x[i], 1.0), obs=jnp.ones(3))
 
-    found = counted(Reading(model, (), {"x": jnp.ones(3), "weight": jnp.ones(3)}))
+    found = counted(Posterior(model, (), {"x": jnp.ones(3), "weight": jnp.ones(3)}))
     assert found.alike(("weight", 0), ("x", 0)) is True

@@ -21,7 +21,7 @@ from zoo import BATCH, ZOO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
-from numpyro_bnn.program.reading import CONDITIONED
+from numpyro_bnn.program.sites import CONDITIONED
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, method="vectorized"):

@@ -35,7 +35,7 @@ from numpyro_bnn import (
     sgmcmc,
     symmetry,
 )
-from numpyro_bnn.program import Reading
+from numpyro_bnn.program import Posterior
 from numpyro_bnn.sgmcmc import schedules
 
 pytestmark = pytest.mark.core
@@ -1152,7 +1152,7 @@ ROWS = {
         ),
     ],
     "runs": [
-        (lambda: Reading("model"), "model", "Pass a NumPyro model"),
+        (lambda: Posterior("model"), "model", "Pass a NumPyro model"),
         (lambda: bnn.runs.Rows(np.array(["a"])), "source", "Pass an array of numbers."),
         (
             lambda: bnn.runs.fit("folder", 3, key(), 10),
@@ -1282,7 +1282,7 @@ NOT_CALLED = {
         "Diagonal",
         "FullRank",
         "Overdamped",
-        "Reading",
+        "Posterior",
         "GPRegression",
     ),
 }

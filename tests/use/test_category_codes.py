@@ -21,7 +21,7 @@ from zoo import BATCH, NET, N, X, Y
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, infer, priors
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.runs import Rows
 
 LEVELS = 4
@@ -136,7 +136,7 @@ def test_codes_without_a_level(name):
             name == "counted from 1" and code.min() < 0
         )  # from the end, as `x[i - 1]`
         for options in ({}, {"batch_size": BATCH}):
-            read = lambda: Reading(lookup(name), given, options, full=not options)  # noqa: B023, E731
+            read = lambda: Posterior(lookup(name), given, options, full=not options)  # noqa: B023, E731
             if name in SAFE or code is KNOWN or computed:
                 read()
                 continue

@@ -23,7 +23,7 @@ from zoo import BATCH, NET, NEW_X, N, X, Y
 
 import numpyro_bnn as bnn
 from numpyro_bnn import guides, infer, priors, symmetry
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 pytestmark = pytest.mark.core
 
@@ -267,7 +267,7 @@ def test_values_that_count_more_often_than_their_plates_say_are_refused(seed):
         case = random_case(random)
         wrong += counts_often(case)
         with refused("obs") if counts_often(case) else nullcontext():
-            Reading(model_of(case), (jnp.zeros(case.data),))
+            Posterior(model_of(case), (jnp.zeros(case.data),))
     assert 5 < wrong < 25
 
 
@@ -296,7 +296,7 @@ WRONG = {
 def test_common_shapes(name):
     case = {**RIGHT, **WRONG}[name]
     with refused("obs") if name in WRONG else nullcontext():
-        Reading(model_of(case), (jnp.zeros(case.data),))
+        Posterior(model_of(case), (jnp.zeros(case.data),))
 
 
 def test_factors_count_as_data_do():
@@ -305,6 +305,6 @@ def test_factors_count_as_data_do():
             numpyro.factor("y", jnp.zeros(shape))
 
     for shape in ((N,), (), (5, N)):
-        Reading(model, (shape,))
+        Posterior(model, (shape,))
     with refused("log_factor", f"the site 'y' of shape ({N}, 1)"):
-        Reading(model, ((N, 1),))
+        Posterior(model, ((N, 1),))

@@ -30,7 +30,7 @@ NOT_DECLARED = {
     "C*.padding": "a name or a number",
     "*.activation": "a name or a layer",
     "*.path": "of layers: their place, given by the layer above",
-    "Reading.*": "for contributors; every program is read by it",
+    "Posterior.*": "for contributors; every program is read by it",
     "Sampler.init.num_warmup": "may be traced",
     "Sampler.refresh.recenter": "may be traced",
 }

@@ -23,7 +23,7 @@ from numpyro_bnn.guides.adf.reading import CALL, Data, Values, read
 from numpyro_bnn.moments import Gaussian
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import shared
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 # A parameter by site and field.
 Parameter = Callable[[str, str], jax.Array]
@@ -66,7 +66,9 @@ class ADFPosterior(AutoNormal):
             self._problem = read_problem(data, reading)
         self._remember(data, reading, args, kwargs)
 
-    def _remember(self, data: Data, reading: Reading, args: tuple, kwargs: Any) -> None:
+    def _remember(
+        self, data: Data, reading: Posterior, args: tuple, kwargs: Any
+    ) -> None:
         """Keep what the guide needs of a model without its data."""
         self._data, self._prototype_call = data.head(), (args, kwargs)
         # The values are placeholders here, so only the fields without values are

@@ -17,7 +17,7 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._jaxprs import dependence
+from numpyro_bnn._programs.slices import dependence
 from numpyro_bnn.guides.adf.moment_matching import (
     NORMAL_CONSTANT,
     ADFState,
@@ -29,7 +29,7 @@ from numpyro_bnn.guides.adf.observation import Cut
 from numpyro_bnn.guides.adf.quadrature import expectations, log_expectation
 from numpyro_bnn.guides.adf.reading import Data, Roles, Values, refuse
 from numpyro_bnn.moments import Gaussian
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 Gaussians = Mapping[str, Gaussian]
 
@@ -303,7 +303,7 @@ LIKELIHOODS = (NormalLikelihood, CategoricalLikelihood, Likelihood)
 
 def read_likelihood(
     data: Data,
-    reading: Reading,
+    reading: Posterior,
     roles: Roles,
     hyperparameters: Mapping[str, Hyperparameter] | None = None,
     with_value: bool = True,

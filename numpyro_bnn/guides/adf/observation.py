@@ -18,11 +18,13 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._jaxprs import ELEMENTWISE, needed_equations, reached, variables_of
+from numpyro_bnn._programs.primitives import ELEMENTWISE
+from numpyro_bnn._programs.slices import reached
+from numpyro_bnn._programs.walk import needed_equations, variables_of
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, Values, refuse
 from numpyro_bnn.moments import Equation
 from numpyro_bnn.program.compiled import is_traced, shared
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 CHECKED_ROWS = 100  # that are compared alone and among all
 # Affine in a single random operand, or a mere change of shape.
@@ -201,7 +203,7 @@ def check_quantities(cut: Cut, roles: Roles, data: Any) -> None:
         refuse(roles.observed, reason, instead)
 
 
-def check_rows(data: Data, reading: Reading, of_row: Reading, roles: Roles) -> None:
+def check_rows(data: Data, reading: Posterior, of_row: Posterior, roles: Roles) -> None:
     """Refuse a model in which the likelihood of a data point depends on other rows
     (batch statistics, sequences).
 
@@ -215,7 +217,7 @@ def check_rows(data: Data, reading: Reading, of_row: Reading, roles: Roles) -> N
     values, name = roles.random_values(), roles.observed
     row_indices = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
-    def parameters(reading: Reading, call: Any) -> list[jax.Array]:
+    def parameters(reading: Posterior, call: Any) -> list[jax.Array]:
         site = reading.on(*call).at(values, only=[name])[name]
         base, mask = unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"])
         return jax.tree.leaves((base, mask, site["value"]))

@@ -29,7 +29,7 @@ from numpyro_bnn.guides.adf.reading import Data, Values, find_roles
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.compiled import shared
-from numpyro_bnn.program.reading import Reading
+from numpyro_bnn.program.posterior import Posterior
 
 # Refused updates are counted on about this many weights of each site.
 SAMPLE = 100
@@ -48,7 +48,7 @@ class Records(NamedTuple):
     refused: jax.Array
 
 
-def read_problem(data: Data, reading: Reading) -> Likelihood:
+def read_problem(data: Data, reading: Posterior) -> Likelihood:
     """Read the model from one row of its arguments.
 
     :param reading: the model of all rows.

@@ -30,8 +30,9 @@ from numpyro_bnn.guides.initialization import base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
 from numpyro_bnn.program.compiled import TRACING
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.rows import refuse_rows
+from numpyro_bnn.program.sites import Sites
 
 CALL = "guides.AutoADF"
 Values = Mapping[str, Any]  # by name
@@ -42,12 +43,12 @@ def refuse(site: str, reason: str, instead: str) -> NoReturn:
     raise argument_error(CALL, "model", f"site {site!r}, {reason}", instead)
 
 
-def read(model: Callable, args: tuple, kwargs: Values) -> Reading:
+def read(model: Callable, args: tuple, kwargs: Values) -> Posterior:
     """What a model is; the guide that reads it may itself run inside NumPyro's
     handlers.
     """
     with TRACING, handlers.block():
-        return Reading(model, args, kwargs)
+        return Posterior(model, args, kwargs)
 
 
 def observed_site(sites: Sites) -> str:
@@ -111,7 +112,7 @@ class Data:
     @classmethod
     def read(
         cls, model: Callable, args: tuple, kwargs: Values
-    ) -> tuple["Data", Reading]:
+    ) -> tuple["Data", Posterior]:
         """Split the call on a whole data set: arrays as long as the observation are
         data. Also returns the reading of it.
         """
@@ -166,7 +167,7 @@ class Data:
         """The first data point, without the leading axis, and the other arrays."""
         return {name: leaf[0] for name, leaf in self.rows.items()}, self.arrays
 
-    def read_row(self) -> Reading:
+    def read_row(self) -> Posterior:
         """The model of one row."""
         return read(self.model, *self.row_call(*self.first))
 
@@ -259,7 +260,7 @@ class Roles(NamedTuple):
         return values
 
 
-def find_roles(reading: Reading) -> Roles:
+def find_roles(reading: Posterior) -> Roles:
     """The role of every site of a model, read on one data point; refuse other
     models.
     """
@@ -296,7 +297,7 @@ def find_roles(reading: Reading) -> Roles:
     return Roles(weights, distributions, noise, observed, _power(moments[observed][1]))
 
 
-def _check_latent(reading: Reading, observed: str) -> None:
+def _check_latent(reading: Posterior, observed: str) -> None:
     check_imputed(CALL, reading.sites)
     data_plates = {frame.name for frame in reading.sites[observed]["cond_indep_stack"]}
     for name in reading.latent:
@@ -335,7 +336,7 @@ def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
 
 
 def _parents(
-    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
+    reading: Posterior, weights: Mapping[str, str], hypers: Sequence[str], observed: str
 ) -> dict[str, set[str]]:
     """The latent sites from which the prior of each weight, and the observation, are
     computed.
@@ -374,7 +375,7 @@ def _parents(
 
 
 def _priors(
-    reading: Reading, weights: Mapping[str, str], hypers: Sequence[str], observed: str
+    reading: Posterior, weights: Mapping[str, str], hypers: Sequence[str], observed: str
 ) -> tuple[dict[str, Any], dict[str, dist.Distribution]]:
     """Prior mean and sd of every weight, and the sd of a Normal observation, with
     hyperparameters 1, 2, 3, and 2, 4, 6, ..., each (4, ...); priors of the
@@ -389,7 +390,7 @@ def _priors(
         zeros, draw = np.zeros(shape.shape), random.normal(size=shape.shape)
         probes[weights[w]] = zeros, zeros + 1, draw
 
-    def prior(reading: Reading, values: dict) -> dict[str, Any]:
+    def prior(reading: Posterior, values: dict) -> dict[str, Any]:
         at_zeros, at_ones, at_draws = (
             reading.at(values | {base: probe[k] for base, probe in probes.items()})
             for k in range(3)
@@ -414,7 +415,7 @@ def _priors(
         count = 1.0 + np.arange(shape.size).reshape(shape.shape)
         values[name] = np.stack([unit, 2 * unit, 3 * unit, 2 * count])
 
-    def program(reading: Reading, values: dict) -> tuple[dict, dict]:
+    def program(reading: Posterior, values: dict) -> tuple[dict, dict]:
         moments = jax.lax.map(
             lambda indexed: prior(reading, indexed[1]), (np.arange(4), values)
         )

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_bnn._axes import Axis, LabelPlaces, Place, dot_axes, follow_axes, moved
+from numpyro_bnn._programs.axes import Axis, LabelPlaces, follow_axes, moved
+from numpyro_bnn._programs.primitives import Place, dot_axes
+from numpyro_bnn._programs.walk import Equation, Interpreter
 from numpyro_bnn.guides.auto_blocks import Values
-from numpyro_bnn.moments.interpret import Equation, Interpreter
 
 ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "copy", "convert_element_type", "name"}

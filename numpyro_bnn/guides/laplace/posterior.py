@@ -13,7 +13,6 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.scipy.linalg import block_diag
 
-from numpyro_bnn._axes import Axis
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import (
     affine_normal,
@@ -21,6 +20,7 @@ from numpyro_bnn._distributions import (
     is_factor,
     unwrapped,
 )
+from numpyro_bnn._programs.axes import Axis
 from numpyro_bnn.guides.auto_blocks import Values, is_identity
 from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
@@ -36,8 +36,9 @@ from numpyro_bnn.guides.scale_conditioning import Scaled
 from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program.axes import axes_of_data
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.reading import Reading, Sites
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_state
+from numpyro_bnn.program.sites import Sites
 
 INSTEAD = (
     "Use `numpyro.infer.autoguide.AutoNormal`, or a kernel of MCMC, for this model."
@@ -361,7 +362,7 @@ def read(
     )
 
 
-def _normal_moments(reading: Reading) -> dict[str, Any]:
+def _normal_moments(reading: Posterior) -> dict[str, Any]:
     """Loc and scale of sites with a Normal prior."""
     trace = reading.at({}, only=reading.latent)
     return {name: affine_normal(site["fn"]) for name, site in trace.items()}
@@ -369,7 +370,7 @@ def _normal_moments(reading: Reading) -> dict[str, Any]:
 
 def _observed_sites(
     rows: ModelRows,
-    reading: Reading,
+    reading: Posterior,
     parents: Mapping[str, set[str]],
     moving: set[str],
     by_products: bool,

@@ -14,8 +14,9 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.networks import record_statistics, use_statistics
-from numpyro_bnn.program.plates import full_plates
-from numpyro_bnn.program.reading import Plate, Reading, Sites
+from numpyro_bnn.program.plates import Plate, full_plates
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.sites import Sites
 
 Call = tuple[tuple, Mapping[str, Any]]
 Index = Array | None  # of rows; `None` stands for all
@@ -47,7 +48,7 @@ class unscaled_rows(Messenger):
 class Batch(NamedTuple):
     """Some rows of a model, or all."""
 
-    reading: Reading
+    reading: Posterior
     indices: Mapping[str, Array] = {}
 
     def at(self, values: Mapping[str, Any], only: Any = None) -> Sites:
@@ -73,12 +74,12 @@ class ModelRows:
         self.plates: dict[str, Plate] = {}
         #: Whether the model has batch normalizations.
         self.normalizes = False
-        self._readings: dict[int | None, Reading] = {}
+        self._readings: dict[int | None, Posterior] = {}
         self._programs: dict[Any, Callable] = {}
         if full:
             return
         with handlers.block(), record_statistics() as recorded:
-            reading = Reading(unscaled_rows(model), *call, full=False)
+            reading = Posterior(unscaled_rows(model), *call, full=False)
         self.plates, self.normalizes = reading.plates, any(recorded.calls)
         self._readings[self.plate.batch_size if self.plate else None] = reading
 
@@ -109,21 +110,21 @@ class ModelRows:
         number = max(1, min(ceil(size / batch_size), size // 2))
         return list(map(jnp.asarray, np.array_split(np.arange(size), number)))
 
-    def reading(self, index: Index = None) -> Reading:
+    def reading(self, index: Index = None) -> Posterior:
         """The model on as many rows as there are indices."""
         number = None if index is None else len(index)
         if number not in self._readings:
             self._readings[number] = self.read(index)
         return self._readings[number]
 
-    def read(self, index: Index) -> Reading:
+    def read(self, index: Index) -> Posterior:
         """:meth:`reading`, in the context of the caller."""
         number = None if index is None else len(index)
         model = self.model if number is None else unscaled_rows(self.model, number)
         with handlers.block():
-            return Reading(model, *self.call, full=number is None)
+            return Posterior(model, *self.call, full=number is None)
 
-    def batch(self, reading: Reading, index: Index) -> Batch:
+    def batch(self, reading: Posterior, index: Index) -> Batch:
         """These rows of a reading."""
         return Batch(
             reading, {} if index is None else dict.fromkeys(self.plates, index)
@@ -135,7 +136,7 @@ class ModelRows:
         key = (key or fn, number)
         if key not in self._programs:
 
-            def on_batch(reading: Reading, index: Index, *values: Any) -> Any:
+            def on_batch(reading: Posterior, index: Index, *values: Any) -> Any:
                 return fn(self.batch(reading, index), *values)
 
             self._programs[key] = self.reading(index).prepare(on_batch, once=False)
