@@ -6,7 +6,7 @@ import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
@@ -167,9 +167,10 @@ class SGMCMCKernel(ModelKernel):
     warm_start: FractionBelow1 | WarmStart = WarmStart.share
     optimizer: Any = None
     bias_tolerance: Positive = 0.05
+    # not a plain default, which would make it a method of the class
     init_strategy: Annotated[
         Callable, Kind(callable, "Pass e.g. `init_to_median`.")
-    ] = init_to_uniform
+    ] = field(default_factory=lambda: init_to_uniform)
 
     exact = False  # an exact kernel takes no minibatches
     # names in addition to those that all kernels accept
