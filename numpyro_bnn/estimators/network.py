@@ -456,7 +456,7 @@ class Network(BaseEstimator):
             )
         return np.argsort(-epistemic, kind="stable")[:num_rows]
 
-    def importances(self, random_state: Any = 0) -> dict[str, float]:
+    def importances(self, random_state: Any = None) -> dict[str, float]:
         r"""The share of the variance of the predictions that each column has, the
         largest first.
 
@@ -467,15 +467,16 @@ class Network(BaseEstimator):
         the fit. Shares of interacting columns add up to more than 1. It is what the
         network uses: of two columns that say the same, each may have any part.
 
-        :param random_state: seed of the permutations.
+        :param random_state: seed of the permutations, by default that of the fit.
         :return: shares by name, of arrays ``x0``, ``x1``, ...
 
         Reference: Saltelli et al. (2010), equation (f) of table 2, for independent
         columns.
         """
         check_is_fitted(self)
+        seed = self.attrs_["seed"] if random_state is None else random_state
         with taught(f"{self._call}.importances", "random_state", random_state):
-            generator = check_random_state(random_state)
+            generator = check_random_state(seed)
         rows = self._data[0][:IMPORTANCE_ROWS]
         if self._columns_of_x is None:
             groups = np.arange(rows.shape[1])

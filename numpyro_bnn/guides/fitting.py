@@ -310,6 +310,15 @@ def _strong(state: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
 
 
+def _are_finite(args: tuple) -> bool:
+    floats = [
+        leaf
+        for leaf in jax.tree.leaves(args)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return all(is_traced(leaf) or bool(jnp.all(jnp.isfinite(leaf))) for leaf in floats)
+
+
 def _initial_state(
     svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any
 ) -> Any:
@@ -324,8 +333,10 @@ def _initial_state(
         try:
             with handlers.block(), handlers.seed(rng_seed=seed):
                 svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
-        except RuntimeError as cause:  # NumPyro found no start
-            if "valid initial" not in str(cause):
+        except (RuntimeError, ValueError) as cause:
+            # NumPyro found no start, or a distribution refuses its parameters
+            no_start = "valid initial" in str(cause)
+            if not no_start and (": argument `" in str(cause) or _are_finite(args)):
                 raise
             got = (
                 "data for which the model has no finite log density at any start tried"

@@ -220,6 +220,7 @@ ROWS = {
             "method",
             "Did you mean 'nuts'?",
         ),
+        (lambda: bnn.estimators.inside(3), "model", "Pass a fitted `Pipeline`"),
         (
             lambda: bnn.estimators.Classifier().fit(X, 0 * LABELS),
             "y",
@@ -243,22 +244,16 @@ ROWS = {
             )
             for X, y, argument, fragment in [
                 (
-                    named("b", ["x", "y"] * 12),
+                    named("b", [np.inf, *Y[1:]]),
                     Y,
                     "X",
-                    "the text 'x' in column 'b'. Pass numbers: a column",
+                    "1 values in column 'b' that are infinite",
                 ),
                 (
-                    named("b", DAYS),
+                    np.c_[X, [None, *Y[1:]]],
                     Y,
                     "X",
-                    "dates or durations in column 'b', such as 2020-01-01",
-                ),
-                (
-                    named("b", [None, *Y[1:]]),
-                    Y,
-                    "X",
-                    "1 values in column 'b' that are NaN, None, infinite",
+                    "1 values in column 2 that are NaN, None, infinite",
                 ),
                 (X.astype("m8[s]"), Y, "X", "dates or durations in column 0"),
                 ([["x", 1.0]] * N, Y, "X", "the text 'x' in column 0"),
