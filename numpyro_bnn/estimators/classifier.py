@@ -96,10 +96,13 @@ class Classifier(ClassifierMixin, Network):
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         self._check_settings()
-        X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
+        weight = self._weights(y, sample_weight)
+        counted = None if weight is None else weight > 0
+        X, y = self._rows_and_targets(
+            "fit", X, y, counted=counted, reset=True, ensure_min_samples=2
+        )
         with taught(f"{self._call}.fit", "y", y):
             check_classification_targets(y)
-        weight = self._weights(y, sample_weight)
         if self.class_weight is not None:
             with taught(self._call, "class_weight", self.class_weight):
                 by_class = compute_sample_weight(self.class_weight, y)
@@ -118,8 +121,9 @@ class Classifier(ClassifierMixin, Network):
         self._run(X, codes, num_classes, likelihood, None, (50,), weight)
         rows, labels = self._checked_rows()
         probs = self._answers("probabilities", rows)[0][np.arange(len(rows)), labels]
-        constant = np.bincount(codes)[labels] / len(codes)
-        self._warn_if_worse(_log(probs), np.log(constant))
+        counts = np.bincount(codes, weights=weight)
+        constant = counts[labels] / counts.sum()
+        self._warn_if_worse(_log(probs), np.log(constant), weight)
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Class probabilities (N, K), columns in the order of ``classes_``: means over

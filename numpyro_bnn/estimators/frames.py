@@ -60,12 +60,13 @@ class Columns:
       joined, and so are those beyond the 50 most frequent;
     - dates: days, and the place in year, week and day where the dates span them;
     - missing numbers and dates: the median, and a column that marks them; a missing
-      category is a level of its own.
+      category is one more level.
 
     :param call: what the user called, for messages.
     :param frame: the rows of the fit.
     :param categories: names of columns whose numbers are names.
     :param dates: names of columns whose text or numbers are dates.
+    :param counted: rows (N,) from which is learned what columns are, by default all.
     """
 
     def __init__(
@@ -74,21 +75,31 @@ class Columns:
         frame: Any,
         categories: Sequence[str] | None = None,
         dates: Sequence[str] | None = None,
+        counted: np.ndarray | None = None,
     ) -> None:
         self._plans: dict[Any, Plan] = {}
         names = list(frame.columns)
         for option, columns in (("categories", categories), ("dates", dates)):
             for name in columns or ():
+                if option == "dates" and name in (categories or ()):
+                    got = f"{name!r}, which is in `categories` too"
+                    raise argument_error(call, option, got, "Name it in one of them.")
                 if name not in names:
                     got = f"{name!r}, which is no column of X"
                     known = ", ".join(map(repr, names))
                     raise argument_error(call, option, got, f"Columns: {known}.")
+        if not names:
+            raise argument_error(call, "X", "no columns", "Pass at least one.")
         for name in names:
-            series = _series(frame, name)
-            kind = _kind(call, name, series)
-            kind = "category" if name in (categories or ()) else kind
-            kind = "date" if name in (dates or ()) else kind
+            series = _series(call, frame, name)
+            if name in (categories or ()):
+                kind = "category"
+            elif name in (dates or ()):
+                kind = "date"
+            else:
+                kind = _kind(call, name, series)
             values = READERS[kind](call, name, series)
+            values = values if counted is None else values[counted]
             self._plans[name] = PLANS[kind].fit(values)
 
     @property
@@ -97,6 +108,10 @@ class Columns:
         return {
             str(name): plan.words for name, plan in self._plans.items() if plan.words
         }
+
+    @property
+    def names(self) -> list[str]:
+        return [str(name) for name in self._plans]
 
     @property
     def scales(self) -> np.ndarray:
@@ -120,19 +135,23 @@ class Columns:
         blocks: list[np.ndarray] = []
         notes: list[str] = []
         for name, plan in self._plans.items():
-            values = READERS[plan.kind](call, name, _series(frame, name))
+            values = READERS[plan.kind](call, name, _series(call, frame, name))
             blocks.append(plan.encode(values))
             notes += plan.notes(name, values)
         return np.concatenate(blocks, axis=1), notes
 
 
-def _series(frame: Any, name: Any) -> Any:
+def _series(call: str, frame: Any, name: Any) -> Any:
     """A column as a pandas series without an index."""
     import pandas as pd
 
+    if name not in list(frame.columns):
+        got = f"a table without the column {name!r}"
+        raise argument_error(call, "X", got, "Pass the columns of the fit.")
     column = frame[name]
     if getattr(column, "ndim", 1) != 1:
-        return None
+        got = f"several columns {name!r}"
+        raise argument_error(call, "X", got, "Give each column a name of its own.")
     if isinstance(column, pd.Series):
         return column.reset_index(drop=True)
     # polars, and whatever else has columns
@@ -143,13 +162,6 @@ def _kind(call: str, name: Any, series: Any) -> str:
     """Whether a column holds numbers, categories or dates."""
     from pandas.api import types
 
-    if series is None:
-        raise argument_error(
-            call,
-            "X",
-            f"several columns {name!r}",
-            "Give each column a name of its own.",
-        )
     dtype = series.dtype
     if isinstance(dtype, types.CategoricalDtype):
         return "category"
@@ -170,7 +182,7 @@ def _kind_of_objects(call: str, name: Any, values: Any) -> str:
     import pandas as pd
 
     if all(isinstance(value, datetime.date | np.datetime64) for value in values):
-        return "date" if len(values) else "number"
+        return "date" if len(values) else "category"
     if not all(
         isinstance(value, str | bytes | int | float | np.generic) for value in values
     ):
@@ -198,6 +210,9 @@ def _read_numbers(call: str, name: Any, series: Any) -> Any:
 
     if types.is_timedelta64_dtype(series.dtype):
         return series.dt.total_seconds() / DAY
+    if types.is_datetime64_any_dtype(series.dtype):
+        got = f"dates in column {name!r}, which held numbers"
+        raise argument_error(call, "X", got, "Pass numbers, as in the fit.")
     numbers = pd.to_numeric(series, errors="coerce").astype("Float64")
     values = pd.Series(numbers.to_numpy(np.float64, na_value=np.nan))
     text = series.notna() & values.isna()
@@ -230,9 +245,13 @@ def _level(value: Any) -> str:
 def _read_dates(call: str, name: Any, series: Any) -> Any:
     import pandas as pd
 
-    if series.dtype.kind != "M":  # text; dates of Python become text
-        series = series.astype(str).where(series.notna(), None)
+    if series.dtype.kind == "M":
+        # hours are those of the clock on the wall, also where summer time begins
+        return series.dt.tz_localize(None)
+    # dates of Python become text, and 20260131 is one although a gap makes it a float
+    series = _read_text(call, name, series)
     dates = pd.to_datetime(series, utc=True, format="ISO8601", errors="coerce")
+    dates = dates.dt.tz_localize(None)
     unread = series.notna() & dates.isna()
     if unread.any():
         got = f"{series[unread].iloc[0]!r} in column {name!r}, which holds dates"
@@ -366,14 +385,14 @@ class DatePlan:
         known = values.dropna()
         num_missing = len(values) - len(known)
         if not len(known):
-            return cls(values.min(), 0.0, (), num_missing)
+            return cls(None, 0.0, (), num_missing)
         origin = known.min().normalize()
         days = _days(known, origin)
         span = np.ptp(days)
         periods = []
         for name, (length, min_span) in PERIODS.items():
             # dates without a time of day say nothing about hours
-            if span >= min_span and np.ptp(np.mod(days, length)) > 0:
+            if span >= min_span and np.ptp(np.mod(days, length)) > 1 / DAY:
                 periods.append(name)
         return cls(origin, float(np.median(days)), tuple(periods), num_missing)
 
@@ -384,12 +403,16 @@ class DatePlan:
 
     @property
     def words(self) -> str:
+        if self.origin is None:
+            return "; ".join(_words_of_gaps(self.num_missing))
         places = [f"place in the {name}" for name in self.periods]
         words = ", ".join([f"days since {self.origin:%Y-%m-%d}", *places])
         return "; ".join([words, *_words_of_gaps(self.num_missing)])
 
     def encode(self, values: Any) -> np.ndarray:
-        days = _days(values, self.origin)
+        origin = values.min() if self.origin is None else self.origin
+        days = _days(values, origin)
+        days = np.where(np.isnan(days) | (self.origin is None), self.median, days)
         days = np.where(np.isnan(days), self.median, days)
         parts = [days]
         for name in self.periods:

@@ -45,7 +45,8 @@ class Inside:
                     for step in self._steps:
                         rows = step.transform(rows)
                     bound.arguments[argument] = rows
-            return method(*bound.args, **bound.kwargs)
+            result = method(*bound.args, **bound.kwargs)
+            return self if result is self._estimator else result
 
         return answer
 

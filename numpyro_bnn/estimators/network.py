@@ -14,7 +14,12 @@ import jax
 import numpy as np
 import tqdm
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_array, check_random_state, check_X_y
+from sklearn.utils import (
+    check_array,
+    check_consistent_length,
+    check_random_state,
+    check_X_y,
+)
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from numpyro_bnn import nn, priors
@@ -201,7 +206,7 @@ class Network(BaseEstimator):
         """Check the data, run the method, and set all attributes of a fit."""
         raise NotImplementedError
 
-    def _weights(self, y: np.ndarray, sample_weight: Any) -> np.ndarray | None:
+    def _weights(self, y: Any, sample_weight: Any) -> np.ndarray | None:
         """How often each row counts (N,), ``None`` if each counts once."""
         if sample_weight is None:
             return None
@@ -302,9 +307,12 @@ class Network(BaseEstimator):
         x, y = self._data
         return x[:CHECKED_ROWS], y[:CHECKED_ROWS]
 
-    def _warn_if_worse(self, predicted: np.ndarray, constant: np.ndarray) -> None:
+    def _warn_if_worse(
+        self, predicted: np.ndarray, constant: np.ndarray, weight: np.ndarray | None
+    ) -> None:
         """Log densities of rows of the fit, predicted and by a constant prediction."""
-        lost = float(np.mean(constant) - np.mean(predicted))
+        counts = None if weight is None else weight[: len(predicted)]
+        lost = float(np.average(constant - predicted, weights=counts))
         if not lost < MAX_LOSS_NATS:
             warn_of_health(
                 f"{self._call}.fit: its own rows are predicted {lost:.2g} nats a row "
@@ -355,7 +363,12 @@ class Network(BaseEstimator):
         return self._x_scaler.transform(rows)
 
     def _numbers(
-        self, call: str, argument: str, X: Any, reset: bool
+        self,
+        call: str,
+        argument: str,
+        X: Any,
+        reset: bool,
+        counted: np.ndarray | None = None,
     ) -> tuple[np.ndarray | None, list[str]]:
         """The numbers of a frame, and what is new about its rows; ``None`` for a plain
         table of numbers, which is checked.
@@ -364,8 +377,15 @@ class Network(BaseEstimator):
             self._columns_of_x = None
             if is_frame(X):
                 validate_data(self, X, skip_check_array=True)
-                self._columns_of_x = Columns(call, X, self.categories, self.dates)
+                self._columns_of_x = Columns(
+                    call, X, self.categories, self.dates, counted
+                )
                 return self._columns_of_x.numbers(call, X)
+            for option in ("categories", "dates"):
+                if getattr(self, option) is not None:
+                    got = "an array, whose columns have no names"
+                    instead = f"Pass a frame, or leave out `{option}`."
+                    raise argument_error(call, argument, got, instead)
         if self._columns_of_x is None:
             check_numbers(call, argument, X)
             return None, []
@@ -375,18 +395,27 @@ class Network(BaseEstimator):
         return self._columns_of_x.numbers(call, frame)
 
     def _rows_and_targets(
-        self, method: str, X: Any, y: Any, suffix: str = "", **options: Any
+        self,
+        method: str,
+        X: Any,
+        y: Any,
+        suffix: str = "",
+        counted: np.ndarray | None = None,
+        **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows and their targets, checked.
 
         :param method: what the user called; its arguments may have a ``suffix``.
+        :param counted: which rows say what the columns of a frame are, by default all.
         :param options: of scikit-learn's ``validate_data``.
         """
         call = f"{self._call}.{method}"
         options = {"dtype": np.float64, "reset": False, **options}
         reset = options["reset"]
         with taught(call, f"X{suffix}", X):
-            numbers, _ = self._numbers(call, f"X{suffix}", X, reset)
+            if counted is not None:
+                check_consistent_length(X, counted)
+            numbers, _ = self._numbers(call, f"X{suffix}", X, reset, counted)
             if numbers is None:
                 validate_data(self, X, **options)
         with taught(call, f"y{suffix}", y):
@@ -483,7 +512,7 @@ class Network(BaseEstimator):
             names = [f"x{place}" for place in range(rows.shape[1])]
         else:
             groups = self._columns_of_x.groups
-            names = [str(name) for name in self.feature_names_in_]
+            names = self._columns_of_x.names
         predicted = self._answers(self._mean_summary, rows)[0]
         total = 2 * np.sum(np.var(predicted, axis=0))
         shares = {}

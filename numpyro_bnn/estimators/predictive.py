@@ -27,7 +27,7 @@ HALVINGS = 40  # of the bracket of a quantile
 # Of the table of a Student's t: largest asinh of a value, and number of nodes.
 MAX_ASINH, NUM_NODES = 20.0, 2049
 # Of the integral of a CRPS: predictive standard deviations beyond the mean, and nodes.
-MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 128
+MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 256
 
 
 class Predictive:
@@ -297,7 +297,8 @@ def _crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     """Continuous ranked probability score of the mixture at y, of each output alone.
 
     F^2 below y and (1 - F)^2 above it are smooth: Gauss-Legendre in asinh of the
-    distance from y, in predictive standard deviations, as far as tails matter.
+    distance from y, in predictive standard deviations, as far as tails matter. Where
+    components are a hundred times narrower than the mixture, errors reach a percent.
     """
     means, sds = mixture[:2]
     mean, noise, spread = _moments(mixture, weights)

@@ -155,17 +155,19 @@ class Regressor(RegressorMixin, Network):
                 f"{', '.join(methods.HEAVY_TAILS)}."
             )
             raise argument_error(self._call, "heavy_tails", tails, instead)
-        X, y = self._rows_and_targets("fit", X, y, reset=True, ensure_min_samples=2)
-        y = np.asarray(y, np.float64)
         weight = self._weights(y, sample_weight)
+        counted = None if weight is None else weight > 0
+        X, y = self._rows_and_targets(
+            "fit", X, y, counted=counted, reset=True, ensure_min_samples=2
+        )
+        y = np.asarray(y, np.float64)
         if weight is not None:
-            counted = weight > 0
             X, y, weight = X[counted], y[counted], weight[counted]
         usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
         self._check_size(len(X), len(widths))
-        self._columns = y.shape[1:]
-        y = y[:, 0] if self._columns == (1,) else y
+        self._target_shape = y.shape[1:]
+        y = y[:, 0] if self._target_shape == (1,) else y
         targets = 1 if y.ndim == 1 else y.shape[1]
         if repeats_values(y):
             for name in ("heteroscedastic", "heavy_tails"):
@@ -190,7 +192,7 @@ class Regressor(RegressorMixin, Network):
             usual.widths,
             weight,
         )
-        self._check_fit()
+        self._check_fit(weight)
 
     def _check_size(self, num_rows: int, num_hidden: int) -> None:
         """Refuse too few rows for the evidence, and warn of too few for intervals."""
@@ -213,12 +215,12 @@ class Regressor(RegressorMixin, Network):
                 f"{enough}."
             )
 
-    def _check_fit(self) -> None:
+    def _check_fit(self, weight: np.ndarray | None) -> None:
         """Warn if rows of the fit are predicted badly, or better than noise allows."""
         rows, targets = self._checked_rows()
         constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
         log_densities = self._answers("log_density", rows, targets)[0]
-        self._warn_if_worse(log_densities, constant)
+        self._warn_if_worse(log_densities, constant, weight)
         exact = np.mean(
             log_densities > norm.logpdf(0, scale=EXACT_SD) * targets[0].size
         )
@@ -236,7 +238,7 @@ class Regressor(RegressorMixin, Network):
         like the targets.
         """
         values = values * self._y_scaler.scale + (self._y_scaler.mean if shift else 0.0)
-        return values[..., None] if self._columns == (1,) else values
+        return values[..., None] if self._target_shape == (1,) else values
 
     @checked("estimators.{}.predict")
     def predict(self, X: Any, return_std: Switch = False) -> Any:
@@ -301,7 +303,7 @@ class Regressor(RegressorMixin, Network):
         predictive distributions are calibrated.
         """
         (below,) = self._at_targets("cdf", X, y)
-        return below[..., None] if self._columns == (1,) else below
+        return below[..., None] if self._target_shape == (1,) else below
 
     def crps(self, X: Any, y: Any) -> np.ndarray:
         r"""Continuous ranked probability score of each row, shaped like y and in its
@@ -358,7 +360,7 @@ class Regressor(RegressorMixin, Network):
             degrees = np.moveaxis(df[0].reshape(means.shape), 0, 1).reshape(loc.shape)
             scale = sd * np.sqrt(1 - 2 / degrees)
             component = dist.StudentT(degrees, loc, scale)
-        if self._columns:
+        if self._target_shape:
             component = component.to_event(1)
         probs = np.full(loc.shape[1], 1 / loc.shape[1])
         return dist.MixtureSameFamily(dist.Categorical(probs=probs), component)
@@ -407,7 +409,7 @@ class Regressor(RegressorMixin, Network):
         """
         _, noise, spread = self._summary("moments", X)
         scale = self.calibration_**2 * self._y_scaler.scale**2
-        like_y = (slice(None), None) if self._columns == (1,) else ()
+        like_y = (slice(None), None) if self._target_shape == (1,) else ()
         return Uncertainty((noise * scale)[like_y], (spread * scale)[like_y])
 
     @checked("estimators.{}.sample")
@@ -456,10 +458,12 @@ class Regressor(RegressorMixin, Network):
         """
         check_is_fitted(self)
         _, y = self._rows_and_targets(method, X, y, suffix)
-        if y.shape[1:] != self._columns:
-            instead = f"Pass targets shaped {('N', *self._columns)}, as in the fit."
+        if y.shape[1:] != self._target_shape:
+            instead = (
+                f"Pass targets shaped {('N', *self._target_shape)}, as in the fit."
+            )
             raise argument_error(f"{self._call}.{method}", f"y{suffix}", y, instead)
-        return np.asarray(y[:, 0] if self._columns == (1,) else y, np.float64)
+        return np.asarray(y[:, 0] if self._target_shape == (1,) else y, np.float64)
 
     def _density_by_factor(
         self, X: Any, y: Any, method: str

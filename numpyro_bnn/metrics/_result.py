@@ -358,7 +358,10 @@ class Result:
         explained = {}
         recorded = json.loads(self.about.get("explained", "{}"))
         for site, (share, line, behind) in recorded.items():
-            of_chains = np.array([share, behind])[:, self.positions]
+            of_chains = np.array([share, behind])
+            # an estimator leaves out chains at fault, and does not record them
+            if of_chains.shape[1] != len(self.chains):
+                of_chains = of_chains[:, self.positions]
             explained[site] = Explained(of_chains[0], line, of_chains[1])
         if explained:
             return explained

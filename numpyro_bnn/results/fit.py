@@ -145,7 +145,7 @@ def _initialize(mcmc: MCMC) -> None:
     cannot be pickled.
     """
     kernel = _innermost(mcmc.sampler)
-    if getattr(kernel, "_policy", kernel) is None:
+    if getattr(kernel, "_plan", kernel) is None:
         state = mcmc.last_state
         model_arguments = {"model_args": mcmc._args, "model_kwargs": mcmc._kwargs}
         values = getattr(state, mcmc.sampler.sample_field)

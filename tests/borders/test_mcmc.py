@@ -2,19 +2,22 @@
 arguments, modules, keys of models.
 """
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import mala, walk
+from helpers import group, mala, walk
 from numpyro import handlers
 from numpyro.infer import MCMC, Gibbs
 from numpyro.infer.gibbs import CustomGibbs
 from registry import KERNELS
 from zoo import BATCH, ZOO
 
+import numpyro_bnn as bnn
 from numpyro_bnn import infer
 
 pytestmark = pytest.mark.core
@@ -282,3 +285,15 @@ def test_models_get_fresh_keys_at_every_step_and_for_every_layer():
     assert (
         abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5
     )  # two layers of dropout have two masks
+
+
+def test_a_run_is_exported_after_it_was_pickled():
+    mcmc = MCMC(infer.SGLD(ZOO["line"].model, 1e-2, steps_per_draw=2), num_warmup=2,
+                num_samples=3, progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), *ZOO["line"].args)
+    exports = [
+        bnn.to_inference_data(run, log_likelihood=False, posterior_predictive=False)
+        for run in (mcmc, pickle.loads(pickle.dumps(mcmc)))
+    ]
+    draws = [group(idata, "posterior")["w"].to_numpy() for idata in exports]
+    np.testing.assert_array_equal(*draws)

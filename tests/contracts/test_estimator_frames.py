@@ -2,6 +2,7 @@
 
 import datetime
 import pickle
+import warnings
 from functools import cache
 
 import jax
@@ -194,6 +195,20 @@ def changed(**columns):
             "argument `dates`",
         ),
         (
+            lambda: Regressor("adf", categories=["a"]).fit(X, Y),
+            "an array, whose columns have no names",
+        ),
+        (
+            lambda: Regressor("adf", categories=["day"], dates=["day"]).fit(
+                frame(), np.ones(N)
+            ),
+            "'day', which is in `categories` too",
+        ),
+        (
+            lambda: fitted().predict(changed(number=frame()["day"][:3])),
+            "dates in column 'number', which held numbers",
+        ),
+        (
             lambda: Regressor("adf").fit(frame().assign(number=1j), np.ones(N)),
             "complex numbers in column 'number'",
         ),
@@ -220,6 +235,52 @@ def test_an_array_after_a_frame_has_its_columns():
         by_place = model.predict(X)
     np.testing.assert_array_equal(by_place, model.predict(rows))
     np.testing.assert_array_equal(by_place, plain.predict(X))
+
+
+@pytest.mark.parametrize(
+    "days",
+    [
+        pd.date_range("2021-01-01 10:20", periods=60, freq="D"),
+        pd.date_range("2021-01-01", periods=60, freq="D", tz="Europe/Berlin"),
+    ],
+)
+def test_a_clock_that_stands_still_says_nothing_of_the_day(days):
+    """Rounding is no place in the day; hours are those on the wall, summer or not."""
+    y = np.arange(60) % 7 + 0.0
+    rows = pd.DataFrame({"day": days, "x": np.arange(60.0) % 5})
+    model = Regressor("adf", **TINY).fit(rows, y)
+    assert "place in the day" not in str(model)
+    later = rows.assign(day=days + pd.Timedelta(days=150, minutes=1)).iloc[:4]
+    with pytest.warns(HealthWarning, match="outside"):
+        assert np.all(np.abs(model.predict(later)) < 1000)
+
+
+def test_columns_without_a_value():
+    rows = pd.DataFrame(
+        {"date": pd.Series(pd.NaT, range(20)), "text": [None] * 20, "x": range(20)}
+    )
+    model = Regressor("adf", **TINY).fit(rows, np.arange(20.0))
+    assert "date: 20 missing" in str(model)
+    new = rows.assign(text="a", date=pd.Timestamp("2020-01-01"))
+    with pytest.warns(
+        HealthWarning
+    ):  # a level, and so inputs that the fit has not seen
+        assert np.isfinite(model.predict(new)).all()
+
+
+def test_names_that_are_numbers():
+    model = Regressor("adf", **TINY).fit(pd.DataFrame(X), Y)
+    assert set(model.importances()) == {"0", "1"}
+    with pytest.raises(ValueError, match="without the column 0"):
+        model.predict(pd.DataFrame(X, columns=[5, 6]))
+
+
+def test_dates_as_numbers_keep_their_gaps():
+    digits = [20210101.0 + row for row in range(20)]
+    digits[3] = np.nan
+    rows = pd.DataFrame({"d": digits})
+    model = Regressor("adf", dates=["d"], **TINY).fit(rows, np.arange(20.0))
+    assert "days since 2021-01-01" in str(model)
 
 
 # -- quantiles, distribution functions, scores, distributions --------------------------
@@ -351,6 +412,8 @@ def test_answers_inside_a_pipeline_and_a_search():
             scaler.transform(X[:3]), scaler.transform(X), y
         )
         np.testing.assert_allclose(ends, expected, rtol=1e-6)
+    calibrated = answers.calibrate(X, y)
+    np.testing.assert_array_equal(calibrated.predict(X), answers.predict(X))
     assert answers.attrs_["method"] == "adf"
     assert not hasattr(answers, "fit")
     with pytest.raises(ValueError, match="Pass a fitted `Pipeline`"):
@@ -415,6 +478,24 @@ def test_class_weights_are_weights_of_rows():
 def test_weights_that_are_none_are_refused(weight, words):
     with pytest.raises((TypeError, ValueError), match=words):
         Regressor("laplace", **TINY).fit(X, Y, sample_weight=weight)
+
+
+def test_rows_that_do_not_count_say_nothing_of_the_columns():
+    rows = pd.DataFrame({"x": [*range(20), 1e9], "c": [*"ab" * 10, "z"]})
+    y = np.arange(21.0)
+    options = {"widths": (3,), "effort": 0.01, "num_samples": 4, "random_state": 0}
+    counted = Regressor("mean_field", **options).fit(rows, y, np.r_[np.ones(20), 0])
+    assert "x:" not in str(counted)
+    assert "c: 2 levels" in str(counted)
+
+
+def test_a_balanced_fit_is_judged_by_its_weights():
+    labels = np.where(np.arange(24) % 12 == 0, "rare", "usual")
+    options = {"widths": (3,), "effort": 0.1, "num_samples": 20, "random_state": 0}
+    noise = np.random.default_rng(0).normal(size=(24, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HealthWarning)
+        Classifier("mean_field", class_weight="balanced", **options).fit(noise, labels)
 
 
 def test_a_method_without_weights_says_so():

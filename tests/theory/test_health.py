@@ -845,12 +845,15 @@ def test_a_result_whose_chains_are_all_at_fault_has_a_report():
 
 
 def test_many_training_rows_are_judged_by_some_of_them():
-    """Where so many are not predicted unless asked for."""
+    """Where so many are not predicted unless asked for; and only if a row says the same
+    alone, which that of a model with a trend by its place does not.
+    """
 
-    def model(x, y=None):
+    def model(x, y=None, trend=False):
         w = numpyro.sample("net/kernel", numpyro.distributions.Normal(0, 1).expand([2]))
+        place = jnp.arange(len(x)) / len(x) if trend else 0.0
         with numpyro.plate("data", len(x)):
-            fn = numpyro.distributions.Normal(x @ w, 0.3)
+            fn = numpyro.distributions.Normal(x @ w + place, 0.3)
             numpyro.sample("y", fn, obs=y)
 
     rng = np.random.default_rng(0)
@@ -858,14 +861,17 @@ def test_many_training_rows_are_judged_by_some_of_them():
     y = (x @ [1.0, -1.0] + 0.3 * rng.normal(size=len(x))).astype(np.float32)
     mcmc = MCMC(BarkerMH(model, step_size=1e-5, adapt_step_size=False), num_warmup=0,
                 num_samples=100, progress_bar=False)  # fmt: skip
+    mcmc.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y), trend=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = health(bnn.to_inference_data(mcmc))
+    assert {"fit", "linear"}.isdisjoint(finding.name for finding in report.findings)
     mcmc.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y))
     found = []
     for asked in (True, None):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            idata = bnn.to_inference_data(
-                mcmc, log_likelihood=False, posterior_predictive=asked
-            )
+            idata = bnn.to_inference_data(mcmc, posterior_predictive=asked)
         assert ("posterior_predictive" in group_names(idata)) == bool(asked)
         findings = {finding.name: finding for finding in health(idata).findings}
         found.append([findings[name] for name in ("fit", "linear")])
@@ -873,3 +879,14 @@ def test_many_training_rows_are_judged_by_some_of_them():
         assert all_rows.verdict == some_rows.verdict
         assert some_rows.value == pytest.approx(all_rows.value, abs=1e-5)
     assert found[1][1].verdict == "warning"
+
+
+def test_shares_of_chains_that_an_estimator_kept():
+    """It records them without those at fault, whose labels are missing."""
+    made = Made()
+    shares = [[0.9] * C, 0.5, [0.0] * C]
+    recorded = {"explained": json.dumps({"y": shares}), "num_chains": C + 1}
+    groups = {"posterior": {made.weight: ((*SAMPLE, "in"), made.w)}}
+    labels = [*range(C - 1), C]
+    idata = results(groups, recorded, {"chain": labels})
+    assert "fit" in {finding.name for finding in health(idata).findings}

@@ -417,3 +417,19 @@ def test_too_many_unknowns_of_a_dense_precision_are_refused():
         ),
     ):
         run(observed(), "full", jnp.ones((3, 10_001)), jnp.ones(3))
+
+
+def test_a_refused_run_leaves_the_predictions_of_the_fit():
+    def model(x, y=None):
+        slope = numpyro.param("slope", jnp.array(1.0))
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(slope * w * x, 0.5), obs=y)
+
+    x, y = jnp.arange(6.0), 2 * jnp.arange(6.0)
+    guide, fit = run(model, "full", x, y, init_params={"slope": jnp.array(1.0)})
+    before = guide.predictive(fit.params, x).mean
+    start = {"slope": jnp.array(5.0), "bogus": jnp.array(1.0)}
+    with pytest.raises(ValueError, match="bogus"):
+        guide.run(jax.random.key(1), x, y, init_params=start, progress_bar=False)
+    np.testing.assert_array_equal(guide.predictive(fit.params, x).mean, before)

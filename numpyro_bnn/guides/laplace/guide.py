@@ -1,6 +1,7 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -154,15 +155,12 @@ class AutoLaplace(AutoBlocks):
     # -- reading the model -------------------------------------------------------------
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        model = handlers.substitute(self.model, substitute_fn=self._given_param)
+        # of this reading alone: a later run that is refused leaves an earlier fit
+        given = partial(_given_param, self._model_params)
+        model = handlers.substitute(self.model, substitute_fn=given)
         self._rows = ModelRows(model, (args, kwargs))
         check_sites(self._rows)
         super()._setup_prototype(*args, **kwargs)
-
-    def _given_param(self, site: dict[str, Any]) -> Any:
-        """Value of a parameter of the model."""
-        is_param = site["type"] == "param"
-        return self._model_params.get(site["name"]) if is_param else None
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
         latent = list(self._latent())
@@ -312,10 +310,10 @@ class AutoLaplace(AutoBlocks):
         _check_finite(call, args, kwargs)
         check_row_lengths(call, self.model, args, kwargs)
         start = dict(init_params or {})
-        self._model_params = start
+        self._model_params = dict(start)
         with TRACING, handlers.block(), handlers.seed(rng_seed=rng_key):
             self._setup_prototype(*args, **kwargs)
-        self._model_params = self._given_params(start)
+        self._model_params.update(self._given_params(start))
         posterior = self._prototype_posterior
         search = ModeSearch(
             posterior, self._structure, num_epochs, optimizer, patience, progress_bar
@@ -488,3 +486,8 @@ def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
     for leaf in jax.tree.leaves((args, kwargs)):
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
             check_finite(call, "args", leaf)
+
+
+def _given_param(params: Mapping[str, Any], site: dict[str, Any]) -> Any:
+    """Value of a parameter of the model."""
+    return params.get(site["name"]) if site["type"] == "param" else None
