@@ -28,7 +28,7 @@ def is_frame(table: Any) -> bool:
     return hasattr(table, "columns") and hasattr(table, "__getitem__")
 
 
-class Plan(Protocol):
+class ColumnPlan(Protocol):
     """What is done with a column, a pandas series of floats, text or dates."""
 
     #: ``number``, ``category`` or ``date``
@@ -77,7 +77,7 @@ class Columns:
         dates: Sequence[str] | None = None,
         counted: np.ndarray | None = None,
     ) -> None:
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, ColumnPlan] = {}
         names = list(frame.columns)
         for option, columns in (("categories", categories), ("dates", dates)):
             for name in columns or ():
