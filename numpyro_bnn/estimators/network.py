@@ -212,17 +212,18 @@ class Network(BaseEstimator):
             return None
         call = f"{self._call}.fit"
         weight = as_floats(call, "sample_weight", sample_weight)
+        size = np.asarray(y).shape[:1]
         if weight.ndim == 0:
-            weight = np.full(len(y), float(weight))
-        if weight.shape != (len(y),):
+            weight = np.full(size, float(weight))
+        if weight.shape != size:
             # The first words are those that scikit-learn's checks look for.
-            got = f"shape {weight.shape}, for {len(y)} rows"
+            got = f"shape {weight.shape}, for targets of shape {np.asarray(y).shape}"
             instead = "Sample weights must be 1D array or scalar: one for each row."
             raise argument_error(call, "sample_weight", got, instead)
         check_finite(call, "sample_weight", weight)
         if np.any(weight < 0) or np.sum(weight > 0) < 2:
             got = f"{np.sum(weight < 0)} negative and {np.sum(weight > 0)} positive"
-            instead = "Pass how often each row counts, at least two of them positive."
+            instead = "Pass how often each row counts; two weights must be above zero."
             raise argument_error(call, "sample_weight", got, instead)
         if self.method == "adf":
             instead = (

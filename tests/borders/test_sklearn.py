@@ -22,6 +22,9 @@ ESTIMATORS = {
     "classifier": lambda: Classifier("mean_field", **LEARNED),
     "default regressor": lambda: Regressor(effort=0.01, num_chains=2, num_samples=4),
 }
+# A row of weight 2 is two rows to Monte Carlo error, not to the last digit; exactly
+# for Laplace: `test_a_weight_is_so_many_equal_rows`.
+EXPECTED = {"check_sample_weight_equivalence_on_dense_data": "Monte Carlo error"}
 # Checks that need no fit.
 QUICK = {
     "check_estimator_cloneable",
@@ -53,7 +56,7 @@ def test_the_contract_of_scikit_learn(name):
     with warnings.catch_warnings():
         # scikit-learn itself reports checks that it skips without array API support.
         warnings.filterwarnings("ignore", category=UserWarning, module="sklearn")
-        check_estimator(ESTIMATORS[name]())
+        check_estimator(ESTIMATORS[name](), expected_failed_checks=EXPECTED)
 
 
 def test_without_scikit_learn_the_room_says_what_to_install(monkeypatch):
