@@ -67,12 +67,28 @@ def looped(x, y, batch_size=None):
     scan(step, start, y)
 
 
+def bounded_steps(x, y, batch_size=None):
+    """Bounds in a loop: constant, from outside, and from another site of the step."""
+    high = numpyro.sample("high", dist.HalfNormal(1.0))
+
+    def step(last, value):
+        level = numpyro.sample("level", dist.TruncatedNormal(last, 1.0, low=0.0))
+        share = numpyro.sample("share", dist.Uniform(0.0, high))
+        part = numpyro.sample("part", dist.Uniform(0.0, share))
+        numpyro.sample("y", dist.Normal(level + part, 0.5), obs=value)
+        return level, level
+
+    scan(step, 0.0 * high, y[:4])
+
+
+LOOPED = ("looped", "bounded steps")
 MODELS = {
     **{name: (entry.model, entry.data) for name, entry in ZOO.items()},
     "bounded": (bounded, (X, Y)),
     "local": (local, (X, Y)),
     "handled": (handled, (X, Y)),
     "looped": (looped, (X, Y)),
+    "bounded steps": (bounded_steps, (X, Y)),
 }
 
 
@@ -137,7 +153,7 @@ def test_densities_are_those_of_numpyro(name):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, "looped")]
+    "name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED)]
 )
 def test_minibatches_are_those_of_numpyro(name):
     """Read on all rows or on a minibatch, with the indices as inputs of a program; the
