@@ -423,21 +423,34 @@ class Posterior:
             values = {key: values[key] for key in values if key not in self.local}
         return posterior.at(values, only=[name])[name]["fn"].support
 
-    def constrain(self, z: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Values of the latent sites at unconstrained values."""
-        return self._constrained(z)[0]
+    def constrain(
+        self, z: Mapping[str, Any], some: bool = False
+    ) -> dict[str, jax.Array]:
+        """Values of the latent sites at unconstrained values.
+
+        :param some: whether sites may be left out that no bounds depend on.
+        """
+        return self._constrained(z, some)[0]
 
     def _constrained(
-        self, z: Mapping[str, Any]
+        self, z: Mapping[str, Any], some: bool = False
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Values, and log determinants of the Jacobians of constrained sites."""
         values: dict[str, jax.Array] = {}
         log_determinants = {}
-        if missing := set(self.latent).difference(z):
+        missing = set(self.latent).difference(z)
+        if missing and some:
+            bounds = self.depends(
+                lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in z}, missing
+            )
+            missing = set().union(*bounds.values())
+        if missing:
             names = ", ".join(map(repr, sorted(missing)))
             instead = "Pass unconstrained values of all latent sites."
             raise argument_error("program.Posterior", "z", f"no {names}", instead)
         for name in self.latent:
+            if name not in z:
+                continue
             support = self._support(name, values)
             transform = biject_to(support)
             values[name] = transform(z[name])

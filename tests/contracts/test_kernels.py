@@ -13,7 +13,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from helpers import group, walk
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.gibbs import Gibbs
 from registry import KERNELS, firsts
 from zoo import BATCH, ZOO
 
@@ -187,6 +188,19 @@ def test_warmup_may_come_before_run():
     mcmc.warmup(jax.random.PRNGKey(3), *MODEL.args, **BATCHES)
     mcmc.run(mcmc.post_warmup_state.rng_key, *MODEL.args, **BATCHES)
     assert_same(second(mcmc), second(finished("SGLD")))
+
+
+def test_a_block_of_gibbs_constrains_its_own_sites():
+    """`Gibbs` leaves the sites of other blocks out."""
+
+    def model():
+        scale = numpyro.sample("scale", dist.HalfNormal())
+        numpyro.sample("w", dist.Normal(0.0, scale))
+
+    gibbs = Gibbs([(infer.GHMC(model, num_steps=3), ["scale"]), (NUTS(model), None)])
+    mcmc = MCMC(gibbs, num_warmup=2, num_samples=3, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    assert (mcmc.get_samples()["scale"] > 0).all()
 
 
 def test_an_exact_chain_goes_on_with_other_data():
