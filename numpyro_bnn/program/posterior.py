@@ -19,7 +19,7 @@ the model itself:
   numbers, which plates redraw their indices, which of its state nothing uses;
 - ``on(args, kwargs)``: the same for other arguments, read anew only where shapes, or
   values that shape the model, are others;
-- ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
+- ``run(fn, *values)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
   are the data of the model.
 """
 
@@ -169,7 +169,11 @@ class Posterior:
             return self
         arrays = {**self._constants, **self._arrays}
         key = frozenset(sizes.items())
-        if key not in self._resized:
+        known = self._resized.get(key)
+        # data that shape it are a part of it
+        if known is None or any(
+            arrays[place] is not array for place, array in known._constants.items()
+        ):
             resized = copy(self)
             with TRACING:
                 resized._trace_on(full_plates(self.model, sizes), arrays)
@@ -276,10 +280,13 @@ class Posterior:
         """Names of the latent sites of which it has the rows of a minibatch only."""
         return tuple(name for name in self.latent if self.frames(name))
 
-    def frames(self, name: str) -> list[Any]:
-        """The plates of which a site has the rows of a minibatch."""
+    def frames(self, name: str, plates: Collection[str] | None = None) -> list[Any]:
+        """The plates of which a site has the rows of a minibatch, or those among
+        ``plates``.
+        """
+        plates = self._sizes if plates is None else plates
         frames = self.sites[name].get("cond_indep_stack", ())
-        return [frame for frame in frames if frame.name in self._sizes]
+        return [frame for frame in frames if frame.name in plates]
 
     @property
     def stochastic(self) -> bool:
@@ -315,12 +322,14 @@ class Posterior:
         used = dependence(indices, {"key": jax.eval_shape(random.key, 0)})
         return frozenset(name for name in used if used[name])
 
-    def row_axes(self, name: str) -> dict[str, int]:
-        """The axes of the value of a sample site that have the rows of a minibatch, by
-        plate.
+    def row_axes(
+        self, name: str, plates: Collection[str] | None = None
+    ) -> dict[str, int]:
+        """The axes of the value of a sample site that have the rows of a minibatch, or
+        of ``plates``, by plate.
         """
-        event_dim = self.sites[name]["fn"].event_dim
-        return {frame.name: frame.dim - event_dim for frame in self.frames(name)}
+        event_dim, frames = self.sites[name]["fn"].event_dim, self.frames(name, plates)
+        return {frame.name: frame.dim - event_dim for frame in frames}
 
     def shapes(
         self, names: Collection[str] | None = None
@@ -498,17 +507,19 @@ class Posterior:
         posterior = self._with_sizes(sizes)
         inputs = {**posterior.with_rows(values, rows), **self._own_keys(rng_key)}
         sites = posterior.at(inputs, only=only)
-        if local := [name for name in posterior.local if name in sites]:
+        # also those of plates whose rows are all there, in another order
+        latent = sites.keys() & set(self.latent)
+        if local := [name for name in latent if self.frames(name, rows)]:
             sites |= self._with_sizes({}).at(values, only=local)
         return sites
 
     def with_rows(self, values: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
-        """Values and indices for ``at``: of local sites, which are given with all
-        their rows, those of the minibatch.
+        """Values and indices for ``at``: of sites in these plates, which are given with
+        all their rows, those that are wanted.
         """
         inputs = {**values, **rows}
-        for name in inputs.keys() & set(self.local):
-            for plate, axis in self.row_axes(name).items():
+        for name in inputs.keys() & set(self.latent):
+            for plate, axis in self.row_axes(name, rows).items():
                 inputs[name] = jnp.take(inputs[name], rows[plate], axis)
         return inputs
 
@@ -753,8 +764,8 @@ class Posterior:
         return idle
 
     def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
-        """``fn(reading, *given)`` by a compiled program, which equal ones share, also
-        with other data.
+        """``fn(posterior, *values)`` by a compiled program, which equal ones share,
+        also with other data.
 
         :param once: whether it runs so rarely that compiling it quickly matters more
             than its speed.
@@ -762,8 +773,8 @@ class Posterior:
         return self.prepare(fn, once)(*values)
 
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
-        """:meth:`run` as a function of ``values``, traced once for all values of one
-        shape.
+        """:meth:`run` of ``fn`` as a function of ``values`` alone, traced once for all
+        values of one shape.
         """
 
         def on_arrays(arrays: dict, *values: Any) -> Any:
