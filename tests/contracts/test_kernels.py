@@ -203,6 +203,14 @@ def test_a_block_of_gibbs_constrains_its_own_sites():
     assert (mcmc.get_samples()["scale"] > 0).all()
 
 
+def test_fields_of_other_kernels_are_empty():
+    kernel = infer.SGLD(MODEL.model, 1e-3, steps_per_draw=1, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False)
+    length = ("decoherence_length",)
+    mcmc.run(jax.random.key(0), *MODEL.args, **BATCHES, extra_fields=length)
+    assert mcmc.get_extra_fields()[length[0]] is None
+
+
 def test_an_exact_chain_goes_on_with_other_data():
     """The potential of the data before would refuse all proposals."""
 
