@@ -15,7 +15,6 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
-from numpyro_bnn.infer.linear_structure import log_density
 from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
@@ -27,7 +26,7 @@ from numpyro_bnn.infer.wrapper import (
     with_values,
 )
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.posterior import Posterior, log_density
 from numpyro_bnn.program.sites import CONDITIONED
 
 BETA = "_inverse_temperature"
@@ -288,7 +287,7 @@ class ParallelTempering(OuterKernel):
             trace = reading.at(constrain(z))
             for site in sites_of_type(trace, "sample").values():
                 if _is_tempered(site, self._temper, reading.held):
-                    log_densities += log_density(site)
+                    log_densities += log_density(site, within=True)
             return log_densities
 
         return total

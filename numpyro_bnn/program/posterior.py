@@ -851,9 +851,17 @@ def _search(
     return z, trace
 
 
-def log_density(site: Site) -> jax.Array:
-    """The log density of a site as it enters the potential: masked, scaled, summed."""
-    return jnp.sum(_scaled(site["scale"], site["fn"].log_prob(site["value"])))
+def log_density(site: Site, within: bool = False) -> jax.Array:
+    """The log density of a site as it enters the potential: masked, scaled, summed.
+
+    :param within: whether it is minus infinity where a parameter, or the value, leaves
+        bounds, with values behind a mask inside of all.
+    """
+    fn, value = site["fn"], site["value"]
+    total = jnp.sum(_scaled(site["scale"], fn.log_prob(value)))
+    if not within:
+        return total
+    return jnp.where(jnp.all(in_support(fn, value)), total, -jnp.inf)
 
 
 def _scaled(scale: Any, log_prob: jax.Array) -> jax.Array:
