@@ -28,7 +28,7 @@ def dependence(
     :param fn: from a dictionary of arrays (or trees of arrays) to a dictionary of
         arrays.
     :param arguments: example values.
-    :return: a superset if a loop or a branch mixes arguments.
+    :return: a superset where a primitive, or a ``while`` loop, mixes arguments.
 
     >>> import jax.numpy as jnp
     >>> sources = dependence(
@@ -50,13 +50,47 @@ def program_dependence(
     ``shapes``.
     """
     owners = [frozenset([name]) for name in _names_of_leaves(dict(arguments))]
-    walk = Follower(lambda equation, *sources: frozenset().union(*sources), frozenset())
     sources_of: dict[Any, set] = {name: set() for name in shapes}
     for name, sources in zip(
-        _names_of_leaves(shapes), walk.follow(closed.jaxpr, owners), strict=True
+        _names_of_leaves(shapes),
+        _SourceFollower().follow(closed.jaxpr, owners),
+        strict=True,
     ):
         sources_of[name] |= sources
     return sources_of
+
+
+class _SourceFollower(Follower):
+    """Follow sets of names, also through loops and branches."""
+
+    def __init__(self) -> None:
+        rules = {"cond": self.branches, "scan": self.scan}
+        super().__init__(self.joined, frozenset(), rules)
+
+    def joined(self, equation: Equation, *sources: frozenset) -> frozenset:
+        return frozenset().union(*sources)
+
+    def branches(self, equation: Equation, *sources: frozenset) -> list[frozenset]:
+        outputs = [sources[0]] * len(equation.outputs)  # those of the predicate
+        for branch in equation.params["branches"]:
+            results = self.follow(branch.jaxpr, sources[1:])
+            outputs = [old | new for old, new in zip(outputs, results, strict=True)]
+        return outputs
+
+    def scan(self, equation: Equation, *sources: frozenset) -> list[frozenset]:
+        """What is carried has the sources of all steps: they grow until they no longer
+        change.
+        """
+        carry_start = equation.params["num_consts"]
+        slice_start = carry_start + equation.params["num_carry"]
+        constants, slices = sources[:carry_start], sources[slice_start:]
+        previous, carried = None, list(sources[carry_start:slice_start])
+        while carried != previous:
+            previous, inputs = carried, [*constants, *carried, *slices]
+            outputs = self.follow(equation.params["jaxpr"].jaxpr, inputs)
+            # the outputs begin with what is carried
+            carried = [old | new for old, new in zip(previous, outputs, strict=False)]
+        return [*carried, *outputs[len(carried) :]]
 
 
 def _names_of_leaves(trees: Mapping) -> list[Any]:

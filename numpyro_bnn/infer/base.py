@@ -84,9 +84,6 @@ FORGOTTEN = 5
 MIN_SECONDS_SHOWN = 0.1  # of a text of the progress bar
 
 StepSize: TypeAlias = Positive | Callable | None
-InitStrategy: TypeAlias = Annotated[
-    Callable, Kind(callable, "Pass e.g. `init_to_median`.")
-]
 
 
 class RunPlan(NamedTuple):
@@ -581,6 +578,11 @@ class SGMCMCKernel(ModelKernel):
             state = phase.before(state, now)
         sampler = now.sampler(state)
         engine = sgmcmc.engine.reset_statistics(state.engine)
+        if self.exact:
+            # `MCMC.run` may go on with other data: their potential, compared with the
+            # one before, would refuse all steps, or take wrong ones
+            engine = sampler.refresh(engine)
+            state = state.spend(sampler.refresh_cost)
         engine = self.steps(sampler, engine, now.i)
         step_size = jnp.asarray(sampler.schedule(engine.step - 1))
         state = state._replace(

@@ -15,9 +15,7 @@ from jax import random
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import (
     affine_normal,
-    in_support,
     is_affine_normal,
-    is_factor,
     unmasked_elements,
     unwrapped,
 )
@@ -235,16 +233,6 @@ def _errors(
         tolerated = TOLERANCE * (jnp.abs(start) + jnp.abs(jacobian) @ jnp.abs(u))
         errors.append((linear.mean(u) - (start + jacobian @ u), tolerated))
     return errors
-
-
-def log_density(site: Mapping[str, Any]) -> jax.Array:
-    """Log density of a site, with its scale; minus infinity outside of the support."""
-    fn, value = site["fn"], site["value"]
-    log_prob = fn.log_prob(value)
-    if not is_factor(fn):
-        inside = jnp.all(fn.support(value)) & jnp.all(in_support(fn))
-        log_prob = jnp.where(inside, log_prob, -jnp.inf)
-    return jnp.sum(log_prob if site["scale"] is None else site["scale"] * log_prob)
 
 
 def weights(site: Mapping[str, Any]) -> jax.Array:

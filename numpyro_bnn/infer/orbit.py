@@ -10,6 +10,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Positive, Switch, checked
+from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry import Symmetry, check
@@ -31,6 +32,7 @@ class OrbitState(NamedTuple):
         group.
     :param i: transitions so far.
     :param rng_key: the key of the next transition.
+    :param data: how often they had changed in place; no array.
     """
 
     base: Any
@@ -38,6 +40,7 @@ class OrbitState(NamedTuple):
     orbit_width: jax.Array
     i: jax.Array
     rng_key: jax.Array
+    data: DataVersion = DataVersion()
 
     def __getattr__(self, name: str) -> Any:
         return inner_attribute(self, name)

@@ -77,9 +77,9 @@ class SGMCMCState(NamedTuple):
         return self.engine.statistics.energy_variance
 
     @property
-    def decoherence_length(self) -> jax.Array:
-        """L of these kernels."""
-        return self.engine.memory.length
+    def decoherence_length(self) -> jax.Array | None:
+        """L of these kernels; ``None`` for others."""
+        return getattr(self.engine.memory, "length", None)
 
     @property
     def refused_steps(self) -> jax.Array:

@@ -20,7 +20,12 @@ from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
+from numpyro_bnn.infer.model_arguments import (
+    DataVersion,
+    ModelKernel,
+    one_thread,
+    over_chains,
+)
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -29,12 +34,13 @@ from numpyro_bnn.symmetry.gig import log_gig
 
 
 class PrecisionGibbsState(NamedTuple):
-    """State of :class:`PrecisionGibbs`: constrained values of its sites, and the key of
-    the next sweep.
+    """State of :class:`PrecisionGibbs`: constrained values of its sites, the key of the
+    next sweep, and how often data had changed in place (no array).
     """
 
     z: dict[str, jax.Array]
     rng_key: jax.Array
+    data: DataVersion = DataVersion()
 
 
 def held_values(
@@ -171,7 +177,7 @@ class PrecisionGibbs(ModelKernel):
             value = (init_params or {}).get(name, drawn[name])
             z[name] = jnp.asarray(value, drawn[name].dtype)
         self._sample_fn = self._transition
-        return PrecisionGibbsState(z, keys[1])
+        return PrecisionGibbsState(z, keys[1], self._arguments.version)
 
     def sample(
         self,
@@ -207,7 +213,7 @@ class PrecisionGibbs(ModelKernel):
             z |= _draw(group, traced, z, group_key)
         for name, value in state.z.items():
             z[name] = z[name].astype(value.dtype)
-        return PrecisionGibbsState(z, rng_key)
+        return state._replace(z=z, rng_key=rng_key)
 
     def refresh(
         self,

@@ -140,8 +140,10 @@ class Target:
         return posterior.prepare(values, once=False)
 
     def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
-        """The function from z to constrained values."""
-        return self.on(args, kwargs).constrain
+        """The function from z to constrained values; ``Gibbs`` gives only those of a
+        block.
+        """
+        return partial(self.on(args, kwargs).constrain, some=True)
 
     def log_likelihood(
         self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping

@@ -15,8 +15,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
-from numpyro_bnn.infer.linear_structure import log_density
-from numpyro_bnn.infer.model_arguments import one_thread, over_chains
+from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import (
@@ -27,7 +26,7 @@ from numpyro_bnn.infer.wrapper import (
     with_values,
 )
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.posterior import Posterior, log_density
 from numpyro_bnn.program.sites import CONDITIONED
 
 BETA = "_inverse_temperature"
@@ -51,6 +50,7 @@ class TemperingState(NamedTuple):
     :param rejections: sum of rejection probabilities since the ladder was last spaced,
         (R - 1,).
     :param i: transitions so far; ``rng_key``: the key of the next exchange.
+    :param data: how often they had changed in place; no array.
     """
 
     z: Any
@@ -63,6 +63,7 @@ class TemperingState(NamedTuple):
     rejections: jax.Array
     i: jax.Array
     rng_key: jax.Array
+    data: DataVersion = DataVersion()
 
 
 class ParallelTempering(OuterKernel):
@@ -203,6 +204,7 @@ class ParallelTempering(OuterKernel):
             rejections=jnp.zeros(size - 1),
             i=jnp.zeros((), jnp.int32),
             rng_key=rng_key,
+            data=self._arguments.version,
         )
         return self.refresh(state, args, kwargs)
 
@@ -285,7 +287,7 @@ class ParallelTempering(OuterKernel):
             trace = reading.at(constrain(z))
             for site in sites_of_type(trace, "sample").values():
                 if _is_tempered(site, self._temper, reading.held):
-                    log_densities += log_density(site)
+                    log_densities += log_density(site, within=True)
             return log_densities
 
         return total

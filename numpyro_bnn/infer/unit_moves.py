@@ -15,10 +15,10 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn.infer.linear_structure import log_density
+from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
-from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.posterior import Posterior, log_density
 from numpyro_bnn.program.sites import arrays_in
 
 
@@ -29,12 +29,14 @@ class UnitState(NamedTuple):
     :param unit_accept_prob: mean acceptance probability of the moves of the last
         transition.
     :param i: transitions so far; ``rng_key``: the key of the next transition.
+    :param data: how often they had changed in place; no array.
     """
 
     base: Any
     unit_accept_prob: jax.Array
     i: jax.Array
     rng_key: jax.Array
+    data: DataVersion = DataVersion()
 
     def __getattr__(self, name: str) -> Any:
         return inner_attribute(self, name)
@@ -242,8 +244,8 @@ def _log_other(
     total = jnp.zeros(())
     for name, site in sites_of_type(trace, "sample").items():
         if name not in prior:
-            total += log_density(site)
+            total += log_density(site, within=True)
         elif site["scale"] is not None:
             plain = jnp.sum(prior[name].log_prob(site["value"]))
-            total += log_density(site) - plain
+            total += log_density(site, within=True) - plain
     return total

@@ -86,8 +86,8 @@ class Wrapper(OuterKernel):
     caches.
 
     The state of a subclass has ``base``, the state of the inner kernel, ``i``, the
-    number of transitions so far, and ``rng_key``. A subclass implements ``_prepare``,
-    ``_start`` and ``_move``.
+    number of transitions so far, ``rng_key`` and ``data``. A subclass implements
+    ``_prepare``, ``_start`` and ``_move``.
 
     :raises TypeError: for anything but a kernel with a model and ``refresh``.
     """
@@ -164,7 +164,8 @@ class Wrapper(OuterKernel):
         )
         self._sample_fn = self._transition
         batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
-        return self._start(base, batch_shape, own_key)
+        state = self._start(base, batch_shape, own_key)
+        return state._replace(data=self._arguments.version)
 
     def _plan_moves(self, num_warmup: int, args: tuple, kwargs: dict[str, Any]) -> None:
         conditioned, model_kwargs = held_values(kwargs)

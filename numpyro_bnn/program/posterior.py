@@ -19,7 +19,7 @@ the model itself:
   numbers, which plates redraw their indices, which of its state nothing uses;
 - ``on(args, kwargs)``: the same for other arguments, read anew only where shapes, or
   values that shape the model, are others;
-- ``run(fn, *given)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
+- ``run(fn, *values)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
   are the data of the model.
 """
 
@@ -169,7 +169,11 @@ class Posterior:
             return self
         arrays = {**self._constants, **self._arrays}
         key = frozenset(sizes.items())
-        if key not in self._resized:
+        known = self._resized.get(key)
+        # data that shape it are a part of it
+        if known is None or any(
+            arrays[place] is not array for place, array in known._constants.items()
+        ):
             resized = copy(self)
             with TRACING:
                 resized._trace_on(full_plates(self.model, sizes), arrays)
@@ -276,10 +280,13 @@ class Posterior:
         """Names of the latent sites of which it has the rows of a minibatch only."""
         return tuple(name for name in self.latent if self.frames(name))
 
-    def frames(self, name: str) -> list[Any]:
-        """The plates of which a site has the rows of a minibatch."""
+    def frames(self, name: str, plates: Collection[str] | None = None) -> list[Any]:
+        """The plates of which a site has the rows of a minibatch, or those among
+        ``plates``.
+        """
+        plates = self._sizes if plates is None else plates
         frames = self.sites[name].get("cond_indep_stack", ())
-        return [frame for frame in frames if frame.name in self._sizes]
+        return [frame for frame in frames if frame.name in plates]
 
     @property
     def stochastic(self) -> bool:
@@ -315,12 +322,14 @@ class Posterior:
         used = dependence(indices, {"key": jax.eval_shape(random.key, 0)})
         return frozenset(name for name in used if used[name])
 
-    def row_axes(self, name: str) -> dict[str, int]:
-        """The axes of the value of a sample site that have the rows of a minibatch, by
-        plate.
+    def row_axes(
+        self, name: str, plates: Collection[str] | None = None
+    ) -> dict[str, int]:
+        """The axes of the value of a sample site that have the rows of a minibatch, or
+        of ``plates``, by plate.
         """
-        event_dim = self.sites[name]["fn"].event_dim
-        return {frame.name: frame.dim - event_dim for frame in self.frames(name)}
+        event_dim, frames = self.sites[name]["fn"].event_dim, self.frames(name, plates)
+        return {frame.name: frame.dim - event_dim for frame in frames}
 
     def shapes(
         self, names: Collection[str] | None = None
@@ -423,21 +432,34 @@ class Posterior:
             values = {key: values[key] for key in values if key not in self.local}
         return posterior.at(values, only=[name])[name]["fn"].support
 
-    def constrain(self, z: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Values of the latent sites at unconstrained values."""
-        return self._constrained(z)[0]
+    def constrain(
+        self, z: Mapping[str, Any], some: bool = False
+    ) -> dict[str, jax.Array]:
+        """Values of the latent sites at unconstrained values.
+
+        :param some: whether sites may be left out that no bounds depend on.
+        """
+        return self._constrained(z, some)[0]
 
     def _constrained(
-        self, z: Mapping[str, Any]
+        self, z: Mapping[str, Any], some: bool = False
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Values, and log determinants of the Jacobians of constrained sites."""
         values: dict[str, jax.Array] = {}
         log_determinants = {}
-        if missing := set(self.latent).difference(z):
+        missing = set(self.latent).difference(z)
+        if missing and some:
+            bounds = self.depends(
+                lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in z}, missing
+            )
+            missing = set().union(*bounds.values())
+        if missing:
             names = ", ".join(map(repr, sorted(missing)))
             instead = "Pass unconstrained values of all latent sites."
             raise argument_error("program.Posterior", "z", f"no {names}", instead)
         for name in self.latent:
+            if name not in z:
+                continue
             support = self._support(name, values)
             transform = biject_to(support)
             values[name] = transform(z[name])
@@ -485,17 +507,19 @@ class Posterior:
         posterior = self._with_sizes(sizes)
         inputs = {**posterior.with_rows(values, rows), **self._own_keys(rng_key)}
         sites = posterior.at(inputs, only=only)
-        if local := [name for name in posterior.local if name in sites]:
+        # also those of plates whose rows are all there, in another order
+        latent = sites.keys() & set(self.latent)
+        if local := [name for name in latent if self.frames(name, rows)]:
             sites |= self._with_sizes({}).at(values, only=local)
         return sites
 
     def with_rows(self, values: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
-        """Values and indices for ``at``: of local sites, which are given with all
-        their rows, those of the minibatch.
+        """Values and indices for ``at``: of sites in these plates, which are given with
+        all their rows, those that are wanted.
         """
         inputs = {**values, **rows}
-        for name in inputs.keys() & set(self.local):
-            for plate, axis in self.row_axes(name).items():
+        for name in inputs.keys() & set(self.latent):
+            for plate, axis in self.row_axes(name, rows).items():
                 inputs[name] = jnp.take(inputs[name], rows[plate], axis)
         return inputs
 
@@ -740,8 +764,8 @@ class Posterior:
         return idle
 
     def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
-        """``fn(reading, *given)`` by a compiled program, which equal ones share, also
-        with other data.
+        """``fn(posterior, *values)`` by a compiled program, which equal ones share,
+        also with other data.
 
         :param once: whether it runs so rarely that compiling it quickly matters more
             than its speed.
@@ -749,8 +773,8 @@ class Posterior:
         return self.prepare(fn, once)(*values)
 
     def prepare(self, fn: Callable, once: bool = True) -> Callable:
-        """:meth:`run` as a function of ``values``, traced once for all values of one
-        shape.
+        """:meth:`run` of ``fn`` as a function of ``values`` alone, traced once for all
+        values of one shape.
         """
 
         def on_arrays(arrays: dict, *values: Any) -> Any:
@@ -827,9 +851,17 @@ def _search(
     return z, trace
 
 
-def log_density(site: Site) -> jax.Array:
-    """The log density of a site as it enters the potential: masked, scaled, summed."""
-    return jnp.sum(_scaled(site["scale"], site["fn"].log_prob(site["value"])))
+def log_density(site: Site, within: bool = False) -> jax.Array:
+    """The log density of a site as it enters the potential: masked, scaled, summed.
+
+    :param within: whether it is minus infinity where a parameter, or the value, leaves
+        bounds, with values behind a mask inside of all.
+    """
+    fn, value = site["fn"], site["value"]
+    total = jnp.sum(_scaled(site["scale"], fn.log_prob(value)))
+    if not within:
+        return total
+    return jnp.where(jnp.all(in_support(fn, value)), total, -jnp.inf)
 
 
 def _scaled(scale: Any, log_prob: jax.Array) -> jax.Array:

@@ -9,9 +9,12 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from helpers import group, walk
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.gibbs import Gibbs
 from registry import KERNELS, firsts
 from zoo import BATCH, ZOO
 
@@ -185,6 +188,42 @@ def test_warmup_may_come_before_run():
     mcmc.warmup(jax.random.PRNGKey(3), *MODEL.args, **BATCHES)
     mcmc.run(mcmc.post_warmup_state.rng_key, *MODEL.args, **BATCHES)
     assert_same(second(mcmc), second(finished("SGLD")))
+
+
+def test_a_block_of_gibbs_constrains_its_own_sites():
+    """`Gibbs` leaves the sites of other blocks out."""
+
+    def model():
+        scale = numpyro.sample("scale", dist.HalfNormal())
+        numpyro.sample("w", dist.Normal(0.0, scale))
+
+    gibbs = Gibbs([(infer.GHMC(model, num_steps=3), ["scale"]), (NUTS(model), None)])
+    mcmc = MCMC(gibbs, num_warmup=2, num_samples=3, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    assert (mcmc.get_samples()["scale"] > 0).all()
+
+
+def test_fields_of_other_kernels_are_empty():
+    kernel = infer.SGLD(MODEL.model, 1e-3, steps_per_draw=1, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False)
+    length = ("decoherence_length",)
+    mcmc.run(jax.random.key(0), *MODEL.args, **BATCHES, extra_fields=length)
+    assert mcmc.get_extra_fields()[length[0]] is None
+
+
+def test_an_exact_chain_goes_on_with_other_data():
+    """The potential of the data before would refuse all proposals."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 10.0))
+        numpyro.sample("y", dist.Normal(w, 0.1).expand([50]).to_event(1), obs=y)
+
+    kernel = infer.GHMC(model, num_steps=3)
+    mcmc = MCMC(kernel, num_warmup=30, num_samples=20, progress_bar=False)
+    mcmc.run(jax.random.key(0), jnp.zeros(50))
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(jax.random.key(1), jnp.full(50, 3.0))
+    np.testing.assert_allclose(mcmc.get_samples()["w"][10:], 3.0, atol=0.1)
 
 
 # JAX warns that NumPyro's donated buffers cannot be used under `vmap`.

@@ -7,6 +7,8 @@ from functools import cache
 
 import jax
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from helpers import group
 from jax.flatten_util import ravel_pytree
@@ -42,6 +44,34 @@ def of_row(name):
     entry = ZOO[WRAPPERS[name].model]
     kernel = WRAPPERS[name].make(entry.model, entry.args)
     return kernel if name.startswith("collapse") else pickle.loads(pickle.dumps(kernel))
+
+
+def of_mean(y):
+    w = numpyro.sample("w", dist.Normal(0.0, 10.0).expand([2]).to_event(1))
+    scale = numpyro.sample("scale", dist.HalfNormal())
+    numpyro.deterministic("mean", y.mean())
+    numpyro.sample("y", dist.Normal(w[0], scale).expand([3]).to_event(1), obs=y)
+
+
+SGLD_OF_MEAN = infer.SGLD(of_mean, 1e-3, steps_per_draw=1, warm_start=0.0)
+OUTER = {
+    "UnitMoves": lambda: infer.UnitMoves(SGLD_OF_MEAN, {"w": 0}, num_moves=1),
+    "ParallelTempering": lambda: infer.ParallelTempering(SGLD_OF_MEAN, 2),
+    "PrecisionGibbs": lambda: Gibbs(
+        [(infer.PrecisionGibbs(of_mean), ["scale"]), (NUTS(of_mean), None)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_new_run_reads_data_that_changed_in_place(name):
+    """Also in deterministic sites, which a program computes that ``MCMC`` keeps."""
+    y = np.zeros(3, np.float32)
+    mcmc = MCMC(OUTER[name](), num_warmup=0, num_samples=2, progress_bar=False)
+    for value in (0.0, 5.0):
+        y[:] = value
+        mcmc.run(jax.random.key(0), y)
+        np.testing.assert_array_equal(mcmc.get_samples()["mean"], value)
 
 
 def stepping(name, seed):

@@ -67,12 +67,28 @@ def looped(x, y, batch_size=None):
     scan(step, start, y)
 
 
+def bounded_steps(x, y, batch_size=None):
+    """Bounds in a loop: constant, from outside, and from another site of the step."""
+    high = numpyro.sample("high", dist.HalfNormal(1.0))
+
+    def step(last, value):
+        level = numpyro.sample("level", dist.TruncatedNormal(last, 1.0, low=0.0))
+        share = numpyro.sample("share", dist.Uniform(0.0, high))
+        part = numpyro.sample("part", dist.Uniform(0.0, share))
+        numpyro.sample("y", dist.Normal(level + part, 0.5), obs=value)
+        return level, level
+
+    scan(step, 0.0 * high, y[:4])
+
+
+LOOPED = ("looped", "bounded steps")
 MODELS = {
     **{name: (entry.model, entry.data) for name, entry in ZOO.items()},
     "bounded": (bounded, (X, Y)),
     "local": (local, (X, Y)),
     "handled": (handled, (X, Y)),
     "looped": (looped, (X, Y)),
+    "bounded steps": (bounded_steps, (X, Y)),
 }
 
 
@@ -137,7 +153,7 @@ def test_densities_are_those_of_numpyro(name):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, "looped")]
+    "name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED)]
 )
 def test_minibatches_are_those_of_numpyro(name):
     """Read on all rows or on a minibatch, with the indices as inputs of a program; the
@@ -172,6 +188,45 @@ def test_minibatches_are_those_of_numpyro(name):
     whole = on_all.potential(z)
     np.testing.assert_allclose(on_batch.potential(z), whole, rtol=1e-5)
     np.testing.assert_allclose(energies.mean(), whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_rows_may_be_all_in_another_order(batch_size):
+    """Also of one plate where another is subsampled: values of each row go along."""
+
+    def model(y, batch_size=None):
+        columns = numpyro.plate("columns", 3, dim=-1, subsample_size=batch_size)
+        rows = numpyro.plate("rows", 4, dim=-2, subsample_size=batch_size)
+        with rows as i, columns as j:
+            b = numpyro.sample("b", dist.Normal())
+            numpyro.sample("y", dist.Normal(b, 1.0), obs=y[i][:, j])
+
+    y = jnp.arange(12.0).reshape(4, 3)
+    posterior = Posterior(model, (y, batch_size), full=batch_size is None)
+    order, z = jnp.array([2, 0, 3, 1]), {"b": y}
+    for columns in (jnp.array([1, 0, 2]), jnp.array([2, 1])):
+        chosen = {"rows": order, "columns": columns}
+        log_p = posterior.log_likelihood(z, chosen)["y"]
+        assert log_p.shape == (4, columns.size)
+        np.testing.assert_allclose(log_p, dist.Normal().log_prob(0.0), rtol=1e-6)
+    whole = posterior.potential(z)
+    np.testing.assert_allclose(posterior.potential(z, {"rows": order}), whole)
+
+
+def test_sizes_of_a_model_keep_no_data_of_another():
+    """A model that needs values only on all its rows."""
+
+    def model(y, batch_size=None):
+        w = numpyro.sample("w", dist.Normal())
+        with numpyro.plate("data", 4, subsample_size=batch_size) as i:
+            shift = np.asarray(y).max() if i.shape[0] == 4 else 0.0
+            numpyro.sample("y", dist.Normal(w - shift, 1.0), obs=y[i])
+
+    posterior = Posterior(model, (jnp.zeros(4), 2), full=False)
+    for y in (jnp.zeros(4), jnp.ones(4)):
+        found = posterior.on((y, 2), {}).potential({"w": 0.0})
+        expected = potential_energy(model, (y,), {}, {"w": 0.0})
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_other_arguments_need_no_other_run():

@@ -13,6 +13,7 @@ import scipy.stats
 from helpers import refused
 from jax import random
 from numpyro import handlers
+from numpyro.infer import HMC, MCMC
 from orbits import Still, after_moves
 
 from numpyro_bnn import infer, priors, symmetry
@@ -96,6 +97,26 @@ def test_moves_stay_where_the_data_are_possible():
     )
     assert np.abs(found["w"] - 0.5).max() <= 1
     assert np.std(found["w"]) > 0.3
+
+
+@pytest.mark.parametrize("field", ["unit_accept_prob", "swap_accept_prob"])
+def test_a_missing_datum_behind_a_mask_is_no_border(field):
+    """Moves and exchanges of replicas are accepted."""
+    y = jnp.array([0.5, jnp.nan])
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+        with numpyro.plate("data", 2), handlers.mask(mask=jnp.isfinite(y)):
+            numpyro.sample("y", dist.Normal(w[0], 1.0), obs=y)
+
+    wrap = {
+        "unit_accept_prob": unit_moves({"w": 0}, 5),
+        "swap_accept_prob": lambda kernel: infer.ParallelTempering(kernel, 2),
+    }[field]
+    kernel = wrap(HMC(model, trajectory_length=1.0))
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=4, progress_bar=False)
+    mcmc.run(random.key(0), extra_fields=(field,))
+    assert (mcmc.get_extra_fields()[field] > 0).any()
 
 
 @pytest.mark.parametrize("wrapper", ["UnitMoves", "OrbitMoves"])
