@@ -258,6 +258,7 @@ MAPS = {
     ),
     "summed": (written(lambda h, s, w: (h * w).sum(-1), W), ["w"]),
     "jit": (written(lambda h, s, w: jax.jit(jnp.matmul)(h, w), W), ["w"]),
+    "tiled": (written(lambda h, s, w: h[:, 0] * jnp.tile(w, N // H), W), ["w"]),
     "integers": (of_integers, ["w"]),
     # What has no independent blocks of equal size, or is not understood.
     "used twice": (written(lambda h, s, w: h @ w + jnp.sin(h) @ w, W), ["w"]),
