@@ -162,6 +162,8 @@ def affine_normal(
     for transform in reversed(transforms):
         loc = transform.loc + transform.scale * loc
         scale = transform.scale * scale
+    # an integer is a mean too, and what is added to a mean takes its type
+    loc, scale = (jnp.asarray(a, jnp.result_type(a, float)) for a in (loc, scale))
     return jnp.broadcast_to(loc, fn.shape()), jnp.broadcast_to(scale, fn.shape())
 
 

@@ -126,6 +126,10 @@ def _to(axis: Callable[[Equation, Place], int]) -> Move:
     return lambda equation, operand, place: place._replace(axis=axis(equation, place))
 
 
+def _behind_new(equation: Equation, place: Place) -> int:
+    return place.axis + (place.axis >= equation.params["axis"])
+
+
 def _unless(touched: Callable[[Equation], Iterable[int]]) -> Move:
     """Places stay, except along the axes that the operation acts on."""
 
@@ -301,7 +305,9 @@ TABLE: dict[str, Primitive] = {
         _STAY,
     ),
     # `place_after` moves what is reshaped, by the size of what is numbered.
-    **_rows("reshape squeeze expand_dims stack", "view", None),
+    **_rows("reshape squeeze expand_dims", "view", None),
+    **_rows("stack", "view", _to(_behind_new), _in_all),
+    **_rows("tile", "view", _STAY, _in_all),  # repeats all that is numbered
     **_rows(
         "transpose",
         "view",

@@ -72,7 +72,7 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
         )
         warnings.warn(message, stacklevel=find_stack_level())
         return site["value"]
-    moments = _normal_moments(site["fn"])
+    moments = affine_normal(site["fn"], masked=True)
     if moments is None:
         return init_to_median(site)
     loc, scale = moments
@@ -81,13 +81,6 @@ def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
         return jnp.broadcast_to(loc, shape)
     noise = jax.random.normal(site["kwargs"]["rng_key"], shape, loc.dtype)
     return loc + jnp.minimum(jnp.abs(scale), _fan_in_scale(site["name"], shape)) * noise
-
-
-def _normal_moments(fn: Any) -> list[jax.Array] | None:
-    moments = affine_normal(fn, masked=True)
-    if moments is None:
-        return None
-    return [jnp.asarray(moment, jnp.result_type(moment, float)) for moment in moments]
 
 
 def _weight(name: str) -> str:
@@ -138,7 +131,7 @@ def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
         site are not inputs of a layer.
     :return: min(prior sd, fan_in^-1/2) for Gaussian weights, 1 for all others.
     """
-    moments = _normal_moments(site["fn"])
+    moments = affine_normal(site["fn"], masked=True)
     if moments is None:
         return 1.0
     scale = jnp.abs(moments[1])

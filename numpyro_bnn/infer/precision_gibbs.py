@@ -276,7 +276,7 @@ def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
         gamma = random.exponential(rng_key, t.shape, t.dtype)
     else:
         gamma = random.gamma(rng_key, weight, t.shape, t.dtype)
-    return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2 + 1 / t) / weight)
+    return GIG(-0.5, 0.0, 2 * gamma / (fn.scale**-2.0 + 1 / t) / weight)
 
 
 # (distribution, whether t is the square of the value) -> prior of t; a new hyperprior
@@ -286,7 +286,7 @@ PRIORS: Mapping[tuple[type, bool], Callable[..., GIG]] = {
     (dist.Chi2, False): lambda fn, *_: GIG(fn.concentration, 2 * fn.rate, 0.0),
     (dist.Exponential, False): lambda fn, *_: GIG(1.0, 2 * fn.rate, 0.0),
     (dist.InverseGamma, False): lambda fn, *_: GIG(-fn.concentration, 0.0, 2 * fn.rate),
-    (dist.HalfNormal, True): lambda fn, *_: GIG(0.5, fn.scale**-2, 0.0),
+    (dist.HalfNormal, True): lambda fn, *_: GIG(0.5, fn.scale**-2.0, 0.0),
     (dist.HalfCauchy, True): _half_cauchy,
 }
 

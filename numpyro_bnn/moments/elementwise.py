@@ -46,7 +46,7 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
     if len(variables) == 1:
         _check_domain(equation, operands)
         return Term(variables.pop(), equation, operands, _affine(equation, operands))
-    _check_independence(equation, variables)
+    check_independence(equation, variables)
     pair = _INDEPENDENT.get(equation.name)
     if pair is None or (equation.name == "select_n" and isinstance(operands[0], Term)):
         raise equation.refuse(
@@ -145,7 +145,8 @@ def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
         )
 
 
-def _check_independence(equation: Equation, variables: set[Any]) -> None:
+def check_independence(equation: Equation, variables: set[Any]) -> None:
+    """Refuse to combine variables that are known to depend on one another."""
     for first in variables:
         for second in variables - {first}:
             if first.parts & second.reduced:

@@ -2,6 +2,8 @@
 only move elements.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,9 +11,10 @@ import numpy as np
 
 from numpyro_bnn._programs.walk import Equation
 from numpyro_bnn.moments.closed_forms import maximum, maximum_of
+from numpyro_bnn.moments.elementwise import check_independence
 from numpyro_bnn.moments.expectation import NODES
-from numpyro_bnn.moments.registry import register
-from numpyro_bnn.moments.terms import Gaussian, both_moments
+from numpyro_bnn.moments.registry import RULES, register
+from numpyro_bnn.moments.terms import Gaussian, both_moments, terms_among
 
 
 @register("dot_general", "conv_general_dilated", multiplies=True)
@@ -112,10 +115,35 @@ def _move(equation: Equation, *operands: Any) -> Any:
             "looks up with random indices", "Index with plain integers."
         )
 
-    def move(arrays: list[Any]) -> Any:
+    def move(equation: Equation, arrays: list[Any]) -> Any:
         inputs = list(arrays)
         for k in places:
             inputs.insert(k, operands[k])
         return equation.bind(*inputs)
 
-    return both_moments(move, data)
+    of_variances = equation
+    if equation.params.get("fill_value") is not None:
+        # what an unknown index looks up is a known number
+        params = {**equation.params, "fill_value": 0.0}
+        jaxpr_equation = equation.jaxpr_equation.replace(params=params)
+        of_variances = replace(equation, jaxpr_equation=jaxpr_equation)
+    return both_moments(partial(move, equation), data, partial(move, of_variances))
+
+
+_move_and_add = RULES["scatter-add"]
+
+
+def _scatter_add(equation: Equation, *operands: Any) -> Any:
+    """Which elements meet is not tracked: both arrays must be of different ones."""
+    terms = terms_among(operands)
+    variables = [term.variable for term in terms]
+    if len(variables) == 2 and variables[0].parts & variables[1].parts:
+        raise equation.refuse(
+            "combines two functions of the same random elements",
+            "Add arrays of different elements, or index without `.at[...].add`.",
+        )
+    check_independence(equation, set(variables))
+    return _move_and_add(equation, *operands)
+
+
+RULES["scatter-add"] = _scatter_add

@@ -83,9 +83,13 @@ def terms_among(operands: Sequence[Any]) -> list["Term"]:
     return [operand for operand in operands if isinstance(operand, Term)]
 
 
-def both_moments(move: Callable[[list[Any]], Any], operands: Sequence[Any]) -> Any:
-    """Apply a map of arrays to the means, and to the variances; plain operands have
-    variance 0.
+def both_moments(
+    move: Callable[[list[Any]], Any],
+    operands: Sequence[Any],
+    move_var: Callable[[list[Any]], Any] | None = None,
+) -> Any:
+    """Apply a map of arrays to the means, and the same or another one to the variances;
+    plain operands have variance 0.
     """
     means, variances = [], []
     for operand in operands:
@@ -93,7 +97,7 @@ def both_moments(move: Callable[[list[Any]], Any], operands: Sequence[Any]) -> A
             operand = Gaussian(operand, jnp.zeros_like(operand))
         means.append(operand.mean)
         variances.append(operand.var)
-    mean, var = move(means), move(variances)
+    mean, var = move(means), (move_var or move)(variances)
     if isinstance(mean, list | tuple):
         return list(map(Gaussian, mean, var))
     return Gaussian(mean, var)

@@ -300,7 +300,7 @@ def looks_up_data(reading: Any) -> bool:
         programs = [*params.get("branches", ())]
         programs += [params[key] for key in ("jaxpr", "body_jaxpr") if key in params]
         for program in programs:
-            jaxpr = program.jaxpr
+            jaxpr = getattr(program, "jaxpr", program)  # `shard_map` has an open one
             has_data |= any(walk.follow(jaxpr, [has_data] * len(jaxpr.invars)))
         return has_data
 

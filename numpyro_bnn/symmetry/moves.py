@@ -109,10 +109,36 @@ def _plan_of(
         symmetry.units(draws[0]),
         exact,
     )
+    if candidate.by_unit and children and not _separate(candidate, prior, draws):
+        candidate = candidate._replace(by_unit=False)
     corrected = method not in ALWAYS_ACCEPTED or not exact
     if corrected or not _always_accepted(candidate, prior, draws):
         return candidate
     return candidate._replace(method=ALWAYS_ACCEPTED[method])
+
+
+def _separate(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bool:
+    """Whether no unit enters the prior of another, at draws from the prior.
+
+    Those move whose number has a 1, or a 0, at some binary digit: any two units differ
+    in one.
+    """
+    units, symmetry = np.arange(plan.units), plan.symmetry
+
+    def densities(reading: Posterior, values: Values, moving: jax.Array) -> jax.Array:
+        orbit = _Orbit(plan, values, PriorProgram(reading))
+        proposals, _ = orbit.proposals(random.key(0), jnp.ones(()))
+        g = jnp.where(moving, proposals[0], symmetry.identity(plan.units))
+        return orbit._log_density({**values, **orbit.moved(g)})
+
+    compute = prior.reading.prepare(densities)
+    for values in draws:
+        still = compute(values, units < 0)
+        for digit in range((plan.units - 1).bit_length()):
+            for moving in (units >> digit & 1 == 0, units >> digit & 1 == 1):
+                if np.any((compute(values, moving) != still)[~moving]):
+                    return False
+    return True
 
 
 def _method(

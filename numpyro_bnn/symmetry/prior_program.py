@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import arrays_in
@@ -50,6 +50,10 @@ def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
     """Log density of every element of a site; ``None`` if the elements are not
     independent.
     """
+    moments = affine_normal(fn)
+    if moments is not None:  # whatever events its parts have
+        loc, scale = moments
+        return log_density(dist.Normal(loc, jnp.abs(scale)), value)
     base = unwrapped(fn)
     if base.event_dim:
         return None

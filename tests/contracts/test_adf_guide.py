@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import tqdm
-from helpers import group
+from helpers import group, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from scipy import stats
@@ -548,12 +548,30 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("branch", "argument"),
+    [
+        (lambda x, count: 1.0 if x.mean() > 0 else 2.0, "args"),
+        (lambda x, count: jnp.ones(int(count)).sum(), "count"),
+    ],
+)
+def test_models_that_branch_on_their_data_are_refused(branch, argument):
+    def branching(x, count, y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(w * x, branch(x, count)), obs=y)
+
+    call = (jnp.ones(4), np.array(2), jnp.ones(4))
+    with refused(argument, "values by which the model branches"):
+        guides.AutoADF(branching).run(jax.random.key(0), *call, num_epochs=1)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_cannot_be_handled(name):
-    refused, message = REFUSED[name]
+    unfit, message = REFUSED[name]
     x = jnp.array([1.0, 2.0, -1.0, 0.5])
     with pytest.raises(ValueError, match=message):
-        guides.AutoADF(refused).run(
+        guides.AutoADF(unfit).run(
             jax.random.key(0), x, jnp.ones(4), num_epochs=1, progress_bar=False
         )
 

@@ -424,6 +424,7 @@ LINEAR = {
         lambda x: lax.dynamic_update_slice(jnp.ones((4, 4)), x, (1, 1)),
         lambda x: x[:, jnp.array([2, 0, 2])],
         lambda x: jnp.take(x, 1, axis=0),
+        lambda x: jnp.take(x, jnp.array([0, 7]), mode="fill", fill_value=7.0),
         lambda x: lax.optimization_barrier((x, x))[1],
         lambda x: jnp.pad(x, 1, constant_values=3.0),
         lambda x: x.reshape(3, 2),

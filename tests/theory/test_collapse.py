@@ -116,6 +116,13 @@ def non_centered():
         numpyro.sample("y", dist.Normal(h @ w, scale[0]), obs=TARGETS)
 
 
+def of_integers():
+    """A prior whose mean and sd are integers."""
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
+    numpyro.sample("y", dist.Normal(INPUTS @ w, scale), obs=TARGETS[:, 0])
+
+
 def of_flax():
     from flax import linen
 
@@ -251,6 +258,8 @@ MAPS = {
     ),
     "summed": (written(lambda h, s, w: (h * w).sum(-1), W), ["w"]),
     "jit": (written(lambda h, s, w: jax.jit(jnp.matmul)(h, w), W), ["w"]),
+    "tiled": (written(lambda h, s, w: h[:, 0] * jnp.tile(w, N // H), W), ["w"]),
+    "integers": (of_integers, ["w"]),
     # What has no independent blocks of equal size, or is not understood.
     "used twice": (written(lambda h, s, w: h @ w + jnp.sin(h) @ w, W), ["w"]),
     "groups": (written(lambda h, s, w: w[jnp.arange(N) % H], W), ["w"]),
@@ -272,7 +281,7 @@ MAPS = {
         ["w"],
     ),
 }
-FAST_MAPS = {"outputs", "hierarchy", "more weights than data"}
+FAST_MAPS = {"outputs", "hierarchy", "more weights than data", "integers"}
 
 
 @pytest.mark.parametrize(
@@ -619,6 +628,11 @@ REFUSED = [
     ),
     (of_one(lambda w: dist.Normal(w, 1.0)), ["w"], "Leave at least one"),
     (of_one(lambda w: dist.Normal(jax.nn.relu(w), 1.0)), ["w"], "is not linear"),
+    (
+        of_one(lambda w: dist.Normal(jax.nn.relu(w), 1), lambda: dist.Normal(0, 1)),
+        ["w"],
+        "is not linear",
+    ),
     (of_one(lambda w: dist.Normal(0.0, jnp.exp(w))), ["w"], "the scale of 'y' depends"),
     (of_one(lambda w: dist.Poisson(jnp.exp(w)), obs=1), ["w"], "'y' (Poisson) depends"),
     (

@@ -497,6 +497,11 @@ REFUSED = {
         lambda x: x[:, :2] * jnp.tanh(x)[:, :2],
         "`mul` at .* reshaped or sliced alike",
     ),
+    "added at the same places": (
+        lambda x: x.at[jnp.array([0, 1])].add(jnp.tanh(x)[:2]),
+        "`scatter-add` at .* same random elements",
+    ),
+    "added total": (lambda x: x.at[0].add(x.sum()), "`scatter-add` at .* reduction"),
     "mean": (centered, "`sub` at .* reduction of itself"),
     "random index": (lambda x: jnp.arange(3)[x[0].astype(int)], "`.*` at "),
     "BatchNorm": (lambda x: nn.BatchNorm(False, False).apply({}, x), "norm.py"),

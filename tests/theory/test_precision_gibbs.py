@@ -58,7 +58,8 @@ def quantiles(density):
     ).permutation(sample)
 
 
-# Prior, its density, and the power of a site that is the sd of its weights.
+# Prior, its density, and the power of a site that is the sd of its weights; some scales
+# are integers.
 HYPERPRIORS = {
     "inverse gamma": (
         lambda: dist.InverseGamma(3.0, 2.0),
@@ -67,13 +68,13 @@ HYPERPRIORS = {
     ),
     "chi2": (lambda: dist.Chi2(3.0), lambda v: v**0.5 * np.exp(-0.5 * v), 0.5),
     "half-normal": (
-        lambda: dist.HalfNormal(1.7),
-        lambda v: np.exp(-0.5 * (v / 1.7) ** 2),
+        lambda: dist.HalfNormal(2),
+        lambda v: np.exp(-0.5 * (v / 2) ** 2),
         1.0,
     ),
     "half-Cauchy": (
-        lambda: dist.HalfCauchy(0.6),
-        lambda v: 1 / (1 + (v / 0.6) ** 2),
+        lambda: dist.HalfCauchy(1),
+        lambda v: 1 / (1 + v**2),
         1.0,
     ),
     "precision, inverse gamma": (
@@ -122,7 +123,7 @@ def everything():
         )
     numpyro.sample(
         "one weight",
-        dist.Normal(0.0, numpyro.sample("of one weight", dist.HalfCauchy(0.6))),
+        dist.Normal(0.0, numpyro.sample("of one weight", dist.HalfCauchy(1))),
     )
     of_two = numpyro.sample("of two sites", dist.Gamma(1.0, 0.5))
     numpyro.sample("a", dist.Normal(0.0, of_two**-0.5).expand([2]).to_event(1))

@@ -13,6 +13,7 @@ import pytest
 from helpers import group, mala
 from jax import lax, random
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, PartitionSpec
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, SVI, Trace_ELBO
@@ -435,6 +436,27 @@ def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
     np.testing.assert_allclose(second["w"], expected, rtol=1e-6)
 
 
+def test_programs_spread_over_devices_are_read():
+    """By way of their codes."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("rows",))
+    rows, values = PartitionSpec("rows"), np.array([0.5, -1.0], np.float32)
+
+    def model(codes):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        mean = jax.shard_map(
+            lambda w, codes: w[codes],
+            mesh=mesh,
+            in_specs=(PartitionSpec(), rows),
+            out_specs=rows,
+        )(w, codes)
+        numpyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=jnp.ones(3))
+
+    codes = jnp.array([0, 1, 1])
+    reading = Posterior(model, (codes,))
+    loc = reading.at({"w": values})["y"]["fn"].base_dist.loc
+    np.testing.assert_array_equal(loc, values[codes])
+
+
 def test_distributions_of_users_are_read():
     """Also one that does not say which of its attributes are arrays."""
 
@@ -509,6 +531,11 @@ COUNTED = {
         {"x": (True, False), "w": (False, False)},
     ),
     "unused": (lambda i, x, v: x[i].sum(1), {"x": (True, False), "v": (None,)}),
+    "stacked": (
+        lambda i, x: jnp.stack([x, 2 * x], 1)[i].sum((1, 2)),
+        {"x": (True, False)},
+    ),
+    "tiled": (lambda i, x: jnp.tile(x, (1, 2))[i].sum(1), {"x": (True, False)}),
 }
 
 

@@ -28,7 +28,7 @@ from numpyro_bnn._distributions import (
 )
 from numpyro_bnn.guides.initialization import base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
-from numpyro_bnn.program.compiled import TRACING
+from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.rows import refuse_rows
@@ -47,8 +47,19 @@ def read(model: Callable, args: tuple, kwargs: Values) -> Posterior:
     """What a model is; the guide that reads it may itself run inside NumPyro's
     handlers.
     """
-    with TRACING, handlers.block():
-        return Posterior(model, args, kwargs)
+    came = "values by which the model branches, or computes shapes"
+    instead = "Pass them as Python values, or use `jnp.where` instead of `if`."
+    try:
+        with TRACING, handlers.block():
+            reading = Posterior(model, args, kwargs)
+    except NEEDS_VALUES as error:
+        raise argument_error(CALL, "args", came, instead) from error
+    leaves = Arguments.of(args, kwargs, model).leaves.items()
+    names = {id(leaf): name for name, leaf in leaves}
+    for constant in reading._constants.values():
+        name = names.get(id(constant), "args")
+        raise argument_error(CALL, name, came, instead)
+    return reading
 
 
 def observed_site(sites: Sites) -> str:

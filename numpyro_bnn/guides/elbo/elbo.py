@@ -138,9 +138,7 @@ class _RowwiseELBO(ELBO):
             self._warn(self._methods(terms, weight_uses))
         inputs: dict[str, Any] = dict(terms.values)
         for name in uses:
-            dtype = terms.values[name].dtype  # a mean may be the number 0
-            loc, scale = terms.normals[name]
-            inputs[name] = SiteImage(name, loc.astype(dtype), scale.astype(dtype))
+            inputs[name] = SiteImage(name, *terms.normals[name])
         noise = draw_noise(rng_key, uses, self.local)
         bound = terms.guide_terms
         for term in run(terms.program, list(inputs.values()), uses, noise, self._call):
