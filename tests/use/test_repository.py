@@ -441,7 +441,7 @@ def test_no_lock_file_and_no_address_of_a_registry_or_of_a_machine():
 # -- weight ----------------------------------------------------------------------------
 
 # of code, without comments and docstrings: wrapping and good names cost nothing
-MAX_TOKENS = 263_000
+MAX_TOKENS = 264_000
 FUNCTION_LINES, PUBLIC_NAMES = 95, 200  # of the longest function at 88 columns
 
 
