@@ -587,7 +587,7 @@ GUIDES: dict[str, GuideRow] = {
             guides.AutoBlocks,
             blocks={
                 ("*_scale", "*kernel"): guides.FullRank(),
-                "*.bias": guides.LowRank(1),
+                "*.bias": guides.FullRank(),
             },
             condition_on_scales=True,
         )
