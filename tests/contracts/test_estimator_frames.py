@@ -297,7 +297,10 @@ def regressor(kind):
     return Regressor("mean_field", heavy_tails=tails, **options).fit(X, y), y
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tails", "laplace")]
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow)
+    for kind in ("tails", "laplace", "normal")
+]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*worse than by a constant",  # so little effort is not enough
     "ignore:.*diverged",
@@ -305,7 +308,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("calibration", [1.0, 1.6])
-@pytest.mark.parametrize("kind", ["normal", "two targets", *SLOW])
+@pytest.mark.parametrize("kind", ["two targets", *SLOW])
 def test_the_distribution_function_inverts_the_quantiles(kind, calibration):
     model, _ = regressor(kind)
     model.calibration_ = calibration
@@ -320,7 +323,7 @@ def test_the_distribution_function_inverts_the_quantiles(kind, calibration):
 
 
 @pytest.mark.parametrize("calibration", [1.0, 1.6])
-@pytest.mark.parametrize("kind", ["normal", "two targets", SLOW[1]])
+@pytest.mark.parametrize("kind", ["two targets", *SLOW[1:]])
 def test_crps_is_that_of_the_mixture(kind, calibration):
     """Of Gaussian components it has a closed form (Grimit et al. 2006)."""
     model, y = regressor(kind)
@@ -352,7 +355,7 @@ def test_crps_is_that_of_the_mixture(kind, calibration):
     np.testing.assert_allclose(model.crps(X, y), expected, rtol=tolerance, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["normal", "two targets", SLOW[0]])
+@pytest.mark.parametrize("kind", ["two targets", SLOW[0], SLOW[2]])
 def test_the_distribution_of_a_row_is_that_of_the_estimator(kind):
     model, y = regressor(kind)
     model.calibration_ = 1.3

@@ -92,6 +92,17 @@ MODELS = {
 }
 
 
+# The others have all that these have.
+PLAIN = ("line", "logistic", "softmax", "counts", "network", "noisy network")
+
+
+def rows(names):
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name in PLAIN else name
+        for name in names
+    ]
+
+
 def log_joint(model, args, kwargs, values, rng_key):
     """NumPyro's log density of constrained values, and the trace."""
     placed = handlers.substitute(model, data=values)
@@ -107,7 +118,7 @@ def expected_potential(model, args, kwargs, values, z, rng_key):
     return -total
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows(MODELS))
 def test_densities_are_those_of_numpyro(name):
     """The potential, under JAX's transformations; its parts; values; log likelihoods by
     row.
@@ -153,7 +164,7 @@ def test_densities_are_those_of_numpyro(name):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED)]
+    "name", rows(n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED))
 )
 def test_minibatches_are_those_of_numpyro(name):
     """Read on all rows or on a minibatch, with the indices as inputs of a program; the
