@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numpyro_bnn._programs.primitives import SUMMED, Place, place_after
-from numpyro_bnn._programs.walk import Equation, Follower
+from numpyro_bnn._programs.walk import Equation, Follower, scan_starts
 
 
 class Axis(NamedTuple):
@@ -64,8 +64,7 @@ class AxisFollower(Follower):
 
     def scan(self, equation: Equation, *operands: Any) -> list[Any]:
         """The outputs of ``scan``, which mixes the labels of the axis that it scans."""
-        carry_start = equation.params["num_consts"]
-        slice_start = carry_start + equation.params["num_carry"]
+        carry_start, slice_start = scan_starts(equation)
         constants = operands[:carry_start]
         slices = [self._shifted(value, -1) for value in operands[slice_start:]]
         previous, carried = None, list(operands[carry_start:slice_start])

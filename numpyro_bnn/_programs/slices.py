@@ -15,6 +15,7 @@ from numpyro_bnn._programs.walk import (
     Equation,
     Follower,
     needed_equations,
+    scan_starts,
     variables_of,
 )
 
@@ -81,8 +82,7 @@ class _SourceFollower(Follower):
         """What is carried has the sources of all steps: they grow until they no longer
         change.
         """
-        carry_start = equation.params["num_consts"]
-        slice_start = carry_start + equation.params["num_carry"]
+        carry_start, slice_start = scan_starts(equation)
         constants, slices = sources[:carry_start], sources[slice_start:]
         previous, carried = None, list(sources[carry_start:slice_start])
         while carried != previous:

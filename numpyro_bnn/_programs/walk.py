@@ -37,6 +37,15 @@ def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
+def scan_starts(equation: Any) -> tuple[int, int]:
+    """Where the operands that a ``scan`` carries begin, and those that it slices."""
+    params = equation.params
+    if "ft_in" in params:  # of newer JAX
+        constants, carried, _ = params["ft_in"].unpack()
+        return len(constants), len(constants) + len(carried)
+    return params["num_consts"], params["num_consts"] + params["num_carry"]
+
+
 def variables_of(atoms: Iterable[Any]) -> set:
     """The variables among the operands of an equation, of which some are literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}

@@ -18,7 +18,7 @@ from numpyro_bnn._programs.primitives import (
     place_after,
     stacked_columns,
 )
-from numpyro_bnn._programs.walk import Equation
+from numpyro_bnn._programs.walk import Equation, scan_starts
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites
@@ -251,8 +251,8 @@ class _Meetings(AxisFollower):
 
     def scan(self, equation: Equation, *operands: _LabeledValue) -> list[_LabeledValue]:
         """What is scanned together has the same steps, also in what comes out."""
-        num_carry = equation.params["num_carry"]
-        sliced = operands[equation.params["num_consts"] + num_carry :]
+        carry_start, slice_start = scan_starts(equation)
+        num_carry, sliced = slice_start - carry_start, operands[slice_start:]
         steps = set()
         for operand in sliced:
             for label, place in operand.places:

@@ -14,7 +14,13 @@ from jax import lax, random
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._programs.primitives import VIEWS, names_of
-from numpyro_bnn._programs.walk import Equation, Follower, Interpreter, Rule
+from numpyro_bnn._programs.walk import (
+    Equation,
+    Follower,
+    Interpreter,
+    Rule,
+    scan_starts,
+)
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.rows import Rows
@@ -221,8 +227,8 @@ class _Lookups(Interpreter):
 
     def _scan(self, equation: Equation, *operands: _SourcedValue) -> Any:
         params = equation.params
-        carry_start, num_carry = params["num_consts"], params["num_carry"]
-        slice_start = carry_start + num_carry
+        carry_start, slice_start = scan_starts(equation)
+        num_carry = slice_start - carry_start
         places, noted = _places(operands), list[_Lookup]()
 
         def of_all(arrays: Sequence[Any]) -> list[_SourcedValue]:
