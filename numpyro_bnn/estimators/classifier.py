@@ -15,7 +15,13 @@ from numpyro_bnn import priors
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.network import Callback, Method, Network, Uncertainty
+from numpyro_bnn.estimators.network import (
+    Callback,
+    Method,
+    Network,
+    Uncertainty,
+    counted_rows,
+)
 from numpyro_bnn.estimators.tables import check_labels, taught
 
 
@@ -96,20 +102,14 @@ class Classifier(ClassifierMixin, Network):
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         self._check_settings()
-        weight = self._weights(y, sample_weight)
-        counted = None if weight is None else weight > 0
-        X, y = self._rows_and_targets(
-            "fit", X, y, counted=counted, reset=True, ensure_min_samples=2
-        )
+        X, y, weight = self._training_rows(X, y, sample_weight)
         with taught(f"{self._call}.fit", "y", y):
             check_classification_targets(y)
         if self.class_weight is not None:
             with taught(self._call, "class_weight", self.class_weight):
                 by_class = compute_sample_weight(self.class_weight, y)
             weight = self._weights(y, by_class if weight is None else weight * by_class)
-        if weight is not None:
-            counted = weight > 0
-            X, y, weight = X[counted], y[counted], weight[counted]
+            X, y, weight = counted_rows(X, y, weight)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             got = f"labels of one class, {self.classes_[0]!r}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,8 +31,15 @@ def is_frame(table: Any) -> bool:
 class ColumnPlan(Protocol):
     """What is done with a column, a pandas series of floats, text or dates."""
 
-    #: ``number``, ``category`` or ``date``
-    kind: ClassVar[str]
+    @staticmethod
+    def read(call: str, name: Any, series: Any) -> Any:
+        """A column as floats, text or dates, with NaN, None or NaT where values are
+        missing.
+        """
+
+    @classmethod
+    def fit(cls, values: Any) -> "ColumnPlan":
+        """What to do with a column that was read."""
 
     @property
     def scales(self) -> np.ndarray:
@@ -98,9 +105,10 @@ class Columns:
                 kind = "date"
             else:
                 kind = _kind(call, name, series)
-            values = READERS[kind](call, name, series)
+            plan = PLANS[kind]
+            values = plan.read(call, name, series)
             values = values if counted is None else values[counted]
-            self._plans[name] = PLANS[kind].fit(values)
+            self._plans[name] = plan.fit(values)
 
     @property
     def described(self) -> dict[str, str]:
@@ -135,7 +143,7 @@ class Columns:
         blocks: list[np.ndarray] = []
         notes: list[str] = []
         for name, plan in self._plans.items():
-            values = READERS[plan.kind](call, name, _series(call, frame, name))
+            values = plan.read(call, name, _series(call, frame, name))
             blocks.append(plan.encode(values))
             notes += plan.notes(name, values)
         return np.concatenate(blocks, axis=1), notes
@@ -183,17 +191,11 @@ def _kind_of_objects(call: str, name: Any, values: Any) -> str:
 
     if all(isinstance(value, datetime.date | np.datetime64) for value in values):
         return "date" if len(values) else "category"
-    if not all(
-        isinstance(value, str | bytes | int | float | np.generic) for value in values
-    ):
-        odd = next(
-            value
-            for value in values
-            if not isinstance(value, str | bytes | int | float | np.generic)
-        )
-        got = f"values of type {type(odd).__name__} in column {name!r}"
-        instead = "Pass numbers, text, booleans or dates."
-        raise argument_error(call, "X", got, instead, TypeError)
+    for value in values:
+        if not isinstance(value, str | bytes | int | float | np.generic):
+            got = f"values of type {type(value).__name__} in column {name!r}"
+            instead = "Pass numbers, text, booleans or dates."
+            raise argument_error(call, "X", got, instead, TypeError)
     if pd.to_numeric(values, errors="coerce").notna().all():
         return "number"
     text = values.astype(str)
@@ -204,63 +206,12 @@ def _kind_of_objects(call: str, name: Any, values: Any) -> str:
     return "category"
 
 
-def _read_numbers(call: str, name: Any, series: Any) -> Any:
-    import pandas as pd
-    from pandas.api import types
-
-    if types.is_timedelta64_dtype(series.dtype):
-        return series.dt.total_seconds() / DAY
-    if types.is_datetime64_any_dtype(series.dtype):
-        got = f"dates in column {name!r}, which held numbers"
-        raise argument_error(call, "X", got, "Pass numbers, as in the fit.")
-    numbers = pd.to_numeric(series, errors="coerce").astype("Float64")
-    values = pd.Series(numbers.to_numpy(np.float64, na_value=np.nan))
-    text = series.notna() & values.isna()
-    if text.any():
-        got = f"{series[text].iloc[0]!r} in column {name!r}, which held numbers"
-        raise argument_error(call, "X", got, "Pass numbers, as in the fit.")
-    bad = ~(values.abs() < HUGE) & values.notna()
-    if bad.any():
-        got = (
-            f"{bad.sum()} values in column {name!r} that are infinite or above "
-            f"{HUGE:g}, first in row {int(np.argmax(bad))}"
-        )
-        raise argument_error(call, "X", got, "Drop those rows, or mark them missing.")
-    return values
-
-
-def _read_text(call: str, name: Any, series: Any) -> Any:
-    text = series.astype(object).where(series.notna(), None)
-    return text.map(_level, na_action="ignore")
-
-
 def _level(value: Any) -> str:
     """A level as text: 3 and 3.0 are the same one, since a gap turns integers into
     floats.
     """
     whole = isinstance(value, float | np.floating) and float(value).is_integer()
     return str(int(value) if whole else value)
-
-
-def _read_dates(call: str, name: Any, series: Any) -> Any:
-    import pandas as pd
-
-    if series.dtype.kind == "M":
-        # hours are those of the clock on the wall, also where summer time begins
-        return series.dt.tz_localize(None)
-    # dates of Python become text, and 20260131 is one although a gap makes it a float
-    series = _read_text(call, name, series)
-    dates = pd.to_datetime(series, utc=True, format="ISO8601", errors="coerce")
-    dates = dates.dt.tz_localize(None)
-    unread = series.notna() & dates.isna()
-    if unread.any():
-        got = f"{series[unread].iloc[0]!r} in column {name!r}, which holds dates"
-        instead = "Write dates as 2026-01-31, or pass pandas' timestamps."
-        raise argument_error(call, "X", got, instead)
-    return dates
-
-
-READERS = {"number": _read_numbers, "category": _read_text, "date": _read_dates}
 
 
 @dataclass(frozen=True)
@@ -272,11 +223,37 @@ class NumberPlan:
     :param num_missing: in the fit.
     """
 
-    kind: ClassVar[str] = "number"
     median: float
     width: float | None
     is_switch: bool
     num_missing: int
+
+    @staticmethod
+    def read(call: str, name: Any, series: Any) -> Any:
+        import pandas as pd
+        from pandas.api import types
+
+        if types.is_timedelta64_dtype(series.dtype):
+            return series.dt.total_seconds() / DAY
+        if types.is_datetime64_any_dtype(series.dtype):
+            got = f"dates in column {name!r}, which held numbers"
+            raise argument_error(call, "X", got, "Pass numbers, as in the fit.")
+        numbers = pd.to_numeric(series, errors="coerce").astype("Float64")
+        values = pd.Series(numbers.to_numpy(np.float64, na_value=np.nan))
+        text = series.notna() & values.isna()
+        if text.any():
+            got = f"{series[text].iloc[0]!r} in column {name!r}, which held numbers"
+            raise argument_error(call, "X", got, "Pass numbers, as in the fit.")
+        bad = ~(values.abs() < HUGE) & values.notna()
+        if bad.any():
+            got = (
+                f"{bad.sum()} values in column {name!r} that are infinite or above "
+                f"{HUGE:g}, first in row {int(np.argmax(bad))}"
+            )
+            raise argument_error(
+                call, "X", got, "Drop those rows, or mark them missing."
+            )
+        return values
 
     @classmethod
     def fit(cls, values: Any) -> "NumberPlan":
@@ -318,8 +295,12 @@ class NumberPlan:
 class CategoryPlan:
     """A column of 0 and 1 for each level, by scikit-learn's encoder."""
 
-    kind: ClassVar[str] = "category"
     encoder: Any
+
+    @staticmethod
+    def read(call: str, name: Any, series: Any) -> Any:
+        text = series.astype(object).where(series.notna(), None)
+        return text.map(_level, na_action="ignore")
 
     @classmethod
     def fit(cls, values: Any) -> "CategoryPlan":
@@ -374,11 +355,28 @@ class DatePlan:
     each period that the dates span.
     """
 
-    kind: ClassVar[str] = "date"
     origin: Any
     median: float
     periods: tuple[str, ...]
     num_missing: int
+
+    @staticmethod
+    def read(call: str, name: Any, series: Any) -> Any:
+        import pandas as pd
+
+        if series.dtype.kind == "M":
+            # hours are those of the clock on the wall, also where summer time begins
+            return series.dt.tz_localize(None)
+        # Dates of Python become text, and 20260131 is one, which a gap makes a float.
+        series = CategoryPlan.read(call, name, series)
+        dates = pd.to_datetime(series, utc=True, format="ISO8601", errors="coerce")
+        dates = dates.dt.tz_localize(None)
+        unread = series.notna() & dates.isna()
+        if unread.any():
+            got = f"{series[unread].iloc[0]!r} in column {name!r}, which holds dates"
+            instead = "Write dates as 2026-01-31, or pass pandas' timestamps."
+            raise argument_error(call, "X", got, instead)
+        return dates
 
     @classmethod
     def fit(cls, values: Any) -> "DatePlan":
@@ -410,10 +408,10 @@ class DatePlan:
         return "; ".join([words, *_words_of_gaps(self.num_missing)])
 
     def encode(self, values: Any) -> np.ndarray:
-        origin = values.min() if self.origin is None else self.origin
-        days = _days(values, origin)
-        days = np.where(np.isnan(days) | (self.origin is None), self.median, days)
-        days = np.where(np.isnan(days), self.median, days)
+        days = np.full(len(values), self.median)
+        if self.origin is not None:
+            known = values.notna().to_numpy()
+            days[known] = _days(values[known], self.origin)
         parts = [days]
         for name in self.periods:
             angle = 2 * np.pi * days / PERIODS[name][0]
@@ -450,6 +448,8 @@ def _notes_of_gaps(name: Any, values: Any, num_missing: int) -> Iterator[str]:
         )
 
 
-PLANS: dict[str, type[NumberPlan] | type[CategoryPlan] | type[DatePlan]] = {
-    plan.kind: plan for plan in (NumberPlan, CategoryPlan, DatePlan)
+PLANS: dict[str, type[ColumnPlan]] = {
+    "number": NumberPlan,
+    "category": CategoryPlan,
+    "date": DatePlan,
 }

@@ -31,7 +31,8 @@ class Inside:
         return self._transformed_first(value) if inspect.ismethod(value) else value
 
     def __dir__(self) -> list[str]:
-        return [name for name in dir(self._estimator) if name != "fit"]
+        names = dir(self._estimator)
+        return [name for name in names if name != "fit" and name[0] != "_"]
 
     def _transformed_first(self, method: Callable) -> Callable:
         signature = inspect.signature(method)

@@ -123,6 +123,16 @@ def weighted_scaler(values: np.ndarray, weight: np.ndarray | None) -> Scaler:
     return Scaler(unweighted.mean + unweighted.scale * mean, unweighted.scale * scale)
 
 
+def counted_rows(
+    X: np.ndarray, y: np.ndarray, weight: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Without the rows of weight 0."""
+    if weight is None:
+        return X, y, None
+    counted = weight > 0
+    return X[counted], y[counted], weight[counted]
+
+
 Method: TypeAlias = Annotated[str, Choice(methods.METHODS)]
 Callback: TypeAlias = Annotated[
     Callable[[int, int], Any], Kind(callable, "Pass a function of (done, total).")
@@ -231,6 +241,21 @@ class Network(BaseEstimator):
             )
             raise argument_error(call, "sample_weight", "weights", instead)
         return None if np.all(weight == 1) else weight
+
+    def _training_rows(
+        self, X: Any, y: Any, sample_weight: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The rows of a fit that count, their targets and weights."""
+        weight = self._weights(y, sample_weight)
+        rows, targets = self._rows_and_targets(
+            "fit",
+            X,
+            y,
+            counted=None if weight is None else weight > 0,
+            reset=True,
+            ensure_min_samples=2,
+        )
+        return counted_rows(rows, targets, weight)
 
     def _run(
         self,

@@ -155,14 +155,8 @@ class Regressor(RegressorMixin, Network):
                 f"{', '.join(methods.HEAVY_TAILS)}."
             )
             raise argument_error(self._call, "heavy_tails", tails, instead)
-        weight = self._weights(y, sample_weight)
-        counted = None if weight is None else weight > 0
-        X, y = self._rows_and_targets(
-            "fit", X, y, counted=counted, reset=True, ensure_min_samples=2
-        )
+        X, y, weight = self._training_rows(X, y, sample_weight)
         y = np.asarray(y, np.float64)
-        if weight is not None:
-            X, y, weight = X[counted], y[counted], weight[counted]
         usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
         self._check_size(len(X), len(widths))
@@ -290,10 +284,16 @@ class Regressor(RegressorMixin, Network):
         quantiles = np.stack(
             self._summary("quantiles", X, warn=True, options=(levels,))
         )
-        if self.calibration_ != 1:
-            mean = self._summary("moments", X)[0]
-            quantiles = mean + self.calibration_ * (quantiles - mean)
-        return self._in_units(quantiles)
+        return self._in_units(self._stretched(X, quantiles, self.calibration_))
+
+    def _stretched(self, X: Any, values: np.ndarray, factor: float) -> np.ndarray:
+        """Standardized values (..., N) or (..., N, K), with this many times their
+        distance from the predictive mean.
+        """
+        if factor == 1:
+            return values
+        mean = self._summary("moments", X)[0]
+        return mean + factor * (values - mean)
 
     def cdf(self, X: Any, y: Any) -> np.ndarray:
         """Predictive probability that the target of each row is at most y, shaped like
@@ -324,10 +324,7 @@ class Regressor(RegressorMixin, Network):
         distribution without its calibration.
         """
         y = self._y_scaler.transform(self._targets(X, y, name))
-        if self.calibration_ != 1:
-            mean = self._summary("moments", X)[0]
-            y = mean + (y - mean) / self.calibration_
-        return self._summary(name, X, y)
+        return self._summary(name, X, self._stretched(X, y, 1 / self.calibration_))
 
     def predict_dist(self, X: Any) -> dist.Distribution:
         """The predictive distribution of each row, of batch shape (N,): a mixture over
@@ -335,8 +332,7 @@ class Regressor(RegressorMixin, Network):
 
         That of a Laplace approximation is a mixture over its draws, too, of which
         :meth:`predict_quantiles` and :meth:`cdf` have the exact one. ``sample`` draws
-        from all components before it chooses one: :meth:`sample`
-        needs less memory.
+        from all components before it chooses one: :meth:`sample` needs less memory.
 
         >>> import jax, numpy as np
         >>> from numpyro_bnn.estimators import Regressor
@@ -348,13 +344,10 @@ class Regressor(RegressorMixin, Network):
         """
         check_is_fitted(self)
         means, sds, *df = self._summary("components", X, warn=True)
-        if self.calibration_ != 1:
-            center = self._summary("moments", X)[0]
-            means = center + self.calibration_ * (means - center)
-            sds = self.calibration_ * sds
+        means = self._stretched(X, means, self.calibration_)
         # rows first, draws last but for the targets of a row
         loc = np.moveaxis(self._in_units(means), 0, 1)
-        sd = np.moveaxis(self._in_units(sds, shift=False), 0, 1)
+        sd = self.calibration_ * np.moveaxis(self._in_units(sds, shift=False), 0, 1)
         component: dist.Distribution = dist.Normal(loc, sd)
         if df:
             degrees = np.moveaxis(df[0].reshape(means.shape), 0, 1).reshape(loc.shape)
@@ -434,10 +427,7 @@ class Regressor(RegressorMixin, Network):
             else:
                 unit = generator.normal(size=sds.shape)
             draws = draws + sds * unit
-        if self.calibration_ != 1:
-            mean = self._summary("moments", X)[0]
-            draws = mean + self.calibration_ * (draws - mean)
-        return self._in_units(draws)
+        return self._in_units(self._stretched(X, draws, self.calibration_))
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """R^2 of the means, as scikit-learn has it."""

@@ -8,6 +8,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from helpers import group
 from scipy import stats
 from zoo import X, Y
 
@@ -117,13 +118,28 @@ def test_the_text_is_learned_and_survives_a_pickle():
 
 
 def test_rare_levels_are_no_extreme_inputs():
-    """One row in 240 has a level: standardized it would be 15 sds away."""
-    flag = np.where(np.arange(N) == 7, "odd", "usual")
-    switch = np.arange(N) == 9
-    rows = pd.DataFrame({"flag": flag, "switch": switch, "x": np.arange(N)})
-    model = Regressor("adf", **TINY).fit(rows, np.arange(N) % 5)
+    """Two rows in 240 have a level, one a switch: standardized they would be 11 and 15
+    sds away. The network by hand, from the draws of the export.
+    """
+    flag = np.where(np.isin(np.arange(N), (7, 99)), "odd", "usual")
+    rows = pd.DataFrame({"flag": flag, "switch": np.arange(N) == 9, "x": np.arange(N)})
+    y = np.arange(N) % 5 + 0.0
+    model = Regressor("adf", **TINY).fit(rows, y)
     mean, sd = model.predict(rows, return_std=True)
     assert np.all(np.abs(mean - 2) < 4 * sd)
+    inputs = model.idata_["constant_data"]["x"].to_numpy()
+    scales = np.array([0.5**0.5, 0.5**0.5, 0.5, np.arange(N).std()])
+    inputs = (inputs - inputs.mean(0)) / scales
+    posterior = group(model.idata_, "posterior")
+    w, b, v, c = (
+        posterior[f"net.Dense_{k}.{part}"].to_numpy()[0].astype(float)
+        for k in (0, 1)
+        for part in ("kernel", "bias")
+    )
+    outputs = np.maximum(inputs @ w + b[:, None], 0) @ v + c[:, None]
+    np.testing.assert_allclose(
+        y.mean() + y.std() * outputs[..., 0].mean(0), mean, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", ["polars", "dict of lists"])
