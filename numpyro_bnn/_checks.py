@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # a neighbor such as `numpyro_bnn_models` belongs to the user
@@ -156,6 +157,15 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         first = tuple(np.argwhere(bad)[0].tolist())
         came = f"{int(bad.sum())} NaN or infinite values (the first at index {first})"
         raise argument_error(call, argument, came, "Drop or impute those rows first.")
+
+
+def check_finite_arguments(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of a model with NaN or infinite numbers, as the cause of what
+    failed with them.
+    """
+    for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+            check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
 
 
 def check_rank(

@@ -20,7 +20,12 @@ from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide, AutoGuideList
 from numpyro.infer.svi import SVIRunResult, SVIState
 
-from numpyro_bnn._checks import argument_error, check_finite, outside
+from numpyro_bnn._checks import (
+    argument_error,
+    check_finite,
+    check_finite_arguments,
+    outside,
+)
 from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.compiled import (
@@ -310,15 +315,6 @@ def _strong(state: Any) -> Any:
     return jax.tree.map(lambda leaf: lax.convert_element_type(leaf, leaf.dtype), state)
 
 
-def _are_finite(args: tuple) -> bool:
-    floats = [
-        leaf
-        for leaf in jax.tree.leaves(args)
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    return all(is_traced(leaf) or bool(jnp.all(jnp.isfinite(leaf))) for leaf in floats)
-
-
 def _initial_state(
     svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any
 ) -> Any:
@@ -333,10 +329,12 @@ def _initial_state(
         try:
             with handlers.block(), handlers.seed(rng_seed=seed):
                 svi.guide._setup_prototype(*args, **svi.static_kwargs, **kwargs)
-        except (RuntimeError, ValueError) as cause:
-            # NumPyro found no start, or a distribution refuses its parameters
-            no_start = "valid initial" in str(cause)
-            if not no_start and (": argument `" in str(cause) or _are_finite(args)):
+        except ValueError as cause:  # a distribution refuses its parameters
+            if ": argument `" not in str(cause):
+                check_finite_arguments(CALL, args, kwargs)
+            raise
+        except RuntimeError as cause:  # NumPyro found no start
+            if "valid initial" not in str(cause):
                 raise
             got = (
                 "data for which the model has no finite log density at any start tried"

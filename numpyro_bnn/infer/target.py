@@ -13,7 +13,7 @@ from jax import random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
-from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._checks import argument_error, check_finite, check_finite_arguments
 from numpyro_bnn._options import Kind
 from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
 from numpyro_bnn.program.compiled import is_traced, run
@@ -197,9 +197,7 @@ def bind(
     try:
         z = reading.initial(rng_key, init_strategy)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
-        for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-            if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
-                check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
+        check_finite_arguments(call, args, kwargs)
         raise
     counted = plates or sites_of_type(sites, "plate")
     target = Target(
