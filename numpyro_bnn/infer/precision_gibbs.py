@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import random
 from numpyro.distributions.util import is_identically_one
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.util import identity, is_prng_key
 
 from numpyro_bnn._checks import argument_error
@@ -29,7 +30,6 @@ from numpyro_bnn.infer.model_arguments import (
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import full_trace, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.sites import CONDITIONED
 from numpyro_bnn.symmetry.gig import log_gig
 
 
@@ -50,7 +50,7 @@ def held_values(
     and those of the model.
     """
     kwargs = dict(model_kwargs or {})
-    return dict(kwargs.pop(CONDITIONED, {})), kwargs
+    return dict(kwargs.pop(GIBBS_SITES_KWARG, {})), kwargs
 
 
 class PrecisionGibbs(ModelKernel):

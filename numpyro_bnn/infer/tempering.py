@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import random
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
@@ -27,7 +28,6 @@ from numpyro_bnn.infer.wrapper import (
 )
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior, log_density
-from numpyro_bnn.program.sites import CONDITIONED
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")
@@ -417,7 +417,7 @@ class _Tempered:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scaled = _scaled(
-            self.model, kwargs.pop(BETA), self.temper, kwargs.get(CONDITIONED, {})
+            self.model, kwargs.pop(BETA), self.temper, kwargs.get(GIBBS_SITES_KWARG, {})
         )
         return within_support(weight_jacobians(scaled, 1.0))(*args, **kwargs)
 

@@ -38,6 +38,7 @@ from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to
 from numpyro.distributions.constraints import real
 from numpyro.distributions.util import is_identically_one, sum_rightmost
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_sample, init_to_uniform
 from numpyro.infer.util import initialize_model
 from numpyro.primitives import apply_stack
@@ -60,7 +61,6 @@ from numpyro_bnn.program.plates import (
     subsampled_plates,
 )
 from numpyro_bnn.program.sites import (
-    CONDITIONED,
     MARK,
     Site,
     Sites,
@@ -120,7 +120,7 @@ class Posterior:
         self._full = full
         #: Values that other blocks of a ``Gibbs`` hold; for the model they are
         # observed.
-        self.held = dict((kwargs or {}).get(CONDITIONED, {}))
+        self.held = dict((kwargs or {}).get(GIBBS_SITES_KWARG, {}))
         # the same model with other numbers of rows
         self._resized: dict[Any, Posterior] = {}
         arguments = Arguments.of(args, kwargs or {})
@@ -150,7 +150,7 @@ class Posterior:
         ):
             return Posterior(self.model, args, kwargs, full=self._full)
         posterior = self._on({place: arrays[place] for place in self._arrays})
-        posterior.held = dict((kwargs or {}).get(CONDITIONED, {}))
+        posterior.held = dict((kwargs or {}).get(GIBBS_SITES_KWARG, {}))
         return posterior
 
     def without_data(self) -> "Posterior":

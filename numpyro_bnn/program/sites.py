@@ -25,8 +25,6 @@ Sites = dict[str, Site]
 MARK = "numpyro_bnn site "
 # Name of a random key of the model's own, which no site can have.
 OWN_KEY = "\x00key {}"
-# Keyword through which NumPyro's Gibbs passes the values of other blocks to a model.
-CONDITIONED = "_gibbs_sites"
 
 
 class marked(Messenger):

@@ -14,14 +14,13 @@ from helpers import group, mala, refused, walk
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
-from numpyro.infer.gibbs import CustomGibbs, conditioned
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, CustomGibbs, conditioned
 from numpyro.infer.util import compute_log_probs, constrain_fn
 from scipy import stats
 from zoo import BATCH, ZOO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, priors, symmetry
-from numpyro_bnn.program.sites import CONDITIONED
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, method="vectorized"):
@@ -167,7 +166,7 @@ def test_sites_that_other_blocks_hold_are_not_tempered():
         )
     }
     _, (u, betas, accepted) = walk(
-        kernel, 10, kwargs={CONDITIONED: {"w": jnp.array(2.0)}}, **keep
+        kernel, 10, kwargs={GIBBS_SITES_KWARG: {"w": jnp.array(2.0)}}, **keep
     )
     ratios = log_ratios(betas[:-1], stats.norm.logpdf(1.0, 2.0 + u[:-1]))
     assert np.abs(ratios).max() > 0.01

@@ -180,16 +180,17 @@ def test_observations_may_be_conditioned_on(model, args):
     assert len(np.unique(residuals)) == residuals.size
 
 
-def test_observed_inputs_are_those_that_were_given():
-    def model(x, y=None):
-        spread = numpyro.sample("b", dist.Normal(0.0, 10.0)) ** 2 + 1
-        x = numpyro.sample(
-            "x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x
-        )
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
+def inputs_observed(x, y=None):
+    spread = numpyro.sample("b", dist.Normal(0.0, 10.0)) ** 2 + 1
+    x = numpyro.sample(
+        "x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x
+    )
+    with numpyro.plate("data", len(x)):
+        numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
 
-    idata = by_guide(model, {"x": X[:5] + 3})
+
+def test_observed_inputs_are_those_that_were_given():
+    idata = by_guide(inputs_observed, {"x": X[:5] + 3})
     np.testing.assert_allclose(
         group(idata, "predictions")["y_mean"][0, 0], W * (X[:5] + 3), rtol=1e-6
     )
@@ -321,15 +322,7 @@ def test_sites_of_single_training_rows_do_not_fit_others():
 
 
 def test_inputs_that_a_model_observes_are_scored_with_their_targets():
-    def model(x, y=None):
-        spread = numpyro.sample("b", dist.Normal(0.0, 10.0)) ** 2 + 1
-        x = numpyro.sample(
-            "x", dist.Normal(0.0, spread).expand([len(x)]).to_event(1), obs=x
-        )
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
-
-    idata = by_guide(model, {"x": X[:5], "y": Y[:5]})
+    idata = by_guide(inputs_observed, {"x": X[:5], "y": Y[:5]})
     np.testing.assert_allclose(
         group(idata, "predictions")["y_log_likelihood"][0, 0],
         scipy.stats.norm.logpdf(Y[:5], W * X[:5], 0.5),
