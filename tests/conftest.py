@@ -40,6 +40,16 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 gc.disable()  # imports make many objects and no garbage
 
+# What importing the libraries costs on this machine, today: the measure for what the
+# tests may add to it when they are collected.
+start_of_imports = time.process_time()
+import arviz  # noqa: E402, F401
+import numpyro  # noqa: E402, F401
+
+import numpyro_bnn  # noqa: E402, F401
+
+LIBRARIES_SECONDS = time.process_time() - start_of_imports
+
 MEMORY_LIMIT_BYTES = (
     3 * 2**30
 )  # of a worker: above it, compiled programs are dropped between files
@@ -105,6 +115,7 @@ class ProcessorSeconds:
             Counter()
         )  # file -> the most that any worker took to import it
         self.collection_of_worker = 0.0
+        self.libraries = LIBRARIES_SECONDS
         self.computed = ""  # the first file that uses a device when it is imported
 
     def pytest_collection_finish(self, session):

@@ -667,16 +667,18 @@ def test_every_test_file_belongs_to_a_room():
     assert changed_tests.tests_of("docs/index.md") == set()
 
 
-COLLECTION_SECONDS = 15.0  # of a processor, which every worker pays
+COLLECTION_COST = 5.0  # times what importing NumPyro, ArviZ and the package takes
 
 
 def test_importing_the_tests_is_cheap_and_computes_nothing(pytestconfig):
     """As `conftest.py` measured it in this worker, which has collected the files that
-    it was asked to run.
+    it was asked to run. Seconds differ by a factor of five between a busy machine whose
+    libraries were never imported and a quiet one; the ratio does not.
     """
     measured = pytestconfig.pluginmanager.get_plugin("processor_seconds")
     assert measured.computed == ""
-    assert 0 < sum(measured.collection.values()) < COLLECTION_SECONDS, (
+    seconds = sum(measured.collection.values())
+    assert 0 < seconds < COLLECTION_COST * measured.libraries, (
         measured.collection.most_common(5)
     )
 
