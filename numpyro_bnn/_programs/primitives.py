@@ -357,6 +357,8 @@ TABLE: dict[str, Primitive] = {
 ELEMENTWISE = names_of("elementwise")
 VIEWS = names_of("view")
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+# Views whose elements stay in their order; some repeat them.
+SHAPING = RESHAPES | {"broadcast_in_dim"}
 AFFINE = frozenset(
     {
         *("add", "sub", "mul", "div", "neg"),

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._programs.primitives import ELEMENTWISE
+from numpyro_bnn._programs.primitives import ELEMENTWISE, SHAPING, is_affine
 from numpyro_bnn._programs.slices import reached
 from numpyro_bnn._programs.walk import needed_equations, variables_of
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, Values, refuse
@@ -27,9 +27,6 @@ from numpyro_bnn.program.compiled import is_traced, shared
 from numpyro_bnn.program.posterior import Posterior
 
 CHECKED_ROWS = 100  # that are compared alone and among all
-# Affine in a single random operand, or a mere change of shape.
-AFFINE = {"add", "sub", "neg", "mul", "div", "convert_element_type", "copy"}
-SHAPING = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
 
 
 def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
@@ -104,18 +101,20 @@ class Cut:
         is_spread = source.aval.size < var.aval.size
         return not is_shared and not is_spread and var not in self._on_hypers
 
-    def is_linear(self, name: str) -> bool:
+    def is_linear(self, output: str) -> bool:
         """Whether a random output is an affine function of its source."""
-        source, var = self.sources[name], self._outputs[name]
+        source, var = self.sources[output], self._outputs[output]
         needed = needed_equations(self._closed.jaxpr, [var], {source})
         for equation, _ in needed:
             operands = equation.invars
             is_random = [
                 not isinstance(v, Literal) and v in self._depends for v in operands
             ]
-            affine = sum(is_random) == 1 and equation.primitive.name in AFFINE | SHAPING
-            divides_by_it = equation.primitive.name == "div" and is_random[-1]
-            if any(is_random) and (divides_by_it or not affine):
+            if not any(is_random):
+                continue
+            name, operand = equation.primitive.name, is_random.index(True)
+            is_image = is_affine(name, operand) or name in SHAPING
+            if sum(is_random) > 1 or not is_image:
                 return False
         return True
 
@@ -218,7 +217,7 @@ def check_rows(data: Data, reading: Posterior, of_row: Posterior, roles: Roles) 
     row_indices = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
     def parameters(reading: Posterior, call: Any) -> list[jax.Array]:
-        site = reading.on(*call).at(values, only=[name])[name]
+        site = reading.with_arguments(*call).at(values, only=[name])[name]
         base, mask = unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"])
         return jax.tree.leaves((base, mask, site["value"]))
 

@@ -25,15 +25,10 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_bnn._programs.axes import Axis, LabelPlaces, follow_axes, moved
-from numpyro_bnn._programs.primitives import Place, dot_axes
+from numpyro_bnn._programs.entries import SiteImage
+from numpyro_bnn._programs.primitives import SHAPING, Place, dot_axes, is_affine
 from numpyro_bnn._programs.walk import Equation, Interpreter
 from numpyro_bnn.guides.auto_blocks import Values
-
-ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "neg", "copy", "convert_element_type", "name"}
-)
-# in the order of the elements
-SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
 
 
 class MatrixLayout(NamedTuple):
@@ -130,15 +125,6 @@ def from_matrix(matrix: Array, layout: "MatrixLayout") -> Array:
 
 
 @dataclass(frozen=True)
-class _SiteImage:
-    """An elementwise affine image of a site, with its derivative."""
-
-    site: str
-    value: Array
-    slope: Array
-
-
-@dataclass(frozen=True)
 class _Mark:
     """Stands for an elementwise affine image of a site."""
 
@@ -232,7 +218,7 @@ def _walk(
         marked = [i for i, value in enumerate(operands) if _is_image_of_site(value)]
         plain, weight = list(map(_value, operands)), operands[marked[0]]
         if len(marked) == 1 and is_image(equation.jaxpr_equation, marked[0]):
-            return _image(equation, marked[0], plain, weight)
+            return weight.after(equation, plain, marked[0])
         output, entry = equation.bind(*plain), entries.get(weight.site)
         if entry is None or entry.equation is not equation.jaxpr_equation:
             return output
@@ -243,18 +229,18 @@ def _walk(
 
     sites = []
     for name, value in values.items():
-        sites.append(_SiteImage(name, value, jnp.ones_like(value)))
+        sites.append(SiteImage(name, value, jnp.ones_like(value)))
     interpreter = Interpreter({}, _is_image_of_site, "guides.AutoLaplace", enter)
     (output,) = interpreter.run(closed.jaxpr, closed.consts, sites)
     return _value(output), uses
 
 
 def _is_image_of_site(value: Any) -> bool:
-    return isinstance(value, _SiteImage)
+    return isinstance(value, SiteImage)
 
 
 def _use(
-    equation: Equation, operand: int, plain: list, weight: _SiteImage, row: int | None
+    equation: Equation, operand: int, plain: list, weight: SiteImage, row: int | None
 ) -> _Use | None:
     name = equation.name
     product: _MatrixProduct | None = None
@@ -274,7 +260,7 @@ def _use(
 
 
 def _value(operand: Any) -> Any:
-    return operand.value if isinstance(operand, _SiteImage) else operand
+    return operand.value if isinstance(operand, SiteImage) else operand
 
 
 class _MatrixProduct(NamedTuple):
@@ -290,18 +276,9 @@ class _MatrixProduct(NamedTuple):
 def is_image(equation: Any, operand: int) -> bool:
     """Whether an equation computes an elementwise affine image of an operand."""
     name = equation.primitive.name
-    if name not in ELEMENTWISE | SHAPING or (name, operand) == ("div", 1):
+    if not (is_affine(name, operand) or name in SHAPING):
         return False
     return equation.outvars[0].aval.size == equation.invars[operand].aval.size
-
-
-def _image(
-    equation: Equation, operand: int, plain: list, weight: _SiteImage
-) -> _SiteImage:
-    def image(value: Array) -> Array:
-        return equation.bind(*plain[:operand], value, *plain[operand + 1 :])
-
-    return _SiteImage(weight.site, *jax.jvp(image, (weight.value,), (weight.slope,)))
 
 
 def _rows_first(row: int | None, axes: Sequence[int]) -> tuple[int, ...]:
