@@ -33,17 +33,13 @@ def _moments(
     return moments
 
 
-def scaled_sites(
-    model: Callable, local: set[str], args: tuple, kwargs: Mapping[str, Any]
-) -> Scaled:
+def scaled_sites(reading: Posterior, local: set[str]) -> Scaled:
     """Find the Gaussian sites whose prior sd depends on other latent sites, and those
     sites.
 
     :param local: sites inside subsampled plates; sites that depend on one of them are
         left out.
     """
-    with handlers.block():
-        reading = Posterior(model, args, kwargs)
 
     def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], jax.Array]:
         arrays = {}

@@ -64,6 +64,7 @@ from numpyro_bnn.infer.target import (
     bind,
     check_start,
     given_values,
+    on_minibatch,
     stream_of,
     with_parameters,
 )
@@ -75,6 +76,7 @@ from numpyro_bnn.infer.warm_start import (
     warm_start_of,
 )
 from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 
 GRADIENTS = ("minibatch", "control_variates")
@@ -420,34 +422,41 @@ class SGMCMCKernel(ModelKernel):
 
     def learn(
         self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    ) -> Posterior:
         """Optimize the parameters of :class:`~numpyro_bnn.priors.Learned`, and hold
         them in ``model`` from now on.
-        """
-        settings = (
-            self._call,
-            self._model,
-            self.init_strategy,
-            self._warm_start,
-            num_warmup,
-            self.optimizer_steps(),
-        )
-        values = learned_parameters(*settings, model_args, dict(model_kwargs or {}))
-        self.model = with_parameters(self._model, values)
-        return values
 
-    @one_thread
-    def init(
+        :return: what the model is then, on a minibatch.
+        """
+        args, kwargs = model_args, dict(model_kwargs or {})
+        posterior = on_minibatch(self._call, self._model, args, kwargs)
+        return self._learned(num_warmup, args, kwargs, posterior)
+
+    def _learned(
+        self, num_warmup: int, args: tuple, kwargs: dict, posterior: Posterior
+    ) -> Posterior:
+        settings = self.init_strategy, self._warm_start, num_warmup
+        settings = self._call, posterior, *settings, self.optimizer_steps()
+        values = learned_parameters(*settings, args, kwargs)
+        self.model = with_parameters(self._model, values)
+        if not values:
+            return posterior
+        return Posterior(self.model, args, kwargs, full=False)
+
+    def begin(
         self,
         rng_key: jax.Array,
         num_warmup: int,
-        init_params: Any = None,
-        model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        init_params: Any,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+        posterior: Posterior | None = None,
     ) -> SGMCMCState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
         chain_key, init_key = split(rng_key)
-        target, z = self._bound(init_key, num_warmup, init_params, args, kwargs)
+        target, z = self._bound(
+            init_key, num_warmup, init_params, args, kwargs, posterior
+        )
         single = is_prng_key(rng_key)
         one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         check_held_out(self._call, target, self._warm_start.held_out, one, args, kwargs)
@@ -470,12 +479,13 @@ class SGMCMCKernel(ModelKernel):
         init_params: Any,
         args: tuple,
         kwargs: dict[str, Any],
+        posterior: Posterior | None,
     ) -> tuple[Target, dict[str, jax.Array]]:
         """The model bound to its arguments, and where its chains start."""
         call = self._call
         settings = self._model, rng_key, self.init_strategy, args, kwargs
-        learn = partial(self.learn, num_warmup, args, kwargs)
-        target, z = bind(call, *settings, self.temperature, learn)
+        learn = partial(self._learned, num_warmup, args, kwargs)
+        target, z = bind(call, *settings, self.temperature, learn, posterior)
         by_batches = not self.exact and self.gradient == "minibatch"
         if target.stochastic and not by_batches:
             came = (

@@ -1,5 +1,6 @@
 """What every kernel does to the arguments of its model before it looks at them."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
@@ -20,6 +21,7 @@ from numpyro_bnn.program.arguments import (
     with_plain_values,
 )
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, is_traced
+from numpyro_bnn.program.posterior import Posterior
 
 M = TypeVar("M", bound=Callable)
 
@@ -59,7 +61,7 @@ class ModelArguments:
 
     ``MCMC(jit_model_args=True)`` passes every number as a traced array, also a
     ``batch_size`` that a plate needs to know: a kernel remembers those of ``init``.
-    Its ``init`` begins with :meth:`at_start`, ``sample`` is one call of :meth:`run`,
+    Its ``begin`` starts with :meth:`at_start`, ``sample`` is one call of :meth:`run`,
     and other methods begin with :meth:`restored`.
 
     :param kernel: name of the kernel, for errors.
@@ -180,7 +182,41 @@ class ModelArguments:
 
 
 class ModelKernel(MCMCKernel):
-    """A kernel of a model, which remembers its arguments."""
+    """A kernel of a model, which remembers its arguments, and what it has read."""
+
+    # what the model is on all its data, read by `begin`; it holds no data
+    _program: Posterior | None = None
+
+    @one_thread
+    def init(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self.begin(rng_key, num_warmup, init_params, model_args, model_kwargs)
+
+    @abstractmethod
+    def begin(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+        posterior: Posterior | None = None,
+    ) -> Any:
+        """:meth:`init`; a kernel around this one passes what it has read of the model,
+        on a minibatch if there are any.
+        """
+
+    def posterior(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Posterior:
+        """The model on all of some data, read anew only if they have other shapes."""
+        if self._program is None:
+            return Posterior(self.model, args, kwargs)
+        return self._program.with_arguments(args, kwargs)
 
     @cached_property
     def _arguments(self) -> ModelArguments:
@@ -191,4 +227,4 @@ class ModelKernel(MCMCKernel):
         return self._arguments.changed(args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_sample_fn": None}
+        return {**self.__dict__, "_sample_fn": None, "_program": None}

@@ -114,7 +114,7 @@ def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     sites = sites_of_type(reading.sites, "sample")
 
     def quantities(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
-        return _parts(reading.at(reading.with_rows(reading.zeros(), batch)))
+        return _parts(reading.at(reading.row_values(reading.zeros(), batch)))
 
     batch = first_batch(plates)
     used = dependence(quantities, batch)

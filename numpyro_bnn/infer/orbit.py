@@ -16,7 +16,7 @@ from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.finding import TOLERANCE
-from numpyro_bnn.symmetry.moves import Plan, move, plan
+from numpyro_bnn.symmetry.moves import Plan, move, plan_moves
 from numpyro_bnn.symmetry.prior_program import PriorProgram
 
 TARGET = 0.44  # optimal acceptance rate of a random walk in one dimension
@@ -124,7 +124,7 @@ class OrbitMoves(Wrapper):
     ) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
-        self._plans = plan(reading, self._symmetries, self._exact)
+        self._plans = plan_moves(reading, self._symmetries, self._exact)
 
     def _start(
         self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
@@ -143,10 +143,10 @@ class OrbitMoves(Wrapper):
         prior = PriorProgram(reading)
         new_values: dict[str, jax.Array] = {}
         probabilities = []
-        for i, plan_ in enumerate(self._plans):
+        for i, plan in enumerate(self._plans):
             key, width = random.fold_in(rng_key, i), state.orbit_width[i]
             changed, probability = move(
-                plan_, key, {**values, **new_values}, prior, width
+                plan, key, {**values, **new_values}, prior, width
             )
             new_values |= changed
             probabilities.append(probability)
@@ -166,7 +166,7 @@ class OrbitMoves(Wrapper):
         each symmetry.
         """
         pairs = zip(self._symmetries, self._plans, strict=True)
-        moves = [f"{symmetry.name}: {plan_.method}" for symmetry, plan_ in pairs]
+        moves = [f"{symmetry.name}: {plan.method}" for symmetry, plan in pairs]
         return {**super().describe(state), "orbit_moves": "; ".join(moves)}
 
     @property

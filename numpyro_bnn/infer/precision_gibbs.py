@@ -21,14 +21,9 @@ from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import (
-    DataVersion,
-    ModelKernel,
-    one_thread,
-    over_chains,
-)
+from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, over_chains
 from numpyro_bnn.program.arguments import as_arrays
-from numpyro_bnn.program.plates import full_trace, sites_of_type
+from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry.gig import log_gig
 
@@ -135,14 +130,14 @@ class PrecisionGibbs(ModelKernel):
             name for name, site in conditionals.items() if not isinstance(site, str)
         )
 
-    @one_thread
-    def init(
+    def begin(
         self,
         rng_key: jax.Array,
         num_warmup: int,
-        init_params: Mapping[str, Any] | None = None,
-        model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        init_params: Mapping[str, Any] | None,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+        posterior: Posterior | None = None,
     ) -> PrecisionGibbsState:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
@@ -161,6 +156,7 @@ class PrecisionGibbs(ModelKernel):
                 )
             plan.append(site)
         self._plan = tuple(plan)
+        self._program = reading.without_data()
         keys = split(rng_key)
 
         def start(
@@ -208,8 +204,9 @@ class PrecisionGibbs(ModelKernel):
         rng_key, key = random.split(state.rng_key)
         z, groups = dict(state.z), _independent(self._plan)
         keys = random.split(key, len(groups))
+        reading = self.posterior(model_args, kwargs)
         for group, group_key in zip(groups, keys, strict=True):
-            traced = full_trace(self._model, {**conditioned, **z}, model_args, kwargs)
+            traced = reading.at({**conditioned, **z})
             z |= _draw(group, traced, z, group_key)
         for name, value in state.z.items():
             z[name] = z[name].astype(value.dtype)
@@ -238,9 +235,10 @@ class PrecisionGibbs(ModelKernel):
         """
         model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         conditioned, kwargs = held_values(model_kwargs)
+        reading = self.posterior(model_args, kwargs)
 
         def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            traced = full_trace(self._model, {**conditioned, **z}, model_args, kwargs)
+            traced = reading.at({**conditioned, **z})
             values = dict(z)
             for name, site in sites_of_type(traced, "deterministic").items():
                 values[name] = site["value"]
@@ -250,7 +248,7 @@ class PrecisionGibbs(ModelKernel):
 
     def wrap_model(self, wrapper: Callable) -> "PrecisionGibbs":
         kernel = copy.copy(self)
-        kernel._model = wrapper(self._model)
+        kernel._model, kernel._program = wrapper(self._model), None
         kernel._sample_fn = None
         return kernel
 

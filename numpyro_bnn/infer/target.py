@@ -69,7 +69,7 @@ class Target:
     def on(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Posterior:
         """The model on some arguments; refuse other sizes of its plates."""
         if self.model is self.posterior.model:
-            posterior = self.posterior.on(args, kwargs)
+            posterior = self.posterior.with_arguments(args, kwargs)
         else:
             posterior = Posterior(self.model, args, kwargs, full=False)
         for name, plate in posterior.plates.items():
@@ -132,7 +132,7 @@ class Target:
             constrained = posterior.constrain(z)
             # Any minibatch will do: sites that depend on it are left out.
             rows = first_batch(self.plates)
-            sites = posterior.on_rows(constrained, rows, only=of_all)
+            sites = posterior.at_rows(constrained, rows, only=of_all)
             for name, site in sites.items():
                 constrained[name] = site["value"]
             return {n: constrained[n] for n in posterior.sites if n in constrained}
@@ -168,17 +168,20 @@ def bind(
     args: tuple,
     kwargs: Mapping[str, Any] | None,
     temperature: float = 1.0,
-    learn: Callable[[], dict[str, Any]] = dict,
+    learn: Callable[[Posterior], Posterior] | None = None,
+    posterior: Posterior | None = None,
 ) -> tuple[Target, dict[str, jax.Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained
     values.
 
     :param call: name of the kernel, for error messages.
     :param rng_key: one key, or a batch of them for vectorized chains.
-    :param learn: gives the values of the parameters of ``priors.Learned``.
+    :param learn: learns the parameters of ``priors.Learned``.
+    :param posterior: what is already known of the model.
     """
     kwargs = dict(kwargs or {})
-    model, reading = _read(call, model, args, kwargs, learn)
+    reading = _read(call, posterior or model, args, kwargs, learn)
+    model = reading.model
     sites, plates = reading.sites, reading.plates
     for name in reading.latent:
         if sites[name]["fn"].support.is_discrete:
@@ -215,23 +218,31 @@ def bind(
 
 def _read(
     call: str,
-    model: Callable,
+    model: Callable | Posterior,
     args: tuple,
     kwargs: Mapping[str, Any],
-    learn: Callable[[], dict[str, Any]],
-) -> tuple[Callable, Posterior]:
-    """The model with values of its parameters, and what it is on a minibatch."""
-    read = partial(Posterior, args=args, kwargs=kwargs, full=False)
-    with _explained(call, model, args, kwargs):
-        reading = read(model)
+    learn: Callable[[Posterior], Posterior] | None,
+) -> Posterior:
+    """What the model with values of its parameters is on a minibatch."""
+    if isinstance(model, Posterior):
+        reading = model.with_arguments(args, kwargs)
+    else:
+        reading = on_minibatch(call, model, args, kwargs)
     check_state(call, "model", reading)
-    if reading.learned and (learned := learn()):
-        model = handlers.substitute(model, data=learned)
-        reading = read(model)
+    if reading.learned and learn is not None:
+        reading = learn(reading)
     if start_values := held_parameters(call, reading):
-        model = handlers.substitute(model, data=start_values)
-        reading = read(model)
-    return model, reading
+        model = handlers.substitute(reading.model, data=start_values)
+        reading = Posterior(model, args, kwargs, full=False)
+    return reading
+
+
+def on_minibatch(
+    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+) -> Posterior:
+    """What a model is on a minibatch, if it has any; errors in the name of ``call``."""
+    with _explained(call, model, args, kwargs):
+        return Posterior(model, args, kwargs, full=False)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
-from numpyro_bnn.infer.precision_gibbs import held_values
 from numpyro_bnn.infer.wrapper import (
     OuterKernel,
     check_kernel,
@@ -147,19 +146,20 @@ class ParallelTempering(OuterKernel):
     def default_fields(self) -> tuple[str, ...]:
         return ("z", "swap_accept_prob", "diverging")
 
-    @one_thread
-    def init(
+    def begin(
         self,
         rng_key: jax.Array,
         num_warmup: int,
-        init_params: Any = None,
-        model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        init_params: Any,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+        posterior: Posterior | None = None,
     ) -> TemperingState:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
-        _, kwargs = held_values(model_kwargs)
-        if plates := Posterior(self.model, model_args, kwargs, full=False).plates:
+        if posterior is None:
+            posterior = Posterior(self.model, model_args, model_kwargs, full=False)
+        if plates := posterior.plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = (
                 "Exchanges need the density of all the data: run without "
@@ -167,6 +167,7 @@ class ParallelTempering(OuterKernel):
             )
             raise argument_error("infer.ParallelTempering", "kernel", came, instead)
         self._num_warmup = num_warmup
+        self._program = posterior.with_all_rows().without_data()
         self._sample_fn = self._transition
         start = partial(self._start, args=model_args, kwargs=model_kwargs)
         if is_prng_key(rng_key):
@@ -280,7 +281,7 @@ class ParallelTempering(OuterKernel):
     ) -> Callable[[Any], jax.Array]:
         """The log density that the inverse temperature multiplies, of native values."""
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
-        reading = Posterior(self.model, args, kwargs)
+        reading = self.posterior(args, kwargs)
 
         def total(z: Any) -> jax.Array:
             log_densities = jnp.zeros(())

@@ -280,7 +280,7 @@ class Optimize(Phase):
 @jax.core.eval_context()
 def learned_parameters(
     call: str,
-    model: Callable,
+    reading: Posterior,
     init_strategy: Callable,
     warm_start: WarmStart,
     num_warmup: int,
@@ -298,10 +298,7 @@ def learned_parameters(
         different values, inside ``jit``, and if a value is not finite.
     """
     length = round(warm_start.share * num_warmup)
-    if (
-        not length
-        or not (reading := Posterior(model, args, kwargs, full=False)).learned
-    ):
+    if not length or not reading.learned:
         return {}
     optimizer, num_steps = (
         warm_start.transformation,
@@ -319,7 +316,7 @@ def learned_parameters(
             f"`jit`"
         )
         raise argument_error(call, "model", came, instead)
-    target, z = bind(call, model, random.key(0), init_strategy, args, kwargs)
+    target, z = bind(call, reading.model, random.key(0), init_strategy, args, kwargs)
     stream, starts = (
         stream_of(target, "with_replacement"),
         reading.draw([0], PARAMETERS)[0],

@@ -136,21 +136,23 @@ class Wrapper(OuterKernel):
     def sample_field(self) -> str:
         return self._kernel.sample_field
 
-    @one_thread
-    def init(
+    def begin(
         self,
         rng_key: jax.Array,
         num_warmup: int,
-        init_params: Any = None,
-        model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        init_params: Any,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+        posterior: Posterior | None = None,
     ) -> Any:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
         # Parallel chains start inside a compiled program; the plan must not keep its
         # tracers.
         with jax.core.eval_context():
-            self._plan_moves(num_warmup, model_args, model_kwargs)
+            posterior = self._plan_moves(
+                num_warmup, model_args, model_kwargs, posterior
+            )
         self._num_warmup = num_warmup
         base_key, own_key = split(rng_key)
         in_gibbs = GIBBS_SITES_KWARG in model_kwargs
@@ -159,15 +161,24 @@ class Wrapper(OuterKernel):
             init_params = unconstrain_fn(
                 full_plates(self.model), model_args, model_kwargs, init_params
             )
-        base = self._kernel.init(
-            base_key, num_warmup, init_params, model_args, model_kwargs
-        )
+        start = base_key, num_warmup, init_params, model_args, model_kwargs
+        if isinstance(self._kernel, ModelKernel):
+            base = self._kernel.begin(*start, posterior)
+        else:
+            base = self._kernel.init(*start)
         self._sample_fn = self._transition
         batch_shape = () if is_prng_key(rng_key) else rng_key.shape[:1]
         state = self._start(base, batch_shape, own_key)
         return state._replace(data=self._arguments.version)
 
-    def _plan_moves(self, num_warmup: int, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _plan_moves(
+        self,
+        num_warmup: int,
+        args: tuple,
+        kwargs: dict[str, Any],
+        posterior: Posterior | None,
+    ) -> Posterior:
+        """Read the model, and plan moves on all its data."""
         conditioned, model_kwargs = held_values(kwargs)
         if is_traced((args, model_kwargs)):
             got = "arrays that are traced by a transformation"
@@ -176,14 +187,14 @@ class Wrapper(OuterKernel):
                 "with the data inside."
             )
             raise argument_error(self._call, "model_args", got, instead)
-        # the moves read the model that the kernel samples
-        self.learn(num_warmup, args, kwargs)
         if is_traced(conditioned):
             # as a block of a vectorized `Gibbs`: the plan is the same for all values
             drawn = Posterior(self.model, args, model_kwargs).draw([0])[0]
             values = {name: drawn[name] for name in conditioned}
             kwargs = {**model_kwargs, GIBBS_SITES_KWARG: values}
-        reading = Posterior(self.model, args, kwargs)
+        if posterior is None:  # the moves read the model that the kernel samples
+            posterior = self.learn(num_warmup, args, kwargs)
+        reading = posterior.with_arguments(args, kwargs).with_all_rows()
         check_state(self._call, "kernel", reading)
         held_parameters(self._call, reading)
         self._prepare(reading, args, kwargs)
@@ -192,14 +203,18 @@ class Wrapper(OuterKernel):
             lambda sites: {n: arrays_in(sites[n]["fn"].support) for n in latent}
         )
         self._bounded = tuple(name for name in latent if bounds[name])
+        self._program = reading.without_data()
+        return posterior
 
     def learn(
         self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> None:
-        """Let the inner kernel learn the parameters of the model."""
-        getattr(self._kernel, "learn", lambda *_: None)(
-            num_warmup, model_args, model_kwargs
-        )
+    ) -> Posterior:
+        """Let the inner kernel learn the parameters of the model; what the model is
+        then, on a minibatch.
+        """
+        if hasattr(self._kernel, "learn"):
+            return self._kernel.learn(num_warmup, model_args, model_kwargs)
+        return Posterior(self.model, model_args, model_kwargs, full=False)
 
     def sample(
         self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
@@ -232,7 +247,7 @@ class Wrapper(OuterKernel):
         kernel = self._kernel
         constrain = kernel.get_constrain_fn(model_args, model_kwargs)
         values = constrain(getattr(state.base, self.sample_field))
-        reading = Posterior(self.model, model_args, model_kwargs)
+        reading = self.posterior(model_args, model_kwargs)
         state, moved_values = self._move(state, values, rng_key, reading)
         # the inner kernel must hold values relative to the new bounds
         new_values = {name: values[name] for name in self._bounded} | moved_values
@@ -269,6 +284,7 @@ class Wrapper(OuterKernel):
     def wrap_model(self, wrapper: Callable) -> "Wrapper":
         kernel = copy.copy(self)
         kernel.__dict__.pop("_arguments", None)
+        kernel._program = None
         kernel._kernel = self._kernel.wrap_model(wrapper)
         kernel._sample_fn = None
         return kernel

@@ -77,14 +77,14 @@ def _program(
     their paths: data, indices of plates, latent values.
     """
     arguments = {
-        "data": reading._arrays,
+        "data": reading.data,
         "plates": reading.shapes(sites_of_type(reading.sites, "plate")),
         "latent": reading.shapes(),
     }
 
     def program(arguments: Mapping[str, Any]) -> Any:
         values = {**arguments["latent"], **arguments["plates"]}
-        return quantities(reading._on(arguments["data"]).at(values))
+        return quantities(reading.with_data(arguments["data"]).at(values))
 
     closed, outputs = jax.make_jaxpr(program, return_shape=True)(arguments)
     inputs, _ = jax.tree_util.tree_flatten_with_path(arguments)

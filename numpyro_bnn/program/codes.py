@@ -312,7 +312,7 @@ def looks_up_data(reading: Any) -> bool:
 
     walk = Follower(visit, False, marked=lambda value: True)
     # the first input is a key
-    walk.follow(reading._closed.jaxpr, [False, *[True] * len(reading._arrays)])
+    walk.follow(reading._closed.jaxpr, [False, *[True] * len(reading.data)])
     return bool(lookups)
 
 
@@ -326,7 +326,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     :param reading: the model, on all indices of its plates.
     :param leaves: its arguments by name.
     """
-    arrays = reading._arrays
+    arrays = reading.data
     if is_traced(arrays):
         return
     names, rows = {}, {}
@@ -349,7 +349,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
         return _arrays(outputs)
 
     def look_up(on_arrays: Any) -> list[jax.Array]:
-        evaluate(key, on_arrays._arrays)
+        evaluate(key, on_arrays.data)
         return [lookup.reach for lookup in noted]
 
     def matters(on_arrays: Any) -> jax.Array:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import random
-from numpyro import handlers
 from numpyro.distributions import (
     Distribution,
     ExpandedDistribution,
@@ -28,7 +27,6 @@ __all__ = [
     "check_observations",
     "draw_indices",
     "full_plates",
-    "full_trace",
     "isolated",
     "random_indices",
     "sites_of_type",
@@ -111,26 +109,6 @@ class random_indices(Messenger):
                 instead = f"Pass a number from 1 to {size}."
                 raise argument_error("numpyro.plate", "subsample_size", got, instead)
             msg["fn"] = draw_indices
-
-
-def full_trace(
-    model: Callable,
-    values: Mapping[str, Any] | Callable[[dict[str, Any]], Any],
-    args: tuple,
-    kwargs: Mapping[str, Any] | None,
-    rng_key: Any = 0,
-) -> dict[str, dict[str, Any]]:
-    """Trace of a model on all its data.
-
-    :param values: values of sites by name, or a function from a site to its value or
-        ``None``; other sites are drawn.
-    :param rng_key: a key or seed for the sites that are drawn.
-    """
-    value_of = values if callable(values) else lambda site: values.get(site["name"])
-    placed = handlers.substitute(full_plates(model), substitute_fn=value_of)
-    return handlers.trace(handlers.seed(placed, rng_key)).get_trace(
-        *args, **(kwargs or {})
-    )
 
 
 def sites_of_type(

@@ -17,8 +17,9 @@ the model itself:
   of plates, and from which data, quantities of that trace are computed;
 - ``stochastic``, ``redrawn``, ``idle_states``: whether the model asks for random
   numbers, which plates redraw their indices, which of its state nothing uses;
-- ``on(args, kwargs)``: the same for other arguments, read anew only where shapes, or
-  values that shape the model, are others;
+- ``with_arguments(args, kwargs)``, ``with_all_rows()``, ``with_sizes(sizes)``: the
+  same for other arguments, read anew only where shapes, or values that shape the model,
+  are others; on all rows; on so many rows of some plates;
 - ``run(fn, *values)``, ``draw(seeds)``: numbers, by one compiled program whose inputs
   are the data of the model.
 """
@@ -130,7 +131,7 @@ class Posterior:
         if not looks_up_data(self):
             return
         try:
-            on_all_rows = self._with_sizes({})
+            on_all_rows = self.with_sizes({})
         # a model that runs on minibatches only is refused where they are checked
         except Exception:
             return
@@ -139,47 +140,57 @@ class Posterior:
             arguments = Arguments.of(args, kwargs or {}, model)
         check_codes(on_all_rows, arguments.leaves)
 
-    def on(self, args: tuple, kwargs: Mapping[str, Any] | None) -> "Posterior":
+    def with_arguments(
+        self, args: tuple, kwargs: Mapping[str, Any] | None
+    ) -> "Posterior":
         """The same model on other arguments; it is read anew where an array has another
         shape, or one that shapes the model is another.
         """
         template, arrays = Arguments.of(args, kwargs or {}).split()
         same = template == self._template and _types(arrays) == self._array_types
         if not same or any(
-            arrays[place] is not constant for place, constant in self._constants.items()
+            arrays[place] is not constant for place, constant in self.constants.items()
         ):
             return Posterior(self.model, args, kwargs, full=self._full)
-        posterior = self._on({place: arrays[place] for place in self._arrays})
+        posterior = self.with_data({place: arrays[place] for place in self.data})
         posterior.held = dict((kwargs or {}).get(GIBBS_SITES_KWARG, {}))
         return posterior
 
-    def without_data(self) -> "Posterior":
-        """The program alone, for :meth:`on`: it keeps no data, nor tracers, alive."""
-        return self._on(dict.fromkeys(self._arrays))
-
-    def _on(self, arrays: dict[str, Any]) -> "Posterior":
-        """The same model on other arrays of these shapes."""
-        posterior = copy(self)
-        posterior._arrays = arrays
+    def with_all_rows(self) -> "Posterior":
+        """The same model with all indices of its plates."""
+        posterior = copy(self.with_sizes({}))
+        posterior._full = True
         return posterior
 
-    def _with_sizes(self, sizes: Mapping[str, int]) -> "Posterior":
+    def without_data(self) -> "Posterior":
+        """The program alone, for :meth:`with_arguments`: it keeps no data, nor tracers,
+        alive.
+        """
+        return self.with_data(dict.fromkeys(self.data))
+
+    def with_data(self, data: dict[str, Any]) -> "Posterior":
+        """The same model on other arrays of these shapes."""
+        posterior = copy(self)
+        posterior.data = data
+        return posterior
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> "Posterior":
         """The same model with so many rows in some plates; others are full."""
         if sizes == self._sizes:
             return self
-        arrays = {**self._constants, **self._arrays}
+        arrays = {**self.constants, **self.data}
         key = frozenset(sizes.items())
         known = self._resized.get(key)
         # data that shape it are a part of it
         if known is None or any(
-            arrays[place] is not array for place, array in known._constants.items()
+            arrays[place] is not array for place, array in known.constants.items()
         ):
             resized = copy(self)
             with TRACING:
                 resized._trace_on(full_plates(self.model, sizes), arrays)
             self._resized[key] = resized.without_data()
         resized = self._resized[key]
-        resized = resized._on({place: arrays[place] for place in resized._arrays})
+        resized = resized.with_data({place: arrays[place] for place in resized.data})
         resized.held = self.held
         return resized
 
@@ -213,7 +224,9 @@ class Posterior:
         known = as_arrays((), constants, "model")[1]
         trace = jax.make_jaxpr(read, return_shape=True)
         self._closed, self._outputs = trace(jax.eval_shape(random.key, 0), arrays)
-        self._arrays, self._constants = arrays, constants
+        #: The arrays among the arguments, by place: the inputs of the program, and
+        # those that shape it.
+        self.data, self.constants = arrays, constants
 
     def _read(
         self,
@@ -371,14 +384,14 @@ class Posterior:
         >>> bool(abs(posterior.initial(random.key(0))["w"]) < 2)
         True
         """
-        posterior = self._with_sizes({}) if self.local else self
-        call = self._template.call({**self._constants, **self._arrays})
+        posterior = self.with_sizes({}) if self.local else self
+        call = self._template.call({**self.constants, **self.data})
         with naming_arguments(self.model, *call):
             return _search(
                 rng_key,
-                lambda arrays: posterior._on(arrays)._replay(),
+                lambda arrays: posterior.with_data(arrays)._replay(),
                 init_strategy,
-                (posterior._arrays,),
+                (posterior.data,),
                 {},
             )[0]
 
@@ -427,7 +440,7 @@ class Posterior:
             raise argument_error("program.Posterior", "model", got, instead)
         posterior = self
         if name in self.local:
-            posterior = self._with_sizes({})
+            posterior = self.with_sizes({})
         else:
             values = {key: values[key] for key in values if key not in self.local}
         return posterior.at(values, only=[name])[name]["fn"].support
@@ -481,7 +494,7 @@ class Posterior:
 
     # -- densities ---------------------------------------------------------------------
 
-    def on_rows(
+    def at_rows(
         self,
         values: Mapping[str, Any],
         rows: Rows | None = None,
@@ -504,16 +517,16 @@ class Posterior:
                 raise unknown_name("program.Posterior", "rows", name, plates)
             if len(indices) != plates[name]["args"][0]:
                 sizes[name] = len(indices)
-        posterior = self._with_sizes(sizes)
-        inputs = {**posterior.with_rows(values, rows), **self._own_keys(rng_key)}
+        posterior = self.with_sizes(sizes)
+        inputs = {**posterior.row_values(values, rows), **self._own_keys(rng_key)}
         sites = posterior.at(inputs, only=only)
         # also those of plates whose rows are all there, in another order
         latent = sites.keys() & set(self.latent)
         if local := [name for name in latent if self.frames(name, rows)]:
-            sites |= self._with_sizes({}).at(values, only=local)
+            sites |= self.with_sizes({}).at(values, only=local)
         return sites
 
-    def with_rows(self, values: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+    def row_values(self, values: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
         """Values and indices for ``at``: of sites in these plates, which are given with
         all their rows, those that are wanted.
         """
@@ -533,7 +546,7 @@ class Posterior:
         return keys
 
     @property
-    def _data(self) -> tuple[str, ...]:
+    def _not_held(self) -> tuple[str, ...]:
         """Observed sites that no other block of a ``Gibbs`` holds."""
         return tuple(name for name in self.observed if name not in self.held)
 
@@ -547,8 +560,8 @@ class Posterior:
         -0.919
         """
         samples = sites_of_type(self.sites, "sample")
-        names = [name for name in samples if name not in self._data]
-        sites = self.on_rows(self.constrain(z), only=names)
+        names = [name for name in samples if name not in self._not_held]
+        sites = self.at_rows(self.constrain(z), only=names)
         return {name: log_density(site) for name, site in sites.items()}
 
     def log_jacobian(self, z: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -576,21 +589,21 @@ class Posterior:
         >>> log_p.shape, round(float(log_p[0]), 2)
         ((1,), -2.92)
         """
-        sites = self.on_rows(self.constrain(z), rows, rng_key, self._data)
+        sites = self.at_rows(self.constrain(z), rows, rng_key, self._not_held)
         return {n: site["fn"].log_prob(site["value"]) for n, site in sites.items()}
 
     def outputs(
         self, z: Mapping[str, Any], rows: Rows | None = None, rng_key: Any = 0
     ) -> dict[str, Distribution]:
         """The distribution of each observed site; its parameters are the outputs."""
-        sites = self.on_rows(self.constrain(z), rows, rng_key, self._data)
+        sites = self.at_rows(self.constrain(z), rows, rng_key, self._not_held)
         return {name: site["fn"] for name, site in sites.items()}
 
     def scale(self, rows: Rows | None = None) -> dict[str, Any]:
         """The factor of each log density on some rows: N / B of a plate, times that of
         ``handlers.scale``.
         """
-        sites = self.on_rows({}, rows, only=self._data)
+        sites = self.at_rows({}, rows, only=self._not_held)
         scales = {}
         for name, site in sites.items():
             scales[name] = 1.0 if site["scale"] is None else site["scale"]
@@ -629,7 +642,7 @@ class Posterior:
         6.176
         """
         values, log_determinants = self._constrained(z)
-        sites = self.on_rows(values, rows, rng_key, sites_of_type(self.sites, "sample"))
+        sites = self.at_rows(values, rows, rng_key, sites_of_type(self.sites, "sample"))
         total: Any = 0.0
         for name, site in sites.items():
             if name in log_determinants:
@@ -676,7 +689,7 @@ class Posterior:
             self._programs[key] = self._program(*key)
         numbers = iter(
             self._programs[key](
-                inputs, _typed_key(rng_key), *jax.tree.leaves(self._arrays)
+                inputs, _typed_key(rng_key), *jax.tree.leaves(self.data)
             )
         )
         sites = {}
@@ -725,13 +738,10 @@ class Posterior:
         """
 
         def program(inputs: Mapping[str, Any]) -> Mapping[Any, Any]:
-            return quantities(
-                self._on({place: inputs[place] for place in self._arrays}).at(
-                    inputs[""]
-                )
-            )
+            posterior = self.with_data({place: inputs[place] for place in self.data})
+            return quantities(posterior.at(inputs[""]))
 
-        inputs_used = dependence(program, {**self._arrays, "": self.shapes()})
+        inputs_used = dependence(program, {**self.data, "": self.shapes()})
         return {quantity: used - {""} for quantity, used in inputs_used.items()}
 
     def idle_states(self) -> set[str]:
@@ -743,7 +753,7 @@ class Posterior:
 
         def quantities(inputs: Mapping[str, Any]) -> dict[str, Any]:
             states = {place: inputs[place] for place in self._states}
-            sites = self._on(inputs["data"]).at({**states, **inputs["values"]})
+            sites = self.with_data(inputs["data"]).at({**states, **inputs["values"]})
             arrays: dict[str, Any] = {"used": []}
             for name, site in sites.items():
                 if site["type"] != "mutable":
@@ -754,7 +764,7 @@ class Posterior:
             return arrays
 
         sources = dependence(
-            quantities, {"data": self._arrays, "values": self.shapes(), **self._states}
+            quantities, {"data": self.data, "values": self.shapes(), **self._states}
         )
         outside = sources.pop("used") | {"data", "values"}
         idle = set()
@@ -778,10 +788,10 @@ class Posterior:
         """
 
         def on_arrays(arrays: dict, *values: Any) -> Any:
-            return fn(self._on(arrays), *values)
+            return fn(self.with_data(arrays), *values)
 
         program = shared(on_arrays, once)
-        return lambda *values: program(self._arrays, *values)
+        return lambda *values: program(self.data, *values)
 
     def draw(
         self, seeds: Iterable[int], kinds: Collection[str] = ("sample",)
@@ -893,8 +903,8 @@ def _typed_key(rng_key: Any) -> jax.Array:
 
 
 def _types(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Shape and dtype of each array."""
-    types = {}
+    """Shape and dtype of each array, and the precision in which a model computes."""
+    types: dict[str, Any] = {"": jnp.result_type(float)}
     for place, array in arrays.items():
         aval = jax.typeof(array)
         types[place] = aval.shape, aval.dtype

@@ -99,7 +99,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
 
 
 def functions_of_data(
-    reading: Posterior, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+    reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Names on disk of the deterministic sites that are functions of the data: the
     export of a run leaves them out.
@@ -117,16 +117,15 @@ def functions_of_data(
 
     if rows_in(args, kwargs):  # read by the indices of a plate
         sources = reading.depends(values, on=reading.plates)
-    else:
-        model = getattr(model, "predictive_model", model)
-        arguments = Arguments.of(args, kwargs, model)
-
-        def of_arrays(**arrays: Any) -> Any:
-            call_args, call_kwargs = arguments.call(arrays)
-            return model(*call_args, **call_kwargs)
-
-        sources = Posterior(of_arrays, (), arguments.arrays).sources(values)
-    return [stored(name) for name in names if sources[name]]
+        return [stored(name) for name in names if sources[name]]
+    # what a model is without its data may be another program, as after `collapse`
+    model = getattr(reading.model, "predictive_model", reading.model)
+    if model is not reading.model:
+        reading = Posterior(model, args, kwargs)
+    arrays = {id(array) for array in Arguments.of(args, kwargs, model).arrays.values()}
+    places = {place for place, array in reading.data.items() if id(array) in arrays}
+    sources = reading.sources(values)
+    return [stored(name) for name in names if sources[name] & places]
 
 
 def described_options(role: str, method: Any) -> dict[str, Any]:

@@ -236,9 +236,8 @@ def start(
             run_folder = stack.enter_context(
                 Folder(FolderPath.of(CALL, "folder", folder), description)
             )
-            run_folder.more["functions"] = functions_of_data(
-                reading, mcmc.sampler.model, *model_arguments
-            )
+            functions = functions_of_data(reading, *model_arguments)
+            run_folder.more["functions"] = functions
             return run_folder
 
         run_folder = spread.from_first(opened)

@@ -31,7 +31,7 @@ from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays, place_of
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.row_lengths import check_rows
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, as_symmetries, sites_of
 from numpyro_bnn.symmetry.groups import (
     JointRescale,
@@ -434,7 +434,7 @@ class _Measure:
                     "`GRUCell(..., param_dtype=float)`."
                 )
                 raise argument_error(call, "model", got, instead) from error
-            check_row_lengths(call, model, args, kwargs)
+            check_rows(call, self.reading, args, kwargs)
             self.prior = PriorProgram(self.reading)
             self.draws = self.reading.draw(SEEDS)
             self._check_data(args, kwargs)

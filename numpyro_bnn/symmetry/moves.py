@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     exact: bool = True
 
 
-def plan(
+def plan_moves(
     reading: Posterior, symmetries: Sequence[Symmetry], exact: bool = True
 ) -> tuple[Plan, ...]:
     """Choose how to move along the orbits of symmetries; without ``exact`` the

@@ -559,6 +559,24 @@ def test_a_call_that_fails_leaves_nothing(tmp_path):
     assert begin("new/deep", 2).complete
 
 
+def test_a_folder_reads_the_model_once(tmp_path):
+    """The kernel reads it for itself, and once more to see that names stay."""
+    read = []
+
+    def model(x, y):
+        read.append(x.shape)
+        mean = numpyro.sample("w", dist.Normal()) * x
+        numpyro.sample("y", dist.Normal(numpyro.deterministic("mean", mean)), obs=y)
+
+    kernel = infer.SGLD(model, 1e-3, steps_per_draw=1, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=2, progress_bar=False)
+    run = runs.start(
+        tmp_path, mcmc, jax.random.key(0), X[:, 0], Y, sites=["w"], progress_bar=False
+    )
+    assert run.complete
+    assert len(read) == 3
+
+
 def test_names_of_folders(small, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(small[0], tmp_path / "run")

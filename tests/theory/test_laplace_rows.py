@@ -370,3 +370,21 @@ def test_state_that_a_module_changes_is_refused():
             continue
         with refused("model", "['n"):
             guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)
+
+
+def test_a_fit_reads_the_model_once():
+    """Besides NumPyro's search for a start; minibatches of another size are another
+    reading.
+    """
+    runs = []
+
+    def model(y, batch_size=None):
+        runs.append(batch_size)
+        scale = numpyro.sample("scale", dist.HalfNormal())
+        w = numpyro.sample("w", dist.Normal(0.0, scale))
+        with numpyro.plate("data", 4, subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
+
+    guide = guides.AutoLaplace(model, "diag")
+    guide.run(jax.random.key(0), jnp.arange(4.0), num_epochs=1, progress_bar=False)
+    assert len(runs) == 4

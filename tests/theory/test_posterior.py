@@ -235,7 +235,7 @@ def test_sizes_of_a_model_keep_no_data_of_another():
 
     posterior = Posterior(model, (jnp.zeros(4), 2), full=False)
     for y in (jnp.zeros(4), jnp.ones(4)):
-        found = posterior.on((y, 2), {}).potential({"w": 0.0})
+        found = posterior.with_arguments((y, 2), {}).potential({"w": 0.0})
         expected = potential_energy(model, (y,), {}, {"w": 0.0})
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -254,16 +254,16 @@ def test_other_arguments_need_no_other_run():
     x, y, z = jnp.asarray(X[:, 0]), jnp.asarray(Y), {"w": 0.5}
     posterior = Posterior(model, (x, y))
     before = len(runs)
-    other = posterior.on((2 * x, y), {})
+    other = posterior.with_arguments((2 * x, y), {})
     assert len(runs) == before
     expected = potential_energy(model, (2 * x, y), {}, z)
     np.testing.assert_allclose(other.potential(z), expected, rtol=1e-6)
-    potential = jax.vmap(lambda x: posterior.on((x, y), {}).potential(z))
+    potential = jax.vmap(lambda x: posterior.with_arguments((x, y), {}).potential(z))
     energies = potential(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(energies[1], expected, rtol=1e-6)
     before = len(runs)
-    shorter = posterior.on((x[:3], y[:3]), {})
-    squared = posterior.on((x, y), {"power": 2})
+    shorter = posterior.with_arguments((x[:3], y[:3]), {})
+    squared = posterior.with_arguments((x, y), {"power": 2})
     assert len(runs) == before + 2
     for changed, args, kwargs in [
         (shorter, (x[:3], y[:3]), {}),

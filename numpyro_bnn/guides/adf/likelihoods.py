@@ -324,7 +324,7 @@ def read_likelihood(
             continue
 
         def program(weights: Any, hypers: Any, row: Any, kind: Any = kind) -> Values:
-            sites = reading.on(*data.row_call(*row)).at(
+            sites = reading.with_arguments(*data.row_call(*row)).at(
                 {**weights, **hypers}, only=[name]
             )
             fn, value = sites[name]["fn"], sites[name]["value"]

@@ -56,7 +56,7 @@ def read(model: Callable, args: tuple, kwargs: Values) -> Posterior:
         raise argument_error(CALL, "args", came, instead) from error
     leaves = Arguments.of(args, kwargs, model).leaves.items()
     names = {id(leaf): name for name, leaf in leaves}
-    for constant in reading._constants.values():
+    for constant in reading.constants.values():
         name = names.get(id(constant), "args")
         raise argument_error(CALL, name, came, instead)
     return reading

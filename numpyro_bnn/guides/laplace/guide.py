@@ -57,7 +57,8 @@ from numpyro_bnn.guides.laplace.tuning import (
 )
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import TRACING, refuse_tracers
-from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.row_lengths import check_rows
 from numpyro_bnn.program.rows import refuse_rows
 
 STRUCTURES: dict[str, Any] = {
@@ -159,8 +160,12 @@ class AutoLaplace(AutoBlocks):
         given = partial(_given_param, self._model_params)
         model = handlers.substitute(self.model, substitute_fn=given)
         self._rows = ModelRows(model, (args, kwargs))
+        check_rows(f"{CALL}.run", self._rows.reading(), args, kwargs)
         check_sites(self._rows)
         super()._setup_prototype(*args, **kwargs)
+
+    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> Posterior:
+        return self._rows.reading()
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
         latent = list(self._latent())
@@ -308,7 +313,6 @@ class AutoLaplace(AutoBlocks):
         refuse_rows(call, "Its precision is a sum over all rows", args, kwargs)
         args, kwargs = as_arrays(args, kwargs, call)
         _check_finite(call, args, kwargs)
-        check_row_lengths(call, self.model, args, kwargs)
         start = dict(init_params or {})
         self._model_params = dict(start)
         with TRACING, handlers.block(), handlers.seed(rng_seed=rng_key):

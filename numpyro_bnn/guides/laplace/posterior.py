@@ -395,7 +395,7 @@ def _observed_sites(
     if rows.normalizes:
         # Without batch statistics, in which rows are mixed.
         with placeholder_statistics():
-            data = axes_of_data(rows.read(rows.chunks[0]), outputs_of)
+            data = axes_of_data(rows.read_again(rows.chunks[0]), outputs_of)
     observed = {}
     for name in reading.observed:
         site = reading.sites[name]

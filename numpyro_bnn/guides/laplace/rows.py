@@ -1,4 +1,4 @@
-"""A model read once for each number of its rows, and programs and sums over them."""
+"""A model on all its rows or on some of them, and programs and sums over them."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpyro import handlers
-from numpyro.primitives import Messenger
 
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.networks import record_statistics, use_statistics
-from numpyro_bnn.program.plates import Plate, full_plates
+from numpyro_bnn.program.plates import Plate, full_plates, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites
 
@@ -22,38 +21,27 @@ Call = tuple[tuple, Mapping[str, Any]]
 Index = Array | None  # of rows; `None` stands for all
 
 
-class unscaled_rows(Messenger):
-    """Run subsampled plates on ``number`` rows, by default on as many as the model
-    takes, whose densities are not scaled up to all rows.
-    """
-
-    def __init__(self, fn: Callable, number: int | None = None) -> None:
-        self.number = number
-        self.sizes: dict[str, int] = {}
-        super().__init__(fn)
-
-    def process_message(self, msg: dict[str, Any]) -> None:
-        if msg["type"] == "plate":
-            size, batch_size = msg["args"]
-            self.sizes[msg["name"]] = size
-            if self.number is not None and batch_size not in (None, size):
-                msg["args"] = (size, self.number)
-        elif msg["type"] == "sample" and msg["scale"] is not None:
-            for frame in msg["cond_indep_stack"]:
-                size = self.sizes.get(frame.name, frame.size)
-                if frame.size != size:
-                    msg["scale"] = msg["scale"] * frame.size / size
-
-
 class Batch(NamedTuple):
-    """Some rows of a model, or all."""
+    """Some rows of a model, or all.
+
+    :param reading: the model on as many rows.
+    :param indices: of these rows, by plate.
+    """
 
     reading: Posterior
     indices: Mapping[str, Array] = {}
 
     def at(self, values: Mapping[str, Any], only: Any = None) -> Sites:
-        """The trace of these rows at constrained values."""
-        return self.reading.at({**values, **self.indices}, only=only)
+        """The trace of these rows at constrained values; their densities are not scaled
+        up to all rows.
+        """
+        sites = self.reading.at({**values, **self.indices}, only=only)
+        for name, site in sites_of_type(sites, "sample").items():
+            for frame in self.reading.frames(name, self.indices):
+                size = self.reading.sites[frame.name]["args"][0]
+                if frame.size != size:
+                    site["scale"] = site["scale"] * frame.size / size
+        return sites
 
     def of(self, array: Array) -> Array:
         """The rows of an array that has all."""
@@ -63,28 +51,31 @@ class Batch(NamedTuple):
 
 
 class ModelRows:
-    """A model at some arguments.
+    """A model at some arguments, on the rows of its minibatches or on all.
 
     :param full: whether its plates see all rows; by default those of a minibatch, if
         the model subsamples.
     """
 
     def __init__(self, model: Callable, call: Call, full: bool = False) -> None:
-        self.model, self.call = model, call
+        self.model, self.call, self.full = model, call, full
         self.plates: dict[str, Plate] = {}
         #: Whether the model has batch normalizations.
         self.normalizes = False
-        self._readings: dict[int | None, Posterior] = {}
+        self._reading: Posterior | None = None
         self._programs: dict[Any, Callable] = {}
         if full:
             return
-        with handlers.block(), record_statistics() as recorded:
-            reading = Posterior(unscaled_rows(model), *call, full=False)
-        self.plates, self.normalizes = reading.plates, any(recorded.calls)
-        self._readings[self.plate.batch_size if self.plate else None] = reading
+        with record_statistics() as recorded:
+            self._reading = self._read()
+        self.plates, self.normalizes = self._reading.plates, any(recorded.calls)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_readings": {}, "_programs": {}}
+        return {**self.__dict__, "_reading": None, "_programs": {}}
+
+    def _read(self) -> Posterior:
+        with handlers.block():
+            return Posterior(self.model, *self.call, full=self.full)
 
     def on(self, args: tuple, kwargs: Mapping[str, Any]) -> "ModelRows":
         """All rows of other arguments; batch normalizations are those of the rows
@@ -112,17 +103,19 @@ class ModelRows:
 
     def reading(self, index: Index = None) -> Posterior:
         """The model on as many rows as there are indices."""
-        number = None if index is None else len(index)
-        if number not in self._readings:
-            self._readings[number] = self.read(index)
-        return self._readings[number]
+        if self._reading is None:
+            self._reading = self._read()
+        return self._with_rows(self._reading, index)
 
-    def read(self, index: Index) -> Posterior:
+    def read_again(self, index: Index = None) -> Posterior:
         """:meth:`reading`, in the context of the caller."""
-        number = None if index is None else len(index)
-        model = self.model if number is None else unscaled_rows(self.model, number)
+        return self._with_rows(self._read(), index)
+
+    def _with_rows(self, reading: Posterior, index: Index) -> Posterior:
+        if index is None:
+            return reading
         with handlers.block():
-            return Posterior(model, *self.call, full=number is None)
+            return reading.with_sizes(dict.fromkeys(self.plates, len(index)))
 
     def batch(self, reading: Posterior, index: Index) -> Batch:
         """These rows of a reading."""
