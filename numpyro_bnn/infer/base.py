@@ -435,9 +435,16 @@ class SGMCMCKernel(ModelKernel):
     def _learned(
         self, num_warmup: int, args: tuple, kwargs: dict, posterior: Posterior
     ) -> Posterior:
-        settings = self.init_strategy, self._warm_start, num_warmup
-        settings = self._call, posterior, *settings, self.optimizer_steps()
-        values = learned_parameters(*settings, args, kwargs)
+        values = learned_parameters(
+            self._call,
+            posterior,
+            self.init_strategy,
+            self._warm_start,
+            num_warmup,
+            self.optimizer_steps(),
+            args,
+            kwargs,
+        )
         self.model = with_parameters(self._model, values)
         if not values:
             return posterior

@@ -17,7 +17,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
-from numpyro_bnn._options import Model, checked
+from numpyro_bnn._options import Kwargs, Model, checked
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import (
@@ -154,7 +154,7 @@ def _integrate(
     structure: LinearStructure,
     values: Mapping[str, Any],
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> None:
     """Declare the factor that replaces the data, and the sites that were integrated
     out.

@@ -11,7 +11,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import KEY
+from numpyro_bnn._options import KEY, Kwargs
 from numpyro_bnn.program.arguments import (
     Call,
     as_arrays,
@@ -86,7 +86,7 @@ class ModelArguments:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_references": {}, "_seen": {}}
 
-    def changed(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
+    def changed(self, args: tuple, kwargs: Kwargs) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
         now = fingerprints(args, kwargs)
         changed = []
@@ -95,9 +95,7 @@ class ModelArguments:
                 changed.append(place)
         return changed
 
-    def at_start(
-        self, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> Call:
+    def at_start(self, rng_key: jax.Array, args: tuple, kwargs: Kwargs | None) -> Call:
         """Those of ``init``, which are remembered."""
         KEY.check(self._call, "rng_key", rng_key)
         plain = plain_values(args, kwargs)
@@ -122,7 +120,7 @@ class ModelArguments:
                 self._references[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
         return arrays
 
-    def _note_changes(self, args: tuple, kwargs: Mapping[str, Any] | None) -> None:
+    def _note_changes(self, args: tuple, kwargs: Kwargs | None) -> None:
         self._digests = fingerprints(args, kwargs)
         leaves, _ = jax.tree_util.tree_flatten_with_path(
             (args, dict(kwargs or {})), is_leaf=is_table
@@ -135,7 +133,7 @@ class ModelArguments:
                 # the leaf too, so that its id is not reused
                 self._seen[id(leaf)] = leaf, digest
 
-    def restored(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
+    def restored(self, args: tuple, kwargs: Kwargs | None) -> Call:
         """Those of a later call."""
         if self._plain:
             args, kwargs, traced = with_plain_values(args, kwargs, self._plain)
@@ -147,7 +145,7 @@ class ModelArguments:
         fn: Callable,
         state: Any,
         args: tuple,
-        kwargs: Mapping[str, Any] | None,
+        kwargs: Kwargs | None,
     ) -> Any:
         """``fn(state, args, kwargs)``, a transition.
 
@@ -162,7 +160,7 @@ class ModelArguments:
                     self._refers = False
             return fn(state, *self.restored(args, kwargs))
 
-    def _read(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
+    def _read(self, args: tuple, kwargs: Kwargs | None) -> Call:
         references = self._references
 
         def read(leaf: Any) -> Any:
@@ -194,7 +192,7 @@ class ModelKernel(MCMCKernel):
         num_warmup: int,
         init_params: Any = None,
         model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        model_kwargs: Kwargs | None = None,
     ) -> Any:
         return self.begin(rng_key, num_warmup, init_params, model_args, model_kwargs)
 
@@ -205,14 +203,14 @@ class ModelKernel(MCMCKernel):
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> Any:
         """:meth:`init`; a kernel around this one passes what it has read of the model,
         on a minibatch if there are any.
         """
 
-    def posterior(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Posterior:
+    def posterior(self, args: tuple, kwargs: Kwargs | None) -> Posterior:
         """The model on all of some data, read anew only if they have other shapes."""
         if self._program is None:
             return Posterior(self.model, args, kwargs)
@@ -222,7 +220,7 @@ class ModelKernel(MCMCKernel):
     def _arguments(self) -> ModelArguments:
         return ModelArguments(type(self).__name__)
 
-    def changed_data(self, args: tuple, kwargs: Mapping[str, Any]) -> list[str]:
+    def changed_data(self, args: tuple, kwargs: Kwargs) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
         return self._arguments.changed(args, kwargs)
 

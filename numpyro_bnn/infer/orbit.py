@@ -1,6 +1,6 @@
 """Moves along the symmetries of a model, combined with any kernel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Positive, Switch, checked
+from numpyro_bnn._options import Kwargs, Positive, Switch, checked
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.posterior import Posterior
@@ -119,9 +119,7 @@ class OrbitMoves(Wrapper):
     def default_fields(self) -> tuple[str, ...]:
         return (*self._kernel.default_fields, "orbit_accept_prob")
 
-    def _prepare(
-        self, reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _prepare(self, reading: Posterior, args: tuple, kwargs: Kwargs) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
         self._plans = plan_moves(reading, self._symmetries, self._exact)

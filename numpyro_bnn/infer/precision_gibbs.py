@@ -18,7 +18,7 @@ from numpyro.util import identity, is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
-from numpyro_bnn._options import Model, checked
+from numpyro_bnn._options import Kwargs, Model, checked
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
 from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, over_chains
@@ -39,7 +39,7 @@ class PrecisionGibbsState(NamedTuple):
 
 
 def held_values(
-    model_kwargs: Mapping[str, Any] | None,
+    model_kwargs: Kwargs | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the keyword arguments of a ``Gibbs`` block into values held by other blocks
     and those of the model.
@@ -136,7 +136,7 @@ class PrecisionGibbs(ModelKernel):
         num_warmup: int,
         init_params: Mapping[str, Any] | None,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> PrecisionGibbsState:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -179,7 +179,7 @@ class PrecisionGibbs(ModelKernel):
         self,
         state: PrecisionGibbsState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> PrecisionGibbsState:
         return self._arguments.run(self._sample, state, model_args, model_kwargs)
 
@@ -187,7 +187,7 @@ class PrecisionGibbs(ModelKernel):
         self,
         state: PrecisionGibbsState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> PrecisionGibbsState:
         transition = partial(
             self._transition, model_args=model_args, model_kwargs=model_kwargs
@@ -198,7 +198,7 @@ class PrecisionGibbs(ModelKernel):
         self,
         state: PrecisionGibbsState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> PrecisionGibbsState:
         conditioned, kwargs = held_values(model_kwargs)
         rng_key, key = random.split(state.rng_key)
@@ -216,19 +216,19 @@ class PrecisionGibbs(ModelKernel):
         self,
         state: PrecisionGibbsState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> PrecisionGibbsState:
         """Return the state: nothing is cached."""
         return state
 
     def get_constrain_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Callable:
         """Return the identity: values are constrained."""
         return identity
 
     def postprocess_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Callable:
         """Return a function that adds the deterministic sites to the
         values of a draw.

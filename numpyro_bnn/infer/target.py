@@ -180,7 +180,9 @@ def bind(
     :param posterior: what is already known of the model.
     """
     kwargs = dict(kwargs or {})
-    reading = _read(call, posterior or model, args, kwargs, learn)
+    if posterior is None:
+        posterior = on_minibatch(call, model, args, kwargs)
+    reading = _with_parameters(call, posterior, args, kwargs, learn)
     model = reading.model
     sites, plates = reading.sites, reading.plates
     for name in reading.latent:
@@ -216,18 +218,15 @@ def bind(
     return target, z
 
 
-def _read(
+def _with_parameters(
     call: str,
-    model: Callable | Posterior,
+    posterior: Posterior,
     args: tuple,
     kwargs: Mapping[str, Any],
     learn: Callable[[Posterior], Posterior] | None,
 ) -> Posterior:
     """What the model with values of its parameters is on a minibatch."""
-    if isinstance(model, Posterior):
-        reading = model.with_arguments(args, kwargs)
-    else:
-        reading = on_minibatch(call, model, args, kwargs)
+    reading = posterior.with_arguments(args, kwargs)
     check_state(call, "model", reading)
     if reading.learned and learn is not None:
         reading = learn(reading)

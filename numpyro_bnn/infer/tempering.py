@@ -15,7 +15,7 @@ from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Choice, Count, Level, checked
+from numpyro_bnn._options import Choice, Count, Kwargs, Level, checked
 from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.wrapper import (
@@ -152,7 +152,7 @@ class ParallelTempering(OuterKernel):
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> TemperingState:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -180,7 +180,7 @@ class ParallelTempering(OuterKernel):
         rng_key: jax.Array,
         init_params: Any,
         args: tuple,
-        kwargs: Mapping[str, Any] | None,
+        kwargs: Kwargs | None,
     ) -> TemperingState:
         """The first state of one chain."""
         size = self._num_replicas
@@ -213,7 +213,7 @@ class ParallelTempering(OuterKernel):
         self,
         state: TemperingState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> TemperingState:
         return self._arguments.run(self._sample, state, model_args, model_kwargs)
 
@@ -221,7 +221,7 @@ class ParallelTempering(OuterKernel):
         self,
         state: TemperingState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> TemperingState:
         transition = partial(
             self._transition, model_args=model_args, model_kwargs=model_kwargs
@@ -232,7 +232,7 @@ class ParallelTempering(OuterKernel):
         self,
         state: TemperingState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> TemperingState:
         rng_key, key = random.split(state.rng_key)
         betas = state.inverse_temperatures
@@ -277,7 +277,7 @@ class ParallelTempering(OuterKernel):
         )
 
     def _tempered_density(
-        self, args: tuple, kwargs: Mapping[str, Any] | None
+        self, args: tuple, kwargs: Kwargs | None
     ) -> Callable[[Any], jax.Array]:
         """The log density that the inverse temperature multiplies, of native values."""
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
@@ -298,7 +298,7 @@ class ParallelTempering(OuterKernel):
         self,
         state: TemperingState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> TemperingState:
         """Recompute energies and gradients of all replicas at their values and
         temperatures.
@@ -327,13 +327,13 @@ class ParallelTempering(OuterKernel):
         return state._replace(base=base)
 
     def postprocess_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Callable:
         model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return self._inner.postprocess_fn(model_args, _at(1.0, model_kwargs))
 
     def get_constrain_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Callable:
         model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return self._inner.get_constrain_fn(model_args, _at(1.0, model_kwargs))
@@ -403,7 +403,7 @@ def _first(positions: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
-def _at(beta: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _at(beta: Any, kwargs: Kwargs | None) -> dict[str, Any]:
     """Keyword arguments of a tempered model."""
     return {**(kwargs or {}), BETA: jnp.asarray(beta, float)}
 

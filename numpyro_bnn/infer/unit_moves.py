@@ -14,7 +14,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
-from numpyro_bnn._options import PositiveInt, checked
+from numpyro_bnn._options import Kwargs, PositiveInt, checked
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
@@ -119,9 +119,7 @@ class UnitMoves(Wrapper):
     def default_fields(self) -> tuple[str, ...]:
         return (*self._kernel.default_fields, "unit_accept_prob")
 
-    def _prepare(
-        self, reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _prepare(self, reading: Posterior, args: tuple, kwargs: Kwargs) -> None:
         sizes = {}
         for name, axis in self._units.items():
             sizes[name] = self._size(reading, name, axis)

@@ -24,6 +24,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
+from numpyro_bnn._options import Kwargs
 from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
@@ -101,9 +102,7 @@ class Wrapper(OuterKernel):
         self._sample_fn: Callable | None = None
 
     @abstractmethod
-    def _prepare(
-        self, reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _prepare(self, reading: Posterior, args: tuple, kwargs: Kwargs) -> None:
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
@@ -142,7 +141,7 @@ class Wrapper(OuterKernel):
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> Any:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -207,7 +206,7 @@ class Wrapper(OuterKernel):
         return posterior
 
     def learn(
-        self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, num_warmup: int, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Posterior:
         """Let the inner kernel learn the parameters of the model; what the model is
         then, on a minibatch.
@@ -216,13 +215,11 @@ class Wrapper(OuterKernel):
             return self._kernel.learn(num_warmup, model_args, model_kwargs)
         return Posterior(self.model, model_args, model_kwargs, full=False)
 
-    def sample(
-        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> Any:
+    def sample(self, state: Any, model_args: tuple, model_kwargs: Kwargs | None) -> Any:
         return self._arguments.run(self._sample, state, model_args, model_kwargs)
 
     def _sample(
-        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Any:
         keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
@@ -239,7 +236,7 @@ class Wrapper(OuterKernel):
         state: Any,
         rng_key: jax.Array,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> Any:
         """The moves of one chain; the caches of the inner kernel are
         stale afterwards.
@@ -259,7 +256,7 @@ class Wrapper(OuterKernel):
 
     @one_thread
     def refresh(
-        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Any:
         model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return state._replace(
@@ -267,13 +264,13 @@ class Wrapper(OuterKernel):
         )
 
     def postprocess_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Callable:
         arguments = self._arguments.restored(model_args, model_kwargs)
         return self._kernel.postprocess_fn(*arguments)
 
     def get_constrain_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Callable:
         arguments = self._arguments.restored(model_args, model_kwargs)
         return self._kernel.get_constrain_fn(*arguments)
@@ -302,7 +299,7 @@ class Wrapper(OuterKernel):
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
     def members(
-        self, state: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
     ) -> dict[str, jax.Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
@@ -359,7 +356,7 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
 
 
 def refreshed(
-    kernel: MCMCKernel, state: Any, args: tuple, kwargs: Mapping[str, Any] | None
+    kernel: MCMCKernel, state: Any, args: tuple, kwargs: Kwargs | None
 ) -> Any:
     """Return ``state``, of one chain or of vectorized chains, with energies and
     gradients recomputed.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error, shown
+from numpyro_bnn._options import Kwargs
 from numpyro_bnn.program.rows import Rows
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
@@ -59,7 +60,7 @@ class Arguments:
 
     @classmethod
     def of(
-        cls, args: tuple, kwargs: Mapping[str, Any], model: Callable | None = None
+        cls, args: tuple, kwargs: Kwargs, model: Callable | None = None
     ) -> "Arguments":
         """Those of a call; if its model is known, by the names of its parameters."""
         signature = _ANY if model is None else _own_signature(model, kwargs)
@@ -136,7 +137,7 @@ class Arguments:
         return self._tree, tuple(leaves)
 
 
-def _own_signature(model: Callable, kwargs: Mapping[str, Any]) -> inspect.Signature:
+def _own_signature(model: Callable, kwargs: Kwargs) -> inspect.Signature:
     """The signature of a model without what a ``functools.partial`` has set already."""
     signature, inner = inspect.signature(model), inspect.unwrap(model)
     parameters = dict(signature.parameters)
@@ -166,9 +167,7 @@ def check_numeric(call: str, argument: str, array: Any) -> None:
         raise argument_error(call, argument, got, instead, TypeError)
 
 
-def as_arrays(
-    args: tuple, kwargs: Mapping[str, Any] | None, call: str = "MCMC.run"
-) -> Call:
+def as_arrays(args: tuple, kwargs: Kwargs | None, call: str = "MCMC.run") -> Call:
     """Arguments with NumPy arrays, pandas tables and lists of numbers as JAX arrays;
     others stay as they are.
 
@@ -204,7 +203,7 @@ def place_of(path: Any) -> str:
     return f"{path[1].key}{jax.tree_util.keystr(path[2:])}"
 
 
-def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
+def as_numpy(args: tuple, kwargs: Kwargs | None) -> Call:
     """:func:`as_arrays` for the export: tables and lists become NumPy arrays, and
     arrays keep their precision.
     """
@@ -218,7 +217,7 @@ def as_numpy(args: tuple, kwargs: Mapping[str, Any] | None) -> Call:
 
 @contextmanager
 def naming_arguments(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+    model: Callable, args: tuple, kwargs: Kwargs | None
 ) -> Iterator[None]:
     """Add to an error of the user's model with what the model was called."""
     try:
@@ -230,7 +229,7 @@ def naming_arguments(
         raise
 
 
-def _described(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> str:
+def _described(model: Callable, args: tuple, kwargs: Kwargs) -> str:
     values = {f"args[{index}]": value for index, value in enumerate(args)}
     values.update(kwargs)
     with suppress(TypeError, ValueError):
@@ -248,9 +247,7 @@ def _described(model: Callable, args: tuple, kwargs: Mapping[str, Any]) -> str:
     )
 
 
-def plain_values(
-    args: tuple, kwargs: Mapping[str, Any] | None
-) -> dict[str, int | bool]:
+def plain_values(args: tuple, kwargs: Kwargs | None) -> dict[str, int | bool]:
     """The integers and truth values of a call by their place: sizes and switches, on
     which programs depend.
 
@@ -263,7 +260,7 @@ def plain_values(
 
 
 def with_plain_values(
-    args: tuple, kwargs: Mapping[str, Any] | None, initial: Mapping[str, int | bool]
+    args: tuple, kwargs: Kwargs | None, initial: Mapping[str, int | bool]
 ) -> tuple[tuple, dict[str, Any], bool]:
     """The same call with the integers that ``MCMC(jit_model_args=True)`` has traced as
     they were at the start.
@@ -285,7 +282,7 @@ def with_plain_values(
     return *restored_call, bool(places)
 
 
-def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, bytes]:
+def fingerprints(args: tuple, kwargs: Kwargs | None) -> dict[str, bytes]:
     """Hashes of the arguments whose values may change in place, by their place.
 
     >>> x = np.zeros(3)
@@ -306,7 +303,7 @@ def fingerprints(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, byt
     return digests
 
 
-def _leaves(args: tuple, kwargs: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
+def _leaves(args: tuple, kwargs: Kwargs | None) -> Iterator[tuple[str, Any]]:
     flat, _ = jax.tree_util.tree_flatten_with_path(
         (args, dict(kwargs or {})), is_leaf=is_table
     )

@@ -5,7 +5,7 @@ arrays are inputs.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any
@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._options import Kwargs
 from numpyro_bnn._programs.slices import needed_part
 from numpyro_bnn.program.arguments import Arguments
 
@@ -55,7 +56,7 @@ def run(
     fn: Callable,
     values: Any,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     once: bool = False,
 ) -> Any:
     """``fn(given, args, kwargs)`` by one compiled program, which any equal computation
@@ -73,7 +74,7 @@ def evaluate(
     fn: Callable,
     values: Any,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     once: bool = False,
 ) -> Any:
     """:func:`run` for a result with leaves that are not computed, which are those of
@@ -82,7 +83,7 @@ def evaluate(
     leaves: list = []
     tree: Any = None
 
-    def computed(values: Any, args: tuple, kwargs: Mapping[str, Any]) -> list:
+    def computed(values: Any, args: tuple, kwargs: Kwargs) -> list:
         nonlocal leaves, tree
         leaves, tree = jax.tree.flatten(fn(values, args, kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
@@ -94,7 +95,7 @@ def evaluate(
 
 
 def prepare(
-    fn: Callable, args: tuple, kwargs: Mapping[str, Any], once: bool = False
+    fn: Callable, args: tuple, kwargs: Kwargs, once: bool = False
 ) -> Callable[[Any], Any]:
     """:func:`run` as a function of ``values``, which reads ``fn`` once for all values
     of one shape.

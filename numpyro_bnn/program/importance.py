@@ -23,7 +23,7 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn._options import Kind
+from numpyro_bnn._options import Kind, Kwargs
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
 
@@ -125,7 +125,7 @@ class WeightedSites(NamedTuple):
     has_density: bool
 
 
-def set_up(guide: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def set_up(guide: Any, args: tuple, kwargs: Kwargs) -> None:
     """Let a NumPyro autoguide that has never been called read its model, before
     anything is traced.
     """
@@ -140,7 +140,7 @@ def check(
     guide: Callable,
     params: Mapping,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> WeightedSites:
     """Refuse guides, models or parameters of the wrong type, missing parameters, and
     latent sites without a guide.
@@ -156,7 +156,7 @@ def check(
     set_up(guide, args, kwargs)
     traces: dict[str, Trace] = {}
 
-    def count(key: jax.Array, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+    def count(key: jax.Array, args: tuple, kwargs: Kwargs) -> jax.Array:
         seeded = handlers.seed(full_plates(guide), key)
         traces["guide"] = handlers.trace(seeded).get_trace(*args, **kwargs)
         seeded = handlers.seed(full_plates(model), key)

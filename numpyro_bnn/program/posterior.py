@@ -28,13 +28,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpyro
 from jax import random
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to
 from numpyro.distributions.constraints import real
@@ -42,12 +43,12 @@ from numpyro.distributions.util import is_identically_one, sum_rightmost
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_sample, init_to_uniform
 from numpyro.infer.util import initialize_model
-from numpyro.primitives import apply_stack
+from numpyro.primitives import CondIndepStackFrame, apply_stack
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
-from numpyro_bnn._options import Model, checked
+from numpyro_bnn._options import Kwargs, Model, checked
 from numpyro_bnn._programs.slices import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
@@ -77,7 +78,9 @@ from numpyro_bnn.program.sites import (
 
 __all__ = ["Posterior", "initial_values"]
 
-Rows = Mapping[str, jax.Array]  # indices by plate
+Rows: TypeAlias = Mapping[str, jax.Array]  # indices by plate
+Values: TypeAlias = Mapping[str, ArrayLike]  # of sites
+Key: TypeAlias = jax.Array | int  # or a seed
 
 
 class Posterior:
@@ -140,9 +143,7 @@ class Posterior:
             arguments = Arguments.of(args, kwargs or {}, model)
         check_codes(on_all_rows, arguments.leaves)
 
-    def with_arguments(
-        self, args: tuple, kwargs: Mapping[str, Any] | None
-    ) -> "Posterior":
+    def with_arguments(self, args: tuple, kwargs: Kwargs | None) -> "Posterior":
         """The same model on other arguments; it is read anew where an array has another
         shape, or one that shapes the model is another.
         """
@@ -233,7 +234,7 @@ class Posterior:
         model: Callable,
         rng_key: jax.Array,
         args: tuple,
-        kwargs: Mapping[str, Any],
+        kwargs: Kwargs,
     ) -> list:
         #: Sites, also parameters, whose values are given inside the model.
         self.fixed: set[str] = set()
@@ -293,7 +294,9 @@ class Posterior:
         """Names of the latent sites of which it has the rows of a minibatch only."""
         return tuple(name for name in self.latent if self.frames(name))
 
-    def frames(self, name: str, plates: Collection[str] | None = None) -> list[Any]:
+    def frames(
+        self, name: str, plates: Collection[str] | None = None
+    ) -> list[CondIndepStackFrame]:
         """The plates of which a site has the rows of a minibatch, or those among
         ``plates``.
         """
@@ -313,7 +316,7 @@ class Posterior:
             return False
         shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(values: Mapping[str, Any]) -> dict[str, Any]:
+        def computed(values: Mapping[str, jax.Array]) -> dict[str, Any]:
             sites = self.at(values, values[""])
             sites = sites_of_type(sites, "sample", "deterministic", "mutable")
             return {name: arrays_of(site) for name, site in sites.items()}
@@ -424,7 +427,7 @@ class Posterior:
             elif self._loops:
                 numpyro.factor(f"_density of {name}", log_density(site))
 
-    def _support(self, name: str, values: Mapping[str, Any]) -> Any:
+    def _support(self, name: str, values: Values) -> Any:
         """The support of a latent site at values of those before it."""
         support = self.sites[name]["fn"].support
         if not arrays_in(support):
@@ -445,9 +448,7 @@ class Posterior:
             values = {key: values[key] for key in values if key not in self.local}
         return posterior.at(values, only=[name])[name]["fn"].support
 
-    def constrain(
-        self, z: Mapping[str, Any], some: bool = False
-    ) -> dict[str, jax.Array]:
+    def constrain(self, z: Values, some: bool = False) -> dict[str, jax.Array]:
         """Values of the latent sites at unconstrained values.
 
         :param some: whether sites may be left out that no bounds depend on.
@@ -455,7 +456,7 @@ class Posterior:
         return self._constrained(z, some)[0]
 
     def _constrained(
-        self, z: Mapping[str, Any], some: bool = False
+        self, z: Values, some: bool = False
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Values, and log determinants of the Jacobians of constrained sites."""
         values: dict[str, jax.Array] = {}
@@ -484,7 +485,7 @@ class Posterior:
             log_determinants[name] = sum_rightmost(log_determinant, extra)
         return values, log_determinants
 
-    def unconstrain(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def unconstrain(self, values: Values) -> dict[str, jax.Array]:
         """Unconstrained values of the latent sites at their values."""
         unconstrained = {}
         for name in self.latent:
@@ -496,9 +497,9 @@ class Posterior:
 
     def at_rows(
         self,
-        values: Mapping[str, Any],
+        values: Values,
         rows: Rows | None = None,
-        rng_key: Any = 0,
+        rng_key: Key = 0,
         only: Iterable[str] | None = None,
     ) -> Sites:
         """The trace at values of all latent sites, on some rows of the plates.
@@ -526,7 +527,7 @@ class Posterior:
             sites |= self.with_sizes({}).at(values, only=local)
         return sites
 
-    def row_values(self, values: Mapping[str, Any], rows: Rows) -> dict[str, Any]:
+    def row_values(self, values: Values, rows: Rows) -> dict[str, Any]:
         """Values and indices for ``at``: of sites in these plates, which are given with
         all their rows, those that are wanted.
         """
@@ -536,7 +537,7 @@ class Posterior:
                 inputs[name] = jnp.take(inputs[name], rows[plate], axis)
         return inputs
 
-    def _own_keys(self, rng_key: Any) -> dict[str, jax.Array]:
+    def _own_keys(self, rng_key: Key) -> dict[str, jax.Array]:
         """One key after the other for what the model draws by itself."""
         keys = {}
         rng_key = _typed_key(rng_key)
@@ -550,7 +551,7 @@ class Posterior:
         """Observed sites that no other block of a ``Gibbs`` holds."""
         return tuple(name for name in self.observed if name not in self.held)
 
-    def log_prior(self, z: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def log_prior(self, z: Values) -> dict[str, jax.Array]:
         """Log density of each latent site at unconstrained values, without Jacobians;
         also of those that other blocks of a ``Gibbs`` hold.
 
@@ -564,13 +565,13 @@ class Posterior:
         sites = self.at_rows(self.constrain(z), only=names)
         return {name: log_density(site) for name, site in sites.items()}
 
-    def log_jacobian(self, z: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def log_jacobian(self, z: Values) -> dict[str, jax.Array]:
         """Log determinant of the Jacobian of each constrained latent site."""
         log_determinants = self._constrained(z)[1]
         return {name: jnp.sum(entry) for name, entry in log_determinants.items()}
 
     def log_likelihood(
-        self, z: Mapping[str, Any], rows: Rows | None = None, rng_key: Any = 0
+        self, z: Values, rows: Rows | None = None, rng_key: Key = 0
     ) -> dict[str, jax.Array]:
         """Log density of each observed site, by row: neither scaled to N rows nor by
         ``handlers.scale``; masked rows count 0.
@@ -593,7 +594,7 @@ class Posterior:
         return {n: site["fn"].log_prob(site["value"]) for n, site in sites.items()}
 
     def outputs(
-        self, z: Mapping[str, Any], rows: Rows | None = None, rng_key: Any = 0
+        self, z: Values, rows: Rows | None = None, rng_key: Key = 0
     ) -> dict[str, Distribution]:
         """The distribution of each observed site; its parameters are the outputs."""
         sites = self.at_rows(self.constrain(z), rows, rng_key, self._not_held)
@@ -611,9 +612,9 @@ class Posterior:
 
     def potential(
         self,
-        z: Mapping[str, Any],
+        z: Values,
         rows: Rows | None = None,
-        rng_key: Any = 0,
+        rng_key: Key = 0,
         jacobian_weight: float = 1.0,
     ) -> jax.Array:
         """Minus the log density of the unconstrained values, up to a constant; on some
@@ -667,8 +668,8 @@ class Posterior:
 
     def at(
         self,
-        values: Mapping[str, Any] | None = None,
-        rng_key: Any = 0,
+        values: Values | None = None,
+        rng_key: Key = 0,
         only: Iterable[str] | None = None,
     ) -> Sites:
         """The trace of the model at values of some sites; all others are drawn, or
@@ -817,7 +818,7 @@ def initial_values(
     model: Callable,
     init_strategy: Callable,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     with_trace: bool = False,
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Search for values at which density and gradient are finite.
@@ -834,11 +835,11 @@ def _search(
     model: Callable,
     init_strategy: Callable,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     with_trace: bool = False,
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     def search(
-        rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]
+        rng_key: jax.Array, args: tuple, kwargs: Kwargs
     ) -> tuple[dict, Any, dict]:
         options = {
             "init_strategy": init_strategy,
@@ -893,13 +894,12 @@ def _sample(site: Site, value: Any) -> Any:
     return apply_stack({**site, **new})["value"]
 
 
-def _typed_key(rng_key: Any) -> jax.Array:
+def _typed_key(rng_key: Key) -> jax.Array:
     """A key, or the key of a seed, in the form that programs take."""
-    if not is_prng_key(rng_key):
-        rng_key = random.key(rng_key)
-    if not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
-        rng_key = random.wrap_key_data(rng_key)
-    return rng_key
+    key = jnp.asarray(rng_key) if is_prng_key(rng_key) else random.key(rng_key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = random.wrap_key_data(key)
+    return key
 
 
 def _types(arrays: Mapping[str, Any]) -> dict[str, Any]:

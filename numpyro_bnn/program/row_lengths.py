@@ -3,7 +3,6 @@ changes.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +10,14 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._options import Kwargs
 from numpyro_bnn._programs.slices import indexed_lengths
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
 
 def check_row_lengths(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any] | None
+    call: str, model: Callable, args: tuple, kwargs: Kwargs | None
 ) -> None:
     """Refuse an argument that a plate indexes and that has more or fewer rows than the
     plate.
@@ -37,7 +37,7 @@ def check_row_lengths(
         check_rows(call, Posterior(model, args, kwargs), args, kwargs)
 
 
-def _lengths(args: tuple, kwargs: Mapping[str, Any] | None) -> set[int]:
+def _lengths(args: tuple, kwargs: Kwargs | None) -> set[int]:
     """Lengths of the first axes of arrays."""
     lengths = set()
     for leaf in jax.tree.leaves((args, kwargs)):
@@ -47,7 +47,7 @@ def _lengths(args: tuple, kwargs: Mapping[str, Any] | None) -> set[int]:
 
 
 def check_rows(
-    call: str, reading: Posterior, args: tuple, kwargs: Mapping[str, Any] | None
+    call: str, reading: Posterior, args: tuple, kwargs: Kwargs | None
 ) -> None:
     """:func:`check_row_lengths` of a model that has been read."""
     lengths = _lengths(args, kwargs)

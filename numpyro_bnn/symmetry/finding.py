@@ -415,7 +415,7 @@ class _Measure:
     """
 
     def __init__(
-        self, call: str, model: Callable, args: Any, kwargs: Mapping[str, Any] | None
+        self, call: str, model: Callable, args: Any, kwargs: Kwargs | None
     ) -> None:
         self.call = call
         args, kwargs = as_arrays(args, kwargs, call)
@@ -439,7 +439,7 @@ class _Measure:
             self.draws = self.reading.draw(SEEDS)
             self._check_data(args, kwargs)
 
-    def _check_data(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _check_data(self, args: tuple, kwargs: Kwargs) -> None:
         """Refuse NaN and infinity among the data where they reach the likelihood or its
         gradient.
 

@@ -16,6 +16,7 @@ from numpyro_bnn._options import (
     KEY,
     Choice,
     Kind,
+    Kwargs,
     Model,
     Natural,
     PositiveInt,
@@ -164,7 +165,7 @@ class AutoLaplace(AutoBlocks):
         check_sites(self._rows)
         super()._setup_prototype(*args, **kwargs)
 
-    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> Posterior:
+    def _read(self, args: tuple, kwargs: Kwargs) -> Posterior:
         return self._rows.reading()
 
     def _choose_blocks(self) -> Sequence[tuple[str, tuple[str, ...], Family]]:
@@ -486,7 +487,7 @@ class AutoLaplace(AutoBlocks):
         return {name: locs[name] for name in self._transforms}
 
 
-def _check_finite(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def _check_finite(call: str, args: tuple, kwargs: Kwargs) -> None:
     for leaf in jax.tree.leaves((args, kwargs)):
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact):
             check_finite(call, "args", leaf)

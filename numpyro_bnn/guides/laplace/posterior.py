@@ -20,6 +20,7 @@ from numpyro_bnn._distributions import (
     is_factor,
     unwrapped,
 )
+from numpyro_bnn._options import Kwargs
 from numpyro_bnn._programs.axes import Axis
 from numpyro_bnn.guides.auto_blocks import Values, is_identity
 from numpyro_bnn.guides.blocks import cut
@@ -85,7 +86,7 @@ class LaplacePosterior:
     data: Sequence[str]
     sites: Sequence[str]
 
-    def on(self, args: tuple, kwargs: Mapping[str, Any]) -> "LaplacePosterior":
+    def on(self, args: tuple, kwargs: Kwargs) -> "LaplacePosterior":
         """The same for all rows of other arguments."""
         return replace(self, rows=self.rows.on(args, kwargs))
 

@@ -12,6 +12,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import is_latent
+from numpyro_bnn._options import Kwargs
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program.plates import Plate, full_plates, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -77,7 +78,7 @@ class ModelRows:
         with handlers.block():
             return Posterior(self.model, *self.call, full=self.full)
 
-    def on(self, args: tuple, kwargs: Mapping[str, Any]) -> "ModelRows":
+    def on(self, args: tuple, kwargs: Kwargs) -> "ModelRows":
         """All rows of other arguments; batch normalizations are those of the rows
         here.
         """
