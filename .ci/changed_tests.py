@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Room -> patterns of test files. Pages, examples and tasks are about all rooms, and run
 # where they change themselves.
 TESTS: dict[str, tuple[str, ...]] = {
-    "_programs": (
+    "_jaxprs": (
         "theory/test_collapse.py",
         "theory/test_elbo*.py",
         "theory/test_laplace_rows.py",

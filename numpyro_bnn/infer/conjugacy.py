@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._distributions import unwrapped
-from numpyro_bnn._programs.primitives import PIECEWISE
-from numpyro_bnn._programs.slices import needed_part
-from numpyro_bnn._programs.walk import Equation, Follower
+from numpyro_bnn._jaxprs.primitives import PIECEWISE
+from numpyro_bnn._jaxprs.slices import needed_part
+from numpyro_bnn._jaxprs.walk import Equation, Follower
 from numpyro_bnn.infer.linear_structure import density_parts, loc_and_sd
 from numpyro_bnn.infer.model_checks import OUTSIDE
 from numpyro_bnn.program.posterior import Posterior

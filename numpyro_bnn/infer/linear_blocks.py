@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._programs.primitives import VIEWS, is_affine
-from numpyro_bnn._programs.walk import Equation, Interpreter
+from numpyro_bnn._jaxprs.primitives import VIEWS, is_affine
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter
 
 
 class JacobianBlocks(NamedTuple):

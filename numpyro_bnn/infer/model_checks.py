@@ -16,7 +16,7 @@ from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import in_support, is_factor, unwrapped
-from numpyro_bnn._programs.slices import dependence, indexed_lengths
+from numpyro_bnn._jaxprs.slices import dependence, indexed_lengths
 from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from numpyro_bnn._jaxprs.primitives import ELEMENTWISE
+from numpyro_bnn._jaxprs.walk import Equation
 from numpyro_bnn._options import Kind
-from numpyro_bnn._programs.primitives import ELEMENTWISE
-from numpyro_bnn._programs.walk import Equation
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import known_moments
 from numpyro_bnn.moments.registry import RULES, wrap

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter, Rule
 from numpyro_bnn._options import Count, Kind, Switch, checked
-from numpyro_bnn._programs.walk import Equation, Interpreter, Rule
 from numpyro_bnn.moments.expectation import NODES, known_moments
 from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian, terms_among
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._programs.walk import Equation
+from numpyro_bnn._jaxprs.walk import Equation
 from numpyro_bnn.moments.closed_forms import maximum, maximum_of
 from numpyro_bnn.moments.elementwise import check_independence
 from numpyro_bnn.moments.expectation import NODES

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._programs.walk import CALLS, Equation
+from numpyro_bnn._jaxprs.walk import CALLS, Equation
 
 
 class Gaussian(NamedTuple):

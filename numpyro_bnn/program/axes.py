@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from numpyro_bnn._programs.axes import Axis, AxisFollower, LabelPlaces, follow_axes
-from numpyro_bnn._programs.primitives import (
+from numpyro_bnn._jaxprs.axes import Axis, AxisFollower, LabelPlaces, follow_axes
+from numpyro_bnn._jaxprs.primitives import (
     ADDRESSING,
     SUMMED,
     Place,
@@ -18,7 +18,7 @@ from numpyro_bnn._programs.primitives import (
     place_after,
     stacked_columns,
 )
-from numpyro_bnn._programs.walk import Equation, scan_starts
+from numpyro_bnn._jaxprs.walk import Equation, scan_starts
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites

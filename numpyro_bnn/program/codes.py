@@ -13,14 +13,8 @@ import numpy as np
 from jax import lax, random
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._programs.primitives import VIEWS, names_of
-from numpyro_bnn._programs.walk import (
-    Equation,
-    Follower,
-    Interpreter,
-    Rule,
-    scan_starts,
-)
+from numpyro_bnn._jaxprs.primitives import VIEWS, names_of
+from numpyro_bnn._jaxprs.walk import Equation, Follower, Interpreter, Rule, scan_starts
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.rows import Rows

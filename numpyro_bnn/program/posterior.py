@@ -48,8 +48,8 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
+from numpyro_bnn._jaxprs.slices import dependence, named_inputs
 from numpyro_bnn._options import Kwargs, Model, checked
-from numpyro_bnn._programs.slices import dependence, named_inputs
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._jaxprs.slices import indexed_lengths
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kwargs
-from numpyro_bnn._programs.slices import indexed_lengths
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 

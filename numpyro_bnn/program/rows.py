@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._jaxprs.slices import part_of, reached
+from numpyro_bnn._jaxprs.walk import needed_equations
 from numpyro_bnn._options import Kind, checked
-from numpyro_bnn._programs.slices import part_of, reached
-from numpyro_bnn._programs.walk import needed_equations
 
 CALL = "runs.Rows"
 MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._jaxprs.slices import part_of, reached
+from numpyro_bnn._jaxprs.walk import needed_equations
 from numpyro_bnn._options import Kind
-from numpyro_bnn._programs.slices import part_of, reached
-from numpyro_bnn._programs.walk import needed_equations
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 

@@ -89,7 +89,7 @@ BORDERS = {
     "sklearn": "estimators",
 }
 # Rooms that are pure functions of arrays.
-WITHOUT_NUMPYRO = {"sgmcmc", "moments", "_programs"}
+WITHOUT_NUMPYRO = {"sgmcmc", "moments", "_jaxprs"}
 IMPORT_CALLS = ("__import__", "import_module", "importlib.import_module")
 
 
@@ -247,7 +247,7 @@ def test_one_toolbox_walks_through_programs():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute) and node.attr == "eqns":
                 files.add(str(path.relative_to(ROOT)))
-    toolbox = {file for file in files if file.startswith(f"{NAME}/_programs/")}
+    toolbox = {file for file in files if file.startswith(f"{NAME}/_jaxprs/")}
     assert toolbox
     assert files - toolbox <= WITH_EQUATIONS
 
@@ -646,7 +646,7 @@ def test_every_test_file_belongs_to_a_room():
         path.relative_to(ROOT / NAME).parts[0].removesuffix(".py") for path in FILES
     }
     with_tests = {room.split("/")[0] for room in changed_tests.TESTS}
-    assert {room for room in rooms if room[0] != "_"} == with_tests - {"_programs"}
+    assert {room for room in rooms if room[0] != "_"} == with_tests - {"_jaxprs"}
     patterns = [
         pattern for patterns in changed_tests.TESTS.values() for pattern in patterns
     ]

@@ -17,7 +17,7 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._programs.slices import dependence
+from numpyro_bnn._jaxprs.slices import dependence
 from numpyro_bnn.guides.adf.moment_matching import (
     NORMAL_CONSTANT,
     ADFState,

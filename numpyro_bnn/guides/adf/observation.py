@@ -18,9 +18,9 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
-from numpyro_bnn._programs.primitives import ELEMENTWISE, SHAPING, is_affine
-from numpyro_bnn._programs.slices import reached
-from numpyro_bnn._programs.walk import needed_equations, variables_of
+from numpyro_bnn._jaxprs.primitives import ELEMENTWISE, SHAPING, is_affine
+from numpyro_bnn._jaxprs.slices import reached
+from numpyro_bnn._jaxprs.walk import needed_equations, variables_of
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, Values, refuse
 from numpyro_bnn.moments import Equation
 from numpyro_bnn.program.compiled import is_traced, shared

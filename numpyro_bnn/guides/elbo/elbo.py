@@ -21,9 +21,9 @@ from numpyro_bnn._distributions import (
     is_latent,
     unwrapped,
 )
+from numpyro_bnn._jaxprs.entries import SiteImage
+from numpyro_bnn._jaxprs.slices import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
-from numpyro_bnn._programs.entries import SiteImage
-from numpyro_bnn._programs.slices import dependence, program_dependence
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import draw_noise, run
 from numpyro_bnn.program.plates import check_observations

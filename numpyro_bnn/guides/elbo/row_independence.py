@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_bnn._programs.axes import LabelPlaces
-from numpyro_bnn._programs.primitives import (
+from numpyro_bnn._jaxprs.axes import LabelPlaces
+from numpyro_bnn._jaxprs.primitives import (
     AFFINE,
     RESHAPES,
     SUMMED,
@@ -25,7 +25,7 @@ from numpyro_bnn._programs.primitives import (
     reshaped,
     stacked_columns,
 )
-from numpyro_bnn._programs.walk import Equation, Interpreter
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter
 from numpyro_bnn.guides.elbo.weight_uses import (
     Piece,
     Use,

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
-from numpyro_bnn._programs.entries import SiteImage
-from numpyro_bnn._programs.primitives import dot_axes
-from numpyro_bnn._programs.walk import Equation, Interpreter
+from numpyro_bnn._jaxprs.entries import SiteImage
+from numpyro_bnn._jaxprs.primitives import dot_axes
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter
 from numpyro_bnn.guides.blocks import cut
 
 

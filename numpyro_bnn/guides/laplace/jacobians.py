@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_bnn._programs.axes import Axis, LabelPlaces, follow_axes, moved
-from numpyro_bnn._programs.entries import SiteImage
-from numpyro_bnn._programs.primitives import SHAPING, Place, dot_axes, is_affine
-from numpyro_bnn._programs.walk import Equation, Interpreter
+from numpyro_bnn._jaxprs.axes import Axis, LabelPlaces, follow_axes, moved
+from numpyro_bnn._jaxprs.entries import SiteImage
+from numpyro_bnn._jaxprs.primitives import SHAPING, Place, dot_axes, is_affine
+from numpyro_bnn._jaxprs.walk import Equation, Interpreter
 from numpyro_bnn.guides.auto_blocks import Values
 
 

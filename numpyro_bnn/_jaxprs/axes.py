@@ -9,8 +9,8 @@ one element depends on several.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from numpyro_bnn._programs.primitives import SUMMED, Place, place_after
-from numpyro_bnn._programs.walk import Equation, Follower, scan_starts
+from numpyro_bnn._jaxprs.primitives import SUMMED, Place, place_after
+from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
 
 
 class Axis(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from numpyro_bnn._programs.walk import Equation
+from numpyro_bnn._jaxprs.walk import Equation
 
 
 class SiteImage(NamedTuple):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from numpyro_bnn._programs.primitives import ADDRESSING, stacked_columns
-from numpyro_bnn._programs.walk import (
+from numpyro_bnn._jaxprs.primitives import ADDRESSING, stacked_columns
+from numpyro_bnn._jaxprs.walk import (
     Equation,
     Follower,
     needed_equations,

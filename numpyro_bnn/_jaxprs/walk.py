@@ -27,7 +27,7 @@ CALLS = frozenset(
 )
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 # Rooms that interpret programs; the line that a user looks for is in none of them.
-_HIDDEN = (_JAX, *(f"{PACKAGE}{room}{os.sep}" for room in ("_programs", "moments")))
+_HIDDEN = (_JAX, *(f"{PACKAGE}{room}{os.sep}" for room in ("_jaxprs", "moments")))
 
 
 def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
