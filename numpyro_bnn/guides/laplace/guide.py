@@ -231,7 +231,7 @@ class AutoLaplace(AutoBlocks):
         )
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
-    def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
+    def _normals(self, params: Mapping[str, jax.Array]) -> dict[str, dist.Normal]:
         scales = {}
         for name in self._transforms:
             if name not in self._chosen:
@@ -239,7 +239,7 @@ class AutoLaplace(AutoBlocks):
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
             return super()._normals(scales | dict(params))
 
-    def _gaussian_blocks(self, params: Mapping[str, Any]) -> Blocks:
+    def _gaussian_blocks(self, params: Mapping[str, jax.Array]) -> Blocks:
         """The jointly Gaussian sites, and their distributions."""
         blocks: list[Any] = []
         families = self._families(params)
@@ -421,7 +421,7 @@ class AutoLaplace(AutoBlocks):
         name, posterior = self._for_rows("predictive", params, args, kwargs, site)
         options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
-        def predicted(batch: Batch, params: Mapping[str, Any], key: Any) -> dict:
+        def predicted(batch: Batch, params: Values, key: jax.Array | None) -> dict:
             return predict(self, posterior, batch, params, key, options)._asdict()
 
         prediction = posterior.rows.run_once(predicted, dict(params), rng_key)
@@ -477,7 +477,7 @@ class AutoLaplace(AutoBlocks):
         _check_finite(call, args, kwargs)
         return name, posterior.on(args, kwargs)
 
-    def _coordinates(self, params: Mapping[str, Any]) -> Values:
+    def _coordinates(self, params: Mapping[str, jax.Array]) -> Values:
         """Locations of all sites."""
         locs: Values = {}
         for block, _ in self._blocks:

@@ -12,6 +12,8 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from jax.scipy.linalg import block_diag
+from jax.typing import ArrayLike
+from numpyro.distributions.transforms import Transform
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import (
@@ -36,7 +38,7 @@ from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
 from numpyro_bnn.guides.scale_conditioning import Scaled
 from numpyro_bnn.networks import placeholder_statistics
 from numpyro_bnn.program.axes import axes_of_data
-from numpyro_bnn.program.plates import sites_of_type
+from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_state
 from numpyro_bnn.program.sites import Sites
@@ -60,7 +62,7 @@ class Tuned(NamedTuple):
     (N, M) of the loc by observed site whose noise scale is learned.
     """
 
-    precision: Mapping[str, Any] = {}
+    precision: Mapping[str, Array | float] = {}
     spread: Mapping[str, Array] = {}
 
 
@@ -78,7 +80,7 @@ class LaplacePosterior:
     """
 
     rows: ModelRows
-    transforms: Mapping[str, Any]
+    transforms: Mapping[str, Transform]
     scaled: Scaled
     fixed: Mapping[str, tuple[np.ndarray, np.ndarray]]
     other_sites: Sequence[str]
@@ -121,7 +123,7 @@ class LaplacePosterior:
         fn = batch.at(parents, only=[name])[name]["fn"]
         return affine_normal(fn, masked=True)  # type: ignore[return-value]
 
-    def unflat(self, vector: Any, v: Values) -> Values:
+    def unflat(self, vector: ArrayLike, v: Values) -> Values:
         """Values of the sites of the Gaussian, shaped like ``v``, of (P,)."""
         shapes = {name: v[name].shape for name in self.sites}
         return cut(jnp.asarray(vector, float), shapes)
@@ -213,7 +215,11 @@ class LaplacePosterior:
         return total
 
     def log_prior(
-        self, batch: Batch, v: Values, precision: Mapping[str, Any], names: Sequence
+        self,
+        batch: Batch,
+        v: Values,
+        precision: Mapping[str, Array | float],
+        names: Sequence,
     ) -> Array:
         """Of sites in the coordinates v; ``precision`` divides the prior variances of
         fixed ones.
@@ -244,7 +250,7 @@ class LaplacePosterior:
         return -likelihood - prior
 
     def prior_precision(
-        self, v: Values, precision: Mapping[str, Any], curvature: Values
+        self, v: Values, precision: Mapping[str, Array | float], curvature: Values
     ) -> Values:
         """(P_s,) the diagonal precision of the prior, by site; ``curvature`` is that of
         sites without Normal prior.
@@ -314,7 +320,7 @@ def check_sites(rows: ModelRows) -> None:
 
 def read(
     rows: ModelRows,
-    transforms: Mapping[str, Any],
+    transforms: Mapping[str, Transform],
     scaled: Scaled,
     sites: Sequence[str],
     by_products: bool,
@@ -429,7 +435,9 @@ def _observed_sites(
 Places = list[tuple[Axis, int | None]]
 
 
-def _places(axes: Mapping[tuple[str, str], Mapping[Axis, Any]], name: str) -> Places:
+def _places(
+    axes: Mapping[tuple[str, str], Mapping[Axis, int | None]], name: str
+) -> Places:
     """Where axes of data lie in the outputs of a site; ``None``: mixed."""
     places: Places = []
     for (observed_name, _), labels in axes.items():
@@ -438,7 +446,7 @@ def _places(axes: Mapping[tuple[str, str], Mapping[Axis, Any]], name: str) -> Pl
     return places
 
 
-def _row_axis(site: Site, plates: Mapping[str, Any], places: Places) -> int | None:
+def _row_axis(site: Site, plates: Mapping[str, Plate], places: Places) -> int | None:
     """The axis of the subsampled plate; else of the outermost plate, or first axis,
     along which the data lie.
     """
@@ -461,7 +469,7 @@ def _row_axis(site: Site, plates: Mapping[str, Any], places: Places) -> int | No
 
 
 def _check_rows(
-    places: Places, axis: int | None, plates: Mapping[str, Any], by_products: bool
+    places: Places, axis: int | None, plates: Mapping[str, Plate], by_products: bool
 ) -> None:
     """Refuse rows that influence one another where they are taken apart: in
     minibatches, and as products.

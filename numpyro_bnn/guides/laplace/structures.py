@@ -63,7 +63,7 @@ class AffineNormal(dist.Distribution):
 
     support = constraints.real_vector
 
-    def __init__(self, loc: Array, *, validate_args: Any = None) -> None:
+    def __init__(self, loc: Array, *, validate_args: bool | None = None) -> None:
         self.loc = loc
         super().__init__(event_shape=loc.shape[-1:], validate_args=validate_args)
 
@@ -97,13 +97,13 @@ class KroneckerNormal(AffineNormal):
 
     def __init__(
         self,
-        loc: Any,
-        left: Any,
-        right: Any,
-        scale: Any,
+        loc: Array,
+        left: Array,
+        right: Array,
+        scale: Array,
         layout: MatrixLayout,
         *,
-        validate_args: Any = None,
+        validate_args: bool | None = None,
     ):
         self.left, self.right, self.scale, self.layout = left, right, scale, layout
         super().__init__(loc, validate_args=validate_args)
@@ -136,12 +136,12 @@ class LowRankNormal(AffineNormal):
 
     def __init__(
         self,
-        loc: Any,
-        scale: Any,
-        basis: Any,
-        shrink: Any,
+        loc: Array,
+        scale: Array,
+        basis: Array,
+        shrink: Array,
         *,
-        validate_args: Any = None,
+        validate_args: bool | None = None,
     ):
         self.scale, self.basis, self.shrink = scale, basis, shrink
         super().__init__(loc, validate_args=validate_args)

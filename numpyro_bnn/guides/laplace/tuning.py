@@ -84,13 +84,13 @@ class EvidenceTuning:
     def posterior(self) -> LaplacePosterior:
         return self.search.posterior
 
-    def run(self, v: Values, key: Any) -> LaplaceResult:
+    def run(self, v: Values, key: Array) -> LaplaceResult:
         """The result of all rounds, from a start."""
         losses: list[float] = []
         precision: Any = dict.fromkeys(fixed_sites(self.posterior), 1.0)
         tuned = Tuned(precision, self._spread(v, None) if self.groups else {})
 
-        def searched(v: Values, tuned: Tuned, key: Any) -> Mode:
+        def searched(v: Values, tuned: Tuned, key: Array) -> Mode:
             v, search_losses = self.search.descend(v, tuned, key)
             losses.extend(search_losses)
             return self.search.measure(v, tuned)
@@ -178,7 +178,7 @@ class EvidenceTuning:
         return jax.tree.map(lambda *variances: jnp.concatenate(variances), *chunks)
 
     def _variances(
-        self, batch: Batch, v: Values, params: Mapping[str, Any] | None
+        self, batch: Batch, v: Values, params: Mapping[str, Array] | None
     ) -> Values:
         variances = {}
         for name, site in self.posterior.observed.items():
