@@ -162,7 +162,7 @@ class _Entry(NamedTuple):
     row: int | None
 
 
-def row_axes(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
+def find_entries(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
     """Where sites enter a program whose output is (B, E), of those that enter once and
     row by row.
     """
@@ -374,7 +374,7 @@ def jacobians(
     closed = jax.make_jaxpr(lambda point: outputs(point))(dict(values))
     names = sorted(values)  # the order of the inputs of the program
     values = {name: values[name] for name in names}
-    entries = row_axes(closed.jaxpr, names)
+    entries = find_entries(closed.jaxpr, names)
     _, uses = _walk(closed, entries, values, {})
     shifts = {}
     for name, use in uses.items():
