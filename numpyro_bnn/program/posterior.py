@@ -885,7 +885,7 @@ def _sample(site: Site, value: Any) -> Any:
     """The value of a sample site that is declared once more."""
     new = {
         "value": value,
-        "kwargs": {"rng_key": None, "sample_shape": ()},
+        "kwargs": {**site["kwargs"], "rng_key": None},
         "intermediates": [],
         "infer": {},
         "stop": False,

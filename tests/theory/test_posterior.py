@@ -11,7 +11,12 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
 from numpyro.distributions import biject_to
 from numpyro.infer import MCMC, log_likelihood
-from numpyro.infer.util import constrain_fn, log_density, potential_energy
+from numpyro.infer.util import (
+    constrain_fn,
+    initialize_model,
+    log_density,
+    potential_energy,
+)
 from zoo import BATCH, NET, ZOO, N, X, Y, line, network
 
 from numpyro_bnn import infer, symmetry
@@ -271,6 +276,20 @@ def test_other_arguments_need_no_other_run():
     ]:
         expected = potential_energy(model, args, kwargs, z)
         np.testing.assert_allclose(changed.potential(z), expected, rtol=1e-6)
+
+
+def test_sites_of_a_sample_shape():
+    def model(y):
+        w = numpyro.sample("w", dist.Gamma(2.0), sample_shape=(3,))
+        numpyro.sample("y", dist.Normal(w.sum()), obs=y)
+
+    y, key = jnp.float32(1.0), random.key(0)
+    expected = initialize_model(key, model, model_args=(y,))
+    posterior = Posterior(model, (y,))
+    z = posterior.initial(key)
+    np.testing.assert_array_equal(z["w"], expected.param_info.z["w"])
+    energy = posterior.potential(z)
+    np.testing.assert_allclose(energy, expected.potential_fn(z), rtol=1e-6)
 
 
 def test_densities_end_where_distributions_leave_their_bounds():
