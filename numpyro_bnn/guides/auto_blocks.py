@@ -31,7 +31,6 @@ from numpyro_bnn.guides.scale_conditioning import (
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import full_plates
-from numpyro_bnn.program.posterior import Posterior
 
 NUM_DRAWS = 4096  # for medians and quantiles without closed form
 
@@ -131,15 +130,11 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         self._scaled: Scaled = {}
         if self._condition_on_scales:
             local = {name for name in latent if self._subsampled_plates(name)}
-            self._scaled = scaled_sites(self._read(args, kwargs), local)
+            with handlers.block():
+                self._scaled = scaled_sites(self._read(args, kwargs), local)
         start = run(self._initial, self._init_locs, (latent, *args), kwargs, once=True)
         self._init_locs, self._init_scales = start
         self._make_blocks()
-
-    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> Posterior:
-        """What the model is."""
-        with handlers.block():
-            return Posterior(self.model, args, kwargs)
 
     def _subsampled_plates(self, name: str) -> list[str]:
         full_sizes = self._prototype_frame_full_sizes

@@ -2,6 +2,7 @@
 each operation by itself.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpyro.infer.util import constrain_fn, helpful_support_errors
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
-from numpyro_bnn.program.posterior import initial_values
+from numpyro_bnn.program.posterior import Posterior
 
 
 class CompiledPrototype(AutoGuide):
@@ -28,12 +29,14 @@ class CompiledPrototype(AutoGuide):
         trace = self.prototype_trace or {}
         return {name: site for name, site in trace.items() if is_latent(site)}
 
+    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> Posterior:
+        """What the model is, on a minibatch if there are any."""
+        return Posterior(self.model, args, kwargs, full=False)
+
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         key = numpyro.prng_key()
         with handlers.block():
-            z, trace = initial_values(
-                key, self.model, self.init_loc_fn, args, kwargs, with_trace=True
-            )
+            z, trace = self._read(args, kwargs).prototype(key, self.init_loc_fn)
         self.prototype_trace = trace
         latent = self._latent()
         self._init_locs = {name: z[name] for name in latent}

@@ -76,7 +76,7 @@ from numpyro_bnn.program.sites import (
     names_of,
 )
 
-__all__ = ["Posterior", "initial_values"]
+__all__ = ["Posterior"]
 
 Rows: TypeAlias = Mapping[str, jax.Array]  # indices by plate
 Values: TypeAlias = Mapping[str, ArrayLike]  # of sites
@@ -388,15 +388,58 @@ class Posterior:
         True
         """
         posterior = self.with_sizes({}) if self.local else self
+        return posterior._search(rng_key, init_strategy)[0]
+
+    def prototype(
+        self, rng_key: jax.Array, init_strategy: Callable
+    ) -> tuple[dict[str, jax.Array], Sites]:
+        """Initial values, of local sites those of a minibatch, and the trace with which
+        the search for them began.
+        """
+        z, trace = self._search(rng_key, init_strategy, with_trace=True)
+        return z, {name: trace[name] for name in self.sites}  # JAX sorts names
+
+    def _search(
+        self, rng_key: jax.Array, init_strategy: Callable, with_trace: bool = False
+    ) -> tuple[dict[str, jax.Array], Sites]:
+        def search(
+            rng_key: jax.Array, args: tuple, kwargs: Kwargs
+        ) -> tuple[dict, Any, Sites]:
+            posterior = self.with_data(*args)
+            start, _, _, drawn = initialize_model(
+                rng_key, posterior._replay, init_strategy=init_strategy
+            )
+            valid = jnp.all(
+                jnp.isfinite(ravel_pytree((start.potential_energy, start.z_grad))[0])
+            )
+            trace = posterior._trace_of(rng_key, drawn) if with_trace else {}
+            return start.z, valid, trace
+
         call = self._template.call({**self.constants, **self.data})
-        with naming_arguments(self.model, *call):
-            return _search(
-                rng_key,
-                lambda arrays: posterior.with_data(arrays)._replay(),
-                init_strategy,
-                (posterior.data,),
-                {},
-            )[0]
+        # NumPyro draws twice with one key
+        with naming_arguments(self.model, *call), jax.debug_key_reuse(False):
+            z, valid, trace = evaluate(search, rng_key, (self.data,), {}, once=True)
+            if not isinstance(valid, jax.core.Tracer) and not valid:
+                # raises, and warns of values outside of supports
+                z, _, trace = search(rng_key, (self.data,), {})
+        return z, trace
+
+    def _trace_of(self, rng_key: jax.Array, drawn: Sites) -> Sites:
+        """The trace of the model at the values that :meth:`_replay` drew by a key."""
+        values: dict[str, Any] = {}
+        key = _typed_key(rng_key)
+        for name in self._seeded:
+            if name in self.plates or name in self.latent:
+                key, _ = random.split(key)
+                values[name] = drawn[name]["value"]
+            elif name not in self.sites:  # a key of the model's own
+                key, values[name] = random.split(key)
+        sites = self.at(values)
+        for site in sites.values():
+            for field in site.keys() - set(fields(site)):
+                # nothing that only the reading knew
+                site[field] = exchange(site[field], lambda _: None)
+        return sites
 
     def _replay(self) -> None:
         """A NumPyro model of the latent and observed sites: it evaluates what was read.
@@ -811,55 +854,6 @@ class Posterior:
 
         program = self.prepare(values)
         return [program(jnp.uint32(seed)) for seed in seeds]
-
-
-def initial_values(
-    rng_key: jax.Array,
-    model: Callable,
-    init_strategy: Callable,
-    args: tuple,
-    kwargs: Kwargs,
-    with_trace: bool = False,
-) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Search for values at which density and gradient are finite.
-
-    :return: unconstrained values, and if asked for, the trace of the model that the
-        search began with.
-    """
-    with naming_arguments(model, args, kwargs):
-        return _search(rng_key, model, init_strategy, args, kwargs, with_trace)
-
-
-def _search(
-    rng_key: jax.Array,
-    model: Callable,
-    init_strategy: Callable,
-    args: tuple,
-    kwargs: Kwargs,
-    with_trace: bool = False,
-) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    def search(
-        rng_key: jax.Array, args: tuple, kwargs: Kwargs
-    ) -> tuple[dict, Any, dict]:
-        options = {
-            "init_strategy": init_strategy,
-            "model_args": args,
-            "model_kwargs": kwargs,
-        }
-        start, _, _, trace = initialize_model(rng_key, model, **options)
-        check_observations(trace)
-        valid = jnp.all(
-            jnp.isfinite(ravel_pytree((start.potential_energy, start.z_grad))[0])
-        )
-        return start.z, valid, trace if with_trace else {}
-
-    # NumPyro draws twice with one key
-    with jax.debug_key_reuse(False):
-        z, valid, trace = evaluate(search, rng_key, args, kwargs, once=True)
-        if not isinstance(valid, jax.core.Tracer) and not valid:
-            # raises, and warns of values outside of supports
-            z, _, trace = search(rng_key, args, kwargs)
-    return z, trace
 
 
 def log_density(site: Site, within: bool = False) -> jax.Array:
