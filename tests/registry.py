@@ -4,6 +4,7 @@ and inherits every test.
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,6 +464,11 @@ def _mala(model: Callable) -> Any:
     return mala(model, 1e-3, steps_per_draw=3, warm_start=0.0)
 
 
+def _blackjax(model: Callable) -> Any:
+    blackjax = import_module("blackjax")
+    return infer.BlackJAX(model, blackjax.nuts, blackjax.window_adaptation)
+
+
 def _orbit(kernel: Any) -> Any:
     return infer.OrbitMoves(
         kernel, [symmetry.SignFlip(_UNITS), symmetry.Permutation(_UNITS)]
@@ -488,6 +494,9 @@ WRAPPERS: dict[str, WrapperRow] = {
     "OrbitMoves around MALA": WrapperRow(
         "network", lambda m, _: _orbit(_mala(m)), _ORBIT
     ),
+    "OrbitMoves around BlackJAX": WrapperRow(
+        "network", lambda m, _: _orbit(_blackjax(m)), _ORBIT
+    ),
     "UnitMoves around MCLMC": WrapperRow(
         "network", lambda m, _: _unit(_mclmc(m)), _UNIT
     ),
@@ -510,6 +519,9 @@ WRAPPERS: dict[str, WrapperRow] = {
     ),
     "collapse under MALA": WrapperRow(
         "network", lambda m, args: _mala(_collapsed(m, args))
+    ),
+    "collapse under BlackJAX": WrapperRow(
+        "network", lambda m, args: _blackjax(_collapsed(m, args))
     ),
     "collapse under MCLMC": WrapperRow(
         "network", lambda m, args: _mclmc(_collapsed(m, args))

@@ -1,0 +1,459 @@
+"""BlackJAX both ways: its algorithms as kernels of ``MCMC``, and kernels as pairs of
+functions.
+"""
+
+import copy
+import sys
+from functools import partial
+
+import blackjax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group, refused, run_chains
+from jax import lax
+from numpyro.infer import MCMC, NUTS, Gibbs
+from truth.problems import FAMILIES
+from zoo import BATCH, ZOO
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, runs
+from numpyro_bnn.infer.blackjax_warm_up import gradients_of_integrator
+
+pytestmark = pytest.mark.core
+
+SPREAD = ZOO["spread"]
+
+
+def shrink(rng_key, log_density, position, num_steps):
+    """A warm-up of the user's own: a step size by the size of the gradient."""
+    gradient = jax.grad(log_density)(position)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradient.values()))
+    return position, {"step_size": 0.3 / (1 + 0.01 * norm)}, 1
+
+
+def from_builder(log_density, scale=0.5):
+    """An algorithm of the user's own."""
+    return blackjax.additive_step_random_walk(
+        log_density, blackjax.mcmc.random_walk.normal(scale)
+    )
+
+
+# name -> kernel of a model, number of chains, warm-up. The chains of warm-ups that tune
+# are short, those of the others start at random.
+NUTS_ = partial(infer.BlackJAX, algorithm=blackjax.nuts)
+WINDOWS = {"adaptation": blackjax.window_adaptation}
+ALGORITHMS = {
+    "nuts": partial(NUTS_, **WINDOWS),
+    "nuts, low rank": partial(NUTS_, adaptation=blackjax.window_adaptation_low_rank),
+    "nuts after pathfinder": partial(NUTS_, adaptation=blackjax.pathfinder_adaptation),
+    "hmc": partial(
+        infer.BlackJAX, algorithm=blackjax.hmc, num_integration_steps=8, **WINDOWS
+    ),
+    "adjusted_mclmc_dynamic": partial(
+        infer.BlackJAX,
+        algorithm=blackjax.adjusted_mclmc_dynamic,
+        adaptation=blackjax.adjusted_mclmc_find_L_and_step_size,
+        steps_per_draw=4,
+    ),
+    "mclmc": partial(
+        infer.BlackJAX,
+        algorithm=blackjax.mclmc,
+        adaptation=blackjax.mclmc_find_L_and_step_size,
+        steps_per_draw=10,
+        desired_energy_var=5e-5,
+    ),
+    "barker": partial(
+        infer.BlackJAX, algorithm=blackjax.barker, step_size=0.3, steps_per_draw=20
+    ),
+    "mala": partial(
+        infer.BlackJAX, algorithm=blackjax.mala, step_size=0.02, steps_per_draw=40
+    ),
+    "slice": partial(
+        infer.BlackJAX, algorithm=blackjax.slice_sampling, steps_per_draw=5
+    ),
+    "ghmc": partial(
+        infer.BlackJAX,
+        algorithm=blackjax.ghmc,
+        adaptation=blackjax.meads_adaptation,
+        steps_per_draw=10,
+    ),
+    "dynamic_hmc": partial(
+        infer.BlackJAX,
+        algorithm=blackjax.dynamic_hmc,
+        adaptation=blackjax.chees_adaptation,
+        steps_per_draw=4,
+    ),
+    "barker after tempering": partial(
+        infer.BlackJAX,
+        algorithm=blackjax.barker,
+        adaptation=blackjax.adaptive_tempered_smc,
+        step_size=0.3,
+        steps_per_draw=20,
+    ),
+    "sgld": partial(
+        infer.BlackJAX, algorithm=blackjax.sgld, step_size=5e-4, steps_per_draw=150
+    ),
+    "sghmc": partial(
+        infer.BlackJAX, algorithm=blackjax.sghmc, step_size=5e-4, steps_per_draw=20
+    ),
+    "sgnht": partial(
+        infer.BlackJAX, algorithm=blackjax.sgnht, step_size=5e-4, steps_per_draw=150
+    ),
+    "of a function": partial(
+        infer.BlackJAX, algorithm=from_builder, scale=0.4, steps_per_draw=40
+    ),
+    "own warm-up": partial(
+        infer.BlackJAX,
+        algorithm=blackjax.mala,
+        adaptation=shrink,
+        steps_per_draw=1,
+    ),
+}
+CHAINS, WARMUP, DRAWS = 64, 200, 100
+POSTERIORS = {problem.name: problem for problem in FAMILIES["supports"]}
+FAST = {("nuts", "ordered"), ("adjusted_mclmc_dynamic", "real"), ("mclmc", "real")}
+NOT_MEASURED = ("own warm-up", "sgnht")
+
+
+def answers():
+    """Each algorithm on each posterior."""
+    for name in ALGORITHMS.keys() - set(NOT_MEASURED):
+        for posterior in POSTERIORS:
+            marks = () if (name, posterior) in FAST else pytest.mark.slow
+            yield pytest.param(name, posterior, id=f"{name}, {posterior}", marks=marks)
+
+
+def exact_moments(problem):
+    """Means and standard deviations by site, from quadrature."""
+    weights = problem.probabilities
+    for name, nodes in problem.nodes.items():
+        mean = np.tensordot(weights, nodes, 1)
+        yield name, mean, np.sqrt(np.tensordot(weights, (nodes - mean) ** 2, 1))
+
+
+@pytest.mark.parametrize(("name", "posterior"), sorted(answers(), key=lambda p: p.id))
+def test_algorithms_have_the_exact_posterior(name, posterior):
+    problem = POSTERIORS[posterior]
+    mcmc = run_chains(
+        ALGORITHMS[name](problem.model),
+        *problem.args,
+        num_warmup=WARMUP,
+        num_samples=DRAWS,
+        num_chains=CHAINS,
+    )
+    draws = mcmc.get_samples()
+    for site, mean, sd in exact_moments(problem):
+        values = np.asarray(draws[site], np.float64)
+        np.testing.assert_array_less(np.abs(values.mean(0) - mean), 0.1 * sd)
+        np.testing.assert_allclose(values.std(0), sd, rtol=0.1)
+
+
+def test_minibatches_are_those_of_the_plate():
+    """On half of the rows SGLD has the posterior of all rows; on rows that were not
+    scaled to all it would be about 1.4 times as wide.
+    """
+    problem = FAMILIES["plates"][0]
+    mcmc = run_chains(
+        ALGORITHMS["sgld"](problem.model),
+        *problem.args,
+        num_warmup=20,
+        num_samples=40,
+        num_chains=256,
+        batch_size=problem.batch,
+    )
+    draws = mcmc.get_samples()
+    for site, mean, sd in exact_moments(problem):
+        values = np.asarray(draws[site], np.float64)
+        np.testing.assert_array_less(np.abs(values.mean(0) - mean), 0.1 * sd)
+        np.testing.assert_allclose(values.std(0), sd, rtol=0.1)
+
+
+# -- the contract ----------------------------------------------------------------------
+
+
+def short(name, **options):
+    return ALGORITHMS[name](SPREAD.model, **options)
+
+
+CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nuts",
+        pytest.param("mclmc", marks=pytest.mark.slow),
+        pytest.param("sgld", marks=pytest.mark.slow),
+        pytest.param("dynamic_hmc", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_runs_are_one_longer_run(name, tmp_path):
+    """Bit for bit, from a folder: a copy of the kernel goes on."""
+    stochastic = {"batch_size": BATCH} if name == "sgld" else {}
+
+    def run(folder, num_samples):
+        mcmc = MCMC(
+            short(name), num_warmup=20, num_samples=num_samples, **CHAIN_OPTIONS
+        )
+        key = jax.random.key(3)
+        options = {"progress_bar": False, **stochastic}
+        return runs.start(tmp_path / folder, mcmc, key, *SPREAD.args, **options)
+
+    run("resumed", 4)
+    resumed, whole = run("resumed", 8), run("whole", 8)
+    for site, values in whole.get_samples().items():
+        np.testing.assert_array_equal(resumed.get_samples()[site], values)
+    fields = resumed.get_extra_fields(), whole.get_extra_fields()
+    np.testing.assert_array_equal(*(field["num_gradients"] for field in fields))
+
+
+def test_chain_methods_give_the_same_chains():
+    """Also `jax.vmap`, under which a branch would run the warm-up in each transition,
+    and with a progress bar.
+    """
+    draws = []
+    for method, bar in (("vectorized", False), ("sequential", True), (jax.vmap, False)):
+        options = {"num_chains": 2, "chain_method": method, "progress_bar": bar}
+        mcmc = MCMC(short("nuts"), num_warmup=8, num_samples=4, thinning=2, **options)
+        mcmc.run(jax.random.key(3), *SPREAD.args)
+        draws.append(mcmc.get_samples()["w"])
+    assert draws[0].shape == (4, 2)
+    for other in draws[1:]:
+        np.testing.assert_allclose(other, draws[0], rtol=2e-3, atol=1e-4)
+
+
+def test_export_says_what_was_run():
+    mcmc = run_chains(
+        short("nuts"), *SPREAD.args, num_warmup=20, num_samples=10, num_chains=2
+    )
+    idata = bnn.to_inference_data(mcmc)
+    stats = group(idata, "sample_stats")
+    assert set(stats.data_vars) == {"diverging", "acceptance_rate", "num_gradients"}
+    about = idata.attrs
+    assert about["algorithm"] == "BlackJAX"
+    assert about["blackjax_algorithm"] == "nuts"
+    assert about["blackjax_adaptation"] == "window_adaptation"
+    assert not about["biased"]
+    assert not about["noisy_gradients"]
+    assert bnn.metrics.health(idata) is not None
+    sizes = np.asarray(mcmc.last_state.step_size)
+    assert sizes[0] != sizes[1]  # each chain has tuned its own
+    assert f"{sizes.mean():.2e}" in mcmc.sampler.get_diagnostics_str(mcmc.last_state)
+
+
+def test_an_exact_chain_goes_on_with_other_data():
+    """The density of the data before would refuse all proposals."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 10.0))
+        numpyro.sample("y", dist.Normal(w, 0.1).expand([50]).to_event(1), obs=y)
+
+    kernel = ALGORITHMS["slice"](model)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=20, progress_bar=False)
+    mcmc.run(jax.random.key(0), jnp.zeros(50))
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(jax.random.key(1), jnp.full(50, 3.0))
+    np.testing.assert_allclose(mcmc.get_samples()["w"][10:], 3.0, atol=0.1)
+
+
+def test_a_block_of_gibbs():
+    """It follows the other block: the scale of a weight that is known to be large."""
+
+    def model():
+        scale = numpyro.sample("scale", dist.HalfNormal())
+        numpyro.sample("w", dist.Normal(0.0, scale))
+
+    def gibbs(name):
+        return Gibbs([(ALGORITHMS[name](model), ["scale"]), (NUTS(model), None)])
+
+    mcmc = MCMC(gibbs("slice"), num_warmup=50, num_samples=400, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    scale, w = (np.asarray(mcmc.get_samples()[name]) for name in ("scale", "w"))
+    assert (scale > 0).all()
+    assert np.corrcoef(scale, np.abs(w))[0, 1] > 0.3
+    mcmc = MCMC(gibbs("nuts"), num_warmup=5, num_samples=1, progress_bar=False)
+    with refused("adaptation", "a block of `Gibbs`"):
+        mcmc.run(jax.random.key(0))
+
+
+# -- what a run costs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "velocity_verlet",
+        "mclachlan",
+        "yoshida",
+        "omelyan",
+        "isokinetic_velocity_verlet",
+        "isokinetic_mclachlan",
+    ],
+)
+def test_gradients_of_integrators_are_counted(name):
+    """As many as its program evaluates."""
+    calls = []
+
+    def log_density(x):
+        calls.append(1)
+        return -0.5 * jnp.sum(x**2)
+
+    integrators = blackjax.mcmc.integrators
+    integrator, x = getattr(integrators, name), jnp.ones(2)
+    state = integrators.IntegratorState(x, x / 2**0.5, log_density(x), -x)
+    if name.startswith("isokinetic"):
+        step = integrator(log_density)
+    else:
+        metric = blackjax.mcmc.metrics.default_metric(jnp.ones(2))
+        step = integrator(log_density, metric.kinetic_energy)
+    calls.clear()
+    step(state, 0.1)
+    assert gradients_of_integrator(integrator, "") == len(calls)
+
+
+def test_gradients_of_runs_are_counted():
+    """One for the caches of each draw, the others by BlackJAX's own numbers."""
+    metric = {"inverse_mass_matrix": jnp.ones(3), "step_size": 0.05}
+    kernel = infer.BlackJAX(
+        SPREAD.model, blackjax.hmc, num_integration_steps=7, steps_per_draw=3, **metric
+    )
+    mcmc = run_chains(kernel, *SPREAD.args, num_warmup=1, num_samples=3)
+    counts = mcmc.get_extra_fields(group_by_chain=True)["num_gradients"]
+    np.testing.assert_array_equal(counts[0], 1 + 22 * np.arange(2, 5))
+    kernel = short("nuts")
+    kernel.init(jax.random.key(0), 30, None, SPREAD.args, {})
+    mcmc = run_chains(kernel, *SPREAD.args, num_warmup=30, num_samples=1)
+    assert np.min(mcmc.last_state.num_gradients) > 60
+
+
+# -- kernels as pairs of functions -----------------------------------------------------
+
+
+def scanned(kernel, key, num_warmup, num_samples, **kwargs):
+    """Draws by hand, of the chain that `MCMC` runs with this key."""
+    init, step = infer.as_blackjax(
+        kernel, *SPREAD.args, num_warmup=num_warmup, **kwargs
+    )
+
+    def one_step(state, _):
+        state, info = step(state.rng_key, state)
+        return state, (state.z, info["num_gradients"])
+
+    first = init(None, key)
+    steps = num_warmup + num_samples
+    _, (z, counts) = jax.jit(lambda s: lax.scan(one_step, s, None, steps))(first)
+    return jax.tree.map(lambda leaf: leaf[num_warmup:], z), counts[num_warmup:]
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        pytest.param(
+            partial(infer.SGHMC, steps_per_draw=3), {"batch_size": BATCH}, id="SGHMC"
+        ),
+        pytest.param(ALGORITHMS["nuts"], {}, id="nuts"),
+        pytest.param(
+            partial(infer.MCLMC, steps_per_draw=3),
+            {},
+            id="MCLMC",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ALGORITHMS["sgld"],
+            {"batch_size": BATCH},
+            id="sgld",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
+    """Bit for bit, in unconstrained values."""
+    key, kernel = jax.random.key(3), make(SPREAD.model)
+    mcmc = MCMC(copy.deepcopy(kernel), num_warmup=8, num_samples=6, progress_bar=False)
+    fields = ("z.w", "z.sigma")
+    mcmc.run(key, *SPREAD.args, extra_fields=fields, **kwargs)
+    z, counts = scanned(kernel, key, 8, 6, **kwargs)
+    extra = mcmc.get_extra_fields()
+    for field in fields:
+        np.testing.assert_array_equal(z[field[2:]], extra[field])
+    np.testing.assert_array_equal(counts, extra["num_gradients"])
+
+
+# -- refusals --------------------------------------------------------------------------
+
+_WHITE = {"step_size": 0.1, "inverse_mass_matrix": np.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragment", "algorithm", "options"),
+    [
+        ("algorithm", "not a function", 3, {}),
+        ("algorithm", "SamplingAlgorithm", blackjax.mala(lambda x: 0.0, 0.1), {}),
+        ("algorithm", "csgld", blackjax.csgld, {}),
+        ("algorithm", "equally weighted", blackjax.tempered_smc, {}),
+        ("algorithm", "equally weighted", blackjax.pathfinder, {}),
+        ("algorithm", "Gaussian prior", blackjax.elliptical_slice, {}),
+        ("options", "'inverse_mass_matrix', 'step_size'", blackjax.nuts, {}),
+        ("options", "'step_size'", blackjax.sgld, {}),
+        ("options", "max_num_doublings", blackjax.nuts, _WHITE | {"max_doublings": 3}),
+        ("options", "'step_size'", blackjax.nuts, WINDOWS | {"step_size": 0.1}),
+        ("step_size", "above 0", blackjax.nuts, _WHITE | {"step_size": -0.1}),
+        ("adaptation", "`blackjax.nuts`", blackjax.barker, WINDOWS | {"step_size": 1}),
+        ("adaptation", "of your own", from_builder, WINDOWS),
+        (
+            "adaptation",
+            "mclmc_lrd_warmup",
+            blackjax.mclmc,
+            {"adaptation": blackjax.mclmc_lrd_warmup},
+        ),
+        ("adaptation", "num_steps", blackjax.mala, {"adaptation": lambda key: key}),
+        ("steps_per_draw", "at least 1", blackjax.barker, {"steps_per_draw": 0}),
+    ],
+)
+def test_wrong_arguments_are_refused(argument, fragment, algorithm, options):
+    fragment = "Pass `blackjax.nuts`" if fragment == "not a function" else fragment
+    with refused(argument, fragment):
+        infer.BlackJAX(SPREAD.model, algorithm, **options)
+
+
+def one_number():
+    numpyro.sample("x", dist.Normal())
+
+
+def draws_keys():
+    x = numpyro.sample("x", dist.Normal().expand([2]).to_event(1))
+    numpyro.factor("noise", x[0] * jax.random.normal(numpyro.prng_key()))
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragment", "name", "model", "warmup"),
+    [
+        ("adaptation", "no warm-up", "nuts", one_number, 0),
+        ("adaptation", "one chain", "dynamic_hmc", one_number, 5),
+        ("model", "two directions", "mclmc", one_number, 5),
+        ("model", "random numbers of its own", "barker", draws_keys, 0),
+    ],
+)
+def test_models_and_runs_that_it_cannot_take_are_refused(
+    argument, fragment, name, model, warmup
+):
+    kernel = ALGORITHMS[name](model)
+    with refused(argument, fragment):
+        kernel.init(jax.random.key(0), warmup, None, (), {})
+
+
+def test_a_kernel_is_needed_for_functions():
+    with refused("kernel", "Pass a kernel"):
+        infer.as_blackjax(SPREAD.model)
+
+
+def test_without_blackjax_only_the_kernel_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "blackjax", None)
+    with refused("algorithm", "numpyro_bnn[blackjax]", ImportError):
+        infer.BlackJAX(SPREAD.model, from_builder)
+    init, _ = infer.as_blackjax(infer.SGHMC(SPREAD.model), *SPREAD.args)
+    assert init(None, jax.random.key(0)).z["w"].shape == (2,)
