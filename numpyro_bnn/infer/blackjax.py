@@ -130,7 +130,8 @@ class BlackJAX(ModelKernel):
     tune one set of arguments from all chains, which must be vectorized. With
     ``adaptive_tempered_smc`` the chains are particles: drawn from the prior, tempered
     to the posterior by the algorithm and resampled, so at first they are not
-    independent. The warm-up then has at most ``num_warmup * steps_per_draw`` temperatures.
+    independent. The warm-up then has at most ``num_warmup * steps_per_draw``
+    temperatures.
 
     The caches of a chain are computed again at the start of each transition, for one
     more gradient, because data and other blocks may have changed. Take
@@ -533,19 +534,22 @@ class BlackJAX(ModelKernel):
             new_chain, info = functions.step(random.fold_in(step_key, n), chain)
             new_chain = jax.tree.map(_in_dtype, new_chain, chain)
             accepted, diverged = _outcome(info, new_chain)
-            accept_prob += accepted.astype(accept_prob.dtype) / self.steps_per_draw
+            accept_prob += accepted.astype(accept_prob.dtype)
             num_gradients += jnp.asarray(self._gradients_of(info), jnp.int32)
             return new_chain, accept_prob, diverging | diverged, num_gradients
 
         spent = state.num_gradients + jnp.int32(self._gradients_of_caches)
         begin = chain, jnp.zeros_like(state.accept_prob), jnp.array(False), spent
-        chain, *statistics = lax.fori_loop(0, self.steps_per_draw, step, begin)
-        names = ("accept_prob", "diverging", "num_gradients")
+        chain, accepted, diverging, spent = lax.fori_loop(
+            0, self.steps_per_draw, step, begin
+        )
         return state._replace(
             z=_position(chain),
             chain=chain,
+            accept_prob=accepted / self.steps_per_draw,
+            diverging=diverging,
+            num_gradients=spent,
             rng_key=rng_key,
-            **dict(zip(names, statistics, strict=True)),
         )
 
     def _moved(

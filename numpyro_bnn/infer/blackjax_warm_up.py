@@ -368,7 +368,7 @@ WARM_UPS: dict[str, WarmUpRow] = {
         of_chees,
         ("dhmc", "dynamic_hmc"),
         (
-            "inverse_mass_matrix",
+            *_METRIC,
             "next_random_arg_fn",
             "integration_steps_fn",
             "integration_steps_params",

@@ -4,9 +4,11 @@ functions.
 
 import copy
 import sys
+from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
 
-import blackjax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,86 +39,66 @@ def shrink(rng_key, log_density, position, num_steps):
 
 def from_builder(log_density, scale=0.5):
     """An algorithm of the user's own."""
-    return blackjax.additive_step_random_walk(
-        log_density, blackjax.mcmc.random_walk.normal(scale)
-    )
+    steps = import_module("blackjax.mcmc.random_walk").normal(scale)
+    return blackjax().additive_step_random_walk(log_density, steps)
 
 
-# name -> kernel of a model, number of chains, warm-up. The chains of warm-ups that tune
-# are short, those of the others start at random.
-NUTS_ = partial(infer.BlackJAX, algorithm=blackjax.nuts)
-WINDOWS = {"adaptation": blackjax.window_adaptation}
+class Row(NamedTuple):
+    """A kernel by names of BlackJAX, whose import computes; or by functions."""
+
+    algorithm: Any
+    adaptation: Any = None
+    steps_per_draw: int = 1
+    options: Mapping[str, Any] = {}
+
+
+def named(value):
+    return getattr(blackjax(), value) if isinstance(value, str) else value
+
+
+def blackjax():
+    return import_module("blackjax")
+
+
+WINDOWS = "window_adaptation"
 ALGORITHMS = {
-    "nuts": partial(NUTS_, **WINDOWS),
-    "nuts, low rank": partial(NUTS_, adaptation=blackjax.window_adaptation_low_rank),
-    "nuts after pathfinder": partial(NUTS_, adaptation=blackjax.pathfinder_adaptation),
-    "hmc": partial(
-        infer.BlackJAX, algorithm=blackjax.hmc, num_integration_steps=8, **WINDOWS
+    "nuts": Row("nuts", WINDOWS),
+    "nuts, low rank": Row("nuts", "window_adaptation_low_rank"),
+    "nuts after pathfinder": Row("nuts", "pathfinder_adaptation"),
+    "hmc": Row("hmc", WINDOWS, 1, {"num_integration_steps": 8}),
+    "adjusted_mclmc_dynamic": Row(
+        "adjusted_mclmc_dynamic", "adjusted_mclmc_find_L_and_step_size", 4
     ),
-    "adjusted_mclmc_dynamic": partial(
-        infer.BlackJAX,
-        algorithm=blackjax.adjusted_mclmc_dynamic,
-        adaptation=blackjax.adjusted_mclmc_find_L_and_step_size,
-        steps_per_draw=4,
+    "mclmc": Row(
+        "mclmc", "mclmc_find_L_and_step_size", 10, {"desired_energy_var": 5e-5}
     ),
-    "mclmc": partial(
-        infer.BlackJAX,
-        algorithm=blackjax.mclmc,
-        adaptation=blackjax.mclmc_find_L_and_step_size,
-        steps_per_draw=10,
-        desired_energy_var=5e-5,
+    "barker": Row("barker", None, 20, {"step_size": 0.3}),
+    "mala": Row("mala", None, 60, {"step_size": 0.01}),
+    "slice": Row("slice_sampling", None, 5),
+    "ghmc": Row("ghmc", "meads_adaptation", 10),
+    "dynamic_hmc": Row("dynamic_hmc", "chees_adaptation", 4),
+    "barker after tempering": Row(
+        "barker", "adaptive_tempered_smc", 20, {"step_size": 0.3}
     ),
-    "barker": partial(
-        infer.BlackJAX, algorithm=blackjax.barker, step_size=0.3, steps_per_draw=20
-    ),
-    "mala": partial(
-        infer.BlackJAX, algorithm=blackjax.mala, step_size=0.02, steps_per_draw=40
-    ),
-    "slice": partial(
-        infer.BlackJAX, algorithm=blackjax.slice_sampling, steps_per_draw=5
-    ),
-    "ghmc": partial(
-        infer.BlackJAX,
-        algorithm=blackjax.ghmc,
-        adaptation=blackjax.meads_adaptation,
-        steps_per_draw=10,
-    ),
-    "dynamic_hmc": partial(
-        infer.BlackJAX,
-        algorithm=blackjax.dynamic_hmc,
-        adaptation=blackjax.chees_adaptation,
-        steps_per_draw=4,
-    ),
-    "barker after tempering": partial(
-        infer.BlackJAX,
-        algorithm=blackjax.barker,
-        adaptation=blackjax.adaptive_tempered_smc,
-        step_size=0.3,
-        steps_per_draw=20,
-    ),
-    "sgld": partial(
-        infer.BlackJAX, algorithm=blackjax.sgld, step_size=5e-4, steps_per_draw=150
-    ),
-    "sghmc": partial(
-        infer.BlackJAX, algorithm=blackjax.sghmc, step_size=5e-4, steps_per_draw=20
-    ),
-    "sgnht": partial(
-        infer.BlackJAX, algorithm=blackjax.sgnht, step_size=5e-4, steps_per_draw=150
-    ),
-    "of a function": partial(
-        infer.BlackJAX, algorithm=from_builder, scale=0.4, steps_per_draw=40
-    ),
-    "own warm-up": partial(
-        infer.BlackJAX,
-        algorithm=blackjax.mala,
-        adaptation=shrink,
-        steps_per_draw=1,
-    ),
+    "sgld": Row("sgld", None, 150, {"step_size": 5e-4}),
+    "sghmc": Row("sghmc", None, 5, {"step_size": 0.05}),
+    "sgnht": Row("sgnht", None, 150, {"step_size": 0.02, "alpha": 1.0}),
+    "of a function": Row(from_builder, None, 40, {"scale": 0.4}),
+    "own warm-up": Row("mala", shrink),
 }
+
+
+def kernel_of(name, model=SPREAD.model):
+    row = ALGORITHMS[name]
+    parts = named(row.algorithm), named(row.adaptation)
+    settings = {"steps_per_draw": row.steps_per_draw, **row.options}
+    return infer.BlackJAX(model, *parts, **settings)
+
+
 CHAINS, WARMUP, DRAWS = 64, 200, 100
 POSTERIORS = {problem.name: problem for problem in FAMILIES["supports"]}
 FAST = {("nuts", "ordered"), ("adjusted_mclmc_dynamic", "real"), ("mclmc", "real")}
-NOT_MEASURED = ("own warm-up", "sgnht")
+NOT_MEASURED = ("own warm-up",)
 
 
 def answers():
@@ -139,7 +121,7 @@ def exact_moments(problem):
 def test_algorithms_have_the_exact_posterior(name, posterior):
     problem = POSTERIORS[posterior]
     mcmc = run_chains(
-        ALGORITHMS[name](problem.model),
+        kernel_of(name, problem.model),
         *problem.args,
         num_warmup=WARMUP,
         num_samples=DRAWS,
@@ -158,7 +140,7 @@ def test_minibatches_are_those_of_the_plate():
     """
     problem = FAMILIES["plates"][0]
     mcmc = run_chains(
-        ALGORITHMS["sgld"](problem.model),
+        kernel_of("sgld", problem.model),
         *problem.args,
         num_warmup=20,
         num_samples=40,
@@ -173,10 +155,6 @@ def test_minibatches_are_those_of_the_plate():
 
 
 # -- the contract ----------------------------------------------------------------------
-
-
-def short(name, **options):
-    return ALGORITHMS[name](SPREAD.model, **options)
 
 
 CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
@@ -197,7 +175,7 @@ def test_resumed_runs_are_one_longer_run(name, tmp_path):
 
     def run(folder, num_samples):
         mcmc = MCMC(
-            short(name), num_warmup=20, num_samples=num_samples, **CHAIN_OPTIONS
+            kernel_of(name), num_warmup=20, num_samples=num_samples, **CHAIN_OPTIONS
         )
         key = jax.random.key(3)
         options = {"progress_bar": False, **stochastic}
@@ -218,7 +196,9 @@ def test_chain_methods_give_the_same_chains():
     draws = []
     for method, bar in (("vectorized", False), ("sequential", True), (jax.vmap, False)):
         options = {"num_chains": 2, "chain_method": method, "progress_bar": bar}
-        mcmc = MCMC(short("nuts"), num_warmup=8, num_samples=4, thinning=2, **options)
+        mcmc = MCMC(
+            kernel_of("nuts"), num_warmup=8, num_samples=4, thinning=2, **options
+        )
         mcmc.run(jax.random.key(3), *SPREAD.args)
         draws.append(mcmc.get_samples()["w"])
     assert draws[0].shape == (4, 2)
@@ -228,7 +208,7 @@ def test_chain_methods_give_the_same_chains():
 
 def test_export_says_what_was_run():
     mcmc = run_chains(
-        short("nuts"), *SPREAD.args, num_warmup=20, num_samples=10, num_chains=2
+        kernel_of("nuts"), *SPREAD.args, num_warmup=20, num_samples=10, num_chains=2
     )
     idata = bnn.to_inference_data(mcmc)
     stats = group(idata, "sample_stats")
@@ -252,7 +232,7 @@ def test_an_exact_chain_goes_on_with_other_data():
         w = numpyro.sample("w", dist.Normal(0.0, 10.0))
         numpyro.sample("y", dist.Normal(w, 0.1).expand([50]).to_event(1), obs=y)
 
-    kernel = ALGORITHMS["slice"](model)
+    kernel = kernel_of("slice", model)
     mcmc = MCMC(kernel, num_warmup=20, num_samples=20, progress_bar=False)
     mcmc.run(jax.random.key(0), jnp.zeros(50))
     mcmc.post_warmup_state = mcmc.last_state
@@ -268,7 +248,7 @@ def test_a_block_of_gibbs():
         numpyro.sample("w", dist.Normal(0.0, scale))
 
     def gibbs(name):
-        return Gibbs([(ALGORITHMS[name](model), ["scale"]), (NUTS(model), None)])
+        return Gibbs([(kernel_of(name, model), ["scale"]), (NUTS(model), None)])
 
     mcmc = MCMC(gibbs("slice"), num_warmup=50, num_samples=400, progress_bar=False)
     mcmc.run(jax.random.key(0))
@@ -302,13 +282,14 @@ def test_gradients_of_integrators_are_counted(name):
         calls.append(1)
         return -0.5 * jnp.sum(x**2)
 
-    integrators = blackjax.mcmc.integrators
+    integrators = import_module("blackjax.mcmc.integrators")
     integrator, x = getattr(integrators, name), jnp.ones(2)
     state = integrators.IntegratorState(x, x / 2**0.5, log_density(x), -x)
     if name.startswith("isokinetic"):
         step = integrator(log_density)
     else:
-        metric = blackjax.mcmc.metrics.default_metric(jnp.ones(2))
+        metrics = import_module("blackjax.mcmc.metrics")
+        metric = metrics.default_metric(jnp.ones(2))
         step = integrator(log_density, metric.kinetic_energy)
     calls.clear()
     step(state, 0.1)
@@ -319,12 +300,16 @@ def test_gradients_of_runs_are_counted():
     """One for the caches of each draw, the others by BlackJAX's own numbers."""
     metric = {"inverse_mass_matrix": jnp.ones(3), "step_size": 0.05}
     kernel = infer.BlackJAX(
-        SPREAD.model, blackjax.hmc, num_integration_steps=7, steps_per_draw=3, **metric
+        SPREAD.model,
+        blackjax().hmc,
+        num_integration_steps=7,
+        steps_per_draw=3,
+        **metric,
     )
     mcmc = run_chains(kernel, *SPREAD.args, num_warmup=1, num_samples=3)
     counts = mcmc.get_extra_fields(group_by_chain=True)["num_gradients"]
     np.testing.assert_array_equal(counts[0], 1 + 22 * np.arange(2, 5))
-    kernel = short("nuts")
+    kernel = kernel_of("nuts")
     kernel.init(jax.random.key(0), 30, None, SPREAD.args, {})
     mcmc = run_chains(kernel, *SPREAD.args, num_warmup=30, num_samples=1)
     assert np.min(mcmc.last_state.num_gradients) > 60
@@ -355,7 +340,7 @@ def scanned(kernel, key, num_warmup, num_samples, **kwargs):
         pytest.param(
             partial(infer.SGHMC, steps_per_draw=3), {"batch_size": BATCH}, id="SGHMC"
         ),
-        pytest.param(ALGORITHMS["nuts"], {}, id="nuts"),
+        pytest.param(partial(kernel_of, "nuts"), {}, id="nuts"),
         pytest.param(
             partial(infer.MCLMC, steps_per_draw=3),
             {},
@@ -363,7 +348,7 @@ def scanned(kernel, key, num_warmup, num_samples, **kwargs):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ALGORITHMS["sgld"],
+            partial(kernel_of, "sgld"),
             {"batch_size": BATCH},
             id="sgld",
             marks=pytest.mark.slow,
@@ -386,38 +371,36 @@ def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
 # -- refusals --------------------------------------------------------------------------
 
 _WHITE = {"step_size": 0.1, "inverse_mass_matrix": np.ones(3)}
+_WINDOWS = {"adaptation": WINDOWS}
 
 
 @pytest.mark.parametrize(
     ("argument", "fragment", "algorithm", "options"),
     [
-        ("algorithm", "not a function", 3, {}),
-        ("algorithm", "SamplingAlgorithm", blackjax.mala(lambda x: 0.0, 0.1), {}),
-        ("algorithm", "csgld", blackjax.csgld, {}),
-        ("algorithm", "equally weighted", blackjax.tempered_smc, {}),
-        ("algorithm", "equally weighted", blackjax.pathfinder, {}),
-        ("algorithm", "Gaussian prior", blackjax.elliptical_slice, {}),
-        ("options", "'inverse_mass_matrix', 'step_size'", blackjax.nuts, {}),
-        ("options", "'step_size'", blackjax.sgld, {}),
-        ("options", "max_num_doublings", blackjax.nuts, _WHITE | {"max_doublings": 3}),
-        ("options", "'step_size'", blackjax.nuts, WINDOWS | {"step_size": 0.1}),
-        ("step_size", "above 0", blackjax.nuts, _WHITE | {"step_size": -0.1}),
-        ("adaptation", "`blackjax.nuts`", blackjax.barker, WINDOWS | {"step_size": 1}),
-        ("adaptation", "of your own", from_builder, WINDOWS),
-        (
-            "adaptation",
-            "mclmc_lrd_warmup",
-            blackjax.mclmc,
-            {"adaptation": blackjax.mclmc_lrd_warmup},
-        ),
-        ("adaptation", "num_steps", blackjax.mala, {"adaptation": lambda key: key}),
-        ("steps_per_draw", "at least 1", blackjax.barker, {"steps_per_draw": 0}),
+        ("algorithm", "Pass `blackjax.nuts`", 3, {}),
+        ("algorithm", "Pass `blackjax.nuts`", (len, len), {}),
+        ("algorithm", "unequal weights", "csgld", {}),
+        ("algorithm", "equally weighted", "tempered_smc", {}),
+        ("algorithm", "equally weighted", "pathfinder", {}),
+        ("algorithm", "Gaussian prior", "elliptical_slice", {}),
+        ("options", "'inverse_mass_matrix', 'step_size'", "nuts", {}),
+        ("options", "'step_size'", "sgld", {}),
+        ("options", "max_num_doublings", "nuts", _WHITE | {"max_doublings": 3}),
+        ("options", "'step_size'", "nuts", _WINDOWS | {"step_size": 0.1}),
+        ("step_size", "above 0", "nuts", _WHITE | {"step_size": -0.1}),
+        ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
+        ("adaptation", "of your own", from_builder, _WINDOWS),
+        ("adaptation", "mclmc_lrd", "mclmc", {"adaptation": "mclmc_lrd_warmup"}),
+        ("adaptation", "num_steps", "mala", {"adaptation": lambda key: key}),
+        ("steps_per_draw", "at least 1", "barker", {"steps_per_draw": 0}),
     ],
 )
 def test_wrong_arguments_are_refused(argument, fragment, algorithm, options):
-    fragment = "Pass `blackjax.nuts`" if fragment == "not a function" else fragment
+    options = dict(options)
+    if "adaptation" in options:
+        options["adaptation"] = named(options["adaptation"])
     with refused(argument, fragment):
-        infer.BlackJAX(SPREAD.model, algorithm, **options)
+        infer.BlackJAX(SPREAD.model, named(algorithm), **options)
 
 
 def one_number():
@@ -441,7 +424,7 @@ def draws_keys():
 def test_models_and_runs_that_it_cannot_take_are_refused(
     argument, fragment, name, model, warmup
 ):
-    kernel = ALGORITHMS[name](model)
+    kernel = kernel_of(name, model)
     with refused(argument, fragment):
         kernel.init(jax.random.key(0), warmup, None, (), {})
 
