@@ -140,13 +140,14 @@ class Task(NamedTuple):
 class _Trace(NamedTuple):
     """What is kept of a transition of a warm-up.
 
-    :param position: values of the sites; ``num_integration_steps``: of it.
+    :param num_integration_steps: of it.
     :param mu_star: the center that a low-rank metric has found, or ``None``.
+    :param position: values of the sites, if there is a center.
     """
 
-    position: Any
     num_integration_steps: Any
     mu_star: Any
+    position: Any
 
     @property
     def adaptation_state(self) -> "_Trace":
@@ -156,7 +157,8 @@ class _Trace(NamedTuple):
 
 def _traced(chain: Any, info: Any, adaptation_state: Any) -> _Trace:
     mu_star = getattr(adaptation_state, "mu_star", None)
-    return _Trace(chain.position, info.num_integration_steps, mu_star)
+    position = None if mu_star is None else chain.position
+    return _Trace(info.num_integration_steps, mu_star, position)
 
 
 def by_windows(
@@ -169,14 +171,19 @@ def by_windows(
     """
     options = {"adaptation_info_fn": _traced, **task.options}
     adaptation = task.adaptation(task.algorithm, log_density, **options)
-    (_, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
-    position = jax.tree.map(lambda positions: positions[-1], trace.position)
+    (last, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
+    position, starts = last.position, 2
+    if trace.mu_star is not None:
+        position = jax.tree.map(lambda positions: positions[-1], trace.position)
+        starts = 3
+    if "integrator" in task.options:  # which BlackJAX does not hand on
+        parameters = {**parameters, "integrator": task.options["integrator"]}
     chain = task.algorithm(log_density, **parameters).init(position, rng_key)
     per_step = gradients_of_integrator(
         task.options.get("integrator"), "velocity_verlet"
     )
     steps = jnp.sum(trace.num_integration_steps)
-    return Tuned(chain, parameters, per_step * steps + 2)
+    return Tuned(chain, parameters, per_step * steps + starts)
 
 
 def _whole_length(own: dict[str, Any], num_steps: int, third: float) -> int:
