@@ -149,8 +149,7 @@ class BlackJAX(ModelKernel):
         ``mclmc_find_L_and_step_size``, ``adjusted_mclmc_find_L_and_step_size``,
         ``chees_adaptation``, ``meads_adaptation`` or ``adaptive_tempered_smc``; or a
         function ``(rng_key, log_density, position, num_steps) -> (position, parameters,
-        num_gradients)``;
-        ``None`` if ``options`` has all that the algorithm needs.
+        num_gradients)``; ``None`` if ``options`` has all that the algorithm needs.
     :param steps_per_draw: steps per transition.
     :param init_strategy: as for NumPyro's kernels.
     :param options: arguments of the algorithm and of the adaptation, under BlackJAX's
@@ -198,6 +197,8 @@ class BlackJAX(ModelKernel):
         # copies and pickles of an algorithm are other objects
         self._algorithm_name = name_in(blackjax, algorithm)
         _check_algorithm(algorithm, self._algorithm_name)
+        # what a run in a folder is known by: another version is another algorithm
+        self._algorithm = self._algorithm_name or algorithm, blackjax.__version__
         self._warm_up, self._adaptation_name = None, "none"
         if adaptation is not None:
             name = name_in(blackjax, adaptation)
@@ -232,7 +233,8 @@ class BlackJAX(ModelKernel):
         for name, value in self.options.items():
             if name not in known and not takes_all:
                 raise unknown_name(CALL, "options", name, sorted(known))
-            if name in ("step_size", "initial_step_size") and np.ndim(value) == 0:
+            positive = name in ("step_size", "initial_step_size", "temperature")
+            if positive and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
         missing = sorted(needed - self.options.keys())
         if missing:
@@ -262,8 +264,12 @@ class BlackJAX(ModelKernel):
         options = self.options
         if self._warm_up is not None:
             options = _merged(tuned, self.plan.fixed)
-        init, step = self.algorithm(log_density, **options)
-        return Functions(init, step)
+        built = self.algorithm(log_density, **options)
+        if not (hasattr(built, "init") and hasattr(built, "step")):
+            came = f"a function that returns a {type(built).__name__}"
+            instead = "Let it return a `blackjax.SamplingAlgorithm`."
+            raise argument_error(CALL, "algorithm", came, instead, TypeError)
+        return Functions(built.init, built.step)
 
     def _on_minibatches(self, log_density: LogDensity) -> "Functions":
         target, names = self.plan.target, STOCHASTIC[self._algorithm_name]
@@ -335,9 +341,7 @@ class BlackJAX(ModelKernel):
         target, z = self._bound(init_key, init_params, args, kwargs)
         one_chain = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         size = ravel_pytree(one_chain)[0].size
-        if self._algorithm_name in MICROCANONICAL and size < 2:
-            instead = "Its velocity needs two directions: use `blackjax.nuts`."
-            raise argument_error(CALL, "model", f"{size} parameter", instead)
+        self._check_size(size)
         self._plan = _Plan(target, num_warmup, {})
         self._sample_fn = self.sample
 
@@ -352,6 +356,15 @@ class BlackJAX(ModelKernel):
             return jax.vmap(begin)(*values)
 
         return run(start, (z, chain_key), args, kwargs)
+
+    def _check_size(self, size: int) -> None:
+        if self._algorithm_name in MICROCANONICAL and size < 2:
+            instead = "Its velocity needs two directions: use `blackjax.nuts`."
+            raise argument_error(CALL, "model", f"{size} parameter", instead)
+        metric: Any = self.options.get("inverse_mass_matrix")
+        if _is_array(metric) and np.shape(metric) not in ((), (size,), (size, size)):
+            instead = f"The model has {size} parameters: pass ({size},) variances."
+            raise argument_error(CALL, "inverse_mass_matrix", metric, instead)
 
     def _check_warm_up(
         self, num_warmup: int, single: bool, kwargs: Mapping[str, Any]

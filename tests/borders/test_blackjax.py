@@ -23,7 +23,6 @@ from zoo import BATCH, ZOO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, runs
-from numpyro_bnn.infer.blackjax_warm_up import gradients_of_integrator
 
 pytestmark = pytest.mark.core
 
@@ -61,6 +60,7 @@ def blackjax():
 
 
 WINDOWS = "window_adaptation"
+THREE = {"inverse_mass_matrix": np.ones(3)}
 ALGORITHMS = {
     "nuts": Row("nuts", WINDOWS),
     "nuts, low rank": Row("nuts", "window_adaptation_low_rank"),
@@ -86,10 +86,14 @@ ALGORITHMS = {
     "of a function": Row(from_builder, None, 40, {"scale": 0.4}),
     "own warm-up": Row("mala", shrink),
 }
+WRONG = {
+    "no algorithm": Row(lambda log_density: 1.0),
+    "three scales": Row("barker", None, 1, {"step_size": 1, **THREE}),
+}
 
 
 def kernel_of(name, model=SPREAD.model):
-    row = ALGORITHMS[name]
+    row = (ALGORITHMS | WRONG)[name]
     parts = named(row.algorithm), named(row.adaptation)
     settings = {"steps_per_draw": row.steps_per_draw, **row.options}
     return infer.BlackJAX(model, *parts, **settings)
@@ -170,8 +174,10 @@ CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": 
         pytest.param("dynamic_hmc", marks=pytest.mark.slow),
     ],
 )
-def test_resumed_runs_are_one_longer_run(name, tmp_path):
-    """Bit for bit, from a folder: a copy of the kernel goes on."""
+def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
+    """Bit for bit, from a folder: a copy of the kernel goes on, and one of another
+    version of BlackJAX does not.
+    """
     stochastic = {"batch_size": BATCH} if name == "sgld" else {}
 
     def run(folder, num_samples):
@@ -188,6 +194,9 @@ def test_resumed_runs_are_one_longer_run(name, tmp_path):
         np.testing.assert_array_equal(resumed.get_samples()[site], values)
     fields = resumed.get_extra_fields(), whole.get_extra_fields()
     np.testing.assert_array_equal(*(field["num_gradients"] for field in fields))
+    monkeypatch.setattr(blackjax(), "__version__", "1.0.0")
+    with refused("folder", "option algorithm"):
+        run("whole", 8)
 
 
 def test_chain_methods_give_the_same_chains():
@@ -266,19 +275,8 @@ def test_a_block_of_gibbs():
 # -- what a run costs ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "velocity_verlet",
-        "mclachlan",
-        "yoshida",
-        "omelyan",
-        "isokinetic_velocity_verlet",
-        "isokinetic_mclachlan",
-    ],
-)
-def test_gradients_of_integrators_are_counted(name):
-    """As many as its program evaluates."""
+def evaluations_of(name):
+    """Gradients that the program of one integration step has."""
     calls = []
 
     def log_density(x):
@@ -287,21 +285,45 @@ def test_gradients_of_integrators_are_counted(name):
 
     integrators = import_module("blackjax.mcmc.integrators")
     integrator, x = getattr(integrators, name), jnp.ones(2)
-    state = integrators.IntegratorState(x, x / 2**0.5, log_density(x), -x)
+    state = integrators.IntegratorState(x, x / 2**0.5, 0.0, -x)
     if name.startswith("isokinetic"):
         step = integrator(log_density)
     else:
         metrics = import_module("blackjax.mcmc.metrics")
         metric = metrics.default_metric(jnp.ones(2))
         step = integrator(log_density, metric.kinetic_energy)
-    calls.clear()
     step(state, 0.1)
-    assert gradients_of_integrator(integrator, "") == len(calls)
+    return integrator, len(calls)
+
+
+SLOW_INTEGRATORS = ("velocity_verlet", "yoshida", "isokinetic_velocity_verlet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "omelyan",
+        "isokinetic_mclachlan",
+        *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW_INTEGRATORS),
+    ],
+)
+def test_gradients_of_integrators_are_counted(name):
+    """A draw has one for the caches, and those of a step."""
+    integrator, evaluations = evaluations_of(name)
+    if name.startswith("isokinetic"):
+        algorithm, options = "mclmc", {"L": 1.0}
+    else:
+        algorithm, options = "hmc", {"num_integration_steps": 1, **THREE}
+    options |= {"step_size": 0.01, "integrator": integrator}
+    kernel = infer.BlackJAX(SPREAD.model, named(algorithm), **options)
+    first = kernel.init(jax.random.key(0), 0, None, SPREAD.args, {})
+    then = kernel.sample(first, SPREAD.args, {})
+    assert then.num_gradients - first.num_gradients == 1 + evaluations
 
 
 def test_gradients_of_runs_are_counted():
     """One for the caches of each draw, the others by BlackJAX's own numbers."""
-    metric = {"inverse_mass_matrix": jnp.ones(3), "step_size": 0.05}
+    metric = {"step_size": 0.05, **THREE}
     kernel = infer.BlackJAX(
         SPREAD.model,
         blackjax().hmc,
@@ -370,7 +392,7 @@ def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
 
 # -- refusals --------------------------------------------------------------------------
 
-_WHITE = {"step_size": 0.1, "inverse_mass_matrix": np.ones(3)}
+_WHITE = {"step_size": 0.1, **THREE}
 _WINDOWS = {"adaptation": WINDOWS}
 
 
@@ -388,6 +410,7 @@ _WINDOWS = {"adaptation": WINDOWS}
         ("options", "max_num_doublings", "nuts", _WHITE | {"max_doublings": 3}),
         ("options", "'step_size'", "nuts", _WINDOWS | {"step_size": 0.1}),
         ("step_size", "above 0", "nuts", _WHITE | {"step_size": -0.1}),
+        ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
         ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
         ("adaptation", "of your own", from_builder, _WINDOWS),
         ("adaptation", "mclmc_lrd", "mclmc", {"adaptation": "mclmc_lrd_warmup"}),
@@ -415,6 +438,8 @@ def draws_keys():
 @pytest.mark.parametrize(
     ("argument", "fragment", "name", "model", "warmup"),
     [
+        ("algorithm", "returns a float", "no algorithm", one_number, 0),
+        ("inverse_mass_matrix", "1 parameters", "three scales", one_number, 0),
         ("adaptation", "no warm-up", "nuts", one_number, 0),
         ("adaptation", "one chain", "dynamic_hmc", one_number, 5),
         ("model", "two directions", "mclmc", one_number, 5),
