@@ -112,7 +112,7 @@ def _gradients(mcmc: MCMC, way: str) -> int:
     return int(np.sum(jax.device_get(mcmc.last_state.num_gradients)))
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="examples.benchmarks.blackjax_ess",
         description=__doc__.split("\n\n")[0],
@@ -129,6 +129,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parser.parse_args(argv)
     at_least(parser, args, ("num_chains",), 2)
     at_least(parser, args, ("num_warmup", "num_samples"), 4)
+    return args
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measure all ways on all posteriors."""
+    args = parse(argv)
     output = writable_file(args.output)
     report = {"rows": [], **environment(["blackjax"]), "options": options_of(args)}
     for name in args.posteriors:

@@ -23,6 +23,7 @@ from zoo import BATCH, ZOO
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, runs
+from numpyro_bnn.program import Posterior
 
 pytestmark = pytest.mark.core
 
@@ -250,6 +251,21 @@ def test_an_exact_chain_goes_on_with_other_data():
     mcmc.post_warmup_state = mcmc.last_state
     mcmc.run(jax.random.key(1), jnp.full(50, 3.0))
     np.testing.assert_allclose(mcmc.get_samples()["w"][10:], 3.0, atol=0.1)
+
+
+def test_a_chain_goes_on_from_where_it_was_moved():
+    """As moves along symmetries do: its caches are those of the new place."""
+    row = Row("barker", None, 1, {"step_size": 1e-6})
+    kernel = infer.BlackJAX(SPREAD.model, named(row.algorithm), **row.options)
+    state = kernel.init(jax.random.key(0), 0, None, SPREAD.args, {})
+    place = {"w": jnp.array([3.0, -2.0]), "sigma": jnp.array(1.5)}
+    state = kernel.refresh(state._replace(z=place), SPREAD.args, {})
+    state = kernel.sample(state, SPREAD.args, {})
+    posterior = Posterior(SPREAD.model, SPREAD.args)
+    expected = -posterior.potential(state.z)
+    np.testing.assert_allclose(state.chain.logdensity, expected, rtol=1e-5)
+    np.testing.assert_allclose(state.z["w"], place["w"], atol=0.01)
+    assert state.accept_prob > 0.99
 
 
 def test_a_block_of_gibbs():
