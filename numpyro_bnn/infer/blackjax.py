@@ -128,10 +128,10 @@ class BlackJAX(ModelKernel):
     like those that follow. ``mclmc`` and ``adjusted_mclmc_dynamic`` tune each chain by
     itself, as Hamiltonian kernels do; ``chees_adaptation`` and ``meads_adaptation``
     tune one set of arguments from all chains, which must be vectorized. With
-    ``adaptive_tempered_smc`` the chains are particles: drawn from the prior, tempered
-    to the posterior by the algorithm and resampled, so at first they are not
-    independent. The warm-up then has at most ``num_warmup * steps_per_draw``
-    temperatures.
+    ``adaptive_tempered_smc`` and ``adaptive_persistent_sampling_smc`` the chains are
+    particles: drawn from the prior, tempered to the posterior by the algorithm and
+    resampled, so at first they are not independent. The warm-up then has at most
+    ``num_warmup * steps_per_draw`` temperatures.
 
     The caches of a chain are computed again at the start of each transition, for one
     more gradient, because data and other blocks may have changed. Take
@@ -147,9 +147,10 @@ class BlackJAX(ModelKernel):
     :param adaptation: ``blackjax.window_adaptation``, ``window_adaptation_low_rank``,
         ``staged_adaptation``, ``pathfinder_adaptation``,
         ``mclmc_find_L_and_step_size``, ``adjusted_mclmc_find_L_and_step_size``,
-        ``chees_adaptation``, ``meads_adaptation`` or ``adaptive_tempered_smc``; or a
-        function ``(rng_key, log_density, position, num_steps) -> (position, parameters,
-        num_gradients)``; ``None`` if ``options`` has all that the algorithm needs.
+        ``chees_adaptation``, ``meads_adaptation``, ``adaptive_tempered_smc`` or
+        ``adaptive_persistent_sampling_smc``; or a function ``(rng_key, log_density,
+        position, num_steps) -> (position, parameters, num_gradients)``; ``None`` if
+        ``options`` has all that the algorithm needs.
     :param steps_per_draw: steps per transition.
     :param init_strategy: as for NumPyro's kernels.
     :param options: arguments of the algorithm and of the adaptation, under BlackJAX's

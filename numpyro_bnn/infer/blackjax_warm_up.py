@@ -29,6 +29,8 @@ GRADIENTS_PER_STEP = {
     "coordinate_slice": 0,
 }
 
+MAX_TEMPERATURES = 100  # of persistent sampling, which keeps the particles of all
+
 
 def package(call: str, argument: str) -> Any:
     """BlackJAX."""
@@ -188,17 +190,17 @@ def by_windows(
 
 def _whole_length(own: dict[str, Any], num_steps: int, third: float) -> int:
     """The number of steps of which the shares that tune are all of the warm-up."""
-    shares = [own.get(f"frac_tune{n}", share) for n, share in ((1, 0.1), (2, 0.1))]
-    length = shares[0] + shares[1] + own.get("frac_tune3", third)
+    second = own.get("frac_tune2", 0.1)
+    length = own.get("frac_tune1", 0.1) + second + own.get("frac_tune3", third)
     if own.get("diagonal_preconditioning", True):
-        length += shares[1] / 3
+        length += second / 3
     return round(num_steps / length)
 
 
 def of_mclmc(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> Tuned:
     """Length, step size and diagonal metric of the microcanonical kernel."""
     own, options = task.split()
-    init_key, rng_key = jax.random.split(rng_key)
+    init_key, rng_key = random.split(rng_key)
     build = {n: options[n] for n in ("integrator",) if n in options}
     chain, found, steps = task.adaptation(
         mclmc_kernel=task.algorithm.build_kernel(**build),  # type: ignore[attr-defined]
@@ -222,7 +224,7 @@ def of_adjusted_mclmc(
     """
     own, options = task.split()
     own = {"target": 0.9, **own}
-    init_key, rng_key = jax.random.split(rng_key)
+    init_key, rng_key = random.split(rng_key)
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
     build = {n: options[n] for n in options if n != "L_proposal_factor"}
@@ -291,9 +293,13 @@ def of_tempering(
     the temperatures need, the chains are not a number, as they have not arrived.
     """
     own, options = task.split()
-    number = _number_of(z)
+    number, limit = _number_of(z), task.num_steps
     resample = import_module("blackjax.smc.resampling").systematic
-    own = {"resampling_fn": resample, "target_ess": 0.5, "num_mcmc_steps": 10} | own
+    own = {"resampling_fn": resample, "num_mcmc_steps": 10} | own
+    if "max_iterations" in parameters_of(task.adaptation):  # which has a default ESS
+        limit = own.setdefault("max_iterations", min(limit, MAX_TEMPERATURES))
+    else:
+        own.setdefault("target_ess", 0.5)
     start_key, last_key, init_key, rng_key = random.split(rng_key, 4)
     init, step = task.adaptation(
         logprior_fn=log_density.prior,
@@ -306,36 +312,47 @@ def of_tempering(
     particles = jax.vmap(log_density.draw_prior)(random.split(start_key, number))
     particles = jax.tree.map(lambda new, old: new.astype(old.dtype), particles, z)
     first = init(particles)
-    first = first._replace(tempering_param=jnp.zeros_like(first.weights[0]))
+    if hasattr(first, "weights"):  # the loop needs an array
+        first = first._replace(tempering_param=jnp.zeros_like(first.weights[0]))
 
     def more(carry: tuple) -> jax.Array:
         state, rounds, _ = carry
-        return (state.tempering_param < 1) & (rounds < task.num_steps)
+        return (state.tempering_param < 1) & (rounds < limit)
 
     def round_(carry: tuple) -> tuple:
         state, rounds, num_gradients = carry
         state, info = step(random.fold_in(rng_key, rounds), state)
-        moves = info.update_info
-        spent = getattr(moves, "num_integration_steps", None)
+        spent = getattr(info.update_info, "num_integration_steps", None)
         spent = own["num_mcmc_steps"] if spent is None else jnp.sum(spent) // number
         return state, rounds + 1, num_gradients + spent + 1
 
     begin = first, jnp.int32(0), jnp.int32(0)
     last, _, num_gradients = lax.while_loop(more, round_, begin)
-    chosen = own["resampling_fn"](last_key, last.weights, number)
-
-    def arrived(values: jax.Array) -> jax.Array:
-        return jnp.where(last.tempering_param < 1, jnp.nan, values[chosen])
-
+    chosen = _one_for_each(last, own["resampling_fn"], last_key, number)
+    arrived = last.tempering_param >= 1
+    position = jax.tree.map(lambda x: jnp.where(arrived, x, jnp.nan), chosen)
     chain_init = task.algorithm(log_density, **options).init
-    keys = random.split(init_key, number)
-    chain = jax.vmap(chain_init)(jax.tree.map(arrived, last.particles), keys)
+    chain = jax.vmap(chain_init)(position, random.split(init_key, number))
     return Tuned(chain, options, num_gradients)
+
+
+def _one_for_each(
+    state: Any, resample: Callable, rng_key: jax.Array, number: int
+) -> dict[str, jax.Array]:
+    """Particles by their weights, of persistent sampling those of all temperatures."""
+    weights, particles = getattr(state, "weights", None), state.particles
+    if weights is None:
+        weights = jnp.ravel(state.persistent_weights)
+        particles = jax.tree.map(
+            lambda x: x.reshape(-1, *x.shape[2:]), state.persistent_particles
+        )
+    chosen = resample(rng_key, weights / jnp.sum(weights), number)
+    return jax.tree.map(lambda x: x[chosen], particles)
 
 
 def of_user(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> Tuned:
     """A function of the user's own."""
-    init_key, rng_key = jax.random.split(rng_key)
+    init_key, rng_key = random.split(rng_key)
     position, parameters, num_gradients = task.adaptation(
         rng_key, log_density, z, task.num_steps
     )
@@ -360,6 +377,7 @@ class WarmUpRow(NamedTuple):
 
 _HAMILTONIAN = ("nuts", "hmc", "mhmc", "multinomial_hmc")
 _METRIC = ("step_size", "inverse_mass_matrix")
+_MOVERS = ("hmc", "mala", "barker", "barker_proposal")
 WARM_UPS: dict[str, WarmUpRow] = {
     "window_adaptation": WarmUpRow(by_windows, _HAMILTONIAN, _METRIC),
     "window_adaptation_low_rank": WarmUpRow(by_windows, _HAMILTONIAN, _METRIC),
@@ -388,8 +406,9 @@ WARM_UPS: dict[str, WarmUpRow] = {
         ("step_size", "momentum_inverse_scale", "alpha", "delta"),
         pooled=True,
     ),
-    "adaptive_tempered_smc": WarmUpRow(
-        of_tempering, ("hmc", "mala", "barker", "barker_proposal"), (), pooled=True
+    "adaptive_tempered_smc": WarmUpRow(of_tempering, _MOVERS, (), pooled=True),
+    "adaptive_persistent_sampling_smc": WarmUpRow(
+        of_tempering, _MOVERS, (), pooled=True
     ),
 }
 # Arguments of warm-ups that the kernel gives.

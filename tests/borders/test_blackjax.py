@@ -81,6 +81,9 @@ ALGORITHMS = {
     "barker after tempering": Row(
         "barker", "adaptive_tempered_smc", 20, {"step_size": 0.3}
     ),
+    "barker after persistent sampling": Row(
+        "barker", "adaptive_persistent_sampling_smc", 20, {"step_size": 0.3}
+    ),
     "sgld": Row("sgld", None, 150, {"step_size": 5e-4}),
     "sghmc": Row("sghmc", None, 5, {"step_size": 0.05}),
     "sgnht": Row("sgnht", None, 150, {"step_size": 0.02, "alpha": 1.0}),
@@ -157,6 +160,37 @@ def test_minibatches_are_those_of_the_plate():
         values = np.asarray(draws[site], np.float64)
         np.testing.assert_array_less(np.abs(values.mean(0) - mean), 0.1 * sd)
         np.testing.assert_allclose(values.std(0), sd, rtol=0.1)
+
+
+def tempered(adaptation, **options):
+    """Particles after a warm-up and one short step."""
+    problem = POSTERIORS["real"]
+    parts = named("barker"), named(adaptation)
+    kernel = infer.BlackJAX(problem.model, *parts, step_size=0.3, **options)
+    rounds = 50 if "target_ess" not in options else 2
+    settings = {"num_warmup": rounds, "num_samples": 1, "num_chains": 2048}
+    return problem, run_chains(kernel, *problem.args, **settings).get_samples()
+
+
+@pytest.mark.parametrize(
+    "adaptation",
+    [
+        "adaptive_tempered_smc",
+        pytest.param("adaptive_persistent_sampling_smc", marks=pytest.mark.slow),
+    ],
+)
+def test_particles_arrive_at_the_posterior(adaptation):
+    """By tempering alone, from the prior, whose sd is another."""
+    problem, draws = tempered(adaptation)
+    for site, mean, sd in exact_moments(problem):
+        values = np.asarray(draws[site], np.float64)
+        np.testing.assert_array_less(np.abs(values.mean(0) - mean), 0.1 * sd)
+        np.testing.assert_allclose(values.std(0), sd, rtol=0.1)
+
+
+def test_particles_that_did_not_arrive_are_no_draws():
+    _, draws = tempered("adaptive_tempered_smc", target_ess=0.999)
+    assert all(np.isnan(values).all() for values in draws.values())
 
 
 # -- the contract ----------------------------------------------------------------------
