@@ -27,7 +27,7 @@ from numpyro_bnn.infer.blackjax_warm_up import (
     MANAGED,
     USERS_OWN,
     LogDensity,
-    Task,
+    WarmUpTask,
     gradients_of_integrator,
     name_in,
     package,
@@ -471,7 +471,7 @@ class BlackJAX(ModelKernel):
         assert self._warm_up is not None
         assert self.adaptation is not None
         steps = self.plan.num_warmup * self.steps_per_draw
-        task = Task(self.algorithm, self.adaptation, self.options, steps)
+        task = WarmUpTask(self.algorithm, self.adaptation, self.options, steps)
         rng_key = rng_key if is_prng_key(rng_key) else rng_key[0]
         return self._warm_up.tune(task, log_density, z, rng_key)
 

@@ -100,7 +100,7 @@ def gradients_of_integrator(integrator: Any, default: str) -> int:
     return len(getattr(integrators, scheme, ())) // 2
 
 
-class Tuned(NamedTuple):
+class TunedChain(NamedTuple):
     """What a warm-up leaves behind.
 
     :param chain: state of the algorithm.
@@ -119,7 +119,7 @@ def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
 
 
-class Task(NamedTuple):
+class WarmUpTask(NamedTuple):
     """A warm-up to do.
 
     :param algorithm: that of BlackJAX; ``adaptation``: the function that tunes it.
@@ -164,8 +164,8 @@ def _traced(chain: Any, info: Any, adaptation_state: Any) -> _Trace:
 
 
 def by_windows(
-    task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array
-) -> Tuned:
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """Step size and metric of Hamiltonian kernels, in windows or after Pathfinder.
 
     The chain goes on from its last state: the center that BlackJAX proposes after a
@@ -185,7 +185,7 @@ def by_windows(
         task.options.get("integrator"), "velocity_verlet"
     )
     steps = jnp.sum(trace.num_integration_steps)
-    return Tuned(chain, parameters, per_step * steps + starts)
+    return TunedChain(chain, parameters, per_step * steps + starts)
 
 
 def _whole_length(own: dict[str, Any], num_steps: int, third: float) -> int:
@@ -197,7 +197,9 @@ def _whole_length(own: dict[str, Any], num_steps: int, third: float) -> int:
     return round(num_steps / length)
 
 
-def of_mclmc(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> Tuned:
+def of_mclmc(
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """Length, step size and diagonal metric of the microcanonical kernel."""
     own, options = task.split()
     init_key, rng_key = random.split(rng_key)
@@ -213,12 +215,12 @@ def of_mclmc(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) ->
     per_step = gradients_of_integrator(
         options.get("integrator"), "isokinetic_mclachlan"
     )
-    return Tuned(chain, found._asdict() | options, per_step * steps + 1)
+    return TunedChain(chain, found._asdict() | options, per_step * steps + 1)
 
 
 def of_adjusted_mclmc(
-    task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array
-) -> Tuned:
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """The same of the kernel with a Metropolis test and trajectories of random length
     (MAMS).
     """
@@ -246,7 +248,7 @@ def of_adjusted_mclmc(
     per_step = gradients_of_integrator(
         options.get("integrator"), "isokinetic_mclachlan"
     )
-    return Tuned(chain, parameters, per_step * steps + 1)
+    return TunedChain(chain, parameters, per_step * steps + 1)
 
 
 # -- warm-ups that pool chains ---------------------------------------------------------
@@ -256,7 +258,9 @@ def _number_of(z: Any) -> int:
     return jax.tree.leaves(z)[0].shape[0]
 
 
-def of_chees(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> Tuned:
+def of_chees(
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """Step size and trajectory length of Hamiltonian Monte Carlo, from all chains."""
     import optax
 
@@ -270,22 +274,24 @@ def of_chees(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) ->
         rng_key, z, step_size, optimizer, task.num_steps
     )
     steps = jnp.sum(trace.num_integration_steps) // _number_of(z)
-    return Tuned(chain, parameters | options, steps + 1)
+    return TunedChain(chain, parameters | options, steps + 1)
 
 
-def of_meads(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> Tuned:
+def of_meads(
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """Step size, metric and damping of generalized Hamiltonian Monte Carlo."""
     own, options = task.split()
     adaptation = task.adaptation(
         log_density, _number_of(z), adaptation_info_fn=lambda *_: None, **own
     )
     (chain, parameters), _ = adaptation.run(rng_key, z, task.num_steps)
-    return Tuned(chain, parameters | options, jnp.int32(task.num_steps + 1))
+    return TunedChain(chain, parameters | options, jnp.int32(task.num_steps + 1))
 
 
 def of_tempering(
-    task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array
-) -> Tuned:
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """Particles from the prior that are tempered to the posterior, and resampled: one
     for each chain.
 
@@ -333,7 +339,7 @@ def of_tempering(
     position = jax.tree.map(lambda x: jnp.where(arrived, x, jnp.nan), chosen)
     chain_init = task.algorithm(log_density, **options).init
     chain = jax.vmap(chain_init)(position, random.split(init_key, number))
-    return Tuned(chain, options, num_gradients)
+    return TunedChain(chain, options, num_gradients)
 
 
 def _one_for_each(
@@ -350,7 +356,9 @@ def _one_for_each(
     return jax.tree.map(lambda x: x[chosen], particles)
 
 
-def of_user(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> Tuned:
+def of_user(
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+) -> TunedChain:
     """A function of the user's own."""
     init_key, rng_key = random.split(rng_key)
     position, parameters, num_gradients = task.adaptation(
@@ -358,7 +366,7 @@ def of_user(task: Task, log_density: LogDensity, z: Any, rng_key: jax.Array) -> 
     )
     parameters = {**task.options, **parameters}
     chain = task.algorithm(log_density, **parameters).init(position, init_key)
-    return Tuned(chain, parameters, jnp.int32(num_gradients))
+    return TunedChain(chain, parameters, jnp.int32(num_gradients))
 
 
 class WarmUpRow(NamedTuple):
@@ -369,7 +377,7 @@ class WarmUpRow(NamedTuple):
     :param pooled: whether it needs all chains at once.
     """
 
-    tune: Callable[[Task, LogDensity, Any, jax.Array], Tuned]
+    tune: Callable[[WarmUpTask, LogDensity, Any, jax.Array], TunedChain]
     algorithms: tuple[str, ...]
     tuned: tuple[str, ...]
     pooled: bool = False
