@@ -337,7 +337,8 @@ class BlackJAX(ModelKernel):
     ) -> BlackJAXState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
         single = is_prng_key(rng_key)
-        self._check_warm_up(num_warmup, single, kwargs)
+        num_chains = 1 if single else rng_key.shape[0]
+        self._check_warm_up(num_warmup, num_chains, kwargs)
         chain_key, init_key = split(rng_key)
         target, z = self._bound(init_key, init_params, args, kwargs)
         one_chain = z if single else jax.tree.map(lambda leaf: leaf[0], z)
@@ -368,7 +369,7 @@ class BlackJAX(ModelKernel):
             raise argument_error(CALL, "inverse_mass_matrix", metric, instead)
 
     def _check_warm_up(
-        self, num_warmup: int, single: bool, kwargs: Mapping[str, Any]
+        self, num_warmup: int, num_chains: int, kwargs: Mapping[str, Any]
     ) -> None:
         if self.adaptation is None:
             return
@@ -381,7 +382,7 @@ class BlackJAX(ModelKernel):
                 "`step_size` and the like instead of an adaptation."
             )
             raise argument_error(CALL, "adaptation", "a block of `Gibbs`", instead)
-        if self._pools and single:
+        if self._pools and num_chains < 2:
             instead = (
                 'Run two chains or more with `chain_method="vectorized"`: it tunes '
                 "from all of them."
