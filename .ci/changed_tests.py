@@ -51,6 +51,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "theory/test_tempering.py",
         "theory/test_unit_moves.py",
         "theory/test_warm_up.py",
+        "borders/test_blackjax.py",
         "borders/test_mcmc.py",
         "use/test_kernel_refusals.py",
     ),

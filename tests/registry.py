@@ -4,6 +4,7 @@ and inherits every test.
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,6 +464,21 @@ def _mala(model: Callable) -> Any:
     return mala(model, 1e-3, steps_per_draw=3, warm_start=0.0)
 
 
+def _blackjax(model: Callable) -> Any:
+    blackjax = import_module("blackjax")
+    return infer.BlackJAX(model, blackjax.nuts, _white, max_num_doublings=3)
+
+
+def _white(
+    rng_key: Any, log_density: Callable, position: Any, num_steps: int
+) -> tuple[Any, dict[str, Any], int]:
+    """A warm-up that finds in no steps what the few of these tests would not."""
+    size = sum(np.size(value) for value in position.values())
+    metric = np.ones(size, np.float32)
+    settings = {"step_size": 0.1, "inverse_mass_matrix": metric}
+    return position, settings, 0
+
+
 def _orbit(kernel: Any) -> Any:
     return infer.OrbitMoves(
         kernel, [symmetry.SignFlip(_UNITS), symmetry.Permutation(_UNITS)]
@@ -488,6 +504,9 @@ WRAPPERS: dict[str, WrapperRow] = {
     "OrbitMoves around MALA": WrapperRow(
         "network", lambda m, _: _orbit(_mala(m)), _ORBIT
     ),
+    "OrbitMoves around BlackJAX": WrapperRow(
+        "network", lambda m, _: _orbit(_blackjax(m)), _ORBIT
+    ),
     "UnitMoves around MCLMC": WrapperRow(
         "network", lambda m, _: _unit(_mclmc(m)), _UNIT
     ),
@@ -510,6 +529,9 @@ WRAPPERS: dict[str, WrapperRow] = {
     ),
     "collapse under MALA": WrapperRow(
         "network", lambda m, args: _mala(_collapsed(m, args))
+    ),
+    "collapse under BlackJAX": WrapperRow(
+        "network", lambda m, args: _blackjax(_collapsed(m, args))
     ),
     "collapse under MCLMC": WrapperRow(
         "network", lambda m, args: _mclmc(_collapsed(m, args))

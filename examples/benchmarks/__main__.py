@@ -71,6 +71,7 @@ MEASUREMENTS = {
         "infinite_kernel", "--docs docs/tables/infinite.md", data=False
     ),
     "horseshoe": _json("horseshoe", data=False),
+    "blackjax_ess": _json("blackjax_ess", data=False),
     "california": Measurement("probabilistic_backpropagation", "california"),
     "adf_uci": _json("adf_uci", "--docs docs/tables/adf.md"),
     "hierarchical_hmc": _json(

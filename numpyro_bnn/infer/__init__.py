@@ -3,6 +3,7 @@ symmetry moves, tempering.
 """
 
 from numpyro_bnn.infer.base import SGMCMCKernel
+from numpyro_bnn.infer.blackjax import BlackJAX, as_blackjax
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.collapse import collapse
 from numpyro_bnn.infer.diagnostics import temperature_band
@@ -36,6 +37,8 @@ __all__ = [
     "ParallelTempering",
     "WarmStart",
     "SGMCMCKernel",
+    "BlackJAX",
+    "as_blackjax",
     "parallel_vectorized",
     "schedules",
     "temperature_band",

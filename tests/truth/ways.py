@@ -10,6 +10,7 @@ its mixing, and the chains are independent, which gives an honest standard error
 import itertools
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -416,6 +417,22 @@ _MICROCANONICAL = {
 }
 
 
+def blackjax_nuts(problem: Problem, **options: Any) -> Figure:
+    """NUTS of BlackJAX with a given step size and metric."""
+    blackjax = import_module("blackjax")
+    size = sum(
+        np.size(value)
+        for value in unconstrained(problem, problem.draws(1), {}).values()
+    )
+    settings = {
+        "algorithm": blackjax.nuts,
+        "step_size": 0.3,
+        "inverse_mass_matrix": np.ones(size),
+        "max_num_doublings": 4,
+    }
+    return chains(partial(infer.BlackJAX, **settings), problem, **options)
+
+
 KERNELS: dict[str, Callable[[Problem], Figure]] = {
     "NUTS of NumPyro": partial(
         chains,
@@ -452,6 +469,7 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
             infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5
         ),
     ),
+    "BlackJAX NUTS": partial(blackjax_nuts, draws=10, number=512),
     "MCLMC": partial(
         chains, partial(infer.MCLMC, **_MICROCANONICAL), allowed=0.05, minibatch=True
     ),

@@ -197,6 +197,13 @@ def check_hierarchical_hmc(run):
     assert run.result["rows"][1]["gradients"] == 2 * 8 * 4 * 2
 
 
+def check_blackjax_ess(run):
+    for row in run.result["rows"]:
+        assert row["smallest"] <= row["median"]
+        assert row["gradients"] >= 2 * 8
+        assert row["warm-up gradients"] > 0
+
+
 def check_horseshoe(run):
     from examples.benchmarks.horseshoe import compare
 
@@ -486,6 +493,12 @@ SCRIPTS: dict[str, Script] = {
             "--num-samples 8 --num-steps 4"
         ),
         check=check_hierarchical_hmc,
+    ),
+    f"{BENCHMARK}.blackjax_ess": Script(
+        "--num-chains 2 --num-warmup 8 --num-samples 8 --posteriors gaussian --ways "
+        "NUTS MAMS",
+        ("--num-samples 1",),
+        check=check_blackjax_ess,
     ),
     f"{BENCHMARK}.horseshoe": Script(
         (

@@ -4,6 +4,7 @@ any work, takes right ones.
 
 import inspect
 from fnmatch import fnmatchcase
+from importlib import import_module
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ NOT_DECLARED = {
 # The range of each number, by its name wherever it is an option, or for one function:
 # what users rely on.
 RANGES = {
-    "integer from 0": "AutoLaplace.run.num_epochs num_observations seed",
+    "integer from 0": "AutoLaplace.run.num_epochs num_observations num_warmup seed",
     (
         "integer from 1"
     ): "batch_size bins block_size blocks channels cycle_length draws_per_chunk "
@@ -82,6 +83,7 @@ NEEDED = {
     "cyclical.num_steps": lambda: 10,
     "num_cycles": lambda: 1,
     "kernel": lambda: numpyro.infer.NUTS(ZOO["line"].model),
+    "algorithm": lambda: import_module("blackjax").slice_sampling,
     "symmetries": lambda: [symmetry.Scale("w")],
     "UnitMoves.units": lambda: {"w": 0},
     "source": lambda: X,

@@ -87,6 +87,7 @@ BORDERS = {
     "xarray": "_arviz",
     "matplotlib": "plots",
     "sklearn": "estimators",
+    "blackjax": "infer",
 }
 # Rooms that are pure functions of arrays.
 WITHOUT_NUMPYRO = {"sgmcmc", "moments", "_jaxprs"}

@@ -1,0 +1,781 @@
+"""The bridge to BlackJAX: its algorithms as kernels of NumPyro, and kernels as pairs of
+functions.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
+from numpyro.infer.initialization import init_to_uniform
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import is_prng_key
+
+from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._keys import split
+from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
+from numpyro_bnn.infer.blackjax_warm_up import (
+    GRADIENTS_PER_STEP,
+    MANAGED,
+    USERS_OWN,
+    LogDensity,
+    WarmUpTask,
+    gradients_of_integrator,
+    name_in,
+    package,
+    parameters_of,
+    warm_up_row,
+)
+from numpyro_bnn.infer.model_arguments import (
+    MAX_CONSTANT_BYTES,
+    DataVersion,
+    ModelArguments,
+    ModelKernel,
+    one_thread,
+    over_chains,
+)
+from numpyro_bnn.infer.phases import listed
+from numpyro_bnn.infer.target import Target, bind, check_start, given_values, stream_of
+from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
+from numpyro_bnn.sgmcmc.streams import seeds
+
+CALL = "infer.BlackJAX"
+# Algorithms of minibatches, with the arguments of their steps.
+STOCHASTIC = dict.fromkeys(("sgld", "sghmc", "sgnht"), ("step_size", "temperature"))
+UNADJUSTED = (*STOCHASTIC, "mclmc")
+HAMILTONIAN = ("nuts", "hmc", "mhmc", "multinomial_hmc", "dhmc", "dynamic_hmc", "dmhmc")
+MICROCANONICAL = ("mclmc", "adjusted_mclmc", "adjusted_mclmc_dynamic")
+# Parts of a chain that do not follow from its position: they stay when it is moved.
+AUXILIARY = ("momentum", "slice", "random_generator_arg", "xi")
+# Algorithms that are no chain of one density, and why they are refused.
+OTHERS = {
+    "csgld": "its draws have unequal weights, which `MCMC` cannot hold: use "
+    "`blackjax.sgld`, or `infer.ParallelTempering` for several modes",
+    "elliptical_slice": "it needs the likelihood without its Gaussian prior: give a "
+    "function `log_density -> SamplingAlgorithm` that takes the prior off",
+    "irmh": "its proposals need a distribution of your own: give a function "
+    "`log_density -> SamplingAlgorithm`",
+}
+NO_CHAINS = (
+    *("tempered_smc", "adaptive_tempered_smc", "partial_posteriors_smc"),
+    *("persistent_sampling_smc", "adaptive_persistent_sampling_smc", "pretuning"),
+    *("inner_kernel_tuning", "nss", "nsswig", "svgd", "pathfinder", "multipathfinder"),
+    *("meanfield_vi", "fullrank_vi", "schrodinger_follmer"),
+    *("laplace_hmc", "laplace_mhmc", "laplace_dhmc", "laplace_dmhmc"),
+    *("mgrad_gaussian", "orbital_hmc"),
+)
+
+
+class BlackJAXState(NamedTuple):
+    """State of :class:`BlackJAX`.
+
+    :param z: unconstrained values by site.
+    :param chain: the algorithm's own state.
+    :param tuned: what the warm-up has found, by argument of the algorithm.
+    :param accept_prob: mean acceptance probability of the steps of the last draw; 1
+        where nothing is rejected.
+    :param diverging: whether one of them diverged, or was not finite.
+    :param num_gradients: gradients of the chain so far, with those of the warm-up. It
+        does not count evaluations without a gradient, nor those of Pathfinder's
+        optimizer.
+    :param i: transitions so far; ``rng_key``: the key of the next transition.
+    :param data: how often they had changed in place; no array.
+    """
+
+    z: Any
+    chain: Any
+    tuned: dict[str, Any]
+    accept_prob: jax.Array
+    diverging: jax.Array
+    num_gradients: jax.Array
+    i: jax.Array
+    rng_key: jax.Array
+    data: DataVersion = DataVersion()
+
+    @property
+    def step_size(self) -> jax.Array | None:
+        """The step size that the warm-up has found; ``None`` if it is given."""
+        return self.tuned.get("step_size")
+
+
+class _Plan(NamedTuple):
+    """What the chains of a run do.
+
+    :param fixed: what the warm-up gives to the algorithm beside arrays, by argument.
+    """
+
+    target: Target
+    num_warmup: int
+    fixed: dict[str, Any]
+
+
+class BlackJAX(ModelKernel):
+    """Any algorithm of BlackJAX as a kernel of NumPyro: on a model, with chains,
+    minibatches, runs that resume and a health report.
+
+    A transition takes ``steps_per_draw`` steps of the algorithm. With an ``adaptation``
+    the first transition of the warm-up does all of it, in ``num_warmup *
+    steps_per_draw`` steps, and the others rest; without one the warm-up takes steps
+    like those that follow. ``mclmc`` and ``adjusted_mclmc_dynamic`` tune each chain by
+    itself, as Hamiltonian kernels do; ``chees_adaptation`` and ``meads_adaptation``
+    tune one set of arguments from all chains, which must be vectorized. With
+    ``adaptive_tempered_smc`` and ``adaptive_persistent_sampling_smc`` the chains are
+    particles: drawn from the prior, tempered to the posterior by the algorithm and
+    resampled, so at first they are not independent. The warm-up then has at most
+    ``num_warmup * steps_per_draw`` temperatures.
+
+    The caches of a chain are computed again at the start of each transition, for one
+    more gradient, because data and other blocks may have changed. Take
+    ``steps_per_draw=10`` or more for algorithms with one gradient per step.
+
+    ``sgld``, ``sghmc`` and ``sgnht`` take the minibatches of the model's plate (fresh
+    rows with replacement); all others take all rows.
+
+    :param model: the NumPyro model.
+    :param algorithm: e.g. ``blackjax.nuts``; or a function of a log density of
+        unconstrained values by site, and of ``options``, that returns a
+        ``blackjax.SamplingAlgorithm``.
+    :param adaptation: ``blackjax.window_adaptation``, ``window_adaptation_low_rank``,
+        ``staged_adaptation``, ``pathfinder_adaptation``,
+        ``mclmc_find_L_and_step_size``, ``adjusted_mclmc_find_L_and_step_size``,
+        ``chees_adaptation``, ``meads_adaptation``, ``adaptive_tempered_smc`` or
+        ``adaptive_persistent_sampling_smc``; or a function ``(rng_key, log_density,
+        position, num_steps) -> (position, parameters, num_gradients)``; ``None`` if
+        ``options`` has all that the algorithm needs.
+    :param steps_per_draw: steps per transition.
+    :param init_strategy: as for NumPyro's kernels.
+    :param options: arguments of the algorithm and of the adaptation, under BlackJAX's
+        names.
+    :raises ImportError: if BlackJAX is not installed.
+    :raises ValueError: for options that neither takes, an algorithm whose arguments are
+        missing, an adaptation that tunes other algorithms; on initialization, for
+        models that it cannot sample. TypeError: for other objects.
+
+    Reference: Cabezas et al. (2024), "BlackJAX: composable Bayesian inference in JAX".
+
+    >>> import importlib.util
+    >>> from numpyro.infer import MCMC
+    >>> import numpyro, numpyro.distributions as dist
+    >>> def model():
+    ...     numpyro.sample("x", dist.Normal(0.0, 2.0).expand([3]).to_event(1))
+    >>> if importlib.util.find_spec("blackjax"):
+    ...     import blackjax
+    ...
+    ...     kernel = BlackJAX(model, blackjax.nuts, blackjax.window_adaptation)
+    ...     mcmc = MCMC(kernel, num_warmup=50, num_samples=20, progress_bar=False)
+    ...     mcmc.run(jax.random.key(0))
+    ...     assert mcmc.get_samples()["x"].shape == (20, 3)
+    """
+
+    sample_field = "z"
+
+    @checked(CALL)
+    def __init__(
+        self,
+        model: Model,
+        algorithm: Callable,
+        adaptation: Callable | None = None,
+        *,
+        steps_per_draw: PositiveInt = 1,
+        init_strategy: Annotated[
+            Callable, Kind(callable, "Pass e.g. `init_to_median`.")
+        ] = init_to_uniform,
+        **options: Any,
+    ) -> None:
+        blackjax = package(CALL, "algorithm")
+        self.algorithm, self.adaptation = algorithm, adaptation
+        self.steps_per_draw, self.init_strategy = steps_per_draw, init_strategy
+        self.options = options
+        # copies and pickles of an algorithm are other objects
+        self._algorithm_name = name_in(blackjax, algorithm)
+        _check_algorithm(algorithm, self._algorithm_name)
+        # what a run in a folder is known by: another version is another algorithm
+        self._algorithm = self._algorithm_name or algorithm, blackjax.__version__
+        self._warm_up, self._adaptation_name = None, "none"
+        if adaptation is not None:
+            name = name_in(blackjax, adaptation)
+            self._adaptation_name = name or getattr(adaptation, "__name__", "own")
+            self._warm_up = warm_up_row(CALL, adaptation, self._algorithm_name)
+        self._check_options()
+        self._reset(model)
+
+    def _reset(self, model: Callable) -> None:
+        """Discard what was built for a model and its arguments."""
+        self._model = model
+        self._plan: _Plan | None = None
+        self._sample_fn: Callable | None = None
+        # in place of the cached property of the base class
+        self.__dict__["_arguments"] = ModelArguments("BlackJAX", MAX_CONSTANT_BYTES)
+
+    def _check_options(self) -> None:
+        step_arguments = STOCHASTIC.get(self._algorithm_name, ())
+        parameters = list(parameters_of(self.algorithm).values())[1:]
+        needed = {p.name for p in parameters if p.default is p.empty and _is_named(p)}
+        needed |= {"step_size"} & set(step_arguments)
+        known = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
+        if self.adaptation is not None and self._warm_up is not None:
+            known -= set(self._warm_up.tuned)
+            needed -= set(self._warm_up.tuned)
+            if self._warm_up is USERS_OWN:  # what it finds is not known yet
+                needed = set()
+            else:
+                known |= parameters_of(self.adaptation).keys() - MANAGED
+                known |= {"optim", "step_size"} if self._is_chees else set()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for name, value in self.options.items():
+            if name not in known and not takes_all:
+                raise unknown_name(CALL, "options", name, sorted(known))
+            positive = name in ("step_size", "initial_step_size", "temperature")
+            if positive and np.ndim(value) == 0:
+                Number(strict=True).check(CALL, name, value)
+        missing = sorted(needed - self.options.keys())
+        if missing:
+            names = ", ".join(map(repr, missing))
+            instead = f"`{self._algorithm_name or 'the algorithm'}` needs them"
+            instead += ": give values, or an `adaptation` that finds them."
+            raise argument_error(CALL, "options", f"no {names}", instead)
+
+    @property
+    def _is_chees(self) -> bool:
+        return self._adaptation_name == "chees_adaptation"
+
+    @property
+    def _stochastic(self) -> bool:
+        return self._algorithm_name in STOCHASTIC
+
+    @property
+    def model(self) -> Callable:
+        return self._model
+
+    # -- the algorithm on a model ------------------------------------------------------
+
+    def _built(self, log_density: LogDensity, tuned: dict[str, Any]) -> "Functions":
+        """The functions of the algorithm with what is given and what was found."""
+        if self._stochastic:
+            return self._on_minibatches(log_density)
+        options = self.options
+        if self._warm_up is not None:
+            options = _merged(tuned, self.plan.fixed)
+        built = self.algorithm(log_density, **options)
+        if not (hasattr(built, "init") and hasattr(built, "step")):
+            came = f"a function that returns a {type(built).__name__}"
+            instead = "Let it return a `blackjax.SamplingAlgorithm`."
+            raise argument_error(CALL, "algorithm", came, instead, TypeError)
+        return Functions(built.init, built.step)
+
+    def _on_minibatches(self, log_density: LogDensity) -> "Functions":
+        target, names = self.plan.target, STOCHASTIC[self._algorithm_name]
+        options = dict(self.options)
+        of_step = {name: options.pop(name) for name in names if name in options}
+        stream = stream_of(target, "with_replacement")
+        init, algorithm_step = self.algorithm(jax.grad(log_density), **options)
+
+        def step(rng_key: jax.Array, chain: Any) -> tuple[Any, None]:
+            batch_key, rng_key = random.split(rng_key)
+            batch: Any = "full"
+            if target.subsampled:
+                batch = stream.draw(seeds(batch_key, 1)[0], jnp.uint32(0))
+            return algorithm_step(rng_key, chain, batch, **of_step), None
+
+        return Functions(init, step)
+
+    def _gradients_of(self, info: Any) -> Any:
+        """Gradients of a step, as far as its information or the algorithm says it."""
+        steps = getattr(info, "num_integration_steps", None)
+        name = self._algorithm_name
+        integrator = self.options.get("integrator")
+        if name in MICROCANONICAL:
+            per_step = gradients_of_integrator(integrator, "isokinetic_mclachlan")
+            return per_step * (1 if steps is None else steps)
+        if name == "sghmc":
+            return self.options.get("num_integration_steps", 10)
+        if name == "ghmc":
+            return 1
+        if steps is None:
+            return GRADIENTS_PER_STEP.get(name, 0)
+        return steps * gradients_of_integrator(integrator, "velocity_verlet")
+
+    @property
+    def _gradients_of_caches(self) -> int:
+        """Gradients that it takes to compute the caches of a chain."""
+        has_none = GRADIENTS_PER_STEP.get(self._algorithm_name) == 0
+        return int(not (self._stochastic or has_none))
+
+    @property
+    def _counts_gradients(self) -> bool:
+        """Whether the number of gradients is known before a step."""
+        integrator = self.options.get("integrator")
+        if self._algorithm_name in (*HAMILTONIAN, *MICROCANONICAL):
+            return gradients_of_integrator(integrator, "velocity_verlet") > 0
+        simple = "ghmc", "sghmc", *GRADIENTS_PER_STEP
+        return self._algorithm_name in simple
+
+    # -- the contract of MCMCKernel ----------------------------------------------------
+
+    @property
+    def default_fields(self) -> tuple[str, ...]:
+        fields = ("z", "diverging", "accept_prob")
+        return (*fields, "num_gradients") if self._counts_gradients else fields
+
+    @one_thread
+    def init(
+        self,
+        rng_key: jax.Array,
+        num_warmup: int,
+        init_params: Any = None,
+        model_args: tuple = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> BlackJAXState:
+        args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
+        single = is_prng_key(rng_key)
+        num_chains = 1 if single else rng_key.shape[0]
+        self._check_warm_up(num_warmup, num_chains, kwargs)
+        chain_key, init_key = split(rng_key)
+        target, z = self._bound(init_key, init_params, args, kwargs)
+        one_chain = z if single else jax.tree.map(lambda leaf: leaf[0], z)
+        size = ravel_pytree(one_chain)[0].size
+        self._check_size(size)
+        self._plan = _Plan(target, num_warmup, {})
+        self._sample_fn = self.sample
+
+        def start(
+            values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+        ) -> BlackJAXState:
+            begin = partial(
+                self._start, log_density=LogDensity(self.plan.target, args, kwargs)
+            )
+            if single or self._pools:
+                return begin(*values)
+            return jax.vmap(begin)(*values)
+
+        return run(start, (z, chain_key), args, kwargs)
+
+    def _check_size(self, size: int) -> None:
+        if self._algorithm_name in MICROCANONICAL and size < 2:
+            instead = "Its velocity needs two directions: use `blackjax.nuts`."
+            raise argument_error(CALL, "model", f"{size} parameter", instead)
+        metric: Any = self.options.get("inverse_mass_matrix")
+        if _is_array(metric) and np.shape(metric) not in ((), (size,), (size, size)):
+            instead = f"The model has {size} parameters: pass ({size},) variances."
+            raise argument_error(CALL, "inverse_mass_matrix", metric, instead)
+
+    def _check_warm_up(
+        self, num_warmup: int, num_chains: int, kwargs: Mapping[str, Any]
+    ) -> None:
+        if self.adaptation is None:
+            return
+        if not num_warmup:
+            instead = "Give `MCMC` a `num_warmup`, or the kernel the tuned arguments."
+            raise argument_error(CALL, "adaptation", "no warm-up to run in", instead)
+        if GIBBS_SITES_KWARG in kwargs:
+            instead = (
+                "It would tune for the first values of the other blocks: give "
+                "`step_size` and the like instead of an adaptation."
+            )
+            raise argument_error(CALL, "adaptation", "a block of `Gibbs`", instead)
+        if self._pools and num_chains < 2:
+            instead = (
+                'Run two chains or more with `chain_method="vectorized"`: it tunes '
+                "from all of them."
+            )
+            raise argument_error(CALL, "adaptation", "one chain", instead)
+
+    @property
+    def _pools(self) -> bool:
+        return self._warm_up is not None and self._warm_up.pooled
+
+    def _bound(
+        self,
+        rng_key: jax.Array,
+        init_params: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> tuple[Target, dict[str, jax.Array]]:
+        """The model bound to its arguments, and where its chains start."""
+        temperature = self.options.get("temperature", 1.0) if self._stochastic else 1.0
+        settings = self._model, rng_key, self.init_strategy, args, kwargs
+        target, z = bind(CALL, *settings, temperature)
+        if target.stochastic and not self._stochastic:
+            came = "a model that draws random numbers of its own, as dropout does"
+            instead = "Its potential varies: use `blackjax.sgld`, `sghmc` or `sgnht`."
+            raise argument_error(CALL, "model", came, instead)
+        if init_params is not None:
+            z = given_values(CALL, target, z, init_params, args, kwargs)
+            single = is_prng_key(rng_key)
+            check_start(CALL, "init_params", target, z, single, args, kwargs)
+        if not (target.subsampled and self._stochastic):
+            refuse_rows(CALL, BY_BATCHES, args, kwargs)
+        return target, z
+
+    def _start(
+        self, z: Any, rng_key: jax.Array, log_density: LogDensity
+    ) -> BlackJAXState:
+        """The state of a chain, or of all chains whose warm-up pools them."""
+        chain_key, rng_key = split(rng_key)
+        tuned: dict[str, Any] = {}
+        if self.adaptation is None:
+            chain = self._built(log_density, tuned).init(z, chain_key)
+        else:
+            chain, tuned = self._outlined(z, rng_key, log_density)
+        batch = () if is_prng_key(rng_key) else rng_key.shape[:1]
+        begun = self._gradients_of_caches if self.adaptation is None else 0
+        return BlackJAXState(
+            z=z,
+            chain=chain,
+            tuned=tuned,
+            accept_prob=jnp.ones(batch, jnp.result_type(float)),
+            diverging=jnp.zeros(batch, bool),
+            num_gradients=jnp.full(batch, begun, jnp.int32),
+            i=jnp.zeros(batch, jnp.int32),
+            rng_key=rng_key,
+            data=self._arguments.version,
+        )
+
+    def _outlined(
+        self, z: Any, rng_key: jax.Array, log_density: LogDensity
+    ) -> tuple[Any, dict[str, Any]]:
+        """Zeros for what the warm-up will find: only shapes are known yet."""
+        found = {}
+
+        def tune(z: Any, rng_key: jax.Array) -> tuple[Any, dict[str, Any]]:
+            tuned = self._tune(z, rng_key, log_density)
+            found.update(tuned.parameters)
+            return tuned.chain, _arrays(tuned.parameters)
+
+        shapes = jax.eval_shape(tune, z, rng_key)
+        fixed = jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, found)
+        self._plan = self.plan._replace(fixed=fixed)
+
+        def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+            if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+                return random.split(random.key(0), like.shape)
+            return jnp.zeros(like.shape, like.dtype)
+
+        chain, tuned = jax.tree.map(zeros, shapes)
+        if self._pools:
+            count = rng_key.shape[0]
+            tuned = jax.tree.map(
+                lambda a: jnp.broadcast_to(a, (count, *a.shape)), tuned
+            )
+        return chain, tuned
+
+    def _tune(self, z: Any, rng_key: jax.Array, log_density: LogDensity) -> Any:
+        assert self._warm_up is not None
+        assert self.adaptation is not None
+        steps = self.plan.num_warmup * self.steps_per_draw
+        task = WarmUpTask(self.algorithm, self.adaptation, self.options, steps)
+        rng_key = rng_key if is_prng_key(rng_key) else rng_key[0]
+        return self._warm_up.tune(task, log_density, z, rng_key)
+
+    def sample(
+        self,
+        state: BlackJAXState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+    ) -> BlackJAXState:
+        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
+
+    def _transitions(
+        self, state: BlackJAXState, args: tuple, kwargs: Mapping[str, Any]
+    ) -> BlackJAXState:
+        log_density = LogDensity(self.plan.target, args, kwargs)
+        # all chains are at the same transition
+        i = state.i if is_prng_key(state.rng_key) else state.i[0]
+
+        def transition(chain: BlackJAXState) -> BlackJAXState:
+            chain = self._transition(chain, log_density)
+            return chain._replace(i=chain.i + 1)
+
+        if self.adaptation is None:
+            return over_chains(transition, state)
+        # A loop of one or no round: under `vmap` a branch would always be computed.
+        _, state = lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (
+                jnp.zeros_like(carry[0]),
+                self._tuned(carry[1], log_density),
+            ),
+            (i == 0, state),
+        )
+        rests = i < self.plan.num_warmup
+        return lax.cond(
+            rests,
+            lambda s: s._replace(i=s.i + 1),
+            lambda s: over_chains(transition, s),
+            state,
+        )
+
+    def _tuned(self, state: BlackJAXState, log_density: LogDensity) -> BlackJAXState:
+        """The state after the warm-up, of all chains."""
+        if self._pools:
+            return self._tuned_chain(state, log_density)
+        return over_chains(lambda s: self._tuned_chain(s, log_density), state)
+
+    def _tuned_chain(
+        self, state: BlackJAXState, log_density: LogDensity
+    ) -> BlackJAXState:
+        tune_key, rng_key = split(state.rng_key)
+        chain, parameters, num_gradients = self._tune(state.z, tune_key, log_density)
+        tuned = jax.tree.map(
+            jnp.broadcast_to, _arrays(parameters), _shapes(state.tuned)
+        )
+        found = {"z": chain.position, "chain": chain, "tuned": tuned}
+        before = {name: getattr(state, name) for name in found}
+        found = jax.tree.map(_in_dtype, found, before)
+        spent = jnp.asarray(num_gradients, jnp.int32)
+        return state._replace(
+            **found, num_gradients=state.num_gradients + spent, rng_key=rng_key
+        )
+
+    def _transition(
+        self, state: BlackJAXState, log_density: LogDensity
+    ) -> BlackJAXState:
+        """Some steps of one chain."""
+        step_key, refresh_key, rng_key = random.split(state.rng_key, 3)
+        functions = self._built(log_density, state.tuned)
+        chain = self._moved(functions, state, refresh_key)
+
+        def step(n: jax.Array, carry: tuple) -> tuple:
+            chain, accept_prob, diverging, num_gradients = carry
+            new_chain, info = functions.step(random.fold_in(step_key, n), chain)
+            new_chain = jax.tree.map(_in_dtype, new_chain, chain)
+            accepted, diverged = _outcome(info, new_chain)
+            accept_prob += accepted.astype(accept_prob.dtype)
+            num_gradients += jnp.asarray(self._gradients_of(info), jnp.int32)
+            return new_chain, accept_prob, diverging | diverged, num_gradients
+
+        spent = state.num_gradients + jnp.int32(self._gradients_of_caches)
+        begin = chain, jnp.zeros_like(state.accept_prob), jnp.array(False), spent
+        chain, accepted, diverging, spent = lax.fori_loop(
+            0, self.steps_per_draw, step, begin
+        )
+        return state._replace(
+            z=_position(chain),
+            chain=chain,
+            accept_prob=accepted / self.steps_per_draw,
+            diverging=diverging,
+            num_gradients=spent,
+            rng_key=rng_key,
+        )
+
+    def _moved(
+        self, functions: "Functions", state: BlackJAXState, rng_key: jax.Array
+    ) -> Any:
+        """The algorithm's state at ``state.z``: only what does not follow from the
+        position is kept.
+        """
+        old = state.chain
+        if self._stochastic:  # which has no caches
+            return state.z if isinstance(old, dict) else old._replace(position=state.z)
+        fresh = functions.init(state.z, rng_key)
+        kept = {n: getattr(old, n) for n in AUXILIARY if n in old._fields}
+        return jax.tree.map(_in_dtype, fresh._replace(**kept), old)
+
+    @one_thread
+    def refresh(
+        self,
+        state: BlackJAXState,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+    ) -> BlackJAXState:
+        """Adopt ``state.z`` and the arguments; each transition does so by itself."""
+        return state
+
+    def postprocess_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self.plan.target.postprocess(*arguments)
+
+    def get_constrain_fn(
+        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    ) -> Callable:
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self.plan.target.constrain(*arguments)
+
+    def get_diagnostics_str(self, state: BlackJAXState) -> str:
+        """Text for the progress bar: step size and acceptance."""
+        accept_prob = float(np.mean(jax.device_get(state.accept_prob)))
+        text = f"{self.steps_per_draw} steps, acc. prob={accept_prob:.2f}"
+        if state.step_size is None:
+            return text
+        return f"{text}, size {np.mean(jax.device_get(state.step_size)):.2e}"
+
+    def wrap_model(self, wrapper: Callable) -> "BlackJAX":
+        kernel = copy.copy(self)
+        kernel._reset(wrapper(self._model))
+        return kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plan": None}
+
+    @property
+    def plan(self) -> _Plan:
+        """What the chains of this run do."""
+        if self._plan is None:
+            came = "a kernel that is not initialized"
+            raise argument_error(CALL, "state", came, "Call `init` first.")
+        return self._plan
+
+    def describe(self, state: BlackJAXState) -> dict[str, Any]:
+        """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a
+        run.
+        """
+        name = self._algorithm_name or getattr(self.algorithm, "__name__", "own")
+        about = {
+            "blackjax_algorithm": name,
+            "blackjax_adaptation": self._adaptation_name,
+            "blackjax_version": package(CALL, "algorithm").__version__,
+            "steps_per_draw": self.steps_per_draw,
+            "noisy_gradients": self._stochastic and self.plan.target.subsampled,
+            "temperature": self.plan.target.temperature,
+        }
+        if self._algorithm_name:
+            about["biased"] = name in UNADJUSTED
+        if state.step_size is not None:
+            about["base_step_size"] = listed(state.step_size)
+        return about
+
+
+class Functions(NamedTuple):
+    """A sampler as two functions, as BlackJAX has them.
+
+    :param init: ``init(position, rng_key)``: its first state.
+    :param step: ``step(rng_key, state)``: the next state, and information on the step.
+    """
+
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+@checked("infer.as_blackjax")
+def as_blackjax(
+    kernel: Annotated[MCMCKernel, Kind(MCMCKernel, "Pass a kernel.")],
+    *args: Any,
+    num_warmup: Natural = 0,
+    **kwargs: Any,
+) -> Functions:
+    """Any kernel as a pair ``(init, step)``, for those who write the loop themselves.
+
+    ``init(position, rng_key)`` starts one chain, or as many as there are keys;
+    ``position`` holds unconstrained values by site, and with ``None`` the kernel finds
+    them. It reads the model, so call it outside of ``jit``. ``step(rng_key, state)``
+    is a pure function for ``lax.scan``: it returns the next state and a dictionary of
+    the kernel's statistics. The first ``num_warmup`` steps are the warm-up.
+
+    With ``step(state.rng_key, state)`` the chain is that of ``MCMC``, bit for bit; any
+    other keys give another chain of the same kernel. ``kernel.postprocess_fn(args,
+    kwargs)(state.z)`` has the values of the sites of a chain.
+
+    :param kernel: a kernel of :mod:`numpyro_bnn.infer` or of NumPyro; ``init`` prepares
+        it for these arguments.
+    :param args: arguments of the model.
+    :param num_warmup: number of steps of the warm-up.
+    :param kwargs: keyword arguments of the model, such as ``batch_size``.
+
+    >>> import numpyro, numpyro.distributions as dist
+    >>> from numpyro_bnn.infer import SGHMC
+    >>> def model():
+    ...     numpyro.sample("x", dist.Normal(0.0, 2.0))
+    >>> kernel = SGHMC(model, 0.1, steps_per_draw=5, warm_start=0.0)
+    >>> init, step = as_blackjax(kernel)
+    >>> def one_step(state, rng_key):
+    ...     state, info = step(rng_key, state)
+    ...     return state, state.z["x"]
+    >>> keys = random.split(random.key(1), 20)
+    >>> _, draws = lax.scan(one_step, init(None, random.key(0)), keys)
+    >>> draws.shape
+    (20,)
+    """
+    fields = [name for name in kernel.default_fields if name != kernel.sample_field]
+
+    def init(position: Any, rng_key: jax.Array) -> Any:
+        return kernel.init(rng_key, num_warmup, position, args, kwargs)
+
+    def step(rng_key: jax.Array, state: Any) -> tuple[Any, dict[str, Any]]:
+        state = kernel.sample(state._replace(rng_key=rng_key), args, kwargs)
+        return state, {name: attrgetter(name)(state) for name in fields}
+
+    return Functions(init, step)
+
+
+def _check_algorithm(algorithm: Any, name: str) -> None:
+    """Refuse what is no Markov chain of one log density."""
+    if name in OTHERS:
+        got = f"`blackjax.{name}`"
+        raise argument_error(CALL, "algorithm", got, f"Not here: {OTHERS[name]}.")
+    if name in NO_CHAINS:
+        instead = (
+            "It is no chain of equally weighted draws of one log density; "
+            "`program.Posterior` has "
+            "`potential`, `log_prior` and `log_likelihood` to run it by hand."
+        )
+        raise argument_error(CALL, "algorithm", f"`blackjax.{name}`", instead)
+    if not callable(algorithm) or isinstance(algorithm, type | MCMCKernel):
+        instead = (
+            "Pass `blackjax.nuts`, say, or a function `log_density -> "
+            "SamplingAlgorithm`; the kernel gives it the density of the model."
+        )
+        raise argument_error(CALL, "algorithm", algorithm, instead, TypeError)
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (
+        parameter.POSITIONAL_OR_KEYWORD,
+        parameter.KEYWORD_ONLY,
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def _arrays(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with ``None`` for what is no array: functions, and plain numbers."""
+    return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, parameters)
+
+
+def _merged(tuned: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(
+        lambda array, other: other if array is None else array,
+        tuned,
+        fixed,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(jnp.shape, tree)
+
+
+def _in_dtype(new: Any, old: Any) -> Any:
+    """A value in the type of the one before: loops need that."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _position(chain: Any) -> Any:
+    """Unconstrained values by site; some algorithms have no other state."""
+    return chain if isinstance(chain, dict) else chain.position
+
+
+def _outcome(info: Any, chain: Any) -> tuple[jax.Array, jax.Array]:
+    """Acceptance probability of a step, and whether it diverged."""
+    accept_prob = getattr(info, "acceptance_rate", None)
+    if accept_prob is None:
+        accept_prob = getattr(info, "is_accepted", jnp.array(1.0))
+    values = ravel_pytree(_position(chain))[0]
+    diverging = ~jnp.all(jnp.isfinite(values))
+    if hasattr(info, "is_divergent"):
+        diverging |= info.is_divergent
+    if hasattr(info, "nonans"):
+        diverging |= ~info.nonans
+    return jnp.asarray(accept_prob), diverging

@@ -1,0 +1,547 @@
+"""BlackJAX both ways: its algorithms as kernels of ``MCMC``, and kernels as pairs of
+functions.
+"""
+
+import copy
+import sys
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from helpers import group, refused, run_chains
+from jax import lax
+from numpyro.infer import MCMC, NUTS, Gibbs, init_to_uniform
+from truth.problems import FAMILIES
+from zoo import BATCH, ZOO
+
+import numpyro_bnn as bnn
+from numpyro_bnn import infer, runs
+from numpyro_bnn.program import Posterior
+
+pytestmark = pytest.mark.core
+
+SPREAD = ZOO["spread"]
+
+
+def shrink(rng_key, log_density, position, num_steps):
+    """A warm-up of the user's own: a step size by the size of the gradient."""
+    gradient = jax.grad(log_density)(position)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradient.values()))
+    return position, {"step_size": 0.3 / (1 + 0.01 * norm)}, 1
+
+
+def from_builder(log_density, scale=0.5):
+    """An algorithm of the user's own."""
+    steps = import_module("blackjax.mcmc.random_walk").normal(scale)
+    return blackjax().additive_step_random_walk(log_density, steps)
+
+
+class Row(NamedTuple):
+    """A kernel by names of BlackJAX, whose import computes; or by functions."""
+
+    algorithm: Any
+    adaptation: Any = None
+    steps_per_draw: int = 1
+    options: Mapping[str, Any] = {}
+
+
+def named(value):
+    return getattr(blackjax(), value) if isinstance(value, str) else value
+
+
+def blackjax():
+    return import_module("blackjax")
+
+
+WINDOWS = "window_adaptation"
+THREE = {"inverse_mass_matrix": np.ones(3)}
+ALGORITHMS = {
+    "nuts": Row("nuts", WINDOWS),
+    "nuts, low rank": Row("nuts", "window_adaptation_low_rank"),
+    "nuts after pathfinder": Row("nuts", "pathfinder_adaptation"),
+    "hmc": Row("hmc", WINDOWS, 1, {"num_integration_steps": 8}),
+    "adjusted_mclmc_dynamic": Row(
+        "adjusted_mclmc_dynamic", "adjusted_mclmc_find_L_and_step_size", 4
+    ),
+    "mclmc": Row(
+        "mclmc", "mclmc_find_L_and_step_size", 10, {"desired_energy_var": 5e-5}
+    ),
+    "barker": Row("barker", None, 20, {"step_size": 0.3}),
+    "mala": Row("mala", None, 60, {"step_size": 0.01}),
+    "slice": Row("slice_sampling", None, 5),
+    "ghmc": Row("ghmc", "meads_adaptation", 10),
+    "dynamic_hmc": Row("dynamic_hmc", "chees_adaptation", 4),
+    "barker after tempering": Row(
+        "barker", "adaptive_tempered_smc", 20, {"step_size": 0.3}
+    ),
+    "barker after persistent sampling": Row(
+        "barker", "adaptive_persistent_sampling_smc", 20, {"step_size": 0.3}
+    ),
+    "sgld": Row("sgld", None, 150, {"step_size": 5e-4}),
+    "sghmc": Row("sghmc", None, 20, {"step_size": 0.03}),
+    "sgnht": Row("sgnht", None, 400, {"step_size": 0.02, "alpha": 1.0}),
+    "of a function": Row(from_builder, None, 40, {"scale": 0.4}),
+    "own warm-up": Row("mala", shrink),
+}
+WRONG = {
+    "no algorithm": Row(lambda log_density: 1.0),
+    "three scales": Row("barker", None, 1, {"step_size": 1, **THREE}),
+}
+
+
+def kernel_of(name, model=SPREAD.model):
+    row = (ALGORITHMS | WRONG)[name]
+    parts = named(row.algorithm), named(row.adaptation)
+    # where algorithms whose step size is given do not reject all steps
+    near = init_to_uniform(radius=0.5)
+    settings = {"steps_per_draw": row.steps_per_draw, "init_strategy": near}
+    settings |= row.options
+    return infer.BlackJAX(model, *parts, **settings)
+
+
+CHAINS, WARMUP, DRAWS = 64, 200, 100
+POSTERIORS = {problem.name: problem for problem in FAMILIES["supports"]}
+# in place of the one of a single parameter, where a velocity needs two
+PAIR = {p.name: p for p in FAMILIES["learned scales"] if p.name == "scale by hand"}
+FAST = {("nuts", "ordered"), ("adjusted_mclmc_dynamic", "real"), ("mclmc", "real")}
+NOT_MEASURED = ("own warm-up",)
+
+
+def answers():
+    """Each algorithm on each posterior."""
+    for name in ALGORITHMS.keys() - set(NOT_MEASURED):
+        posteriors = [*POSTERIORS]
+        if "mclmc" in name:
+            posteriors = [*(POSTERIORS.keys() - {"positive"}), *PAIR]
+        for posterior in posteriors:
+            marks = () if (name, posterior) in FAST else pytest.mark.slow
+            yield pytest.param(name, posterior, id=f"{name}, {posterior}", marks=marks)
+
+
+def exact_moments(problem):
+    """Means and standard deviations by site, from quadrature."""
+    weights = problem.probabilities
+    for name, nodes in problem.nodes.items():
+        mean = np.tensordot(weights, nodes, 1)
+        yield name, mean, np.sqrt(np.tensordot(weights, (nodes - mean) ** 2, 1))
+
+
+def assert_exact(draws, problem):
+    """Means within a tenth of a standard deviation, standard deviations within a
+    tenth.
+    """
+    for site, mean, sd in exact_moments(problem):
+        values = np.asarray(draws[site], np.float64)
+        np.testing.assert_array_less(np.abs(values.mean(0) - mean), 0.1 * sd)
+        np.testing.assert_allclose(values.std(0), sd, rtol=0.1)
+
+
+@pytest.mark.parametrize(("name", "posterior"), sorted(answers(), key=lambda p: p.id))
+def test_algorithms_have_the_exact_posterior(name, posterior):
+    problem = (POSTERIORS | PAIR)[posterior]
+    mcmc = run_chains(
+        kernel_of(name, problem.model),
+        *problem.args,
+        num_warmup=WARMUP,
+        num_samples=DRAWS,
+        num_chains=CHAINS,
+    )
+    assert_exact(mcmc.get_samples(), problem)
+
+
+@pytest.mark.slow
+def test_a_warm_up_that_runs_on_the_host_goes_before():
+    """MCLMC with a low-rank metric, tuned by hand on the density of `Posterior`."""
+    problem, key = POSTERIORS["real"], jax.random.key(0)
+    posterior = Posterior(problem.model, problem.args)
+    found = blackjax().mclmc_lrd_warmup(
+        lambda z: -posterior.potential(z),
+        posterior.initial(key),
+        key,
+        k=1,
+        pilot_num_samples=1000,
+        num_chains=2,
+    )
+    settings = {"L": found.L, "step_size": 0.5 * found.step_size}
+    settings["inverse_mass_matrix"] = found.inverse_mass_matrix
+    kernel = infer.BlackJAX(
+        problem.model, blackjax().mclmc, steps_per_draw=10, **settings
+    )
+    lengths = {"num_warmup": WARMUP, "num_samples": DRAWS, "num_chains": CHAINS}
+    draws = run_chains(kernel, *problem.args, **lengths).get_samples()
+    assert_exact(draws, problem)
+
+
+def test_minibatches_are_those_of_the_plate():
+    """On half of the rows SGLD has the posterior of all rows; on rows that were not
+    scaled to all it would be about 1.4 times as wide.
+    """
+    problem = FAMILIES["plates"][0]
+    mcmc = run_chains(
+        kernel_of("sgld", problem.model),
+        *problem.args,
+        num_warmup=20,
+        num_samples=40,
+        num_chains=256,
+        batch_size=problem.batch,
+    )
+    assert_exact(mcmc.get_samples(), problem)
+
+
+def tempered(adaptation, **options):
+    """Particles after a warm-up and one short step."""
+    problem = POSTERIORS["real"]
+    parts = named("barker"), named(adaptation)
+    kernel = infer.BlackJAX(problem.model, *parts, step_size=0.3, **options)
+    rounds = 50 if "target_ess" not in options else 2
+    settings = {"num_warmup": rounds, "num_samples": 1, "num_chains": 2048}
+    return problem, run_chains(kernel, *problem.args, **settings).get_samples()
+
+
+@pytest.mark.parametrize(
+    "adaptation",
+    [
+        "adaptive_tempered_smc",
+        pytest.param("adaptive_persistent_sampling_smc", marks=pytest.mark.slow),
+    ],
+)
+def test_particles_arrive_at_the_posterior(adaptation):
+    """By tempering alone, from the prior, whose sd is another."""
+    problem, draws = tempered(adaptation)
+    assert_exact(draws, problem)
+
+
+def test_particles_that_did_not_arrive_are_no_draws():
+    _, draws = tempered("adaptive_tempered_smc", target_ess=0.999)
+    assert all(np.isnan(values).all() for values in draws.values())
+
+
+# -- the contract ----------------------------------------------------------------------
+
+
+CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "own warm-up",
+        "sgld",
+        pytest.param("nuts", marks=pytest.mark.slow),
+        pytest.param("mclmc", marks=pytest.mark.slow),
+        pytest.param("dynamic_hmc", marks=pytest.mark.slow),
+    ],
+)
+def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
+    """Bit for bit, from a folder: a copy of the kernel goes on, and one of another
+    version of BlackJAX does not.
+    """
+    stochastic = {"batch_size": BATCH} if name == "sgld" else {}
+
+    def run(folder, num_samples):
+        mcmc = MCMC(
+            kernel_of(name), num_warmup=20, num_samples=num_samples, **CHAIN_OPTIONS
+        )
+        key = jax.random.key(3)
+        options = {"progress_bar": False, **stochastic}
+        return runs.start(tmp_path / folder, mcmc, key, *SPREAD.args, **options)
+
+    run("resumed", 4)
+    resumed, whole = run("resumed", 8), run("whole", 8)
+    for site, values in whole.get_samples().items():
+        np.testing.assert_array_equal(resumed.get_samples()[site], values)
+    fields = resumed.get_extra_fields(), whole.get_extra_fields()
+    np.testing.assert_array_equal(*(field["num_gradients"] for field in fields))
+    monkeypatch.setattr(blackjax(), "__version__", "1.0.0")
+    with refused("folder", "option algorithm"):
+        run("whole", 8)
+
+
+def test_chain_methods_give_the_same_chains():
+    """Also `jax.vmap`, under which a branch would run the warm-up in each transition,
+    and with a progress bar.
+    """
+    draws = []
+    for method, bar in (("vectorized", False), ("sequential", True), (jax.vmap, False)):
+        options = {"num_chains": 2, "chain_method": method, "progress_bar": bar}
+        mcmc = MCMC(
+            kernel_of("nuts"), num_warmup=8, num_samples=4, thinning=2, **options
+        )
+        mcmc.run(jax.random.key(3), *SPREAD.args)
+        draws.append(mcmc.get_samples()["w"])
+    assert draws[0].shape == (4, 2)
+    for other in draws[1:]:
+        np.testing.assert_allclose(other, draws[0], rtol=2e-3, atol=1e-4)
+
+
+def test_export_says_what_was_run():
+    mcmc = run_chains(
+        kernel_of("nuts"), *SPREAD.args, num_warmup=20, num_samples=10, num_chains=2
+    )
+    idata = bnn.to_inference_data(mcmc)
+    stats = group(idata, "sample_stats")
+    assert set(stats.data_vars) == {"diverging", "acceptance_rate", "num_gradients"}
+    about = idata.attrs
+    assert about["algorithm"] == "BlackJAX"
+    assert about["blackjax_algorithm"] == "nuts"
+    assert about["blackjax_adaptation"] == "window_adaptation"
+    assert not about["biased"]
+    assert not about["noisy_gradients"]
+    assert bnn.metrics.health(idata) is not None
+    sizes = np.asarray(mcmc.last_state.step_size)
+    assert sizes[0] != sizes[1]  # each chain has tuned its own
+    # a trajectory of the warm-up, and one of a draw with its start
+    assert np.min(mcmc.last_state.num_gradients) >= 20 + 10 * 2
+    assert f"{sizes.mean():.2e}" in mcmc.sampler.get_diagnostics_str(mcmc.last_state)
+
+
+def test_an_exact_chain_goes_on_with_other_data():
+    """The density of the data before would refuse all proposals."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 10.0))
+        numpyro.sample("y", dist.Normal(w, 0.1).expand([50]).to_event(1), obs=y)
+
+    kernel = kernel_of("slice", model)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=20, progress_bar=False)
+    mcmc.run(jax.random.key(0), jnp.zeros(50))
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(jax.random.key(1), jnp.full(50, 3.0))
+    np.testing.assert_allclose(mcmc.get_samples()["w"][10:], 3.0, atol=0.1)
+
+
+def test_a_chain_goes_on_from_where_it_was_moved():
+    """As moves along symmetries do: its caches are those of the new place."""
+    row = Row("barker", None, 1, {"step_size": 1e-6})
+    kernel = infer.BlackJAX(SPREAD.model, named(row.algorithm), **row.options)
+    state = kernel.init(jax.random.key(0), 0, None, SPREAD.args, {})
+    place = {"w": jnp.array([3.0, -2.0]), "sigma": jnp.array(1.5)}
+    state = kernel.refresh(state._replace(z=place), SPREAD.args, {})
+    state = kernel.sample(state, SPREAD.args, {})
+    posterior = Posterior(SPREAD.model, SPREAD.args)
+    expected = -posterior.potential(state.z)
+    np.testing.assert_allclose(state.chain.logdensity, expected, rtol=1e-5)
+    np.testing.assert_allclose(state.z["w"], place["w"], atol=0.01)
+    assert state.accept_prob > 0.99
+
+
+def test_a_block_of_gibbs():
+    """It follows the other block: the scale of a weight that is known to be large."""
+
+    def model():
+        scale = numpyro.sample("scale", dist.HalfNormal())
+        numpyro.sample("w", dist.Normal(0.0, scale))
+
+    def gibbs(name):
+        return Gibbs([(kernel_of(name, model), ["scale"]), (NUTS(model), None)])
+
+    mcmc = MCMC(gibbs("slice"), num_warmup=50, num_samples=400, progress_bar=False)
+    mcmc.run(jax.random.key(0))
+    scale, w = (np.asarray(mcmc.get_samples()[name]) for name in ("scale", "w"))
+    assert (scale > 0).all()
+    assert np.corrcoef(scale, np.abs(w))[0, 1] > 0.3
+    mcmc = MCMC(gibbs("nuts"), num_warmup=5, num_samples=1, progress_bar=False)
+    with refused("adaptation", "a block of `Gibbs`"):
+        mcmc.run(jax.random.key(0))
+
+
+# -- what a run costs ------------------------------------------------------------------
+
+
+def evaluations_of(name):
+    """Gradients that the program of one integration step has."""
+    calls = []
+
+    def log_density(x):
+        calls.append(1)
+        return -0.5 * jnp.sum(x**2)
+
+    integrators = import_module("blackjax.mcmc.integrators")
+    integrator, x = getattr(integrators, name), jnp.ones(2)
+    state = integrators.IntegratorState(x, x / 2**0.5, 0.0, -x)
+    if name.startswith("isokinetic"):
+        step = integrator(log_density)
+    else:
+        metrics = import_module("blackjax.mcmc.metrics")
+        metric = metrics.default_metric(jnp.ones(2))
+        step = integrator(log_density, metric.kinetic_energy)
+    step(state, 0.1)
+    return integrator, len(calls)
+
+
+SLOW_INTEGRATORS = ("velocity_verlet", "yoshida", "isokinetic_velocity_verlet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "omelyan",
+        "isokinetic_mclachlan",
+        *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW_INTEGRATORS),
+    ],
+)
+def test_gradients_of_integrators_are_counted(name):
+    """A draw has one for the caches, and those of a step."""
+    integrator, evaluations = evaluations_of(name)
+    if name.startswith("isokinetic"):
+        algorithm, options = "mclmc", {"L": 1.0}
+    else:
+        algorithm, options = "hmc", {"num_integration_steps": 1, **THREE}
+    options |= {"step_size": 0.01, "integrator": integrator}
+    kernel = infer.BlackJAX(SPREAD.model, named(algorithm), **options)
+    first = kernel.init(jax.random.key(0), 0, None, SPREAD.args, {})
+    then = kernel.sample(first, SPREAD.args, {})
+    assert then.num_gradients - first.num_gradients == 1 + evaluations
+
+
+def test_gradients_of_runs_are_counted():
+    """One for the caches of each draw, the others by BlackJAX's own numbers."""
+    metric = {"step_size": 0.05, **THREE}
+    kernel = infer.BlackJAX(
+        SPREAD.model,
+        blackjax().hmc,
+        num_integration_steps=7,
+        steps_per_draw=3,
+        **metric,
+    )
+    mcmc = run_chains(kernel, *SPREAD.args, num_warmup=1, num_samples=3)
+    counts = mcmc.get_extra_fields(group_by_chain=True)["num_gradients"]
+    np.testing.assert_array_equal(counts[0], 1 + 22 * np.arange(2, 5))
+
+
+# -- kernels as pairs of functions -----------------------------------------------------
+
+
+def scanned(kernel, key, num_warmup, num_samples, **kwargs):
+    """Draws by hand, of the chain that `MCMC` runs with this key."""
+    init, step = infer.as_blackjax(
+        kernel, *SPREAD.args, num_warmup=num_warmup, **kwargs
+    )
+
+    def one_step(state, _):
+        state, info = step(state.rng_key, state)
+        return state, (state.z, info["num_gradients"])
+
+    first = init(None, key)
+    steps = num_warmup + num_samples
+    _, (z, counts) = jax.jit(lambda s: lax.scan(one_step, s, None, steps))(first)
+    return jax.tree.map(lambda leaf: leaf[num_warmup:], z), counts[num_warmup:]
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs"),
+    [
+        pytest.param(
+            partial(infer.SGHMC, steps_per_draw=3), {"batch_size": BATCH}, id="SGHMC"
+        ),
+        pytest.param(partial(kernel_of, "own warm-up"), {}, id="own warm-up"),
+        pytest.param(partial(kernel_of, "nuts"), {}, id="nuts", marks=pytest.mark.slow),
+        pytest.param(
+            partial(infer.MCLMC, steps_per_draw=3),
+            {},
+            id="MCLMC",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            partial(kernel_of, "sgld"),
+            {"batch_size": BATCH},
+            id="sgld",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
+    """Bit for bit, in unconstrained values."""
+    key, kernel = jax.random.key(3), make(SPREAD.model)
+    mcmc = MCMC(copy.deepcopy(kernel), num_warmup=8, num_samples=6, progress_bar=False)
+    fields = ("z.w", "z.sigma")
+    mcmc.run(key, *SPREAD.args, extra_fields=fields, **kwargs)
+    z, counts = scanned(kernel, key, 8, 6, **kwargs)
+    extra = mcmc.get_extra_fields()
+    for field in fields:
+        np.testing.assert_array_equal(z[field[2:]], extra[field])
+    np.testing.assert_array_equal(counts, extra["num_gradients"])
+
+
+# -- refusals --------------------------------------------------------------------------
+
+_WHITE = {"step_size": 0.1, **THREE}
+_WINDOWS = {"adaptation": WINDOWS}
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragment", "algorithm", "options"),
+    [
+        ("algorithm", "Pass `blackjax.nuts`", 3, {}),
+        ("algorithm", "Pass `blackjax.nuts`", (len, len), {}),
+        ("algorithm", "unequal weights", "csgld", {}),
+        ("algorithm", "equally weighted", "tempered_smc", {}),
+        ("algorithm", "equally weighted", "pathfinder", {}),
+        ("algorithm", "Gaussian prior", "elliptical_slice", {}),
+        ("options", "'inverse_mass_matrix', 'step_size'", "nuts", {}),
+        ("options", "'step_size'", "sgld", {}),
+        ("options", "max_num_doublings", "nuts", _WHITE | {"max_doublings": 3}),
+        ("options", "'step_size'", "nuts", _WINDOWS | {"step_size": 0.1}),
+        ("step_size", "above 0", "nuts", _WHITE | {"step_size": -0.1}),
+        ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
+        ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
+        ("adaptation", "of your own", from_builder, _WINDOWS),
+        ("adaptation", "mclmc_lrd", "mclmc", {"adaptation": "mclmc_lrd_warmup"}),
+        ("adaptation", "num_steps", "mala", {"adaptation": lambda key: key}),
+        ("steps_per_draw", "at least 1", "barker", {"steps_per_draw": 0}),
+    ],
+)
+def test_wrong_arguments_are_refused(argument, fragment, algorithm, options):
+    options = dict(options)
+    if "adaptation" in options:
+        options["adaptation"] = named(options["adaptation"])
+    with refused(argument, fragment):
+        infer.BlackJAX(SPREAD.model, named(algorithm), **options)
+
+
+def one_number():
+    numpyro.sample("x", dist.Normal())
+
+
+def draws_keys():
+    x = numpyro.sample("x", dist.Normal().expand([2]).to_event(1))
+    numpyro.factor("noise", x[0] * jax.random.normal(numpyro.prng_key()))
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragment", "name", "model", "warmup"),
+    [
+        ("algorithm", "returns a float", "no algorithm", one_number, 0),
+        ("inverse_mass_matrix", "1 parameters", "three scales", one_number, 0),
+        ("adaptation", "no warm-up", "nuts", one_number, 0),
+        ("adaptation", "one chain", "dynamic_hmc", one_number, 5),
+        ("model", "two directions", "mclmc", one_number, 5),
+        ("model", "random numbers of its own", "barker", draws_keys, 0),
+    ],
+)
+def test_models_and_runs_that_it_cannot_take_are_refused(
+    argument, fragment, name, model, warmup
+):
+    kernel = kernel_of(name, model)
+    with refused(argument, fragment):
+        kernel.init(jax.random.key(0), warmup, None, (), {})
+
+
+def test_a_kernel_is_needed_for_functions():
+    with refused("kernel", "Pass a kernel"):
+        infer.as_blackjax(SPREAD.model)
+
+
+def test_without_blackjax_only_the_kernel_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "blackjax", None)
+    with refused("algorithm", "numpyro_bnn[blackjax]", ImportError):
+        infer.BlackJAX(SPREAD.model, from_builder)
+    init, _ = infer.as_blackjax(infer.SGHMC(SPREAD.model), *SPREAD.args)
+    assert init(None, jax.random.key(0)).z["w"].shape == (2,)
