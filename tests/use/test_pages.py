@@ -354,7 +354,7 @@ FORMER = [ROOT / "CHANGELOG.md", DOCS / "migration.md"]  # they have former name
 
 
 def shown_names(text):
-    """Names of this package in the inline code of a page: `infer.SGLD`, `bnn.predict`."""
+    """Names of this package in the inline code of a page, as `infer.SGLD`."""
     for code in INLINE.findall(prose(text)):
         yield from OF_A_ROOM.findall(code)
         yield from OF_THE_PACKAGE.findall(code)
@@ -369,7 +369,7 @@ def test_names_in_the_prose_of_pages_exist():
         if missing:
             gone[label(path)] = missing
     assert gone == {}
-    text = "`infer.SGLDD(model)` and `bnn.absent`, `x.infer.no`, ``py``\n```\n`infer.b`\n```\n"
+    text = "`infer.SGLDD(model)`, `bnn.absent`, `x.infer.no`\n```\n`infer.b`\n```\n"
     assert list(shown_names(text)) == ["infer.SGLDD", "absent"]
 
 
