@@ -243,8 +243,7 @@ class GroupStudentT(dist.Distribution):
     def given_rest(
         self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array
     ) -> jax.Array:
-        """The array with its chosen elements drawn from their distribution given all
-        others.
+        """Draw chosen elements of the array from their distribution given all others.
 
         With n other elements of squared length q these are of the same family, with
         :math:`\\alpha + n` degrees of freedom and :math:`s^2 (\\alpha + q / s^2) /

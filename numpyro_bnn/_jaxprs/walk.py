@@ -116,7 +116,7 @@ class Equation:
         return primitive.bind(*operands, **primitive.get_bind_params(self.params))
 
     def descend(self, *operands: Any) -> list[Any]:
-        """Interpret the program inside a call."""
+        """Evaluate the program inside a call, under the same rules."""
         jaxpr, consts = inner_jaxpr(self.jaxpr_equation)
         return self.interpreter.run(jaxpr, consts, operands, self.needed, self)
 
@@ -251,7 +251,7 @@ class Interpreter:
         return needed_equations(jaxpr, outputs)
 
     def constant(self, value: Any) -> Any:
-        """What stands for a number that the program itself holds."""
+        """How a number that the program itself holds is represented."""
         return value
 
     def plain(self, equation: Equation, *operands: Any) -> Any:

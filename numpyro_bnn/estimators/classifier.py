@@ -137,8 +137,9 @@ class Classifier(ClassifierMixin, Network):
         return log_softmax(_log(probs) / temperature, axis=1)
 
     def uncertainty(self, X: Any) -> Uncertainty:
-        """Mean entropy of the labels given the network, and mutual information of label
-        and network, (N,) in nats.
+        """How uncertain each label is, and why, (N,) in nats: the mean entropy of
+        labels given the network, and the mutual information of label and network, which
+        more data would remove.
 
         A temperature does not change it: it is no property of the draws.
         """

@@ -53,8 +53,9 @@ class Inside:
 
 
 def inside(model: Any) -> Any:
-    """The fitted estimator inside a ``Pipeline`` or a search such as ``GridSearchCV``:
-    all of its answers, for rows as the pipeline takes them.
+    """Get intervals and all other answers from the estimator at the end of a fitted
+    ``Pipeline``, or of a search such as ``GridSearchCV``, for rows as the pipeline
+    takes them.
 
     scikit-learn passes on ``predict`` and ``predict_proba`` only. ``calibrate`` changes
     the estimator itself, so predictions of the pipeline follow.

@@ -62,8 +62,7 @@ IMPORTANCE_ROWS = 1000  # rows of the fit whose columns are permuted
 
 
 class Uncertainty(NamedTuple):
-    """Of new rows: what remains if the network were known, and what more data would
-    remove.
+    """The uncertainty of new rows in two parts: noise, and what more data would remove.
 
     :param aleatoric: of a regression (N,) or (N, K) the mean variance of the noise, in
         squared units of y; of a classification (N,) the mean entropy of the labels

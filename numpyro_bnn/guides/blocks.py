@@ -41,11 +41,12 @@ class Block(NamedTuple):
 
     @property
     def size(self) -> int:
-        """D."""
+        """How many unconstrained numbers the block has: D."""
         return sum(prod(shape) for shape in self.shapes.values())
 
     def unflatten(self, vector: jax.Array) -> dict[str, jax.Array]:
-        """Values of the sites from a vector (..., D); batch axes stay in front.
+        """Split a vector (..., D) into the values of the sites; batch axes stay in
+        front.
 
         >>> block = Block("auto", {"a": (2,), "b": ()}, jnp.zeros(3), jnp.ones(3))
         >>> {
@@ -121,7 +122,9 @@ class FullRank(Family):
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc`` (D,) and ``scale_tril`` (D, D)."""
+        """The Gaussian of the block, with parameters ``loc`` (D,) and ``scale_tril``
+        (D, D).
+        """
         instead = "Use `guides.LowRank(rank)`, or smaller blocks, e.g. one per layer."
         _check_size("guides.FullRank", block, block.size**2, instead)
         constraint = constraints.scaled_unit_lower_cholesky
@@ -155,8 +158,8 @@ class LowRank(Family):
     gaussian: ClassVar[bool] = True
 
     def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc``, ``scale`` (D,) and ``cov_factor`` (D, rank), which
-        multiplies the scale.
+        """The Gaussian of the block, with parameters ``loc``, ``scale`` (D,) and
+        ``cov_factor`` (D, rank), which multiplies the scale.
         """
         instead = "Use a smaller rank, or smaller blocks, e.g. one per layer."
         _check_size("guides.LowRank", block, block.size * self.rank, instead)

@@ -270,7 +270,9 @@ class Coupling(Family):
         return layers
 
     def distribution(self, block: Block) -> dist.TransformedDistribution:
-        """Parameters ``loc``, ``scale`` (D,) and those of the conditioners."""
+        """The flow of the block, with parameters ``loc``, ``scale`` (D,) and those of
+        the conditioners.
+        """
         flow = self.transforms(block.name, len(block.loc))
         loc, scale = declare_loc(block), declare_scale(block)
         base = dist.Normal(jnp.zeros_like(loc), jnp.ones_like(scale)).to_event(1)

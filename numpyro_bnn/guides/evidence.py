@@ -49,7 +49,7 @@ class Evidence(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """S."""
+        """How many draws of the guide the estimates are from: S."""
         return len(self.log_weights)
 
     @property
@@ -183,7 +183,8 @@ def evidence(
 
 @checked("guides.summarize")
 def summarize(log_weights: ArrayLike, num_observations: Natural = 0) -> Evidence:
-    """Estimate evidence, effective draws and k-hat from log weights.
+    """Judge an approximation by its log importance weights: evidence, effective draws
+    and k-hat.
 
     :param log_weights: (S,), e.g. the field of that name of :func:`evidence`.
     :param num_observations: number of observed values behind them.

@@ -74,8 +74,8 @@ class Flowjax(Family):
         super().__post_init__()
 
     def distribution(self, block: Block) -> dist.Distribution:
-        """Parameters ``loc``, ``scale`` (D,), unless ``standardized=False``, and those
-        of the flow.
+        """The flow of the block, with parameters ``loc``, ``scale`` (D,), unless
+        ``standardized=False``, and those of the flow.
         """
         dim = len(block.loc)
         if self.flow.shape != (dim,):

@@ -218,7 +218,7 @@ class SGMCMCKernel(ModelKernel):
     def dynamics(
         self, step_size: Any, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
-        """The dynamics of the position.
+        """How a step moves the weights: an integrator with its own noise.
 
         :param step_size: eps of the first step.
         :param size: number of parameters.
@@ -227,8 +227,8 @@ class SGMCMCKernel(ModelKernel):
 
     @property
     def schedule(self) -> Callable[[Any], Any]:
-        """The factor that multiplies the base step size, as a function of the engine's
-        step.
+        """How the step size changes over a run: a factor of the base step size, as a
+        function of the engine's step.
         """
         if callable(self.step_size):
             return self.step_size
@@ -237,7 +237,7 @@ class SGMCMCKernel(ModelKernel):
     def estimator(
         self, target: Target, potential: Callable
     ) -> sgmcmc.interfaces.Gradient:
-        """The gradient estimator of a potential of position and minibatch."""
+        """How the gradient is estimated: on all rows, or on minibatches."""
         full = partial(potential, batch="full")
         if self.exact or not target.subsampled:
             return sgmcmc.Full(full)
@@ -247,8 +247,8 @@ class SGMCMCKernel(ModelKernel):
         return sgmcmc.Minibatch(potential, stream)
 
     def sampler(self, evaluate: Callable, z: Any, base: jax.Array) -> sgmcmc.Sampler:
-        """The engine for a potential ``evaluate(z, batch)`` and a base step size; this
-        costs nothing at run time.
+        """Build the sampler of a chain, from a potential ``evaluate(z, batch)`` and a
+        base step size; this costs nothing at run time.
         """
         target, learned = self.plan.target, self.plan.learned
         unravel, schedule = ravel_pytree(z)[1], self.schedule
@@ -273,7 +273,7 @@ class SGMCMCKernel(ModelKernel):
     def steps(
         self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
     ) -> sgmcmc.State:
-        """The steps of transition ``i``."""
+        """Make the steps of transition ``i``, and return the state after them."""
         return sampler.run(engine, self.steps_per_draw)
 
     def steps_of(self, transitions: int) -> int:
@@ -282,7 +282,9 @@ class SGMCMCKernel(ModelKernel):
 
     @property
     def target_accept_prob(self) -> float | None:
-        """The acceptance to which step sizes are adapted; ``None`` without a test."""
+        """Acceptance probability to which step sizes are adapted; ``None`` for a kernel
+        without a test.
+        """
         return None
 
     def optimizer_steps(self) -> int:
@@ -291,8 +293,8 @@ class SGMCMCKernel(ModelKernel):
 
     @property
     def max_kick(self) -> float | None:
-        """What a step that was chosen in warm-up may not exceed: see
-        :class:`~numpyro_bnn.sgmcmc.Overdamped`.
+        """Longest kick that a step takes if its size was chosen in warm-up, ``None``
+        for no bound: see :class:`~numpyro_bnn.sgmcmc.Overdamped`.
         """
         chosen = self.step_size is None and self.temperature > 0
         return MAX_KICK if chosen else None
@@ -302,7 +304,8 @@ class SGMCMCKernel(ModelKernel):
     def choose_step_size(
         self, curvature: jax.Array, noise: Noise, size: int
     ) -> jax.Array:
-        """eps for the largest curvature and the gradient noise (both preconditioned).
+        """Choose the step size eps by the largest curvature and the gradient noise
+        (both preconditioned).
 
         Overdamped: to first order a coordinate of curvature lam and noise V has a
         variance too large by the fraction (eps / 4) (lam + V / T). Never more than a
@@ -318,7 +321,8 @@ class SGMCMCKernel(ModelKernel):
     def stable_step_size(
         self, curvature: jax.Array, noise: jax.Array, size: int
     ) -> jax.Array:
-        """eps on the way to the typical set: a quarter of the stability limit.
+        """Step size eps while a chain is still far from the posterior: a quarter of the
+        stability limit.
 
         ``noise`` is the summed variance of the gradient over its squared norm. Far from
         the mode both grow alike, and with larger steps a chain would move ever further
@@ -341,7 +345,7 @@ class SGMCMCKernel(ModelKernel):
         return [AdaptAcceptance(plan.warm_up, self.target_accept_prob)]
 
     def phases(self, plan: RunPlan) -> list[Phase]:
-        """What is done around the steps of a transition, in this order."""
+        """What a transition does before, between and after its steps, in this order."""
         warm_up, learned, adapting = plan.warm_up, plan.learned, self.adapting(plan)
         learning = [] if learned is None else [learned]
         chosen = self.step_size is None
@@ -676,7 +680,7 @@ class SGMCMCKernel(ModelKernel):
 
     @property
     def plan(self) -> RunPlan:
-        """What the chains of this run do."""
+        """How the chains of this run are started, adapted and sampled."""
         if self._plan is None:
             raise argument_error(
                 self._call,
@@ -688,7 +692,7 @@ class SGMCMCKernel(ModelKernel):
 
     @property
     def target(self) -> Target:
-        """The model bound to its arguments."""
+        """The posterior of this run: the model with its data."""
         return self.plan.target
 
     # -- read by the export ------------------------------------------------------------

@@ -36,8 +36,8 @@ FACTOR = "_collapsed_log_likelihood"
 
 @checked("infer.collapse")
 def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> Callable:
-    r"""Marginalize sites that enter a model linearly, exactly; draws of them come back
-    with each sample.
+    r"""Integrate out weights that enter a model linearly, exactly; draws of them come
+    back with each sample.
 
     For data and weights :math:`y \sim N(f + A w, S)`, :math:`w \sim N(m, D)`, where f,
     A, m, S and D depend on all other sites :math:`\theta`, a sampler needs only the

@@ -131,8 +131,8 @@ class MCLMC(SGMCMCKernel):
         return EARLY * last, last
 
     def max_energy_error(self, num_parameters: int) -> float:
-        """Largest energy error of a step that is taken, in nats: beyond errors as large
-        as the target's.
+        """Energy error in nats beyond which a step is refused: well above errors of the
+        target's size.
 
         >>> round(MCLMC(lambda: None).max_energy_error(4475), 1)
         34.2
@@ -141,8 +141,8 @@ class MCLMC(SGMCMCKernel):
         return max(LARGEST * last, LEAST_LARGEST)
 
     def max_warm_up_error(self, num_parameters: int) -> float:
-        """The same in warm-up, where a target that is given may begin far above the
-        last.
+        """Energy error beyond which a step of the warm-up is refused, where a target
+        that is given may begin far above the last.
         """
         first = (num_parameters * self.energy_targets[0]) ** 0.5
         early = EARLY_LARGEST * first if self.energy_variance is not None else 0.0
@@ -162,8 +162,8 @@ class MCLMC(SGMCMCKernel):
     def choose_step_size(
         self, curvature: jax.Array, noise: Noise, size: int
     ) -> jax.Array:
-        """A quarter of the stable length, where a time step h has length h sqrt(P), as
-        a momentum from N(0, I) has.
+        """Choose the length of the first steps: a quarter of the longest stable one,
+        where a time step h has length h sqrt(P), as a momentum from N(0, I) has.
 
         Per step, noise of variance V turns the direction by a squared angle eps^2 V /
         (P T^2), at most that of the refreshes, 2 eps / L; noise V + D makes a variance
@@ -183,8 +183,8 @@ class MCLMC(SGMCMCKernel):
         return jnp.sqrt(0.25 / (curvature * (1 + noise)) * size)
 
     def adapting(self, plan: RunPlan) -> list[Phase]:
-        """Energy errors steer the step size; on minibatches noise limits it, unless a
-        target of their energy errors is given.
+        """Phases of warm-up in which energy errors choose the step size; on minibatches
+        the gradient noise does, unless a target of the energy errors is given.
         """
         stages = Stages.of(plan.warm_up.begin, plan.warm_up.end)
         limited, size = self._is_limited_by_noise(plan), plan.size

@@ -82,7 +82,7 @@ class WarmStart:
 
     @property
     def transformation(self) -> Any:
-        """The optimizer."""
+        """The optimizer, as a gradient transformation of optax."""
         import optax
 
         usual = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))

@@ -205,8 +205,8 @@ def uncertainty(probs: ArrayLike) -> Uncertainty:
 
 
 def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
-    r"""Variance of the logits over draws of the weights, relative to the square of
-    their mean.
+    r"""How much draws of the weights disagree before the softmax: the variance of the
+    logits relative to the square of their mean.
 
     .. math:: \frac{\frac1S \sum_s |c_s - \bar c|^2}{|\bar c|^2}, \qquad
         c_{sk} = l_{sk} - \frac1K \sum_j l_{sj}, \quad \bar c = \frac1S \sum_s c_s

@@ -95,8 +95,8 @@ class Health(NamedTuple):
 
 
 def health(idata: Any) -> Health:
-    """Check a result: its chains, energies, temperatures, mixing and fit of the
-    function, its guide, its data.
+    """Check whether a result can be trusted: its chains, energies, temperatures, mixing
+    and fit of the function, its guide, its data.
 
     R-hat and ESS are those of the function at up to 16 rows, because weights do not mix
     by symmetry. A check that lacks its numbers is left out; chains that one check finds

@@ -84,7 +84,7 @@ Key: TypeAlias = jax.Array | int  # or a seed
 
 
 class Posterior:
-    """What a model is for some arguments, and its density.
+    """A model with its data, as one object: its sites, its plates, its log density.
 
     :param model: the NumPyro model.
     :param args: its positional arguments.
@@ -164,8 +164,8 @@ class Posterior:
         return posterior
 
     def without_data(self) -> "Posterior":
-        """The program alone, for :meth:`with_arguments`: it keeps no data, nor tracers,
-        alive.
+        """The model without its data, for :meth:`with_arguments`: it keeps no arrays,
+        nor tracers, alive.
         """
         return self.with_data(dict.fromkeys(self.data))
 
@@ -291,13 +291,15 @@ class Posterior:
 
     @property
     def local(self) -> tuple[str, ...]:
-        """Names of the latent sites of which it has the rows of a minibatch only."""
+        """Names of latent sites with a value for each row, of which a minibatch has a
+        part.
+        """
         return tuple(name for name in self.latent if self.frames(name))
 
     def frames(
         self, name: str, plates: Collection[str] | None = None
     ) -> list[CondIndepStackFrame]:
-        """The plates of which a site has the rows of a minibatch, or those among
+        """Plates of which a site has the rows of a minibatch, or those of them in
         ``plates``.
         """
         plates = self._sizes if plates is None else plates
@@ -327,8 +329,8 @@ class Posterior:
 
     @property
     def redrawn(self) -> frozenset[str]:
-        """Plates whose random indices follow the seed from outside; none if the model
-        is already seeded.
+        """Plates whose random indices change with the seed; none if the model sets its
+        own seed.
         """
 
         def indices(inputs: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -359,9 +361,7 @@ class Posterior:
         return shapes
 
     def zeros(self) -> dict[str, jax.Array]:
-        """Zeros in the place of the values of latent sites, of local ones with all
-        their rows.
-        """
+        """Zeros shaped like the latent sites, local ones with all their rows."""
         zeros = {}
         for name, value in self.shapes().items():
             shape = list(value.shape)
@@ -571,8 +571,8 @@ class Posterior:
         return sites
 
     def row_values(self, values: Values, rows: Rows) -> dict[str, Any]:
-        """Values and indices for ``at``: of sites in these plates, which are given with
-        all their rows, those that are wanted.
+        """Take the wanted rows of sites that have all rows of these plates: what ``at``
+        takes.
         """
         inputs = {**values, **rows}
         for name in inputs.keys() & set(self.latent):

@@ -240,7 +240,7 @@ class Sampler:
 
     @property
     def refresh_cost(self) -> int:
-        """Gradients that :meth:`refresh` evaluates: those that the dynamics caches, and
+        """How many gradients :meth:`refresh` costs: those that the dynamics caches, and
         one at a center.
         """
         return self.dynamics.cached * self.gradient.evaluations + hasattr(

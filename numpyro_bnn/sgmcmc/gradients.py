@@ -36,7 +36,7 @@ Minibatches: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Full(Gradient):
-    """The exact gradient on all data.
+    """Use the exact gradient, on all data at every step.
 
     :param potential_fn: ``potential_fn(position) -> U``.
 

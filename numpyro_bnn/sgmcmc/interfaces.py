@@ -140,7 +140,7 @@ class Preconditioner:
         return state
 
     def root(self, state: Any, v: Array) -> Array:
-        """Return L v."""
+        """Multiply by L: standard noise v becomes noise L v of covariance G."""
         raise NotImplementedError
 
     def transpose(self, state: Any, v: Array) -> Array:
@@ -148,7 +148,7 @@ class Preconditioner:
         return self.root(state, v)
 
     def whiten(self, state: Any, v: Array) -> Array:
-        """Return L^-1 v."""
+        """Multiply by L^-1: noise v of covariance G becomes standard noise."""
         raise NotImplementedError
 
 
@@ -200,8 +200,8 @@ class Dynamics:
         return None
 
     def in_other_steps(self, memory: Any, ratio: Array) -> Any:
-        """Return the memory of a chain whose next steps take other times, ``ratio`` =
-        old / new.
+        """Convert the memory of a chain to another step size: its next steps take other
+        times, ``ratio`` = old / new.
         """
         return memory
 

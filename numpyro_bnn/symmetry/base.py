@@ -163,8 +163,8 @@ class Symmetry(ABC):
         return jnp.zeros(units)
 
     def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
-        """Group elements that an invariance is tested at; of a finite group such that
-        all of it follows.
+        """Group elements at which an invariance is tested; of a finite group enough to
+        imply all of it.
         """
         return [self.random(rng_key, units)]
 
@@ -213,7 +213,7 @@ class Symmetry(ABC):
         return self._with_fields(renamed)
 
     def without(self, sites: Container[str]) -> Self:
-        """The symmetry of all other sites."""
+        """The symmetry with some sites left out."""
 
         def remaining(value: Any) -> Any:
             return axes_without(value, sites) if isinstance(value, tuple) else value

@@ -345,6 +345,34 @@ def unknown_names(path):
     ]
 
 
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+OF_A_ROOM = re.compile(
+    rf"(?<![\w./`])(?:bnn\.)?((?:{'|'.join(ROOMS)})(?:\.[A-Za-z]\w*)+)"
+)
+OF_THE_PACKAGE = re.compile(r"(?<![\w.])bnn\.(\w+(?:\.\w+)*)")
+FORMER = [ROOT / "CHANGELOG.md", DOCS / "migration.md"]  # they have former names
+
+
+def shown_names(text):
+    """Names of this package in the inline code of a page, as `infer.SGLD`."""
+    for code in INLINE.findall(prose(text)):
+        yield from OF_A_ROOM.findall(code)
+        yield from OF_THE_PACKAGE.findall(code)
+
+
+def test_names_in_the_prose_of_pages_exist():
+    """Also those in tables of what to write in the place of another package's names."""
+    gone = {}
+    for path in set(MARKDOWN) - set(FORMER):
+        names = set(shown_names(path.read_text()))
+        missing = [name for name in sorted(names) if not exists(f"{NAME}.{name}")]
+        if missing:
+            gone[label(path)] = missing
+    assert gone == {}
+    text = "`infer.SGLDD(model)`, `bnn.absent`, `x.infer.no`\n```\n`infer.b`\n```\n"
+    assert list(shown_names(text)) == ["infer.SGLDD", "absent"]
+
+
 def test_references_exist():
     unknown = {label(path): unknown_names(path) for path in SOURCES}
     for path in MARKDOWN:
