@@ -65,6 +65,7 @@ class Classifier(ClassifierMixin, Network):
         *,
         widths: Sequence[int] | None = None,
         activation: Any = None,
+        network: Callable[[int], Any] | None = None,
         prior: Any = None,
         categories: Sequence[str] | None = None,
         dates: Sequence[str] | None = None,
@@ -79,6 +80,7 @@ class Classifier(ClassifierMixin, Network):
         self.method = method
         self.widths = widths
         self.activation = activation
+        self.network = network
         self.prior = prior
         self.categories = categories
         self.dates = dates
@@ -133,7 +135,7 @@ class Classifier(ClassifierMixin, Network):
         return np.exp(self._log_probs(X, self.calibration_, warn=True))
 
     def _log_probs(self, X: Any, temperature: float, warn: bool = False) -> np.ndarray:
-        (probs,) = self._summary("probabilities", X, warn=warn)
+        (probs,) = self._asking(X, warn=warn)("probabilities")
         return log_softmax(_log(probs) / temperature, axis=1)
 
     def uncertainty(self, X: Any) -> Uncertainty:
@@ -143,7 +145,7 @@ class Classifier(ClassifierMixin, Network):
 
         A temperature does not change it: it is no property of the draws.
         """
-        total, aleatoric = self._summary("entropies", X)
+        total, aleatoric = self._asking(X)("entropies")
         return Uncertainty(aleatoric, np.maximum(total - aleatoric, 0.0))
 
     def predict(self, X: Any) -> np.ndarray:
@@ -177,7 +179,7 @@ class Classifier(ClassifierMixin, Network):
         """
         codes = self._codes(X_held_out, y_held_out, "conformal_set", "_held_out")
         rank = self._conformal_rank("conformal_set", len(codes), level)
-        (probs,) = self._alike("probabilities", X_held_out, X)
+        (probs,) = self._asking_alike(X_held_out, X)("probabilities")
         label_probs = np.sort(probs[np.arange(len(codes)), codes])
         return probs[len(codes) :] >= label_probs[-rank]
 
@@ -200,7 +202,8 @@ class Classifier(ClassifierMixin, Network):
             got = f"a temperature of {self.calibration_:.3g}"
             instead = "Set `calibration_ = 1.0` for draws without it."
             raise argument_error(f"{self._call}.sample", "calibration_", got, instead)
-        (probs,), generator = self._components(X, num_samples, random_state)
+        ask, generator = self._asking_for_draws(X, num_samples, random_state)
+        (probs,) = ask("components")
         if not noise:
             return probs
         uniform = generator.random((*probs.shape[:2], 1))

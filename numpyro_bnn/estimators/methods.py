@@ -17,12 +17,12 @@ import numpyro.distributions as dist
 from jax.sharding import Mesh, PartitionSpec
 from numpyro.infer import NUTS, SVI
 
-from numpyro_bnn import guides, infer, nn, priors, symmetry
+from numpyro_bnn import guides, infer, priors, symmetry
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn.estimators.modules import random_function
 from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
-from numpyro_bnn.networks import random_network
 from numpyro_bnn.program.compiled import TRACING, prepare
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import from_guide
@@ -135,14 +135,14 @@ def network_model(
     is_data: Any = None,
     weight: Any = None,
     *,
-    net: nn.Layer,
+    net: Any,
     prior: Any,
     likelihood: Callable,
 ) -> None:
-    """A NumPyro model: a random network, and one observation per row that
+    """A NumPyro model: a random network or module, and one observation per row that
     is data (``is_data``), whose likelihood is to the power of its ``weight``.
     """
-    f = random_network("net", net, x.shape[1:], prior)
+    f = random_function(net, x.shape[1:], prior)
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
         fn = of_output(f(x[index]))

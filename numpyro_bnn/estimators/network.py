@@ -40,7 +40,7 @@ from numpyro_bnn._options import (
     options_of,
 )
 from numpyro_bnn.datasets import Scaler
-from numpyro_bnn.estimators import methods
+from numpyro_bnn.estimators import methods, modules
 from numpyro_bnn.estimators.frames import Columns, is_frame
 from numpyro_bnn.estimators.predictive import Predictive
 from numpyro_bnn.estimators.tables import check_numbers, taught
@@ -144,6 +144,7 @@ class Network(BaseEstimator):
     method: str
     widths: Sequence[int] | None
     activation: Any
+    network: Callable[[int], Any] | None
     prior: Any
     categories: Sequence[str] | None
     dates: Sequence[str] | None
@@ -154,7 +155,7 @@ class Network(BaseEstimator):
     progress_bar: bool
     random_state: Any
     #: The summary that is a prediction without its noise.
-    _mean_summary: ClassVar[str] = "moments"
+    _mean_summary: str = "moments"
     #: What was done with the columns of a frame; an array has none.
     _columns_of_x: Columns | None
     #: What scikit-learn is to check of targets, and how we check them before.
@@ -196,10 +197,30 @@ class Network(BaseEstimator):
             if names is not None and not is_list(names):
                 instead = f"Pass names of columns, e.g. `{option}=[{'zip'!r}]`."
                 raise argument_error(call, option, names, instead, TypeError)
+        if self.network is not None:
+            self._check_network()
         nn.MLP([1, 1], self._activation)
         as_prior({} if self.prior is None else self.prior, call)
         with taught(call, "random_state", self.random_state):
             check_random_state(self.random_state)
+
+    def _check_network(self) -> None:
+        is_module = isinstance(self.network, nn.Layer) or modules.library(self.network)
+        if is_module or not callable(self.network):
+            raise argument_error(
+                self._call, "network", self.network, modules.INSTEAD, TypeError
+            )
+        for option in ("widths", "activation"):
+            if getattr(self, option) is not None:
+                instead = "Leave it out: `network` says what the network is."
+                raise argument_error(self._call, option, getattr(self, option), instead)
+
+    def _network(self, outputs: int, widths: Sequence[int]) -> Any:
+        """The network of the user, or one with these widths if there are no others."""
+        if self.network is None:
+            widths = widths if self.widths is None else self.widths
+            return nn.MLP([*widths, outputs], self._activation)
+        return modules.own_network(self._call, self.network, outputs)
 
     def _fitted(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Fit a copy and take over all of it at once: a refused or interrupted fit
@@ -278,10 +299,7 @@ class Network(BaseEstimator):
             )
         x_scaler = self._input_scaler(x, weight)
         x = x_scaler.transform(x)
-        net = nn.MLP(
-            [*(widths if self.widths is None else self.widths), outputs],
-            self._activation,
-        )
+        net = self._network(outputs, widths)
         prior = self.prior
         if prior is None:
             prior = methods.PRIORS.get(self.method, self._usual_prior)()
@@ -357,21 +375,30 @@ class Network(BaseEstimator):
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "_predictive")
 
-    def _summary(
-        self, name: str, X: Any, *by_row: np.ndarray, warn: bool = False, **options: Any
-    ) -> tuple:
-        """A summary of the predictive mixture at new rows, which are checked and
-        standardized.
+    def _asking(
+        self, X: Any, *, warn: bool = False, draw_index: Any = None
+    ) -> Callable[..., tuple]:
+        """``ask(name, *by_row, options=())``: summaries of the predictive mixture at
+        new rows, which are checked and standardized once.
 
         :param warn: whether to warn of rows that lie far outside those of the fit.
+        :param draw_index: draws whose components are asked for, by default all.
         """
         rows = self._rows(X, warn=warn)
-        answers = self._answers(name, rows, *by_row, **options)
-        if warn:
-            share, limit, words = extrapolated(self._data[0], rows)
-            if share > limit:
-                warn_of_health(f"{self._call}: {words}. {FAR}")
-        return answers
+        unchecked = [rows] if warn else []
+
+        def ask(name: str, *by_row: np.ndarray, options: Any = ()) -> tuple:
+            index = draw_index if name.endswith("components") else None
+            answers = self._answers(
+                name, rows, *by_row, draw_index=index, options=options
+            )
+            while unchecked:
+                share, limit, words = extrapolated(self._data[0], unchecked.pop())
+                if share > limit:
+                    warn_of_health(f"{self._call}: {words}. {FAR}")
+            return answers
+
+        return ask
 
     def _rows(self, X: Any, argument: str = "X", *, warn: bool = False) -> np.ndarray:
         """New rows, checked and standardized."""
@@ -476,16 +503,21 @@ class Network(BaseEstimator):
             )
         return answers
 
-    def _alike(self, name: str, X_held_out: Any, X: Any) -> list[np.ndarray]:
-        """A summary at held-out and new rows: equal rows have equal values, to the last
-        bit.
+    def _asking_alike(self, X_held_out: Any, X: Any) -> Callable[..., tuple]:
+        """:meth:`_asking` at held-out and new rows: equal rows have equal values, to
+        the last bit.
 
         A program may round a row differently in another place of its chunk, so each row
         is computed once.
         """
         tables = self._rows(X_held_out, "X_held_out"), self._rows(X)
         rows, place = np.unique(np.concatenate(tables), axis=0, return_inverse=True)
-        return [values[place.reshape(-1)] for values in self._answers(name, rows)]
+
+        def ask(name: str, options: Any = ()) -> tuple:
+            answers = self._answers(name, rows, options=options)
+            return tuple(values[place.reshape(-1)] for values in answers)
+
+        return ask
 
     def uncertainty(self, X: Any) -> Uncertainty:
         """How much of the uncertainty about new observations is noise, and how much
@@ -516,10 +548,11 @@ class Network(BaseEstimator):
 
         .. math:: S_j = \frac{E[(f(x) - f(x^{(j)}))^2]}{2\,\mathrm{Var} f(x)}
 
-        f is the predictive mean, or the class probabilities, summed over targets or
-        classes, and in :math:`x^{(j)}` the values of column j come from another row of
-        the fit. Shares of interacting columns add up to more than 1. It is what the
-        network uses: of two columns that say the same, each may have any part.
+        f is the predictive mean, or the probabilities of classes or levels, summed over
+        targets or these; of "positive" and "bounded" targets the mean of their log or
+        logit. In :math:`x^{(j)}` the values of column j come from another row of the
+        fit. Shares of interacting columns add up to more than 1. It is what the network
+        uses: of two columns that say the same, each may have any part.
 
         :param random_state: seed of the permutations, by default that of the fit.
         :return: shares by name, of arrays ``x0``, ``x1``, ...
@@ -615,11 +648,11 @@ class Network(BaseEstimator):
             )
         return rank
 
-    def _components(
+    def _asking_for_draws(
         self, X: Any, count: int, random_state: Any
-    ) -> tuple[tuple, np.random.Generator]:
-        """What some draws say of new rows, each draw used as often as the others or
-        once less; and a generator.
+    ) -> tuple[Callable[..., tuple], np.random.Generator]:
+        """:meth:`_asking` for the components of some draws, each draw used as often as
+        the others or once less; and a generator.
         """
         check_is_fitted(self)
         with taught(f"{self._call}.sample", "random_state", random_state):
@@ -628,7 +661,13 @@ class Network(BaseEstimator):
         total = self._predictive.num_draws
         orders = [generator.permutation(total) for _ in range(-(-count // total))]
         draw_index = np.concatenate(orders)[:count]
-        return self._summary("components", X, draw_index=draw_index), generator
+        return self._asking(X, draw_index=draw_index), generator
+
+    def _log_slopes(self) -> np.ndarray | float:
+        """Log derivatives of what the network is trained on by the targets of the fit:
+        one, or one for each row.
+        """
+        return 0.0
 
     @property
     def idata_(self) -> Any:
@@ -636,7 +675,8 @@ class Network(BaseEstimator):
         first access.
 
         Weights are those of the standardized network; inputs, targets, predictions and
-        log likelihoods have the units of the data.
+        log likelihoods have the units of the data. Targets and predictions of the kinds
+        "positive" and "bounded" are logs and logits of the data, ratings are numbered.
         """
         check_is_fitted(self)
         if self._idata is None:
@@ -669,9 +709,10 @@ class Network(BaseEstimator):
         if scaler := self._y_scaler:
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
                 in_units(name, scaler)
-            groups["log_likelihood"] = groups["log_likelihood"] - np.sum(
-                np.log(scaler.scale)
-            )
+            slopes = self._log_slopes()
+            log_likelihood = groups["log_likelihood"]
+            values = {name: log_likelihood[name] + slopes for name in log_likelihood}
+            groups["log_likelihood"] = log_likelihood.assign(values)
         return reported(
             groups,
             about({**self.attrs_, "standardized_inside": True, **judged}, key, None),

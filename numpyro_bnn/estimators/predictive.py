@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-import numpyro.distributions as dist
-from jax.scipy.special import entr, logsumexp, ndtr
 
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn.estimators.mixtures import SUMMARIES, component_of
 from numpyro_bnn.guides.laplace.likelihoods import given_log_scales, likelihood_of
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
 from numpyro_bnn.guides.laplace.rows import Batch
@@ -23,11 +21,6 @@ from numpyro_bnn.program.posterior import Posterior
 
 # Rows of a chunk: few programs, bounded memory.
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 1024
-HALVINGS = 40  # of the bracket of a quantile
-# Of the table of a Student's t: largest asinh of a value, and number of nodes.
-MAX_ASINH, NUM_NODES = 20.0, 2049
-# Of the integral of a CRPS: predictive standard deviations beyond the mean, and nodes.
-MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 256
 
 
 class Predictive:
@@ -118,7 +111,7 @@ class Predictive:
 
             def components(draw: Mapping[str, jax.Array]) -> Any:
                 values = {name: draw[name] for name in latent}
-                return _component(reading.at(values, only=("y",))["y"]["fn"])
+                return component_of(reading.at(values, only=("y",))["y"]["fn"])
 
             size = draws_per_chunk(
                 components, jax.tree.map(lambda value: value[0], draws)
@@ -201,142 +194,3 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
     fn = fn.to_event(trace["y"]["fn"].event_dim)
     with numpyro.plate("data", x.shape[0]):
         numpyro.sample("y", fn, obs=y)
-
-
-# -- components: means, standard deviations and, of a Student's t, degrees of freedom,
-# (M, R) or (M, R, K); of classes, probabilities (M, R, K)
-# -----------------------------------------------------------------------------
-
-
-def _component(fn: Any) -> tuple:
-    """The arrays that a component of the mixture consists of."""
-    if hasattr(fn, "logits"):
-        return (fn.probs,)
-    kind = unwrapped(fn)
-    component = (fn.mean, jnp.sqrt(fn.variance))
-    if isinstance(kind, dist.StudentT):
-        return *component, jnp.broadcast_to(kind.df, fn.mean.shape)
-    return component
-
-
-def _moments(mixture: tuple, weights: jax.Array) -> tuple:
-    """Mean of an observation, mean variance of the noise, and variance of the function,
-    which add up.
-    """
-    means, sds = mixture[:2]
-    mean = jnp.tensordot(weights, means, 1)
-    return (
-        mean,
-        jnp.tensordot(weights, sds**2, 1),
-        jnp.tensordot(weights, (means - mean) ** 2, 1),
-    )
-
-
-def _quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
-    """Quantiles of the mixture at each level, by bisection between bounds of those of
-    its components (Cantelli).
-    """
-    (means, sds), cdf = mixture[:2], _cdf(mixture)
-
-    def at(level: jax.Array) -> jax.Array:
-        def halve(_: Any, bracket: tuple) -> tuple:
-            low, high = bracket
-            middle = (low + high) / 2
-            below = jnp.tensordot(weights, cdf((middle - means) / sds), 1) < level
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
-
-        odds = jnp.sqrt(level / (1 - level))
-        bracket = (means - sds / odds).min(0), (means + odds * sds).max(0)
-        low, high = jax.lax.fori_loop(0, HALVINGS, halve, bracket)
-        return (low + high) / 2
-
-    return tuple(jax.lax.map(at, levels))
-
-
-def _cdf(mixture: tuple) -> Callable:
-    """Distribution functions of the standardized components, at values (M, R) or (M, R,
-    K).
-
-    That of a Student's t, whose degrees of freedom are the same for all rows of a draw,
-    is read from a table: linear in asinh(z), so its error is below 2e-5.
-    """
-    if len(mixture) == 2:
-        return ndtr
-    df = mixture[2].reshape((len(mixture[2]), -1))[:, :1]
-    table = dist.StudentT(df).cdf(
-        jnp.sinh(jnp.linspace(-MAX_ASINH, MAX_ASINH, NUM_NODES))
-    )
-    draw = jnp.arange(len(df)).reshape((-1, *[1] * (mixture[2].ndim - 1)))
-
-    def cdf(z: jax.Array) -> jax.Array:
-        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / mixture[2])) / MAX_ASINH
-        place = (jnp.clip(place, -1, 1) + 1) * (NUM_NODES - 1) / 2
-        below = jnp.clip(place.astype(int), 0, NUM_NODES - 2)
-        low, high = table[draw, below], table[draw, below + 1]
-        return low + (place - below) * (high - low)
-
-    return cdf
-
-
-def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
-    """Log density of the mixture at y; all outputs of a row together."""
-    means, sds = mixture[:2]
-    tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
-    each = (*tails, dist.Normal(means, sds))[0].log_prob(y)
-    each = each.sum(-1) if each.ndim == 3 else each
-    return (logsumexp(each, axis=0, b=weights[:, None]),)
-
-
-def _distribution(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
-    """Distribution function of the mixture at y, of each output alone."""
-    means, sds = mixture[:2]
-    return (jnp.tensordot(weights, _cdf(mixture)((y - means) / sds), 1),)
-
-
-def _crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
-    """Continuous ranked probability score of the mixture at y, of each output alone.
-
-    F^2 below y and (1 - F)^2 above it are smooth: Gauss-Legendre in asinh of the
-    distance from y, in predictive standard deviations, as far as tails matter. Where
-    components are a hundred times narrower than the mixture, errors reach a percent.
-    """
-    means, sds = mixture[:2]
-    mean, noise, spread = _moments(mixture, weights)
-    sd = jnp.sqrt(noise + spread)
-    cdf = _cdf(mixture)
-    # Beyond the mean, too, which may be far from y.
-    reach = jnp.arcsinh(jnp.abs(y - mean) / sd + MAX_DISTANCE_SD)
-
-    def add(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple:
-        place, weight = node
-        distance = sd * jnp.sinh(reach * place)
-        below = jnp.tensordot(weights, cdf((y - distance - means) / sds), 1)
-        above = 1 - jnp.tensordot(weights, cdf((y + distance - means) / sds), 1)
-        step = weight * reach * sd * jnp.cosh(reach * place)
-        return total + step * (below**2 + above**2), None
-
-    places, node_weights = np.polynomial.legendre.leggauss(NUM_CRPS_NODES)
-    nodes = jnp.asarray((places + 1) / 2), jnp.asarray(node_weights / 2)
-    return (jax.lax.scan(add, jnp.zeros_like(mean), nodes)[0],)
-
-
-def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
-    """Entropy of the mean probabilities, and mean entropy of the draws."""
-    mean = jnp.tensordot(weights, mixture[0], 1)
-    return entr(mean).sum(-1), jnp.tensordot(weights, entr(mixture[0]).sum(-1), 1)
-
-
-# Name -> the axis of the rows in its results, and the function of the components.
-SUMMARIES: dict[str, tuple[int, Callable]] = {
-    "moments": (0, _moments),
-    "quantiles": (0, _quantiles),
-    "log_density": (0, _log_density),
-    "cdf": (0, _distribution),
-    "crps": (0, _crps),
-    "components": (1, lambda mixture, _: mixture),
-    "probabilities": (
-        0,
-        lambda mixture, weights: (jnp.tensordot(weights, mixture[0], 1),),
-    ),
-    "entropies": (0, _entropies),
-}

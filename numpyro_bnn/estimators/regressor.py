@@ -4,17 +4,19 @@ the data.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpyro.distributions as dist
 from scipy.stats import norm
 from sklearn.base import RegressorMixin
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils import _safe_indexing, check_random_state
+from sklearn.utils.validation import _num_samples, check_is_fitted
 
 from numpyro_bnn._checks import argument_error, as_floats
-from numpyro_bnn._options import Level, Positive, PositiveInt, Switch, checked
-from numpyro_bnn.estimators import methods
+from numpyro_bnn._options import Choice, Level, Positive, PositiveInt, Switch, checked
+from numpyro_bnn.estimators import methods, targets
+from numpyro_bnn.estimators.choice import chosen
 from numpyro_bnn.estimators.network import (
     Callback,
     Method,
@@ -23,12 +25,14 @@ from numpyro_bnn.estimators.network import (
     warn_of_health,
     weighted_scaler,
 )
-from numpyro_bnn.estimators.tables import check_numbers
+from numpyro_bnn.estimators.tables import check_numbers, missing_values, taught
+from numpyro_bnn.estimators.targets import ROUNDING, TARGETS, Continuous, Noise
 from numpyro_bnn.models import repeats_values
 
 EXACT_SD = 1e-3  # of the noise, in standard deviations of the targets
 MAX_EXACT_SHARE = 0.1  # of rows predicted as if their noise were smaller
-ROUNDING = 4 * np.finfo(float).eps
+TargetName: TypeAlias = Annotated[str, Choice(("auto", *TARGETS))]
+Center: TypeAlias = Annotated[str, Choice(("mean", "quantiles"))]
 
 
 class Regressor(RegressorMixin, Network):
@@ -50,9 +54,15 @@ class Regressor(RegressorMixin, Network):
         on at least 150 rows ``(16, 16, 16)``.
     :param activation: name of the activation, or a layer; ``"relu"`` by default,
         ``"tanh"`` for ``"laplace"``.
+    :param network: in place of ``widths`` and ``activation``, a function of the number
+        of outputs that returns a specification such as ``nn.MLP([50, outputs])``, or a
+        module of Flax, NNX or Equinox that keeps no state.
     :param prior: as for :func:`~numpyro_bnn.random_network`; by default
         ``priors.Hierarchical()``, for ``"adf"`` ``priors.Normal()``, and for
         ``"laplace"`` the same with precisions that maximize the evidence.
+    :param target: kind of the targets, see below; ``"auto"`` takes another one than
+        ``"continuous"`` only where at least 100 targets of one column clearly are that.
+        ``bounds``: lower and upper bound of ``"bounded"`` targets.
     :param heteroscedastic: let the scale of the noise depend on the inputs; by default
         only for ``"ensemble"`` on at least 150 rows, as fewer would be taken for noise.
     :param heavy_tails: Student's t noise with learned degrees of freedom, which
@@ -69,10 +79,30 @@ class Regressor(RegressorMixin, Network):
     :param progress_bar: show a progress bar.
     :param random_state: seed, as everywhere in scikit-learn.
     :raises ValueError: on ``fit``, for wrong settings, NaN, one row, or data on which
-        every chain diverged.
+        every chain diverged. Rows whose target is missing are left out with a warning,
+        if there is one target.
+
+    ================  ================================================================
+    ``target``        likelihood, and where ``"auto"`` considers it
+    ================  ================================================================
+    ``"continuous"``  normal or Student's t noise
+    ``"positive"``    normal noise of log y; for skewed positive numbers
+    ``"bounded"``     noise of the logit of y between its ``bounds``; if there are any
+    ``"counts"``      negative binomial, nearly Poisson where the data are; for whole
+                      numbers from zero on with a standard deviation below 50
+    ``"zeros"``       a chance of zero, and a log-normal part; where at least 5 % of
+                      other numbers than counts are exactly zero
+    ``"ordered"``     ordered logits of the distinct values; for at most ten of them
+    ================  ================================================================
+
+    ``"auto"`` compares candidates by log densities of rows that are out of the bag of a
+    random forest, on one scale. All answers are those of this distribution: intervals
+    and draws stay in its support, and ``predict`` is its mean. ``repr`` and
+    ``attrs_["target"]`` say what was chosen. "counts", "zeros" and "ordered" need
+    ``"ensemble"``, ``"nuts"`` or ``"mean_field"``.
 
     Several targets, y (N, K), share the network; given its weights they are
-    independent.
+    independent. They are "continuous", "positive" or "bounded".
 
     X may be an array of numbers, or a frame (pandas, polars) as it is. Of a frame, text
     and categories become one column per level (levels in less than 1 % of the rows are
@@ -104,9 +134,12 @@ class Regressor(RegressorMixin, Network):
         *,
         widths: Sequence[int] | None = None,
         activation: Any = None,
+        network: Callable[[int], Any] | None = None,
         prior: Any = None,
         categories: Sequence[str] | None = None,
         dates: Sequence[str] | None = None,
+        target: TargetName = "auto",
+        bounds: Sequence[float] | None = None,
         heteroscedastic: Switch | None = None,
         heavy_tails: Switch | None = None,
         num_chains: PositiveInt | None = None,
@@ -119,9 +152,12 @@ class Regressor(RegressorMixin, Network):
         self.method = method
         self.widths = widths
         self.activation = activation
+        self.network = network
         self.prior = prior
         self.categories = categories
         self.dates = dates
+        self.target = target
+        self.bounds = bounds
         self.heteroscedastic = heteroscedastic
         self.heavy_tails = heavy_tails
         self.num_chains = num_chains
@@ -147,46 +183,93 @@ class Regressor(RegressorMixin, Network):
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         self._check_settings()
-        hetero = self.heteroscedastic
-        tails = self.heavy_tails
-        if tails and self.method not in methods.HEAVY_TAILS:
-            instead = (
-                f"Leave it out, or use another `method`: "
-                f"{', '.join(methods.HEAVY_TAILS)}."
-            )
-            raise argument_error(self._call, "heavy_tails", tails, instead)
-        X, y, weight = self._training_rows(X, y, sample_weight)
+        self._check_noise()
+        known = self._with_targets(X, y, sample_weight)
+        X, y, weight = self._training_rows(*known)
         y = np.asarray(y, np.float64)
         usual = methods.Regression.usual(self.method, len(X))
         widths = usual.widths if self.widths is None else self.widths
         self._check_size(len(X), len(widths))
         self._target_shape = y.shape[1:]
         y = y[:, 0] if self._target_shape == (1,) else y
-        targets = 1 if y.ndim == 1 else y.shape[1]
-        if repeats_values(y):
-            for name in ("heteroscedastic", "heavy_tails"):
-                if getattr(self, name):
+        name, self._choice = self.target, ""
+        if name == "auto":
+            seed = check_random_state(self.random_state).randint(2**31)
+            name, self._choice = chosen(X, y, weight, self._noise, self.method, seed)
+        else:
+            targets.check_target(self._call, name, y, self._noise, self.method)
+        self._target = self._kind(name, y, weight, usual)
+        self._run(
+            X,
+            self._target.observed(y),
+            self._target.num_outputs,
+            self._target.likelihood(),
+            self._target.scaler,
+            usual.widths,
+            weight,
+        )
+        self.attrs_["target"] = name
+        self._mean_summary = self._target.mean_summary
+        self._check_fit(y, weight)
+
+    def _with_targets(self, X: Any, y: Any, sample_weight: Any) -> tuple:
+        """The rows whose one target is not missing, with a note of the others."""
+        with taught(f"{self._call}.fit", "y", y):
+            missing = missing_values(np.asarray(y))
+        if not missing.any() or missing.all() or _num_samples(X) != len(missing):
+            return X, y, sample_weight
+        warn_of_health(
+            f"{self._call}.fit: {missing.sum()} of {len(missing)} targets are missing: "
+            "their rows are left out."
+        )
+        rows = np.flatnonzero(~missing)
+        if np.shape(sample_weight) == missing.shape:
+            sample_weight = np.asarray(sample_weight)[rows]
+        return _safe_indexing(X, rows), np.asarray(y)[rows], sample_weight
+
+    def _check_noise(self) -> None:
+        """Refuse settings of the noise that no targets allow."""
+        tails, bounds = self.heavy_tails, self.bounds
+        if tails and self.method not in methods.HEAVY_TAILS:
+            instead = (
+                f"Leave it out, or use another `method`: "
+                f"{', '.join(methods.HEAVY_TAILS)}."
+            )
+            raise argument_error(self._call, "heavy_tails", tails, instead)
+        if bounds is not None:
+            ends = as_floats(self._call, "bounds", bounds)
+            if ends.shape != (2,) or not np.isfinite(ends).all() or ends[0] >= ends[1]:
+                instead = "Pass the lower and the upper bound, e.g. `(0, 1)`."
+                raise argument_error(self._call, "bounds", bounds, instead)
+
+    @property
+    def _noise(self) -> Noise:
+        bounds = self.bounds
+        if bounds is not None:
+            bounds = (float(bounds[0]), float(bounds[1]))
+        min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
+        return Noise(self.heteroscedastic, self.heavy_tails, bounds, min_sd)
+
+    def _kind(
+        self,
+        name: str,
+        y: np.ndarray,
+        weight: np.ndarray | None,
+        usual: methods.Regression,
+    ) -> targets.Target:
+        """A kind of targets, and its noise."""
+        kind = TARGETS[name]
+        if issubclass(kind, Continuous) and repeats_values(y):
+            for option in ("heteroscedastic", "heavy_tails"):
+                if getattr(self, option):
                     instead = (
                         "Leave it out: most targets are a few repeated values, where "
                         "such noise could vanish."
                     )
-                    raise argument_error(self._call, name, True, instead)
+                    raise argument_error(self._call, option, True, instead)
             usual = methods.Regression()
-        hetero = usual.heteroscedastic if hetero is None else bool(hetero)
-        tails = usual.heavy_tails if tails is None else tails
-        y_scaler = weighted_scaler(y, weight)
-        min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
-        likelihood = partial(methods.noise_likelihood, targets, hetero, tails, min_sd)
-        self._run(
-            X,
-            y_scaler.transform(y),
-            targets * (1 + hetero),
-            likelihood,
-            y_scaler,
-            usual.widths,
-            weight,
-        )
-        self._check_fit(weight)
+        scaler = partial(weighted_scaler, weight=weight)
+        return kind(y, scaler, self._noise, usual)
 
     def _check_size(self, num_rows: int, num_hidden: int) -> None:
         """Refuse too few rows for the evidence, and warn of too few for intervals."""
@@ -209,15 +292,22 @@ class Regressor(RegressorMixin, Network):
                 f"{enough}."
             )
 
-    def _check_fit(self, weight: np.ndarray | None) -> None:
+    def _check_fit(self, y: np.ndarray, weight: np.ndarray | None) -> None:
         """Warn if rows of the fit are predicted badly, or better than noise allows."""
-        rows, targets = self._checked_rows()
-        constant = norm.logpdf(targets).reshape(len(rows), -1).sum(axis=1)
-        log_densities = self._answers("log_density", rows, targets)[0]
+        rows, _ = self._checked_rows()
+        y = y[: len(rows)]
+        constant = self._target.constant_log_density(y)
+
+        def ask(name: str, *by_row: np.ndarray, options: Any = ()) -> tuple:
+            return self._answers(name, rows, *by_row, options=options)
+
+        log_densities = self._target.log_density(ask, y)(1.0)
         self._warn_if_worse(log_densities, constant, weight)
-        exact = np.mean(
-            log_densities > norm.logpdf(0, scale=EXACT_SD) * targets[0].size
-        )
+        if not isinstance(self._target, Continuous):
+            return
+        slopes = self._target.log_slopes(self._target.observed(y))
+        limit = norm.logpdf(0, scale=EXACT_SD) * y[0].size
+        exact = np.mean(log_densities - slopes > limit)
         if exact > MAX_EXACT_SHARE:
             warn_of_health(
                 f"{self._call}.fit: {exact:.0%} of its own rows are predicted as if "
@@ -227,11 +317,17 @@ class Regressor(RegressorMixin, Network):
                 "confirm them."
             )
 
-    def _in_units(self, values: np.ndarray, shift: bool = True) -> np.ndarray:
-        """Standardized values (..., N) or (..., N, K) in the units of the data, shaped
-        like the targets.
-        """
-        values = values * self._y_scaler.scale + (self._y_scaler.mean if shift else 0.0)
+    def _log_slopes(self) -> np.ndarray | float:
+        assert isinstance(self._target, Continuous)  # others have no scaler
+        return self._target.log_slopes(np.asarray(self._data[1]))
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        words = super().__repr__(*args, **kwargs)
+        choice = getattr(self, "_choice", "")
+        return f"{words}\n  target: {self._target.name}, {choice}" if choice else words
+
+    def _like_y(self, values: np.ndarray) -> np.ndarray:
+        """Values (..., N) of one column as those of y."""
         return values[..., None] if self._target_shape == (1,) else values
 
     @checked("estimators.{}.predict")
@@ -242,10 +338,10 @@ class Regressor(RegressorMixin, Network):
         The variance is that of a new observation: the mean variance of the noise, plus
         the variance of the function.
         """
-        mean, noise, spread = self._summary("moments", X, warn=True)
-        sd = self.calibration_ * np.sqrt(noise + spread)
-        mean = self._in_units(mean)
-        return (mean, self._in_units(sd, shift=False)) if return_std else mean
+        ask = self._asking(X, warn=True)
+        mean, noise, spread = self._target.moments(ask, self.calibration_)
+        mean = self._like_y(mean)
+        return (mean, self._like_y(np.sqrt(noise + spread))) if return_std else mean
 
     @checked("estimators.{}.predict_interval")
     def predict_interval(
@@ -281,19 +377,8 @@ class Regressor(RegressorMixin, Network):
         return self._quantiles(X, levels)
 
     def _quantiles(self, X: Any, levels: np.ndarray) -> np.ndarray:
-        quantiles = np.stack(
-            self._summary("quantiles", X, warn=True, options=(levels,))
-        )
-        return self._in_units(self._stretched(X, quantiles, self.calibration_))
-
-    def _stretched(self, X: Any, values: np.ndarray, factor: float) -> np.ndarray:
-        """Standardized values (..., N) or (..., N, K), with this many times their
-        distance from the predictive mean.
-        """
-        if factor == 1:
-            return values
-        mean = self._summary("moments", X)[0]
-        return mean + factor * (values - mean)
+        ask = self._asking(X, warn=True)
+        return self._like_y(self._target.quantiles(ask, levels, self.calibration_))
 
     def cdf(self, X: Any, y: Any) -> np.ndarray:
         """Predictive probability that the target of each row is at most y, shaped like
@@ -302,8 +387,8 @@ class Regressor(RegressorMixin, Network):
         Of rows that were not in the fit the values are uniform on (0, 1) if the
         predictive distributions are calibrated.
         """
-        (below,) = self._at_targets("cdf", X, y)
-        return below[..., None] if self._target_shape == (1,) else below
+        y = self._targets(X, y, "cdf")
+        return self._like_y(self._target.cdf(self._asking(X), y, self.calibration_))
 
     def crps(self, X: Any, y: Any) -> np.ndarray:
         r"""Continuous ranked probability score of each row, shaped like y and in its
@@ -316,15 +401,8 @@ class Regressor(RegressorMixin, Network):
 
         Reference: Gneiting & Raftery (2007), equation 20.
         """
-        (score,) = self._at_targets("crps", X, y)
-        return self._in_units(self.calibration_ * score, shift=False)
-
-    def _at_targets(self, name: str, X: Any, y: Any) -> tuple:
-        """A summary at targets, standardized and moved to where they are in the
-        distribution without its calibration.
-        """
-        y = self._y_scaler.transform(self._targets(X, y, name))
-        return self._summary(name, X, self._stretched(X, y, 1 / self.calibration_))
+        y = self._targets(X, y, "crps")
+        return self._like_y(self._target.crps(self._asking(X), y, self.calibration_))
 
     def predict_dist(self, X: Any) -> dist.Distribution:
         """The predictive distribution of each row, of batch shape (N,): a mixture over
@@ -342,68 +420,113 @@ class Regressor(RegressorMixin, Network):
         >>> fitted.predict_dist(X[:5]).sample(jax.random.key(0), (3,)).shape
         (3, 5)
         """
-        check_is_fitted(self)
-        means, sds, *df = self._summary("components", X, warn=True)
-        means = self._stretched(X, means, self.calibration_)
-        # rows first, draws last but for the targets of a row
-        loc = np.moveaxis(self._in_units(means), 0, 1)
-        sd = self.calibration_ * np.moveaxis(self._in_units(sds, shift=False), 0, 1)
-        component: dist.Distribution = dist.Normal(loc, sd)
-        if df:
-            degrees = np.moveaxis(df[0].reshape(means.shape), 0, 1).reshape(loc.shape)
-            scale = sd * np.sqrt(1 - 2 / degrees)
-            component = dist.StudentT(degrees, loc, scale)
-        if self._target_shape:
-            component = component.to_event(1)
-        probs = np.full(loc.shape[1], 1 / loc.shape[1])
-        return dist.MixtureSameFamily(dist.Categorical(probs=probs), component)
+        ask = self._asking(X, warn=True)
+
+        def ask_like_y(name: str, *by_row: np.ndarray, options: Any = ()) -> tuple:
+            answers = ask(name, *by_row, options=options)
+            if name not in ("components", "moments"):
+                return answers
+            return tuple(self._like_y(values) for values in answers)
+
+        return self._target.distribution(ask_like_y, self.calibration_)
 
     @checked("estimators.{}.conformal_interval")
     def conformal_interval(
-        self, X: Any, X_held_out: Any, y_held_out: Any, level: Level = 0.9
+        self,
+        X: Any,
+        X_held_out: Any,
+        y_held_out: Any,
+        level: Level = 0.9,
+        around: Center | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        r"""An interval around the mean that holds a new observation with probability
-        ``level``, whatever the model.
+        r"""An interval that holds a new observation with probability ``level``,
+        whatever the model.
 
         .. math:: \hat y(x) \pm q\, s(x), \quad q = \text{the } \lceil (n + 1)\,
                   \mathrm{level} \rceil
             \text{-th smallest of } |y_i - \hat y(x_i)| / s(x_i)
 
-        over n held-out rows, :math:`\hat y` and s being the predictive mean and sd. If
+        over n held-out rows, :math:`\hat y` and s being the predictive mean and sd; or,
+        around the quantiles a and b of the central interval of this level,
+
+        .. math:: [a(x) - q\, s(x),\; b(x) + q\, s(x)] \quad \text{with scores }
+            \max(a(x_i) - y_i,\, y_i - b(x_i)) / s(x_i),
+
+        which follows the skewness of the noise, and is taken on the scale of the noise,
+        so that it stays in the support. If
         these and the new row are exchangeable, the probability is at least ``level``
         and at most level + 1 / (n + 1), on average over held-out and new rows, not at
         each x. With several targets it is that of each target alone.
 
         :param X_held_out: rows (n, D) that were not in the fit. :param y_held_out:
             their targets.
+        :param around: ``"mean"``, the default for "continuous" targets, or
+            ``"quantiles"``, the only way for others.
         :return: lower and upper ends, shaped like y.
         :raises ValueError: for fewer than level / (1 - level) held-out rows, whose
             interval is infinite.
 
         Reference: Lei, G'Sell, Rinaldo, Tibshirani & Wasserman (2018), algorithm 2 and
-        section 5.2.
+        section 5.2; Romano, Patterson & Candes (2019), theorem 1.
         """
-        y = self._targets(X_held_out, y_held_out, "conformal_interval", "_held_out")
-        rank = self._conformal_rank("conformal_interval", len(y), level)
-        mean, noise, spread = self._alike("moments", X_held_out, X)
-        mean = self._in_units(mean)
-        sd = self._in_units(np.sqrt(noise + spread), shift=False)
-        away = np.abs(y.reshape(-1, *mean.shape[1:]) - mean[: len(y)])
-        factor = np.sort(away / sd[: len(y)], axis=0)[rank - 1]
+        method = "conformal_interval"
+        y = self._targets(X_held_out, y_held_out, method, "_held_out")
+        rank = self._conformal_rank(method, len(y), level)
+        if around is None:
+            around = "mean" if self._target.name == "continuous" else "quantiles"
+        if around == "quantiles":
+            low, high = self._conformal_quantiles(X, X_held_out, y, rank, level)
+            return self._like_y(low), self._like_y(high)
+        if self._target.name != "continuous":
+            instead = 'Use "quantiles", whose intervals stay in the support.'
+            raise argument_error(f"{self._call}.{method}", "around", around, instead)
+        ask = self._asking_alike(X_held_out, X)
+        mean, noise, spread = self._target.moments(ask, 1.0)
+        sd = np.sqrt(noise + spread)
+        factor = np.sort(np.abs(y - mean[: len(y)]) / sd[: len(y)], axis=0)[rank - 1]
         # Rounding made the factor smaller by at most three halves of an ulp, and makes
         # the product smaller by two halves: with these ulps a target as far away as the
         # one of this rank is never outside.
         half = factor * sd[len(y) :] * (1 + ROUNDING)
-        return mean[len(y) :] - half, mean[len(y) :] + half
+        mean = mean[len(y) :]
+        return self._like_y(mean - half), self._like_y(mean + half)
+
+    def _conformal_quantiles(
+        self, X: Any, X_held_out: Any, y: np.ndarray, rank: int, level: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the interval that is as far outside the central one, in standard
+        deviations, as the held-out target of this rank.
+        """
+        target = self._target
+        misfit = TARGETS[target.name].misfit(y, self._noise.bounds)
+        if misfit is not None and target.name != "ordered":
+            call = f"{self._call}.conformal_interval"
+            instead = (
+                f'Pass targets such as those of the fit, which are "{target.name}".'
+            )
+            raise argument_error(call, "y_held_out", misfit, instead)
+        ask = self._asking_alike(X_held_out, X)
+        levels = np.array([(1 - level) / 2, (1 + level) / 2])
+        (low, high), sd = target.central(ask, levels)
+        places = target.places(y)
+        held_out = slice(None, len(y))
+        outside = np.maximum(low[held_out] - places, places - high[held_out])
+        factor = np.sort(outside / sd[held_out], axis=0)[rank - 1]
+        low, high, sd = low[len(y) :], high[len(y) :], sd[len(y) :]
+        # more than the rounding of the factor, see above
+        slack = ROUNDING * (np.abs(low) + np.abs(high) + np.abs(factor) * sd)
+        low, high = low - factor * sd - slack, high + factor * sd + slack
+        # an interval that would be empty is a point
+        middle = (low + high) / 2
+        return target.ends(np.minimum(low, middle), np.maximum(high, middle))
 
     def uncertainty(self, X: Any) -> Uncertainty:
         """How much of the predictive variance is noise, and how much more data would
         remove; shaped like y.
         """
-        _, noise, spread = self._summary("moments", X)
-        scale = self.calibration_**2 * self._y_scaler.scale**2
-        like_y = (slice(None), None) if self._target_shape == (1,) else ()
-        return Uncertainty((noise * scale)[like_y], (spread * scale)[like_y])
+        ask = self._asking(X)
+        _, noise, spread = self._target.moments(ask, self.calibration_)
+        return Uncertainty(self._like_y(noise), self._like_y(spread))
 
     @checked("estimators.{}.sample")
     def sample(
@@ -420,14 +543,9 @@ class Regressor(RegressorMixin, Network):
         All rows of a draw have the same weights, so differences between rows may be
         computed draw by draw.
         """
-        (draws, sds, *df), generator = self._components(X, num_samples, random_state)
-        if noise:
-            if df:
-                unit = np.sqrt(1 - 2 / df[0]) * generator.standard_t(df[0])
-            else:
-                unit = generator.normal(size=sds.shape)
-            draws = draws + sds * unit
-        return self._in_units(self._stretched(X, draws, self.calibration_))
+        ask, generator = self._asking_for_draws(X, num_samples, random_state)
+        draws = self._target.draws(ask, generator, bool(noise), self.calibration_)
+        return self._like_y(draws)
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """R^2 of the means, as scikit-learn has it."""
@@ -459,11 +577,8 @@ class Regressor(RegressorMixin, Network):
         self, X: Any, y: Any, method: str
     ) -> Callable[[float], np.ndarray]:
         y = self._targets(X, y, method)
-        y = self._y_scaler.transform(y)
-        mean = self._summary("moments", X)[0]
-
-        def density(factor: float) -> np.ndarray:
-            (log_density,) = self._summary("log_density", X, mean + (y - mean) / factor)
-            return log_density - np.sum(np.log(factor * self._y_scaler.scale))
-
-        return density
+        if method == "calibrate" and not self._target.stretches:
+            got = f'a fit of "{self._target.name}", which has no scale to be stretched'
+            instead = "Use `conformal_interval` for intervals from held-out rows."
+            raise argument_error(f"{self._call}.calibrate", "target", got, instead)
+        return self._target.log_density(self._asking(X), y)

@@ -143,6 +143,15 @@ def check_labels(call: str, argument: str, y: Any) -> None:
         )
 
 
+def missing_values(values: np.ndarray) -> np.ndarray:
+    """Which of one column of targets are missing (N,); of others none."""
+    if values.ndim != 1 or values.dtype.kind not in "fO":
+        return np.zeros(len(values) if values.ndim else 0, bool)
+    if values.dtype.kind == "f":
+        return np.isnan(values)
+    return np.array([_is_missing(value) for value in values], bool)
+
+
 def _is_missing(value: Any) -> bool:
     if value is None or type(value).__name__ == "NAType":
         # pandas.NA, which compares as neither true nor false

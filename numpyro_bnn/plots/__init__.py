@@ -1,11 +1,12 @@
-"""Figures of results: functions that take what ``to_inference_data`` returns and draw
-on Matplotlib axes.
+"""Figures of results: functions that take what ``to_inference_data``, or an estimator,
+returns and draw on Matplotlib axes.
 
 Needs Matplotlib: ``pip install "numpyro_bnn[plots]"``. No global setting of Matplotlib
 is changed.
 """
 
 from numpyro_bnn.plots.calibration import calibration, reliability_diagram
+from numpyro_bnn.plots.importances import importances
 from numpyro_bnn.plots.predictive import predicted_vs_observed, predictive_band
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "predicted_vs_observed",
     "calibration",
     "reliability_diagram",
+    "importances",
 ]

@@ -21,8 +21,10 @@ from numpyro.contrib.module import (
 )
 from numpyro.infer import NUTS
 from numpyro.infer.util import log_density
+from zoo import X, Y
 
 from numpyro_bnn import infer, priors, symmetry, to_inference_data
+from numpyro_bnn.estimators import Regressor
 
 pytestmark = pytest.mark.core
 
@@ -850,3 +852,42 @@ def test_kernels_sample_what_is_random_and_learn_what_is_learned(library):
     np.testing.assert_allclose(
         group(idata, "predictions")["y_probs"].to_numpy()[0, 0], expected, rtol=1e-4
     )
+
+
+class Table(linen.Module):
+    outputs: int
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(self.outputs)(jnp.tanh(linen.Dense(3)(x)))
+
+
+TABLES = {
+    "linen": Table,
+    "nnx": lambda outputs: nnx.Linear(2, outputs, rngs=nnx.Rngs(0)),
+    "equinox": lambda outputs: eqx.nn.MLP(2, outputs, 3, 1, key=jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize(
+    "library",
+    ["linen", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nnx", "equinox"))],
+)
+def test_an_estimator_takes_a_module(library):
+    """The posterior has the parameters of the module, and predictions are those of the
+    module at these.
+    """
+    options = {"effort": 0.02, "num_samples": 5, "random_state": 0}
+    model = Regressor("mean_field", network=TABLES[library], **options).fit(X, Y)
+    posterior = group(model.idata_, "posterior")
+    names = [str(name) for name in posterior if str(name).startswith("net.")]
+    # the last layer has one output, the mean
+    assert any(posterior[name].shape[2:] in [(3, 1), (2, 1), (1, 3)] for name in names)
+    mean = model.sample(X, 5, noise=False).mean(0)
+    np.testing.assert_allclose(mean, model.predict(X), rtol=1e-4)
+    assert np.std(mean) > 0
+    for wrong, error in ((lambda outputs: "net", "returns str"), (3, "network")):
+        with pytest.raises(TypeError, match=error):
+            Regressor("mean_field", network=wrong, **options).fit(X, Y)
+    with pytest.raises(ValueError, match="argument `widths`"):
+        Regressor(network=TABLES[library], widths=(3,)).fit(X, Y)

@@ -51,7 +51,13 @@ def many_rows():
     [
         ("ensemble", 150, {}, [(3, 16), (16, 16), (16, 16), (16, 2)], {"excess_df"}),
         ("ensemble", 149, {}, [(3, 50), (50, 1)], {"excess_df", "sigma"}),
-        ("ensemble", "ratings", {}, [(3, 50), (50, 1)], {"sigma"}),
+        (
+            "ensemble",
+            "ratings",
+            {"target": "continuous"},
+            [(3, 50), (50, 1)],
+            {"sigma"},
+        ),
         ("mean_field", 160, {}, [(3, 50), (50, 1)], {"sigma"}),
         (
             "mean_field",

@@ -319,6 +319,15 @@ def test_conformal_intervals_reach_to_the_rank_that_theory_asks_for():
     np.testing.assert_allclose(
         (low, high), (mean - score * sd, mean + score * sd), rtol=1e-6
     )
+    low, high = model.predict_interval(ROWS[:10], level=0.75)
+    outside = np.maximum(low - TARGETS[:10], TARGETS[:10] - high)
+    score = np.sort(outside / model.predict(ROWS[:10], True)[1])[8]
+    ends = model.conformal_interval(
+        rows, ROWS[:10], TARGETS[:10], level=0.75, around="quantiles"
+    )
+    low, high = model.predict_interval(rows, level=0.75)
+    expected = low - score * sd, high + score * sd
+    np.testing.assert_allclose(ends, expected, rtol=1e-6)
     with pytest.raises(ValueError, match="at least 19 rows"):
         model.conformal_interval(rows, ROWS[:18], TARGETS[:18], level=0.95)
 
@@ -347,9 +356,9 @@ def test_conformal_answers_keep_ties():
     for pair in ROWS[rng.permutation(24).reshape(12, 2)]:
         targets = np.exp(rng.normal(6, 0.3, 2))
 
-        def interval_covers(kinds, pair=pair, targets=targets):
+        def interval_covers(kinds, pair=pair, targets=targets, around="mean"):
             low, high = regressor().conformal_interval(
-                pair[many], pair[kinds], targets[kinds]
+                pair[many], pair[kinds], targets[kinds], around=around
             )
             return (low <= targets[many]) & (targets[many] <= high)
 
@@ -359,7 +368,9 @@ def test_conformal_answers_keep_ties():
             )
             return sets[np.arange(70), np.array([1, 0])[many]]
 
+        around_quantiles = partial(interval_covers, around="quantiles")
         assert coverage_of_two_kinds(interval_covers, rng) == 1 - 2**-10
+        assert coverage_of_two_kinds(around_quantiles, rng) == 1 - 2**-10
         assert coverage_of_two_kinds(set_covers, rng) == 1 - 2**-10
 
 

@@ -22,7 +22,7 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         0,
     ): "zeros of the other sign are no copies",
     (
-        "estimators.predictive._log_density",
+        "estimators.mixtures._log_density",
         "lost factor",
         0,
     ): "a Student's t takes its sd for its scale",

@@ -188,6 +188,26 @@ ROWS = {
                 ({"widths": b"5"}, "widths", "Pass the hidden widths"),
                 ({"random_state": np.nan}, "random_state", "cannot be used to seed"),
                 ({"prior": 0}, "prior", "priors."),
+                ({"network": 3}, "network", "Pass a function of the number of outputs"),
+                ({"target": "count"}, "target", "Did you mean 'counts'?"),
+                ({"target": "positive"}, "y", 'Another `target` than "positive"'),
+                ({"target": "bounded"}, "bounds", "Pass the bounds of the targets"),
+                ({"bounds": (1, 0)}, "bounds", "the lower and the upper bound"),
+                (
+                    {"target": "positive", "heavy_tails": True},
+                    "heavy_tails",
+                    "has its own tails",
+                ),
+                (
+                    {"target": "ordered", "heteroscedastic": True},
+                    "heteroscedastic",
+                    "has no scale",
+                ),
+                (
+                    {"target": "counts", "method": "laplace"},
+                    "method",
+                    "Use another `method`",
+                ),
             ]
         ],
         (lambda: regressor().predict("abc"), "X", "Pass a table of numbers, (N, D)."),
@@ -272,7 +292,7 @@ ROWS = {
                 ),
                 (
                     X,
-                    [None, *Y[1:]],
+                    [np.inf, *Y[1:]],
                     "y",
                     (
                         "1 values that are NaN, None, infinite or above 1e+300, first "

@@ -262,6 +262,27 @@ def test_calibration_of_classes_holds_the_reliability_curve(labeled):
     assert curve.get_legend().get_title().get_text() == f"ECE {100 * table.ece:.1f} %"
 
 
+# --- importances
+
+
+def test_importances_are_bars_with_the_largest_first():
+    shares = {f"column {place}": share for place, share in enumerate([0.1, 0.7, 0.2])}
+    axis = plots.importances(shares)
+    assert [bar.get_width() for bar in axis.patches] == [0.7, 0.2, 0.1]
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        "column 1",
+        "column 2",
+        "column 0",
+    ]
+    assert axis.yaxis_inverted()  # the first bar is at the top
+    axis = plots.importances(shares, max_columns=2)
+    assert axis.get_yticklabels()[-1].get_text() == "2 others"
+    np.testing.assert_allclose(axis.patches[-1].get_width(), 0.3)
+    for wrong in ({}, {"a": -0.1}, {"a": np.nan}):
+        with pytest.raises(ValueError, match="argument `shares`"):
+            plots.importances(wrong)
+
+
 # --- reliability_diagram
 
 

@@ -1,0 +1,594 @@
+"""Predictive mixtures, one component for each draw: their moments, quantiles, densities
+and scores.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax.scipy.special import betainc, entr, logsumexp, ndtr
+from numpyro.distributions import constraints
+from numpyro.distributions.util import validate_sample
+
+from numpyro_bnn._distributions import unwrapped
+
+HALVINGS = 40  # of the bracket of a quantile
+# Of the table of a Student's t: largest asinh of a value, and number of nodes.
+MAX_ASINH, NUM_NODES = 20.0, 2049
+# Of the integral of a CRPS: predictive standard deviations beyond the mean, and nodes.
+MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 256
+MAX_LOG = 45.0  # logs beyond which an exponential or logistic function has no mass
+MAX_NORMAL_SD = 12.0  # beyond which a normal has no mass in float32
+# Of the moments of a logit: largest asinh of a standardized value, and nodes.
+MAX_MOMENT_ASINH, NUM_MOMENT_NODES = 8.0, 161
+
+
+class Hurdle(dist.Distribution):
+    r"""Exact zeros, and a log-normal part: for amounts that are often nothing.
+
+    .. math:: P(y = 0) = \mathrm{logit}^{-1}(a), \qquad \log y \mid y > 0 \sim
+              N(m, s^2)
+
+    Its ``log_prob`` is the log probability of a zero, and the log density of a positive
+    value.
+
+    :param zero_logit: a.
+    :param loc: m.
+    :param scale: s.
+
+    >>> fn = Hurdle(jnp.zeros(2), jnp.array([0.0, 1.0]), 0.5)
+    >>> fn.log_prob(jnp.zeros(2)).round(3).tolist(), fn.cdf(jnp.ones(2)).tolist()[0]
+    ([-0.6930000185966492, -0.6930000185966492], 0.75)
+    """
+
+    arg_constraints: ClassVar = {
+        "zero_logit": constraints.real,
+        "loc": constraints.real,
+        "scale": constraints.positive,
+    }
+    support = constraints.nonnegative
+    pytree_data_fields = ("zero_logit", "loc", "scale")
+
+    def __init__(
+        self, zero_logit: Any, loc: Any, scale: Any, *, validate_args: Any = None
+    ) -> None:
+        parameters = jnp.broadcast_arrays(zero_logit, loc, scale)
+        self.zero_logit, self.loc, self.scale = parameters
+        super().__init__(self.loc.shape, (), validate_args=validate_args)
+
+    @property
+    def _positive(self) -> dist.Distribution:
+        return dist.LogNormal(self.loc, self.scale)
+
+    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+        uniform, normal = jax.random.split(key)
+        shape = self.shape(sample_shape)
+        is_zero = jax.random.uniform(uniform, shape) < jax.nn.sigmoid(self.zero_logit)
+        return jnp.where(is_zero, 0.0, self._positive.sample(normal, sample_shape))
+
+    @validate_sample
+    def log_prob(self, value: jax.Array) -> jax.Array:
+        is_zero = value == 0
+        amount = jnp.where(value > 0, value, 1.0)  # finite gradients at zero
+        density = self._positive.log_prob(amount) - jax.nn.softplus(self.zero_logit)
+        at_zero = -jax.nn.softplus(-self.zero_logit)
+        return jnp.where(is_zero, at_zero, jnp.where(value > 0, density, -jnp.inf))
+
+    def cdf(self, value: jax.Array) -> jax.Array:
+        zero = jax.nn.sigmoid(self.zero_logit)
+        below = ndtr((jnp.log(jnp.maximum(value, 0.0)) - self.loc) / self.scale)
+        return jnp.where(value < 0, 0.0, zero + (1 - zero) * below)
+
+    @property
+    def mean(self) -> jax.Array:
+        return jax.nn.sigmoid(-self.zero_logit) * self._positive.mean
+
+    @property
+    def variance(self) -> jax.Array:
+        square = jax.nn.sigmoid(-self.zero_logit) * jnp.exp(
+            2 * self.loc + 2 * self.scale**2
+        )
+        return square - self.mean**2
+
+
+# -- components: means, standard deviations and, of a Student's t, degrees of freedom,
+# (M, R) or (M, R, K); of classes, probabilities (M, R, K); of counts, means and
+# concentrations; of a hurdle, the chance of a zero, and loc and scale of the log
+# -----------------------------------------------------------------------------
+
+
+def component_of(fn: Any) -> tuple:
+    """The arrays that a component of the mixture consists of."""
+    if hasattr(fn, "logits"):
+        return (fn.probs,)
+    kind = unwrapped(fn)
+    if isinstance(kind, Hurdle):
+        return jax.nn.sigmoid(kind.zero_logit), kind.loc, kind.scale
+    if isinstance(kind, dist.GammaPoisson):
+        return fn.mean, jnp.broadcast_to(kind.concentration, fn.mean.shape)
+    component = (fn.mean, jnp.sqrt(fn.variance))
+    if isinstance(kind, dist.StudentT):
+        return *component, jnp.broadcast_to(kind.df, fn.mean.shape)
+    return component
+
+
+def _moments(mixture: tuple, weights: jax.Array) -> tuple:
+    """Mean of an observation, mean variance of the noise, and variance of the function,
+    which add up.
+    """
+    means, sds = mixture[:2]
+    mean = jnp.tensordot(weights, means, 1)
+    return (
+        mean,
+        jnp.tensordot(weights, sds**2, 1),
+        jnp.tensordot(weights, (means - mean) ** 2, 1),
+    )
+
+
+def _quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+    """Quantiles of the mixture at each level, by bisection between bounds of those of
+    its components (Cantelli).
+    """
+    (means, sds), cdf = mixture[:2], _cdf(mixture)
+
+    def at(level: jax.Array) -> jax.Array:
+        def halve(_: Any, bracket: tuple) -> tuple:
+            low, high = bracket
+            middle = (low + high) / 2
+            below = jnp.tensordot(weights, cdf((middle - means) / sds), 1) < level
+            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+        odds = jnp.sqrt(level / (1 - level))
+        bracket = (means - sds / odds).min(0), (means + odds * sds).max(0)
+        low, high = jax.lax.fori_loop(0, HALVINGS, halve, bracket)
+        return (low + high) / 2
+
+    return tuple(jax.lax.map(at, levels))
+
+
+def _cdf(mixture: tuple) -> Callable:
+    """Distribution functions of the standardized components, at values (M, R) or (M, R,
+    K).
+
+    That of a Student's t, whose degrees of freedom are the same for all rows of a draw,
+    is read from a table: linear in asinh(z), so its error is below 2e-5.
+    """
+    if len(mixture) == 2:
+        return ndtr
+    df = mixture[2].reshape((len(mixture[2]), -1))[:, :1]
+    table = dist.StudentT(df).cdf(
+        jnp.sinh(jnp.linspace(-MAX_ASINH, MAX_ASINH, NUM_NODES))
+    )
+    draw = jnp.arange(len(df)).reshape((-1, *[1] * (mixture[2].ndim - 1)))
+
+    def cdf(z: jax.Array) -> jax.Array:
+        place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / mixture[2])) / MAX_ASINH
+        place = (jnp.clip(place, -1, 1) + 1) * (NUM_NODES - 1) / 2
+        below = jnp.clip(place.astype(int), 0, NUM_NODES - 2)
+        low, high = table[draw, below], table[draw, below + 1]
+        return low + (place - below) * (high - low)
+
+    return cdf
+
+
+def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    """Log density of the mixture at y; all outputs of a row together."""
+    means, sds = mixture[:2]
+    tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
+    each = (*tails, dist.Normal(means, sds))[0].log_prob(y)
+    each = each.sum(-1) if each.ndim == 3 else each
+    return (logsumexp(each, axis=0, b=weights[:, None]),)
+
+
+def _distribution(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    """Distribution function of the mixture at y, of each output alone."""
+    means, sds = mixture[:2]
+    return (jnp.tensordot(weights, _cdf(mixture)((y - means) / sds), 1),)
+
+
+def _crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    """Continuous ranked probability score of the mixture at y, of each output alone.
+
+    F^2 below y and (1 - F)^2 above it are smooth: Gauss-Legendre in asinh of the
+    distance from y, in predictive standard deviations, as far as tails matter. Where
+    components are a hundred times narrower than the mixture, errors reach a percent.
+    """
+    means, sds = mixture[:2]
+    mean, noise, spread = _moments(mixture, weights)
+    sd = jnp.sqrt(noise + spread)
+    cdf = _cdf(mixture)
+    # Beyond the mean, too, which may be far from y.
+    reach = jnp.arcsinh(jnp.abs(y - mean) / sd + MAX_DISTANCE_SD)
+
+    def add(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple:
+        place, weight = node
+        distance = sd * jnp.sinh(reach * place)
+        below = jnp.tensordot(weights, cdf((y - distance - means) / sds), 1)
+        above = 1 - jnp.tensordot(weights, cdf((y + distance - means) / sds), 1)
+        step = weight * reach * sd * jnp.cosh(reach * place)
+        return total + step * (below**2 + above**2), None
+
+    places, node_weights = np.polynomial.legendre.leggauss(NUM_CRPS_NODES)
+    nodes = jnp.asarray((places + 1) / 2), jnp.asarray(node_weights / 2)
+    return (jax.lax.scan(add, jnp.zeros_like(mean), nodes)[0],)
+
+
+def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
+    """Entropy of the mean probabilities, and mean entropy of the draws."""
+    mean = jnp.tensordot(weights, mixture[0], 1)
+    return entr(mean).sum(-1), jnp.tensordot(weights, entr(mixture[0]).sum(-1), 1)
+
+
+# -- targets on another scale: the components of z, and y = g(z) ---------------------
+
+
+def _stretched(mixture: tuple, weights: jax.Array, factor: jax.Array) -> tuple:
+    """Components with this many times their distance from the mean of the mixture."""
+    means, sds = mixture[:2]
+    mean = jnp.tensordot(weights, means, 1)
+    return mean + factor * (means - mean), factor * sds, *mixture[2:]
+
+
+def _total(components: tuple, weights: jax.Array) -> tuple:
+    """:func:`_moments` from the means and variances of the components."""
+    means, variances = components
+    mean = jnp.tensordot(weights, means, 1)
+    spread = jnp.tensordot(weights, (means - mean) ** 2, 1)
+    return mean, jnp.tensordot(weights, variances, 1), spread
+
+
+def _log_normal_moments(loc: jax.Array, sd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    mean = jnp.exp(loc + sd**2 / 2)
+    return mean, mean**2 * jnp.expm1(sd**2)
+
+
+def _of_exp(mixture: tuple, _: Any, scale: Any) -> tuple:
+    """Mean and variance of exp(scale z) of each component."""
+    return _log_normal_moments(scale * mixture[0], scale * mixture[1])
+
+
+def _of_logistic(mixture: tuple, center: jax.Array, scale: jax.Array) -> tuple:
+    """Mean and variance of 1 / (1 + exp(-center - scale z)) of each component.
+
+    By the trapezoidal rule in asinh of the standardized value, whose error vanishes
+    exponentially for such functions.
+    """
+    means, sds = mixture[:2]
+    places = np.linspace(-MAX_MOMENT_ASINH, MAX_MOMENT_ASINH, NUM_MOMENT_NODES)
+    units = jnp.asarray(np.sinh(places))
+    steps = jnp.asarray(np.cosh(places) * (places[1] - places[0]))
+
+    def add(totals: tuple, node: tuple[jax.Array, jax.Array]) -> tuple:
+        unit, step = node
+        if len(mixture) == 2:
+            density = jnp.exp(dist.Normal(0.0, 1.0).log_prob(unit))
+        else:
+            shrink = jnp.sqrt(1 - 2 / mixture[2])
+            density = jnp.exp(dist.StudentT(mixture[2], 0.0, shrink).log_prob(unit))
+        value = jax.nn.sigmoid(center + scale * (means + sds * unit))
+        mass, mean, square = totals
+        share = step * density
+        return (mass + share, mean + share * value, square + share * value**2), None
+
+    zero = jnp.zeros(jnp.broadcast_shapes(means.shape, jnp.shape(center)))
+    (mass, mean, square), _ = jax.lax.scan(add, (zero, zero, zero), (units, steps))
+    # tails of few degrees of freedom reach beyond the nodes
+    mean, square = mean / mass, square / mass
+    return mean, jnp.maximum(square - mean**2, 0.0)
+
+
+def _moments_of(of: Callable) -> Callable:
+    """Moments of y, in its own units, of a component of z."""
+
+    def moments(
+        mixture: tuple,
+        weights: jax.Array,
+        factor: jax.Array,
+        center: jax.Array,
+        scale: jax.Array,
+    ) -> tuple:
+        mixture = _stretched(mixture, weights, factor)
+        return _total(of(mixture, center, scale), weights)
+
+    return moments
+
+
+def _components_of(of: Callable) -> Callable:
+    """Mean and variance of y for each component of z."""
+
+    def components(
+        mixture: tuple, _: jax.Array, center: jax.Array, scale: jax.Array
+    ) -> tuple:
+        return of(mixture, center, scale)
+
+    return components
+
+
+def _log_slope_of_exp(z: jax.Array, _: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.log(scale) + scale * z
+
+
+def _log_slope_of_logistic(
+    z: jax.Array, center: jax.Array, scale: jax.Array
+) -> jax.Array:
+    logit = center + scale * z
+    return jnp.log(scale) - jax.nn.softplus(logit) - jax.nn.softplus(-logit)
+
+
+def _crps_of(log_slope: Callable) -> Callable:
+    """The score of y = g(z), from log g': see :func:`_integral`."""
+
+    def crps(
+        mixture: tuple,
+        weights: jax.Array,
+        z: jax.Array,
+        factor: jax.Array,
+        center: jax.Array,
+        scale: jax.Array,
+    ) -> tuple:
+        mixture = _stretched(mixture, weights, factor)
+        means, sds = mixture[:2]
+        mean, noise, spread = _moments(mixture, weights)
+        cdf = _cdf(mixture)
+
+        def tails(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+            unit = (value - means) / sds
+            below = jnp.tensordot(weights, cdf(unit), 1)
+            return below, jnp.tensordot(weights, cdf(-unit), 1)
+
+        def log_weight(value: jax.Array) -> jax.Array:
+            return log_slope(value, center, scale)
+
+        sd = jnp.sqrt(noise + spread)
+        return (_integral(tails, log_weight, z, mean, sd, scale),)
+
+    return crps
+
+
+def _integral(
+    tails: Callable,
+    log_slope: Callable,
+    z: jax.Array,
+    mean: jax.Array,
+    sd: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """The integral of F^2 below z, and of (1 - F)^2 above it, times the slope g'.
+
+    Gauss-Legendre on both sides of z, in asinh of the distance from the mean in
+    standard deviations: so far that neither F nor g has anything beyond.
+    """
+    limit = jnp.arcsinh(jnp.maximum(MAX_DISTANCE_SD, 2 * MAX_LOG / (scale * sd)))
+    middle = jnp.clip(jnp.arcsinh((z - mean) / sd), -limit, limit)
+    places, node_weights = np.polynomial.legendre.leggauss(NUM_CRPS_NODES)
+
+    def add(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple:
+        place, weight = node
+        for side, (low, high) in enumerate([(-limit, middle), (middle, limit)]):
+            at = low + (high - low) * place
+            value = mean + sd * jnp.sinh(at)
+            step = jnp.log(sd) + jnp.log(jnp.cosh(at)) + log_slope(value)
+            tail = jnp.exp(2 * jnp.log(tails(value)[side]) + step)
+            total = total + weight * (high - low) * tail
+        return total, None
+
+    nodes = jnp.asarray((places + 1) / 2), jnp.asarray(node_weights / 2)
+    return jax.lax.scan(add, jnp.zeros_like(mean), nodes)[0]
+
+
+# -- zeros and amounts -----------------------------------------------------------------
+
+
+def _hurdle_moments(mixture: tuple, weights: jax.Array) -> tuple:
+    return _total(_hurdle_components(mixture, weights), weights)
+
+
+def _hurdle_components(mixture: tuple, _: jax.Array) -> tuple:
+    zero, loc, scale = mixture
+    mean, variance = _log_normal_moments(loc, scale)
+    return (1 - zero) * mean, (1 - zero) * (variance + zero * mean**2)
+
+
+def _hurdle_tails(mixture: tuple, weights: jax.Array, log_y: jax.Array) -> tuple:
+    """Probabilities of at most and of more than a positive amount."""
+    zero, loc, scale = mixture
+    unit = (log_y - loc) / scale
+    below = jnp.tensordot(weights, zero + (1 - zero) * ndtr(unit), 1)
+    return below, jnp.tensordot(weights, (1 - zero) * ndtr(-unit), 1)
+
+
+def _hurdle_cdf(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    below = _hurdle_tails(mixture, weights, jnp.log(jnp.maximum(y, 0.0)))[0]
+    return (jnp.where(y < 0, 0.0, below),)
+
+
+def _hurdle_log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    zero, loc, scale = mixture
+    log_odds = jnp.log(zero) - jnp.log1p(-zero)
+    each = Hurdle(log_odds, loc, scale).log_prob(y)
+    return (logsumexp(each, axis=0, b=weights[:, None]),)
+
+
+def _hurdle_quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+    zero, loc, scale = mixture
+    zeros = jnp.tensordot(weights, zero, 1)
+    lowest = (loc - MAX_NORMAL_SD * scale).min(0)
+    highest = (loc + MAX_NORMAL_SD * scale).max(0)
+
+    def at(level: jax.Array) -> jax.Array:
+        def halve(_: Any, bracket: tuple) -> tuple:
+            low, high = bracket
+            middle = (low + high) / 2
+            below = _hurdle_tails(mixture, weights, middle)[0] < level
+            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+        low, high = jax.lax.fori_loop(0, HALVINGS, halve, (lowest, highest))
+        return jnp.where(level <= zeros, 0.0, jnp.exp((low + high) / 2))
+
+    return tuple(jax.lax.map(at, levels))
+
+
+def _hurdle_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    _, loc, scale = mixture
+    mean, noise, spread = _total((loc, scale**2), weights)
+    sd = jnp.sqrt(noise + spread)
+    score = _integral(
+        partial(_hurdle_tails, mixture, weights),
+        lambda log_y: log_y,
+        jnp.log(jnp.maximum(y, 0.0)),
+        mean,
+        sd,
+        jnp.asarray(1.0),
+    )
+    return (score,)
+
+
+# -- counts ----------------------------------------------------------------------------
+
+
+def _count_components(mixture: tuple, _: jax.Array) -> tuple:
+    mean, concentration = mixture
+    return mean, mean + mean**2 / concentration
+
+
+def _count_moments(mixture: tuple, weights: jax.Array) -> tuple:
+    return _total(_count_components(mixture, weights), weights)
+
+
+def _count_tails(mixture: tuple, weights: jax.Array, count: jax.Array) -> tuple:
+    """Probabilities of at most and of more than a whole number."""
+    mean, concentration = mixture
+    place, above = jnp.maximum(count + 1, 1.0), mean / (concentration + mean)
+    low = betainc(concentration, place, concentration / (concentration + mean))
+    high = betainc(place, concentration, above)
+    below = jnp.tensordot(weights, low, 1)
+    return (
+        jnp.where(count < 0, 0.0, below),
+        jnp.where(count < 0, 1.0, jnp.tensordot(weights, high, 1)),
+    )
+
+
+def _count_cdf(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    return (_count_tails(mixture, weights, jnp.floor(y))[0],)
+
+
+def _count_log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    mean, concentration = mixture
+    whole = jnp.maximum(jnp.round(y), 0.0)
+    each = dist.NegativeBinomial2(mean, concentration).log_prob(whole)
+    log_density = logsumexp(each, axis=0, b=weights[:, None])
+    return (jnp.where(whole == y, log_density, -jnp.inf),)
+
+
+def _count_quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+    """The smallest whole numbers with at least these probabilities below."""
+    mean, variance = _count_components(mixture, weights)
+
+    def at(level: jax.Array) -> jax.Array:
+        def halve(bracket: tuple) -> tuple:
+            low, high = bracket
+            middle = jnp.floor((low + high) / 2)
+            below = _count_tails(mixture, weights, middle)[0] < level
+            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+        # Cantelli's bound of each component, and so of the mixture
+        reach = mean + jnp.sqrt(variance * level / (1 - level))
+        high = jnp.ceil(reach.max(0)) + 1
+        bracket = jax.lax.while_loop(
+            lambda bracket: jnp.any(bracket[1] - bracket[0] > 1),
+            halve,
+            (jnp.full_like(high, -1.0), high),
+        )
+        return bracket[1]
+
+    return tuple(jax.lax.map(at, levels))
+
+
+def _count_distances() -> np.ndarray:
+    """Whole distances from a count: all small ones, then growing by a seventh."""
+    distances = list(range(17))
+    while distances[-1] < 10**7:
+        distances.append(distances[-1] * 8 // 7 + 1)
+    return np.array(distances)
+
+
+def _count_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+    """The sum of F^2 below y and of (1 - F)^2 above, over whole numbers; far from y
+    linear between nodes.
+    """
+    whole = jnp.floor(y)
+    below, above = _count_tails(mixture, weights, whole)
+    part = y - whole
+    total = part * below**2 + (1 - part) * above**2
+
+    def add(carry: tuple, distance: jax.Array) -> tuple:
+        total, old = carry
+        new = []
+        # nothing is below zero
+        places = jnp.minimum(distance, whole + 1), distance + 0 * whole
+        for side, place in enumerate(places):
+            value = whole - place if side == 0 else whole + place
+            tail = _count_tails(mixture, weights, value)[side] ** 2
+            last_place, last_tail = old[side]
+            gap = place - last_place
+            # the sum over the numbers up to this one of the line between both
+            step = (gap - 1) / 2 * last_tail + (gap + 1) / 2 * tail
+            total = total + jnp.where(gap > 0, step, 0.0)
+            new.append((place, tail))
+        return (total, tuple(new)), None
+
+    start = (jnp.zeros_like(whole), below**2), (jnp.zeros_like(whole), above**2)
+    distances = jnp.asarray(_count_distances()[1:], whole.dtype)
+    return (jax.lax.scan(add, (total, start), distances)[0][0],)
+
+
+# -- ordered levels --------------------------------------------------------------------
+
+
+def _level_moments(mixture: tuple, weights: jax.Array, values: jax.Array) -> tuple:
+    return _total(_level_components(mixture, weights, values), weights)
+
+
+def _level_components(mixture: tuple, _: jax.Array, values: jax.Array) -> tuple:
+    mean = mixture[0] @ values
+    return mean, (mixture[0] * (values - mean[..., None]) ** 2).sum(-1)
+
+
+# Name -> the axis of the rows in its results, and the function of the components.
+SUMMARIES: dict[str, tuple[int, Callable]] = {
+    "moments": (0, _moments),
+    "quantiles": (0, _quantiles),
+    "log_density": (0, _log_density),
+    "cdf": (0, _distribution),
+    "crps": (0, _crps),
+    "components": (1, lambda mixture, _: mixture),
+    "probabilities": (
+        0,
+        lambda mixture, weights: (jnp.tensordot(weights, mixture[0], 1),),
+    ),
+    "entropies": (0, _entropies),
+    "positive_moments": (0, _moments_of(_of_exp)),
+    "positive_components": (1, _components_of(_of_exp)),
+    "positive_crps": (0, _crps_of(_log_slope_of_exp)),
+    "bounded_moments": (0, _moments_of(_of_logistic)),
+    "bounded_components": (1, _components_of(_of_logistic)),
+    "bounded_crps": (0, _crps_of(_log_slope_of_logistic)),
+    "zeros_moments": (0, _hurdle_moments),
+    "zeros_components": (1, _hurdle_components),
+    "zeros_quantiles": (0, _hurdle_quantiles),
+    "zeros_log_density": (0, _hurdle_log_density),
+    "zeros_cdf": (0, _hurdle_cdf),
+    "zeros_crps": (0, _hurdle_crps),
+    "counts_moments": (0, _count_moments),
+    "counts_components": (1, _count_components),
+    "counts_quantiles": (0, _count_quantiles),
+    "counts_log_density": (0, _count_log_density),
+    "counts_cdf": (0, _count_cdf),
+    "counts_crps": (0, _count_crps),
+    "ordered_moments": (0, _level_moments),
+    "ordered_components": (1, _level_components),
+}
