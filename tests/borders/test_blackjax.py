@@ -85,8 +85,8 @@ ALGORITHMS = {
         "barker", "adaptive_persistent_sampling_smc", 20, {"step_size": 0.3}
     ),
     "sgld": Row("sgld", None, 150, {"step_size": 5e-4}),
-    "sghmc": Row("sghmc", None, 20, {"step_size": 0.03}),
-    "sgnht": Row("sgnht", None, 400, {"step_size": 0.02, "alpha": 1.0}),
+    "sghmc": Row("sghmc", None, 10, {"step_size": 0.005, "num_integration_steps": 40}),
+    "sgnht": Row("sgnht", None, 1500, {"step_size": 0.005, "alpha": 1.0}),
     "of a function": Row(from_builder, None, 40, {"scale": 0.4}),
     "own warm-up": Row("mala", shrink),
 }
