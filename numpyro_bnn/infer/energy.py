@@ -17,6 +17,7 @@ from numpyro_bnn.sgmcmc.interfaces import select
 TRANSITIONS = 256  # maximum number from which the autocorrelation time is estimated
 # largest energy error that adaptation counts, in standard deviations of the target
 COUNTED = 8.0
+STANDARD_ERRORS = 2.0  # of the mean, added to it for the last choice of the step size
 GROWTH = 1.25  # largest factor by which a transition of warm-up lengthens the steps
 # maximum number of coordinates from which the autocorrelation time is estimated
 RECORDED = 256
@@ -162,12 +163,18 @@ def autocorrelation_time(record: jax.Array) -> jax.Array:
 
 
 class EnergyMean(NamedTuple):
-    """Running mean of the energy variance of a step, scaled to the current step size,
-    and the number of transitions in it.
+    """Running mean of the energy variance of a step and its largest value, scaled to
+    the current step size, and the number of transitions in them.
     """
 
-    excess: jax.Array
+    mean: jax.Array
+    largest: jax.Array
     age: jax.Array
+
+    def scaled(self, factor: jax.Array) -> "EnergyMean":
+        """In steps longer by a factor: the variance grows like its sixth power."""
+        power = factor**6
+        return self._replace(mean=self.mean * power, largest=self.largest * power)
 
 
 @dataclass(frozen=True)
@@ -175,53 +182,76 @@ class AdaptEnergy(Phase):
     """Adapt the step size so that a running mean of the energy variance meets a target
     that falls in warm-up.
 
-    Errors have heavy tails, so each is limited to eight standard deviations of the
-    target, where those of refused steps count as well: a mean at the target leaves at
-    most one step in 64 refused.
+    Errors have heavy tails, so on the way each is limited to eight standard deviations
+    of the target, where those of refused steps count as well: a mean at the target
+    leaves at most one step in 64 refused.
+
+    The last choice is for all the draws. These meet the rare stiff places of a network
+    with learned scales, whose errors make up nearly all of the mean. So in the last
+    stage all errors of steps that are taken count in full, and at its end two standard
+    errors of the mean are added: where few transitions make up a mean of n, one is the
+    largest of them over n. For errors without heavy tails that is next to nothing.
 
     :param first: target of the energy variance at the start, ``last``: at the end.
+    :param most: energy variance of the largest errors that are taken after warm-up.
     """
 
     stages: Stages
     first: float
     last: float
+    most: float
 
     steers = True
 
     def start(self, position: jax.Array, step_size: jax.Array) -> EnergyMean:
         zero = jnp.zeros((), position.dtype)
-        return EnergyMean(zero, zero)
+        return EnergyMean(zero, zero, zero)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         warming = now.i < self.stages.end
         return when(warming, self._adapted, state, now)
 
     def _adapted(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        stages, mean, i = self.stages, self.of(state), now.i
-        energy, refused = jnp.asarray(state.energy_variance), state.refused_steps
+        stages, i, refused = self.stages, now.i, state.refused_steps
+        energy = jnp.asarray(state.energy_variance)
         share = jnp.clip(
             (i - stages.begin) / max(stages.late - stages.begin, 1), 0.0, 1.0
         )
         target = (self.first * (self.last / self.first) ** share).astype(energy.dtype)
-        largest = COUNTED**2 * target
-        seen = (1 - refused) * jnp.minimum(energy, largest) + refused * largest
-        age = mean.age + 1
-        recent = jnp.where(i < stages.late, 0.1, 0.0).astype(energy.dtype)
-        excess = mean.excess + jnp.maximum(1 / age, recent) * (seen - mean.excess)
-        # The energy variance grows like the sixth power of the step size.
+        is_last = i >= stages.late
+        limit = COUNTED**2 * target
+        counted = jnp.where(is_last, jnp.maximum(limit, self.most), limit)
+        seen = (1 - refused) * jnp.minimum(energy, counted) + refused * limit
+        energies = self._added(self.of(state), seen, is_last)
+        error = jnp.where(i == stages.end - 1, energies.largest / energies.age, 0.0)
+        expected = energies.mean + STANDARD_ERRORS * error
         factor = jnp.clip(
-            (target / jnp.maximum(excess, jnp.finfo(excess.dtype).tiny)) ** (1 / 6),
+            (target / jnp.maximum(expected, jnp.finfo(expected.dtype).tiny)) ** (1 / 6),
             0.3,
             GROWTH,
         )
         factor = jnp.where(refused > 0.5, jnp.minimum(factor, 0.5), factor)
         # Of a chain that is marked, the step size shows where it was lost.
         factor = jnp.where(state.diverging, 1.0, factor)
+        energies = energies.scaled(factor)
         # With another preconditioner or length the mean begins again.
-        age = jnp.where(stages.rescales(i), 0.0, age)
+        fresh = jax.tree.map(jnp.zeros_like, energies)
+        energies = select(stages.rescales(i), fresh, energies)
         step_size = (state.base_step_size * factor).astype(state.base_step_size.dtype)
         state = state._replace(base_step_size=step_size)
-        return state.with_phase(self, EnergyMean(excess * factor**6, age))
+        return state.with_phase(self, energies)
+
+    def _added(
+        self, energies: EnergyMean, seen: jax.Array, is_last: jax.Array
+    ) -> EnergyMean:
+        """With one transition more; those long ago are forgotten until the last
+        choice.
+        """
+        age = energies.age + 1
+        recent = jnp.where(is_last, 0.0, 0.1).astype(seen.dtype)
+        weight = jnp.maximum(1 / age, recent)
+        mean = energies.mean + weight * (seen - energies.mean)
+        return EnergyMean(mean, jnp.maximum(energies.largest, seen), age)
 
 
 class Record(NamedTuple):

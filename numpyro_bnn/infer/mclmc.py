@@ -193,7 +193,9 @@ class MCLMC(SGMCMCKernel):
             first, last = self.energy_targets
             # Where refusals would become frequent, or at the target.
             refused = (self.max_warm_up_error(size) / EARLY_LARGEST) ** 2 / size
-            phases.append(AdaptEnergy(stages, max(last, min(first, refused)), last))
+            most = self.max_energy_error(size) ** 2 / size
+            first = max(last, min(first, refused))
+            phases.append(AdaptEnergy(stages, first, last, most))
         free = self.decoherence_length is None
         named = self.preconditioner is None or is_named(self.preconditioner, "variance")
         sets_scales = named and plan.learned is None

@@ -17,6 +17,10 @@ from numpyro_bnn.sgmcmc.interfaces import select
 NOTHING = sgmcmc.Full(lambda position: jnp.zeros((), position.dtype))
 
 
+# Factor of chosen step sizes below which a chain is marked at the end of its warm-up.
+MIN_SHRINKAGE = 1e-4
+
+
 class SGMCMCState(NamedTuple):
     """State of the kernels of this package.
 
@@ -131,11 +135,18 @@ class WarmUp(NamedTuple):
     end: int
     steps: int
 
+    @property
+    def settled(self) -> int:
+        """The transition at which step sizes are chosen for the last time. Those after
+        it show whether they fit elsewhere, and only make them shorter.
+        """
+        return self.end - (self.end - self.middle) // 2
+
     def measures(self, i: jax.Array) -> jax.Array:
         """Whether a transition begins with a measurement: when sampling starts, then
-        ever more rarely on the way to the typical set, and once at the end.
+        ever more rarely on the way to the typical set, there, and once more.
         """
-        times = {self.begin, self.middle, self.end}
+        times = {self.begin, self.middle, self.settled}
         for power in range(20):
             if (time := self.begin + 2**power) < self.middle:
                 times.add(time)
@@ -196,10 +207,13 @@ def listed(by_chain: Any) -> str:
 
 
 class Origin(NamedTuple):
-    """Where a chain began to sample: position (P,) and step size."""
+    """Where a chain began to sample: position (P,) and step size; or where it was when
+    it should have arrived at the typical set, ``has_arrived``.
+    """
 
     position: jax.Array
     step_size: jax.Array
+    has_arrived: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +221,10 @@ class Rescue(Phase):
     """Put a chain that takes no steps back to where it began, with half the step size
     if that was chosen.
 
-    Chains return while a quarter of the warm-up is left to forget their origin; later
-    they are marked.
+    Chains return while a quarter of the warm-up is left to forget their origin. Later
+    they return to where they were in the middle of the warm-up; those that took no
+    steps then are marked, and at its end those that take only steps far shorter than
+    the curvature allows.
 
     :param chooses_step_size: whether the step size was chosen.
     :param anew: the phases that begin again with the chain.
@@ -221,27 +237,36 @@ class Rescue(Phase):
     patience: int
 
     def start(self, position: jax.Array, step_size: jax.Array) -> Origin:
-        return Origin(position, step_size)
+        return Origin(position, step_size, jnp.asarray(False))
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         begin, _, end, steps = self.warm_up
         every = max(1, sgmcmc.engine.LOST * (end - begin) // steps)
         # the step size is known only after the other phases have chosen it
         origin = self.of(state)._replace(position=state.engine.position)
-        state = self._first(state, now, origin)
-        due = (now.i > begin) & (now.i < begin + 3 * (end - begin) // 4)
-        due &= now.i % every == 0
+        state = state.with_phase(self, select(now.i <= begin, origin, self.of(state)))
+        until = jnp.where(
+            self.of(state).has_arrived, end, begin + 3 * (end - begin) // 4
+        )
+        due = (now.i > begin) & (now.i < until) & (now.i % every == 0)
         return when(due, self._looked_at, state, now)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        origin = self.of(state)._replace(step_size=state.base_step_size)
-        return self._first(state, now, origin)
-
-    def _first(
-        self, state: SGMCMCState, now: Transition, origin: Origin
-    ) -> SGMCMCState:
-        at_first = now.i <= self.warm_up.begin
-        return state.with_phase(self, select(at_first, origin, self.of(state)))
+        begin, middle, end, _ = self.warm_up
+        origin, chosen = self.of(state), state.base_step_size
+        if self.chooses_step_size:
+            chosen = chosen / state.shrinkage
+        first = jnp.where(now.i <= begin, chosen, origin.step_size)
+        origin = origin._replace(step_size=first)
+        here = Origin(state.engine.position, chosen, jnp.asarray(True))
+        arrives = (now.i >= middle) & ~origin.has_arrived
+        arrives &= state.engine.refused_in_a_row == 0
+        state = state.with_phase(self, select(arrives, here, origin))
+        engine = state.engine
+        lost = (now.i == end - 1) & (state.shrinkage < MIN_SHRINKAGE)
+        lost &= engine.first_divergence < 0
+        first = jnp.where(lost, engine.step, engine.first_divergence)
+        return state._replace(engine=engine._replace(first_divergence=first))
 
     def _looked_at(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         engine = state.engine
@@ -250,8 +275,10 @@ class Rescue(Phase):
         return when(lost, self._again, state, now)
 
     def _again(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        # without what refused steps have added: they were of the place that it leaves
         origin = self.of(state)
-        shrinkage = jnp.maximum(0.5 * state.shrinkage, 2.0**-100)
+        shrinkage = jnp.maximum(0.5 ** (state.restarts + 1), 2.0**-100)
+        shrinkage = shrinkage.astype(state.shrinkage.dtype)
         base = origin.step_size * (shrinkage if self.chooses_step_size else 1.0)
         state = state._replace(base_step_size=base)
         sampler = now.sampler(state)

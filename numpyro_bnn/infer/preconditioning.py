@@ -108,7 +108,7 @@ class LearnPreconditioner(Phase):
         """
         dense, begin = size <= DENSE_LIMIT, warm_up.begin // 2
         needed = PER_DIRECTION * size if dense else PER_COORDINATE
-        count = min(most, -(-needed // max(warm_up.end - begin, 1)))
+        count = min(most, -(-needed // max(warm_up.settled - begin, 1)))
         return cls(warm_up, dense, begin, count, ratio)
 
     @property
@@ -124,7 +124,7 @@ class LearnPreconditioner(Phase):
         )
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        due = self.warm_up.measures(now.i) & (now.i <= self.warm_up.end)
+        due = self.warm_up.measures(now.i)
         return when(due, self._used, state, now)
 
     def _used(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
@@ -139,7 +139,7 @@ class LearnPreconditioner(Phase):
         return state.spend(3 * BENDING_STEPS * sampler.gradient.evaluations)
 
     def end(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        due = (now.i >= self.begin) & (now.i < self.warm_up.end)
+        due = (now.i >= self.begin) & (now.i < self.warm_up.settled)
         return when(due, self._collected, state, now)
 
     def _collected(self, state: SGMCMCState, now: Transition) -> SGMCMCState:

@@ -259,24 +259,43 @@ class Result:
         """Some columns (C, S, K) of the function in sound chains, or of its log
         likelihood; maybe none.
         """
-        values = (
-            self.means("posterior_predictive")
-            or self.means("predictions")
-            or self.arrays("log_likelihood")
-        )
-        drawn = columns(values.values(), MAX_COLUMNS)
-        finite = np.isfinite(drawn).all(axis=(1, 2))
-        return drawn[finite & np.isin(np.arange(len(drawn)), self.sound)]
+        means = self.means(self._predicted) or self.arrays("log_likelihood")
+        drawn = columns(means.values(), MAX_COLUMNS)
+        return drawn[self._are_usable(drawn)]
 
-    def observations(self) -> np.ndarray:
-        """Some columns (C, S, K) of observations that sound chains draw; maybe none."""
-        for group in ("posterior_predictive", "predictions"):
-            values = self.arrays(group)
-            sites = {name.rsplit("_", 1)[0] for name in self.means(group)}
-            drawn = [values[site] for site in sorted(sites & values.keys())]
-            if drawn:
-                return columns(drawn, MAX_COLUMNS)[self.sound]
-        return np.zeros((0, 0, 0))
+    def variance_of_observations(self) -> np.ndarray:
+        """The variance (K,) of an observation at the columns of :meth:`function`, the
+        least of the same chains; NaN where none was drawn.
+
+        Of K classes it is p (1 - p) / (K - 1): the squares of small changes of the
+        probabilities, divided by it, have twice the divergence of a row as their mean.
+        """
+        means, drawn = self.means(self._predicted), self.arrays(self._predicted)
+        variances = []
+        for name, mean in means.items():
+            site, suffix = name.rsplit("_", 1)
+            variance = np.full((len(mean), 1, *mean.shape[2:]), np.nan)
+            if suffix == "probs":
+                p = mean.mean(axis=1, keepdims=True, dtype=np.float64)
+                variance = p * (1 - p) / max(mean.shape[-1] - 1, 1)
+            elif site in drawn and drawn[site].shape == mean.shape:
+                variance = drawn[site].var(axis=1, keepdims=True, dtype=np.float64)
+            variances.append(variance)
+        if not variances:
+            return np.full(1, np.nan)
+        usable = self._are_usable(columns(means.values(), MAX_COLUMNS))
+        return columns(variances, MAX_COLUMNS)[usable].min(axis=(0, 1))
+
+    @property
+    def _predicted(self) -> str:
+        """The group whose means are the function."""
+        at_data = self.means("posterior_predictive")
+        return "posterior_predictive" if at_data else "predictions"
+
+    def _are_usable(self, drawn: np.ndarray) -> np.ndarray:
+        """Which chains are sound and have finite draws (C, S, K)."""
+        finite = np.isfinite(drawn).all(axis=(1, 2))
+        return finite & np.isin(np.arange(len(drawn)), self.sound)
 
     # -- data --------------------------------------------------------------------------
 

@@ -34,8 +34,11 @@ MAX_PARAMETERS = 256  # that are read to see whether a chain is frozen
 MAX_SHARE_LOST = 0.75  # of what a member explains, before a chain counts as trapped
 MAX_SHARE_BEHIND_LINE = 0.1  # of the targets that a linear model explains
 MAX_RHAT = 1.1
-# Chains whose means differ by less than half a standard deviation of the observations
-MAX_RHAT_OF_OBSERVATIONS = 1.05
+# Of an observation. Half of what a score of predictions must fall behind to matter: a
+# chain alone costs so much, all of them together less.
+MAX_NATS_APART = 0.1
+# A hundred independent draws of an observation know their mean as well.
+MAX_NATS_OF_ERROR = 0.005
 
 SMALLER = "Use a smaller `step_size`, or None to have one chosen"
 SMALLER_OR_NON_CENTERED = f"{SMALLER} by more warm-up. Non-centered scales need less."
@@ -534,10 +537,18 @@ def steps(result: Result) -> Measurement | None:
     return at_most(needed / steps, 1, words)
 
 
+def nats(squares: np.ndarray, variances: np.ndarray) -> np.ndarray:
+    """What means that are off cost an observation, (...,), by the squares (..., K) of
+    their errors and the variances (K,) of observations.
+    """
+    costs = np.where(squares == 0, 0.0, squares / variances)
+    return 0.5 * costs.mean(axis=-1)
+
+
 @check("Take more draws; if chains differ, a longer warm start{}.", MIN_DRAWS)
 def rhat(result: Result) -> Measurement | None:
-    """R-hat of the function; a note where noise hides that its chains differ, so
-    that observations drawn from them do not.
+    """R-hat of the function; a note where chains differ by so little beside the noise
+    that a prediction by the worst half of a chain costs next to nothing.
     """
     function = result.function()
     if not function.size or np.isnan(value := high(_arviz.rhat(function))):
@@ -548,26 +559,37 @@ def rhat(result: Result) -> Measurement | None:
     if len(function) > 1:
         largest = max(high(_arviz.rhat(chain[None])) for chain in function)
         words += f" (at most {largest:.3g} within a chain)"
-    drawn = result.observations()
-    hidden = high(_arviz.rhat(drawn)) if drawn.size else np.inf
-    if not hidden <= MAX_RHAT_OF_OBSERVATIONS:
+    half = result.draws // 2
+    halves = np.concatenate([function[:, :half], function[:, -half:]])
+    means = halves.mean(axis=1, dtype=np.float64)
+    squares = (means - means.mean(axis=0)) ** 2
+    apart = nats(squares, result.variance_of_observations()).max()
+    if not apart <= MAX_NATS_APART:
         return at_most(value, MAX_RHAT, words)
-    words += f", of observations drawn {hidden:.3g}"
+    words += f"; no half of a chain costs an observation more than {apart:.2g} nats"
     return at_most(value, MAX_RHAT, words).as_note()
 
 
 @check("Take more draws, or more steps per draw (`steps_per_draw`).", MIN_DRAWS)
 def ess(result: Result) -> Measurement | None:
-    """Effective draws, which mean nothing where R-hat is large."""
+    """Effective draws, which mean nothing where R-hat is large; a note where the error
+    of the mean function is small beside the noise.
+    """
     function = result.function()
     if not function.size or high(_arviz.rhat(function)) > MAX_RHAT:
         return None
-    value = -high(-_arviz.ess(function))
+    effective = _arviz.ess(function)
+    value = -high(-effective)
     if np.isnan(value):
         return None
     total = len(function) * result.draws
     words = f"{total} draws are worth {value:.0f} independent ones of the function"
-    return at_least(value, min(100.0, total / 10), words)
+    measurement = at_least(value, min(100.0, total / 10), words)
+    known = ~np.isnan(effective)
+    squares = function.var(axis=(0, 1), dtype=np.float64)[known] / effective[known]
+    variances = np.broadcast_to(result.variance_of_observations(), known.shape)[known]
+    small = nats(squares, variances) <= MAX_NATS_OF_ERROR
+    return measurement.as_note() if small else measurement
 
 
 @check(

@@ -497,22 +497,72 @@ def test_a_member_that_learned_the_noise_is_no_trap(nats, verdict):
     assert found["fit"] == verdict
 
 
-@pytest.mark.parametrize(("noise", "verdict"), [(5.0, "note"), (0.1, "warning")])
-def test_chains_that_differ_by_less_than_the_noise_are_noted(noise, verdict):
-    """Their means differ by 1: observations with the noise 5 do not show it."""
-    made = Made()
-    made.f = made.f + np.arange(C)[:, None, None] % 2
+def with_observations(made, noise):
+    """Observations drawn around the function."""
     idata = made.idata()
     y = made.f + noise * made.rng.normal(size=made.f.shape)
     groups = {name: group(idata, name) for name in group_names(idata)}
     groups["posterior_predictive"] = groups["posterior_predictive"].assign(
         y=((*SAMPLE, "data"), y)
     )
+    return {f.name: f for f in health(results(groups, made.attrs)).findings}
+
+
+@pytest.mark.parametrize("chains", [2, 4, 16])
+@pytest.mark.parametrize(("nats", "verdict"), [(0.07, "note"), (0.12, "warning")])
+def test_a_chain_that_differs_is_noted_if_that_costs_next_to_nothing(
+    chains, nats, verdict
+):
+    """A mean that is off by d costs d^2 / 2 nats under unit noise, here of one chain,
+    however many others there are. The noise of its draws is a twentieth of d.
+    """
+    made = Made(chains=chains)
+    made.f[0] += (2 * nats) ** 0.5 * chains / (chains - 1)
+    found = with_observations(made, 1.0)["rhat"]
+    assert found.verdict == verdict
+    assert ("nats" in found.what) == (verdict == "note")
+
+
+@pytest.mark.parametrize("wide", [0.0, 5.0])
+def test_a_bad_half_of_a_chain_is_never_silent(wide):
+    """... even if it makes the spread of its own observations large."""
+    made = Made()
+    made.f[1, S // 2 :] += 1.0 + wide * made.rng.normal(size=(S // 2, 1))
+    assert with_observations(made, 1.0)["rhat"].verdict == "warning"
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(1.0, "note"), (0.02, "warning")])
+def test_few_effective_draws_are_noted_if_noise_hides_their_error(noise, verdict):
+    made = Made()
+    correlated(made)
+    assert with_observations(made, noise)["ess"].verdict == verdict
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0.6, "note"), (2.5, "warning")])
+def test_chains_of_class_probabilities_are_judged_by_their_divergence(shift, verdict):
+    """Half of the chains are off in the logit of one of three classes."""
+    made = Made()
+    logits = 0.02 * made.rng.normal(size=(C, S, N, 3))
+    logits[:2, ..., 0] += shift
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    means = probs.mean(1)
+    cost = (means * np.log(means / means.mean(0))).sum(-1).mean(-1).max()
+    assert (cost < 0.1) == (verdict == "note")
+    idata = made.idata()
+    groups = {name: group(idata, name) for name in group_names(idata)}
+    groups["posterior_predictive"] = groups["posterior_predictive"][[]].assign(
+        y_probs=((*SAMPLE, "data", "class"), probs)
+    )
+    groups["observed_data"] = groups["observed_data"].assign(
+        y=(("data",), made.rng.integers(3, size=N))
+    )
     report = health(results(groups, made.attrs))
-    found = {finding.name: finding for finding in report.findings}
-    assert found["rhat"].verdict == verdict
-    assert ("of observations drawn" in found["rhat"].what) == (verdict == "note")
-    assert "ess" not in found
+    found = {finding.name: finding for finding in report.findings}["rhat"]
+    assert found.verdict == verdict
+    if verdict == "note":
+        stated = float(found.what.split()[-2])
+        # to third order in the shift, at some of the rows and classes
+        assert stated == pytest.approx(cost, rel=0.3)
 
 
 def test_a_drift_is_no_temperature():

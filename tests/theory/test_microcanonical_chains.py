@@ -132,6 +132,41 @@ def test_energy_errors_follow_their_target():
     )  # errors at other step sizes would lead far off, and back
 
 
+@pytest.mark.optimized
+def test_the_last_steps_are_chosen_for_rare_stiff_places():
+    """The curvature along the weights is the square of a scale that the data hardly
+    know. Visits to large scales make up most of the mean energy variance. With all
+    errors in full, and two standard errors, it meets the target; refused steps count
+    64 times that.
+    """
+
+    def rare():
+        scale = numpyro.sample("scale", dist.LogNormal(0.0, 1.5))
+        z = numpyro.sample("z", dist.Normal(0.0, 1.0).expand([10]).to_event(1))
+        numpyro.sample("y", dist.Normal(scale * z, 1.0).to_event(1), obs=jnp.zeros(10))
+
+    kernel = infer.MCLMC(rare, warm_start=0.0, steps_per_draw=10)
+    end, (energy, refused, steps) = walk(
+        kernel,
+        101,
+        warmup=100,
+        keep=lambda state: (
+            state.energy_variance,
+            state.refused_steps,
+            state.step_size,
+        ),
+    )
+    target = kernel.energy_targets[1]
+    most = kernel.max_energy_error(11) ** 2 / 11
+    energy, refused, steps = (value[60:100] for value in (energy, refused, steps))
+    seen = (1 - refused) * np.minimum(energy, most) + refused * 64 * target
+    in_unit_steps = seen / steps**6
+    expected = in_unit_steps.mean() + 2 * in_unit_steps.max() / len(seen)
+    assert energy.max() > 64 * target, "no stiff place was met"
+    chosen = np.asarray(end.base_step_size)
+    np.testing.assert_allclose(chosen, (target / expected) ** (1 / 6), rtol=1e-3)
+
+
 def autocorrelation_time(draws):
     """Pairs of autocorrelations are summed until one is negative; the mean over
     coordinates, lag by lag.

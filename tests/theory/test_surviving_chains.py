@@ -92,11 +92,18 @@ def unit(size=3):
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [infer.SGLD, infer.SGNHT], ids=["SGLD", "SGNHT"])
-def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
+@pytest.mark.parametrize(
+    ("make", "begin", "back"),
+    [
+        pytest.param(infer.SGLD, 74, 90, marks=pytest.mark.slow),
+        pytest.param(infer.SGNHT, 74, 90, marks=pytest.mark.slow),
+        (infer.SGLD, 165, 180),
+        pytest.param(infer.SGNHT, 165, 180, marks=pytest.mark.slow),
+    ],
+)
+def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     """One of two chains gets far too long steps; the other is the same, bit for bit, as
-    beside a healthy one.
+    beside a healthy one. Late in warm-up it returns to its middle.
     """
     kernel = make(unit, steps_per_draw=20, warm_start=0.2)
     state = kernel.init(
@@ -104,7 +111,7 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
     )
 
     def transition(lost, state, i):
-        far = lost & (jnp.arange(2) == 0) & (i == 74)
+        far = lost & (jnp.arange(2) == 0) & (i == begin)
         state = state._replace(
             base_step_size=jnp.where(far, 1e12, state.base_step_size)
         )
@@ -120,15 +127,15 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make):
     np.testing.assert_array_equal(w[:, 1], calm[:, 1])
     np.testing.assert_array_equal(end.num_gradients, healthy.num_gradients)
     assert np.isfinite(w).all()
-    # Chains are looked at every ten transitions: at 80, after fewer than 200 steps that
-    # failed, and at 90.
-    np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(74, 90))
+    # Chains are looked at every ten transitions: first after fewer than 200 steps that
+    # failed.
+    np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(begin, back))
     assert not end.diverging.any()
     np.testing.assert_allclose(
-        found[90, 0], 0.5 * sizes[74, 0], rtol=1e-4
+        found[back, 0], 0.5 * sizes[begin, 0], rtol=1e-4
     )  # the curvature is 1 everywhere
     np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)
-    assert np.abs(w[90:, 0]).max() < 6
+    assert np.abs(w[back:, 0]).max() < 6
     assert kernel.describe(end)["restarts"] == "[1, 0]"
 
 
@@ -160,6 +167,47 @@ def test_steps_that_would_explode_are_refused_and_get_shorter(make):
         assert kernel.describe(end)["restarts"] == "[0]"
         sizes.append(base[-1])
     assert sizes[1] <= 0.25 * sizes[0] * 1.001
+
+
+def test_a_chain_that_takes_only_tiny_steps_is_marked():
+    """Late in warm-up each transition at 1e9 times the step size is refused, and the
+    steps get shorter by 1/4 again and again.
+    """
+    kernel = infer.SGLD(unit, steps_per_draw=20, warm_start=0.0)
+    state = kernel.init(jax.random.split(jax.random.key(0), 2), 60, None, (), {})
+
+    def transition(state, i):
+        far = (jnp.arange(2) == 0) & (i >= 45) & (i < 60)
+        size = jnp.where(far, 1e5, state.base_step_size)
+        state = kernel.sample(state._replace(base_step_size=size), (), {})
+        return state, state.z["w"]
+
+    end, w = lax.scan(transition, state, jnp.arange(62))
+    np.testing.assert_array_equal(end.diverging, [True, False])
+    assert np.isnan(w[-1, 0]).all()
+    assert np.isfinite(w[:, 1]).all()
+
+
+def test_no_step_size_is_chosen_where_a_chain_happens_to_be_last():
+    """At the flat bottom of a quartic potential the curvature allows steps of any
+    length.
+    """
+
+    def quartic():
+        w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (), ()))
+        numpyro.factor("quartic", -0.25 * w**4)
+
+    kernel = infer.SGLD(quartic, steps_per_draw=5, warm_start=0.0)
+    state = kernel.init(jax.random.key(0), 40, {"w": jnp.ones(())}, (), {})
+
+    def transition(state, i):
+        place = jnp.where(i == 40, 1e-3, state.engine.position)
+        engine = state.engine._replace(position=place)
+        state = kernel.sample(state._replace(engine=engine), (), {})
+        return state, state.base_step_size
+
+    _, sizes = lax.scan(transition, state, jnp.arange(42))
+    assert (np.asarray(sizes[30:]) == sizes[30]).all()
 
 
 def test_a_chain_that_is_lost_at_a_given_step_size_is_marked():
