@@ -453,8 +453,12 @@ class Posterior:
                 continue
             site = self.sites[name]
             if name in self.plates:
-                kwargs = {"rng_key": None}
-                new = {"fn": draw_indices, "value": None, "kwargs": kwargs}
+                new = {
+                    "fn": draw_indices,
+                    "value": None,
+                    "kwargs": {"rng_key": None},
+                    "stop": False,  # a reading may be hidden from outer handlers
+                }
                 values[name] = apply_stack({**site, **new})["value"]
             elif name in self.latent:
                 site = self.at(values, only=[name])[name]

@@ -373,6 +373,7 @@ def test_state_that_a_module_changes_is_refused():
 
 
 def test_a_fit_reads_the_model_once():
+    """And once more for the prior scale of weights that it standardizes."""
     runs = []
 
     def model(y):
@@ -384,4 +385,4 @@ def test_a_fit_reads_the_model_once():
 
     guide = guides.AutoLaplace(model, "diag")
     guide.run(jax.random.key(0), jnp.arange(4.0), progress_bar=False)
-    assert len(runs) == 1
+    assert len(runs) == 2
