@@ -6,6 +6,7 @@ import ast
 import builtins
 import doctest
 import importlib
+import inspect
 import io
 import pkgutil
 import re
@@ -371,6 +372,37 @@ def test_names_in_the_prose_of_pages_exist():
     assert gone == {}
     text = "`infer.SGLDD(model)`, `bnn.absent`, `x.infer.no`\n```\n`infer.b`\n```\n"
     assert list(shown_names(text)) == ["infer.SGLDD", "absent"]
+
+
+def unknown_keywords(code):
+    """Keywords in inline code that a call of this package does not take."""
+    try:
+        parsed = ast.parse(code, mode="eval")
+    except SyntaxError:
+        return
+    for call in ast.walk(parsed):
+        if not isinstance(call, ast.Call):
+            continue
+        name = ast.unparse(call.func).removeprefix("bnn.")
+        called = reached(numpyro_bnn, name.split("."))
+        if called is None:
+            continue
+        parameters = inspect.signature(called).parameters
+        if any(option.kind is option.VAR_KEYWORD for option in parameters.values()):
+            continue
+        keywords = {keyword.arg for keyword in call.keywords}
+        yield from (f"{name}({word}=)" for word in sorted(keywords - set(parameters)))
+
+
+def test_keywords_in_the_prose_of_pages_exist():
+    unknown = {}
+    for path in set(MARKDOWN) - set(FORMER):
+        for code in INLINE.findall(prose(path.read_text())):
+            if wrong := list(unknown_keywords(code)):
+                unknown[f"{label(path)}: {code}"] = wrong
+    assert unknown == {}
+    code = "priors.Normal(1.0, bias=2.0, bias_scale=0.1)"
+    assert list(unknown_keywords(code)) == ["priors.Normal(bias=)"]
 
 
 def test_references_exist():
