@@ -277,6 +277,47 @@ def test_links_resolve():
     assert list(broken_links(DOCS / "page.md", text)) == links
 
 
+# What users would type into the search of the site: words of a heading, and its page.
+ASKED = {
+    "raw table to intervals": "howto/tables.md",
+    "which columns matter": "howto/tables.md",
+    "choosing a method": "choosing.md",
+    "how many layers and units": "choosing.md",
+    "which prior": "howto/priors.md",
+    "prior predictive": "howto/prior_predictive.md",
+    "weights do not mix": "why_weights_do_not_mix.md",
+    "can i trust this run": "howto/diagnostics.md",
+    "chain diverged": "howto/diverged.md",
+    "float64": "howto/diverged.md",
+    "counts": "howto/likelihoods.md",
+    "outliers": "howto/likelihoods.md",
+    "noise that depends on the inputs": "howto/likelihoods.md",
+    "imbalanced classes": "howto/classification.md",
+    "unlike the training data": "howto/unknown_inputs.md",
+    "make it bayesian": "howto/flax.md",
+    "dropout": "howto/flax.md",
+    "recurrent": "howto/modules.md",
+    "time series": "howto/time_series.md",
+    "many rows": "howto/large_data.md",
+    "gpu": "howto/several_devices.md",
+    "how long does a fit take": "estimators.md",
+    "after a crash": "howto/keep_a_run.md",
+    "seeds": "howto/keep_a_run.md",
+    "pickle": "howto/serving.md",
+    "comparing models": "results.md",
+    "coming from blackjax": "coming_from.md",
+}
+
+
+def test_what_users_ask_is_a_heading():
+    unanswered = []
+    for words, page in ASKED.items():
+        titles = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), flags=re.M)
+        if not any(words in title.lower() for title in titles):
+            unanswered.append((words, page))
+    assert unanswered == []
+
+
 def entries(path):
     """Pages that the tables of contents of a page name."""
     for block in re.findall(
