@@ -98,8 +98,8 @@ def rmse(predictions: ArrayLike, y: ArrayLike) -> Score:
 
 
 def lppd(log_likelihood: ArrayLike) -> Score:
-    r"""Log score of predictions: log density of targets under the exact mixture over
-    draws (log pointwise predictive density).
+    r"""Log score of predictions: the log density of targets under the exact mixture
+    over draws (log pointwise predictive density).
 
     .. math:: \frac1N \sum_n \log \frac1S \sum_s p(y_n \mid \theta_s)
 

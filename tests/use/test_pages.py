@@ -6,6 +6,7 @@ import ast
 import builtins
 import doctest
 import importlib
+import inspect
 import io
 import pkgutil
 import re
@@ -276,6 +277,47 @@ def test_links_resolve():
     assert list(broken_links(DOCS / "page.md", text)) == links
 
 
+# What users would type into the search of the site: words of a heading, and its page.
+ASKED = {
+    "raw table to intervals": "howto/tables.md",
+    "which columns matter": "howto/tables.md",
+    "choosing a method": "choosing.md",
+    "how many layers and units": "choosing.md",
+    "which prior": "howto/priors.md",
+    "prior predictive": "howto/prior_predictive.md",
+    "weights do not mix": "why_weights_do_not_mix.md",
+    "can i trust this run": "howto/diagnostics.md",
+    "chain diverged": "howto/diverged.md",
+    "float64": "howto/diverged.md",
+    "counts": "howto/likelihoods.md",
+    "outliers": "howto/likelihoods.md",
+    "noise that depends on the inputs": "howto/likelihoods.md",
+    "imbalanced classes": "howto/classification.md",
+    "unlike the training data": "howto/unknown_inputs.md",
+    "make it bayesian": "howto/flax.md",
+    "dropout": "howto/flax.md",
+    "recurrent": "howto/modules.md",
+    "time series": "howto/time_series.md",
+    "many rows": "howto/large_data.md",
+    "gpu": "howto/several_devices.md",
+    "how long does a fit take": "estimators.md",
+    "after a crash": "howto/keep_a_run.md",
+    "seeds": "howto/keep_a_run.md",
+    "pickle": "howto/serving.md",
+    "comparing models": "results.md",
+    "coming from blackjax": "coming_from.md",
+}
+
+
+def test_what_users_ask_is_a_heading():
+    unanswered = []
+    for words, page in ASKED.items():
+        titles = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), flags=re.M)
+        if not any(words in title.lower() for title in titles):
+            unanswered.append((words, page))
+    assert unanswered == []
+
+
 def entries(path):
     """Pages that the tables of contents of a page name."""
     for block in re.findall(
@@ -371,6 +413,37 @@ def test_names_in_the_prose_of_pages_exist():
     assert gone == {}
     text = "`infer.SGLDD(model)`, `bnn.absent`, `x.infer.no`\n```\n`infer.b`\n```\n"
     assert list(shown_names(text)) == ["infer.SGLDD", "absent"]
+
+
+def unknown_keywords(code):
+    """Keywords in inline code that a call of this package does not take."""
+    try:
+        parsed = ast.parse(code, mode="eval")
+    except SyntaxError:
+        return
+    for call in ast.walk(parsed):
+        if not isinstance(call, ast.Call):
+            continue
+        name = ast.unparse(call.func).removeprefix("bnn.")
+        called = reached(numpyro_bnn, name.split("."))
+        if called is None:
+            continue
+        parameters = inspect.signature(called).parameters
+        if any(option.kind is option.VAR_KEYWORD for option in parameters.values()):
+            continue
+        keywords = {keyword.arg for keyword in call.keywords}
+        yield from (f"{name}({word}=)" for word in sorted(keywords - set(parameters)))
+
+
+def test_keywords_in_the_prose_of_pages_exist():
+    unknown = {}
+    for path in set(MARKDOWN) - set(FORMER):
+        for code in INLINE.findall(prose(path.read_text())):
+            if wrong := list(unknown_keywords(code)):
+                unknown[f"{label(path)}: {code}"] = wrong
+    assert unknown == {}
+    code = "priors.Normal(1.0, bias=2.0, bias_scale=0.1)"
+    assert list(unknown_keywords(code)) == ["priors.Normal(bias=)"]
 
 
 def test_references_exist():
