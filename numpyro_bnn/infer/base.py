@@ -74,6 +74,7 @@ from numpyro_bnn.infer.warm_start import (
     learned_parameters,
     warm_start_of,
 )
+from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 
@@ -496,6 +497,8 @@ class SGMCMCKernel(ModelKernel):
             check_start(call, "warm_start", target, z, single, args, kwargs)
         if not (target.subsampled and by_batches) or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, args, kwargs)
+        if self.minibatches == "epochs":
+            refuse_feeds(call, "minibatches", "it has its own order", args, kwargs)
         return target, z
 
     def _start(

@@ -17,6 +17,7 @@ from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
+from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.rows import refuse_rows
 from numpyro_bnn.runs.folder import raw, restored, with_keys
 
@@ -239,6 +240,8 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
 
 def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
     call, mesh = spread.call, spread.mesh
+    if mesh is not None:
+        refuse_feeds(call, "mesh", "devices would take them in no order", arguments)
     if spread.by_rows:
         refuse_rows(call, "Rows on disk are not split over devices", arguments)
     if mesh is not None and num_chains % mesh.shape[CHAIN]:
