@@ -76,6 +76,7 @@ from numpyro_bnn.infer.warm_start import (
 )
 from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 
 GRADIENTS = ("minibatch", "control_variates")
@@ -171,6 +172,8 @@ class SGMCMCKernel(ModelKernel):
     ] = field(default_factory=lambda: init_to_uniform)
 
     exact = False  # an exact kernel takes no minibatches
+    # whether it takes models with random numbers of their own, a fresh one per gradient
+    takes_random_models = True
     # names in addition to those that all kernels accept
     preconditioners: ClassVar[tuple[str, ...]] = ()
     # the default where it is not learned from gradient noise
@@ -478,16 +481,8 @@ class SGMCMCKernel(ModelKernel):
         learn = partial(self.learn, num_warmup, args, kwargs)
         target, z = bind(call, *settings, self.temperature, learn)
         by_batches = not self.exact and self.gradient == "minibatch"
-        if target.stochastic and not by_batches:
-            came = (
-                "a model that draws random numbers of its own (`numpyro.prng_key`, as "
-                "dropout does)"
-            )
-            instead = (
-                "Its potential on all data varies: use SGLD, SGHMC or SGNHT with "
-                "`gradient='minibatch'`."
-            )
-            raise argument_error(call, "model", came, instead)
+        if not (by_batches and self.takes_random_models):
+            refuse_random(call, "model", target.stochastic)
         single, spread = is_prng_key(rng_key), self._warm_start.spread
         if init_params is not None:
             z = given_values(call, target, z, init_params, args, kwargs)

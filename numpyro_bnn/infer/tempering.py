@@ -28,6 +28,7 @@ from numpyro_bnn.infer.wrapper import (
 )
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior, log_density
+from numpyro_bnn.program.row_lengths import refuse_random
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")
@@ -159,7 +160,9 @@ class ParallelTempering(OuterKernel):
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
         _, kwargs = held_values(model_kwargs)
-        if plates := Posterior(self.model, model_args, kwargs, full=False).plates:
+        reading = Posterior(self.model, model_args, kwargs, full=False)
+        refuse_random("infer.ParallelTempering", "kernel", reading.stochastic)
+        if plates := reading.plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = (
                 "Exchanges need the density of all the data: run without "

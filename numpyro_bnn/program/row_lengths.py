@@ -1,5 +1,5 @@
 """Refuse what no run would report: rows that a plate does not fit, state that
-changes.
+changes, densities that vary.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,6 +98,22 @@ def check_feeds(
         reason = f"{reading.local[0]!r} has a value for each row, which has no number"
     if reason:
         refuse_feeds(call, "args", reason, args, kwargs)
+
+
+def refuse_random(call: str, argument: str, is_random: bool) -> None:
+    """Refuse a model that computes with random numbers of its own, where the density
+    has to have one value.
+    """
+    if is_random:
+        got = (
+            "a model that draws random numbers of its own (`numpyro.prng_key`, as "
+            "dropout does)"
+        )
+        instead = (
+            "Its potential on all data varies: use SGLD, SGHMC or SGNHT with "
+            "`gradient='minibatch'`."
+        )
+        raise argument_error(call, argument, got, instead)
 
 
 def check_state(call: str, argument: str, reading: Posterior) -> None:
