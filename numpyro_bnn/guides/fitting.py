@@ -37,6 +37,7 @@ from numpyro_bnn.program.compiled import (
     refuse_tracers,
     shared,
 )
+from numpyro_bnn.program.gathers import warn_of_slow_gathers
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_feeds, check_row_lengths
@@ -277,6 +278,7 @@ def _start(
         reading = Posterior(svi.model, args, kwargs, full=False)
         if feeds_in(args, kwargs):
             check_feeds(CALL, reading, args, kwargs)
+        warn_of_slow_gathers(CALL, reading)
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:
