@@ -197,19 +197,18 @@ class Feed:
     def rows_at(self, index: np.ndarray, number: int) -> np.ndarray:
         """Of a column, the rows of minibatches with the indices (..., B)."""
         draws = index.reshape(-1, index.shape[-1])
+        # Reordered indices are the same minibatch with its rows reordered.
+        order = np.argsort(draws, axis=1, kind="stable")
+        ranks = np.argsort(order, axis=1)
+        in_order = np.take_along_axis(draws, order, axis=1)
         # Several devices may ask for their minibatches at the same time.
         apart = 2 * len(draws) * jax.local_device_count()
-        parts = []
         with self._lock:
             self._remembered = max(self._remembered, apart)
-            for indices in draws:
-                # Reordered indices are the same minibatch with its rows reordered.
-                order = np.argsort(indices, kind="stable")
-                ranks = np.empty_like(order)
-                ranks[order] = np.arange(len(order))
-                minibatch = self._minibatch(indices[order])
-                parts.append(minibatch.columns[number][ranks])
-        return np.stack(parts).reshape(*index.shape, *parts[0].shape[1:])
+            minibatches = [self._minibatch(indices) for indices in in_order]
+        columns = [minibatch.columns[number] for minibatch in minibatches]
+        rows = np.stack(columns)[np.arange(len(draws))[:, None], ranks]
+        return rows.reshape(*index.shape, *rows.shape[2:])
 
     def _minibatch(self, indices: np.ndarray) -> Minibatch:
         name = hashlib.blake2b(indices.tobytes(), digest_size=16).hexdigest()
@@ -228,19 +227,21 @@ class Feed:
             if not self._stock:
                 self._stock.append(self._load())
             place, offset = self._stock[0].place, self._offset
-            parts = []
-            while count:
+            pieces: list[list[np.ndarray]] = []
+            while count or not pieces:
                 if not self._stock:
                     self._stock.append(self._load())
                 columns = self._stock[0].columns
                 stop = min(self._offset + count, len(columns[0]))
-                parts.append([column[self._offset : stop] for column in columns])
+                pieces.append([column[self._offset : stop] for column in columns])
                 count -= stop - self._offset
                 self._offset = stop
                 if stop == len(columns[0]):
                     self._stock.popleft()
                     self._offset = 0
-        by_column = zip(*parts, strict=True)
+        if len(pieces) == 1:
+            return Minibatch(pieces[0], place, offset)
+        by_column = zip(*pieces, strict=True)
         return Minibatch([np.concatenate(p) for p in by_column], place, offset)
 
     def _load(self) -> Piece:
@@ -379,7 +380,7 @@ class _Reader:
 
     def _columns(self, batch: Any) -> list[np.ndarray]:
         leaves, structure = jax.tree.flatten(_as_tree(batch))
-        columns = [np.asarray(leaf) for leaf in leaves]
+        columns = [np.array(leaf) for leaf in leaves]  # loaders may reuse memory
         shapes = [(column.shape[1:], column.dtype) for column in columns]
         if self.structure is None:
             self.structure = structure
