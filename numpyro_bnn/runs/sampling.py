@@ -18,7 +18,7 @@ from numpyro.infer import MCMC
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.arguments import Call, as_arrays
 from numpyro_bnn.program.batches import feeds_in, positions, restore
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Recording
@@ -42,7 +42,7 @@ from numpyro_bnn.runs.identity import (
     functions_of_data,
     read_model,
 )
-from numpyro_bnn.runs.spread import spread_of
+from numpyro_bnn.runs.spread import spread_of, with_own_rows
 
 CALL = "runs.start"
 DTYPES = ("float16", "float32", "float64")
@@ -178,7 +178,8 @@ def start(
     :param mesh: devices, such as ``jax.make_mesh((2, 4), ("chain", "data"))``: chains
         are split along the axis ``"chain"``, rows of plates along ``"data"``. Also over
         several processes, each of which makes the same call after
-        ``jax.distributed.initialize``; the first one writes.
+        ``jax.distributed.initialize``, with all rows or with arrays of which it has its
+        own rows; the first one writes.
     :param block_seconds: seconds between two writes, about.
     :param progress_bar: show a bar over the transitions of all chains.
     :param kwargs: keyword arguments of the model.
@@ -211,7 +212,7 @@ def start(
     fields.pop(mcmc.sampler.sample_field, None)
     recording = Recording(sites, dtype, tuple(fields))
     spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
-    model_arguments = as_arrays(args, kwargs, CALL)
+    model_arguments: Call = spread.arguments(as_arrays(args, kwargs, CALL))
     place = FolderPath.of(CALL, "folder", folder)
     begin_feeds(place, *model_arguments)
     reading = read_model(CALL, mcmc.sampler.model, *model_arguments)
@@ -234,13 +235,13 @@ def start(
         **described_model(reading, *model_arguments),
         **described_versions(),
     }
+    # Arrays over several processes need all of them.
+    functions = functions_of_data(reading, mcmc.sampler.model, *model_arguments)
     with ExitStack() as stack:
 
         def opened() -> Folder:
             run_folder = stack.enter_context(Folder(place, description))
-            run_folder.more["functions"] = functions_of_data(
-                reading, mcmc.sampler.model, *model_arguments
-            )
+            run_folder.more["functions"] = functions
             return run_folder
 
         run_folder = spread.from_first(opened)
@@ -250,7 +251,8 @@ def start(
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=outside())
     complete = loop.draws_done >= loop.draws_wanted
-    return Run(chains, loop.draws, loop.last, loop.draws_done, complete, (args, kwargs))
+    given = with_own_rows((args, kwargs))
+    return Run(chains, loop.draws, loop.last, loop.draws_done, complete, given)
 
 
 class _Loop:
