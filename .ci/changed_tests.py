@@ -92,7 +92,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "theory/test_random_models.py",
         "use/test_export_refusals.py",
     ),
-    "runs": ("borders/test_disk*.py", "borders/test_processes.py"),
+    "runs": (
+        "borders/test_batches.py",
+        "borders/test_disk*.py",
+        "borders/test_processes.py",
+    ),
     "sgmcmc": ("theory/test_sgmcmc_*.py",),
     "symmetry": (
         "contracts/test_symmetries.py",

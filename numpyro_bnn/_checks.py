@@ -136,11 +136,21 @@ def probabilities(call: str, quantiles: Any) -> Any:
     return jax.numpy.asarray(levels, float)
 
 
+def has_rows_elsewhere(value: Any) -> bool:
+    """Whether it is an array of which this process has a part."""
+    is_known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_known and not value.is_fully_addressable
+
+
 def check_finite(call: str, argument: str, value: Any) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and
     infinity.
     """
     numbers = known(value)
+    if has_rows_elsewhere(numbers):
+        with jax.core.eval_context():
+            finite = bool(jnp.isfinite(numbers).all())
+        numbers = np.full(1, 0.0 if finite else np.nan)
     if not isinstance(numbers, jax.core.Tracer):
         numbers = as_floats(call, argument, numbers, None)
     if 0 in np.shape(numbers):

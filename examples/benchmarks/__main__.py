@@ -121,6 +121,7 @@ MEASUREMENTS = {
         ),
         continues=True,
     ),
+    "gpu": _json("gpu", continues=True),
     "uci": Measurement(
         "benchmarks.uci",
         "uci.jsonl",

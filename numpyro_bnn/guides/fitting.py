@@ -28,6 +28,7 @@ from numpyro_bnn._checks import (
 )
 from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
 from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.batches import feeds_in
 from numpyro_bnn.program.compiled import (
     CACHE_SIZE,
     TRACING,
@@ -36,9 +37,10 @@ from numpyro_bnn.program.compiled import (
     refuse_tracers,
     shared,
 )
+from numpyro_bnn.program.gathers import warn_of_slow_gathers
 from numpyro_bnn.program.plates import random_indices
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.row_lengths import check_feeds, check_row_lengths
 from numpyro_bnn.program.rows import Ahead, read_ahead, rows_in
 
 CALL = "guides.fit"
@@ -273,7 +275,10 @@ def _start(
     # lacks.
     if state is None or svi.constrain_fn is None or not expected:
         # It refuses subsample sizes that are no counts of rows.
-        Posterior(svi.model, args, kwargs, full=False)
+        reading = Posterior(svi.model, args, kwargs, full=False)
+        if feeds_in(args, kwargs):
+            check_feeds(CALL, reading, args, kwargs)
+        warn_of_slow_gathers(CALL, reading)
         check_row_lengths(CALL, svi.model, args, kwargs)
         with random_indices():
             if init_params:

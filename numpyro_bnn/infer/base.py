@@ -75,8 +75,10 @@ from numpyro_bnn.infer.warm_start import (
     learned_parameters,
     warm_start_of,
 )
+from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 
 GRADIENTS = ("minibatch", "control_variates")
@@ -172,6 +174,8 @@ class SGMCMCKernel(ModelKernel):
     ] = field(default_factory=lambda: init_to_uniform)
 
     exact = False  # an exact kernel takes no minibatches
+    # whether it takes models with random numbers of their own, a fresh one per gradient
+    takes_random_models = True
     # names in addition to those that all kernels accept
     preconditioners: ClassVar[tuple[str, ...]] = ()
     # the default where it is not learned from gradient noise
@@ -498,16 +502,8 @@ class SGMCMCKernel(ModelKernel):
         learn = partial(self._learned, num_warmup, args, kwargs)
         target, z = bind(call, *settings, self.temperature, learn, posterior)
         by_batches = not self.exact and self.gradient == "minibatch"
-        if target.stochastic and not by_batches:
-            came = (
-                "a model that draws random numbers of its own (`numpyro.prng_key`, as "
-                "dropout does)"
-            )
-            instead = (
-                "Its potential on all data varies: use SGLD, SGHMC or SGNHT with "
-                "`gradient='minibatch'`."
-            )
-            raise argument_error(call, "model", came, instead)
+        if not (by_batches and self.takes_random_models):
+            refuse_random(call, "model", target.stochastic)
         single, spread = is_prng_key(rng_key), self._warm_start.spread
         if init_params is not None:
             z = given_values(call, target, z, init_params, args, kwargs)
@@ -517,6 +513,8 @@ class SGMCMCKernel(ModelKernel):
             check_start(call, "warm_start", target, z, single, args, kwargs)
         if not (target.subsampled and by_batches) or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, args, kwargs)
+        if self.minibatches == "epochs":
+            refuse_feeds(call, "minibatches", "it has its own order", args, kwargs)
         return target, z
 
     def _start(

@@ -103,6 +103,7 @@ class MCLMC(SGMCMCKernel):
 
     preconditioners = ("variance",)
     usual_preconditioner = "variance"
+    takes_random_models = False  # its energy errors would not show their noise
     patience = 2000  # its steps get shorter in warm-up
 
     decoherence_length: PositiveOrInfinite | None = None

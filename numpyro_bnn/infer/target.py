@@ -16,10 +16,12 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro_bnn._checks import argument_error, check_finite, check_finite_arguments
 from numpyro_bnn._options import Kind
 from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
+from numpyro_bnn.program.batches import feeds_in
 from numpyro_bnn.program.compiled import is_traced, run
+from numpyro_bnn.program.gathers import warn_of_slow_gathers
 from numpyro_bnn.program.plates import PARAMETERS, Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.row_lengths import check_rows, check_state
+from numpyro_bnn.program.row_lengths import check_feeds, check_rows, check_state
 from numpyro_bnn.sgmcmc.streams import (
     Epochs,
     FullData,
@@ -193,6 +195,9 @@ def bind(
     with _explained(call, model, args, kwargs):
         of_one_minibatch = check_indices(call, reading) if plates else frozenset()
     check_rows(call, reading, args, kwargs)
+    if feeds_in(args, kwargs):
+        check_feeds(call, reading, args, kwargs)
+    warn_of_slow_gathers(call, reading)
     changed = sites.keys() ^ Posterior(model, args, kwargs, full=False).sites.keys()
     if changed:
         names = ", ".join(map(repr, sorted(changed)))

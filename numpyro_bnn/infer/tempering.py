@@ -27,6 +27,7 @@ from numpyro_bnn.infer.wrapper import (
 )
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior, log_density
+from numpyro_bnn.program.row_lengths import refuse_random
 
 BETA = "_inverse_temperature"
 TEMPERED = ("likelihood", "joint")
@@ -159,6 +160,7 @@ class ParallelTempering(OuterKernel):
         model_args, model_kwargs = arguments
         if posterior is None:
             posterior = Posterior(self.model, model_args, model_kwargs, full=False)
+        refuse_random("infer.ParallelTempering", "kernel", posterior.stochastic)
         if plates := posterior.plates:
             came = f"a model that subsamples plate {next(iter(plates))!r}"
             instead = (

@@ -31,7 +31,7 @@ from numpyro_bnn.infer.target import held_parameters
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.program.row_lengths import check_state
+from numpyro_bnn.program.row_lengths import check_state, refuse_random
 from numpyro_bnn.program.sites import arrays_in
 
 # kernels whose states hold constrained values
@@ -195,6 +195,9 @@ class Wrapper(OuterKernel):
             posterior = self.learn(num_warmup, args, kwargs)
         reading = posterior.with_arguments(args, kwargs).with_all_rows()
         check_state(self._call, "kernel", reading)
+        if isinstance(self._kernel, HMC):
+            # which would draw them once, and sample another posterior in each chain
+            refuse_random(self._call, "kernel", reading.stochastic)
         held_parameters(self._call, reading)
         self._prepare(reading, args, kwargs)
         latent = reading.latent

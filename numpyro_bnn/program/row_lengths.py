@@ -1,8 +1,8 @@
 """Refuse what no run would report: rows that a plate does not fit, state that
-changes.
+changes, densities that vary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import indexed_lengths
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kwargs
+from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
@@ -53,18 +54,9 @@ def check_rows(
     lengths = _lengths(args, kwargs)
     if len(lengths) < 2:
         return
-
-    def densities(indices: Mapping[str, jax.Array]) -> list[jax.Array]:
-        sites = sites_of_type(reading.at(indices), "sample").values()
-        return [site["fn"].log_prob(site["value"]) for site in sites]
-
     for name, site in sites_of_type(reading.sites, "plate").items():
         size = site["args"][0]
-        lengths_indexed = indexed_lengths(
-            lambda i, plate=name: densities({plate: i}),  # type: ignore[misc]
-            jnp.arange(reading.sites[name]["value"].shape[0]),
-        )
-        unlike = sorted(lengths_indexed & lengths - {size})
+        unlike = sorted(_indexed(reading, name) & lengths - {size})
         if unlike:
             got = (
                 f"an array of {unlike[0]} rows that plate {name!r} of size {size} "
@@ -72,6 +64,56 @@ def check_rows(
             )
             instead = "Pass one row per data point in each array."
             raise argument_error(call, "args", got, instead)
+
+
+def _indexed(reading: Posterior, plate: str) -> set[int]:
+    """Lengths of the arrays that the indices of a plate select rows of."""
+
+    def densities(indices: jax.Array) -> list[jax.Array]:
+        sites = sites_of_type(reading.at({plate: indices}), "sample").values()
+        return [site["fn"].log_prob(site["value"]) for site in sites]
+
+    num_indices = reading.sites[plate]["value"].shape[0]
+    return indexed_lengths(densities, jnp.arange(num_indices))
+
+
+def check_feeds(
+    call: str, reading: Posterior, args: tuple, kwargs: Kwargs | None
+) -> None:
+    """Refuse rows of a loader in models to which the indices of their plate are more
+    than a draw of a minibatch.
+
+    :param reading: of the model on a minibatch.
+    """
+    reason = ""
+    if not reading.plates:
+        reason = "no plate has a `subsample_size`, and a gradient would need all of it"
+    for name, plate in reading.plates.items():
+        if 2 * plate.batch_size > plate.size:
+            # so few draws differ that minibatches would come again and again
+            reason = f"plate {name!r} takes more than half of the rows at once"
+        elif _indexed(reading, name):
+            reason = f"the indices of plate {name!r} also select rows of an array"
+    if reading.local:
+        reason = f"{reading.local[0]!r} has a value for each row, which has no number"
+    if reason:
+        refuse_feeds(call, "args", reason, args, kwargs)
+
+
+def refuse_random(call: str, argument: str, is_random: bool) -> None:
+    """Refuse a model that computes with random numbers of its own, where the density
+    has to have one value.
+    """
+    if is_random:
+        got = (
+            "a model that draws random numbers of its own (`numpyro.prng_key`, as "
+            "dropout does)"
+        )
+        instead = (
+            "Its potential on all data varies: use SGLD, SGHMC or SGNHT with "
+            "`gradient='minibatch'`."
+        )
+        raise argument_error(call, argument, got, instead)
 
 
 def check_state(call: str, argument: str, reading: Posterior) -> None:

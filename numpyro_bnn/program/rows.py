@@ -112,9 +112,12 @@ class Rows:
             raise argument_error(
                 CALL, "index", f"row {flat.max()} of {len(self)}", instead
             )
-        return np.asarray(self._read[flat], self.dtype).reshape(
-            *index.shape, *self.shape[1:]
-        )
+        return np.asarray(self.rows_at(index), self.dtype)
+
+    def rows_at(self, index: np.ndarray) -> np.ndarray:
+        """The rows at indices of any shape, as they are stored."""
+        rows = np.asarray(self._read[index.reshape(-1)])
+        return rows.reshape(*index.shape, *self.shape[1:])
 
     @cached_property
     def extremes(self) -> np.ndarray:

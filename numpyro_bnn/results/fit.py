@@ -31,6 +31,7 @@ from numpyro_bnn.program.importance import (
 )
 from numpyro_bnn.program.plates import full_plates
 from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.rows import rows_in
 
 CALL = "to_inference_data"
 # Draws of which this many times more would fit into the memory of a chunk are few.
@@ -183,7 +184,8 @@ def _check_unchanged(mcmc: MCMC) -> None:
     changed_data = getattr(kernel, "changed_data", lambda *_: ())
     changed = bool(changed_data(mcmc._args, mcmc._kwargs))
     has_potential = isinstance(kernel, HMC) and kernel._potential_fn_gen is not None
-    if has_potential and fingerprints(mcmc._args, mcmc._kwargs):
+    on_disk = rows_in(mcmc._args, mcmc._kwargs)  # or of one process
+    if has_potential and not on_disk and fingerprints(mcmc._args, mcmc._kwargs):
         if not is_prng_key(state.rng_key):
             state = jax.tree.map(lambda leaf: leaf[0], state)
         old_potential = float(state.potential_energy)

@@ -17,10 +17,13 @@ from numpyro_bnn._options import Positive, PositiveInt, RandomKey, Switch, check
 from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
 from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.batches import Feed, positions, restore
 from numpyro_bnn.program.compiled import refuse_tracers
+from numpyro_bnn.program.rows import with_head
 from numpyro_bnn.runs.code import described_value
 from numpyro_bnn.runs.folder import Folder, FolderPath, digest
 from numpyro_bnn.runs.identity import (
+    begin_feeds,
     described_model,
     described_options,
     described_versions,
@@ -101,6 +104,11 @@ def fit(
         kwargs,
     )
     model_arguments = as_arrays(args, kwargs, CALL)
+    place = FolderPath.of(CALL, "folder", folder)
+    feeds = begin_feeds(place, *model_arguments)
+    if isinstance(method, AutoADF):  # whose model has no minibatches
+        heads = with_head({"args": model_arguments[0], "kwargs": model_arguments[1]})
+        model_arguments = heads["args"], heads["kwargs"]
     description = {
         "rng_key": digest(rng_key)[:16],
         "init_params": digest(init_params)[:16],
@@ -111,8 +119,10 @@ def fit(
         ),
         **described_versions(),
     }
-    with Folder(FolderPath.of(CALL, "folder", folder), description) as run_folder:
-        keeper = _Keeper(run_folder, block_seconds)
+    if feeds:
+        description["rows of loaders"] = str([feed.num_rows for feed in feeds])
+    with Folder(place, description) as run_folder:
+        keeper = _Keeper(run_folder, block_seconds, feeds)
         options: dict[str, Any] = {
             "progress_bar": progress_bar,
             "keeper": keeper,
@@ -138,21 +148,29 @@ def _described_method(method: SVI | AutoADF) -> dict[str, Any]:
 
 
 class _Keeper:
-    """Writes the state of a fit and its records at most every few seconds."""
+    """Writes the state of a fit and its records at most every few seconds.
 
-    def __init__(self, folder: Folder, seconds: float) -> None:
-        self._folder, self._seconds = folder, seconds
+    :param feeds: loaders, whose positions belong to the state.
+    """
+
+    def __init__(self, folder: Folder, seconds: float, feeds: list[Feed]) -> None:
+        self._folder, self._seconds, self._feeds = folder, seconds, feeds
         self._number, self._written = 0, time.monotonic()
+        self._positions = positions(feeds)
 
     def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
         saved = self._folder.latest(like)
         if saved is None:
             return None
-        self._number = saved.number
+        self._number, self._positions = saved.number, saved.notes.get("feeds", [])
+        restore(self._feeds, self._positions)
         return saved.tree, saved.arrays
 
     def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
+        if not last:  # an interrupted step may have taken more rows since
+            self._positions = positions(self._feeds)
         if last or time.monotonic() - self._written >= self._seconds:
             self._number += 1
-            self._folder.commit(self._number, state, {}, records)
+            notes = {"feeds": self._positions}
+            self._folder.commit(self._number, state, notes, records)
             self._written = time.monotonic()

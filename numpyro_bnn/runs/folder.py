@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
-from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
 from numpyro_bnn.program.rows import Rows
@@ -460,6 +461,8 @@ def digest(tree: Any) -> str:
         plain = isinstance(leaf, str | bytes | int | float | complex)
         if isinstance(leaf, Rows):
             array = np.frombuffer(leaf.digest(), np.uint8)
+        elif has_rows_elsewhere(leaf):
+            array = _digests_of_parts(leaf)
         elif hasattr(leaf, "dtype"):
             array = raw(leaf)
         else:
@@ -469,6 +472,16 @@ def digest(tree: Any) -> str:
         )
         hasher.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     return hasher.hexdigest()
+
+
+def _digests_of_parts(array: jax.Array) -> np.ndarray:
+    """Of an array over several processes, a hash of the part of each."""
+    text = f"{array.dtype} {array.shape}".encode()
+    hasher = hashlib.sha256(text)
+    for shard in array.addressable_shards:
+        hasher.update(np.ascontiguousarray(shard.data).data.cast("B"))
+    own = np.frombuffer(hasher.digest(), np.uint8)
+    return np.asarray(multihost_utils.process_allgather(own))
 
 
 def raw(leaf: Any) -> np.ndarray:

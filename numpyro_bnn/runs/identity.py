@@ -18,12 +18,13 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.rows import rows_in
 from numpyro_bnn.program.sites import Sites
 from numpyro_bnn.runs.code import PACKAGES, described_value, options_of
 from numpyro_bnn.runs.draws import stored
-from numpyro_bnn.runs.folder import DENSITY, digest
+from numpyro_bnn.runs.folder import DENSITY, FolderPath, digest
 
 SEEDS = range(3)  # of prior draws at which the densities of a model are compared
 
@@ -39,6 +40,25 @@ def read_model(
         raise argument_error(
             call, "args", got, "Pass those that the model takes."
         ) from cause
+
+
+def begin_feeds(
+    place: FolderPath, args: tuple, kwargs: Mapping[str, Any]
+) -> list[Feed]:
+    """The loaders among the arguments, at their begin; refuse to go on with those that
+    have no position.
+    """
+    feeds = feeds_in(args, kwargs)
+    for feed in feeds:
+        if not feed.has_position and (place.path / "run.json").exists():
+            got = "a loader without a position, for a run that has begun"
+            instead = (
+                "To go on it needs iterators with `get_state` and `set_state`, as "
+                "those of grain. `to_inference_data` reads the run as it is."
+            )
+            raise argument_error(place.call, "args", got, instead)
+        feed.rewind()
+    return feeds
 
 
 def described_model(

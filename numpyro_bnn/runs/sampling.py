@@ -5,7 +5,7 @@ that is there.
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from typing import Annotated, Any, TypeAlias
@@ -18,7 +18,8 @@ from numpyro.infer import MCMC
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.arguments import Call, as_arrays
+from numpyro_bnn.program.batches import feeds_in, positions, restore
 from numpyro_bnn.program.compiled import refuse_tracers
 from numpyro_bnn.runs.blocks import Chains, Recording
 from numpyro_bnn.runs.draws import (
@@ -34,13 +35,14 @@ from numpyro_bnn.runs.draws import (
 )
 from numpyro_bnn.runs.folder import Folder, FolderPath, Saved, digest, import_extra
 from numpyro_bnn.runs.identity import (
+    begin_feeds,
     described_model,
     described_options,
     described_versions,
     functions_of_data,
     read_model,
 )
-from numpyro_bnn.runs.spread import spread_of
+from numpyro_bnn.runs.spread import spread_of, with_own_rows
 
 CALL = "runs.start"
 DTYPES = ("float16", "float32", "float64")
@@ -176,7 +178,8 @@ def start(
     :param mesh: devices, such as ``jax.make_mesh((2, 4), ("chain", "data"))``: chains
         are split along the axis ``"chain"``, rows of plates along ``"data"``. Also over
         several processes, each of which makes the same call after
-        ``jax.distributed.initialize``; the first one writes.
+        ``jax.distributed.initialize``, with all rows or with arrays of which it has its
+        own rows; the first one writes.
     :param block_seconds: seconds between two writes, about.
     :param progress_bar: show a bar over the transitions of all chains.
     :param kwargs: keyword arguments of the model.
@@ -209,7 +212,9 @@ def start(
     fields.pop(mcmc.sampler.sample_field, None)
     recording = Recording(sites, dtype, tuple(fields))
     spread = spread_of(CALL, mesh, mcmc, (args, kwargs))
-    model_arguments = as_arrays(args, kwargs, CALL)
+    model_arguments: Call = spread.arguments(as_arrays(args, kwargs, CALL))
+    place = FolderPath.of(CALL, "folder", folder)
+    begin_feeds(place, *model_arguments)
     reading = read_model(CALL, mcmc.sampler.model, *model_arguments)
     sizes = {
         site["args"][0] for site in reading.sites.values() if site["type"] == "plate"
@@ -230,13 +235,12 @@ def start(
         **described_model(reading, *model_arguments),
         **described_versions(),
     }
+    # Arrays over several processes need all of them.
+    functions = functions_of_data(reading, *model_arguments)
     with ExitStack() as stack:
 
         def opened() -> Folder:
-            run_folder = stack.enter_context(
-                Folder(FolderPath.of(CALL, "folder", folder), description)
-            )
-            functions = functions_of_data(reading, *model_arguments)
+            run_folder = stack.enter_context(Folder(place, description))
             run_folder.more["functions"] = functions
             return run_folder
 
@@ -247,7 +251,8 @@ def start(
     if message:
         warnings.warn(f"{CALL}: {message}", stacklevel=outside())
     complete = loop.draws_done >= loop.draws_wanted
-    return Run(chains, loop.draws, loop.last, loop.draws_done, complete, (args, kwargs))
+    given = with_own_rows((args, kwargs))
+    return Run(chains, loop.draws, loop.last, loop.draws_done, complete, given)
 
 
 class _Loop:
@@ -265,6 +270,7 @@ class _Loop:
         self.warmup = chains.mcmc.num_warmup
         self.draws_wanted = chains.mcmc.num_samples // chains.mcmc.thinning
         self.warmed = self.draws_done = self.number = self.diverging = 0
+        self.feeds = feeds_in(chains.args, chains.kwargs)
         # seconds per transition, and when the last block ended; 0 if not known
         self.pace = self.ended = 0.0
 
@@ -298,6 +304,7 @@ class _Loop:
             return np.zeros(4, np.int64), self.state
         self.draws.check(slice(-1))
         notes = saved.notes
+        restore(self.feeds, notes.get("feeds", []))
         numbers = saved.number, notes["warmed"], notes["draws"], notes["diverging"]
         return np.array(numbers), saved.tree
 
@@ -352,16 +359,19 @@ class _Loop:
             )
             state, _ = jax.block_until_ready(self.chains.advance(self.state, count, 0))
             self._note_pace(count)
-            self._commit(state, warmed=self.warmed + count)
+            feeds = self._positions_after(state)
+            self._commit(state, warmed=self.warmed + count, feeds=feeds)
             self._show(bar, "warm-up", count)
 
     def _sample(self, bar: tqdm.tqdm) -> None:
         thinning, total = self.chains.mcmc.thinning, self.draws_wanted
         if self.draws_done >= total:
             return
+        first_feeds = positions(self.feeds)
         while not self.pace:  # without warm-up: time some transitions, and discard them
             jax.block_until_ready(self.chains.advance(self.state, 1, 0))
             self._note_pace(1)
+            restore(self.feeds, first_feeds)
         longest = min(self.chains.capacity, total)
         proposed = int(
             np.clip(self._agreed(self._steps_in, self.seconds) // thinning, 1, longest)
@@ -379,25 +389,30 @@ class _Loop:
             )
             next_stop = min(stop + block, total)
             # The device goes on while this block is written.
-            launched = (
-                self.chains.advance(state, 0, next_stop - stop)
-                if next_stop > stop
-                else None
-            )
+            launched = None
+            feeds = self._positions_after(state)
+            if next_stop > stop:
+                launched = self.chains.advance(state, 0, next_stop - stop)
             draws = self.chains.fetch(buffers, stop - start)
             self._check_range(draws[SITES])
             # draws without a state would be taken for a run that has lost its states
             if not self.number:
-                self._commit(self.state)
+                self._commit(self.state, feeds=first_feeds)
             blocks = (
                 self.draws.write(start, stop, _on_disk(draws), layout)
                 if self.draws
                 else ()
             )
             self.diverging += int(np.sum(draws[STATISTICS].get("diverging", 0)))
-            self._commit(state, draws=stop, blocks=blocks)
+            self._commit(state, draws=stop, blocks=blocks, feeds=feeds)
             self._show(bar, "sampling", (stop - start) * thinning)
             start = stop
+
+    def _positions_after(self, state: Any) -> list[Any]:
+        """Where the loaders are when a state is computed."""
+        if self.feeds:
+            jax.block_until_ready(state)
+        return positions(self.feeds)
 
     def _note_pace(self, steps: int) -> None:
         """Seconds per transition since the last block ended; unknown after the first
@@ -428,9 +443,15 @@ class _Loop:
         warmed: int | None = None,
         draws: int = 0,
         blocks: tuple[WrittenBlock, ...] = (),
+        feeds: Sequence[Any] = (),
     ) -> None:
         warmed = self.warmed if warmed is None else warmed
-        notes = {"warmed": warmed, "draws": draws, "diverging": self.diverging}
+        notes: dict[str, Any] = {
+            "warmed": warmed,
+            "draws": draws,
+            "diverging": self.diverging,
+        }
+        notes |= {"feeds": list(feeds)}
         host_state = self.spread.whole(state)
         if self.folder:
             self.folder.commit(self.number + 1, host_state, notes, table(blocks))

@@ -13,11 +13,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
 
-from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
-from numpyro_bnn.program.rows import refuse_rows
+from numpyro_bnn.program.batches import refuse_feeds
+from numpyro_bnn.program.rows import Rows, refuse_rows
 from numpyro_bnn.runs.folder import raw, restored, with_keys
 
 AXES = CHAIN, DATA = "chain", "data"
@@ -72,6 +73,22 @@ class DeviceSpread:
     def same(self, value: Any) -> Any:
         """An array on all devices."""
         return value if self.mesh is None else self._placed(value, SAME)
+
+    def arguments(self, tree: Any) -> Any:
+        """The arguments of a model, with arrays over several processes as XLA splits
+        programs of them.
+        """
+
+        def on_mesh(leaf: Any) -> Any:
+            if not has_rows_elsewhere(leaf):
+                return leaf
+            shards = [shard.data for shard in leaf.addressable_shards]
+            sharding = NamedSharding(self.mesh, PartitionSpec(DATA))
+            return jax.make_array_from_single_device_arrays(
+                leaf.shape, sharding, shards
+            )
+
+        return jax.tree.map(on_mesh, tree)
 
     def rows(
         self, arrays: Mapping[str, Any], split: Collection[str]
@@ -208,6 +225,23 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def with_own_rows(tree: Any) -> Any:
+    """The rows of this process in the place of arrays over several, for an export that
+    needs none of the others.
+    """
+
+    def own(leaf: Any) -> Any:
+        if not has_rows_elsewhere(leaf):
+            return leaf
+        parts = {}
+        for shard in leaf.addressable_shards:
+            parts[shard.index[0].start or 0] = np.asarray(shard.data)
+        in_order = [parts[start] for start in sorted(parts)]
+        return Rows(in_order[0] if len(parts) == 1 else np.concatenate(in_order))
+
+    return jax.tree.map(own, tree)
+
+
 def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
     """The mesh of a run, as given or for the chain method; refuse one that cannot be
     used.
@@ -239,6 +273,8 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
 
 def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
     call, mesh = spread.call, spread.mesh
+    if mesh is not None:
+        refuse_feeds(call, "mesh", "devices would take them in no order", arguments)
     if spread.by_rows:
         refuse_rows(call, "Rows on disk are not split over devices", arguments)
     if mesh is not None and num_chains % mesh.shape[CHAIN]:
@@ -246,15 +282,16 @@ def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
         raise argument_error(
             call, "mesh", got, "Take a number of chains that they divide."
         )
-    if not all(
-        leaf.is_fully_addressable
-        for leaf in jax.tree.leaves(arguments)
-        if isinstance(leaf, jax.Array)
-    ):
-        instead = "Pass all rows in every process, e.g. as a memory map."
-        raise argument_error(
-            call, "args", "arrays of which this process has a part", instead
-        )
+    for leaf in filter(has_rows_elsewhere, jax.tree.leaves(arguments)):
+        by_rows = spread.by_rows and NamedSharding(mesh, PartitionSpec(DATA))
+        if not by_rows or not leaf.sharding.is_equivalent_to(by_rows, leaf.ndim):
+            got = f"an array of which this process has a part, {leaf.sharding}"
+            instead = (
+                'Split its rows along the axis "data" of `mesh`: '
+                "`jax.make_array_from_process_local_data(NamedSharding(mesh, "
+                'PartitionSpec("data")), rows)`.'
+            )
+            raise argument_error(call, "args", got, instead)
     used = {0}
     if mesh is not None:
         used = {device.process_index for device in mesh.devices.flat}

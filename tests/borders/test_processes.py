@@ -18,6 +18,7 @@ import pytest
 import zoo
 from disk import blocks, draws_of, python, same
 from helpers import group, group_names
+from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.infer import MCMC, NUTS
 from zoo import BATCH, line
 
@@ -73,12 +74,22 @@ def mcmc_of(case, chains=2, samples=5, method="vectorized"):
     )
 
 
-def start(path, case, shape=None, **options):
+def start(path, case, shape=None, data=(X, Y), **options):
     mesh = shape and jax.make_mesh(shape, ("chain", "data"))
     given = {"block_seconds": 1e-3, "progress_bar": False, **CASES[case][1]}
+    data = data(mesh) if callable(data) else data
     return runs.start(
-        path, mcmc_of(case, **options), jax.random.key(1), X, Y, mesh=mesh, **given
+        path, mcmc_of(case, **options), jax.random.key(1), *data, mesh=mesh, **given
     )
+
+
+def own_rows(mesh):
+    """Arrays of all rows, of which this process has its part only."""
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    count = len(zoo.X) // jax.process_count()
+    own = slice(count * jax.process_index(), count * (jax.process_index() + 1))
+    parts = zoo.X[own], zoo.Y[own]
+    return [jax.make_array_from_process_local_data(sharding, part) for part in parts]
 
 
 def close(found, expected):
@@ -250,13 +261,23 @@ def together(*given, **options):
         assert code == 0, text
 
 
-def work(path, case, shape, index, chains=4, samples=5):
+def work(path, case, shape, index, chains=4, samples=5, own=False):
     warnings.simplefilter("error")
-    run = start(path, case, shape, chains=chains, samples=samples)
+    data = own_rows if own else (X, Y)
+    if own:
+        rows = own_rows(jax.make_mesh(shape, ("chain", "data")))
+        with pytest.raises(ValueError, match="Split its rows along the axis"):
+            start(path, case, shape[::-1], rows, chains=chains)
+    run = start(path, case, shape, data, chains=chains, samples=samples)
     assert run.complete
     if index:
         with pytest.raises(RuntimeError, match="the first process has the draws"):
             run.get_samples()
+    elif own:
+        warnings.simplefilter("ignore")  # chains this short are not healthy
+        idata = bnn.to_inference_data(run, predictions={"x": zoo.NEW_X})
+        assert group(idata, "predictions")["y_mean"].shape == (chains, samples, 5)
+        assert "log_likelihood" not in group_names(idata)
 
 
 def values_of(path):
@@ -286,6 +307,19 @@ def test_chains_and_rows_over_two_processes_of_two_devices(tmp_path):
     together(tmp_path / "spread", "NUTS", (2, 2), processes=2, devices=2)
     start(tmp_path / "one", "NUTS", chains=4)
     close(values_of(tmp_path / "spread"), values_of(tmp_path / "one"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["SGHMC", "NUTS"])
+def test_each_process_has_its_own_rows(tmp_path, case):
+    """No process has those of the other; the draws are those of one process that has
+    all, also where the run goes on.
+    """
+    for samples in (2, 5):
+        options = {"processes": 2, "own": True, "samples": samples}
+        together(tmp_path / "own", case, (1, 2), **options)
+    start(tmp_path / "one", case, data=(zoo.X, zoo.Y), chains=4)
+    close(values_of(tmp_path / "own"), values_of(tmp_path / "one"))
 
 
 @pytest.mark.slow

@@ -7,17 +7,23 @@ a tolerance. Bands of 4 standard errors over independent chains fail with probab
 6e-5 each; seeds are fixed.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
-from helpers import mala, walk
+from helpers import mala, refused, walk
 from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import NUTS, SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoGuide
 from scipy import stats
 from zoo import BATCH, NOISE, ZOO, N, X, Y
 
-from numpyro_bnn import infer, sgmcmc
+from numpyro_bnn import guides, infer, sgmcmc
 
 LINE, P = ZOO["line"], 2
 
@@ -226,3 +232,92 @@ def test_a_positive_site_at_another_temperature():
         error = (quantity.var() / effective_sample_size(quantity)) ** 0.5
         assert abs(quantity.mean() - exact) < 5 * error
     assert abs(accepted[300:].mean() - kernel.target_accept_prob) < 0.05
+
+
+# -- likelihoods that are random themselves --------------------------------------------
+
+PARTICLE_SD = 1.5
+
+
+def shaken(scale):
+    """N(0, 1) in eight coordinates, with noise in its gradient of this sd."""
+    w = numpyro.sample("w", dist.Normal().expand([8]).to_event(1))
+    noise = jax.random.normal(numpyro.prng_key(), (8,))
+    numpyro.factor("noise", scale * jnp.sum(w * noise))
+
+
+def by_particles(y, batch_size=None):
+    """Data with noise of variance 1 + PARTICLE_SD^2, whose likelihood is estimated
+    without bias from one draw of a part of the noise.
+    """
+    w = numpyro.sample("w", dist.Normal())
+    with numpyro.plate("data", len(y), subsample_size=batch_size) as i:
+        particle = PARTICLE_SD * jax.random.normal(numpyro.prng_key(), y[i].shape)
+        numpyro.sample("y", dist.Normal(w + particle, 1.0), obs=y[i])
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_noise_of_the_model_inflates_the_variance_of_sgld(scale):
+    """By what theory says for a fresh draw at every gradient: the position of a step
+    eps is an autoregression with innovations of variance eps + (eps scale / 2)^2.
+    """
+    eps, chains, draws = 0.2, 8, 1000
+    options = {"steps_per_draw": 10, "warm_start": 0.0, "preconditioner": "identity"}
+    kernel = infer.SGLD(partial(shaken, scale), eps, **options)
+    z = np.asarray(walk(kernel, draws + 20, chains=chains)[1]["w"], float)[20:]
+    expected = (eps + (eps * scale / 2) ** 2) / (1 - (1 - eps / 2) ** 2)
+    squares = (z**2).mean((0, 2))
+    error = squares.std(ddof=1) / chains**0.5
+    assert abs(squares.mean() - expected) < 4 * error
+    assert error < 0.02 * expected
+    # a key that is used twice would shift the mean of a chain
+    means = z.mean((0, 2))
+    assert abs(means.mean()) < 4 * means.std(ddof=1) / chains**0.5
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_unbiased_likelihoods_have_the_bias_of_their_logarithm(batch_size):
+    """Kernels and guides follow the mean of the log of the estimate, by Jensen's
+    inequality below the log of its mean: here the posterior of noise of variance 1.
+    """
+    y = jnp.asarray(Y[:12] + 2.0)
+    mean = float(y.sum() / (1 + len(y)))
+    exact = float(y.sum() / (1 + PARTICLE_SD**2 + len(y)))
+    options = {"steps_per_draw": 20, "warm_start": 0.0, "preconditioner": "identity"}
+    kernel = infer.SGLD(by_particles, 5e-3, **options)
+    given = {"batch_size": batch_size}
+    chains = walk(kernel, 420, (y,), given, chains=8)[1]["w"][20:].mean(0)
+    error = chains.std(ddof=1) / len(chains) ** 0.5
+    assert abs(chains.mean() - mean) < 4 * error < abs(mean - exact) / 2
+    guide = guides.AutoMeanField(by_particles)
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.01, 3000))
+    svi, ends = SVI(by_particles, guide, optimizer, Trace_ELBO()), []
+    for seed in range(6):
+        key, given = jax.random.key(seed), {"progress_bar": False, **given}
+        params = guides.fit(svi, key, 3000, y, **given).params
+        ends.append(float(guide.median(params)["w"]))
+    error = np.std(ends, ddof=1) / len(ends) ** 0.5
+    assert abs(np.mean(ends) - mean) < 5 * error < abs(mean - exact) / 2
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (infer.GHMC, "model"),
+        (infer.MCLMC, "model"),
+        (partial(infer.SGLD, gradient="control_variates"), "model"),
+        (lambda model: infer.UnitMoves(NUTS(model), {"w": 0}), "kernel"),
+        (lambda model: infer.ParallelTempering(NUTS(model)), "kernel"),
+        (guides.AutoLaplace, "model"),
+        (guides.AutoADF, "model"),
+    ],
+)
+def test_exact_methods_refuse_random_likelihoods(make, argument):
+    method, args = make(by_particles), (jnp.asarray(Y[:12]),)
+    with refused(argument, "random numbers of its own"):
+        if isinstance(method, AutoGuide):
+            method.run(jax.random.key(0), *args, progress_bar=False)
+        else:
+            method.init(jax.random.key(0), 1, None, args, {})

@@ -2,6 +2,7 @@
 checked of it beside its scores.
 """
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -114,6 +115,22 @@ def check_gradient_cost(run):
     # Counted by the compiler, not timed: our models do no more arithmetic than the
     # hand-written ones.
     assert all(row["flops_ratio"] < 1.05 for row in run.result)
+
+
+def check_gpu(run):
+    from examples.benchmarks import gpu
+
+    cells = run.result["cells"]
+    assert not [name for name, found in cells.items() if "failed" in found]
+    assert len(cells) == 2 * 7 + 1 + 2
+    table, images = cells["splits: generated, 2 splits"], cells["images: ensemble"]
+    assert np.isfinite(table["log_likelihood"]).all()
+    assert len(table["rmse"]) == 2
+    assert 0 <= images["error"] <= 1
+    # a later call measures nothing again
+    options = SCRIPTS[f"{BENCHMARK}.gpu"].options.split()
+    again = gpu.main([*options, "--output", str(run.output)])
+    assert again["cells"] == json.loads(json.dumps(cells))
 
 
 def check_minibatches(run):
@@ -422,6 +439,14 @@ SCRIPTS: dict[str, Script] = {
         " --methods SGNHT MCLMC long\\ chain deep\\ ensemble AutoMeanField",
         ("--gradients 0",),
         check=check_minibatches,
+    ),
+    f"{BENCHMARK}.gpu": Script(
+        "--chains 1 2 --widths 2 --rows 20 --batch-size 4 --transitions 2 --rounds 1 "
+        "--splits 2 --gradients 100 --draws 3 --width 2 --sets generated --members 2 "
+        "--image-gradients 8 --image-batch 8 --image-draws 2 --test-images 20",
+        ("--chains 0", "--splits 0"),
+        "images: MCLMC",
+        check=check_gpu,
     ),
     f"{BENCHMARK}.runs": Script(
         "--rows 600 --rounds 1 --draws 2 --data rows", ("--rows 0",), check=check_runs

@@ -1170,6 +1170,11 @@ ROWS = {
         (lambda: Posterior("model"), "model", "Pass a NumPyro model"),
         (lambda: bnn.runs.Rows(np.array(["a"])), "source", "Pass an array of numbers."),
         (
+            lambda: bnn.runs.batches(np.ones((3, 1)), 3),
+            "source",
+            "Pass an iterable of batches",
+        ),
+        (
             lambda: bnn.runs.fit("folder", 3, key(), 10),
             "method",
             "Pass a `numpyro.infer.SVI` or a `guides.AutoADF`",

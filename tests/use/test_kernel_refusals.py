@@ -3,9 +3,11 @@ and those they must not.
 """
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -291,6 +293,27 @@ def test_random_potentials_are_refused_where_one_value_is_needed(make):
     entry = ZOO["random inside"]
     with refused("model", "random numbers of its own"):
         started(entry.model, *entry.args, kernel=make(entry.model))
+
+
+def test_slow_gathers_of_jaxlib_on_cuda_are_announced(monkeypatch):
+    """Six rows look up each of four effects; a line has none, and later versions are
+    fast.
+    """
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for version, entry, warns in [
+        ("0.10.2", "groups", True),
+        ("0.11.0", "groups", True),
+        ("0.11.0", "line", False),
+        ("0.11.1", "groups", False),
+        ("0.10.1", "groups", False),
+    ]:
+        monkeypatch.setattr(jaxlib, "__version__", version)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = ZOO[entry].model
+            started(model, *ZOO[entry].args, kernel=infer.SGLD(model, 0.1))
+        texts = [str(entry.message) for entry in seen]
+        assert any("Install jaxlib 0.11.1" in text for text in texts) == warns, version
 
 
 # -- what must not be refused ----------------------------------------------------------

@@ -38,7 +38,8 @@ NOT_DECLARED = {
 # The range of each number, by its name wherever it is an option, or for one function:
 # what users rely on.
 RANGES = {
-    "integer from 0": "AutoLaplace.run.num_epochs num_observations num_warmup seed",
+    "integer from 0": "AutoLaplace.run.num_epochs num_observations num_warmup prefetch "
+    "seed",
     (
         "integer from 1"
     ): "batch_size bins block_size blocks channels cycle_length draws_per_chunk "
@@ -87,6 +88,7 @@ NEEDED = {
     "symmetries": lambda: [symmetry.Scale("w")],
     "UnitMoves.units": lambda: {"w": 0},
     "source": lambda: X,
+    "batches.source": lambda: [X],
 }
 # Options of the base class of which a kernel takes one value only.
 NOT_TAKEN = {"CyclicalSGLD": {"steps_per_draw", "warm_start"}}

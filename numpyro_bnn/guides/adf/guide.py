@@ -27,15 +27,18 @@ from numpyro_bnn.guides.adf.moment_matching import ADFState
 from numpyro_bnn.guides.adf.problem import (
     Program,
     build,
+    build_fed,
     read_problem,
     run_epochs,
     sweep,
 )
 from numpyro_bnn.guides.adf.reading import CALL, Data, Values
 from numpyro_bnn.guides.fitting import Keeper
-from numpyro_bnn.program.arguments import as_arrays
+from numpyro_bnn.program.arguments import Arguments, as_arrays
+from numpyro_bnn.program.batches import Column, feeds_in, refuse_feeds
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.row_lengths import check_row_lengths
+from numpyro_bnn.program.rows import with_head
 
 
 class ADFResult(NamedTuple):
@@ -189,6 +192,9 @@ class AutoADF(ADFPosterior):
                     means[name] = jnp.asarray(mean, jnp.float64)
                 state = program.start(start_key, means)
             keys = split(order_key, num_epochs)
+            if orders is not None:
+                reason = "it has its own order"
+                refuse_feeds(f"{CALL}.run", "orders", reason, args, kwargs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             if is_traced((data, rng_key)):
                 state, records = jax.lax.scan(
@@ -278,6 +284,11 @@ class AutoADF(ADFPosterior):
         """The compiled run of these arguments, its data, and the number of rows."""
         call = f"{CALL}.run"
         args, kwargs = as_arrays(args, kwargs, call)
+        if feeds_in(args, kwargs):
+            if batched:
+                reason = "several runs at once would share it"
+                refuse_feeds(call, "rng_key", reason, args, kwargs)
+            return self._prepare_fed(args, kwargs)
         first, stacked = list(args), list(args)
         for k, axis in enumerate(_axes(args, in_axes, batched)):
             if axis is not None:
@@ -297,6 +308,33 @@ class AutoADF(ADFPosterior):
         self._problem, program = self._programs[key]
         self._remember(data, reading, tuple(first), kwargs)
         return program, (every.rows, every.arrays), data.num_rows
+
+    def _prepare_fed(
+        self, args: tuple, kwargs: Any
+    ) -> tuple[Program, tuple[Any, Any], int]:
+        """:meth:`_prepare` for rows of a loader, of which the first ones are read."""
+        call, columns = f"{CALL}.run", {}
+        for place, leaf in Arguments.of(args, kwargs, self.model).leaves.items():
+            if isinstance(leaf, Column):
+                columns[place] = leaf
+        feed, *others = feeds_in(args, kwargs)
+        heads = with_head({"args": args, "kwargs": kwargs})
+        args, kwargs = heads["args"], heads["kwargs"]
+        reading = Data.read(self.model, args, kwargs)[1]
+        data = Data.of(self.model, args, kwargs, columns)
+        lengths = {np.shape(array)[:1] for array in data.arrays.values()}
+        if others or (feed.num_rows,) in lengths:
+            reason = "other data with one row per data point have another order"
+            refuse_feeds(call, "args", reason, list(columns.values()))
+        data.check(call)
+        key = "run", feed, data.key
+        if key not in self._programs:
+            problem = read_problem(data, reading)
+            numbers = {place: column.number for place, column in columns.items()}
+            self._programs[key] = problem, build_fed(problem, feed, numbers)
+        self._problem, program = self._programs[key]
+        self._remember(data, reading, args, kwargs)
+        return program, ({}, data.arrays), feed.num_rows
 
     def _on_new_data(
         self,

@@ -1,7 +1,7 @@
 """A model read for ADF, one pass over the data, and epochs as compiled programs."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,11 +28,14 @@ from numpyro_bnn.guides.adf.quadrature import sum_to
 from numpyro_bnn.guides.adf.reading import Data, Values, find_roles
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
+from numpyro_bnn.program.batches import Feed
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.posterior import Posterior
 
 # Refused updates are counted on about this many weights of each site.
 SAMPLE = 100
+# Rows of a loader that one program absorbs.
+PART_ROWS = 1024
 
 
 class Records(NamedTuple):
@@ -226,6 +229,55 @@ def build(
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
     return Program(shared(begin, once=True), shared(epoch))
+
+
+def build_fed(
+    likelihood: Likelihood, feed: Feed, columns: Mapping[str, int]
+) -> Program:
+    """:func:`build` for rows of a loader: an epoch takes as many as there are, in parts
+    of one size, so that the last one needs no program of its own.
+
+    :param columns: numbers of the parts of a batch by the place of their argument.
+    """
+    num_rows = feed.num_rows
+    size = min(PART_ROWS, num_rows)
+
+    @shared
+    def absorbed(
+        state: ADFState, rows: Any, count: Any, arrays: Any, divisor: Any
+    ) -> tuple[ADFState, jax.Array, jax.Array]:
+        absorb = fusion_barrier(partial(learn, likelihood), divisor)
+
+        def body(n: jax.Array, carry: tuple) -> tuple:
+            state, log_z, refused = carry
+            row = {place: column[n] for place, column in rows.items()}
+            updated, value, bad = absorb(state, (row, arrays))
+            return updated, log_z + value, refused + bad
+
+        zero = jnp.zeros(())
+        return lax.fori_loop(0, count, body, (state, zero, zero))
+
+    refined = shared(partial(refine, likelihood))
+
+    def epoch(state: ADFState, _: Any, arrays: Any, *rest: Any) -> Any:
+        updated, sums = state._replace(factors={}), np.zeros(2)
+        for start in range(0, num_rows, size):
+            count = min(size, num_rows - start)
+            parts, rows = feed.take(count).columns, {}
+            for place, number in columns.items():
+                part = parts[number]
+                dtype = np.float64 if part.dtype.kind == "f" else part.dtype
+                rows[place] = np.zeros((size, *part.shape[1:]), dtype)
+                rows[place][:count] = part
+            numbers = np.int32(count), arrays, rest[-1]
+            updated, *part_sums = absorbed(updated, rows, *numbers)
+            sums += np.asarray(part_sums)
+        weights = likelihood.roles.weights.values()
+        num_weights = sum(weight.loc.size for weight in weights)
+        record = Records(jnp.asarray(sums[0]), sums[1] / num_rows / num_weights)
+        return refined(updated._replace(factors=state.factors)), record
+
+    return Program(shared(partial(first_state, likelihood), once=True), epoch)
 
 
 def run_epochs(

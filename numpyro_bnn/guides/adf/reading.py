@@ -31,6 +31,7 @@ from numpyro_bnn.program.arguments import Arguments, Call
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import refuse_rows
 from numpyro_bnn.program.sites import Sites
 
@@ -130,6 +131,7 @@ class Data:
         refuse_rows(CALL, "Every epoch takes all rows to the device", args, kwargs)
         data = cls.of(model, args, kwargs)
         reading = read(model, *data.call())
+        refuse_random(CALL, "model", reading.stochastic)
         observed = observed_site(reading.sites)
         length = np.shape(reading.sites[observed]["value"])[:1]
         if not length:
