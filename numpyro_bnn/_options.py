@@ -156,7 +156,8 @@ Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.
 Args: TypeAlias = Annotated[
     tuple, Kind(tuple | list, "Pass the arguments of the model, e.g. `(x, y)`.")
 ]
-Kwargs: TypeAlias = Annotated[Mapping[str, Any], Kind(Mapping, "Pass a dictionary.")]
+Kwargs: TypeAlias = Mapping[str, Any]  # keyword arguments of a model
+KwargsOption: TypeAlias = Annotated[Kwargs, Kind(Mapping, "Pass a dictionary.")]
 Model: TypeAlias = Annotated[
     Callable, Kind(callable, "Pass a NumPyro model (a function).")
 ]

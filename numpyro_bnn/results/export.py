@@ -20,7 +20,7 @@ from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import (
     Args,
     Kind,
-    Kwargs,
+    KwargsOption,
     PositiveInt,
     RandomKey,
     Switch,
@@ -71,7 +71,7 @@ def to_inference_data(
     members: Switch = False,
     guide: Any = None,
     args: Args = (),
-    kwargs: Kwargs | None = None,
+    kwargs: KwargsOption | None = None,
     num_samples: PositiveInt = 1000,
     rng_key: RandomKey | None = None,
     log_likelihood: Switch = True,

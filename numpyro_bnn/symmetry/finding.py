@@ -21,6 +21,7 @@ from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import (
     Args,
     Kwargs,
+    KwargsOption,
     Model,
     NetworkName,
     NonNegativeOrInfinite,
@@ -362,7 +363,7 @@ def check(
     model: Model,
     symmetries: Sequence[Symmetry],
     args: Args = (),
-    kwargs: Kwargs | None = None,
+    kwargs: KwargsOption | None = None,
     tolerance: NonNegativeOrInfinite = TOLERANCE,
 ) -> list[Invariance]:
     r"""Test numerically whether a model has the given symmetries, and refuse those that

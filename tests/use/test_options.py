@@ -44,7 +44,8 @@ RANGES = {
         "integer from 1"
     ): "batch_size bins block_size blocks channels cycle_length draws_per_chunk "
     "draws_per_cycle"
-    " max_steps num_chains num_cycles num_data num_epochs num_flows num_moves "
+    " max_columns max_steps num_chains num_cycles num_data num_epochs num_flows "
+    "num_moves "
     "num_parameters num_particles num_rounds"
     " num_rows num_samples num_steps outputs patience rank steps_per_draw sweeps units",
     "integer from 2": "evidence.num_samples num_classes num_nodes num_replicas",
