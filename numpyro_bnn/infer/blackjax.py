@@ -45,6 +45,8 @@ from numpyro_bnn.infer.model_arguments import (
 from numpyro_bnn.infer.phases import listed
 from numpyro_bnn.infer.target import Target, bind, check_start, given_values, stream_of
 from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 from numpyro_bnn.sgmcmc.streams import seeds
 
@@ -326,21 +328,21 @@ class BlackJAX(ModelKernel):
         fields = ("z", "diverging", "accept_prob")
         return (*fields, "num_gradients") if self._counts_gradients else fields
 
-    @one_thread
-    def init(
+    def begin(
         self,
         rng_key: jax.Array,
         num_warmup: int,
-        init_params: Any = None,
-        model_args: tuple = (),
-        model_kwargs: Mapping[str, Any] | None = None,
+        init_params: Any,
+        model_args: tuple,
+        model_kwargs: Mapping[str, Any] | None,
+        posterior: Posterior | None = None,
     ) -> BlackJAXState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
         single = is_prng_key(rng_key)
         num_chains = 1 if single else rng_key.shape[0]
         self._check_warm_up(num_warmup, num_chains, kwargs)
         chain_key, init_key = split(rng_key)
-        target, z = self._bound(init_key, init_params, args, kwargs)
+        target, z = self._bound(init_key, init_params, args, kwargs, posterior)
         one_chain = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         size = ravel_pytree(one_chain)[0].size
         self._check_size(size)
@@ -399,15 +401,14 @@ class BlackJAX(ModelKernel):
         init_params: Any,
         args: tuple,
         kwargs: dict[str, Any],
+        posterior: Posterior | None,
     ) -> tuple[Target, dict[str, jax.Array]]:
         """The model bound to its arguments, and where its chains start."""
         temperature = self.options.get("temperature", 1.0) if self._stochastic else 1.0
         settings = self._model, rng_key, self.init_strategy, args, kwargs
-        target, z = bind(CALL, *settings, temperature)
-        if target.stochastic and not self._stochastic:
-            came = "a model that draws random numbers of its own, as dropout does"
-            instead = "Its potential varies: use `blackjax.sgld`, `sghmc` or `sgnht`."
-            raise argument_error(CALL, "model", came, instead)
+        target, z = bind(CALL, *settings, temperature, posterior=posterior)
+        if not self._stochastic:
+            refuse_random(CALL, "model", target.stochastic)
         if init_params is not None:
             z = given_values(CALL, target, z, init_params, args, kwargs)
             single = is_prng_key(rng_key)
