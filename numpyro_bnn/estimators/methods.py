@@ -23,7 +23,7 @@ from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
 from numpyro_bnn.networks import random_network
-from numpyro_bnn.program.compiled import TRACING, prepare
+from numpyro_bnn.program.compiled import TRACING, prepare, shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import from_guide
 
@@ -239,7 +239,7 @@ def _chains(
     args = task.data
     with TRACING:
         state = kernel.init(
-            jax.random.split(task.rng_key, count),
+            shared(partial(jax.random.split, num=count))(task.rng_key),
             num_warmup,
             None,
             model_args=args,
@@ -249,8 +249,9 @@ def _chains(
             jax.vmap(kernel.postprocess_fn(args, {})),
             getattr(state, kernel.sample_field),
         )
+    # By NumPy: JAX would compile a program for each shape.
     draws = jax.tree.map(
-        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
+        lambda leaf: np.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
         draw_shapes,
     )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
