@@ -22,7 +22,6 @@ from zoo import CLASSES, X, Y
 
 import numpyro_bnn as bnn
 from numpyro_bnn.estimators import Classifier, Regressor
-from numpyro_bnn.estimators.methods import ensemble_size
 
 ROWS = X * np.array([2.0, 16.0]) + np.array([1.0, 20.0])
 TARGETS = 500 + 128 * (Y + np.where(np.arange(24) % 8 == 0, 6.0, 0.0))  # three outliers
@@ -61,15 +60,6 @@ def classifier():
     return Classifier(
         "mean_field", widths=(3,), effort=0.1, num_samples=40, random_state=0
     ).fit(ROWS, LABELS)
-
-
-def test_the_cost_of_an_ensemble_has_no_cliff():
-    """Of ten rows more it changes little, and it never falls by much."""
-    rows = np.arange(100, 60_000, 10)
-    sizes = np.array([ensemble_size(number) for number in rows])
-    cost = rows * sizes.prod(axis=1)
-    assert np.all(np.abs(np.diff(np.log(cost))) < 1.01 * np.diff(np.log(rows)))
-    assert np.all(cost > 0.99 * np.maximum.accumulate(cost))
 
 
 # -- the mixture, by hand --------------------------------------------------------------
