@@ -73,6 +73,7 @@ class Classifier(ClassifierMixin, Network):
         num_chains: PositiveInt | None = None,
         num_samples: PositiveInt | None = None,
         effort: Positive = 1.0,
+        cache: Switch = True,
         callback: Callback | None = None,
         progress_bar: Switch = False,
         random_state: Any = None,
@@ -88,6 +89,7 @@ class Classifier(ClassifierMixin, Network):
         self.num_chains = num_chains
         self.num_samples = num_samples
         self.effort = effort
+        self.cache = cache
         self.callback = callback
         self.progress_bar = progress_bar
         self.random_state = random_state

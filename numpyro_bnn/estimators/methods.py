@@ -23,7 +23,7 @@ from numpyro_bnn.estimators.modules import random_function
 from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
-from numpyro_bnn.program.compiled import TRACING, prepare
+from numpyro_bnn.program.compiled import TRACING, prepare, shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import from_guide
 
@@ -31,7 +31,10 @@ MIN_SD = 1e-6  # of the noise, in standard deviations of the targets
 HELD_OUT = 0.1  # share of the rows, which stop the optimizer
 MIN_ROWS_TO_HOLD_OUT = 20  # fewer rows cannot afford it
 MIN_ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
-MANY_ROWS = 5000  # above, a gradient is so expensive that chains are fewer and shorter
+MANY_ROWS = 5000  # above, an ensemble has half as many chains
+# Of an ensemble: rows times gradients of all chains, and gradients of a chain.
+MAX_ROW_GRADIENTS = 480_000_000
+MIN_GRADIENTS, MAX_GRADIENTS = 12_000, 60_000
 MAX_DENSE_UNKNOWNS = 1500  # of a dense precision of "laplace"
 MAX_DENSE_WORK = 10**10  # its rows times the square of its unknowns
 MAX_DRAWN_NUMBERS = 10**8  # in the draws of "laplace"
@@ -188,7 +191,7 @@ def categorical_likelihood() -> Callable:
 
 def ensemble(task: Task) -> MethodDraws:
     """Microcanonical chains around the members of a deep ensemble."""
-    gradients, chains = (12_000, 4) if task.num_rows > MANY_ROWS else (60_000, 8)
+    gradients, chains = ensemble_size(task.num_rows)
     held_out = HELD_OUT if task.num_rows >= MIN_ROWS_TO_HOLD_OUT else 0.0
     mcmc = infer.ensemble(
         task.model,
@@ -197,6 +200,20 @@ def ensemble(task: Task) -> MethodDraws:
         held_out=held_out,
     )
     return _chains(task, mcmc.sampler, chains, mcmc.num_warmup, mcmc.num_samples)
+
+
+def ensemble_size(num_rows: int) -> tuple[int, int]:
+    """Gradients of a chain, and number of chains, by default.
+
+    The cost of an ensemble grows with the rows up to 1000, stays until 10,000, and
+    then grows again.
+
+    >>> [ensemble_size(rows) for rows in (200, 1000, 5000, 5001, 10_000, 50_000)]
+    [(60000, 8), (60000, 8), (12000, 8), (23995, 4), (12000, 4), (12000, 4)]
+    """
+    chains = 4 if num_rows > MANY_ROWS else 8
+    gradients = MAX_ROW_GRADIENTS // (num_rows * chains)
+    return min(max(gradients, MIN_GRADIENTS), MAX_GRADIENTS), chains
 
 
 def nuts(task: Task) -> MethodDraws:
@@ -222,7 +239,7 @@ def _chains(
     args = task.data
     with TRACING:
         state = kernel.init(
-            jax.random.split(task.rng_key, count),
+            shared(partial(jax.random.split, num=count))(task.rng_key),
             num_warmup,
             None,
             model_args=args,
@@ -232,8 +249,9 @@ def _chains(
             jax.vmap(kernel.postprocess_fn(args, {})),
             getattr(state, kernel.sample_field),
         )
+    # By NumPy: JAX would compile a program for each shape.
     draws = jax.tree.map(
-        lambda leaf: jnp.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
+        lambda leaf: np.zeros((count, num_samples, *leaf.shape[1:]), leaf.dtype),
         draw_shapes,
     )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)

@@ -5,7 +5,7 @@ export.
 import ast
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
@@ -43,6 +43,7 @@ from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods, modules
 from numpyro_bnn.estimators.frames import Columns, is_frame
 from numpyro_bnn.estimators.predictive import Predictive
+from numpyro_bnn.estimators.stored import stored_programs
 from numpyro_bnn.estimators.tables import check_numbers, taught
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import extrapolated
@@ -151,6 +152,7 @@ class Network(BaseEstimator):
     num_chains: int | None
     num_samples: int | None
     effort: float
+    cache: bool
     callback: Callable | None
     progress_bar: bool
     random_state: Any
@@ -228,9 +230,14 @@ class Network(BaseEstimator):
         """
         refuse_forks(f"{self._call}.fit")
         fitted = copy(self)
-        fitted._learn(X, y, sample_weight)
+        with self._stored_programs():
+            fitted._learn(X, y, sample_weight)
         self.__dict__ = fitted.__dict__
         return self
+
+    def _stored_programs(self) -> AbstractContextManager:
+        """Where compiled programs are kept for other processes."""
+        return stored_programs() if self.cache else nullcontext()
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check the data, run the method, and set all attributes of a fit."""
@@ -491,7 +498,8 @@ class Network(BaseEstimator):
         self, name: str, rows: np.ndarray, *by_row: np.ndarray, **options: Any
     ) -> tuple:
         """A summary at standardized rows."""
-        with np.errstate(over="ignore"):  # of float32
+        # overflow of float32
+        with self._stored_programs(), np.errstate(over="ignore"):
             answers = self._predictive(name, rows, *by_row, **options)
         if any(np.isnan(values).any() for values in answers):
             got = "rows so far from those of the fit that the network overflows"

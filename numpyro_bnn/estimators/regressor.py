@@ -75,6 +75,9 @@ class Regressor(RegressorMixin, Network):
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the
         guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
+    :param cache: keep compiled programs in the user's cache folder for other processes;
+        not if JAX has a cache on disk (``jax_compilation_cache_dir``) or several
+        devices.
     :param callback: called as ``callback(done, total)`` during the fit.
     :param progress_bar: show a progress bar.
     :param random_state: seed, as everywhere in scikit-learn.
@@ -145,6 +148,7 @@ class Regressor(RegressorMixin, Network):
         num_chains: PositiveInt | None = None,
         num_samples: PositiveInt | None = None,
         effort: Positive = 1.0,
+        cache: Switch = True,
         callback: Callback | None = None,
         progress_bar: Switch = False,
         random_state: Any = None,
@@ -163,6 +167,7 @@ class Regressor(RegressorMixin, Network):
         self.num_chains = num_chains
         self.num_samples = num_samples
         self.effort = effort
+        self.cache = cache
         self.callback = callback
         self.progress_bar = progress_bar
         self.random_state = random_state

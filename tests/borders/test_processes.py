@@ -24,6 +24,7 @@ from zoo import BATCH, line
 
 import numpyro_bnn as bnn
 from numpyro_bnn import infer, models, nn, runs
+from numpyro_bnn.estimators import Regressor
 
 pytestmark = [
     pytest.mark.core,
@@ -210,6 +211,68 @@ def test_a_mesh_that_cannot_be_used(tmp_path):
         with pytest.raises(ValueError, match=message):
             call()
     assert not blocks(tmp_path)
+
+
+# -- programs on disk ------------------------------------------------------------------
+
+
+def fitted_elsewhere(folder, **options):
+    """Programs that a process compiles for a fit, and what it predicts."""
+    code = f"import test_processes; test_processes.fit_here(**{options})"
+    # an empty name of JAX's own cache: there is none
+    place = {"XDG_CACHE_HOME": str(folder), "JAX_COMPILATION_CACHE_DIR": ""}
+    done = subprocess.run(
+        **python(code, devices=1, JAX_PLATFORMS="cpu", **place),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, *predicted = done.stdout.split()
+    return int(compiled), predicted
+
+
+def fit_here(**options):
+    """What such a process does."""
+    compiled = []
+
+    def note(name, *_, **__):
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    model = Regressor("adf", widths=(3,), effort=0.1, random_state=0, **options)
+    model.fit(X, Y)
+    print(len(compiled), *model.predict(X[:3]).tolist())
+
+
+@pytest.mark.slow
+def test_another_process_loads_the_programs_of_a_fit(tmp_path):
+    """One that is damaged is compiled and written again; predictions have the same
+    bits.
+    """
+    first, predicted = fitted_elsewhere(tmp_path)
+    programs = (tmp_path / "numpyro_bnn" / "programs").iterdir()
+    largest = max(programs, key=lambda file: file.stat().st_size)
+    damaged = bytearray(largest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    largest.write_bytes(damaged)
+    second, again = fitted_elsewhere(tmp_path)
+    assert second < first
+    assert largest.read_bytes() != damaged
+    assert again == predicted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [False, True])
+def test_fits_without_a_folder_for_programs(cache, tmp_path):
+    """Nobody wants one, or it cannot be made."""
+    folder = tmp_path / "folder"
+    if cache:
+        folder.write_text("no folder")
+    _, predicted = fitted_elsewhere(folder, cache=cache)
+    assert len(predicted) == 3
+    assert not folder.is_dir()
 
 
 # -- processes -------------------------------------------------------------------------

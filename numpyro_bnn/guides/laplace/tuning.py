@@ -25,6 +25,7 @@ from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
 LOG_PRECISION_TOLERANCE = 1e-3  # change of a log precision below which tuning ends
 MAX_LOG_PRECISION = 15.0
 FIXED_POINT_STEPS = 100
+MAX_LOG_STEP = 2.0  # of a log precision, where steps are extrapolated
 ROUND_NEWTON_STEPS = 2  # of Newton in a round of tuning
 FINAL_NEWTON_STEPS = 1000  # at most, at the end
 MAX_LOWER_ROUNDS = 3  # rounds of tuning without a larger evidence after which it ends
@@ -198,13 +199,17 @@ class EvidenceTuning:
         """
         rows, groups = self.posterior.rows, self.groups
         precision = mode.tuned.precision
-        logs = jnp.log(jnp.asarray([precision[group[0]] for group in groups]))
+        logs = np.log([float(precision[group[0]]) for group in groups])
+        history: list[tuple[np.ndarray, np.ndarray]] = []
         for _ in range(FIXED_POINT_STEPS):
-            logs, old_logs = rows.run_once(self._updated, logs, mode), logs
-            change = float(jnp.max(jnp.abs(logs - old_logs)))
-            if change < LOG_PRECISION_TOLERANCE / 10:
+            updated = rows.run_once(self._updated, jnp.asarray(logs, float), mode)
+            change = np.asarray(updated, np.float64) - logs
+            history.append((logs, change))
+            logs = logs + change
+            if np.max(np.abs(change)) < LOG_PRECISION_TOLERANCE / 10:
                 break
-        precision = jax.tree.map(float, self._by_site(logs))
+            logs = extrapolated(history[-1 - len(groups) :])
+        precision = jax.tree.map(float, self._by_site(jnp.asarray(logs, float)))
         mode = mode._replace(tuned=Tuned(precision))
         return Tuned(precision, self._spread(mode.v, self.search.gaussian(mode)))
 
@@ -250,6 +255,32 @@ class EvidenceTuning:
             + 0.5 * unknowns * jnp.log(2 * jnp.pi)
             - 0.5 * gaussian.log_det
         )
+
+
+def extrapolated(history: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """The next point of a search for a fixed point, from points and what one step
+    changes there: where the change would vanish if it were linear.
+
+    It is the step itself while that changes little more than the one before it.
+
+    Reference: Anderson (1965); Walker & Ni (2011), equation 2.1.
+
+    >>> start, factor = np.array([2.0, 1.0]), np.array([0.9, 0.5])
+    >>> history = []
+    >>> for _ in range(4):
+    ...     history.append((start, (factor - 1) * start))
+    ...     start = extrapolated(history)
+    >>> bool(np.all(np.abs(start) < 1e-6))
+    True
+    """
+    point, change = history[-1]
+    if len(history) > 1 and np.linalg.norm(change) > np.linalg.norm(history[-2][1]):
+        return point + change
+    points, changes = (np.stack(values) for values in zip(*history, strict=True))
+    steps, bends = np.diff(points, axis=0).T, np.diff(changes, axis=0).T
+    weights = np.linalg.lstsq(bends, change, rcond=1e-6)[0]
+    move = change - (steps + bends) @ weights
+    return point + np.clip(move, -MAX_LOG_STEP, MAX_LOG_STEP)
 
 
 def fixed_sites(posterior: LaplacePosterior) -> list[str]:
