@@ -25,6 +25,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 from truth.cells import GROUPS
 
+import numpyro_bnn
 from numpyro_bnn import guides, infer, nn, priors, symmetry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -457,6 +458,8 @@ def test_extras_that_texts_name_exist_and_all_has_every_feature():
     features -= {"benchmarks", "docs", "test", "dev"}
     assert set(everything.partition("[")[2].rstrip("]").split(",")) == features
     assert not re.search("h5|matplotlib|scikit", " ".join(project["dependencies"]))
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {numpyro_bnn.__version__}\n" in citation
 
 
 def test_data_that_ship_have_their_license():
