@@ -66,8 +66,8 @@ def is_generated_field(app, what, name, obj, skip, options):
 
 
 def add_contents(app, what, name, obj, options, lines):
-    """After the description of a module, a line for each of its public names."""
-    if what == "module":
+    """After the description of a room, a line for each of its public names."""
+    if what == "module" and hasattr(obj, "__all__"):
         names = [
             f"   {public}" for public in obj.__all__ if callable(getattr(obj, public))
         ]

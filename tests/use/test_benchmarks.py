@@ -87,31 +87,30 @@ def test_interval_score_is_smallest_for_the_true_quantiles():
     assert found[-z, z] == pytest.approx(2 * stats.norm.pdf(z) / 0.05, rel=1e-3)
 
 
-def test_demo_compares_in_megapascal():
-    """An exact prediction with a known sd has the density of that normal; ends and
-    means are in the units of y.
+def test_demo_reads_the_raw_table_and_compares_in_grams():
+    """No row is in both parts; the others get numbers without gaps that training rows
+    alone standardize; a shift of both ends by 100 g of intervals that held costs what
+    it leaves outside.
     """
     from examples import demo
 
-    rows = demo.load(0, 309)
-    assert len(rows.y) == 721
-    assert abs(rows.y.mean()) < 1e-5
-    found = demo.from_moments(rows.y_new, np.full(309, 0.25), rows)
-    mpa = rows.y_new * rows.scale + rows.center
-    assert 2 < mpa.min() < mpa.max() < 83
-    np.testing.assert_allclose(
-        found.log_density, stats.norm.logpdf(0, scale=0.5 * rows.scale), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        found.high - found.mean, 1.645 * 0.5 * rows.scale, rtol=1e-5
-    )
-    made = demo.scores(found, found, rows, 1.0)
-    assert made["coverage"] == 1
-    assert made["rmse"] == pytest.approx(0, abs=1e-4)
-    worse = demo.from_moments(rows.y_new + 0.5, np.full(309, 0.25), rows)
-    assert demo.scores(worse, found, rows, 1.0)["behind"] == pytest.approx(
-        0.5, rel=1e-4
-    )
+    penguins = demo.load(0, 114)
+    assert (len(penguins.table), len(penguins.new_table)) == (228, 114)
+    assert not set(penguins.table.index) & set(penguins.new_table.index)
+    assert penguins.table.isna().any().any()
+    assert penguins.table["Date Egg"].iloc[0].startswith("20")  # still text
+    x, x_new = demo.as_numbers(penguins)
+    assert x.shape[1] == x_new.shape[1]
+    assert np.isfinite(x).all()
+    assert np.isfinite(x_new).all()
+    mass = penguins.new_mass
+    best = mass + np.array([[-200.0], [0.0], [200.0]])
+    found = demo.scores(best, best, mass, 1.0)
+    assert (found["error"], found["coverage"], found["width"]) == (0, 1, 400)
+    assert (found["interval_score"], found["worse"]) == (400, 0)
+    shifted = demo.scores(best + 300, best, mass, 1.0)
+    assert shifted["coverage"] == 0
+    assert shifted["worse"] == pytest.approx(20 * 100)
 
 
 def test_agreement_is_one_of_equal_laws_and_sees_a_shift():

@@ -202,6 +202,12 @@ def test_blocks_of_the_readme_run():
     assert len(run_blocks(README, {None})) > 5
 
 
+def test_ways_in_of_the_readme_are_short():
+    blocks = [code for _, code, _ in python_blocks(README.read_text())]
+    assert len(blocks) >= 5
+    assert max(len(re.findall(r"^.*\S", code, re.M)) for code in blocks) <= 8
+
+
 @UNHEALTHY
 @pytest.mark.slow
 @pytest.mark.core

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -24,6 +25,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 from truth.cells import GROUPS
 
+import numpyro_bnn
 from numpyro_bnn import guides, infer, nn, priors, symmetry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -437,6 +439,47 @@ def test_no_lock_file_and_no_address_of_a_registry_or_of_a_machine():
     assert LOCK.search("uv.lock")
     assert ADDRESSES.search("/".join([" ", "home", "me"]))
     assert ADDRESSES.search("/".join(["host", "simple", "numpy"]))
+
+
+# -- what is installed -----------------------------------------------------------------
+
+
+def test_extras_that_texts_name_exist_and_all_has_every_feature():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    texts = [*FILES, *(ROOT / "examples").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    texts += [ROOT / "README.md", ROOT / "pyproject.toml"]
+    named = set()
+    for path in texts:
+        lists = re.findall(r"(?:numpyro[_-]bnn|\s\"\.)\[([a-z, ]+)\]", path.read_text())
+        named.update(name.strip() for names in lists for name in names.split(","))
+    assert {"plots", "estimators", "runs"} <= named <= set(extras)
+    (everything,) = extras["all"]
+    features = set(extras) - {"all", "examples", "notebooks"}
+    features -= {"benchmarks", "docs", "test", "dev"}
+    assert set(everything.partition("[")[2].rstrip("]").split(",")) == features
+    assert not re.search("h5|matplotlib|scikit", " ".join(project["dependencies"]))
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {numpyro_bnn.__version__}\n" in citation
+
+
+def test_data_that_ship_have_their_license():
+    """In `examples/data`; the package itself has no files but code and its marker."""
+    folder = ROOT / "examples" / "data"
+    about = (folder / "README.md").read_text()
+    sections = re.split(r"^(?=`)", about, flags=re.M)[1:]
+    named = {re.match("`(.*?)`", text)[1]: text for text in sections}
+    assert set(named) == {path.name for path in folder.iterdir()} - {"README.md"}
+    for text in named.values():
+        assert {"Source", "License", "Changes"} <= set(
+            re.findall(r"^- (\w+):", text, re.M)
+        )
+    others = {
+        path.name
+        for path in (ROOT / NAME).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert others == {"py.typed"}
 
 
 # -- weight ----------------------------------------------------------------------------
