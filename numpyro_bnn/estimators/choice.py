@@ -7,13 +7,18 @@ from scipy import stats
 from scipy.optimize import minimize_scalar
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
+from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.targets import TARGETS, Continuous, Noise
+from numpyro_bnn.estimators.targets import TARGETS, Noise
 
 MIN_ROWS, MAX_ROWS = 100, 2000  # below, "continuous"; above, a part of the rows
 # What is taken for frequent zeros, counts, levels, skewness.
 MIN_ZERO_SHARE, MIN_ZEROS = 0.05, 10
 MAX_COUNT_SD, MAX_LIKELY_LEVELS, MIN_SKEWNESS = 50.0, 10, 1.0
+MIN_ROWS_OF_LEVEL = 5  # fewer, and new rows may have another level
+# What another kind must gain, in standard errors, and how much of its probability
+# "continuous" must give to impossible values.
+MIN_GAIN, MIN_IMPOSSIBLE = 2.0, 0.01
 NUM_TREES, MIN_ROWS_OF_LEAF = 100, 5
 LEVEL_SHARE = 0.02  # of the probabilities of levels, whatever a forest says
 MIN_DF = 2.0
@@ -31,11 +36,12 @@ def chosen(
 ) -> tuple[str, str]:
     """The kind of targets (N,), and why, if there was a choice.
 
-    Of several candidates the one is taken under which rows that are out of the bag of a
-    random forest are most probable: the forest says the mean on the scale of the
-    candidate, and all rows have the same noise there. Another kind than "continuous"
-    must gain more than the standard error. Where a candidate has probabilities, those
-    of the others are integrals of their densities.
+    Candidates are compared with "continuous" by the probability of rows that are out of
+    the bag of a random forest, which says the mean on the scale of the candidate.
+    Another kind must gain clearly more than the standard error. A forest takes a steep
+    mean for noise that grows with it: "positive" and "counts" must also be needed, as
+    normal noise would often be below zero. Where a candidate has probabilities, those
+    of "continuous" are integrals of its density.
 
     >>> rng = np.random.default_rng(0)
     >>> X = rng.normal(size=(200, 1))
@@ -43,57 +49,68 @@ def chosen(
     >>> chosen(X, y, None, Noise(None, None, None, 0.0), "ensemble", 0)[0]
     'positive'
     """
+    if noise.bounds is not None:
+        return "bounded", "since it has bounds"
     names = _candidates(y, noise, method)
-    if "zeros" in names:
-        return "zeros", "since exact zeros, which have no density, are frequent"
     if not names:
         return "continuous", ""
+    has_zeros = names == ["zeros"]
+    if has_zeros:  # amounts only, whose log is to be normal
+        X, y, weight = _part(X, y, weight, np.flatnonzero(y > 0))
+        names = ["positive"]
     if len(y) > MAX_ROWS:
         rows = np.random.default_rng(seed).permutation(len(y))[:MAX_ROWS]
-        X, y = X[rows], y[rows]
-        weight = None if weight is None else weight[rows]
-    step = 0.0
-    if {"counts", "ordered"} & set(names):
-        step = float(np.diff(np.unique(y)).min() / 2)
-    look = _Look(X, y, weight, step, seed)
-    scores = {name: look.score(name, noise) for name in ["continuous", *names]}
-    gains = {name: scores[name] - scores["continuous"] for name in names}
+        X, y, weight = _part(X, y, weight, rows)
+    look = _Look(X, y, weight, noise, seed)
+    plain, impossible = look.plain(0.0 if names == ["positive"] else _half_gap(y))
+    gains = {name: look.log_density(name) - plain for name in names}
     best = max(gains, key=lambda name: look.mean(gains[name]))
-    gain = look.mean(gains[best])
-    error = np.sqrt(look.mean((gains[best] - gain) ** 2) / len(y))
-    if gain > error:
+    gain, error = look.mean_and_error(gains[best])
+    if has_zeros:
+        if gain < -error:
+            why = "as the log of the amounts beside its zeros is far from normal"
+            return "continuous", why
+        return "zeros", "since exact zeros, which have no density, are frequent"
+    if gain > MIN_GAIN * error and (best == "ordered" or impossible > MIN_IMPOSSIBLE):
         return best, f"{gain:.2g} nats a row better than continuous in a quick look"
-    return "continuous", f"as good as {', '.join(names)} in a quick look"
+    return "continuous", f"not clearly {' or '.join(names)} in a quick look"
+
+
+def _part(X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, rows: Any) -> tuple:
+    return X[rows], y[rows], None if weight is None else weight[rows]
+
+
+def _half_gap(y: np.ndarray) -> float:
+    return float(np.diff(np.unique(y)).min() / 2)
 
 
 def _candidates(y: np.ndarray, noise: Noise, method: str) -> list[str]:
     """Kinds that may describe targets better than "continuous" does."""
     names = []
-    for name in _likely(y, noise.bounds):
+    for name in _likely(y):
         kind = TARGETS[name]
         fits = kind.is_normal or method in methods.HEAVY_TAILS
         fits &= kind.may_have_heavy_tails or not noise.heavy_tails
         fits &= kind.may_be_heteroscedastic or not noise.heteroscedastic
-        if fits and kind.misfit(y, noise.bounds) is None:
+        if fits:
             names.append(name)
     return names
 
 
-def _likely(y: np.ndarray, bounds: Any) -> list[str]:
+def _likely(y: np.ndarray) -> list[str]:
     if y.ndim > 1 or len(y) < MIN_ROWS or np.ptp(y) == 0:
         return []
-    if bounds is not None:
-        return ["bounded"]
-    number = len(np.unique(y))
-    names = ["ordered"] if number <= MAX_LIKELY_LEVELS else []
-    lowest, zeros = y.min(), np.sum(y == 0)
+    levels, counts = np.unique(y, return_counts=True)
+    is_ordered = len(levels) <= MAX_LIKELY_LEVELS and counts.min() >= MIN_ROWS_OF_LEVEL
+    names = ["ordered"] if is_ordered else []
+    lowest, zeros = levels[0], np.sum(y == 0)
     if lowest >= 0 and np.all(y == np.round(y)) and y.std() < MAX_COUNT_SD:
         # two values are no counts
-        return [*names, "counts"] if number > 2 else names
+        return [*names, "counts"] if len(levels) > 2 else names
     if names:
         return names
     if lowest >= 0 and zeros >= max(MIN_ZEROS, MIN_ZERO_SHARE * len(y)):
-        return ["zeros"]
+        return ["zeros"] if np.sum(y > 0) >= MIN_ROWS / 2 else []
     skewed = lowest > 0 and stats.skew(y) > MIN_SKEWNESS
     if skewed and stats.skew(y) > abs(stats.skew(np.log(y))):
         return ["positive"]
@@ -101,21 +118,19 @@ def _likely(y: np.ndarray, bounds: Any) -> list[str]:
 
 
 class _Look:
-    """Log densities of rows out of the bag.
-
-    :param step: half width of the interval of a probability, 0 for densities.
-    """
+    """Log densities of rows out of the bag."""
 
     def __init__(
         self,
         X: np.ndarray,
         y: np.ndarray,
         weight: np.ndarray | None,
-        step: float,
+        noise: Noise,
         seed: int,
     ) -> None:
-        self._X, self._y, self._weight = X, y, weight
-        self._step = step
+        self._X = Scaler.fit(X).transform(X)  # trees have float32
+        self._y, self._noise = y, noise
+        self._weight = np.ones(len(y)) if weight is None else weight
         self._settings: dict[str, Any] = {
             "n_estimators": NUM_TREES,
             "min_samples_leaf": MIN_ROWS_OF_LEAF,
@@ -127,38 +142,61 @@ class _Look:
     def mean(self, values: np.ndarray) -> float:
         return float(np.average(values, weights=self._weight))
 
-    def score(self, name: str, noise: Noise) -> np.ndarray:
-        """Log densities (N,) under a kind of targets."""
+    def mean_and_error(self, values: np.ndarray) -> tuple[float, float]:
+        mean = self.mean(values)
+        variance = self.mean((values - mean) ** 2)
+        shares = self._weight / self._weight.sum()
+        return mean, float(np.sqrt(variance * np.sum(shares**2)))
+
+    def plain(self, half_gap: float) -> tuple[np.ndarray, float]:
+        """Under "continuous": log densities (N,), or log probabilities of the intervals
+        around targets, and the mean probability of less than zero.
+        """
+        predicted, size, residual = self._fitted(self._y, True)
+
+        def below(value: Any) -> np.ndarray:
+            return residual.cdf((value - predicted) / size)
+
+        impossible = self.mean(below(-half_gap))
+        if half_gap == 0:
+            unit = (self._y - predicted) / size
+            return residual.logpdf(unit) - np.log(size), impossible
+        mass = below(self._y + half_gap) - below(self._y - half_gap)
+        return np.log(np.maximum(mass, np.finfo(float).tiny)), impossible
+
+    def log_density(self, name: str) -> np.ndarray:
+        """Log densities or probabilities (N,) under another kind of targets."""
         if name == "counts":
             return self._counts()
         if name == "ordered":
             return self._ordered()
-        return self._transformed(TARGETS[name], noise)
+        logs = np.log(self._y)
+        predicted, size, residual = self._fitted(logs, False)
+        return residual.logpdf((logs - predicted) / size) - np.log(size) - logs
 
-    def _forest(self, targets: np.ndarray) -> np.ndarray:
+    def _forest(self, values: np.ndarray) -> np.ndarray:
+        scaler = Scaler.fit(values)  # trees do not split tiny numbers
         forest = RandomForestRegressor(**self._settings)
-        return forest.fit(self._X, targets, self._weight).oob_prediction_
+        forest.fit(self._X, scaler.transform(values), self._weight)
+        return scaler.inverse(forest.oob_prediction_)
 
-    def _transformed(self, kind: type[Continuous], noise: Noise) -> np.ndarray:
-        scale = kind.of_bounds(noise.bounds)
-        u = scale.forward(self._y)
-        predicted = self._forest(u)
-        error = u - predicted
-        size = np.ones(len(u))
-        if noise.heteroscedastic is not False:
-            least = LEAST_ERROR * error.std()
-            size = np.exp(self._forest(np.log(np.abs(error) + least)))
-        heavy = kind.may_have_heavy_tails and noise.heavy_tails is not False
-        residual = _fitted_noise(error / size, heavy)
-        if not self._step:
-            density = residual.logpdf(error / size) - np.log(size)
-            return density + scale.log_slope(u)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ends = [scale.forward(self._y + side * self._step) for side in (-1, 1)]
-        low, high = (np.nan_to_num(end, nan=-np.inf) - predicted for end in ends)
-        low, high = low / size, high / size
-        mass = residual.cdf(high) - residual.cdf(low)
-        return np.log(np.maximum(mass, np.finfo(float).tiny))
+    def _fitted(self, values: np.ndarray, may_have_heavy_tails: bool) -> tuple:
+        """Predictions (N,), sizes of their errors (N,), and a distribution of errors in
+        these.
+        """
+        predicted = self._forest(values)
+        error = values - predicted
+        least = methods.MIN_SD * values.std()
+        size = np.full(len(error), max(error.std(), least))
+        if error.std() < least:  # exact
+            return predicted, size, stats.norm()
+        if self._noise.heteroscedastic is not False:
+            size = np.exp(self._forest(np.log(np.abs(error) + LEAST_ERROR * size)))
+        unit = error / size
+        if may_have_heavy_tails and self._noise.heavy_tails is not False:
+            df, loc, scale = stats.t.fit(unit)
+            return predicted, size, stats.t(max(df, MIN_DF), loc, scale)
+        return predicted, size, stats.norm(unit.mean(), unit.std())
 
     def _counts(self) -> np.ndarray:
         means = np.maximum(self._forest(self._y), 1 / len(self._y))
@@ -183,11 +221,3 @@ class _Look:
         probs = forest.oob_decision_function_
         probs = LEVEL_SHARE * shares + (1 - LEVEL_SHARE) * probs
         return np.log(probs[np.arange(len(codes)), codes])
-
-
-def _fitted_noise(errors: np.ndarray, heavy_tails: bool) -> Any:
-    """A normal, or Student's t with a variance, that fits errors best."""
-    if not heavy_tails or errors.std() == 0:
-        return stats.norm(errors.mean(), max(errors.std(), methods.MIN_SD))
-    df, loc, scale = stats.t.fit(errors)
-    return stats.t(max(df, MIN_DF), loc, scale)

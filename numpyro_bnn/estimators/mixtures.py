@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax.scipy.special import betainc, entr, logsumexp, ndtr
+from jax.scipy.special import betainc, entr, gammainc, logsumexp, ndtr
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
@@ -23,6 +23,8 @@ MAX_ASINH, NUM_NODES = 20.0, 2049
 MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 256
 MAX_LOG = 45.0  # logs beyond which an exponential or logistic function has no mass
 MAX_NORMAL_SD = 12.0  # beyond which a normal has no mass in float32
+MIN_SQUARE = 1e-9  # of a probability whose square is summed over counts
+MAX_BETA_COUNT = 3000.0  # above, the beta function of a count has no digits in float32
 # Of the moments of a logit: largest asinh of a standardized value, and nodes.
 MAX_MOMENT_ASINH, NUM_MOMENT_NODES = 8.0, 161
 
@@ -228,8 +230,11 @@ def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
 
 def _stretched(mixture: tuple, weights: jax.Array, factor: jax.Array) -> tuple:
     """Components with this many times their distance from the mean of the mixture."""
+    return _around(jnp.tensordot(weights, mixture[0], 1), mixture, factor)
+
+
+def _around(mean: jax.Array, mixture: tuple, factor: jax.Array) -> tuple:
     means, sds = mixture[:2]
-    mean = jnp.tensordot(weights, means, 1)
     return mean + factor * (means - mean), factor * sds, *mixture[2:]
 
 
@@ -298,12 +303,19 @@ def _moments_of(of: Callable) -> Callable:
 
 
 def _components_of(of: Callable) -> Callable:
-    """Mean and variance of y for each component of z."""
+    """Mean and variance of y for each component of z, whose mean over all draws, which
+    may not be in the mixture, is ``middle``.
+    """
 
     def components(
-        mixture: tuple, _: jax.Array, center: jax.Array, scale: jax.Array
+        mixture: tuple,
+        _: jax.Array,
+        middle: jax.Array,
+        factor: jax.Array,
+        center: jax.Array,
+        scale: jax.Array,
     ) -> tuple:
-        return of(mixture, center, scale)
+        return of(_around(middle, mixture, factor), center, scale)
 
     return components
 
@@ -459,21 +471,25 @@ def _count_moments(mixture: tuple, weights: jax.Array) -> tuple:
     return _total(_count_components(mixture, weights), weights)
 
 
-def _count_tails(mixture: tuple, weights: jax.Array, count: jax.Array) -> tuple:
-    """Probabilities of at most and of more than a whole number."""
+def _count_below(mixture: tuple, weights: jax.Array, count: jax.Array) -> jax.Array:
+    """Probability of at most a whole number."""
     mean, concentration = mixture
-    place, above = jnp.maximum(count + 1, 1.0), mean / (concentration + mean)
-    low = betainc(concentration, place, concentration / (concentration + mean))
-    high = betainc(place, concentration, above)
-    below = jnp.tensordot(weights, low, 1)
-    return (
-        jnp.where(count < 0, 0.0, below),
-        jnp.where(count < 0, 1.0, jnp.tensordot(weights, high, 1)),
-    )
+    place = jnp.maximum(count, 0.0)
+    near = jnp.minimum(place, MAX_BETA_COUNT) + 1
+    exact = betainc(concentration, near, concentration / (concentration + mean))
+    is_large = place > MAX_BETA_COUNT
+
+    def smooth(exact: jax.Array) -> jax.Array:
+        # a gamma of the same mean and variance, with a correction for continuity
+        shape = 1 / (1 / mean + 1 / concentration)
+        return jnp.where(is_large, gammainc(shape, shape * (place + 0.5) / mean), exact)
+
+    each = jax.lax.cond(jnp.any(is_large), smooth, lambda exact: exact, exact)
+    return jnp.where(count < 0, 0.0, jnp.tensordot(weights, each, 1))
 
 
 def _count_cdf(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
-    return (_count_tails(mixture, weights, jnp.floor(y))[0],)
+    return (_count_below(mixture, weights, jnp.floor(y)),)
 
 
 def _count_log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
@@ -488,18 +504,23 @@ def _count_quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> t
     """The smallest whole numbers with at least these probabilities below."""
     mean, variance = _count_components(mixture, weights)
 
+    def is_open(low: jax.Array, high: jax.Array) -> jax.Array:
+        middle = jnp.floor((low + high) / 2)
+        # neighbors of float32 may be whole numbers that differ by more than one
+        return (middle > low) & (middle < high)
+
     def at(level: jax.Array) -> jax.Array:
         def halve(bracket: tuple) -> tuple:
             low, high = bracket
             middle = jnp.floor((low + high) / 2)
-            below = _count_tails(mixture, weights, middle)[0] < level
+            below = _count_below(mixture, weights, middle) < level
             return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
         # Cantelli's bound of each component, and so of the mixture
         reach = mean + jnp.sqrt(variance * level / (1 - level))
         high = jnp.ceil(reach.max(0)) + 1
         bracket = jax.lax.while_loop(
-            lambda bracket: jnp.any(bracket[1] - bracket[0] > 1),
+            lambda bracket: jnp.any(is_open(*bracket)),
             halve,
             (jnp.full_like(high, -1.0), high),
         )
@@ -517,33 +538,39 @@ def _count_distances() -> np.ndarray:
 
 
 def _count_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
-    """The sum of F^2 below y and of (1 - F)^2 above, over whole numbers; far from y
-    linear between nodes.
+    """The sum of F^2 below y and of (1 - F)^2 above, over whole numbers until both
+    vanish; far from y linear between nodes.
     """
     whole = jnp.floor(y)
-    below, above = _count_tails(mixture, weights, whole)
-    part = y - whole
-    total = part * below**2 + (1 - part) * above**2
+    distances = jnp.asarray(_count_distances(), whole.dtype)
 
-    def add(carry: tuple, distance: jax.Array) -> tuple:
-        total, old = carry
-        new = []
+    def squares(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+        above = 1 - _count_below(mixture, weights, high)
+        return _count_below(mixture, weights, low) ** 2, above**2
+
+    def is_open(state: tuple) -> jax.Array:
+        index, _, (_, tails) = state
+        largest = jnp.maximum(tails[0].max(), tails[1].max())
+        return (index < len(distances)) & (largest > MIN_SQUARE)
+
+    def add(state: tuple) -> tuple:
+        index, total, (last_places, last_tails) = state
+        distance = distances[index]
         # nothing is below zero
         places = jnp.minimum(distance, whole + 1), distance + 0 * whole
-        for side, place in enumerate(places):
-            value = whole - place if side == 0 else whole + place
-            tail = _count_tails(mixture, weights, value)[side] ** 2
-            last_place, last_tail = old[side]
-            gap = place - last_place
+        tails = squares(whole - places[0], whole + places[1])
+        for side in (0, 1):
+            gap = places[side] - last_places[side]
             # the sum over the numbers up to this one of the line between both
-            step = (gap - 1) / 2 * last_tail + (gap + 1) / 2 * tail
+            step = (gap - 1) / 2 * last_tails[side] + (gap + 1) / 2 * tails[side]
             total = total + jnp.where(gap > 0, step, 0.0)
-            new.append((place, tail))
-        return (total, tuple(new)), None
+        return index + 1, total, (places, tails)
 
-    start = (jnp.zeros_like(whole), below**2), (jnp.zeros_like(whole), above**2)
-    distances = jnp.asarray(_count_distances()[1:], whole.dtype)
-    return (jax.lax.scan(add, (total, start), distances)[0][0],)
+    tails = squares(whole, whole)
+    part = y - whole
+    total = part * tails[0] + (1 - part) * tails[1]
+    start = 1, total, ((0 * whole, 0 * whole), tails)
+    return (jax.lax.while_loop(is_open, add, start)[1],)
 
 
 # -- ordered levels --------------------------------------------------------------------

@@ -156,6 +156,8 @@ class Network(BaseEstimator):
     callback: Callable | None
     progress_bar: bool
     random_state: Any
+    #: Standard deviations of the targets of a regression.
+    _y_sd: Any
     #: The summary that is a prediction without its noise.
     _mean_summary: str = "moments"
     #: What was done with the columns of a frame; an array has none.
@@ -542,7 +544,7 @@ class Network(BaseEstimator):
         """
         epistemic = self.uncertainty(X).epistemic
         if epistemic.ndim == 2:
-            epistemic = np.sum(epistemic / self._y_scaler.scale**2, axis=1)
+            epistemic = np.sum(epistemic / self._y_sd**2, axis=1)
         if num_rows > len(epistemic):
             got = f"{num_rows} of {len(epistemic)} rows"
             raise argument_error(

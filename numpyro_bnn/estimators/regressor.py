@@ -3,7 +3,6 @@ the data.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -62,7 +61,7 @@ class Regressor(RegressorMixin, Network):
         ``"laplace"`` the same with precisions that maximize the evidence.
     :param target: kind of the targets, see below; ``"auto"`` takes another one than
         ``"continuous"`` only where at least 100 targets of one column clearly are that.
-        ``bounds``: lower and upper bound of ``"bounded"`` targets.
+        ``bounds``: lower and upper bound, which make targets ``"bounded"``.
     :param heteroscedastic: let the scale of the noise depend on the inputs; by default
         only for ``"ensemble"`` on at least 150 rows, as fewer would be taken for noise.
     :param heavy_tails: Student's t noise with learned degrees of freedom, which
@@ -89,17 +88,21 @@ class Regressor(RegressorMixin, Network):
     ``target``        likelihood, and where ``"auto"`` considers it
     ================  ================================================================
     ``"continuous"``  normal or Student's t noise
-    ``"positive"``    normal noise of log y; for skewed positive numbers
+    ``"positive"``    normal noise of log y; for skewed positive numbers, if normal
+                      noise would often be below zero
     ``"bounded"``     noise of the logit of y between its ``bounds``; if there are any
     ``"counts"``      negative binomial, nearly Poisson where the data are; for whole
-                      numbers from zero on with a standard deviation below 50
+                      numbers from zero on with a standard deviation below 50, if normal
+                      noise would often be below zero
     ``"zeros"``       a chance of zero, and a log-normal part; where at least 5 % of
                       other numbers than counts are exactly zero
-    ``"ordered"``     ordered logits of the distinct values; for at most ten of them
+    ``"ordered"``     ordered logits of the distinct values; for at most ten of them,
+                      each of at least five rows
     ================  ================================================================
 
     ``"auto"`` compares candidates by log densities of rows that are out of the bag of a
-    random forest, on one scale. All answers are those of this distribution: intervals
+    random forest, on one scale, and takes one that gains two standard errors. All
+    answers are those of this distribution: intervals
     and draws stay in its support, and ``predict`` is its mean. ``repr`` and
     ``attrs_["target"]`` say what was chosen. "counts", "zeros" and "ordered" need
     ``"ensemble"``, ``"nuts"`` or ``"mean_field"``.
@@ -201,8 +204,8 @@ class Regressor(RegressorMixin, Network):
         if name == "auto":
             seed = check_random_state(self.random_state).randint(2**31)
             name, self._choice = chosen(X, y, weight, self._noise, self.method, seed)
-        else:
-            targets.check_target(self._call, name, y, self._noise, self.method)
+        targets.check_target(self._call, name, y, self._noise, self.method)
+        self._y_sd = weighted_scaler(y, weight).scale
         self._target = self._kind(name, y, weight, usual)
         self._run(
             X,
@@ -264,7 +267,8 @@ class Regressor(RegressorMixin, Network):
     ) -> targets.Target:
         """A kind of targets, and its noise."""
         kind = TARGETS[name]
-        if issubclass(kind, Continuous) and repeats_values(y):
+        density = kind.with_density(y)
+        if len(density) and repeats_values(density):
             for option in ("heteroscedastic", "heavy_tails"):
                 if getattr(self, option):
                     instead = (
@@ -273,8 +277,7 @@ class Regressor(RegressorMixin, Network):
                     )
                     raise argument_error(self._call, option, True, instead)
             usual = methods.Regression()
-        scaler = partial(weighted_scaler, weight=weight)
-        return kind(y, scaler, self._noise, usual)
+        return kind(y, weight, self._noise, usual)
 
     def _check_size(self, num_rows: int, num_hidden: int) -> None:
         """Refuse too few rows for the evidence, and warn of too few for intervals."""
@@ -411,7 +414,8 @@ class Regressor(RegressorMixin, Network):
 
     def predict_dist(self, X: Any) -> dist.Distribution:
         """The predictive distribution of each row, of batch shape (N,): a mixture over
-        the draws of the network, with its ``log_prob``, ``cdf``, ``mean``, ``sample``.
+        the draws of the network, with its ``log_prob``, ``cdf`` and ``sample``; moments
+        are those of :meth:`predict`.
 
         That of a Laplace approximation is a mixture over its draws, too, of which
         :meth:`predict_quantiles` and :meth:`cdf` have the exact one. ``sample`` draws
@@ -429,6 +433,8 @@ class Regressor(RegressorMixin, Network):
 
         def ask_like_y(name: str, *by_row: np.ndarray, options: Any = ()) -> tuple:
             answers = ask(name, *by_row, options=options)
+            if name == "probabilities" and self._target_shape == (1,):
+                return tuple(values[:, None] for values in answers)
             if name not in ("components", "moments"):
                 return answers
             return tuple(self._like_y(values) for values in answers)
@@ -503,8 +509,8 @@ class Regressor(RegressorMixin, Network):
         deviations, as the held-out target of this rank.
         """
         target = self._target
-        misfit = TARGETS[target.name].misfit(y, self._noise.bounds)
-        if misfit is not None and target.name != "ordered":
+        misfit = target.misfit(y, target.bounds)
+        if misfit is not None:
             call = f"{self._call}.conformal_interval"
             instead = (
                 f'Pass targets such as those of the fit, which are "{target.name}".'

@@ -20,6 +20,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
 from numpyro_bnn.estimators.mixtures import MAX_LOG, Hurdle
+from numpyro_bnn.estimators.network import weighted_scaler
 
 ROUNDING = 4 * np.finfo(float).eps
 MIN_DISPERSION = 1e-3  # of counts: below, float32 loses digits of the density
@@ -58,12 +59,23 @@ class Target(ABC):
     mean_summary: ClassVar[str] = "moments"
     #: Standardization inside, in whose units the export is, if there is any.
     scaler: Scaler | None = None
+    bounds: tuple[float, float] | None = None
     num_outputs: int
 
     @classmethod
     def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:
         """Which targets it cannot have, in words."""
         return None
+
+    @classmethod
+    def shortage(cls, y: np.ndarray) -> str | None:
+        """What all targets together lack for a fit, in words."""
+        return None
+
+    @classmethod
+    def with_density(cls, y: np.ndarray) -> np.ndarray:
+        """Those on which the density of a noise that may vanish would have no bound."""
+        return y[:0]
 
     @abstractmethod
     def likelihood(self) -> Callable:
@@ -151,7 +163,7 @@ class Continuous(Target):
     def __init__(
         self,
         y: np.ndarray,
-        scaler: Callable[[np.ndarray], Scaler],
+        weight: np.ndarray | None,
         noise: Noise,
         usual: methods.Regression,
     ) -> None:
@@ -163,14 +175,11 @@ class Continuous(Target):
         self._targets = 1 if y.ndim == 1 else y.shape[1]
         self.num_outputs = self._targets * (1 + hetero)
         self._settings = (self._targets, hetero, tails, noise.min_sd)
-        self.scaler: Scaler = scaler(self.forward(y))
+        self.scaler: Scaler = weighted_scaler(self.forward(y), weight)
 
     @classmethod
-    def of_bounds(cls, bounds: tuple[float, float] | None) -> "Continuous":
-        """The scale alone, without a fit."""
-        scale = object.__new__(cls)
-        scale.bounds = bounds
-        return scale
+    def with_density(cls, y: np.ndarray) -> np.ndarray:
+        return y
 
     def forward(self, y: np.ndarray) -> np.ndarray:
         """Targets on the scale of the noise."""
@@ -314,7 +323,7 @@ class _Curved(Continuous):
     def log_density(self, ask: Ask, y: np.ndarray) -> Callable[[float], np.ndarray]:
         low, high = self._support()
         inside = ((y > low) & (y < high)).reshape(len(y), -1).all(axis=1)
-        density = super().log_density(ask, self._inside(y))
+        density = super().log_density(ask, np.where(inside, y.T, self._inside(y).T).T)
         return lambda factor: np.where(inside, density(factor), -np.inf)
 
     def draws(
@@ -323,8 +332,9 @@ class _Curved(Continuous):
         if noise:
             return super().draws(ask, generator, noise, factor)
         unit, shift = self._unit()
-        options = self._options()
-        means = ask(f"{self.name}_components", options=options)[0]
+        middle = ask("moments")[0]
+        options = self._options(factor)
+        means = ask(f"{self.name}_components", middle, options=options)[0]
         return shift + unit * means
 
     def _support(self) -> tuple[float, float]:
@@ -410,7 +420,9 @@ class Bounded(_Curved):
         low, high = self._support()
         into_bounds = [
             transforms.SigmoidTransform(),
-            transforms.AffineTransform(low, high - low),
+            transforms.AffineTransform(
+                low, high - low, domain=dist.constraints.unit_interval
+            ),
         ]
         return dist.TransformedDistribution(
             super().distribution(ask, factor), into_bounds
@@ -420,10 +432,10 @@ class Bounded(_Curved):
 # -- likelihoods of their own ----------------------------------------------------------
 
 
-def _rounded(center: float, spread: float) -> tuple[float, float]:
+def _rounded(scaler: Scaler) -> tuple[float, float]:
     """Location and scale of an output, so coarse that folds share programs."""
-    coarse = 2.0 ** (np.round(2 * np.log2(max(spread, 0.25))) / 2)
-    return float(np.round(4 * center) / 4), float(coarse)
+    coarse = 2.0 ** (np.round(2 * np.log2(np.maximum(scaler.scale, 0.25))) / 2)
+    return float(np.round(4 * scaler.mean) / 4), float(coarse)
 
 
 class _Direct(Target):
@@ -509,25 +521,33 @@ class Zeros(_Direct):
     def __init__(
         self,
         y: np.ndarray,
-        scaler: Callable[[np.ndarray], Scaler],
+        weight: np.ndarray | None,
         noise: Noise,
         usual: methods.Regression,
     ) -> None:
         hetero = noise.heteroscedastic
         hetero = usual.heteroscedastic if hetero is None else bool(hetero)
-        logs = np.log(y[y > 0])
-        center, spread = _rounded(logs.mean(), logs.std())
+        weight = np.ones(len(y)) if weight is None else weight
+        logs = weighted_scaler(np.log(y[y > 0]), weight[y > 0])
+        center, spread = _rounded(logs)
         # as if half a row more were of each kind
-        share = (np.sum(y == 0) + 0.5) / (len(y) + 1)
+        share = (weight[y == 0].sum() + 0.5) / (weight.sum() + 1)
         self._settings = (center, spread, float(np.round(4 * logit(share)) / 4), hetero)
-        self._constant = (share, logs.mean(), max(logs.std(), methods.MIN_SD))
+        self._constant = (share, logs.mean, logs.scale)
         self.num_outputs = 2 + hetero
 
     @classmethod
     def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:
-        if np.any(y < 0):
-            return f"{np.sum(y < 0)} targets below zero"
+        bad = np.sum(y < 0)
+        return f"{bad} targets below zero" if bad else None
+
+    @classmethod
+    def shortage(cls, y: np.ndarray) -> str | None:
         return None if np.sum(y > 0) > 1 else "fewer than two targets above zero"
+
+    @classmethod
+    def with_density(cls, y: np.ndarray) -> np.ndarray:
+        return y[y > 0]
 
     def likelihood(self) -> Callable:
         return partial(zeros_likelihood, *self._settings)
@@ -574,16 +594,18 @@ class Counts(_Direct):
     def __init__(
         self,
         y: np.ndarray,
-        scaler: Callable[[np.ndarray], Scaler],
+        weight: np.ndarray | None,
         noise: Noise,
         usual: methods.Regression,
     ) -> None:
         hetero = bool(noise.heteroscedastic)
-        center, spread = _rounded(np.log(y.mean() + 0.5), np.log(y + 0.5).std())
+        known = weighted_scaler(y, weight)
+        logs = weighted_scaler(np.log(y + 0.5), weight)
+        center, spread = _rounded(Scaler(np.log(known.mean + 0.5), logs.scale))
         self._settings = (center, spread, hetero)
-        self._mean = y.mean() + 0.5 / len(y)
-        excess = (y.var() - self._mean) / self._mean**2
-        self._concentration = 1 / max(excess, MIN_DISPERSION)
+        self._mean = known.mean + 0.5 / len(y)
+        excess = (known.scale**2 - self._mean) / self._mean**2
+        self._concentration = 1 / np.maximum(excess, MIN_DISPERSION)
         self.num_outputs = 1 + hetero
 
     @classmethod
@@ -651,15 +673,16 @@ class Ordered(_Direct):
     def __init__(
         self,
         y: np.ndarray,
-        scaler: Callable[[np.ndarray], Scaler],
+        weight: np.ndarray | None,
         noise: Noise,
         usual: methods.Regression,
     ) -> None:
-        self.values, counts = np.unique(y, return_counts=True)
+        self.values, codes = np.unique(y, return_inverse=True)
+        counts = np.bincount(codes, weight)
         self._log_shares = np.log(counts / counts.sum())
 
     @classmethod
-    def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:
+    def shortage(cls, y: np.ndarray) -> str | None:
         number = len(np.unique(y))
         if 2 <= number <= MAX_LEVELS:
             return None
@@ -679,7 +702,7 @@ class Ordered(_Direct):
 
     def _probs(self, ask: Ask) -> np.ndarray:
         (probs,) = ask("probabilities")
-        return probs / probs.sum(axis=1, keepdims=True)
+        return probs / probs.sum(axis=-1, keepdims=True)
 
     def quantiles(self, ask: Ask, levels: np.ndarray, factor: float) -> np.ndarray:
         below = np.cumsum(self._probs(ask), axis=1)[:, :-1]
@@ -710,7 +733,8 @@ class Ordered(_Direct):
         return self.values[(uniform > np.cumsum(probs, axis=2)[..., :-1]).sum(axis=2)]
 
     def distribution(self, ask: Ask, factor: float) -> dist.Distribution:
-        return Levels(self.values, self._probs(ask))
+        levels = Levels(self.values, self._probs(ask))
+        return levels.to_event(levels.batch_dim - 1)
 
     def ends(self, low: np.ndarray, high: np.ndarray) -> tuple:
         slack = ROUNDING * np.abs(self.values).max()
@@ -793,7 +817,7 @@ def check_target(
     if y.ndim > 1 and not kind.several:
         instead = f'Pass one column for `target="{name}"`.'
         raise argument_error(f"{call}.fit", "y", y, instead)
-    misfit = kind.misfit(y, noise.bounds)
+    misfit = kind.misfit(y, noise.bounds) or kind.shortage(y)
     if misfit is not None:
         instead = f'Another `target` than "{name}" may have them.'
         raise argument_error(f"{call}.fit", "y", misfit, instead)

@@ -144,6 +144,8 @@ def test_a_calibrated_distribution_is_one_too(kind):
     model.calibrate(rows, middle + 0.3 * (targets[kind] - middle))
     assert model.calibration_ < 0.8
     assert_one_distribution(kind, model)
+    means = model.sample(rows, 20, noise=False)
+    np.testing.assert_allclose(means.mean(0), model.predict(rows), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +199,144 @@ def test_the_kind_is_chosen_and_announced(name, kind):
     assert model.attrs_["target"] == kind
     announced = f"\n  target: {kind}" in repr(model)
     assert announced == (kind != "continuous")
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name", ["positive", "zeros", "counts", "over-dispersed", "ordered", "bounded"]
+)
+def test_intervals_hold_what_they_say_and_scores_beat_those_of_normal_noise(name):
+    """The share of 2,000 new targets whose distribution function is between .05 and
+    .95, at random between both sides of a jump, where it is uniform. Three standard
+    errors are 2 points, and the fit moves it by about one. And log scores: of
+    "continuous" those of intervals around targets that have probability.
+    """
+    kind = "counts" if name == "over-dispersed" else name
+    (rows, targets), (new, new_targets) = table(400), table(2000, seed=1)
+    y, new_y = targets[name], new_targets[name]
+    bounds = BOUNDS if kind == "bounded" else None
+    options = {"effort": 0.2, "num_chains": 4, "random_state": 0}
+    model = Regressor(target=kind, bounds=bounds, **options).fit(rows, y)
+    reached = model.cdf(new, new_y)
+    jumps = (new_y == 0) | (kind in ("counts", "ordered"))
+    before = np.where(jumps, model.cdf(new, new_y - 1e-6), reached)
+    uniform = np.random.default_rng(0).uniform(before, reached)
+    assert abs(np.mean(np.abs(uniform - 0.5) < 0.45) - 0.9) < 0.03
+    low, high = model.predict_interval(new)
+    assert np.mean((low <= new_y) & (new_y <= high)) > 0.87
+    plain = Regressor(target="continuous", **options).fit(rows, y)
+    expected = plain.log_predictive_density(new, new_y)
+    mass = plain.cdf(new, new_y + 0.5) - plain.cdf(new, new_y - 0.5)
+    expected = np.where(jumps, np.log(np.maximum(mass, 1e-8)), expected)
+    assert model.log_predictive_density(new, new_y).mean() > expected.mean()
+
+
+def quick(target="auto", **options):
+    options = {"widths": (), "effort": 0.02, "num_samples": 5, **options}
+    return Regressor("mean_field", target=target, random_state=0, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "ages" else pytest.mark.slow)
+        for name in ("ages", "years", "percentages", "steep", "rare level", "exact")
+    ],
+)
+def test_in_doubt_targets_are_continuous(name):
+    """Whole numbers far from zero; a steep mean with additive noise, which a forest
+    takes for noise that grows with the mean; a level that new rows may not have; and
+    two values without noise.
+    """
+    rows, targets = table(300)
+    f, normal = np.sin(2 * rows[:, 0]), targets["continuous"]
+    y = {
+        "ages": np.clip(np.round(45 + 10 * f + 8 * normal), 18, 90),
+        "years": np.round(1990 + 8 * normal),
+        "percentages": np.clip(np.round(60 + 15 * normal), 0, 100),
+        "steep": 5 + np.exp(1.5 * rows[:, 1]) + normal,
+        "rare level": np.where(np.arange(300) == 7, 8.0, targets["ordered"] - 3),
+        "exact": np.sign(rows[:, 0]),
+    }[name]
+    X = np.sign(rows) if name == "exact" else rows
+    assert quick().fit(X, y).attrs_["target"] == "continuous"
+
+
+@pytest.mark.slow
+def test_the_choice_has_no_units():
+    rows, targets = table(300)
+    for name, scale in (("positive", 1e-9), ("zeros", 1e12)):
+        model = quick().fit(1e39 * rows, scale * targets[name])
+        assert model.attrs_["target"] == name
+
+
+def test_bounds_are_kept_however_few_rows_there_are():
+    rows, targets = table(40)
+    model = quick(bounds=BOUNDS).fit(rows, targets["bounded"])
+    assert model.attrs_["target"] == "bounded"
+    with pytest.raises(ValueError, match="1 targets that are not between"):
+        model.fit(rows, np.where(np.arange(40) == 3, 15.0, targets["bounded"]))
+    # those of the fit, whatever a further one is to have
+    low, _ = model.set_params(bounds=None).conformal_interval(
+        rows, rows, targets["bounded"]
+    )
+    assert np.all(low >= BOUNDS[0])
+
+
+def test_amounts_that_repeat_have_no_noise_that_may_vanish():
+    rows, targets = table(40)
+    y = np.where(targets["zeros"] > 0, 9.99, 0.0)
+    with pytest.raises(ValueError, match="argument `heteroscedastic`"):
+        quick("zeros", heteroscedastic=True).fit(rows, y)
+
+
+def test_held_out_rows_may_all_be_zero():
+    rows, _ = table()
+    ends = fitted("zeros").conformal_interval(rows, rows[:40], np.zeros(40))
+    assert all(np.all(np.isfinite(values)) for values in ends)
+
+
+@pytest.mark.parametrize("size", [10.0, pytest.param(1e6, marks=pytest.mark.slow)])
+def test_counts_may_be_large(size):
+    """Whole numbers that float32 has no neighbors for, and a beta function without
+    digits: quantiles and probabilities are those of draws.
+    """
+    rows, targets = table(40)
+    y = np.round(size * targets["positive"])
+    model = quick("counts").fit(rows, y)
+    draws = model.sample(rows[:3], 4000, random_state=0)
+    levels = np.array([0.1, 0.5, 0.9])
+    quantiles = model.predict_quantiles(rows[:3], levels)
+    shares = (draws[:, None] <= quantiles).mean(0)
+    reached = np.array([model.cdf(rows[:3], values) for values in quantiles])
+    error = 5 * 0.5 / 4000**0.5
+    np.testing.assert_allclose(shares, reached, atol=error)
+    assert np.all(reached > levels[:, None] - 1e-3)
+    if size > 1000:
+        np.testing.assert_allclose(reached, levels[:, None] + 0 * reached, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_several_positive_targets_count_alike():
+    rows, targets = table(40)
+    y = np.column_stack([targets["positive"], 1e6 * targets["positive"][::-1]])
+    model = quick("positive").fit(rows, y)
+    parts = model.uncertainty(rows).epistemic / y.var(0)
+    expected = np.argsort(-parts.sum(1), kind="stable")[:5]
+    np.testing.assert_array_equal(model.most_uncertain(rows, 5), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["positive", "zeros", "counts", "ordered"])
+def test_a_column_of_targets_is_one(kind):
+    rows, targets = table(40)
+    y = targets[kind][:, None]
+    model = quick(kind).fit(rows, y)
+    known = model.predict_dist(rows)
+    assert known.event_shape == (1,)
+    density = model.log_predictive_density(rows, y)
+    np.testing.assert_allclose(known.log_prob(y), density, atol=5e-3)
 
 
 def test_rows_without_a_target_are_left_out():
