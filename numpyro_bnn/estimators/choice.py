@@ -58,11 +58,14 @@ def chosen(
     if has_zeros:  # amounts only, whose log is to be normal
         X, y, weight = _part(X, y, weight, np.flatnonzero(y > 0))
         names = ["positive"]
+    half_gap = 0.0
+    if names != ["positive"]:
+        half_gap = float(np.diff(np.unique(y)).min() / 2)
     if len(y) > MAX_ROWS:
         rows = np.random.default_rng(seed).permutation(len(y))[:MAX_ROWS]
         X, y, weight = _part(X, y, weight, rows)
     look = _Look(X, y, weight, noise, seed)
-    plain, impossible = look.plain(0.0 if names == ["positive"] else _half_gap(y))
+    plain, impossible = look.plain(half_gap)
     gains = {name: look.log_density(name) - plain for name in names}
     best = max(gains, key=lambda name: look.mean(gains[name]))
     gain, error = look.mean_and_error(gains[best])
@@ -78,10 +81,6 @@ def chosen(
 
 def _part(X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, rows: Any) -> tuple:
     return X[rows], y[rows], None if weight is None else weight[rows]
-
-
-def _half_gap(y: np.ndarray) -> float:
-    return float(np.diff(np.unique(y)).min() / 2)
 
 
 def _candidates(y: np.ndarray, noise: Noise, method: str) -> list[str]:

@@ -271,6 +271,13 @@ def test_the_choice_has_no_units():
         assert model.attrs_["target"] == name
 
 
+@pytest.mark.slow
+def test_a_rare_level_need_not_be_among_the_rows_of_the_look():
+    rows = np.random.default_rng(0).normal(size=(20_000, 1))
+    y = (np.arange(20_000) < 5) * 0.5
+    assert quick().fit(rows, y).attrs_["target"] in ("ordered", "continuous")
+
+
 def test_bounds_are_kept_however_few_rows_there_are():
     rows, targets = table(40)
     model = quick(bounds=BOUNDS).fit(rows, targets["bounded"])
