@@ -31,9 +31,9 @@ MIN_SD = 1e-6  # of the noise, in standard deviations of the targets
 HELD_OUT = 0.1  # share of the rows, which stop the optimizer
 MIN_ROWS_TO_HOLD_OUT = 20  # fewer rows cannot afford it
 MIN_ROWS_OF_NOISE = 150  # the fewest that show how the noise depends on the inputs
-MANY_ROWS = 5000  # above, an ensemble has half as many chains
+MANY_ROWS = 8000  # above, an ensemble has half as many chains
 # Of an ensemble: rows times gradients of all chains, and gradients of a chain.
-MAX_ROW_GRADIENTS = 480_000_000
+MAX_ROW_GRADIENTS = 1_920_000_000
 MIN_GRADIENTS, MAX_GRADIENTS = 12_000, 60_000
 MAX_DENSE_UNKNOWNS = 1500  # of a dense precision of "laplace"
 MAX_DENSE_WORK = 10**10  # its rows times the square of its unknowns
@@ -205,11 +205,11 @@ def ensemble(task: Task) -> MethodDraws:
 def ensemble_size(num_rows: int) -> tuple[int, int]:
     """Gradients of a chain, and number of chains, by default.
 
-    The cost of an ensemble grows with the rows up to 1000, stays until 10,000, and
+    The cost of an ensemble grows with the rows up to 4000, stays until 40,000, and
     then grows again.
 
-    >>> [ensemble_size(rows) for rows in (200, 1000, 5000, 5001, 10_000, 50_000)]
-    [(60000, 8), (60000, 8), (12000, 8), (23995, 4), (12000, 4), (12000, 4)]
+    >>> [ensemble_size(rows) for rows in (200, 4000, 8000, 8001, 40_000, 50_000)]
+    [(60000, 8), (60000, 8), (30000, 8), (59992, 4), (12000, 4), (12000, 4)]
     """
     chains = 4 if num_rows > MANY_ROWS else 8
     gradients = MAX_ROW_GRADIENTS // (num_rows * chains)

@@ -74,9 +74,8 @@ class Regressor(RegressorMixin, Network):
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the
         guide; by default by method.
     :param effort: factor of all numbers of steps and epochs, and of draws by default.
-    :param cache: keep compiled programs in the user's cache folder for other processes;
-        not if JAX has a cache on disk (``jax_compilation_cache_dir``) or several
-        devices.
+    :param cache: let JAX keep compiled programs in the user's cache folder for other
+        processes, unless it has a cache on disk (``jax_compilation_cache_dir``).
     :param callback: called as ``callback(done, total)`` during the fit.
     :param progress_bar: show a progress bar.
     :param random_state: seed, as everywhere in scikit-learn.

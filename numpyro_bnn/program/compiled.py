@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from contextvars import ContextVar
 from threading import RLock
 from typing import Any
 
@@ -46,10 +45,6 @@ NEEDS_VALUES = (
 # holds this lock. Compiled programs run without it, so that predictions in one thread
 # do not wait for the fit of another.
 TRACING = RLock()
-
-# ``keep(program, key, types of its arguments)``: the program as it is kept beyond this
-# process; the key is the same in all of them.
-KEEP: ContextVar[Callable | None] = ContextVar("keep", default=None)
 
 _SHARED: dict[Any, Callable] = {}
 # The process that ran the first program; one that is forked from it inherits the entry,
@@ -169,13 +164,10 @@ def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
     quick = once and not traced and jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if quick else None
     fingerprint = _fingerprint(closed, traced)
-    key = fingerprint and (*fingerprint, bool(options), traced)
-    program = _SHARED.pop(key, None)
-    if program is None:
-        program = jax.jit(jaxpr_as_fun(closed), compiler_options=options)
-        keep = KEEP.get()
-        if keep is not None and key is not None and not traced:
-            program = keep(program, key, closed.in_avals)
+    key = fingerprint and (*fingerprint, bool(options))
+    program = _SHARED.pop(key, None) or jax.jit(
+        jaxpr_as_fun(closed), compiler_options=options
+    )
     if key is not None:
         _SHARED[key] = program  # the last used comes last
         if len(_SHARED) > MAX_SHARED_PROGRAMS:

@@ -177,8 +177,7 @@ class ModeSearch:
         """All that is summed over the rows at a mode."""
         posterior = self.posterior
         curvature, coupling = self._prior_curvature(v)
-        prior = posterior.prior_precision(v, tuned.precision, curvature)
-        positive = {name: jnp.maximum(value, 1e-6) for name, value in prior.items()}
+        positive = self.rows.run_once(self._positive_prior, v, tuned, curvature)
         sums = self.structure.measure(partial(posterior.sweep, v), positive)
         log_likelihood = self.rows.total(posterior.log_likelihood, v)
         return Mode(v, tuned, sums, curvature, coupling, log_likelihood)
@@ -188,8 +187,18 @@ class ModeSearch:
         precision = mode.tuned.precision
         return self.posterior.prior_precision(mode.v, precision, mode.curvature)
 
+    def _positive_prior(
+        self, batch: Batch, v: Values, tuned: Tuned, curvature: Values
+    ) -> Values:
+        prior = self.posterior.prior_precision(v, tuned.precision, curvature)
+        return {name: jnp.maximum(value, 1e-6) for name, value in prior.items()}
+
     def gaussian(self, mode: Mode) -> LaplaceGaussian:
-        """The Gaussian at a mode, for its prior precisions."""
+        """The Gaussian at a mode, for its prior precisions, by one program."""
+        return self.rows.run_once(self.gaussian_of, mode)
+
+    def gaussian_of(self, batch: Batch, mode: Mode) -> LaplaceGaussian:
+        """:meth:`gaussian` inside a program."""
         return self.structure.gaussian(mode.sums, self.prior(mode), mode.coupling)
 
     def _prior_curvature(self, v: Values) -> tuple[Values, Array | None]:
@@ -283,7 +292,10 @@ class ModeSearch:
         from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
         posterior, v, value = self.posterior, mode.v, float(value)
-        gradient, matrix = _float64(gradient), _float64(self._precision(mode))
+        gradient, matrix = (
+            _float64(gradient),
+            _float64(self.rows.run_once(self._precision, mode)),
+        )
         diagonal = np.abs(np.diag(matrix))
         lower, gain, new = np.inf, np.inf, v
         while lower >= value and gain > MIN_GAIN_NATS and damping < MAX_DAMPING:
@@ -361,7 +373,7 @@ class ModeSearch:
         with np.errstate(invalid="ignore"):
             return float(np.sqrt(np.mean((_float64(gradient) @ tril) ** 2)))
 
-    def _precision(self, mode: Mode) -> Array:
+    def _precision(self, batch: Batch, mode: Mode) -> Array:
         """(P, P) of a dense structure."""
         structure: Any = self.structure
         return structure.precision(mode.sums, self.prior(mode), mode.coupling)

@@ -3,7 +3,7 @@ evidence.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
@@ -132,28 +131,38 @@ class EvidenceTuning:
         posterior, v = self.posterior, mode.v
         gaussian = self.search.gaussian(mode)
         _check_positive(gaussian)
+        # By NumPy: JAX would compile a program for each shape.
         grads = jax.tree.map(
-            jnp.add,
+            lambda *slopes: np.add(*slopes, dtype=np.float64),
             posterior.rows.total(self._likelihood_slope, v, mode.tuned),
             posterior.rows.run_once(self._prior_slope, v, mode.tuned),
         )
-        gradient = np.asarray(self.search.structure.flat(grads), np.float64)
+        sizes = self.search.structure.sizes
+        gradient = np.concatenate([np.ravel(grads[name]) for name in sizes])
         distance = self.search.distance(mode, gradient)
         _warn(distance, float(gaussian.lost))
-        effective: Any = 0.0
-        for name, prior in self.search.prior(mode).items():
-            effective += jnp.sum(1 - prior * gaussian.variance[name])
+        effective = posterior.rows.run_once(self._effective, mode)
         precision = mode.tuned.precision
         return LaplaceResult(
-            params=self.guide._to_params(v, gaussian),
+            params=posterior.rows.run_once(self._params, v, gaussian),
             losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
             log_evidence=finite(self.log_evidence(mode)),
             prior_precision={name: float(value) for name, value in precision.items()},
             effective_parameters=float(effective),
-            grad_norm=float(jnp.linalg.norm(ravel_pytree(grads)[0])),
+            grad_norm=float(np.sqrt(sum(np.sum(part**2) for part in grads.values()))),
             distance=distance,
             converged=distance < CONVERGED_DISTANCE_SDS,
         )
+
+    def _params(self, batch: Batch, v: Values, gaussian: LaplaceGaussian) -> Values:
+        return self.guide._to_params(v, gaussian)
+
+    def _effective(self, batch: Batch, mode: Mode) -> Array:
+        variance = self.search.gaussian_of(batch, mode).variance
+        total = jnp.zeros(())
+        for name, prior in self.search.prior(mode).items():
+            total += jnp.sum(1 - prior * variance[name])
+        return total
 
     def _likelihood_slope(self, batch: Batch, v: Values, tuned: Tuned) -> Values:
         def density(v: Values) -> Array:
@@ -174,14 +183,14 @@ class EvidenceTuning:
         there is a Gaussian.
         """
         rows = self.posterior.rows
-        params = gaussian and self.guide._to_params(v, gaussian)
-        chunks = [rows.run(self._variances, i, v, params) for i in rows.chunks]
-        return jax.tree.map(lambda *variances: jnp.concatenate(variances), *chunks)
+        chunks = [rows.run(self._variances, i, v, gaussian) for i in rows.chunks]
+        return jax.tree.map(lambda *variances: np.concatenate(variances), *chunks)
 
     def _variances(
-        self, batch: Batch, v: Values, params: Mapping[str, Array] | None
+        self, batch: Batch, v: Values, gaussian: LaplaceGaussian | None
     ) -> Values:
         variances = {}
+        params = gaussian and self.guide._to_params(v, gaussian)
         for name, site in self.posterior.observed.items():
             if not {"loc", "log_scale"} <= set(site.used):
                 continue
@@ -197,32 +206,28 @@ class EvidenceTuning:
         """Prior precisions that maximize the evidence at one mode, and the variances
         then.
         """
-        rows, groups = self.posterior.rows, self.groups
         precision = mode.tuned.precision
-        logs = np.log([float(precision[group[0]]) for group in groups])
-        history: list[tuple[np.ndarray, np.ndarray]] = []
-        for _ in range(FIXED_POINT_STEPS):
-            updated = rows.run_once(self._updated, jnp.asarray(logs, float), mode)
-            change = np.asarray(updated, np.float64) - logs
-            history.append((logs, change))
-            logs = logs + change
-            if np.max(np.abs(change)) < LOG_PRECISION_TOLERANCE / 10:
-                break
-            logs = extrapolated(history[-1 - len(groups) :])
-        precision = jax.tree.map(float, self._by_site(jnp.asarray(logs, float)))
+        start = np.log([float(precision[group[0]]) for group in self.groups])
+
+        def step(logs: np.ndarray) -> Any:
+            return self.posterior.rows.run_once(
+                self._updated, jnp.asarray(logs, float), mode
+            )
+
+        precision = self._by_site(np.exp(fixed_point(step, start)).tolist())
         mode = mode._replace(tuned=Tuned(precision))
         return Tuned(precision, self._spread(mode.v, self.search.gaussian(mode)))
 
-    def _by_site(self, logs: Array) -> Values:
-        precision: Values = {}
+    def _by_site(self, factors: Any) -> Any:
+        precision: dict[str, Any] = {}
         for i, group in enumerate(self.groups):
-            precision |= dict.fromkeys(group, jnp.exp(logs[i]))
+            precision |= dict.fromkeys(group, factors[i])
         return precision
 
     def _updated(self, batch: Batch, logs: Array, mode: Mode) -> Array:
         """One step of MacKay's fixed point."""
-        mode = mode._replace(tuned=Tuned(self._by_site(logs)))
-        variance = self.search.gaussian(mode).variance
+        mode = mode._replace(tuned=Tuned(self._by_site(jnp.exp(logs))))
+        variance = self.search.gaussian_of(batch, mode).variance
         prior = self.search.prior(mode)
         updated = []
         for group in self.groups:
@@ -245,7 +250,7 @@ class EvidenceTuning:
     def _log_evidence(self, batch: Batch, mode: Mode) -> Array:
         """log p(D, v) + P / 2 log 2 pi - 1/2 log det of the precision."""
         posterior, v = self.posterior, mode.v
-        gaussian = self.search.gaussian(mode)
+        gaussian = self.search.gaussian_of(batch, mode)
         unknowns = sum(v[name].size for name in posterior.sites)
         precision = mode.tuned.precision
         prior = posterior.log_prior(batch, v, precision, posterior.sites)
@@ -257,21 +262,43 @@ class EvidenceTuning:
         )
 
 
-def extrapolated(history: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """The next point of a search for a fixed point, from points and what one step
-    changes there: where the change would vanish if it were linear.
+def fixed_point(step: Callable, start: np.ndarray) -> np.ndarray:
+    """Log precisions that a step leaves as they are, by Anderson's extrapolation.
 
-    It is the step itself while that changes little more than the one before it.
+    The log evidence of one mode is concave in them, as the determinant of a precision
+    is a polynomial in the factors without negative coefficients: there is one such
+    point. Where the step is not a number, because rounding leaves no positive
+    precision, the search goes half of the way back.
 
     Reference: Anderson (1965); Walker & Ni (2011), equation 2.1.
 
-    >>> start, factor = np.array([2.0, 1.0]), np.array([0.9, 0.5])
-    >>> history = []
-    >>> for _ in range(4):
-    ...     history.append((start, (factor - 1) * start))
-    ...     start = extrapolated(history)
-    >>> bool(np.all(np.abs(start) < 1e-6))
-    True
+    >>> def step(logs):
+    ...     return np.where(logs > -2.1, logs - 0.2 * np.tanh(logs + 2), np.nan)
+    >>> fixed_point(step, np.array([2.0])).round(3)
+    array([-2.])
+    """
+    history: list[tuple[np.ndarray, np.ndarray]] = []
+    point = start
+    for _ in range(FIXED_POINT_STEPS):
+        change = np.asarray(step(point), np.float64) - point
+        if np.isfinite(change).all():
+            history.append((point, change))
+            if np.max(np.abs(change)) < LOG_PRECISION_TOLERANCE / 10:
+                break
+            moved = _extrapolated(history[-1 - len(start) :])
+            point = np.clip(moved, -MAX_LOG_PRECISION, MAX_LOG_PRECISION)
+        elif history:
+            point = (point + history[-1][0]) / 2
+        else:
+            return start
+    return history[-1][0]
+
+
+def _extrapolated(history: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """The next point, from points and what one step changes there: where the change
+    would vanish if it were linear.
+
+    It is the step itself while that changes more than the one before it.
     """
     point, change = history[-1]
     if len(history) > 1 and np.linalg.norm(change) > np.linalg.norm(history[-2][1]):
@@ -325,7 +352,8 @@ def _warn(distance: float, lost: float) -> None:
 
 def _check_positive(gaussian: LaplaceGaussian) -> None:
     for name, variance in gaussian.variance.items():
-        if not bool(jnp.all(jnp.isfinite(variance) & (variance > 0))):
+        values = np.asarray(variance)
+        if not np.all(np.isfinite(values) & (values > 0)):
             got = f"a model whose precision is not positive at the site {name!r}"
             instead = (
                 "With little noise use float64 (`jax_enable_x64`); else run more "
