@@ -50,7 +50,7 @@ python_maximum_signature_line_length = 100
 # (numpyro_bnn.room.module.Name), which only annotations name.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(?!numpyro_bnn\b).*|numpyro_bnn\.\w+\.[a-z_.]+\.[A-Z]\w*")
+    (r"py:.*", r"(?!numpyro_bnn\b).*|numpyro_bnn\.\w+\.[a-z_.]+\._?[A-Z]\w*")
 ]
 
 

@@ -264,9 +264,9 @@ def show_predictions(
 
 def show_importances(importances: dict[str, float]) -> None:
     print(
-        "\nWHICH COLUMNS THE PREDICTIONS USE, as shares of their variance. Columns "
-        "that say\nthe same, such as species and flipper, divide a share between "
-        "them:\n"
+        "\nWHICH COLUMNS THE PREDICTIONS USE, as shares of their variance. Where "
+        "columns\nsay the same, as species and flipper do, shares add up to less than "
+        "100 %:\n"
     )
     for name, share in importances.items():
         bar = "#" * round(100 * share)

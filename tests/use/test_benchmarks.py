@@ -113,6 +113,38 @@ def test_demo_reads_the_raw_table_and_compares_in_grams():
     assert shifted["worse"] == pytest.approx(20 * 100)
 
 
+def test_demo_prints_the_model_that_its_estimator_fits(monkeypatch):
+    """Both have the same sites, and at random values the same log densities, of which
+    rows of padding are no part.
+    """
+    from examples import demo
+    from numpyro_bnn.estimators import methods
+    from numpyro_bnn.program import Posterior
+
+    class ReadError(Exception):
+        """Stops the fit, with what its method is given."""
+
+    def read(task):
+        raise ReadError(task)
+
+    monkeypatch.setitem(methods.METHODS, "ensemble", read)
+    with pytest.raises(ReadError) as stopped:
+        demo.network(demo.load(0, 114), demo.parse([]))
+    task = stopped.value.args[0]
+    x, y, is_data = task.data
+    fitted = Posterior(task.model, task.data)
+    shown = Posterior(demo.model, (x[is_data], y[is_data]))
+    z = shown.initial(jax.random.key(0))
+    for part in ("log_prior", "log_jacobian"):
+        by_site = jax.tree.map(float, getattr(shown, part)(z))
+        assert getattr(fitted, part)(z) == pytest.approx(by_site, rel=1e-5)
+    rows = fitted.log_likelihood(z)["y"]
+    np.testing.assert_allclose(rows[~is_data], 0)
+    np.testing.assert_allclose(
+        rows[is_data], shown.log_likelihood(z)["y"], rtol=1e-5, atol=1e-5
+    )
+
+
 def test_agreement_is_one_of_equal_laws_and_sees_a_shift():
     """Chains of autocorrelated normal draws: the root mean square of t is what Welch's
     t has, a shift raises it.

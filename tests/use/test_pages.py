@@ -507,6 +507,13 @@ def test_page_of_each_example_shows_a_run_of_it():
     assert sum(sizes) < ALL_FIGURES
 
 
+def test_stylesheet_sets_no_width_for_narrow_windows():
+    css = (DOCS / "_static" / "tables.css").read_text()
+    for_all = re.sub(r"^@media.*?^}", "", css, flags=re.M | re.S)
+    assert for_all != css
+    assert re.findall(r"\bwidth: [\d.]+(?:em|rem|px)", for_all) == []
+
+
 ELSEWHERE = {
     "numpyro_bnn.infer.schedules"
 }  # the page of `sgmcmc` shows this module, under its own name
