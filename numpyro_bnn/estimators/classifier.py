@@ -105,7 +105,6 @@ class Classifier(ClassifierMixin, Network):
         return self._fitted(X, y, sample_weight)
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
-        self._check_settings()
         X, y, weight = self._training_rows(X, y, sample_weight)
         with taught(f"{self._call}.fit", "y", y):
             check_classification_targets(y)

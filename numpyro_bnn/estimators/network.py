@@ -231,6 +231,7 @@ class Network(BaseEstimator):
         leaves the earlier one.
         """
         refuse_forks(f"{self._call}.fit")
+        self._check_settings()
         fitted = copy(self)
         with self._stored_programs():
             fitted._learn(X, y, sample_weight)

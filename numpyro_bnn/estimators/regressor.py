@@ -189,7 +189,6 @@ class Regressor(RegressorMixin, Network):
         return self._fitted(X, y, sample_weight)
 
     def _learn(self, X: Any, y: Any, sample_weight: Any) -> None:
-        self._check_settings()
         self._check_noise()
         known = self._with_targets(X, y, sample_weight)
         X, y, weight = self._training_rows(*known)
