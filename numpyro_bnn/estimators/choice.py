@@ -185,7 +185,7 @@ class _Look:
         """
         predicted = self._forest(values)
         error = values - predicted
-        least = methods.MIN_SD * values.std()
+        least = methods.MIN_SD * float(values.std() or 1.0)
         size = np.full(len(error), max(error.std(), least))
         if error.std() < least:  # exact
             return predicted, size, stats.norm()

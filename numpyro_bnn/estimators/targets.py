@@ -734,7 +734,7 @@ class Ordered(_Direct):
 
     def distribution(self, ask: Ask, factor: float) -> dist.Distribution:
         levels = Levels(self.values, self._probs(ask))
-        return levels.to_event(levels.batch_dim - 1)
+        return levels.to_event(len(levels.batch_shape) - 1)
 
     def ends(self, low: np.ndarray, high: np.ndarray) -> tuple:
         slack = ROUNDING * np.abs(self.values).max()
