@@ -786,7 +786,7 @@ def _check_state(chain: Any, z: Any) -> None:
     """Refuse a state of which it is not known what follows from the position."""
     unknown = sorted({*getattr(chain, "_fields", ())} - {*CACHES, *AUXILIARY})
     place = chain if isinstance(chain, dict) else getattr(chain, "position", None)
-    if not unknown and jax.tree.structure(place) == jax.tree.structure(z):
+    if not unknown and jax.tree.structure(place) == jax.tree.structure(z):  # type: ignore[operator]
         return
     came = f"states with {', '.join(unknown) or 'other positions than it was given'}"
     kept = ", ".join(f"`{name}`" for name in AUXILIARY)

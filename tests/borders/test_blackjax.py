@@ -505,12 +505,13 @@ def counted(calls):
 
     def count(x):
         calls.append(1)
-        return np.zeros_like(x)
+        return np.zeros(np.shape(x), np.int32)
 
     def backward(x, cotangent):
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        shape = jax.ShapeDtypeStruct(x.shape, jnp.int32)
         place = x + 0 * cotangent
-        return (jax.pure_callback(count, shape, place, vmap_method="sequential"),)
+        zeros = jax.pure_callback(count, shape, place, vmap_method="sequential")
+        return (zeros.astype(x.dtype),)
 
     zero.defvjp(lambda x: (zero(x), x), backward)
 
