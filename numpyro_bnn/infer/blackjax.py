@@ -20,10 +20,9 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._keys import split
+from numpyro_bnn._keys import key_numbers, split
 from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
 from numpyro_bnn.infer.blackjax_warm_up import (
-    GRADIENTS_PER_STEP,
     MANAGED,
     USERS_OWN,
     LogDensity,
@@ -39,7 +38,6 @@ from numpyro_bnn.infer.model_arguments import (
     DataVersion,
     ModelArguments,
     ModelKernel,
-    one_thread,
     over_chains,
 )
 from numpyro_bnn.infer.phases import listed
@@ -51,13 +49,30 @@ from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
 from numpyro_bnn.sgmcmc.streams import seeds
 
 CALL = "infer.BlackJAX"
-# Algorithms of minibatches, with the arguments of their steps.
-STOCHASTIC = dict.fromkeys(("sgld", "sghmc", "sgnht"), ("step_size", "temperature"))
+# Algorithms of minibatches, with the arguments of their steps. BlackJAX's `sghmc` draws
+# momenta of temperature 1, whatever its argument says.
+STOCHASTIC = {
+    "sgld": ("step_size", "temperature"),
+    "sghmc": ("step_size",),
+    "sgnht": ("step_size", "temperature"),
+}
 UNADJUSTED = (*STOCHASTIC, "mclmc")
-HAMILTONIAN = ("nuts", "hmc", "mhmc", "multinomial_hmc", "dhmc", "dynamic_hmc", "dmhmc")
 MICROCANONICAL = ("mclmc", "adjusted_mclmc", "adjusted_mclmc_dynamic")
-# Parts of a chain that do not follow from its position: they stay when it is moved.
-AUXILIARY = ("momentum", "slice", "random_generator_arg", "xi")
+# The algorithms that are chains, with the gradients of a step; or with the default
+# integrator, if a step has as many integration steps as its information says; or with
+# `None`, if the number is not known.
+ALGORITHMS: dict[str, int | str | None] = {
+    **dict.fromkeys(("nuts", "hmc", "mhmc", "dhmc", "dmhmc"), "velocity_verlet"),
+    **dict.fromkeys(MICROCANONICAL, "isokinetic_mclachlan"),
+    **dict.fromkeys((*STOCHASTIC, "ghmc", "barker", "mala"), 1),
+    **dict.fromkeys(("rmh", "additive_step_random_walk", "normal_random_walk"), 0),
+    **dict.fromkeys(("slice_sampling", "coordinate_slice"), 0),
+    **dict.fromkeys(("rmhmc", "gist_step_size", "gist_trajectory_length"), None),
+}
+POSITIVE = ("step_size", "initial_step_size", "temperature", "num_folds")
+# Parts of a chain that follow from its position, and those that stay when it is moved.
+CACHES = ("position", "logdensity", "logdensity_grad")
+AUXILIARY = ("momentum", "slice", "random_generator_arg")
 # Algorithms that are no chain of one density, and why they are refused.
 OTHERS = {
     "csgld": "its draws have unequal weights, which `MCMC` cannot hold: use "
@@ -67,14 +82,6 @@ OTHERS = {
     "irmh": "its proposals need a distribution of your own: give a function "
     "`log_density -> SamplingAlgorithm`",
 }
-NO_CHAINS = (
-    *("tempered_smc", "adaptive_tempered_smc", "partial_posteriors_smc"),
-    *("persistent_sampling_smc", "adaptive_persistent_sampling_smc", "pretuning"),
-    *("inner_kernel_tuning", "nss", "nsswig", "svgd", "pathfinder", "multipathfinder"),
-    *("meanfield_vi", "fullrank_vi", "schrodinger_follmer"),
-    *("laplace_hmc", "laplace_mhmc", "laplace_dhmc", "laplace_dmhmc"),
-    *("mgrad_gaussian", "orbital_hmc"),
-)
 
 
 class BlackJAXState(NamedTuple):
@@ -129,11 +136,13 @@ class BlackJAX(ModelKernel):
     steps_per_draw`` steps, and the others rest; without one the warm-up takes steps
     like those that follow. ``mclmc`` and ``adjusted_mclmc_dynamic`` tune each chain by
     itself, as Hamiltonian kernels do; ``chees_adaptation`` and ``meads_adaptation``
-    tune one set of arguments from all chains, which must be vectorized. With
+    tune one set of arguments from all chains, which must be vectorized: two or more,
+    and four for each of the ``num_folds`` of ``meads_adaptation``. With
     ``adaptive_tempered_smc`` and ``adaptive_persistent_sampling_smc`` the chains are
     particles: drawn from the prior, tempered to the posterior by the algorithm and
     resampled, so at first they are not independent. The warm-up then has at most
-    ``num_warmup * steps_per_draw`` temperatures.
+    ``num_warmup * steps_per_draw`` temperatures. Particles that have not arrived, or
+    whose density is 0, are not a number.
 
     The caches of a chain are computed again at the start of each transition, for one
     more gradient, because data and other blocks may have changed. Take
@@ -145,7 +154,10 @@ class BlackJAX(ModelKernel):
     :param model: the NumPyro model.
     :param algorithm: e.g. ``blackjax.nuts``; or a function of a log density of
         unconstrained values by site, and of ``options``, that returns a
-        ``blackjax.SamplingAlgorithm``.
+        ``blackjax.SamplingAlgorithm``. Its states are dictionaries of such values, or
+        named tuples with the field ``position``. Fields ``logdensity`` and
+        ``logdensity_grad`` are computed again by ``init``; ``momentum``, ``slice`` and
+        ``random_generator_arg`` stay. Other fields are refused.
     :param adaptation: ``blackjax.window_adaptation``, ``window_adaptation_low_rank``,
         ``staged_adaptation``, ``pathfinder_adaptation``,
         ``mclmc_find_L_and_step_size``, ``adjusted_mclmc_find_L_and_step_size``,
@@ -204,6 +216,10 @@ class BlackJAX(ModelKernel):
         self._algorithm = self._algorithm_name or algorithm, blackjax.__version__
         self._warm_up, self._adaptation_name = None, "none"
         if adaptation is not None:
+            if self._stochastic:
+                instead = "It takes no warm-up: give `step_size` instead."
+                came = f"one for `{self._algorithm_name}`"
+                raise argument_error(CALL, "adaptation", came, instead)
             name = name_in(blackjax, adaptation)
             self._adaptation_name = name or getattr(adaptation, "__name__", "own")
             self._warm_up = warm_up_row(CALL, adaptation, self._algorithm_name)
@@ -231,24 +247,21 @@ class BlackJAX(ModelKernel):
                 needed = set()
             else:
                 known |= parameters_of(self.adaptation).keys() - MANAGED
-                known |= {"optim", "step_size"} if self._is_chees else set()
+                known |= set(self._warm_up.given)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name, value in self.options.items():
             if name not in known and not takes_all:
                 raise unknown_name(CALL, "options", name, sorted(known))
-            positive = name in ("step_size", "initial_step_size", "temperature")
-            if positive and np.ndim(value) == 0:
+            if name in POSITIVE and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
+            if name == "inverse_mass_matrix" and isinstance(value, list):
+                raise argument_error(CALL, name, value, "Pass an array of it.")
         missing = sorted(needed - self.options.keys())
         if missing:
             names = ", ".join(map(repr, missing))
             instead = f"`{self._algorithm_name or 'the algorithm'}` needs them"
             instead += ": give values, or an `adaptation` that finds them."
             raise argument_error(CALL, "options", f"no {names}", instead)
-
-    @property
-    def _is_chees(self) -> bool:
-        return self._adaptation_name == "chees_adaptation"
 
     @property
     def _stochastic(self) -> bool:
@@ -260,13 +273,12 @@ class BlackJAX(ModelKernel):
 
     # -- the algorithm on a model ------------------------------------------------------
 
-    def _built(self, log_density: LogDensity, tuned: dict[str, Any]) -> "Functions":
-        """The functions of the algorithm with what is given and what was found."""
+    def _built(
+        self, log_density: LogDensity, options: Mapping[str, Any]
+    ) -> "Functions":
+        """The functions of the algorithm with all its arguments."""
         if self._stochastic:
             return self._on_minibatches(log_density)
-        options = self.options
-        if self._warm_up is not None:
-            options = _merged(tuned, self.plan.fixed)
         built = self.algorithm(log_density, **options)
         if not (hasattr(built, "init") and hasattr(built, "step")):
             came = f"a function that returns a {type(built).__name__}"
@@ -275,7 +287,7 @@ class BlackJAX(ModelKernel):
         return Functions(built.init, built.step)
 
     def _on_minibatches(self, log_density: LogDensity) -> "Functions":
-        target, names = self.plan.target, STOCHASTIC[self._algorithm_name]
+        target, names = log_density.target, STOCHASTIC[self._algorithm_name]
         options = dict(self.options)
         of_step = {name: options.pop(name) for name in names if name in options}
         stream = stream_of(target, "with_replacement")
@@ -290,43 +302,30 @@ class BlackJAX(ModelKernel):
 
         return Functions(init, step)
 
-    def _gradients_of(self, info: Any) -> Any:
-        """Gradients of a step, as far as its information or the algorithm says it."""
-        steps = getattr(info, "num_integration_steps", None)
-        name = self._algorithm_name
-        integrator = self.options.get("integrator")
-        if name in MICROCANONICAL:
-            per_step = gradients_of_integrator(integrator, "isokinetic_mclachlan")
-            return per_step * (1 if steps is None else steps)
-        if name == "sghmc":
+    @property
+    def _gradients(self) -> int | None:
+        """Gradients of a step, or of each of its integration steps; ``None`` if they
+        are not known.
+        """
+        gradients = ALGORITHMS.get(self._algorithm_name)
+        if isinstance(gradients, str):
+            integrator = self.options.get("integrator")
+            return gradients_of_integrator(integrator, gradients) or None
+        if self._algorithm_name == "sghmc":
             return self.options.get("num_integration_steps", 10)
-        if name == "ghmc":
-            return 1
-        if steps is None:
-            return GRADIENTS_PER_STEP.get(name, 0)
-        return steps * gradients_of_integrator(integrator, "velocity_verlet")
+        return gradients
 
     @property
     def _gradients_of_caches(self) -> int:
         """Gradients that it takes to compute the caches of a chain."""
-        has_none = GRADIENTS_PER_STEP.get(self._algorithm_name) == 0
-        return int(not (self._stochastic or has_none))
-
-    @property
-    def _counts_gradients(self) -> bool:
-        """Whether the number of gradients is known before a step."""
-        integrator = self.options.get("integrator")
-        if self._algorithm_name in (*HAMILTONIAN, *MICROCANONICAL):
-            return gradients_of_integrator(integrator, "velocity_verlet") > 0
-        simple = "ghmc", "sghmc", *GRADIENTS_PER_STEP
-        return self._algorithm_name in simple
+        return int(not self._stochastic and self._gradients != 0)
 
     # -- the contract of MCMCKernel ----------------------------------------------------
 
     @property
     def default_fields(self) -> tuple[str, ...]:
         fields = ("z", "diverging", "accept_prob")
-        return (*fields, "num_gradients") if self._counts_gradients else fields
+        return fields if self._gradients is None else (*fields, "num_gradients")
 
     def begin(
         self,
@@ -346,34 +345,38 @@ class BlackJAX(ModelKernel):
         one_chain = z if single else jax.tree.map(lambda leaf: leaf[0], z)
         size = ravel_pytree(one_chain)[0].size
         self._check_size(size)
-        self._plan = _Plan(target, num_warmup, {})
-        self._sample_fn = self.sample
+        plan = _Plan(target, num_warmup, {})
 
         def start(
             values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
         ) -> BlackJAXState:
-            begin = partial(
-                self._start, log_density=LogDensity(self.plan.target, args, kwargs)
-            )
+            log_density = LogDensity(target, args, kwargs)
+            begin = partial(self._start, plan, log_density)
             if single or self._pools:
                 return begin(*values)
             return jax.vmap(begin)(*values)
 
-        return run(start, (z, chain_key), args, kwargs)
+        state = run(start, (z, chain_key), args, kwargs)
+        self._plan, self._sample_fn = plan, self.sample
+        return state
 
     def _check_size(self, size: int) -> None:
-        if self._algorithm_name in MICROCANONICAL and size < 2:
-            instead = "Its velocity needs two directions: use `blackjax.nuts`."
-            raise argument_error(CALL, "model", f"{size} parameter", instead)
+        shapes: tuple[tuple[int, ...], ...] = (size,), (size, size)
+        if self._algorithm_name in MICROCANONICAL:
+            shapes = (), *shapes
+            if size < 2:
+                instead = "Its velocity needs two directions: use `blackjax.nuts`."
+                raise argument_error(CALL, "model", f"{size} parameter", instead)
         metric: Any = self.options.get("inverse_mass_matrix")
-        if _is_array(metric) and np.shape(metric) not in ((), (size,), (size, size)):
+        is_array = _is_array(metric) or np.isscalar(metric)
+        if is_array and np.shape(metric) not in shapes:
             instead = f"The model has {size} parameters: pass ({size},) variances."
             raise argument_error(CALL, "inverse_mass_matrix", metric, instead)
 
     def _check_warm_up(
         self, num_warmup: int, num_chains: int, kwargs: Mapping[str, Any]
     ) -> None:
-        if self.adaptation is None:
+        if self.adaptation is None or self._warm_up is None:
             return
         if not num_warmup:
             instead = "Give `MCMC` a `num_warmup`, or the kernel the tuned arguments."
@@ -384,16 +387,28 @@ class BlackJAX(ModelKernel):
                 "`step_size` and the like instead of an adaptation."
             )
             raise argument_error(CALL, "adaptation", "a block of `Gibbs`", instead)
-        if self._pools and num_chains < 2:
-            instead = (
-                'Run two chains or more with `chain_method="vectorized"`: it tunes '
-                "from all of them."
-            )
-            raise argument_error(CALL, "adaptation", "one chain", instead)
+        if self._pools:
+            self._check_chains(self.adaptation, self._warm_up.min_chains, num_chains)
+
+    def _check_chains(self, adaptation: Callable, least: int, num_chains: int) -> None:
+        """Refuse too few chains, or chains that do not make folds of one size."""
+        folds = 1
+        if "num_folds" in parameters_of(adaptation):
+            default = parameters_of(adaptation)["num_folds"].default
+            folds = self.options.get("num_folds", default)
+        least = least * folds
+        if num_chains >= least and num_chains % folds == 0:
+            return
+        multiple = f", a multiple of `num_folds={folds}`," if folds > 1 else ""
+        instead = (
+            f'Run {least} or more{multiple} with `chain_method="vectorized"`: it tunes '
+            "from all of them."
+        )
+        raise argument_error(CALL, "adaptation", f"{num_chains} chain(s)", instead)
 
     @property
     def _pools(self) -> bool:
-        return self._warm_up is not None and self._warm_up.pooled
+        return self._warm_up is not None and self._warm_up.min_chains > 1
 
     def _bound(
         self,
@@ -418,15 +433,17 @@ class BlackJAX(ModelKernel):
         return target, z
 
     def _start(
-        self, z: Any, rng_key: jax.Array, log_density: LogDensity
+        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
     ) -> BlackJAXState:
         """The state of a chain, or of all chains whose warm-up pools them."""
         chain_key, rng_key = split(rng_key)
         tuned: dict[str, Any] = {}
         if self.adaptation is None:
-            chain = self._built(log_density, tuned).init(z, chain_key)
+            chain = self._built(log_density, self.options).init(z, chain_key)
         else:
-            chain, tuned = self._outlined(z, rng_key, log_density)
+            chain, tuned = self._outlined(plan, log_density, z, rng_key)
+        if not self._stochastic:
+            _check_state(chain, z)
         batch = () if is_prng_key(rng_key) else rng_key.shape[:1]
         begun = self._gradients_of_caches if self.adaptation is None else 0
         return BlackJAXState(
@@ -442,26 +459,26 @@ class BlackJAX(ModelKernel):
         )
 
     def _outlined(
-        self, z: Any, rng_key: jax.Array, log_density: LogDensity
+        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
     ) -> tuple[Any, dict[str, Any]]:
-        """Zeros for what the warm-up will find: only shapes are known yet."""
-        found = {}
+        """Zeros for what the warm-up will find: only shapes are known yet. The plan
+        gets what is no array.
+        """
 
         def tune(z: Any, rng_key: jax.Array) -> tuple[Any, dict[str, Any]]:
-            tuned = self._tune(z, rng_key, log_density)
-            found.update(tuned.parameters)
+            tuned = self._tune(plan, log_density, z, rng_key)
+            for name, value in tuned.parameters.items():
+                plan.fixed[name] = jax.tree.map(
+                    lambda leaf: None if _is_array(leaf) else leaf, value
+                )
             return tuned.chain, _arrays(tuned.parameters)
-
-        shapes = jax.eval_shape(tune, z, rng_key)
-        fixed = jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, found)
-        self._plan = self.plan._replace(fixed=fixed)
 
         def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
             if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
                 return random.split(random.key(0), like.shape)
             return jnp.zeros(like.shape, like.dtype)
 
-        chain, tuned = jax.tree.map(zeros, shapes)
+        chain, tuned = jax.tree.map(zeros, jax.eval_shape(tune, z, rng_key))
         if self._pools:
             count = rng_key.shape[0]
             tuned = jax.tree.map(
@@ -469,10 +486,12 @@ class BlackJAX(ModelKernel):
             )
         return chain, tuned
 
-    def _tune(self, z: Any, rng_key: jax.Array, log_density: LogDensity) -> Any:
+    def _tune(
+        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
+    ) -> Any:
         assert self._warm_up is not None
         assert self.adaptation is not None
-        steps = self.plan.num_warmup * self.steps_per_draw
+        steps = plan.num_warmup * self.steps_per_draw
         task = WarmUpTask(self.algorithm, self.adaptation, self.options, steps)
         rng_key = rng_key if is_prng_key(rng_key) else rng_key[0]
         return self._warm_up.tune(task, log_density, z, rng_key)
@@ -525,11 +544,15 @@ class BlackJAX(ModelKernel):
         self, state: BlackJAXState, log_density: LogDensity
     ) -> BlackJAXState:
         tune_key, rng_key = split(state.rng_key)
-        chain, parameters, num_gradients = self._tune(state.z, tune_key, log_density)
-        tuned = jax.tree.map(
-            jnp.broadcast_to, _arrays(parameters), _shapes(state.tuned)
+        chain, parameters, num_gradients = self._tune(
+            self.plan, log_density, state.z, tune_key
         )
-        found = {"z": chain.position, "chain": chain, "tuned": tuned}
+        tuned = jax.tree.map(
+            lambda new, old: jnp.broadcast_to(new, old.shape),
+            _arrays(parameters),
+            state.tuned,
+        )
+        found = {"z": _position(chain), "chain": chain, "tuned": tuned}
         before = {name: getattr(state, name) for name in found}
         found = jax.tree.map(_in_dtype, found, before)
         spent = jnp.asarray(num_gradients, jnp.int32)
@@ -542,7 +565,11 @@ class BlackJAX(ModelKernel):
     ) -> BlackJAXState:
         """Some steps of one chain."""
         step_key, refresh_key, rng_key = random.split(state.rng_key, 3)
-        functions = self._built(log_density, state.tuned)
+        options = self.options
+        if self._warm_up is not None:
+            options = _merged(state.tuned, self.plan.fixed)
+        functions = self._built(log_density, options)
+        per_step = jnp.int32(self._gradients or 0)
         chain = self._moved(functions, state, refresh_key)
 
         def step(n: jax.Array, carry: tuple) -> tuple:
@@ -551,7 +578,8 @@ class BlackJAX(ModelKernel):
             new_chain = jax.tree.map(_in_dtype, new_chain, chain)
             accepted, diverged = _outcome(info, new_chain)
             accept_prob += accepted.astype(accept_prob.dtype)
-            num_gradients += jnp.asarray(self._gradients_of(info), jnp.int32)
+            num_steps = getattr(info, "num_integration_steps", 1)
+            num_gradients += per_step * jnp.asarray(num_steps, jnp.int32)
             return new_chain, accept_prob, diverging | diverged, num_gradients
 
         spent = state.num_gradients + jnp.int32(self._gradients_of_caches)
@@ -575,13 +603,14 @@ class BlackJAX(ModelKernel):
         position is kept.
         """
         old = state.chain
+        if isinstance(old, dict):
+            return state.z
         if self._stochastic:  # which has no caches
-            return state.z if isinstance(old, dict) else old._replace(position=state.z)
+            return old._replace(position=state.z)
         fresh = functions.init(state.z, rng_key)
         kept = {n: getattr(old, n) for n in AUXILIARY if n in old._fields}
         return jax.tree.map(_in_dtype, fresh._replace(**kept), old)
 
-    @one_thread
     def refresh(
         self,
         state: BlackJAXState,
@@ -703,10 +732,34 @@ def as_blackjax(
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
     def step(rng_key: jax.Array, state: Any) -> tuple[Any, dict[str, Any]]:
-        state = kernel.sample(state._replace(rng_key=rng_key), args, kwargs)
+        state = kernel.sample(_with_key(state, rng_key), args, kwargs)
         return state, {name: attrgetter(name)(state) for name in fields}
 
     return Functions(init, step)
+
+
+def _with_key(state: Any, rng_key: jax.Array) -> Any:
+    """A state with another key. The keys of states inside it become others too, unless
+    the key is that which the state has.
+    """
+
+    def folded(leaf: jax.Array, rng_key: jax.Array, own_key: jax.Array) -> jax.Array:
+        fold = random.fold_in
+        for _ in range(leaf.ndim - rng_key.ndim):  # replicas
+            fold = jax.vmap(fold, in_axes=(0, None))
+        is_own = jnp.all(key_numbers(rng_key) == key_numbers(own_key))
+        return jnp.where(is_own, leaf, fold(leaf, random.bits(rng_key)))
+
+    if not is_prng_key(rng_key):
+        folded = jax.vmap(folded)
+
+    def keyed(path: tuple, leaf: Any) -> Any:
+        if len(path) == 1 or getattr(path[-1], "name", None) != "rng_key":
+            return leaf
+        return folded(leaf, rng_key, state.rng_key)
+
+    inner = jax.tree_util.tree_map_with_path(keyed, state)
+    return inner._replace(rng_key=rng_key)
 
 
 def _check_algorithm(algorithm: Any, name: str) -> None:
@@ -714,9 +767,9 @@ def _check_algorithm(algorithm: Any, name: str) -> None:
     if name in OTHERS:
         got = f"`blackjax.{name}`"
         raise argument_error(CALL, "algorithm", got, f"Not here: {OTHERS[name]}.")
-    if name in NO_CHAINS:
+    if name and name not in ALGORITHMS:
         instead = (
-            "It is no chain of equally weighted draws of one log density; "
+            "It is not known as a chain of equally weighted draws of one log density; "
             "`program.Posterior` has "
             "`potential`, `log_prior` and `log_likelihood` to run it by hand."
         )
@@ -727,6 +780,22 @@ def _check_algorithm(algorithm: Any, name: str) -> None:
             "SamplingAlgorithm`; the kernel gives it the density of the model."
         )
         raise argument_error(CALL, "algorithm", algorithm, instead, TypeError)
+
+
+def _check_state(chain: Any, z: Any) -> None:
+    """Refuse a state of which it is not known what follows from the position."""
+    unknown = sorted({*getattr(chain, "_fields", ())} - {*CACHES, *AUXILIARY})
+    place = chain if isinstance(chain, dict) else getattr(chain, "position", None)
+    if not unknown and jax.tree.structure(place) == jax.tree.structure(z):  # type: ignore[operator]
+        return
+    came = f"states with {', '.join(unknown) or 'other positions than it was given'}"
+    kept = ", ".join(f"`{name}`" for name in AUXILIARY)
+    instead = (
+        "Let its state be the dictionary of values by site, or a named tuple of it, "
+        "`position`, with what `init` computes again for a chain that was moved, "
+        f"`logdensity` and `logdensity_grad`, and with what stays: {kept}."
+    )
+    raise argument_error(CALL, "algorithm", came, instead)
 
 
 def _is_named(parameter: inspect.Parameter) -> bool:
@@ -752,10 +821,6 @@ def _merged(tuned: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
         fixed,
         is_leaf=lambda leaf: leaf is None,
     )
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(jnp.shape, tree)
 
 
 def _in_dtype(new: Any, old: Any) -> Any:

@@ -15,20 +15,6 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.program.posterior import Posterior
 
-# Of the algorithms with one gradient per step, and of those without gradients.
-GRADIENTS_PER_STEP = {
-    "barker": 1,
-    "barker_proposal": 1,
-    "mala": 1,
-    "sgld": 1,
-    "sgnht": 1,
-    "rmh": 0,
-    "irmh": 0,
-    "additive_step_random_walk": 0,
-    "slice_sampling": 0,
-    "coordinate_slice": 0,
-}
-
 MAX_TEMPERATURES = 100  # of persistent sampling, which keeps the particles of all
 
 
@@ -174,10 +160,9 @@ def by_windows(
     options = {"adaptation_info_fn": _traced, **task.options}
     adaptation = task.adaptation(task.algorithm, log_density, **options)
     (last, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
-    position, starts = last.position, 2
+    position = last.position
     if trace.mu_star is not None:
         position = jax.tree.map(lambda positions: positions[-1], trace.position)
-        starts = 3
     if "integrator" in task.options:  # which BlackJAX does not hand on
         parameters = {**parameters, "integrator": task.options["integrator"]}
     chain = task.algorithm(log_density, **parameters).init(position, rng_key)
@@ -185,16 +170,16 @@ def by_windows(
         task.options.get("integrator"), "velocity_verlet"
     )
     steps = jnp.sum(trace.num_integration_steps)
-    return TunedChain(chain, parameters, per_step * steps + starts)
+    return TunedChain(chain, parameters, per_step * steps + 2)
 
 
-def _whole_length(own: dict[str, Any], num_steps: int, third: float) -> int:
-    """The number of steps of which the shares that tune are all of the warm-up."""
-    second = own.get("frac_tune2", 0.1)
-    length = own.get("frac_tune1", 0.1) + second + own.get("frac_tune3", third)
-    if own.get("diagonal_preconditioning", True):
-        length += second / 3
-    return round(num_steps / length)
+def _shares(task: WarmUpTask) -> list[float]:
+    """Parts of the number of steps that the three stages take."""
+    stages = []
+    for name in ("frac_tune1", "frac_tune2", "frac_tune3"):
+        default = parameters_of(task.adaptation)[name].default
+        stages.append(task.options.get(name, default))
+    return stages
 
 
 def of_mclmc(
@@ -202,11 +187,14 @@ def of_mclmc(
 ) -> TunedChain:
     """Length, step size and diagonal metric of the microcanonical kernel."""
     own, options = task.split()
+    first, second, third = _shares(task)
+    if own.get("diagonal_preconditioning", True):
+        second += second / 3
     init_key, rng_key = random.split(rng_key)
     build = {n: options[n] for n in ("integrator",) if n in options}
     chain, found, steps = task.adaptation(
         mclmc_kernel=task.algorithm.build_kernel(**build),  # type: ignore[attr-defined]
-        num_steps=_whole_length(own, task.num_steps, 0.1),
+        num_steps=round(task.num_steps / (first + second + third)),
         state=task.algorithm.init(z, log_density, init_key),  # type: ignore[attr-defined]
         rng_key=rng_key,
         logdensity_fn=log_density,
@@ -226,6 +214,9 @@ def of_adjusted_mclmc(
     """
     own, options = task.split()
     own = {"target": 0.9, **own}
+    first, second, third = _shares(task)
+    # step sizes are found again after the second stage, and after the third
+    repeats = 1 + bool(second) + bool(third)
     init_key, rng_key = random.split(rng_key)
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
@@ -233,7 +224,7 @@ def of_adjusted_mclmc(
     chain, found, steps = task.adaptation(
         mclmc_kernel=module.build_kernel(integration_steps_fn=steps_fn, **build),
         logdensity_fn=log_density,
-        num_steps=_whole_length(own, task.num_steps, 0.0),
+        num_steps=round(task.num_steps / (repeats * first + second + third)),
         state=module.init(z, log_density, init_key),
         rng_key=rng_key,
         **own,
@@ -296,7 +287,8 @@ def of_tempering(
     for each chain.
 
     A round moves them by the algorithm. If there are fewer rounds in the warm-up than
-    the temperatures need, the chains are not a number, as they have not arrived.
+    the temperatures need, or if weights are not finite, the chains are not a number, as
+    they have not arrived; nor are single ones whose density is 0.
     """
     own, options = task.split()
     number, limit = _number_of(z), task.num_steps
@@ -306,13 +298,16 @@ def of_tempering(
         limit = own.setdefault("max_iterations", min(limit, MAX_TEMPERATURES))
     else:
         own.setdefault("target_ess", 0.5)
+    builder = task.algorithm.build_kernel  # type: ignore[attr-defined]
+    build = {n: options[n] for n in options if n in parameters_of(builder)}
+    moves = {n: jnp.asarray(options[n])[None] for n in options if n not in build}
     start_key, last_key, init_key, rng_key = random.split(rng_key, 4)
     init, step = task.adaptation(
         logprior_fn=log_density.prior,
         loglikelihood_fn=log_density.likelihood,
-        mcmc_step_fn=task.algorithm.build_kernel(),  # type: ignore[attr-defined]
+        mcmc_step_fn=builder(**build),
         mcmc_init_fn=task.algorithm.init,  # type: ignore[attr-defined]
-        mcmc_parameters=jax.tree.map(lambda x: jnp.asarray(x)[None], options),
+        mcmc_parameters=moves,
         **own,
     )
     particles = jax.vmap(log_density.draw_prior)(random.split(start_key, number))
@@ -321,39 +316,48 @@ def of_tempering(
     if hasattr(first, "weights"):  # the loop needs an array
         first = first._replace(tempering_param=jnp.zeros_like(first.weights[0]))
 
+    per_step = gradients_of_integrator(options.get("integrator"), "velocity_verlet")
+
     def more(carry: tuple) -> jax.Array:
-        state, rounds, _ = carry
-        return (state.tempering_param < 1) & (rounds < limit)
+        state, sound, rounds, _ = carry
+        return (state.tempering_param < 1) & (rounds < limit) & sound
 
     def round_(carry: tuple) -> tuple:
-        state, rounds, num_gradients = carry
+        state, _, rounds, num_gradients = carry
         state, info = step(random.fold_in(rng_key, rounds), state)
-        spent = getattr(info.update_info, "num_integration_steps", None)
-        spent = own["num_mcmc_steps"] if spent is None else jnp.sum(spent) // number
-        return state, rounds + 1, num_gradients + spent + 1
+        steps = getattr(info.update_info, "num_integration_steps", None)
+        if steps is None:
+            spent = jnp.int32(own["num_mcmc_steps"])
+        else:
+            spent = per_step * jnp.sum(steps, dtype=jnp.int32) // number
+        # of likelihoods 0 at the same temperature
+        sound = jnp.all(jnp.isfinite(_weighted(state)[0]))
+        return state, sound, rounds + 1, num_gradients + spent + 1
 
-    begin = first, jnp.int32(0), jnp.int32(0)
-    last, _, num_gradients = lax.while_loop(more, round_, begin)
-    chosen = _one_for_each(last, own["resampling_fn"], last_key, number)
-    arrived = last.tempering_param >= 1
-    position = jax.tree.map(lambda x: jnp.where(arrived, x, jnp.nan), chosen)
+    begin = first, jnp.array(True), jnp.int32(0), jnp.int32(1)
+    last, sound, _, num_gradients = lax.while_loop(more, round_, begin)
+    weights, particles = _weighted(last)
+    chosen = own["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
-    chain = jax.vmap(chain_init)(position, random.split(init_key, number))
+
+    def arrived(z: Any, rng_key: jax.Array) -> Any:
+        chain = chain_init(z, rng_key)
+        is_draw = sound & (last.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
+        return jax.tree.map(lambda leaf: jnp.where(is_draw, leaf, jnp.nan), chain)
+
+    position = jax.tree.map(lambda x: x[chosen], particles)
+    chain = jax.vmap(arrived)(position, random.split(init_key, number))
     return TunedChain(chain, options, num_gradients)
 
 
-def _one_for_each(
-    state: Any, resample: Callable, rng_key: jax.Array, number: int
-) -> dict[str, jax.Array]:
-    """Particles by their weights, of persistent sampling those of all temperatures."""
-    weights, particles = getattr(state, "weights", None), state.particles
-    if weights is None:
-        weights = jnp.ravel(state.persistent_weights)
-        particles = jax.tree.map(
-            lambda x: x.reshape(-1, *x.shape[2:]), state.persistent_particles
-        )
-    chosen = resample(rng_key, weights / jnp.sum(weights), number)
-    return jax.tree.map(lambda x: x[chosen], particles)
+def _weighted(state: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Weights and particles, of persistent sampling those of all temperatures."""
+    if hasattr(state, "weights"):
+        return state.weights, state.particles
+    particles = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]), state.persistent_particles
+    )
+    return jnp.ravel(state.persistent_weights), particles
 
 
 def of_user(
@@ -374,18 +378,21 @@ class WarmUpRow(NamedTuple):
 
     :param tune: does it; ``algorithms``: those that it tunes, by name.
     :param tuned: the arguments that it chooses.
-    :param pooled: whether it needs all chains at once.
+    :param min_chains: how many it needs at once, in each of its folds; 1 if it tunes
+        each chain by itself.
+    :param given: arguments of its run.
     """
 
     tune: Callable[[WarmUpTask, LogDensity, Any, jax.Array], TunedChain]
     algorithms: tuple[str, ...]
     tuned: tuple[str, ...]
-    pooled: bool = False
+    min_chains: int = 1
+    given: tuple[str, ...] = ()
 
 
-_HAMILTONIAN = ("nuts", "hmc", "mhmc", "multinomial_hmc")
+_HAMILTONIAN = ("nuts", "hmc", "mhmc")
 _METRIC = ("step_size", "inverse_mass_matrix")
-_MOVERS = ("hmc", "mala", "barker", "barker_proposal")
+_MOVERS = ("hmc", "mala", "barker")
 WARM_UPS: dict[str, WarmUpRow] = {
     "window_adaptation": WarmUpRow(by_windows, _HAMILTONIAN, _METRIC),
     "window_adaptation_low_rank": WarmUpRow(by_windows, _HAMILTONIAN, _METRIC),
@@ -399,24 +406,25 @@ WARM_UPS: dict[str, WarmUpRow] = {
     ),
     "chees_adaptation": WarmUpRow(
         of_chees,
-        ("dhmc", "dynamic_hmc"),
+        ("dhmc",),
         (
             *_METRIC,
             "next_random_arg_fn",
             "integration_steps_fn",
             "integration_steps_params",
         ),
-        pooled=True,
+        min_chains=2,
+        given=("optim", "step_size"),
     ),
     "meads_adaptation": WarmUpRow(
         of_meads,
         ("ghmc",),
         ("step_size", "momentum_inverse_scale", "alpha", "delta"),
-        pooled=True,
+        min_chains=4,
     ),
-    "adaptive_tempered_smc": WarmUpRow(of_tempering, _MOVERS, (), pooled=True),
+    "adaptive_tempered_smc": WarmUpRow(of_tempering, _MOVERS, (), min_chains=2),
     "adaptive_persistent_sampling_smc": WarmUpRow(
-        of_tempering, _MOVERS, (), pooled=True
+        of_tempering, _MOVERS, (), min_chains=2
     ),
 }
 # Arguments of warm-ups that the kernel gives.
@@ -442,10 +450,13 @@ USERS_OWN = WarmUpRow(of_user, (), ())
 
 
 def name_in(module: Any, value: Any) -> str:
-    """The public name of a value in a module, or ``""``."""
-    for name in module.__all__:
-        if getattr(module, name) is value:
-            return name
+    """The first name of a function in a module, or ``""``. Copies and pickles of an
+    algorithm are equal to it.
+    """
+    if callable(value):
+        for name, known in vars(module).items():
+            if known == value:
+                return name
     return ""
 
 

@@ -3,6 +3,7 @@ functions.
 """
 
 import copy
+import pickle
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +18,7 @@ import numpyro.distributions as dist
 import pytest
 from helpers import group, refused, run_chains
 from jax import lax
-from numpyro.infer import MCMC, NUTS, Gibbs, init_to_uniform
+from numpyro.infer import MCMC, NUTS, Gibbs, init_to_uniform, init_to_value
 from truth.problems import FAMILIES
 from zoo import BATCH, ZOO
 
@@ -43,6 +44,33 @@ def from_builder(log_density, scale=0.5):
     return blackjax().additive_step_random_walk(log_density, steps)
 
 
+def langevin(log_density, step_size=0.2):
+    """An algorithm whose state is its position: steps of an exact sd of a normal."""
+    SamplingAlgorithm = blackjax().SamplingAlgorithm
+
+    def step(rng_key, z):
+        def moved(x, gradient):
+            noise = jax.random.normal(rng_key, x.shape)
+            return x + step_size * gradient + (2 * step_size) ** 0.5 * noise
+
+        return jax.tree.map(moved, z, jax.grad(log_density)(z)), None
+
+    return SamplingAlgorithm(lambda z, rng_key: z, step)
+
+
+def langevin_with(name):
+    """An algorithm whose state has a field that does not follow from its position."""
+    State = NamedTuple("State", [("position", Any), (name, Any)])
+
+    def algorithm(log_density):
+        def init(z, rng_key):
+            return State(z, jax.tree.map(jnp.zeros_like, z))
+
+        return blackjax().SamplingAlgorithm(init, lambda rng_key, state: (state, None))
+
+    return algorithm
+
+
 class Row(NamedTuple):
     """A kernel by names of BlackJAX, whose import computes; or by functions."""
 
@@ -61,22 +89,22 @@ def blackjax():
 
 
 WINDOWS = "window_adaptation"
+MEADS, MAMS = "meads_adaptation", "adjusted_mclmc_find_L_and_step_size"
+ONE_SCALE = {"inverse_mass_matrix": np.ones(())}
 THREE = {"inverse_mass_matrix": np.ones(3)}
 ALGORITHMS = {
     "nuts": Row("nuts", WINDOWS),
     "nuts, low rank": Row("nuts", "window_adaptation_low_rank"),
     "nuts after pathfinder": Row("nuts", "pathfinder_adaptation"),
     "hmc": Row("hmc", WINDOWS, 1, {"num_integration_steps": 8}),
-    "adjusted_mclmc_dynamic": Row(
-        "adjusted_mclmc_dynamic", "adjusted_mclmc_find_L_and_step_size", 4
-    ),
+    "adjusted_mclmc_dynamic": Row("adjusted_mclmc_dynamic", MAMS, 4),
     "mclmc": Row(
         "mclmc", "mclmc_find_L_and_step_size", 10, {"desired_energy_var": 5e-5}
     ),
     "barker": Row("barker", None, 20, {"step_size": 0.3}),
     "mala": Row("mala", None, 60, {"step_size": 0.01}),
     "slice": Row("slice_sampling", None, 5),
-    "ghmc": Row("ghmc", "meads_adaptation", 10),
+    "ghmc": Row("ghmc", MEADS, 10),
     "dynamic_hmc": Row("dynamic_hmc", "chees_adaptation", 4),
     "barker after tempering": Row(
         "barker", "adaptive_tempered_smc", 20, {"step_size": 0.3}
@@ -92,6 +120,9 @@ ALGORITHMS = {
 }
 WRONG = {
     "no algorithm": Row(lambda log_density: 1.0),
+    "scale of no axis": Row("nuts", None, 1, {"step_size": 1, **ONE_SCALE}),
+    "own barker": Row("barker", None, 1, {"step_size": 0.3}),
+    "velocity": Row(langevin_with("velocity")),
     "three scales": Row("barker", None, 1, {"step_size": 1, **THREE}),
 }
 
@@ -227,6 +258,27 @@ def test_particles_that_did_not_arrive_are_no_draws():
     assert all(np.isnan(values).all() for values in draws.values())
 
 
+def test_particles_of_density_zero_are_no_draws():
+    def model():
+        z = numpyro.sample("z", dist.Normal())
+        numpyro.factor("f", jnp.where(z > 0.5, -0.5 * (z - 2) ** 2, -jnp.inf))
+
+    near = init_to_value(values={"z": 1.0})
+    parts = named("barker"), named("adaptive_tempered_smc")
+    kernel = infer.BlackJAX(model, *parts, step_size=0.5, init_strategy=near)
+    settings = {"num_warmup": 50, "num_samples": 1, "num_chains": 2048}
+    draws = run_chains(kernel, **settings).get_samples()["z"]
+    assert not np.any(draws <= 0.5)
+
+
+def test_states_that_are_positions_are_moved():
+    """The sd of these steps is known, also for a step that is not small."""
+    kernel = infer.BlackJAX(one_number, langevin, steps_per_draw=10)
+    draws = run_chains(kernel, num_warmup=5, num_samples=10, num_chains=512)
+    expected = (1 - 0.2 / 2) ** -0.5
+    np.testing.assert_allclose(np.std(draws.get_samples()["x"]), expected, rtol=0.05)
+
+
 # -- the contract ----------------------------------------------------------------------
 
 
@@ -356,6 +408,30 @@ def test_a_block_of_gibbs():
         mcmc.run(jax.random.key(0))
 
 
+def test_a_refused_run_leaves_the_kernel_as_it_was():
+    fails = []
+
+    def warm_up(*args):
+        if fails:
+            raise RuntimeError("no warm-up today")
+        return shrink(*args)
+
+    kernel = infer.BlackJAX(SPREAD.model, named("mala"), warm_up)
+    state = kernel.init(jax.random.key(0), 1, None, SPREAD.args, {})
+    fails.append(True)
+    with pytest.raises(RuntimeError, match="no warm-up"):
+        kernel.init(jax.random.key(0), 2, None, SPREAD.args, {})
+    fails.clear()
+    assert kernel.sample(state, SPREAD.args, {}).i == 1
+
+
+def test_pickles_of_algorithms_are_the_algorithms():
+    algorithm = pickle.loads(pickle.dumps(blackjax().sgld))
+    kernel = infer.BlackJAX(SPREAD.model, algorithm, step_size=1e-3)
+    state = kernel.init(jax.random.key(0), 0, None, SPREAD.args, {})
+    assert kernel.describe(state)["blackjax_algorithm"] == "sgld"
+
+
 # -- what a run costs ------------------------------------------------------------------
 
 
@@ -420,6 +496,96 @@ def test_gradients_of_runs_are_counted():
     np.testing.assert_array_equal(counts[0], 1 + 22 * np.arange(2, 5))
 
 
+def counted(calls):
+    """A normal distribution that counts its gradients."""
+
+    @jax.custom_vjp
+    def zero(x):
+        return 0.0 * jnp.sum(x)
+
+    def count(x):
+        calls.append(1)
+        return np.zeros(np.shape(x), np.int32)
+
+    def backward(x, cotangent):
+        shape = jax.ShapeDtypeStruct(x.shape, jnp.int32)
+        place = x + 0 * cotangent
+        zeros = jax.pure_callback(count, shape, place, vmap_method="sequential")
+        return (zeros.astype(x.dtype),)
+
+    zero.defvjp(lambda x: (zero(x), x), backward)
+
+    def model():
+        x = numpyro.sample("x", dist.Normal().expand([2]).to_event(1))
+        numpyro.factor("count", zero(x))
+
+    return model
+
+
+_TWO = {"inverse_mass_matrix": np.ones(2, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "adaptation", "options", "chains", "exact"),
+    [
+        pytest.param(
+            "hmc",
+            "adaptive_tempered_smc",
+            {"step_size": 0.5, "num_integration_steps": 2, **_TWO},
+            8,
+            False,
+            id="tempering",
+        ),
+        pytest.param(
+            "nuts",
+            "window_adaptation_low_rank",
+            {},
+            None,
+            True,
+            id="low rank",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_gradients_of_warm_ups_are_counted(
+    algorithm, adaptation, options, chains, exact, x64
+):
+    """Also of an integrator of two gradients, and in 64 bits."""
+    calls = []
+    if not exact:
+        omelyan = import_module("blackjax.mcmc.integrators").omelyan
+        options = options | {"integrator": omelyan, "divergence_threshold": 500}
+    parts = named(algorithm), named(adaptation)
+    kernel = infer.BlackJAX(counted(calls), *parts, **options)
+    key = jax.random.key(0)
+    key = jax.random.split(key, chains) if chains else key
+    state = jax.block_until_ready(kernel.init(key, 25, None, (), {}))
+    calls.clear()
+    state = jax.block_until_ready(jax.jit(lambda s: kernel.sample(s, (), {}))(state))
+    np.testing.assert_array_equal(state.num_gradients, len(calls) // (chains or 1))
+    assert len(calls) > 25
+
+
+@pytest.mark.parametrize("fractions", [{}, {"frac_tune3": 0.1}])
+def test_mams_tunes_for_as_long_as_it_says(fractions):
+    calls = []
+
+    def next_key(rng_key):
+        jax.debug.callback(lambda: calls.append(1))
+        return jax.random.split(rng_key)[1]
+
+    parts = named("adjusted_mclmc_dynamic"), named(MAMS)
+    kernel = infer.BlackJAX(
+        SPREAD.model, *parts, next_random_arg_fn=next_key, **fractions
+    )
+    state = kernel.init(jax.random.key(0), 60, None, SPREAD.args, {})
+    jax.block_until_ready(
+        jax.jit(lambda state: kernel.sample(state, SPREAD.args, {}))(state)
+    )
+    jax.effects_barrier()
+    assert 50 <= len(calls) <= 60
+
+
 # -- kernels as pairs of functions -----------------------------------------------------
 
 
@@ -474,9 +640,28 @@ def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
     np.testing.assert_array_equal(counts, extra["num_gradients"])
 
 
+@pytest.mark.parametrize("name", ["Gibbs", "ParallelTempering"])
+def test_other_keys_give_other_chains(name):
+    """Also of kernels whose inner states have keys; their own are those of `MCMC`."""
+    model = SPREAD.model
+    if name == "Gibbs":
+        kernel = Gibbs([(kernel_of("slice"), ["w"]), (kernel_of("slice"), None)])
+    else:
+        kernel = infer.ParallelTempering(kernel_of("own barker", model), num_replicas=2)
+    init, step = infer.as_blackjax(kernel, *SPREAD.args)
+    first = init(None, jax.random.key(0))
+    step = jax.jit(step)
+    same = kernel.sample(first, SPREAD.args, {})
+    state, _ = step(first.rng_key, first)
+    np.testing.assert_allclose(state.z["w"], same.z["w"], rtol=1e-4)
+    draws = [step(jax.random.key(i), state)[0].z["w"] for i in range(2)]
+    assert np.all(draws[0] != draws[1])
+
+
 # -- refusals --------------------------------------------------------------------------
 
 _WHITE = {"step_size": 0.1, **THREE}
+_LISTED = {"step_size": 0.1, "inverse_mass_matrix": [1.0, 1.0, 1.0]}
 _WINDOWS = {"adaptation": WINDOWS}
 
 
@@ -488,11 +673,16 @@ _WINDOWS = {"adaptation": WINDOWS}
         ("algorithm", "unequal weights", "csgld", {}),
         ("algorithm", "equally weighted", "tempered_smc", {}),
         ("algorithm", "equally weighted", "pathfinder", {}),
+        ("algorithm", "equally weighted", "rhat", {}),
         ("algorithm", "Gaussian prior", "elliptical_slice", {}),
         ("options", "'inverse_mass_matrix', 'step_size'", "nuts", {}),
         ("options", "'step_size'", "sgld", {}),
         ("options", "max_num_doublings", "nuts", _WHITE | {"max_doublings": 3}),
         ("options", "'step_size'", "nuts", _WINDOWS | {"step_size": 0.1}),
+        ("options", "'temperature'", "sghmc", {"step_size": 1, "temperature": 0.1}),
+        ("inverse_mass_matrix", "an array", "nuts", _LISTED),
+        ("adaptation", "`step_size`", "sgld", {"step_size": 1, "adaptation": shrink}),
+        ("num_folds", "above 0", "ghmc", {"adaptation": MEADS, "num_folds": 0}),
         ("step_size", "above 0", "nuts", _WHITE | {"step_size": -0.1}),
         ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
         ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
@@ -525,7 +715,9 @@ def draws_keys():
         ("algorithm", "returns a float", "no algorithm", one_number, 0),
         ("inverse_mass_matrix", "1 parameters", "three scales", one_number, 0),
         ("adaptation", "no warm-up", "nuts", one_number, 0),
-        ("adaptation", "one chain", "dynamic_hmc", one_number, 5),
+        ("inverse_mass_matrix", "1 parameters", "scale of no axis", one_number, 0),
+        ("algorithm", "velocity", "velocity", one_number, 0),
+        ("adaptation", "1 chain", "dynamic_hmc", one_number, 5),
         ("model", "two directions", "mclmc", one_number, 5),
         ("model", "random numbers of its own", "barker", draws_keys, 0),
     ],
@@ -536,6 +728,18 @@ def test_models_and_runs_that_it_cannot_take_are_refused(
     kernel = kernel_of(name, model)
     with refused(argument, fragment):
         kernel.init(jax.random.key(0), warmup, None, (), {})
+
+
+@pytest.mark.parametrize(("chains", "folds"), [(3, 4), (8, 4), (18, 4), (6, 2)])
+def test_too_few_chains_for_folds_are_refused(chains, folds):
+    kernel = infer.BlackJAX(
+        one_number,
+        named("ghmc"),
+        named(MEADS),
+        **({} if folds == 4 else {"num_folds": folds}),
+    )
+    with refused("adaptation", f"Run {4 * folds} or more"):
+        kernel.init(jax.random.split(jax.random.key(0), chains), 5, None, (), {})
 
 
 def test_a_kernel_is_needed_for_functions():
