@@ -174,7 +174,8 @@ def check_finite_arguments(call: str, args: tuple, kwargs: Mapping[str, Any]) ->
     failed with them.
     """
     for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating):
+        is_array = isinstance(leaf, jax.Array | np.ndarray)  # rows on disk are not
+        if is_array and jnp.issubdtype(leaf.dtype, jnp.floating):
             check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
 
 

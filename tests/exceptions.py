@@ -19,4 +19,7 @@ PRIVATE: dict[str, str] = {
     "numpyro_bnn.guides.laplace.likelihoods.observed_rows": (
         "an observed site as its likelihood sees it, against sums over all values"
     ),
+    "numpyro_bnn.estimators.methods": (
+        "the model that an estimator hands to its method, which the demo prints"
+    ),
 }

@@ -13,6 +13,7 @@ from numpyro_bnn._options import Kwargs, Positive, Switch, checked
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.symmetry import Symmetry, check
 from numpyro_bnn.symmetry.base import as_symmetries
 from numpyro_bnn.symmetry.finding import TOLERANCE
@@ -122,6 +123,8 @@ class OrbitMoves(Wrapper):
     def _prepare(self, reading: Posterior, args: tuple, kwargs: Kwargs) -> None:
         if self._exact:
             check(self.model, self._symmetries, args, kwargs, self._tolerance)
+        else:  # a ratio of likelihoods needs one value of each
+            refuse_random(self._call, "kernel", reading.stochastic)
         self._plans = plan_moves(reading, self._symmetries, self._exact)
 
     def _start(

@@ -19,6 +19,7 @@ from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior, log_density
+from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.sites import arrays_in
 
 
@@ -120,6 +121,8 @@ class UnitMoves(Wrapper):
         return (*self._kernel.default_fields, "unit_accept_prob")
 
     def _prepare(self, reading: Posterior, args: tuple, kwargs: Kwargs) -> None:
+        # a ratio of likelihoods needs one value of each
+        refuse_random(self._call, "kernel", reading.stochastic)
         sizes = {}
         for name, axis in self._units.items():
             sizes[name] = self._size(reading, name, axis)

@@ -1,5 +1,6 @@
 """Warn of versions of jaxlib in which effects of groups are slow on CUDA."""
 
+import re
 import warnings
 from typing import Any
 
@@ -18,7 +19,7 @@ CROWDED = 4  # rows for each value from which on that is felt
 
 def warn_of_slow_gathers(call: str, reading: Posterior) -> None:
     """Warn where gradients of few latent values, which many rows look up, are slow."""
-    version = tuple(map(int, jaxlib.__version__.split(".")[:3]))
+    version = tuple(map(int, re.findall(r"\d+", jaxlib.__version__)[:3]))
     affected = SLOW[0] <= version <= SLOW[1]
     if affected and jax.default_backend() == "gpu" and _looks_up_few(reading):
         text = (
@@ -41,10 +42,13 @@ def _looks_up_few(reading: Posterior) -> bool:
         nonlocal crowded
         if equation.name == "gather" and latent[0]:
             values, indices = (v.aval for v in equation.jaxpr_equation.invars[:2])
-            axes: Any = equation.params["dimension_numbers"].start_index_map
+            numbers: Any = equation.params["dimension_numbers"]
+            axes = numbers.start_index_map
             length = min((values.shape[axis] for axis in axes), default=1)
             count = indices.size // max(1, len(axes))
-            crowded |= count >= CROWDED * length
+            # with batches each row looks up a value of its own, as a class does
+            batched = numbers.operand_batching_dims
+            crowded |= not batched and count >= CROWDED * length
         return any(latent)
 
     jaxpr = jax.make_jaxpr(densities)(reading.shapes()).jaxpr

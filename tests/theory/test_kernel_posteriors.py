@@ -309,6 +309,7 @@ def test_unbiased_likelihoods_have_the_bias_of_their_logarithm(batch_size):
         (infer.MCLMC, "model"),
         (partial(infer.SGLD, gradient="control_variates"), "model"),
         (lambda model: infer.UnitMoves(NUTS(model), {"w": 0}), "kernel"),
+        (lambda model: infer.UnitMoves(infer.SGLD(model), {"w": 0}), "kernel"),
         (lambda model: infer.ParallelTempering(NUTS(model)), "kernel"),
         (guides.AutoLaplace, "model"),
         (guides.AutoADF, "model"),
