@@ -171,7 +171,7 @@ def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
         scales = (
             learned if learned.ndim < 3 else jnp.diagonal(learned, axis1=1, axis2=2)
         )
-        np.testing.assert_allclose(scales[0], scales[1], rtol=1.0)
+        assert np.abs(np.log(scales[0] / scales[1])).max() < np.log(4)
 
 
 @pytest.mark.parametrize("make", [infer.SGLD, infer.SGHMC, infer.SGNHT])
