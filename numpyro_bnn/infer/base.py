@@ -368,8 +368,8 @@ class SGMCMCKernel(ModelKernel):
         )
         phases = [*learning, measure, *adapting, movement]
         if warm_up.begin < warm_up.end:
-            anew = *learning, *adapting
-            phases.insert(0, Rescue(warm_up, chosen, anew, self.patience))
+            parts = tuple(learning), tuple(adapting)
+            phases.insert(0, Rescue(warm_up, chosen, *parts, self.patience))
         return phases
 
     def _make_plan(self, target: Target, num_warmup: int, size: int) -> RunPlan:
@@ -525,11 +525,6 @@ class SGMCMCKernel(ModelKernel):
         given = self.step_size
         number = 1.0 if given is None or callable(given) else given
         base = jnp.asarray(number, position.dtype)
-        phases = {}
-        for phase in plan.all_phases:
-            value = phase.start(position, base)
-            if value is not None:
-                phases[phase.name] = value
         sampler = self.sampler(plan.target.evaluator(args, kwargs), z, base)
         # The first transition that samples refreshes the engine: here nothing is
         # evaluated.
@@ -537,6 +532,11 @@ class SGMCMCKernel(ModelKernel):
             position, rng_key, plan.warm_up.steps
         )
         engine = engine._replace(estimator=sampler.gradient.init(position))
+        phases = {}
+        for phase in plan.all_phases:
+            value = phase.start(engine, base)
+            if value is not None:
+                phases[phase.name] = value
         return SGMCMCState(
             z=z,
             step_size=jnp.asarray(base * self.schedule(engine.step), position.dtype),

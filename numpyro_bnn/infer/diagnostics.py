@@ -10,6 +10,7 @@ from scipy.special import gammaincinv
 
 from numpyro_bnn._options import Level, NonNegative, PositiveInt, checked
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed
+from numpyro_bnn.sgmcmc import State
 
 # A chain of at least so many steps is frozen below these shares of the posterior
 # variance, or of acceptance.
@@ -76,8 +77,9 @@ class MeasureMovement(Phase):
     temperature: float
     steps_per_draw: int
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> Movement:
-        zero, zeros = jnp.zeros((), position.dtype), jnp.zeros_like(position)
+    def start(self, engine: State, step_size: jax.Array) -> Movement:
+        zeros = jnp.zeros_like(engine.position)
+        zero = jnp.zeros((), zeros.dtype)
         accept_prob = zero if self.exact else None
         return Movement(zero, zeros, zeros, accept_prob, zero)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from numpyro_bnn._options import Number
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed, when
+from numpyro_bnn.sgmcmc import State
 from numpyro_bnn.sgmcmc.interfaces import select
 
 TRANSITIONS = 256  # maximum number from which the autocorrelation time is estimated
@@ -203,8 +204,8 @@ class AdaptEnergy(Phase):
 
     steers = True
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> EnergyMean:
-        zero = jnp.zeros((), position.dtype)
+    def start(self, engine: State, step_size: jax.Array) -> EnergyMean:
+        zero = jnp.zeros((), engine.position.dtype)
         return EnergyMean(zero, zero, zero)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
@@ -276,10 +277,10 @@ class LearnScales(Phase):
     sets_scales: bool
     sets_length: bool
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> Record:
-        rows, columns = max(self.stages.records, 1), min(position.size, RECORDED)
-        positions = jnp.zeros((rows, columns), position.dtype)
-        return Record(Spread.empty(position), positions)
+    def start(self, engine: State, step_size: jax.Array) -> Record:
+        start = engine.position
+        rows, columns = max(self.stages.records, 1), min(start.size, RECORDED)
+        return Record(Spread.empty(start), jnp.zeros((rows, columns), start.dtype))
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         warming = now.i < self.stages.end
@@ -374,8 +375,8 @@ class MeasureEnergy(Phase):
 
     num_warmup: int
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> TakenEnergy:
-        zero = jnp.zeros((), position.dtype)
+    def start(self, engine: State, step_size: jax.Array) -> TakenEnergy:
+        zero = jnp.zeros((), engine.position.dtype)
         return TakenEnergy(zero, zero)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:

@@ -166,7 +166,7 @@ class Phase:
         """Where its state is in ``SGMCMCState.phases``."""
         return type(self).__name__
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> Any:
+    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Any:
         """Its state at the start of a chain; ``None`` if it has none."""
         return None
 
@@ -208,11 +208,14 @@ def listed(by_chain: Any) -> str:
 
 class Origin(NamedTuple):
     """Where a chain began to sample: position (P,) and step size; or where it was when
-    it should have arrived at the typical set, ``has_arrived``.
+    it should have arrived at the typical set, ``has_arrived``, with the preconditioner
+    that it had and the states of the phases that learn it.
     """
 
     position: jax.Array
     step_size: jax.Array
+    adaptation: Any
+    learned: dict[str, Any]
     has_arrived: jax.Array
 
 
@@ -221,23 +224,27 @@ class Rescue(Phase):
     """Put a chain that takes no steps back to where it began, with half the step size
     if that was chosen.
 
-    Chains return while a quarter of the warm-up is left to forget their origin. Later
-    they return to where they were in the middle of the warm-up; those that took no
-    steps then are marked, and at its end those that take only steps far shorter than
-    the curvature allows.
+    Chains return while a quarter of the warm-up is left to forget their origin, and
+    learn anew. From its middle on, those that take steps return to where they first did
+    so, with what they had learned by then. At its end chains are marked whose chosen
+    step size is far below what the curvature allows.
 
     :param chooses_step_size: whether the step size was chosen.
-    :param anew: the phases that begin again with the chain.
+    :param learning: the phases that learn the preconditioner.
+    :param adapting: the other phases that begin again with the chain.
     :param patience: steps refused in a row after which a chain begins again.
     """
 
     warm_up: WarmUp
     chooses_step_size: bool
-    anew: tuple[Phase, ...]
+    learning: tuple[Phase, ...]
+    adapting: tuple[Phase, ...]
     patience: int
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> Origin:
-        return Origin(position, step_size, jnp.asarray(False))
+    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Origin:
+        learned = {p.name: p.start(engine, step_size) for p in self.learning}
+        never = jnp.asarray(False)
+        return Origin(engine.position, step_size, engine.adaptation, learned, never)
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         begin, _, end, steps = self.warm_up
@@ -253,20 +260,31 @@ class Rescue(Phase):
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         begin, middle, end, _ = self.warm_up
-        origin, chosen = self.of(state), state.base_step_size
-        if self.chooses_step_size:
-            chosen = chosen / state.shrinkage
-        first = jnp.where(now.i <= begin, chosen, origin.step_size)
-        origin = origin._replace(step_size=first)
-        here = Origin(state.engine.position, chosen, jnp.asarray(True))
-        arrives = (now.i >= middle) & ~origin.has_arrived
-        arrives &= state.engine.refused_in_a_row == 0
-        state = state.with_phase(self, select(arrives, here, origin))
+        origin = self.of(state)
+        first = jnp.where(now.i <= begin, self._chosen(state), origin.step_size)
+        state = state.with_phase(self, origin._replace(step_size=first))
+        state = when((now.i >= middle) & (now.i < end), self._seen, state, now)
+        if not self.chooses_step_size or any(p.steers for p in self.adapting):
+            return state  # shorter steps than the curvature allows are as they should
         engine = state.engine
         lost = (now.i == end - 1) & (state.shrinkage < MIN_SHRINKAGE)
         lost &= engine.first_divergence < 0
         first = jnp.where(lost, engine.step, engine.first_divergence)
         return state._replace(engine=engine._replace(first_divergence=first))
+
+    def _chosen(self, state: SGMCMCState) -> jax.Array:
+        """The step size as it was given, or chosen for a chain without faults."""
+        shrinkage = state.shrinkage if self.chooses_step_size else 1.0
+        return state.base_step_size / shrinkage
+
+    def _seen(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        """Whether a chain has arrived, and what it has learned."""
+        origin, engine = self.of(state), state.engine
+        learned = {phase.name: phase.of(state) for phase in self.learning}
+        chosen, arrived = self._chosen(state), jnp.asarray(True)
+        here = Origin(engine.position, chosen, engine.adaptation, learned, arrived)
+        arrives = ~origin.has_arrived & (engine.refused_in_a_row == 0)
+        return state.with_phase(self, select(arrives, here, origin))
 
     def _looked_at(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         engine = state.engine
@@ -286,11 +304,18 @@ class Rescue(Phase):
             state = state.spend(sampler.refresh_cost)
         else:  # the other dynamics only miss their first half kick
             sampler = replace(sampler, gradient=NOTHING)
-        for phase in self.anew:
+        engine, arrived = state.engine, origin.has_arrived
+        unlearned = sampler.unlearned(engine, origin.position)
+        # after its arrival too little time is left to learn a preconditioner again
+        adaptation = select(arrived, origin.adaptation, unlearned)
+        engine = sampler.restart(engine, origin.position, adaptation)
+        for phase in (*self.learning, *self.adapting):
             if phase.name in state.phases:
-                state = state.with_phase(phase, phase.start(origin.position, base))
+                fresh = phase.start(engine, base)
+                known = origin.learned.get(phase.name, fresh)
+                state = state.with_phase(phase, select(arrived, known, fresh))
         return state._replace(
-            engine=sampler.restart(state.engine, origin.position),
+            engine=engine,
             shrinkage=shrinkage,
             restarts=state.restarts + 1,
         )

@@ -70,8 +70,8 @@ class PrecisionGibbs(ModelKernel):
     normal sites must be *centered*: sample the weight itself. Their sds must be
     products of powers everywhere, without ``where`` or ``clip``.
 
-    A sweep runs the model once for all sites that scale different normal sites, and
-    once more for each other site.
+    A sweep runs what was read of the model, not its code: once for all sites that scale
+    different normal sites, and once more for each other site.
 
     :param model: the NumPyro model.
     :raises ValueError: on initialization, for a site without a conjugate conditional;
@@ -248,8 +248,7 @@ class PrecisionGibbs(ModelKernel):
 
     def wrap_model(self, wrapper: Callable) -> "PrecisionGibbs":
         kernel = copy.copy(self)
-        kernel._model, kernel._program = wrapper(self._model), None
-        kernel._sample_fn = None
+        kernel._model = wrapper(self._model)
         return kernel
 
 

@@ -21,7 +21,7 @@ from numpyro_bnn.infer.step_size import (
     bending,
     gradients_on,
 )
-from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp
+from numpyro_bnn.sgmcmc import Dense, Diagonal, RMSProp, State
 from numpyro_bnn.sgmcmc.interfaces import Preconditioner, select
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
@@ -116,12 +116,11 @@ class LearnPreconditioner(Phase):
         """The part of the engine, whose state :meth:`adapted` sets."""
         return Factor() if self.dense else Diagonal(1.0)
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> SecondMoment:
+    def start(self, engine: State, step_size: jax.Array) -> SecondMoment:
         """Nothing collected."""
-        shape = position.shape * (2 if self.dense else 1)
-        return SecondMoment(
-            jnp.zeros(shape, position.dtype), jnp.zeros((), position.dtype)
-        )
+        start = engine.position
+        shape = start.shape * (2 if self.dense else 1)
+        return SecondMoment(jnp.zeros(shape, start.dtype), jnp.zeros((), start.dtype))
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         due = self.warm_up.measures(now.i)

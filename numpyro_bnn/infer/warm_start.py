@@ -207,11 +207,11 @@ class Optimize(Phase):
     num_steps: int
     scales: bool
 
-    def start(self, position: jax.Array, step_size: jax.Array) -> Member:
-        worst = jnp.full((), -jnp.inf, position.dtype)
+    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Member:
+        worst = jnp.full((), -jnp.inf, engine.position.dtype)
         score = worst if self.warm_start.held_out else None
-        memory = self.warm_start.transformation.init(position)
-        return Member(memory, position, score)
+        memory = self.warm_start.transformation.init(engine.position)
+        return Member(memory, engine.position, score)
 
     def run(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """The optimizer steps of one transition."""

@@ -161,8 +161,10 @@ class Wrapper(OuterKernel):
                 full_plates(self.model), model_args, model_kwargs, init_params
             )
         start = base_key, num_warmup, init_params, model_args, model_kwargs
-        if isinstance(self._kernel, ModelKernel):
-            base = self._kernel.begin(*start, posterior)
+        inner, shared = self._kernel, ModelKernel.init
+        # a class with an `init` of its own is started by that
+        if isinstance(inner, ModelKernel) and type(inner).init is shared:
+            base = inner.begin(*start, posterior)
         else:
             base = self._kernel.init(*start)
         self._sample_fn = self._transition
@@ -284,9 +286,7 @@ class Wrapper(OuterKernel):
     def wrap_model(self, wrapper: Callable) -> "Wrapper":
         kernel = copy.copy(self)
         kernel.__dict__.pop("_arguments", None)
-        kernel._program = None
         kernel._kernel = self._kernel.wrap_model(wrapper)
-        kernel._sample_fn = None
         return kernel
 
     # -- read by `to_inference_data` ---------------------------------------------------

@@ -19,6 +19,9 @@ ROWS, DRAWS = 500, 100
 ROWS_PER_COEFFICIENT = 3
 # At most so many values of the function are read.
 MAX_COLUMNS = 16
+# ... and outputs of a row
+MAX_OUTPUTS = 64
+TINY = 1e-12  # a probability that is next to nothing
 
 
 class Losses(NamedTuple):
@@ -147,6 +150,76 @@ def losses_of_linear_model(
     return (left_out**2).mean(axis=1)
 
 
+class Halves(NamedTuple):
+    """What the first and the last draws of each chain say of a site, at some of its
+    rows R and outputs D.
+
+    :param means: (H, R, D) of the function in each of these halves, or (H, R, D, K) of
+        class probabilities.
+    :param variances: of the same.
+    :param noise: the variance (R, D) of an observation around the function, the least
+        of the chains; NaN where none was drawn, ``None`` for classes.
+    """
+
+    means: np.ndarray
+    variances: np.ndarray
+    noise: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls,
+        function: np.ndarray,
+        y: np.ndarray | None,
+        chains: np.ndarray,
+        classes: bool,
+    ) -> "Halves":
+        """From draws (C, S, N, ...) of a function, and of observations if any."""
+        shape = *function.shape[:3], -1, *function.shape[function.ndim - classes :]
+        function, half = function.reshape(shape), function.shape[1] // 2
+        y = np.broadcast_to(np.nan, function.shape) if y is None else y.reshape(shape)
+        rows = spread(function.shape[2], MAX_COLUMNS)[:, None]
+        outputs = spread(function.shape[3], MAX_OUTPUTS)
+        means, variances, noise = [], [], []
+        for chain in chains:
+            around = []
+            for draws in (slice(half), slice(-half, None)):
+                f = function[chain, draws][:, rows, outputs].astype(np.float64)
+                means.append(f.mean(axis=0))
+                variances.append(f.var(axis=0))
+                around.append((y[chain, draws][:, rows, outputs] - f).var(axis=0))
+            noise.append(np.mean(around, axis=0))
+        least = None if classes else np.min(noise, axis=0)
+        return cls(np.array(means), np.array(variances), least)
+
+    def costs(self) -> np.ndarray:
+        """What it costs to predict an observation by a half alone, in nats (H, D): the
+        divergence from it of all halves together, of normal ones or of classes.
+        """
+        mean = self.means.mean(axis=0)
+        with np.errstate(all="ignore"):
+            if self.noise is None:
+                ratio = mean / np.maximum(self.means, TINY)
+                cost = np.where(mean > 0, mean * np.log(ratio), 0.0).sum(axis=-1)
+            else:
+                squares, own = (self.means - mean) ** 2, self.variances + self.noise
+                of_all = (squares + own).mean(axis=0)
+                cost = 0.5 * ((of_all + squares) / own - 1 - np.log(of_all / own))
+                cost = np.where(of_all == 0, 0.0, cost)  # a constant
+        return cost.mean(axis=1)
+
+    def costs_of_error(self, effective: float) -> np.ndarray:
+        """What the error of the mean function costs an observation, in nats (D,), if
+        its draws are worth so many independent ones.
+        """
+        mean, of_function = self.means.mean(axis=0), self.means.var(axis=0)
+        of_function = of_function + self.variances.mean(axis=0)
+        of_all = mean if self.noise is None else of_function + self.noise
+        with np.errstate(all="ignore"):
+            cost = np.where(of_function == 0, 0.0, of_function / of_all)
+        cost = cost if self.noise is not None else cost.sum(axis=-1)
+        return 0.5 * cost.mean(axis=0) / effective
+
+
 class Result:
     """A result, and the chains in it that are at fault.
 
@@ -263,28 +336,18 @@ class Result:
         drawn = columns(means.values(), MAX_COLUMNS)
         return drawn[self._are_usable(drawn)]
 
-    def variance_of_observations(self) -> np.ndarray:
-        """The variance (K,) of an observation at the columns of :meth:`function`, the
-        least of the same chains; NaN where none was drawn.
-
-        Of K classes it is p (1 - p) / (K - 1): the squares of small changes of the
-        probabilities, divided by it, have twice the divergence of a row as their mean.
-        """
+    def halves(self) -> list[Halves]:
+        """The halves of the chains of :meth:`function`, of each site with a mean."""
         means, drawn = self.means(self._predicted), self.arrays(self._predicted)
-        variances = []
+        usable = np.flatnonzero(self._are_usable(columns(means.values(), MAX_COLUMNS)))
+        halves = []
         for name, mean in means.items():
             site, suffix = name.rsplit("_", 1)
-            variance = np.full((len(mean), 1, *mean.shape[2:]), np.nan)
-            if suffix == "probs":
-                p = mean.mean(axis=1, keepdims=True, dtype=np.float64)
-                variance = p * (1 - p) / max(mean.shape[-1] - 1, 1)
-            elif site in drawn and drawn[site].shape == mean.shape:
-                variance = drawn[site].var(axis=1, keepdims=True, dtype=np.float64)
-            variances.append(variance)
-        if not variances:
-            return np.full(1, np.nan)
-        usable = self._are_usable(columns(means.values(), MAX_COLUMNS))
-        return columns(variances, MAX_COLUMNS)[usable].min(axis=(0, 1))
+            y = drawn.get(site)
+            known = y is not None and y.shape == mean.shape
+            drawn_y = y if known else None
+            halves.append(Halves.of(mean, drawn_y, usable, suffix == "probs"))
+        return halves
 
     @property
     def _predicted(self) -> str:

@@ -537,12 +537,10 @@ def steps(result: Result) -> Measurement | None:
     return at_most(needed / steps, 1, words)
 
 
-def nats(squares: np.ndarray, variances: np.ndarray) -> np.ndarray:
-    """What means that are off cost an observation, (...,), by the squares (..., K) of
-    their errors and the variances (K,) of observations.
-    """
-    costs = np.where(squares == 0, 0.0, squares / variances)
-    return 0.5 * costs.mean(axis=-1)
+def max_of(costs: Iterable[np.ndarray]) -> float:
+    """The largest of all; NaN if one is, or there is none."""
+    largest = [cost.max() for cost in costs]
+    return float(np.max(largest)) if largest else float("nan")
 
 
 @check("Take more draws; if chains differ, a longer warm start{}.", MIN_DRAWS)
@@ -559,11 +557,7 @@ def rhat(result: Result) -> Measurement | None:
     if len(function) > 1:
         largest = max(high(_arviz.rhat(chain[None])) for chain in function)
         words += f" (at most {largest:.3g} within a chain)"
-    half = result.draws // 2
-    halves = np.concatenate([function[:, :half], function[:, -half:]])
-    means = halves.mean(axis=1, dtype=np.float64)
-    squares = (means - means.mean(axis=0)) ** 2
-    apart = nats(squares, result.variance_of_observations()).max()
+    apart = max_of(halves.costs() for halves in result.halves())
     if not apart <= MAX_NATS_APART:
         return at_most(value, MAX_RHAT, words)
     words += f"; no half of a chain costs an observation more than {apart:.2g} nats"
@@ -585,11 +579,8 @@ def ess(result: Result) -> Measurement | None:
     total = len(function) * result.draws
     words = f"{total} draws are worth {value:.0f} independent ones of the function"
     measurement = at_least(value, min(100.0, total / 10), words)
-    known = ~np.isnan(effective)
-    squares = function.var(axis=(0, 1), dtype=np.float64)[known] / effective[known]
-    variances = np.broadcast_to(result.variance_of_observations(), known.shape)[known]
-    small = nats(squares, variances) <= MAX_NATS_OF_ERROR
-    return measurement.as_note() if small else measurement
+    cost = max_of(halves.costs_of_error(value) for halves in result.halves())
+    return measurement.as_note() if cost <= MAX_NATS_OF_ERROR else measurement
 
 
 @check(

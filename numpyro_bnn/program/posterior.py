@@ -167,7 +167,9 @@ class Posterior:
         """The model without its data, for :meth:`with_arguments`: it keeps no arrays,
         nor tracers, alive.
         """
-        return self.with_data(dict.fromkeys(self.data))
+        posterior = self.with_data(dict.fromkeys(self.data))
+        posterior.held = dict.fromkeys(self.held)
+        return posterior
 
     def with_data(self, data: dict[str, Any]) -> "Posterior":
         """The same model on other arrays of these shapes."""

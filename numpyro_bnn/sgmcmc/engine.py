@@ -247,12 +247,15 @@ class Sampler:
             self.gradient, "center"
         )
 
-    def restart(self, state: State, position: Array) -> State:
-        """Start a chain again at a position, with new momenta and an unlearned
-        preconditioner that adapts.
-        """
+    def unlearned(self, state: State, position: Array) -> Any:
+        """The state of the preconditioner of a chain, from its start if it adapts."""
         learns = self.preconditioner.adapts
-        adaptation = self.preconditioner.init(position) if learns else state.adaptation
+        return self.preconditioner.init(position) if learns else state.adaptation
+
+    def restart(self, state: State, position: Array, adaptation: Any) -> State:
+        """Start a chain again at a position, with new momenta and this state of its
+        preconditioner.
+        """
         memory = self._start_memory(
             position, state.step, state.seeds, state.estimator, adaptation
         )

@@ -287,6 +287,21 @@ def test_moves_are_a_block_of_a_vectorized_gibbs():
     assert len(np.unique(np.asarray(states.z[HIDDEN]))) == 18
 
 
+def test_a_wrapped_kernel_begins_by_an_init_of_its_own():
+    begun = []
+
+    class Mine(infer.SGLD):
+        def init(self, *args, **kwargs):
+            begun.append(args[1])
+            return super().init(*args, **kwargs)
+
+    model, args = ZOO["network"].model, ZOO["network"].args
+    inner = Mine(model, 1e-3, warm_start=0.0)
+    kernel = infer.UnitMoves(inner, {HIDDEN: 1, "net/Dense_0.bias": 0})
+    kernel.init(jax.random.key(0), 7, None, args, {})
+    assert begun == [7]
+
+
 def test_sweeps_of_precisions_do_not_run_the_model():
     runs = []
 

@@ -531,6 +531,46 @@ def test_a_bad_half_of_a_chain_is_never_silent(wide):
     assert with_observations(made, 1.0)["rhat"].verdict == "warning"
 
 
+def spread_apart(made):
+    """The draws of one chain spread as far as the noise, or three times."""
+    made.f[0] = made.f[0].mean(0) + 3 * made.rng.normal(size=made.f[0].shape)
+    y = made.f + made.rng.normal(size=made.f.shape)
+    return {"y": (("data",), y), "y_mean": (("data",), made.f)}
+
+
+def one_output(made):
+    """Off by 1.5 standard deviations of its noise, in half of the chains."""
+    f = 0.05 * made.rng.normal(size=(C, S, N, 4))
+    f[:2, ..., 2] += 1.5
+    dims = "data", "output"
+    return {"y": (dims, f + made.rng.normal(size=f.shape)), "y_mean": (dims, f)}
+
+
+def two_classes(made):
+    """One chain swaps two of ten at each row; in all others they differ by little."""
+    logits = 0.3 * made.rng.normal(size=(C, 1, N, 10))
+    logits = logits + 0.02 * made.rng.normal(size=(C, S, N, 10))
+    logits[..., np.arange(N), np.where(np.arange(N) % 2, 1, 4)] += 6
+    logits[0, ..., [1, 4]] = logits[0, ..., [4, 1]]
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    return {"y_probs": (("data", "class"), probs)}
+
+
+@pytest.mark.parametrize("predicted", [spread_apart, one_output, two_classes])
+def test_chains_that_differ_in_a_part_are_never_silent(predicted):
+    made = Made()
+    drawn = {
+        name: ((*SAMPLE, *dims), value)
+        for name, (dims, value) in predicted(made).items()
+    }
+    idata = made.idata(without=("observed_data", "log_likelihood"))
+    groups = {name: group(idata, name) for name in group_names(idata)}
+    bare = groups["posterior_predictive"][[]]
+    groups["posterior_predictive"] = bare.assign(**drawn)
+    found = {f.name: f for f in health(results(groups, made.attrs)).findings}
+    assert found["rhat"].verdict == "warning"
+
+
 @pytest.mark.parametrize(("noise", "verdict"), [(1.0, "note"), (0.02, "warning")])
 def test_few_effective_draws_are_noted_if_noise_hides_their_error(noise, verdict):
     made = Made()

@@ -385,7 +385,8 @@ def test_a_restart_forgets_marks_and_learns_the_preconditioner_again():
     start = begin(sampler, START, jax.random.key(0))
     marks = {"refused_in_a_row": jnp.int32(7), "first_divergence": jnp.int32(2)}
     lost = steps(sampler, start, 3)._replace(**marks)
-    again = jax.jit(sampler.restart)(lost, START)
+    unlearned = sampler.unlearned(lost, START)
+    again = jax.jit(sampler.restart)(lost, START, unlearned)
     assert_same(
         again._replace(**dict.fromkeys(KEPT)), start._replace(**dict.fromkeys(KEPT))
     )

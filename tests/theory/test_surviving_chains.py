@@ -139,6 +139,41 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     assert kernel.describe(end)["restarts"] == "[1, 0]"
 
 
+@pytest.mark.parametrize("preconditioner", ["gradient_noise", "rmsprop"])
+def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
+    """One of two chains is lost just before step sizes are chosen for the last time.
+    Then it has the preconditioner of a chain of the same start, seeds apart: their
+    gradients are alike.
+    """
+    x = np.random.default_rng(0).normal(size=(200, 3)) * [10.0, 1.0, 0.1]
+
+    def line():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        with numpyro.plate("data", 200, subsample_size=20) as rows:
+            mean = jnp.asarray(x)[rows] @ w
+            numpyro.sample("y", dist.Normal(mean, 1.0), obs=jnp.asarray(x.sum(1))[rows])
+
+    kernel = infer.SGLD(
+        line, steps_per_draw=200, warm_start=0.0, preconditioner=preconditioner
+    )
+    state = kernel.init(jax.random.split(jax.random.key(0), 2), 40, None, (), {})
+    settled = kernel.plan.warm_up.settled
+    assert settled > kernel.plan.warm_up.middle
+
+    def transition(state, i):
+        far = (jnp.arange(2) == 0) & (i == settled - 1)
+        size = jnp.where(far, 1e12, state.base_step_size)
+        return kernel.sample(state._replace(base_step_size=size), (), {}), None
+
+    end, _ = jax.jit(lambda s: lax.scan(transition, s, jnp.arange(settled + 1)))(state)
+    np.testing.assert_array_equal(end.restarts, [1, 0])
+    for learned in jax.tree.leaves(end.engine.adaptation):
+        scales = (
+            learned if learned.ndim < 3 else jnp.diagonal(learned, axis1=1, axis2=2)
+        )
+        assert np.abs(np.log(scales[0] / scales[1])).max() < np.log(4)
+
+
 @pytest.mark.parametrize("make", [infer.SGLD, infer.SGHMC, infer.SGNHT])
 def test_steps_that_would_explode_are_refused_and_get_shorter(make):
     """A step of 200, where 4 is the limit of SGLD, multiplies a position by 99. It is
