@@ -120,7 +120,7 @@ def _other_use(reading: Posterior, plate: str) -> str:
             outputs = equation.descend(*operands)
             if not any(outputs):
                 return outputs
-        return equation.interpreter.default(equation, *operands)
+        return [visit(equation, *operands)] * len(equation.outputs)
 
     walk = Follower(visit, False, {"scan": scan})
     jaxpr = jax.make_jaxpr(densities)(indices).jaxpr
