@@ -269,7 +269,7 @@ def splits(name: str, args: argparse.Namespace) -> dict[str, Any]:
     posterior = Posterior(model, (x_test[0], y_test[0]))
 
     def judged(z: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        at = posterior.on((x, y), {})
+        at = posterior.with_arguments((x, y), {})
         mean = at.outputs(z)["y"].mean
         return at.log_likelihood(z)["y"], mean
 

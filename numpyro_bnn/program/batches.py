@@ -28,6 +28,7 @@ CALL = "runs.batches"
 # Minibatches that are remembered by their indices, at least: other columns, and other
 # evaluations at the same minibatch, ask for them soon.
 MIN_REMEMBERED = 64
+ALL_ROWS = "Pass the rows of one epoch."
 
 
 def _has_batches(value: Any) -> bool:
@@ -69,9 +70,10 @@ def batches(
     :param num_rows: N, the number of rows of one epoch, to which likelihoods are
         scaled.
     :param prefetch: number of batches that a thread loads ahead; 0 for no thread.
-    :raises ValueError: for batches without rows, or of another structure than the
-        first; in a run, for an epoch of another number of rows than ``num_rows`` (fewer
-        than one batch of them may be dropped).
+    :raises ValueError: for batches without rows, with more than ``num_rows``, or of
+        another structure than the first; in a run, for an epoch of another number of
+        rows than ``num_rows`` (a last batch with fewer rows may be dropped). A loader
+        without end is not counted.
 
     >>> import jax.numpy as jnp
     >>> def loader():
@@ -211,7 +213,8 @@ class Feed:
         return rows.reshape(*index.shape, *rows.shape[2:])
 
     def _minibatch(self, indices: np.ndarray) -> Minibatch:
-        name = hashlib.blake2b(indices.tobytes(), digest_size=16).hexdigest()
+        numbers = indices.astype(np.int64).tobytes()  # of any dtype
+        name = hashlib.blake2b(numbers, digest_size=16).hexdigest()
         if name not in self._known:
             self._remember(name, len(indices))
         return self._known[name]
@@ -249,7 +252,13 @@ class Feed:
             return self._reader.load()
         while len(self._ahead) <= self.prefetch:
             self._ahead.append(self._thread.submit(self._reader.load))
-        return self._ahead.popleft().result()
+        try:
+            return self._ahead.popleft().result()
+        except BaseException:
+            for future in self._ahead:  # they go on behind the error
+                future.cancel()
+            self._ahead.clear()
+            raise
 
     @cached_property
     def extremes(self) -> list[np.ndarray]:
@@ -318,7 +327,9 @@ class _Reader:
         self._iterator: Iterator = iter(
             source if hasattr(source, "__iter__") else source()
         )
-        self._seen, self._largest, self._whole = 0, 0, True
+        self._whole = True
+        #: Numbers of rows of the batches of this epoch.
+        self._counts: list[int] = []
 
     @property
     def has_position(self) -> bool:
@@ -343,7 +354,8 @@ class _Reader:
     def go_to(self, place: Any) -> None:
         """Continue where :meth:`load` was when it gave this place."""
         self._epoch, kind, state = place
-        self._whole = False  # what came before in this epoch is not counted
+        # What came before in this epoch is not counted.
+        self._whole = place == self.place()
         if kind == "bytes":
             state = bytes.fromhex(state)
         self._iterator.set_state(state)  # type: ignore[attr-defined]
@@ -357,24 +369,36 @@ class _Reader:
             except StopIteration:
                 self._end()
                 continue
+            except BaseException:
+                # A generator has ended by its error: the next call starts it again.
+                self._whole = False
+                self._open()
+                self._whole = False
+                raise
             columns = self._columns(batch)
-            if len(columns[0]):
+            count = len(columns[0])
+            if count > self.num_rows:
+                got = f"{self.num_rows} for a source with a batch of {count} rows"
+                raise argument_error(CALL, "num_rows", got, ALL_ROWS)
+            if count:
                 self._warn_of_order(columns)
-                self._seen += len(columns[0])
-                self._largest = max(self._largest, len(columns[0]))
+                self._counts.append(count)
                 return Piece(columns, place)
 
     def _end(self) -> None:
         """Check the number of rows of an epoch, and begin the next one."""
-        if not self._seen and self._whole:
+        seen = sum(self._counts)
+        if not seen and self._whole:
             got = "a source without rows" if not self._epoch else "one that has ended"
             instead = "Pass an iterable that starts again, or a function that makes it."
             raise argument_error(CALL, "source", got, instead)
-        epochs = max(1, round(self._seen / self.num_rows))
-        missing = epochs * self.num_rows - self._seen
-        if self._whole and not 0 <= missing < epochs * self._largest:
-            got = f"{self.num_rows} for a source with {self._seen} rows"
-            raise argument_error(CALL, "num_rows", got, "Pass the rows of one epoch.")
+        missing = self.num_rows - seen
+        # Loaders drop a last batch that has fewer rows than all others.
+        equal = len(self._counts) > 1 and len(set(self._counts)) == 1
+        dropped = equal and 0 < missing < self._counts[0]
+        if self._whole and missing and not dropped:
+            got = f"{self.num_rows} for a source with {seen} rows"
+            raise argument_error(CALL, "num_rows", got, ALL_ROWS)
         self._epoch += 1
         self._open()
 
@@ -399,7 +423,7 @@ class _Reader:
         return columns
 
     def _warn_of_order(self, columns: list[np.ndarray]) -> None:
-        if self._seen or not self._whole:
+        if self._counts or not self._whole:
             return
         first = hashlib.blake2b(b"".join(c.tobytes() for c in columns)).digest()
         if self._epoch == 0:
@@ -449,9 +473,20 @@ def restore(feeds: Iterable[Feed], saved: Iterable[Any]) -> None:
             feed.restore(position)
 
 
-def refuse_feeds(call: str, argument: str, reason: str, *trees: Any) -> None:
+def is_fetch(callback: Any) -> bool:
+    """Whether the callback of a program reads rows of a loader."""
+    function = getattr(callback, "callback_func", callback)
+    return isinstance(getattr(function, "__self__", None), Column)
+
+
+def refuse_feeds(
+    call: str,
+    argument: str,
+    reason: str,
+    *trees: Any,
+    instead: str = "Pass arrays, or `runs.Rows`.",
+) -> None:
     """Refuse rows of a loader where a method cannot take them."""
     if feeds_in(*trees):
-        instead = "Pass arrays, or `runs.Rows`."
         got = f"rows of a loader (`{CALL}`): {reason}"
         raise argument_error(call, argument, got, instead)

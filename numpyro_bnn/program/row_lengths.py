@@ -2,7 +2,9 @@
 changes, densities that vary.
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,20 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import indexed_lengths
+from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kwargs
-from numpyro_bnn.program.batches import refuse_feeds
+from numpyro_bnn.program.batches import feeds_in, is_fetch, refuse_feeds
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
+
+# Minibatches of a loader are remembered by their indices: where fewer sets of them are
+# possible, the same minibatches would come again and again.
+MIN_INDEX_SETS = 10**5
+# Operations that leave all indices as they are, in their order.
+_KEEPING = frozenset(
+    {"convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"}
+)
 
 
 def check_row_lengths(
@@ -68,13 +79,54 @@ def check_rows(
 
 def _indexed(reading: Posterior, plate: str) -> set[int]:
     """Lengths of the arrays that the indices of a plate select rows of."""
+    return indexed_lengths(*_densities(reading, plate))
+
+
+def _densities(
+    reading: Posterior, plate: str
+) -> tuple[Callable[[jax.Array], list[jax.Array]], jax.Array]:
+    """The densities as a function of the indices of a plate, and such indices."""
 
     def densities(indices: jax.Array) -> list[jax.Array]:
         sites = sites_of_type(reading.at({plate: indices}), "sample").values()
         return [site["fn"].log_prob(site["value"]) for site in sites]
 
-    num_indices = reading.sites[plate]["value"].shape[0]
-    return indexed_lengths(densities, jnp.arange(num_indices))
+    return densities, jnp.arange(reading.sites[plate]["value"].shape[0])
+
+
+def _other_use(reading: Posterior, plate: str) -> str:
+    """What the densities do with the indices of a plate but read rows of a loader by
+    all of them; empty if nothing.
+    """
+    densities, indices = _densities(reading, plate)
+    others: list[str] = []
+
+    def visit(equation: Equation, *operands: bool) -> bool:
+        (out, *_), params = equation.outputs, equation.params
+        if equation.name == "pure_callback" and is_fetch(params["callback"]):
+            asked = equation.jaxpr_equation.invars[0].aval.shape
+            if asked != indices.shape:
+                others.append("a part of them reads rows")
+            return False
+        # Narrower integers would be other numbers.
+        as_wide = jnp.issubdtype(out.dtype, jnp.integer) and out.dtype.itemsize >= 4
+        if equation.name in _KEEPING and as_wide and out.size == indices.size:
+            return True
+        others.append(f"`{equation.name}` uses them")
+        return False
+
+    def scan(equation: Equation, *operands: bool) -> Any:
+        if not any(operands[scan_starts(equation.jaxpr_equation)[0] :]):
+            outputs = equation.descend(*operands)
+            if not any(outputs):
+                return outputs
+        return [visit(equation, *operands)] * len(equation.outputs)
+
+    walk = Follower(visit, False, {"scan": scan})
+    jaxpr = jax.make_jaxpr(densities)(indices).jaxpr
+    if any(walk.follow(jaxpr, [True])):
+        others.append("they are a log density")
+    return others[0] if others else ""
 
 
 def check_feeds(
@@ -85,15 +137,36 @@ def check_feeds(
 
     :param reading: of the model on a minibatch.
     """
+    feeds = feeds_in(args, kwargs)
+    if len(feeds) > 1:  # which shuffle apart
+        reason = "two loaders bring different rows for the same indices"
+        instead = "Take all columns from one `runs.batches`."
+        refuse_feeds(call, "args", reason, args, kwargs, instead=instead)
     reason = ""
     if not reading.plates:
         reason = "no plate has a `subsample_size`, and a gradient would need all of it"
     for name, plate in reading.plates.items():
-        if 2 * plate.batch_size > plate.size:
-            # so few draws differ that minibatches would come again and again
-            reason = f"plate {name!r} takes more than half of the rows at once"
-        elif _indexed(reading, name):
+        if plate.size != feeds[0].num_rows:
+            reason = (
+                f"plate {name!r} has size {plate.size}, the loader "
+                f"{feeds[0].num_rows} rows"
+            )
+            instead = "Give the plate the rows of the loader: `len(x)`."
+            refuse_feeds(call, "args", reason, args, kwargs, instead=instead)
+        if math.comb(plate.size, plate.batch_size) < MIN_INDEX_SETS:
+            reason = (
+                f"few minibatches of {plate.batch_size} of {plate.size} rows differ, "
+                f"for plate {name!r}"
+            )
+            instead = "Pass arrays: so few rows fit in memory."
+            refuse_feeds(call, "args", reason, args, kwargs, instead=instead)
+        if _indexed(reading, name):
             reason = f"the indices of plate {name!r} also select rows of an array"
+        elif other := _other_use(reading, name):
+            reason = (
+                f"the indices of plate {name!r} may only read rows, all at once and "
+                f"unchanged (`x[i]`), but {other}"
+            )
     if reading.local:
         reason = f"{reading.local[0]!r} has a value for each row, which has no number"
     if reason:

@@ -364,8 +364,62 @@ def with_effects(x, y=None, batch_size=None):
         numpyro.sample("y", dist.Normal(x[i] @ w + effect, NOISE), obs=y[i])
 
 
+def with_mean(mean, size=None):
+    """A model of which ``mean(x, w, i)`` is the mean."""
+
+    def model(x, y=None, batch_size=None):
+        w = numpyro.sample("w", dist.Normal().expand([2]).to_event(1))
+        with numpyro.plate("data", size or len(x), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mean(x, w, i), NOISE), obs=y[i])
+
+    return model
+
+
+def by_rows(x, w, i):
+    return x[i] @ w
+
+
+def in_chunks(x, w, i):
+    return jax.lax.map(lambda part: x[part] @ w, i.reshape(2, -1)).reshape(-1)
+
+
+OTHER_USES = {
+    "in chunks": in_chunks,
+    "halves": lambda x, w, i: jnp.concatenate([x[i[:3]], x[i[3:]]]) @ w,
+    "narrow": lambda x, w, i: x[i.astype(jnp.int8)] @ w,
+    "numbers": lambda x, w, i: x[i] @ w + i / N,
+    "one-hot": lambda x, w, i: x[i] @ w + jax.nn.one_hot(i, N) @ Y,
+    "shifted": lambda x, w, i: x[(i + 1) % N] @ w,
+    "other rows": lambda x, w, i: x[i] @ w + runs.Rows(Y)[i],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_indices_may_only_read_all_rows_of_a_minibatch(name):
+    """Others would be another draw, or belong to other rows."""
+    with refused("args", "may only read rows, all at once and unchanged"):
+        bound(with_mean(OTHER_USES[name]), arguments(Loader()))
+
+
+def test_indices_of_another_dtype_or_in_loops_are_the_same_draw():
+    def mean(x, w, i):
+        part = jax.lax.map(lambda number: (x[i] @ w) * number, jnp.ones(2))
+        return part.mean(0) + 0.0 * x[i.astype(jnp.uint32)][:, 0]
+
+    bound(with_mean(mean), arguments(Loader()))
+    x, number = runs.batches(Loader((X, np.arange(N))), N)
+    rows = number.fetch(np.arange(BATCH, dtype=np.uint8))
+    np.testing.assert_array_equal(x.fetch(np.arange(BATCH)), X[rows])
+
+
+def bound(model, args):
+    given = {"batch_size": BATCH, "num_warmup": 1, "num_samples": 1}
+    run_chains(infer.SGLD(model, warm_start=0.0), *args, **given)
+
+
 def test_what_cannot_take_a_loader_refuses_it():
     x, y = arguments(Loader())
+    other = arguments(Loader())[1]
 
     def sample(model=line, args=(x, y), batch_size=BATCH, **options):
         kernel = infer.SGLD(model, **options)
@@ -380,7 +434,10 @@ def test_what_cannot_take_a_loader_refuses_it():
     for call, argument, text in [
         (lambda: sample(shifted, (x, Y, y)), "args", "also select rows of an array"),
         (lambda: sample(with_effects), "args", "a value for each row"),
-        (lambda: sample(batch_size=13), "args", "more than half of the rows"),
+        (lambda: sample(args=(x, other)), "args", "from one `runs.batches`"),
+        (lambda: sample(with_mean(by_rows, 12)), "args", "has size 12, the loader 24"),
+        (lambda: sample(batch_size=2), "args", "so few rows fit in memory"),
+        (lambda: sample(batch_size=22), "args", "so few rows fit in memory"),
         (lambda: sample(minibatches="epochs"), "minibatches", "its own order"),
         (lambda: sample(gradient="control_variates"), "args", "all are needed"),
         (
@@ -423,26 +480,48 @@ def test_wrong_sources_are_refused():
         ([(X[:5], Y[:5]), (X[:5, :1], Y[:5])], "source", "of several kinds"),
         ([X[:20]], "num_rows", "Pass the rows of one epoch"),
         ([X[:9]] * 5, "num_rows", "Pass the rows of one epoch"),
+        ([X[:10]] * 8, "num_rows", "Pass the rows of one epoch"),
+        ([X[:20], X[:19]], "num_rows", "Pass the rows of one epoch"),
+        ([X[:20], X[:21]], "num_rows", "Pass the rows of one epoch"),
+        ([np.ones(41)], "num_rows", "a batch of 41 rows"),
         (iter([X]), "source", "starts again"),
     ]:
         with refused(argument, text):
             rows = runs.batches(source, 40 if argument == "num_rows" else N)
-            rows.fetch(np.stack([np.arange(N), np.zeros(N, int)]))
+            rows.fetch(np.stack([np.full(N, number) for number in range(4)]))
     with refused("num_rows"):
         runs.batches([X], 0)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_an_epoch_may_drop_a_part_of_a_batch_or_be_repeated(epochs):
+def test_an_epoch_may_drop_a_part_of_a_batch():
     random = np.random.default_rng(0)
 
     def dropping():
-        for _ in range(epochs):
-            order = random.permutation(N)
-            yield from np.split(X[order[: N - 4]], 4)
+        order = random.permutation(N)
+        yield from np.split(X[order[: N - 4]], 4)
 
     rows = runs.batches(dropping, N)
     rows.fetch(random.integers(0, N, (20, BATCH)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_goes_on_after_its_error(prefetch):
+    failing, random = [False], np.random.default_rng(1)
+
+    def loader():
+        for part in np.split(X[random.permutation(N)], 4):
+            if failing[0]:
+                raise OSError("the disk went away")
+            yield part
+
+    rows = runs.batches(loader, N, prefetch=prefetch)
+    draws = np.random.default_rng(0).integers(0, N, (60, BATCH))
+    failing[0] = True
+    for draw in draws[:2]:
+        with pytest.raises(OSError, match="went away"):
+            rows.fetch(np.stack([draw, *draws[2:12]]))
+    failing[0] = False
+    assert np.isfinite(rows.fetch(draws)).all()
 
 
 def in_order(*data):
@@ -470,3 +549,20 @@ def test_a_loader_that_does_not_shuffle_is_noticed():
     with pytest.warns(UserWarning, match="in the same order in every epoch") as seen:
         x.fetch(np.random.default_rng(0).integers(0, N, (20, BATCH)))
     assert len(seen) == 1
+
+
+def test_a_loader_that_does_not_shuffle_is_noticed_after_a_rewind():
+    class InOrder(WithPosition):
+        def __iter__(self):
+            return InOrder()
+
+        def __next__(self):
+            if self.number == N:
+                raise StopIteration
+            self.number += BATCH
+            return X[self.number - BATCH : self.number]
+
+    x = runs.batches(InOrder(), N, prefetch=0)
+    x.feed.rewind()
+    with pytest.warns(UserWarning, match="in the same order in every epoch"):
+        x.fetch(np.random.default_rng(0).integers(0, N, (20, BATCH)))
