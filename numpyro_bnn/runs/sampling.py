@@ -367,7 +367,7 @@ class _Loop:
         thinning, total = self.chains.mcmc.thinning, self.draws_wanted
         if self.draws_done >= total:
             return
-        first_feeds = positions(self.feeds)
+        first_feeds = self._positions_after(self.state)
         while not self.pace:  # without warm-up: time some transitions, and discard them
             jax.block_until_ready(self.chains.advance(self.state, 1, 0))
             self._note_pace(1)
