@@ -2,7 +2,6 @@
 NumPyro's ``MCMCKernel``.
 """
 
-import copy
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
 from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
     ModelArguments,
-    ModelKernel,
     one_thread,
     over_chains,
 )
@@ -61,6 +59,7 @@ from numpyro_bnn.infer.step_size import ChooseStepSize, MeasureNoise, Noise
 from numpyro_bnn.infer.target import (
     MINIBATCHES,
     Target,
+    TargetKernel,
     bind,
     check_start,
     given_values,
@@ -112,7 +111,7 @@ class RunPlan(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class SGMCMCKernel(ModelKernel):
+class SGMCMCKernel(TargetKernel[RunPlan]):
     """Base class of the gradient-based kernels: a subclass chooses the dynamics, the
     rules for its step size, and what else warm-up does.
 
@@ -201,15 +200,11 @@ class SGMCMCKernel(ModelKernel):
             )
         self._reset(self.model)
 
-    @property
-    def _call(self) -> str:
-        return f"infer.{type(self).__name__}"
-
     def _reset(self, model: Callable) -> None:
         """Discard what was built for a model and its arguments."""
         # `model` has the values of `priors.Learned` as well, once they are learned
         self._model = self.model = model
-        self._plan: RunPlan | None = None
+        self._plan = None
         self._arguments = ModelArguments(type(self).__name__, MAX_CONSTANT_BYTES)
         # `MCMC` initializes a kernel where this is None
         self._sample_fn: Callable | None = None
@@ -633,18 +628,6 @@ class SGMCMCKernel(ModelKernel):
 
         return over_chains(refreshed, state)
 
-    def postprocess_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> Callable:
-        arguments = self._arguments.restored(model_args, model_kwargs)
-        return self.target.postprocess(*arguments)
-
-    def get_constrain_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> Callable:
-        arguments = self._arguments.restored(model_args, model_kwargs)
-        return self.target.constrain(*arguments)
-
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
         """Text for the progress bar, ``{steps} steps of size {step_size}``.
 
@@ -667,31 +650,6 @@ class SGMCMCKernel(ModelKernel):
             )
             self._shown = (now, text)
         return self._shown[1]
-
-    def wrap_model(self, wrapper: Callable) -> "SGMCMCKernel":
-        kernel = copy.copy(self)
-        kernel._reset(wrapper(self._model))
-        return kernel
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plan": None}
-
-    @property
-    def plan(self) -> RunPlan:
-        """How the chains of this run are started, adapted and sampled."""
-        if self._plan is None:
-            raise argument_error(
-                self._call,
-                "state",
-                "a kernel that is not initialized",
-                "Call `init` first.",
-            )
-        return self._plan
-
-    @property
-    def target(self) -> Target:
-        """The posterior of this run: the model with its data."""
-        return self.plan.target
 
     # -- read by the export ------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 functions.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,11 +36,17 @@ from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
     DataVersion,
     ModelArguments,
-    ModelKernel,
     over_chains,
 )
 from numpyro_bnn.infer.phases import listed
-from numpyro_bnn.infer.target import Target, bind, check_start, given_values, stream_of
+from numpyro_bnn.infer.target import (
+    Target,
+    TargetKernel,
+    bind,
+    check_start,
+    given_values,
+    stream_of,
+)
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import refuse_random
@@ -127,7 +132,7 @@ class _Plan(NamedTuple):
     fixed: dict[str, Any]
 
 
-class BlackJAX(ModelKernel):
+class BlackJAX(TargetKernel[_Plan]):
     """Any algorithm of BlackJAX as a kernel of NumPyro: on a model, with chains,
     minibatches, runs that resume and a health report.
 
@@ -229,7 +234,7 @@ class BlackJAX(ModelKernel):
     def _reset(self, model: Callable) -> None:
         """Discard what was built for a model and its arguments."""
         self._model = model
-        self._plan: _Plan | None = None
+        self._plan = None
         self._sample_fn: Callable | None = None
         # in place of the cached property of the base class
         self.__dict__["_arguments"] = ModelArguments("BlackJAX", MAX_CONSTANT_BYTES)
@@ -507,7 +512,7 @@ class BlackJAX(ModelKernel):
     def _transitions(
         self, state: BlackJAXState, args: tuple, kwargs: Mapping[str, Any]
     ) -> BlackJAXState:
-        log_density = LogDensity(self.plan.target, args, kwargs)
+        log_density = LogDensity(self.target, args, kwargs)
         # all chains are at the same transition
         i = state.i if is_prng_key(state.rng_key) else state.i[0]
 
@@ -620,18 +625,6 @@ class BlackJAX(ModelKernel):
         """Adopt ``state.z`` and the arguments; each transition does so by itself."""
         return state
 
-    def postprocess_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> Callable:
-        arguments = self._arguments.restored(model_args, model_kwargs)
-        return self.plan.target.postprocess(*arguments)
-
-    def get_constrain_fn(
-        self, model_args: tuple, model_kwargs: Mapping[str, Any] | None
-    ) -> Callable:
-        arguments = self._arguments.restored(model_args, model_kwargs)
-        return self.plan.target.constrain(*arguments)
-
     def get_diagnostics_str(self, state: BlackJAXState) -> str:
         """Text for the progress bar: step size and acceptance."""
         accept_prob = float(np.mean(jax.device_get(state.accept_prob)))
@@ -639,22 +632,6 @@ class BlackJAX(ModelKernel):
         if state.step_size is None:
             return text
         return f"{text}, size {np.mean(jax.device_get(state.step_size)):.2e}"
-
-    def wrap_model(self, wrapper: Callable) -> "BlackJAX":
-        kernel = copy.copy(self)
-        kernel._reset(wrapper(self._model))
-        return kernel
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plan": None}
-
-    @property
-    def plan(self) -> _Plan:
-        """What the chains of this run do."""
-        if self._plan is None:
-            came = "a kernel that is not initialized"
-            raise argument_error(CALL, "state", came, "Call `init` first.")
-        return self._plan
 
     def describe(self, state: BlackJAXState) -> dict[str, Any]:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a
@@ -666,8 +643,8 @@ class BlackJAX(ModelKernel):
             "blackjax_adaptation": self._adaptation_name,
             "blackjax_version": package(CALL, "algorithm").__version__,
             "steps_per_draw": self.steps_per_draw,
-            "noisy_gradients": self._stochastic and self.plan.target.subsampled,
-            "temperature": self.plan.target.temperature,
+            "noisy_gradients": self._stochastic and self.target.subsampled,
+            "temperature": self.target.temperature,
         }
         if self._algorithm_name:
             about["biased"] = name in UNADJUSTED

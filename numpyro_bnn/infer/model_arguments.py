@@ -216,6 +216,11 @@ class ModelKernel(MCMCKernel):
             return Posterior(self.model, args, kwargs)
         return self._program.with_arguments(args, kwargs)
 
+    @property
+    def _call(self) -> str:
+        """Its name in errors."""
+        return f"infer.{type(self).__name__}"
+
     @cached_property
     def _arguments(self) -> ModelArguments:
         return ModelArguments(type(self).__name__)

@@ -1,10 +1,12 @@
 """A NumPyro model as a potential that kernels evaluate on minibatches."""
 
+import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_bnn._checks import argument_error, check_finite, check_finite_arguments
-from numpyro_bnn._options import Kind
+from numpyro_bnn._options import Kind, Kwargs
+from numpyro_bnn.infer.model_arguments import ModelKernel
 from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
 from numpyro_bnn.program.batches import feeds_in
 from numpyro_bnn.program.compiled import is_traced, run
@@ -374,3 +377,56 @@ def stream_of(target: Target, minibatches: str) -> Stream:
     if target.stochastic:
         streams[KEY] = Keys()
     return ProductStream(streams) if streams else FullData()
+
+
+class RunsTarget(Protocol):
+    """What the chains of a run do, on a target."""
+
+    @property
+    def target(self) -> Target: ...
+
+
+P = TypeVar("P", bound=RunsTarget)
+
+
+class TargetKernel(ModelKernel, Generic[P]):
+    """A kernel of one target: its ``begin`` sets the plan of the run."""
+
+    _plan: P | None = None
+
+    @abstractmethod
+    def _reset(self, model: Callable) -> None:
+        """Discard what was built for a model and its arguments."""
+
+    @property
+    def plan(self) -> P:
+        """What the chains of this run do."""
+        if self._plan is None:
+            came = "a kernel that is not initialized"
+            raise argument_error(self._call, "state", came, "Call `init` first.")
+        return self._plan
+
+    @property
+    def target(self) -> Target:
+        """The posterior of this run: the model with its data."""
+        return self.plan.target
+
+    def postprocess_fn(
+        self, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> Callable:
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self.target.postprocess(*arguments)
+
+    def get_constrain_fn(
+        self, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> Callable:
+        arguments = self._arguments.restored(model_args, model_kwargs)
+        return self.target.constrain(*arguments)
+
+    def wrap_model(self, wrapper: Callable) -> Self:
+        kernel = copy.copy(self)
+        kernel._reset(wrapper(self._model))
+        return kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plan": None}

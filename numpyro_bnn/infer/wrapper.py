@@ -128,10 +128,6 @@ class Wrapper(OuterKernel):
         """
 
     @property
-    def _call(self) -> str:
-        return f"infer.{type(self).__name__}"
-
-    @property
     def sample_field(self) -> str:
         return self._kernel.sample_field
 
