@@ -16,7 +16,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.primitives import VIEWS, names_of
 from numpyro_bnn._jaxprs.walk import Equation, Follower, Interpreter, Rule, scan_starts
 from numpyro_bnn.program.compiled import is_traced
-from numpyro_bnn.program.plates import sites_of_type
+from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.rows import Rows
 
 LOOKUPS = names_of("lookup")
@@ -354,8 +354,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
             changed._closed = jax.make_jaxpr(evaluate, static_argnums=2)(
                 key, arrays, answer
             )
-            sites = sites_of_type(changed.at(), "sample").values()
-            densities.append([site["fn"].log_prob(site["value"]) for site in sites])
+            densities.append(log_densities(changed.at()))
         equal = partial(jnp.array_equal, equal_nan=True)
         return ~jnp.array(list(map(equal, *densities))).all()
 

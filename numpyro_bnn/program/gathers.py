@@ -9,7 +9,7 @@ import jaxlib
 
 from numpyro_bnn._checks import outside
 from numpyro_bnn._jaxprs.walk import Equation, Follower
-from numpyro_bnn.program.plates import sites_of_type
+from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.posterior import Posterior
 
 # Their scatter-add of many numbers into few is up to 2,000 times slower (jax#38806).
@@ -35,8 +35,7 @@ def _looks_up_few(reading: Posterior) -> bool:
     crowded = False
 
     def densities(values: dict[str, jax.Array]) -> list[jax.Array]:
-        sites = sites_of_type(reading.at(values), "sample").values()
-        return [site["fn"].log_prob(site["value"]) for site in sites]
+        return log_densities(reading.at(values))
 
     def visit(equation: Equation, *latent: bool) -> bool:
         nonlocal crowded

@@ -118,6 +118,12 @@ def sites_of_type(
     return {name: site for name, site in trace.items() if site["type"] in types}
 
 
+def log_densities(trace: Mapping[str, dict[str, Any]]) -> list[jax.Array]:
+    """Log densities of all sampled sites, each of its batch shape."""
+    samples = sites_of_type(trace, "sample").values()
+    return [site["fn"].log_prob(site["value"]) for site in samples]
+
+
 def subsampled_plates(trace: Mapping[str, dict[str, Any]]) -> dict[str, Plate]:
     """The plates that see a subset of their indices."""
     plates = {}

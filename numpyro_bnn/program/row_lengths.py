@@ -16,7 +16,7 @@ from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kwargs
 from numpyro_bnn.program.batches import feeds_in, is_fetch, refuse_feeds
-from numpyro_bnn.program.plates import sites_of_type
+from numpyro_bnn.program.plates import log_densities, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
 # Minibatches of a loader are remembered by their indices: where fewer sets of them are
@@ -88,8 +88,7 @@ def _densities(
     """The densities as a function of the indices of a plate, and such indices."""
 
     def densities(indices: jax.Array) -> list[jax.Array]:
-        sites = sites_of_type(reading.at({plate: indices}), "sample").values()
-        return [site["fn"].log_prob(site["value"]) for site in sites]
+        return log_densities(reading.at({plate: indices}))
 
     return densities, jnp.arange(reading.sites[plate]["value"].shape[0])
 
