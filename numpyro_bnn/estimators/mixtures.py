@@ -123,12 +123,7 @@ def _moments(mixture: tuple, weights: jax.Array) -> tuple:
     which add up.
     """
     means, sds = mixture[:2]
-    mean = jnp.tensordot(weights, means, 1)
-    return (
-        mean,
-        jnp.tensordot(weights, sds**2, 1),
-        jnp.tensordot(weights, (means - mean) ** 2, 1),
-    )
+    return _total((means, sds**2), weights)
 
 
 def _quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
