@@ -9,7 +9,7 @@ from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods
-from numpyro_bnn.estimators.targets import TARGETS, Noise
+from numpyro_bnn.estimators.targets import TARGETS, NoiseSettings
 
 MIN_ROWS, MAX_ROWS = 100, 2000  # below, "continuous"; above, a part of the rows
 # What is taken for frequent zeros, counts, levels, skewness.
@@ -30,7 +30,7 @@ def chosen(
     X: np.ndarray,
     y: np.ndarray,
     weight: np.ndarray | None,
-    noise: Noise,
+    noise: NoiseSettings,
     method: str,
     seed: int,
 ) -> tuple[str, str]:
@@ -46,7 +46,7 @@ def chosen(
     >>> rng = np.random.default_rng(0)
     >>> X = rng.normal(size=(200, 1))
     >>> y = np.exp(X[:, 0] + rng.normal(size=200))
-    >>> chosen(X, y, None, Noise(None, None, None, 0.0), "ensemble", 0)[0]
+    >>> chosen(X, y, None, NoiseSettings(None, None, None, 0.0), "ensemble", 0)[0]
     'positive'
     """
     if noise.bounds is not None:
@@ -83,7 +83,7 @@ def _part(X: np.ndarray, y: np.ndarray, weight: np.ndarray | None, rows: Any) ->
     return X[rows], y[rows], None if weight is None else weight[rows]
 
 
-def _candidates(y: np.ndarray, noise: Noise, method: str) -> list[str]:
+def _candidates(y: np.ndarray, noise: NoiseSettings, method: str) -> list[str]:
     """Kinds that may describe targets better than "continuous" does."""
     names = []
     for name in _likely(y):
@@ -124,7 +124,7 @@ class _Look:
         X: np.ndarray,
         y: np.ndarray,
         weight: np.ndarray | None,
-        noise: Noise,
+        noise: NoiseSettings,
         seed: int,
     ) -> None:
         self._X = Scaler.fit(X).transform(X)  # trees have float32

@@ -25,7 +25,7 @@ from numpyro_bnn.estimators.network import (
     weighted_scaler,
 )
 from numpyro_bnn.estimators.tables import check_numbers, missing_values, taught
-from numpyro_bnn.estimators.targets import ROUNDING, TARGETS, Continuous, Noise
+from numpyro_bnn.estimators.targets import ROUNDING, TARGETS, Continuous, NoiseSettings
 from numpyro_bnn.models import repeats_values
 
 EXACT_SD = 1e-3  # of the noise, in standard deviations of the targets
@@ -249,12 +249,12 @@ class Regressor(RegressorMixin, Network):
                 raise argument_error(self._call, "bounds", bounds, instead)
 
     @property
-    def _noise(self) -> Noise:
+    def _noise(self) -> NoiseSettings:
         bounds = self.bounds
         if bounds is not None:
             bounds = (float(bounds[0]), float(bounds[1]))
         min_sd = methods.NOISE_FLOORS.get(self.method, 0.0)
-        return Noise(self.heteroscedastic, self.heavy_tails, bounds, min_sd)
+        return NoiseSettings(self.heteroscedastic, self.heavy_tails, bounds, min_sd)
 
     def _kind(
         self,
@@ -262,7 +262,7 @@ class Regressor(RegressorMixin, Network):
         y: np.ndarray,
         weight: np.ndarray | None,
         usual: methods.Regression,
-    ) -> targets.Target:
+    ) -> targets.TargetKind:
         """A kind of targets, and its noise."""
         kind = TARGETS[name]
         density = kind.with_density(y)

@@ -30,7 +30,7 @@ MAX_LEVELS = 30  # of ordered targets
 Ask = Callable[..., tuple]  # a summary by name, arrays by row, and `options`
 
 
-class Noise(NamedTuple):
+class NoiseSettings(NamedTuple):
     """Settings of the noise: ``None`` where the user does not say."""
 
     heteroscedastic: bool | None
@@ -39,7 +39,7 @@ class Noise(NamedTuple):
     min_sd: float
 
 
-class Target(ABC):
+class TargetKind(ABC):
     """A kind of targets, fitted to those of a table.
 
     :param y: targets (N,) or (N, K). :param weight: how often each row counts.
@@ -151,7 +151,7 @@ def _rows_first(values: np.ndarray) -> np.ndarray:
 # -- a monotone function of the target has normal or Student's t noise -----------------
 
 
-class Continuous(Target):
+class Continuous(TargetKind):
     """Numbers without bounds."""
 
     name = "continuous"
@@ -164,7 +164,7 @@ class Continuous(Target):
         self,
         y: np.ndarray,
         weight: np.ndarray | None,
-        noise: Noise,
+        noise: NoiseSettings,
         usual: methods.Regression,
     ) -> None:
         hetero, tails = noise.heteroscedastic, noise.heavy_tails
@@ -438,7 +438,7 @@ def _rounded(scaler: Scaler) -> tuple[float, float]:
     return float(np.round(4 * scaler.mean) / 4), float(coarse)
 
 
-class _Direct(Target):
+class _Direct(TargetKind):
     """Targets in their own units, whose likelihood is not that of a function of
     them.
     """
@@ -522,7 +522,7 @@ class Zeros(_Direct):
         self,
         y: np.ndarray,
         weight: np.ndarray | None,
-        noise: Noise,
+        noise: NoiseSettings,
         usual: methods.Regression,
     ) -> None:
         hetero = noise.heteroscedastic
@@ -595,7 +595,7 @@ class Counts(_Direct):
         self,
         y: np.ndarray,
         weight: np.ndarray | None,
-        noise: Noise,
+        noise: NoiseSettings,
         usual: methods.Regression,
     ) -> None:
         hetero = bool(noise.heteroscedastic)
@@ -674,7 +674,7 @@ class Ordered(_Direct):
         self,
         y: np.ndarray,
         weight: np.ndarray | None,
-        noise: Noise,
+        noise: NoiseSettings,
         usual: methods.Regression,
     ) -> None:
         self.values, codes = np.unique(y, return_inverse=True)
@@ -794,7 +794,7 @@ TARGETS: Mapping[str, type[Any]] = {
 
 
 def check_target(
-    call: str, name: str, y: np.ndarray, noise: Noise, method: str
+    call: str, name: str, y: np.ndarray, noise: NoiseSettings, method: str
 ) -> None:
     """Refuse a kind that targets, method or settings do not allow."""
     kind = TARGETS[name]

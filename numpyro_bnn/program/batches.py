@@ -123,7 +123,7 @@ class Column(Rows):
         return hashlib.blake2b(text.encode() + first).digest()
 
 
-class Piece(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch as it was loaded.
 
     :param columns: its arrays; ``place``: where the loader stood before, or ``None``.
@@ -133,7 +133,7 @@ class Piece(NamedTuple):
     place: Any
 
 
-class Minibatch(NamedTuple):
+class TakenRows(NamedTuple):
     """Rows that were handed out together; they begin ``offset`` rows after a place."""
 
     columns: list[np.ndarray]
@@ -152,7 +152,7 @@ class Feed:
         self.source, self.num_rows, self.prefetch = source, num_rows, prefetch
         self._lock = RLock()
         self._thread: ThreadPoolExecutor | None = None
-        reader = _Reader(source, num_rows)
+        reader = _SourceReader(source, num_rows)
         self._first_place = reader.place()
         self._begin(reader)
         wanted = min(HEAD_ROWS, num_rows)
@@ -168,19 +168,19 @@ class Feed:
     def __deepcopy__(self, _: Any) -> "Feed":
         return self
 
-    def _begin(self, reader: "_Reader") -> None:
+    def _begin(self, reader: "_SourceReader") -> None:
         self._reader, self._offset = reader, 0
-        self._stock: deque[Piece] = deque()
-        self._ahead: deque[Future[Piece]] = deque()
+        self._stock: deque[LoadedBatch] = deque()
+        self._ahead: deque[Future[LoadedBatch]] = deque()
         self._thread = ThreadPoolExecutor(1) if self.prefetch else None
         #: Minibatches by their indices, in the order in which they were made.
-        self._known: OrderedDict[str, Minibatch] = OrderedDict()
+        self._known: OrderedDict[str, TakenRows] = OrderedDict()
         self._remembered = MIN_REMEMBERED
 
     def _begin_at(self, place: Any) -> None:
         if self._thread is not None:  # which may hold the same iterator
             self._thread.shutdown(cancel_futures=True)
-        reader = _Reader(self.source, self.num_rows, self.structure)
+        reader = _SourceReader(self.source, self.num_rows, self.structure)
         reader.go_to(place)
         self._begin(reader)
 
@@ -212,7 +212,7 @@ class Feed:
         rows = np.stack(columns)[np.arange(len(draws))[:, None], ranks]
         return rows.reshape(*index.shape, *rows.shape[2:])
 
-    def _minibatch(self, indices: np.ndarray) -> Minibatch:
+    def _minibatch(self, indices: np.ndarray) -> TakenRows:
         numbers = indices.astype(np.int64).tobytes()  # of any dtype
         name = hashlib.blake2b(numbers, digest_size=16).hexdigest()
         if name not in self._known:
@@ -224,7 +224,7 @@ class Feed:
         while len(self._known) > self._remembered:
             self._known.popitem(last=False)
 
-    def take(self, count: int) -> Minibatch:
+    def take(self, count: int) -> TakenRows:
         """The next rows."""
         with self._lock:
             if not self._stock:
@@ -243,11 +243,11 @@ class Feed:
                     self._stock.popleft()
                     self._offset = 0
         if len(pieces) == 1:
-            return Minibatch(pieces[0], place, offset)
+            return TakenRows(pieces[0], place, offset)
         by_column = zip(*pieces, strict=True)
-        return Minibatch([np.concatenate(p) for p in by_column], place, offset)
+        return TakenRows([np.concatenate(p) for p in by_column], place, offset)
 
-    def _load(self) -> Piece:
+    def _load(self) -> LoadedBatch:
         if self._thread is None:
             return self._reader.load()
         while len(self._ahead) <= self.prefetch:
@@ -268,7 +268,7 @@ class Feed:
         if self._reader.once:
             got = "an iterator that runs once, for a model that checks all values"
             raise argument_error(CALL, "source", got, "Pass a function that makes it.")
-        reader = _Reader(self.source, self.num_rows, self.structure)
+        reader = _SourceReader(self.source, self.num_rows, self.structure)
         num_seen, by_batch = 0, []
         while num_seen < self.num_rows:
             columns = reader.load().columns
@@ -311,7 +311,7 @@ class Feed:
                 self._remember(name, count)
 
 
-class _Reader:
+class _SourceReader:
     """Batches of a source, epoch after epoch, checked."""
 
     def __init__(self, source: Any, num_rows: int, structure: Any = None) -> None:
@@ -360,7 +360,7 @@ class _Reader:
             state = bytes.fromhex(state)
         self._iterator.set_state(state)  # type: ignore[attr-defined]
 
-    def load(self) -> Piece:
+    def load(self) -> LoadedBatch:
         """The next batch that has rows."""
         while True:
             place = self.place()
@@ -383,7 +383,7 @@ class _Reader:
             if count:
                 self._warn_of_order(columns)
                 self._counts.append(count)
-                return Piece(columns, place)
+                return LoadedBatch(columns, place)
 
     def _end(self) -> None:
         """Check the number of rows of an epoch, and begin the next one."""
