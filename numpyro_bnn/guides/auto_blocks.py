@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions.transforms import IdentityTransform
 from numpyro.distributions.util import sum_rightmost
@@ -35,8 +36,8 @@ from numpyro_bnn.program.plates import full_plates
 NUM_DRAWS = 4096  # for medians and quantiles without closed form
 
 Blocks: TypeAlias = Mapping[Any, Family] | Sequence[tuple[Patterns, Family]]
-LocScale: TypeAlias = tuple[jax.Array, jax.Array]
-Values: TypeAlias = dict[str, jax.Array]
+LocScale: TypeAlias = tuple[Array, Array]
+Values: TypeAlias = dict[str, Array]
 
 
 class AutoBlocks(AutoNormal, CompiledPrototype):
@@ -278,7 +279,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         self,
         name: str,
         event_dim: int,
-        unconstrained: jax.Array,
+        unconstrained: Array,
         moments: LocScale | None,
     ) -> dist.Distribution:
         """The site as a function of the latent vector of its block."""
@@ -301,7 +302,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
 
     def sample_posterior(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         params: Mapping,
         *args: Any,
         sample_shape: Shape = (),
@@ -382,7 +383,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
             return [family.distribution(block) for block, family in self._blocks]
 
     def _draw(
-        self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: Shape
+        self, rng_key: Array, params: Mapping[str, Any], sample_shape: Shape
     ) -> Values:
         """Unconstrained draws; for a conditioned site, draws of u."""
         values: Values = {}
@@ -441,9 +442,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         mapped = _map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
         return jax.tree.map(lambda v: v[0], mapped)
 
-    def _unconstrained_quantiles(
-        self, params: Mapping[str, Any], q: jax.Array
-    ) -> Values:
+    def _unconstrained_quantiles(self, params: Mapping[str, Any], q: Array) -> Values:
         """(Q, ...) by site."""
         normals = self._normals(params)
         families = self._families(params)
@@ -470,7 +469,7 @@ def _plates(site: Mapping[str, Any]) -> set[str]:
     return {frame.name for frame in site["cond_indep_stack"]}
 
 
-def _joined(values: Values) -> jax.Array:
+def _joined(values: Values) -> Array:
     return jnp.concatenate(list(map(jnp.ravel, values.values())))
 
 
@@ -479,7 +478,7 @@ def is_identity(transform: Any) -> bool:
     return isinstance(elementwise(transform), IdentityTransform)
 
 
-def _monotone(transform: Any, values: jax.Array) -> jax.Array:
+def _monotone(transform: Any, values: Array) -> Array:
     """Quantiles after a monotone transform, from those at q and 1 - q: a decreasing one
     reverses the order.
     """

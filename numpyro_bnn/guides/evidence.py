@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats
@@ -164,12 +165,10 @@ def evidence(
         )
         raise argument_error(call, "guide", got, instead)
 
-    def weigh(
-        keys_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
-    ) -> jax.Array:
+    def weigh(keys_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Array:
         keys, params = keys_and_params
 
-        def log_weight(key: jax.Array) -> jax.Array:
+        def log_weight(key: Array) -> Array:
             draw = weighted_draw(model, guide, params, args, kwargs, key)  # type: ignore[arg-type]
             return draw.log_joint - draw.log_guide
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import tqdm
-from jax import lax
+from jax import Array, lax
 from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide, AutoGuideList
@@ -387,11 +387,11 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
     def steps(state: Any, number: int, arrays: dict) -> tuple:
         args, kwargs = fixed.call(arrays)
 
-        def go_on(carry: tuple) -> jax.Array:
+        def go_on(carry: tuple) -> Array:
             _, _, count, finite = carry
             return (count < number) & (stable | finite)
 
-        def update_once(state: Any, key: Any) -> tuple[Any, Any, jax.Array]:
+        def update_once(state: Any, key: Any) -> tuple[Any, Any, Array]:
             with random_indices():
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpyro.infer import init_to_median
 from numpyro.util import find_stack_level
 
@@ -110,7 +111,7 @@ def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, 
     return weight_names
 
 
-def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
+def base_spread(name: str, base: Array, weight: Array) -> Array:
     """The spread of a non-centered site z that gives its weight w the fan-in scale; a
     scalar, at most 1.
 
@@ -123,7 +124,7 @@ def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where((weight_sd > 0) & (sd > 0), jnp.minimum(1.0, factor), 1.0)
 
 
-def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
+def initial_spread(site: dict[str, Any], local: bool) -> Array | float:
     """Initial scale of a site in unconstrained space; the initial sd of a guide is a
     fraction of it.
 
@@ -173,7 +174,7 @@ def check_init_scale(call: str, init_scale: Any) -> None:
 
 def _is_positive(value: Any) -> bool:
     """Whether it is a positive finite number, or an array of them."""
-    if isinstance(value, bool) or not isinstance(value, Real | np.ndarray | jax.Array):
+    if isinstance(value, bool) or not isinstance(value, Real | np.ndarray | Array):
         return False
     array = np.asarray(value)
     return array.dtype.kind in "iuf" and bool(np.all((array > 0) & (array < np.inf)))
@@ -184,7 +185,7 @@ def initial_scales(
     init_scale: Any,
     spreads: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Initial standard deviation of every site, in unconstrained space.
 
     :param init_scale: a number that multiplies the spreads, or standard deviations by

@@ -5,8 +5,8 @@ values of the hyper-sites.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import affine_normal
@@ -16,14 +16,12 @@ from numpyro_bnn.program.posterior import Posterior
 # latent sites.
 Scaled: TypeAlias = Mapping[str, frozenset[str]]
 # Maps values of sites to prior loc and scale by site.
-Program: TypeAlias = Callable[
-    [Mapping[str, Any]], Mapping[str, tuple[jax.Array, jax.Array]]
-]
+Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[Array, Array]]]
 
 
 def _moments(
     sites: Mapping[str, dict], names: Iterable[str]
-) -> dict[str, tuple[jax.Array, jax.Array]]:
+) -> dict[str, tuple[Array, Array]]:
     """Prior loc and scale of those sites that are normal."""
     moments = {}
     for name in names:
@@ -41,7 +39,7 @@ def scaled_sites(reading: Posterior, local: set[str]) -> Scaled:
         left out.
     """
 
-    def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], jax.Array]:
+    def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], Array]:
         arrays = {}
         for name, (loc, scale) in _moments(sites, reading.latent).items():
             arrays[name, "loc"], arrays[name, "scale"] = loc, scale
@@ -75,7 +73,7 @@ def prior_program(
         reading = Posterior(model, args, kwargs, full=plates is None)
     parents = sorted(set().union(*scaled.values()))
 
-    def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
+    def program(values: Mapping[str, Any]) -> Mapping[str, tuple[Array, Array]]:
         inputs = dict(plates or {})
         for name in parents:
             inputs[name] = jnp.asarray(values.get(name, examples[name]), float)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._keys import split
@@ -52,10 +53,10 @@ class ADFResult(NamedTuple):
     :param refused: fraction of refused updates in each epoch, (E,) or (R, E).
     """
 
-    params: dict[str, jax.Array]
+    params: dict[str, Array]
     state: ADFState
-    losses: jax.Array
-    refused: jax.Array
+    losses: Array
+    refused: Array
 
 
 class AutoADF(ADFPosterior):
@@ -223,7 +224,7 @@ class AutoADF(ADFPosterior):
         )
         return ADFResult(params, state, losses, refused)
 
-    def update(self, params: Values, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
+    def update(self, params: Values, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Learn from further data, in the order given: the current posterior becomes
         the prior.
 
@@ -234,7 +235,7 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def learned(likelihood: Likelihood, *inputs: Any) -> dict[str, jax.Array]:
+        def learned(likelihood: Likelihood, *inputs: Any) -> dict[str, Array]:
             return self._to_params(sweep(likelihood, *inputs)[0])
 
         new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
@@ -246,7 +247,7 @@ class AutoADF(ADFPosterior):
     @checked(f"{CALL}.predictive_moments")
     def predictive_moments(
         self, params: Values, *args: Any, noise: Switch = True, **kwargs: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Array, Array]:
         """Mean and variance of each observation under the posterior, without sampling.
 
         For a Categorical observation these are moments of the K class indicators, or
@@ -266,7 +267,7 @@ class AutoADF(ADFPosterior):
 
     def log_predictive_density(
         self, params: Values, *args: Any, **kwargs: Any
-    ) -> jax.Array:
+    ) -> Array:
         """log p(y_n | x_n) of each data point: the likelihood averaged over the
         posterior, without sampling.
 
@@ -411,7 +412,7 @@ def _set_axes(of_one: Values, of_all: Values) -> dict[str, int | None]:
     return axes
 
 
-def _narrow(value: Any) -> jax.Array:
+def _narrow(value: Any) -> Array:
     """In the precision of the session, converted on the host where the
     number is known.
     """
@@ -438,7 +439,7 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
 
 def _checked_orders(
     orders: Any, num_epochs: int, num_rows: int, batched: bool
-) -> jax.Array | None:
+) -> Array | None:
     """Orders with the epoch as the first axis."""
     if orders is None:
         return None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from jax.scipy.special import logsumexp
 from numpyro.distributions import constraints
 
@@ -101,7 +102,7 @@ class Likelihood:
         """The quantities that are integrated numerically."""
         return [name for name in self.cut.quantities if name != self.predictor]
 
-    def typical_values(self, states: Values) -> dict[str, jax.Array]:
+    def typical_values(self, states: Values) -> dict[str, Array]:
         """Typical values of the hyperparameters."""
         hypers = self.hyperparameters.items()
         return {name: hyper.value(states[name]) for name, hyper in hypers}
@@ -127,14 +128,14 @@ class Likelihood:
                 quantities[name] = Gaussian(value, jnp.zeros_like(value))
         return Point(quantities, state.hyperparameters, data)
 
-    def log_z(self, point: Point, order: int = 0) -> jax.Array:
+    def log_z(self, point: Point, order: int = 0) -> Array:
         """log Z of one observation, with ``order`` added to the shape of the noise
         precision; 0 where it is masked.
 
         Elements that share no random number have their own log Z.
         """
 
-        def log_prob(values: Values) -> jax.Array:
+        def log_prob(values: Values) -> Array:
             parameters = self._parameters(values, point)
             fn = self.build(parameters).mask(parameters["mask"])
             return fn.log_prob(parameters["value"])
@@ -148,7 +149,7 @@ class Likelihood:
 
         gaussians = self._gaussians(point)
 
-        def moments_at(values: Values) -> tuple[jax.Array, jax.Array]:
+        def moments_at(values: Values) -> tuple[Array, Array]:
             fn = self.build(self._parameters(values, point))
             if isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits):
                 return fn.probs, fn.probs * (1 - fn.probs)
@@ -217,12 +218,12 @@ class NormalLikelihood(Likelihood):
             "scale": jnp.broadcast_to(base.scale, shape),
         }
 
-    def log_z(self, point: Point, order: int = 0) -> jax.Array:
+    def log_z(self, point: Point, order: int = 0) -> Array:
         parameters = self._parameters(point.means, point)
         mean, var = point.quantities["loc"]
         residual = parameters["value"] - mean
 
-        def log_density(values: Values) -> jax.Array:
+        def log_density(values: Values) -> Array:
             total = var + self._noise_variance(values, point, order)
             density = normal_log_density(residual, total) + NORMAL_CONSTANT
             return jnp.where(parameters["mask"], density, 0.0)
@@ -236,7 +237,7 @@ class NormalLikelihood(Likelihood):
             var = var + expectations(variance, self._gaussians(point))
         return self._of_row(Gaussian(mean, var))
 
-    def _noise_variance(self, values: Values, point: Point, order: int) -> jax.Array:
+    def _noise_variance(self, values: Values, point: Point, order: int) -> Array:
         scale = self._parameters({**point.means, **values}, point)["scale"]
         if self.gamma is None:
             return scale * scale
@@ -257,7 +258,7 @@ class CategoricalLikelihood(Likelihood):
             "logits": jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
         }
 
-    def log_z(self, point: Point, order: int = 0) -> jax.Array:
+    def log_z(self, point: Point, order: int = 0) -> Array:
         parameters = self._parameters(point.means, point)
         value = jnp.where(parameters["mask"], parameters["value"], 0)
         log_mean = softmax_log_mean(point.quantities["logits"], value)
@@ -273,7 +274,7 @@ class CategoricalLikelihood(Likelihood):
         logits = jax.tree.map(lambda moment: moment[0], point.quantities["logits"])
         classes = logits.mean.shape[-1]
 
-        def log_p(k: jax.Array) -> jax.Array:
+        def log_p(k: Array) -> Array:
             return softmax_log_mean(logits, jnp.full(logits.mean.shape[:-1], k))
 
         log_probs = jax.vmap(log_p, out_axes=-1)(jnp.arange(classes))
@@ -397,7 +398,7 @@ def _check_cut(cut: Cut, base: dist.Distribution, roles: Roles, example: Any) ->
         refuse(roles.observed, reason, instead)
 
 
-def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
+def softmax_log_mean(logits: Gaussian, value: Array) -> Array:
     r"""Approximate log E[softmax(f)_k] for independent f_j ~ N(m_j, v_j).
 
     .. math:: E[\mathrm{softmax}(f)_k] \approx

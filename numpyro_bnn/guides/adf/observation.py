@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.flatten_util import ravel_pytree
 
@@ -171,17 +172,17 @@ def check_quantities(cut: Cut, roles: Roles, data: Any) -> None:
     values = roles.random_values()
     weights = {name: values.pop(name) for name in roles.weights}
 
-    def flat(weights: Any) -> jax.Array:
+    def flat(weights: Any) -> Array:
         return ravel_pytree(cut.head(weights, values, data))[0]
 
     count = jax.eval_shape(flat, weights).size
     if count == 1:
         return
 
-    def slopes_at(weights: Any) -> jax.Array:
+    def slopes_at(weights: Any) -> Array:
         point, unflatten = ravel_pytree(weights)
 
-        def slope(key: jax.Array) -> jax.Array:
+        def slope(key: Array) -> Array:
             direction = unflatten(jax.random.normal(key, point.shape))
             return jax.jvp(flat, (weights,), (direction,))[1]
 
@@ -216,12 +217,12 @@ def check_rows(data: Data, reading: Posterior, of_row: Posterior, roles: Roles) 
     values, name = roles.random_values(), roles.observed
     row_indices = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
-    def parameters(reading: Posterior, call: Any) -> list[jax.Array]:
+    def parameters(reading: Posterior, call: Any) -> list[Array]:
         site = reading.with_arguments(*call).at(values, only=[name])[name]
         base, mask = unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"])
         return jax.tree.leaves((base, mask, site["value"]))
 
-    def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
+    def both(rows: Any) -> list[tuple[Array, Array]]:
         separately = jax.vmap(
             lambda row: parameters(of_row, data.row_call(row, data.arrays))
         )(jax.tree.map(lambda leaf: leaf[row_indices], rows))

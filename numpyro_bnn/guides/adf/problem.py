@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._checks import outside
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
@@ -46,9 +46,9 @@ class Records(NamedTuple):
     # Sum over the data of log Z, the log density of each point just before it is
     # absorbed. In the first epoch it estimates the log evidence, log p(y); later epochs
     # have already seen the data.
-    log_z: jax.Array
+    log_z: Array
     # fraction of refused updates of single weights, counted on a sample of the weights
-    refused: jax.Array
+    refused: Array
 
 
 def read_problem(data: Data, reading: Posterior) -> Likelihood:
@@ -70,7 +70,7 @@ def read_problem(data: Data, reading: Posterior) -> Likelihood:
     return likelihood
 
 
-def first_state(likelihood: Likelihood, rng_key: jax.Array, means: Values) -> ADFState:
+def first_state(likelihood: Likelihood, rng_key: Array, means: Values) -> ADFState:
     """The prior, but with these means of the weights, and others at random: N(loc,
     prior variance / fan-in), which breaks the symmetry of the hidden units.
     """
@@ -96,14 +96,14 @@ def first_state(likelihood: Likelihood, rng_key: jax.Array, means: Values) -> AD
 
 def learn(
     likelihood: Likelihood, state: ADFState, data: Any
-) -> tuple[ADFState, jax.Array, jax.Array]:
+) -> tuple[ADFState, Array, Array]:
     """Absorb one data point, ``data`` being its row and the other arrays; also
     returns its log Z and the number of refused updates of weights.
     """
     hypers = dict(state.hyperparameters)
     noise = {name: hypers[name] for name in likelihood.noise}
 
-    def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Point]:
+    def log_z(weights: Any, noise: Any) -> tuple[Array, Point]:
         point = likelihood.point(state._replace(weights=weights), data)
         # Only the likelihood depends on the noise, not the quantities.
         noisy = point._replace(states=hypers | noise)
@@ -164,7 +164,7 @@ def refine(likelihood: Likelihood, state: ADFState) -> ADFState:
     return ADFState(weights, hypers, factors)
 
 
-def _sampled_mean(mask: jax.Array) -> jax.Array:
+def _sampled_mean(mask: Array) -> Array:
     """Fraction of True, counted on some slices of the first axis: counting all would
     take a fifth of the time.
     """
@@ -174,7 +174,7 @@ def _sampled_mean(mask: jax.Array) -> jax.Array:
     return mask[:: -(-mask.shape[0] // slices)].astype(float).mean()
 
 
-def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
+def fusion_barrier(fn: Callable, divisor: Array) -> Callable:
     """The same function with the operands of outer products divided by one: faster,
     with the same numbers.
 
@@ -199,7 +199,7 @@ def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
 class Program(NamedTuple):
     """Compiled parts of a run, for one run or for several at once."""
 
-    start: Callable[[jax.Array, Any], ADFState]
+    start: Callable[[Array, Any], ADFState]
     epoch: Callable[..., tuple[ADFState, Records]]
 
 
@@ -214,7 +214,7 @@ def build(
         state: ADFState,
         rows: Any,
         arrays: Any,
-        rng_key: jax.Array,
+        rng_key: Array,
         order: Any,
         divisor: Any,
     ) -> Any:
@@ -245,10 +245,10 @@ def build_fed(
     @shared
     def absorbed(
         state: ADFState, rows: Any, count: Any, arrays: Any, divisor: Any
-    ) -> tuple[ADFState, jax.Array, jax.Array]:
+    ) -> tuple[ADFState, Array, Array]:
         absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
-        def body(n: jax.Array, carry: tuple) -> tuple:
+        def body(n: Array, carry: tuple) -> tuple:
             state, log_z, refused = carry
             row = {place: column[n] for place, column in rows.items()}
             updated, value, bad = absorb(state, (row, arrays))
@@ -284,7 +284,7 @@ def run_epochs(
     program: Program,
     state: ADFState,
     data: tuple[Any, Any],
-    keys: jax.Array,
+    keys: Array,
     orders: Any,
     progress_bar: bool,
     max_refused: float,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions import constraints
 
@@ -237,13 +238,13 @@ class Weight:
         None
     )
 
-    def prior_sd(self, hypers: Values) -> jax.Array:
+    def prior_sd(self, hypers: Values) -> Array:
         """Prior sd at values of the hyperparameters."""
         if self.hyper is None:
             return jnp.asarray(self.scale, float)
         return self.sd_at(hypers[self.hyper])
 
-    def sd_at(self, hyper: jax.Array) -> jax.Array:
+    def sd_at(self, hyper: Array) -> Array:
         """Prior sd at a value of its hyperparameter."""
         growth = jnp.ravel(hyper)[self.element] ** self.power
         return jnp.asarray(self.scale, float) * growth
@@ -342,7 +343,7 @@ def _is_weight(fn: dist.Distribution) -> bool:
     )
 
 
-def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
+def _projected(fn: dist.Distribution) -> tuple[Array, Array]:
     """Mean and sd of the prior of a weight site."""
     loc, scale = affine_normal(fn) or (fn.mean, jnp.sqrt(fn.variance))
     return jnp.asarray(loc, float), jnp.asarray(scale, float)

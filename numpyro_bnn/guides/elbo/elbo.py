@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import scale_and_mask
@@ -38,12 +39,12 @@ class Terms(NamedTuple):
     # closed jaxpr from the values of the latent sites, in the order of ``values``, to
     # terms that add up, with ``guide_terms``, to the bound
     program: Any
-    values: dict[str, jax.Array]  # one draw of every latent site of the guide
+    values: dict[str, Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
     # loc and scale of sites that may be drawn for each row
-    normals: dict[str, tuple[jax.Array, jax.Array]]
+    normals: dict[str, tuple[Array, Array]]
     plain: dict[str, str]  # why the other sites are drawn once
-    guide_terms: jax.Array  # terms of the guide alone
+    guide_terms: Array  # terms of the guide alone
 
 
 class _RowwiseELBO(ELBO):
@@ -64,7 +65,7 @@ class _RowwiseELBO(ELBO):
 
     def loss_with_mutable_state(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         param_map: dict,
         model: Callable,
         guide: Callable,
@@ -73,7 +74,7 @@ class _RowwiseELBO(ELBO):
     ) -> dict[str, Any]:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
-        def particle(key: jax.Array) -> jax.Array:
+        def particle(key: Array) -> Array:
             run_key, noise_key = jax.random.split(key)
             return self._estimate(
                 noise_key,
@@ -94,7 +95,7 @@ class _RowwiseELBO(ELBO):
         self,
         model: Callable,
         guide: Callable,
-        params: Mapping[str, jax.Array],
+        params: Mapping[str, Array],
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, str]:
@@ -131,7 +132,7 @@ class _RowwiseELBO(ELBO):
                 methods[name] = "flipout"
         return methods
 
-    def _estimate(self, rng_key: jax.Array, terms: Terms) -> jax.Array:
+    def _estimate(self, rng_key: Array, terms: Terms) -> Array:
         weight_uses = self._uses(terms)
         uses = weight_uses.uses
         if not uses:
@@ -307,7 +308,7 @@ def read_terms(
     values = {name: latent[name]["value"] for name in sorted(latent)}
     followers = _followers(run_guide, values)
 
-    def terms(values: Mapping[str, Any]) -> dict[Any, jax.Array]:
+    def terms(values: Mapping[str, Any]) -> dict[Any, Array]:
         guide_sites = dict(guide_trace)
         for name, value in values.items():
             guide_sites[name] = {**guide_sites[name], "value": value}
@@ -353,7 +354,7 @@ def _checked(trace: Trace, call: str) -> Trace:
     return trace
 
 
-def _log_prob(site: Site, value: Any = None) -> jax.Array:
+def _log_prob(site: Site, value: Any = None) -> Array:
     """Scaled log density of a site, elementwise."""
     if value is None and site["intermediates"]:
         density = site["fn"].log_prob(site["value"], site["intermediates"])
@@ -402,11 +403,11 @@ def _plain(
     return reasons
 
 
-def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
+def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, Array]:
     """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw,
     and by formula.
     """
-    terms: dict[Any, jax.Array] = {}
+    terms: dict[Any, Array] = {}
     for name, site in trace.items():
         if site["type"] != "sample":
             continue
@@ -431,7 +432,7 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
     return terms
 
 
-def _divergence(guide: Site, model: Site) -> jax.Array | None:
+def _divergence(guide: Site, model: Site) -> Array | None:
     """KL(q || p) summed over a site, with its scale; ``None`` if there is
     no formula.
     """
@@ -441,7 +442,7 @@ def _divergence(guide: Site, model: Site) -> jax.Array | None:
         return None
     event_dim = model["fn"].event_dim
 
-    def normal(loc: jax.Array, scale: jax.Array) -> dist.Distribution:
+    def normal(loc: Array, scale: Array) -> dist.Distribution:
         return dist.Normal(loc, scale, validate_args=False).to_event(event_dim)
 
     guide_fn, model_fn = guide["fn"], model["fn"]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._jaxprs.axes import LabelPlaces
 from numpyro_bnn._jaxprs.primitives import (
@@ -61,7 +62,7 @@ class WeightUses(NamedTuple):
 
 def find_uses(
     program: Any,
-    values: Mapping[str, jax.Array],
+    values: Mapping[str, Array],
     candidates: Collection[str],
     call: str,
 ) -> WeightUses:
@@ -110,7 +111,7 @@ def _is_followed(value: Any) -> bool:
 
 def _counting(value: Any) -> Any:
     """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
-    has_values = isinstance(value, np.ndarray | jax.Array) and not isinstance(
+    has_values = isinstance(value, np.ndarray | Array) and not isinstance(
         value, jax.core.Tracer
     )
     integers = (
@@ -121,7 +122,7 @@ def _counting(value: Any) -> Any:
 
 class _UseSearch(Interpreter):
     def __init__(
-        self, values: Mapping[str, jax.Array], candidates: Collection[str], call: str
+        self, values: Mapping[str, Array], candidates: Collection[str], call: str
     ) -> None:
         super().__init__({}, _is_followed, call, self.visit)
         self.values, self.sites = values, set(candidates)

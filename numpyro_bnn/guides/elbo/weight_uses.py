@@ -8,9 +8,8 @@ from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import random
+from jax import Array, random
 
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import dot_axes
@@ -139,15 +138,15 @@ class WeightNoise:
     """Random numbers of one use."""
 
     # N(0, 1): one per weight, or one per output where outputs are drawn
-    normal: jax.Array
+    normal: Array
     # -1 or 1 per row and input, to multiply the other operand
-    signs_in: jax.Array | None = None
+    signs_in: Array | None = None
     # -1 or 1 per row and output; none where outputs are drawn
-    signs_out: jax.Array | None = None
+    signs_out: Array | None = None
 
 
 def draw_noise(
-    rng_key: jax.Array, uses: Mapping[str, Use], local: bool
+    rng_key: Array, uses: Mapping[str, Use], local: bool
 ) -> dict[str, WeightNoise]:
     """Random numbers of all uses; with ``local``, for outputs instead of weights if the
     expectation allows it.
@@ -189,7 +188,7 @@ def _compact(axes: Axes) -> tuple[int, ...]:
     return tuple(piece.draws for piece in chain(*axes))
 
 
-def _spread(values: jax.Array, axes: Axes) -> jax.Array:
+def _spread(values: Array, axes: Axes) -> Array:
     """Put pieces of axes together; an axis without rows keeps length 1 and is
     broadcast.
     """
@@ -203,7 +202,7 @@ def _spread(values: jax.Array, axes: Axes) -> jax.Array:
     return jnp.broadcast_to(values, shape).reshape(lengths)
 
 
-def _normals(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+def _normals(rng_key: Array, site_axes: Mapping[Any, Axes]) -> dict[Any, Array]:
     shapes = {name: _compact(axes) for name, axes in site_axes.items()}
     normals = cut(random.normal(rng_key, (_total(shapes),)), shapes)
     return {name: _spread(normals[name], axes) for name, axes in site_axes.items()}
@@ -213,7 +212,7 @@ def _total(shapes: Mapping[Any, tuple[int, ...]]) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def _signs(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+def _signs(rng_key: Array, site_axes: Mapping[Any, Axes]) -> dict[Any, Array]:
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that
     rows are contiguous.
     """
@@ -232,7 +231,7 @@ def _word_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-rows // 32), prod(shape) // rows
 
 
-def _unpack(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _unpack(words: Array, shape: tuple[int, ...]) -> Array:
     bits = (words[:, None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
     signs = 1 - 2 * bits.astype(jnp.int32)
     return signs.reshape(-1)[: prod(shape)].reshape(shape).astype(float)
@@ -268,7 +267,7 @@ def run(
     return walk.run(program.jaxpr, program.consts, values)
 
 
-def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> jax.Array:
+def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> Array:
     """A broadcast weight, drawn for each row."""
     normal = noise.normal
     if noise.signs_out is not None:
@@ -278,11 +277,11 @@ def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> jax.Array:
 
 def _drawn_outputs(
     equation: Equation, operands: list[Any], i: int, noise: WeightNoise
-) -> jax.Array:
+) -> Array:
     """The output of a product with data, or of a lookup, drawn for each row."""
     weight, data = operands[i], operands[1 - i]
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    def product(x: Array, w: Array) -> Array:
         return equation.bind(*((w, x) if i == 0 else (x, w)))
 
     if noise.signs_out is not None:
@@ -305,7 +304,7 @@ def _drawn_outputs(
 
 
 def _positions(
-    equation: Equation, operand: int, signs_out: jax.Array
+    equation: Equation, operand: int, signs_out: Array
 ) -> tuple[int, int, int] | None:
     """Data of a dense layer at several positions as (rows, positions, inputs), if
     weights are fewer than outputs.
@@ -325,8 +324,8 @@ def _positions(
 
 
 def _product_by_row(
-    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: WeightNoise
-) -> jax.Array:
+    equation: Equation, x: Array, mean: Array, change: Any, noise: WeightNoise
+) -> Array:
     """Every row with its own weights, mean + r change t: one product forward and
     backward instead of two.
     """
@@ -341,7 +340,7 @@ def _product_by_row(
     return out.reshape(equation.outputs[0].shape).astype(equation.outputs[0].dtype)
 
 
-def _sqrt(var: jax.Array) -> jax.Array:
+def _sqrt(var: Array) -> Array:
     """Square root with derivative 0 at 0: if all inputs are 0 the output
     has no noise.
     """

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
@@ -231,7 +232,7 @@ class AutoLaplace(AutoBlocks):
         )
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
-    def _normals(self, params: Mapping[str, jax.Array]) -> dict[str, dist.Normal]:
+    def _normals(self, params: Mapping[str, Array]) -> dict[str, dist.Normal]:
         scales = {}
         for name in self._transforms:
             if name not in self._chosen:
@@ -239,7 +240,7 @@ class AutoLaplace(AutoBlocks):
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
             return super()._normals(scales | dict(params))
 
-    def _gaussian_blocks(self, params: Mapping[str, jax.Array]) -> Blocks:
+    def _gaussian_blocks(self, params: Mapping[str, Array]) -> Blocks:
         """The jointly Gaussian sites, and their distributions."""
         blocks: list[Any] = []
         families = self._families(params)
@@ -393,7 +394,7 @@ class AutoLaplace(AutoBlocks):
         linearized: Switch = True,
         link: Annotated[str, Choice(("probit", "sample"))] = "probit",
         covariance: Switch = False,
-        rng_key: jax.Array | None = None,
+        rng_key: Array | None = None,
         num_samples: PositiveInt = 1000,
         site: str | None = None,
         **kwargs: Any,
@@ -421,7 +422,7 @@ class AutoLaplace(AutoBlocks):
         name, posterior = self._for_rows("predictive", params, args, kwargs, site)
         options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
-        def predicted(batch: Batch, params: Values, key: jax.Array | None) -> dict:
+        def predicted(batch: Batch, params: Values, key: Array | None) -> dict:
             return predict(self, posterior, batch, params, key, options)._asdict()
 
         prediction = posterior.rows.run_once(predicted, dict(params), rng_key)
@@ -433,7 +434,7 @@ class AutoLaplace(AutoBlocks):
         *args: Any,
         site: str | None = None,
         **kwargs: Any,
-    ) -> jax.Array:
+    ) -> Array:
         """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the
         linearized network.
 
@@ -451,7 +452,7 @@ class AutoLaplace(AutoBlocks):
             "log_predictive_density", params, args, kwargs, site
         )
 
-        def score(batch: Batch, params: Mapping[str, Any]) -> jax.Array:
+        def score(batch: Batch, params: Mapping[str, Any]) -> Array:
             return log_density(self, posterior, batch, params, name)
 
         return posterior.rows.run_once(score, dict(params))
@@ -477,7 +478,7 @@ class AutoLaplace(AutoBlocks):
         _check_finite(call, args, kwargs)
         return name, posterior.on(args, kwargs)
 
-    def _coordinates(self, params: Mapping[str, jax.Array]) -> Values:
+    def _coordinates(self, params: Mapping[str, Array]) -> Values:
         """Locations of all sites."""
         locs: Values = {}
         for block, _ in self._blocks:
