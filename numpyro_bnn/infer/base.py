@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
@@ -245,7 +245,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             return sgmcmc.ControlVariates(potential, full, stream)
         return sgmcmc.Minibatch(potential, stream)
 
-    def sampler(self, evaluate: Callable, z: Any, base: jax.Array) -> sgmcmc.Sampler:
+    def sampler(self, evaluate: Callable, z: Any, base: Array) -> sgmcmc.Sampler:
         """Build the sampler of a chain, from a potential ``evaluate(z, batch)`` and a
         base step size; this costs nothing at run time.
         """
@@ -253,7 +253,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         unravel, schedule = ravel_pytree(z)[1], self.schedule
         named = self.preconditioner
 
-        def potential(position: jax.Array, batch: Any) -> jax.Array:
+        def potential(position: Array, batch: Any) -> Array:
             return evaluate(unravel(position), batch)
 
         if learned is not None:
@@ -270,7 +270,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         )
 
     def steps(
-        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
+        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Array
     ) -> sgmcmc.State:
         """Make the steps of transition ``i``, and return the state after them."""
         return sampler.run(engine, self.steps_per_draw)
@@ -300,9 +300,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     # -- rules for the step size -------------------------------------------------------
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """Choose the step size eps by the largest curvature and the gradient noise
         (both preconditioned).
 
@@ -317,9 +315,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         )
         return jnp.minimum(1 / curvature, tolerated)
 
-    def stable_step_size(
-        self, curvature: jax.Array, noise: jax.Array, size: int
-    ) -> jax.Array:
+    def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:
         """Step size eps while a chain is still far from the posterior: a quarter of the
         stability limit.
 
@@ -455,7 +451,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
@@ -475,7 +471,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self._sample_fn = self.sample
 
         def start(
-            values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+            values: tuple[Any, Array], args: tuple, kwargs: Mapping[str, Any]
         ) -> SGMCMCState:
             begin = partial(self._start, args=args, kwargs=kwargs)
             return begin(*values) if single else jax.vmap(begin)(*values)
@@ -484,13 +480,13 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     def _bound(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any,
         args: tuple,
         kwargs: dict[str, Any],
         posterior: Posterior | None,
-    ) -> tuple[Target, dict[str, jax.Array]]:
+    ) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
         call = self._call
         settings = self._model, rng_key, self.init_strategy, args, kwargs
@@ -513,7 +509,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return target, z
 
     def _start(
-        self, z: Any, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]
+        self, z: Any, rng_key: Array, args: tuple, kwargs: Mapping[str, Any]
     ) -> SGMCMCState:
         """The state of a chain at unconstrained values ``z``."""
         plan, position = self.plan, ravel_pytree(z)[0]
@@ -658,7 +654,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         state: SGMCMCState,
         model_args: tuple,
         model_kwargs: Mapping[str, Any] | None,
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         """Values of the sites where each chain ended its warm start, (C, ...): a deep
         ensemble.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
@@ -108,15 +108,15 @@ class BlackJAXState(NamedTuple):
     z: Any
     chain: Any
     tuned: dict[str, Any]
-    accept_prob: jax.Array
-    diverging: jax.Array
-    num_gradients: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    accept_prob: Array
+    diverging: Array
+    num_gradients: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
     @property
-    def step_size(self) -> jax.Array | None:
+    def step_size(self) -> Array | None:
         """The step size that the warm-up has found; ``None`` if it is given."""
         return self.tuned.get("step_size")
 
@@ -298,7 +298,7 @@ class BlackJAX(TargetKernel[_Plan]):
         stream = stream_of(target, "with_replacement")
         init, algorithm_step = self.algorithm(jax.grad(log_density), **options)
 
-        def step(rng_key: jax.Array, chain: Any) -> tuple[Any, None]:
+        def step(rng_key: Array, chain: Any) -> tuple[Any, None]:
             batch_key, rng_key = random.split(rng_key)
             batch: Any = "full"
             if target.subsampled:
@@ -334,7 +334,7 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
@@ -353,7 +353,7 @@ class BlackJAX(TargetKernel[_Plan]):
         plan = _Plan(target, num_warmup, {})
 
         def start(
-            values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+            values: tuple[Any, Array], args: tuple, kwargs: Mapping[str, Any]
         ) -> BlackJAXState:
             log_density = LogDensity(target, args, kwargs)
             begin = partial(self._start, plan, log_density)
@@ -417,12 +417,12 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def _bound(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         init_params: Any,
         args: tuple,
         kwargs: dict[str, Any],
         posterior: Posterior | None,
-    ) -> tuple[Target, dict[str, jax.Array]]:
+    ) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
         temperature = self.options.get("temperature", 1.0) if self._stochastic else 1.0
         settings = self._model, rng_key, self.init_strategy, args, kwargs
@@ -438,7 +438,7 @@ class BlackJAX(TargetKernel[_Plan]):
         return target, z
 
     def _start(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
+        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: Array
     ) -> BlackJAXState:
         """The state of a chain, or of all chains whose warm-up pools them."""
         chain_key, rng_key = split(rng_key)
@@ -464,13 +464,13 @@ class BlackJAX(TargetKernel[_Plan]):
         )
 
     def _outlined(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
+        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: Array
     ) -> tuple[Any, dict[str, Any]]:
         """Zeros for what the warm-up will find: only shapes are known yet. The plan
         gets what is no array.
         """
 
-        def tune(z: Any, rng_key: jax.Array) -> tuple[Any, dict[str, Any]]:
+        def tune(z: Any, rng_key: Array) -> tuple[Any, dict[str, Any]]:
             tuned = self._tune(plan, log_density, z, rng_key)
             for name, value in tuned.parameters.items():
                 plan.fixed[name] = jax.tree.map(
@@ -478,7 +478,7 @@ class BlackJAX(TargetKernel[_Plan]):
                 )
             return tuned.chain, _arrays(tuned.parameters)
 
-        def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+        def zeros(like: jax.ShapeDtypeStruct) -> Array:
             if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
                 return random.split(random.key(0), like.shape)
             return jnp.zeros(like.shape, like.dtype)
@@ -492,7 +492,7 @@ class BlackJAX(TargetKernel[_Plan]):
         return chain, tuned
 
     def _tune(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
+        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: Array
     ) -> Any:
         assert self._warm_up is not None
         assert self.adaptation is not None
@@ -577,7 +577,7 @@ class BlackJAX(TargetKernel[_Plan]):
         per_step = jnp.int32(self._gradients or 0)
         chain = self._moved(functions, state, refresh_key)
 
-        def step(n: jax.Array, carry: tuple) -> tuple:
+        def step(n: Array, carry: tuple) -> tuple:
             chain, accept_prob, diverging, num_gradients = carry
             new_chain, info = functions.step(random.fold_in(step_key, n), chain)
             new_chain = jax.tree.map(_in_dtype, new_chain, chain)
@@ -602,7 +602,7 @@ class BlackJAX(TargetKernel[_Plan]):
         )
 
     def _moved(
-        self, functions: "Functions", state: BlackJAXState, rng_key: jax.Array
+        self, functions: "Functions", state: BlackJAXState, rng_key: Array
     ) -> Any:
         """The algorithm's state at ``state.z``: only what does not follow from the
         position is kept.
@@ -705,22 +705,22 @@ def as_blackjax(
     """
     fields = [name for name in kernel.default_fields if name != kernel.sample_field]
 
-    def init(position: Any, rng_key: jax.Array) -> Any:
+    def init(position: Any, rng_key: Array) -> Any:
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
-    def step(rng_key: jax.Array, state: Any) -> tuple[Any, dict[str, Any]]:
+    def step(rng_key: Array, state: Any) -> tuple[Any, dict[str, Any]]:
         state = kernel.sample(_with_key(state, rng_key), args, kwargs)
         return state, {name: attrgetter(name)(state) for name in fields}
 
     return Functions(init, step)
 
 
-def _with_key(state: Any, rng_key: jax.Array) -> Any:
+def _with_key(state: Any, rng_key: Array) -> Any:
     """A state with another key. The keys of states inside it become others too, unless
     the key is that which the state has.
     """
 
-    def folded(leaf: jax.Array, rng_key: jax.Array, own_key: jax.Array) -> jax.Array:
+    def folded(leaf: Array, rng_key: Array, own_key: Array) -> Array:
         fold = random.fold_in
         for _ in range(leaf.ndim - rng_key.ndim):  # replicas
             fold = jax.vmap(fold, in_axes=(0, None))
@@ -783,7 +783,7 @@ def _is_named(parameter: inspect.Parameter) -> bool:
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    return isinstance(leaf, Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def _arrays(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -810,7 +810,7 @@ def _position(chain: Any) -> Any:
     return chain if isinstance(chain, dict) else chain.position
 
 
-def _outcome(info: Any, chain: Any) -> tuple[jax.Array, jax.Array]:
+def _outcome(info: Any, chain: Any) -> tuple[Array, Array]:
     """Acceptance probability of a step, and whether it diverged."""
     accept_prob = getattr(info, "acceptance_rate", None)
     if accept_prob is None:

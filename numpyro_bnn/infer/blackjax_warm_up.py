@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax, random
+from jax import Array, lax, random
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.infer.target import Target
@@ -48,19 +48,19 @@ class LogDensity:
     def _posterior(self) -> Posterior:
         return Posterior(self.target.model, self.args, self.kwargs)
 
-    def __call__(self, z: Any, batch: Any = "full") -> jax.Array:
+    def __call__(self, z: Any, batch: Any = "full") -> Array:
         return -self._evaluate(z, batch)
 
-    def prior(self, z: Any) -> jax.Array:
+    def prior(self, z: Any) -> Array:
         """The part of the prior, with Jacobians."""
         parts = [self._posterior.log_prior(z), self._posterior.log_jacobian(z)]
         return sum(jax.tree.leaves(parts), jnp.zeros(()))
 
-    def likelihood(self, z: Any) -> jax.Array:
+    def likelihood(self, z: Any) -> Array:
         """The part of the data."""
         return self(z) - self.prior(z)
 
-    def draw_prior(self, rng_key: jax.Array) -> dict[str, jax.Array]:
+    def draw_prior(self, rng_key: Array) -> dict[str, Array]:
         """Unconstrained values, drawn from the prior."""
         sites = self._posterior.at({}, rng_key, self._posterior.latent)
         values = {name: site["value"] for name, site in sites.items()}
@@ -150,7 +150,7 @@ def _traced(chain: Any, info: Any, adaptation_state: Any) -> _Trace:
 
 
 def by_windows(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """Step size and metric of Hamiltonian kernels, in windows or after Pathfinder.
 
@@ -183,7 +183,7 @@ def _shares(task: WarmUpTask) -> list[float]:
 
 
 def of_mclmc(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """Length, step size and diagonal metric of the microcanonical kernel."""
     own, options = task.split()
@@ -207,7 +207,7 @@ def of_mclmc(
 
 
 def of_adjusted_mclmc(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """The same of the kernel with a Metropolis test and trajectories of random length
     (MAMS).
@@ -250,7 +250,7 @@ def _number_of(z: Any) -> int:
 
 
 def of_chees(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """Step size and trajectory length of Hamiltonian Monte Carlo, from all chains."""
     import optax
@@ -269,7 +269,7 @@ def of_chees(
 
 
 def of_meads(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """Step size, metric and damping of generalized Hamiltonian Monte Carlo."""
     own, options = task.split()
@@ -281,7 +281,7 @@ def of_meads(
 
 
 def of_tempering(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """Particles from the prior that are tempered to the posterior, and resampled: one
     for each chain.
@@ -318,7 +318,7 @@ def of_tempering(
 
     per_step = gradients_of_integrator(options.get("integrator"), "velocity_verlet")
 
-    def more(carry: tuple) -> jax.Array:
+    def more(carry: tuple) -> Array:
         state, sound, rounds, _ = carry
         return (state.tempering_param < 1) & (rounds < limit) & sound
 
@@ -340,7 +340,7 @@ def of_tempering(
     chosen = own["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
 
-    def arrived(z: Any, rng_key: jax.Array) -> Any:
+    def arrived(z: Any, rng_key: Array) -> Any:
         chain = chain_init(z, rng_key)
         is_draw = sound & (last.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
         return jax.tree.map(lambda leaf: jnp.where(is_draw, leaf, jnp.nan), chain)
@@ -350,7 +350,7 @@ def of_tempering(
     return TunedChain(chain, options, num_gradients)
 
 
-def _weighted(state: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _weighted(state: Any) -> tuple[Array, dict[str, Array]]:
     """Weights and particles, of persistent sampling those of all temperatures."""
     if hasattr(state, "weights"):
         return state.weights, state.particles
@@ -361,7 +361,7 @@ def _weighted(state: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def of_user(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
 ) -> TunedChain:
     """A function of the user's own."""
     init_key, rng_key = random.split(rng_key)
@@ -383,7 +383,7 @@ class WarmUpRow(NamedTuple):
     :param given: arguments of its run.
     """
 
-    tune: Callable[[WarmUpTask, LogDensity, Any, jax.Array], TunedChain]
+    tune: Callable[[WarmUpTask, LogDensity, Any, Array], TunedChain]
     algorithms: tuple[str, ...]
     tuned: tuple[str, ...]
     min_chains: int = 1

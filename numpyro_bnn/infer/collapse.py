@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from jax import lax, random
+from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
@@ -129,7 +128,7 @@ class _WithoutLinear(Messenger):
 
     def __init__(self, structure: LinearStructure) -> None:
         self.structure = structure
-        self.values: dict[str, jax.Array] = {}
+        self.values: dict[str, Array] = {}
         self.parameters: dict[str, Any] = {}
         super().__init__(None)
 
@@ -174,12 +173,12 @@ def _integrate(
             numpyro.deterministic(name, site["value"])
 
 
-def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> jax.Array:
+def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> Array:
     r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`,
     A the ``blocks``.
     """
 
-    def log_norm(sd: jax.Array) -> jax.Array:
+    def log_norm(sd: Array) -> Array:
         return 0.5 * jnp.log(2 * jnp.pi) + jnp.log(sd)
 
     gamma = model.prior_weight
@@ -192,9 +191,7 @@ def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> jax.Array:
     )
 
 
-def sample(
-    rng_key: jax.Array, model: LinearGaussian, blocks: JacobianBlocks
-) -> jax.Array:
+def sample(rng_key: Array, model: LinearGaussian, blocks: JacobianBlocks) -> Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
     For p <= n in a block directly from their normal distribution in p dimensions;
@@ -219,9 +216,7 @@ def sample(
     return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 
-def _scaled(
-    model: LinearGaussian, blocks: JacobianBlocks
-) -> tuple[jax.Array, jax.Array]:
+def _scaled(model: LinearGaussian, blocks: JacobianBlocks) -> tuple[Array, Array]:
     """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n,
     p) R and (..., n, 1) r.
     """

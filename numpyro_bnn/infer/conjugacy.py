@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._jaxprs.primitives import PIECEWISE
@@ -133,8 +134,8 @@ def _log_sds(
     values: Mapping[str, Any],
     name: str,
     child: str,
-    log_value: jax.Array,
-) -> jax.Array:
+    log_value: Array,
+) -> Array:
     """Log sds of the elements of ``other`` at (P,) logarithms of the
     value of ``name``.
     """
@@ -177,7 +178,7 @@ def _steps(size: int) -> tuple[np.ndarray, int]:
 
 def _effects(
     pairs: Collection[tuple[str, str]], reading: Posterior
-) -> dict[tuple[str, str], jax.Array]:
+) -> dict[tuple[str, str], Array]:
     """Changes of log sds by the steps in the log value of each site, at draws of the
     others from the prior.
     """

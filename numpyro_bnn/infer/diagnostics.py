@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from scipy.special import gammaincinv
 
 from numpyro_bnn._options import Level, NonNegative, PositiveInt, checked
@@ -55,11 +56,11 @@ class Movement(NamedTuple):
     :param refused_steps: fraction of the steps that were not taken.
     """
 
-    virial: jax.Array
-    position: jax.Array
-    gradient: jax.Array
-    accept_prob: jax.Array | None
-    refused_steps: jax.Array
+    virial: Array
+    position: Array
+    gradient: Array
+    accept_prob: Array | None
+    refused_steps: Array
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class MeasureMovement(Phase):
     temperature: float
     steps_per_draw: int
 
-    def start(self, engine: State, step_size: jax.Array) -> Movement:
+    def start(self, engine: State, step_size: Array) -> Movement:
         zeros = jnp.zeros_like(engine.position)
         zero = jnp.zeros((), zeros.dtype)
         accept_prob = zero if self.exact else None

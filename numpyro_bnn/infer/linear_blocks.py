@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._jaxprs.primitives import VIEWS, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
@@ -25,7 +26,7 @@ class JacobianBlocks(NamedTuple):
         inputs, of which they are.
     """
 
-    matrix: jax.Array
+    matrix: Array
     rows: np.ndarray
     columns: np.ndarray
 
@@ -39,9 +40,7 @@ class _Terms(NamedTuple):
     place: np.ndarray
 
 
-def jacobian_blocks(
-    fn: Callable[[jax.Array], jax.Array], u: jax.Array
-) -> JacobianBlocks:
+def jacobian_blocks(fn: Callable[[Array], Array], u: Array) -> JacobianBlocks:
     """The Jacobian of a linear function from (P,) to (N,), without derivatives where
     its program allows.
 
@@ -65,7 +64,7 @@ def jacobian_blocks(
     return JacobianBlocks(jacobian, *map(np.arange, jacobian.shape))
 
 
-def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
+def jacobian_of(fn: Callable[[Array], Array], u: Array) -> Array:
     """(N, P) the Jacobian by derivatives in the fewer directions."""
     return (jax.jacfwd if u.size <= jax.eval_shape(fn, u).size else jax.jacrev)(fn)(u)
 

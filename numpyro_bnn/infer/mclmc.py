@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
@@ -160,9 +160,7 @@ class MCLMC(SGMCMCKernel):
             max_warm_up_error=self.max_warm_up_error(size),
         )
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """Choose the length of the first steps: a quarter of the longest stable one,
         where a time step h has length h sqrt(P), as a momentum from N(0, I) has.
 
@@ -178,9 +176,7 @@ class MCLMC(SGMCMCKernel):
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
         return 0.5 + size * self.temperature**2 / (NOISY_LENGTH * step_size**2)
 
-    def stable_step_size(
-        self, curvature: jax.Array, noise: jax.Array, size: int
-    ) -> jax.Array:
+    def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:
         return jnp.sqrt(0.25 / (curvature * (1 + noise)) * size)
 
     def adapting(self, plan: RunPlan) -> list[Phase]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+from jax import Array
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
@@ -69,9 +69,7 @@ class GHMC(SGMCMCKernel):
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self.num_steps, self.momentum_decay, self.jitter)
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         return 1 / curvature
 
     def optimizer_steps(self) -> int:

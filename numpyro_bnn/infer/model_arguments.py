@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
@@ -95,7 +96,7 @@ class ModelArguments:
                 changed.append(place)
         return changed
 
-    def at_start(self, rng_key: jax.Array, args: tuple, kwargs: Kwargs | None) -> Call:
+    def at_start(self, rng_key: Array, args: tuple, kwargs: Kwargs | None) -> Call:
         """Those of ``init``, which are remembered."""
         KEY.check(self._call, "rng_key", rng_key)
         plain = plain_values(args, kwargs)
@@ -166,7 +167,7 @@ class ModelArguments:
         def read(leaf: Any) -> Any:
             if id(leaf) not in references:
                 (array,), _ = as_arrays((leaf,), None)
-                is_array = isinstance(array, jax.Array) and not is_traced(array)
+                is_array = isinstance(array, Array) and not is_traced(array)
                 if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                     return leaf
                 if array.nbytes <= self._max_constant_bytes:
@@ -188,7 +189,7 @@ class ModelKernel(MCMCKernel):
     @one_thread
     def init(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any = None,
         model_args: tuple = (),
@@ -199,7 +200,7 @@ class ModelKernel(MCMCKernel):
     @abstractmethod
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any,
         model_args: tuple,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
@@ -32,8 +33,8 @@ class RowSubset(NamedTuple):
     takes only the key.
     """
 
-    indices: Mapping[str, jax.Array]
-    batch: Mapping[str, jax.Array]
+    indices: Mapping[str, Array]
+    batch: Mapping[str, Array]
 
 
 # -- handlers -------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     refused, plates = partial(argument_error, call, "model"), reading.plates
     sites = sites_of_type(reading.sites, "sample")
 
-    def quantities(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
+    def quantities(batch: Mapping[str, Array]) -> dict[tuple[str, str], Any]:
         return _parts(reading.at(reading.row_values(reading.zeros(), batch)))
 
     batch = first_batch(plates)
@@ -157,7 +158,7 @@ def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     return frozenset(of_one_minibatch)
 
 
-def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
+def first_batch(plates: Mapping[str, Plate]) -> dict[str, Array]:
     """The first B indices of every plate."""
     return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
 
@@ -222,13 +223,13 @@ def _check_order(
     refused: Callable,
     reading: Posterior,
     sites: Mapping[str, Any],
-    batch: Mapping[str, jax.Array],
+    batch: Mapping[str, Array],
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse
     their log densities.
     """
 
-    def densities(reading: Posterior) -> list[dict[str, jax.Array]]:
+    def densities(reading: Posterior) -> list[dict[str, Array]]:
         drawn = reading.at()
         values = {name: drawn[name]["value"] for name in reading.latent}
         by_order = []

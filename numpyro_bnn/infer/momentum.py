@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
@@ -41,9 +41,7 @@ class _WithMomentum(SGMCMCKernel):
                 "Pass a `step_size`, or a decay above 0.",
             )
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of
         variance V adds h^2 V per step to the variance of the momenta, of which a
         refresh renews the fraction 1 - a^2.
@@ -56,9 +54,7 @@ class _WithMomentum(SGMCMCKernel):
         )
         return jnp.minimum(1 / curvature, heat)
 
-    def stable_step_size(
-        self, curvature: jax.Array, noise: jax.Array, size: int
-    ) -> jax.Array:
+    def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:
         return 1 / (curvature * (1 + 4 * noise / max(self._renewed, 1e-3)))
 
     def steps_to_forget(self, step_size: Any, size: int) -> Any:
@@ -150,9 +146,7 @@ class SGNHT(_WithMomentum):
             super().steps_to_forget(step_size, size) + 0.5
         )  # noise of size 1 adds h^2 / 2 to the friction per step
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """eps = h^2: half the stability limit; gradient noise adds at most T / 5 per
         step to the momenta.
 

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import random
+from jax import Array, random
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
@@ -37,10 +36,10 @@ class OrbitState(NamedTuple):
     """
 
     base: Any
-    orbit_accept_prob: jax.Array
-    orbit_width: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    orbit_accept_prob: Array
+    orbit_width: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
     def __getattr__(self, name: str) -> Any:
@@ -128,7 +127,7 @@ class OrbitMoves(Wrapper):
         self._plans = plan_moves(reading, self._symmetries, self._exact)
 
     def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: Array
     ) -> OrbitState:
         ones = jnp.ones((*batch_shape, len(self._plans)))
         return OrbitState(base, ones, ones, jnp.zeros(batch_shape, jnp.int32), rng_key)
@@ -136,13 +135,13 @@ class OrbitMoves(Wrapper):
     def _move(
         self,
         state: OrbitState,
-        values: dict[str, jax.Array],
-        rng_key: jax.Array,
+        values: dict[str, Array],
+        rng_key: Array,
         reading: Posterior,
-    ) -> tuple[OrbitState, dict[str, jax.Array]]:
+    ) -> tuple[OrbitState, dict[str, Array]]:
         """One move along every orbit."""
         prior = PriorProgram(reading)
-        new_values: dict[str, jax.Array] = {}
+        new_values: dict[str, Array] = {}
         probabilities = []
         for i, plan in enumerate(self._plans):
             key, width = random.fold_in(rng_key, i), state.orbit_width[i]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from numpyro.distributions.util import is_identically_one
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.util import identity, is_prng_key
@@ -33,8 +33,8 @@ class PrecisionGibbsState(NamedTuple):
     next sweep, and how often data had changed in place (no array).
     """
 
-    z: dict[str, jax.Array]
-    rng_key: jax.Array
+    z: dict[str, Array]
+    rng_key: Array
     data: DataVersion = DataVersion()
 
 
@@ -132,7 +132,7 @@ class PrecisionGibbs(ModelKernel):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Mapping[str, Any] | None,
         model_args: tuple,
@@ -160,9 +160,9 @@ class PrecisionGibbs(ModelKernel):
         keys = split(rng_key)
 
         def start(
-            reading: Posterior, key: jax.Array, conditioned: Mapping[str, Any]
-        ) -> dict[str, jax.Array]:
-            def start_chain(key: jax.Array) -> dict[str, jax.Array]:
+            reading: Posterior, key: Array, conditioned: Mapping[str, Any]
+        ) -> dict[str, Array]:
+            def start_chain(key: Array) -> dict[str, Array]:
                 sites = reading.at(conditioned, key, conditionals).items()
                 return {name: jnp.asarray(site["value"]) for name, site in sites}
 
@@ -237,7 +237,7 @@ class PrecisionGibbs(ModelKernel):
         conditioned, kwargs = held_values(model_kwargs)
         reading = self.posterior(model_args, kwargs)
 
-        def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def replay(z: dict[str, Array]) -> dict[str, Array]:
             traced = reading.at({**conditioned, **z})
             values = dict(z)
             for name, site in sites_of_type(traced, "deterministic").items():
@@ -262,7 +262,7 @@ class GIG(NamedTuple):
     b: Any
 
 
-def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
+def _half_cauchy(fn: Any, t: Array, weight: Any, rng_key: Array) -> GIG:
     r"""t = s^2 is GIG(-1/2, 0, 2 r) given r, which is redrawn given t each time.
 
     The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t +
@@ -307,9 +307,9 @@ def _independent(sites: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
 def _draw(
     group: Sequence[ConjugateSite],
     traced: Mapping[str, dict[str, Any]],
-    values: Mapping[str, jax.Array],
-    rng_key: jax.Array,
-) -> dict[str, jax.Array]:
+    values: Mapping[str, Array],
+    rng_key: Array,
+) -> dict[str, Array]:
     r"""One exact draw of scale sites that are independent given everything else.
 
     With t = value^k, k = 2 \|power\|, elements x_m of the children with sd
@@ -339,7 +339,7 @@ def _conditional(
     site: ConjugateSite,
     traced: Mapping[str, dict[str, Any]],
     value: Any,
-    rng_key: jax.Array,
+    rng_key: Array,
 ) -> GIG:
     """Conditional of t, flat, given everything else."""
     flat = jnp.ravel(value)

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
@@ -51,8 +50,8 @@ class SecondMoment(NamedTuple):
     gradients it is worth.
     """
 
-    mean: jax.Array
-    worth: jax.Array
+    mean: Array
+    worth: Array
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class LearnPreconditioner(Phase):
         """The part of the engine, whose state :meth:`adapted` sets."""
         return Factor() if self.dense else Diagonal(1.0)
 
-    def start(self, engine: State, step_size: jax.Array) -> SecondMoment:
+    def start(self, engine: State, step_size: Array) -> SecondMoment:
         """Nothing collected."""
         start = engine.position
         shape = start.shape * (2 if self.dense else 1)
@@ -176,7 +175,7 @@ class LearnPreconditioner(Phase):
             largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0)
         )
 
-    def bound(self, moment: SecondMoment, position: jax.Array) -> jax.Array:
+    def bound(self, moment: SecondMoment, position: Array) -> Array:
         """What is added to E[g g'] where gradients bend, at a position (P,): an inverse
         bound of G.
         """
@@ -192,7 +191,7 @@ class LearnPreconditioner(Phase):
             LONGEST_STEP * jnp.sqrt(curvature / 8) / radius, jnp.mean(squares)
         )
 
-    def adapted(self, moment: SecondMoment, bound: Any = 0.0) -> jax.Array:
+    def adapted(self, moment: SecondMoment, bound: Any = 0.0) -> Array:
         """The state of the preconditioner: L lower triangular with G = L L', or the
         root of a diagonal G.
         """
@@ -243,7 +242,7 @@ def is_named(spec: Any, name: str) -> bool:
 
 
 def resolve(
-    call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int
+    call: str, spec: Any, z: Mapping[str, Array], num_data: int
 ) -> Preconditioner:
     """Make the preconditioner of a flat position.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
@@ -30,7 +30,7 @@ MAX_UNDONE, SHORTER = 0.02, 0.7
 MOSTLY_UNDONE, MUCH_SHORTER = 0.3, 0.25
 
 
-def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
+def largest_curvature(sampler: Sampler, state: State) -> Array:
     """Largest |eigenvalue| of the preconditioned Hessian L' H L at the position of a
     chain.
 
@@ -40,14 +40,12 @@ def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
 
     seed = state.seeds[Purpose.PROBE]
 
-    def iterate(
-        number: jax.Array, carry: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def iterate(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         direction, total = carry
         counter = state.step * POWER_STEPS + number
         batch = sampler.gradient.stream.draw(seed, counter)
 
-        def gradient(position: jax.Array) -> jax.Array:
+        def gradient(position: Array) -> Array:
             return sampler.gradient(state.estimator, position, batch)[1]
 
         along = sampler.preconditioner.root(state.adaptation, direction)
@@ -81,11 +79,11 @@ class Noise(NamedTuple):
         more.
     """
 
-    largest: jax.Array
-    mean: jax.Array
-    relative: jax.Array
+    largest: Array
+    mean: Array
+    relative: Array
 
-    def limit(self, tolerance: float, share: float) -> jax.Array:
+    def limit(self, tolerance: float, share: float) -> Array:
         """Factor s for dynamics that correct for s V, V the mean, beside a refresh of
         size 1: at most ``share``.
 
@@ -97,7 +95,7 @@ class Noise(NamedTuple):
 
 
 def minibatches_of(
-    sampler: Sampler, state: State, counters: jax.Array
+    sampler: Sampler, state: State, counters: Array
 ) -> tuple[Any, Gradient]:
     """K minibatches, whose rows are picked at once unless they are many, and the
     gradient that takes one of them.
@@ -115,7 +113,7 @@ def minibatches_of(
     return jax.vmap(lambda counter: prepare(draw(counter)))(counters), finish
 
 
-def gradients_on(sampler: Sampler, state: State, counters: jax.Array) -> jax.Array:
+def gradients_on(sampler: Sampler, state: State, counters: Array) -> Array:
     """Gradients (K, P) at a position on K minibatches."""
     batches, gradient = minibatches_of(sampler, state, counters)
     return lax.map(
@@ -147,7 +145,7 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     )
 
 
-def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
+def largest_share(gradients: Array, total: Array) -> Array:
     r"""Largest eigenvalue of the covariance C of independent vectors (K, P), as a share
     of its trace ``total``.
 
@@ -180,7 +178,7 @@ def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.maximum(sixth, 0.0) ** (1 / 6), second)
 
 
-def bending(sampler: Sampler, state: State) -> jax.Array:
+def bending(sampler: Sampler, state: State) -> Array:
     r"""How much gradients bend along a step: the mean square of their change of second
     order, whitened.
 
@@ -197,7 +195,7 @@ def bending(sampler: Sampler, state: State) -> jax.Array:
     counters = 2**29 + state.step * BENDING_STEPS + lax.iota(jnp.int32, BENDING_STEPS)
     batches, gradient = minibatches_of(sampler, state, counters)
 
-    def one(counter_and_batch: tuple[jax.Array, Any]) -> jax.Array:
+    def one(counter_and_batch: tuple[Array, Any]) -> Array:
         counter, batch = counter_and_batch
         noise = normal(state.seeds[Purpose.PROBE], counter, size, dtype)
         step = LONGEST_STEP**0.5 * root(state.adaptation, noise)
@@ -256,8 +254,8 @@ class ChooseStepSize(MeasureNoise):
     :param once: whether the choice is a first guess, which another phase adapts.
     """
 
-    choose: Callable[[jax.Array, Noise, int], jax.Array]
-    stable: Callable[[jax.Array, jax.Array, int], jax.Array]
+    choose: Callable[[Array, Noise, int], Array]
+    stable: Callable[[Array, Array, int], Array]
     averaged: Callable[[SGMCMCState, Noise], Noise]
     once: bool
 
@@ -306,9 +304,7 @@ class ChooseStepSize(MeasureNoise):
         )
 
 
-def _with_step_size(
-    state: SGMCMCState, sampler: Sampler, chosen: jax.Array
-) -> SGMCMCState:
+def _with_step_size(state: SGMCMCState, sampler: Sampler, chosen: Array) -> SGMCMCState:
     """A chain that goes on in other steps."""
     ratio = jnp.sqrt(state.base_step_size / chosen)
     memory = sampler.dynamics.in_other_steps(state.engine.memory, ratio)

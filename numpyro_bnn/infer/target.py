@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
@@ -111,14 +111,14 @@ class Target:
         """
         full = jax.jit(self.potential(args, kwargs, "full"))
 
-        def evaluate(z: Any, batch: Any) -> jax.Array:
+        def evaluate(z: Any, batch: Any) -> Array:
             if isinstance(batch, str):
                 return full(z)
             return self.potential(args, kwargs, batch)(z)
 
         return evaluate
 
-    def some_batch(self) -> dict[str, jax.Array]:
+    def some_batch(self) -> dict[str, Array]:
         """The first rows of every plate, and a key if the model needs one."""
         batch = first_batch(self.plates)
         if self.stochastic:
@@ -133,7 +133,7 @@ class Target:
             return posterior.constrain
         of_all = [name for name in computed if name not in self.of_one_minibatch]
 
-        def values(posterior: Posterior, z: dict[str, jax.Array]) -> dict:
+        def values(posterior: Posterior, z: dict[str, Array]) -> dict:
             constrained = posterior.constrain(z)
             # Any minibatch will do: sites that depend on it are left out.
             rows = first_batch(self.plates)
@@ -158,7 +158,7 @@ class Target:
         """
         posterior = self.on(args, kwargs)
 
-        def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
+        def total(z: dict[str, Array], rng_key: Any = 0) -> Array:
             log_densities = posterior.log_likelihood(z, rows, rng_key)
             return sum(map(jnp.sum, log_densities.values()), jnp.zeros(()))
 
@@ -168,14 +168,14 @@ class Target:
 def bind(
     call: str,
     model: Callable,
-    rng_key: jax.Array,
+    rng_key: Array,
     init_strategy: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
     temperature: float = 1.0,
     learn: Callable[[Posterior], Posterior] | None = None,
     posterior: Posterior | None = None,
-) -> tuple[Target, dict[str, jax.Array]]:
+) -> tuple[Target, dict[str, Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained
     values.
 
@@ -321,7 +321,7 @@ def given_values(
     user_values: Any,
     args: tuple,
     kwargs: Mapping[str, Any] | None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Take initial values that a user gives instead of ``z``; refuse other sites or
     shapes.
     """
@@ -355,7 +355,7 @@ def check_start(
     if is_traced(z):
         return
 
-    def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+    def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> Array:
         potential = target.potential(args, kwargs, target.some_batch() or "full")
         return potential(z)[None] if single else jax.vmap(potential)(z)
 

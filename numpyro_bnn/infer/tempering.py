@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import random
+from jax import Array, random
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
@@ -55,14 +55,14 @@ class TemperingState(NamedTuple):
 
     z: Any
     base: Any
-    inverse_temperatures: jax.Array
-    swap_accept_prob: jax.Array
-    diverging: jax.Array
-    round_trips: jax.Array
-    walk: jax.Array
-    rejections: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    inverse_temperatures: Array
+    swap_accept_prob: Array
+    diverging: Array
+    round_trips: Array
+    walk: Array
+    rejections: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
 
@@ -149,7 +149,7 @@ class ParallelTempering(OuterKernel):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
@@ -179,7 +179,7 @@ class ParallelTempering(OuterKernel):
 
     def _start(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         init_params: Any,
         args: tuple,
         kwargs: Kwargs | None,
@@ -190,7 +190,7 @@ class ParallelTempering(OuterKernel):
         # At a fixed temperature, so that the kernel stores no tracer.
         kwargs_at_1 = _at(1.0, kwargs)
 
-        def start_replica(key: jax.Array) -> Any:
+        def start_replica(key: Array) -> Any:
             return self._inner.init(
                 key, self._num_warmup, init_params, args, kwargs_at_1
             )
@@ -239,7 +239,7 @@ class ParallelTempering(OuterKernel):
         rng_key, key = random.split(state.rng_key)
         betas = state.inverse_temperatures
 
-        def advance(base: Any, beta: jax.Array) -> Any:
+        def advance(base: Any, beta: Array) -> Any:
             return self._inner.sample(base, model_args, _at(beta, model_kwargs))
 
         base = jax.vmap(advance)(state.base, betas)
@@ -280,12 +280,12 @@ class ParallelTempering(OuterKernel):
 
     def _tempered_density(
         self, args: tuple, kwargs: Kwargs | None
-    ) -> Callable[[Any], jax.Array]:
+    ) -> Callable[[Any], Array]:
         """The log density that the inverse temperature multiplies, of native values."""
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
         reading = self.posterior(args, kwargs)
 
-        def total(z: Any) -> jax.Array:
+        def total(z: Any) -> Array:
             log_densities = jnp.zeros(())
             trace = reading.at(constrain(z))
             for site in sites_of_type(trace, "sample").values():
@@ -319,7 +319,7 @@ class ParallelTempering(OuterKernel):
             state.z,
         )
 
-        def refresh_replica(base: Any, z: Any, beta: jax.Array) -> Any:
+        def refresh_replica(base: Any, z: Any, beta: Array) -> Any:
             placed = with_values(self._inner, base, z)
             return refreshed(self._inner, placed, model_args, _at(beta, model_kwargs))
 
@@ -386,7 +386,7 @@ class _scaled(Messenger):
     """Multiply log densities by an inverse temperature."""
 
     def __init__(
-        self, fn: Callable, beta: jax.Array, temper: str, conditioned: Mapping[str, Any]
+        self, fn: Callable, beta: Array, temper: str, conditioned: Mapping[str, Any]
     ) -> None:
         super().__init__(fn)
         self.beta = beta
@@ -426,8 +426,8 @@ class _Tempered:
 
 
 def exchange(
-    rng_key: jax.Array, betas: jax.Array, log_density: jax.Array, i: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    rng_key: Array, betas: Array, log_density: Array, i: Array
+) -> tuple[Array, Array]:
     """Propose exchanges between neighbors: pairs (1, 2), (3, 4), ... in even
     transitions, the others in odd ones.
 
@@ -447,7 +447,7 @@ def exchange(
     return jnp.arange(betas.size) + up.astype(int) - down.astype(int), accept_prob
 
 
-def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
+def respaced(betas: Array, rejections: Array) -> Array:
     """A ladder with equal rejection rates, by interpolation of their running sum along
     log beta.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import lax, random
+from jax import Array, lax, random
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, unknown_name
@@ -34,9 +34,9 @@ class UnitState(NamedTuple):
     """
 
     base: Any
-    unit_accept_prob: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    unit_accept_prob: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
     def __getattr__(self, name: str) -> Any:
@@ -159,7 +159,7 @@ class UnitMoves(Wrapper):
         return shape[axis]
 
     def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
+        self, base: Any, batch_shape: tuple[int, ...], rng_key: Array
     ) -> UnitState:
         return UnitState(
             base, jnp.zeros(batch_shape), jnp.zeros(batch_shape, jnp.int32), rng_key
@@ -168,18 +168,18 @@ class UnitMoves(Wrapper):
     def _move(
         self,
         state: UnitState,
-        values: dict[str, jax.Array],
-        rng_key: jax.Array,
+        values: dict[str, Array],
+        rng_key: Array,
         reading: Posterior,
-    ) -> tuple[UnitState, dict[str, jax.Array]]:
+    ) -> tuple[UnitState, dict[str, Array]]:
         # Priors of the moved sites depend on none of them.
         sites = reading.at(values, only=self._units)
         prior = {name: site["fn"] for name, site in sites.items()}
 
-        def log_other(units: Mapping[str, jax.Array]) -> jax.Array:
+        def log_other(units: Mapping[str, Array]) -> Array:
             return _log_other(reading.at({**values, **units}), prior)
 
-        def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
+        def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
             current, current_log_other = carry
             key_move, key_accept = random.split(key)
             proposal = self._redraw(key_move, current, prior)
@@ -205,10 +205,10 @@ class UnitMoves(Wrapper):
 
     def _redraw(
         self,
-        rng_key: jax.Array,
-        values: Mapping[str, jax.Array],
+        rng_key: Array,
+        values: Mapping[str, Array],
         prior: Mapping[str, dist.Distribution],
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(values))
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
@@ -225,8 +225,8 @@ class UnitMoves(Wrapper):
 
 
 def _given_rest(
-    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, selected: jax.Array
-) -> jax.Array:
+    rng_key: Array, fn: dist.Distribution, value: Array, selected: Array
+) -> Array:
     """``value`` with the chosen elements drawn from their prior given the others."""
     base = unwrapped(fn)
     if isinstance(base, GroupStudentT):
@@ -236,7 +236,7 @@ def _given_rest(
 
 def _log_other(
     trace: Mapping[str, Any], prior: Mapping[str, dist.Distribution]
-) -> jax.Array:
+) -> Array:
     """Log density of all sites without the prior that the moves draw from.
 
     If a handler scales the prior of a moved site, the scaled log density minus the

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 
@@ -118,7 +118,7 @@ class Descent(NamedTuple):
     position: Any
     memory: Any
     known: Any
-    shrinkage: jax.Array
+    shrinkage: Array
 
     @classmethod
     def start(cls, position: Any, memory: Any) -> "Descent":
@@ -126,7 +126,7 @@ class Descent(NamedTuple):
         return cls(position, memory, position, jnp.ones(()))
 
     def step(
-        self, optimizer: Any, potential: jax.Array, gradient: Any, rate: Any = 1.0
+        self, optimizer: Any, potential: Array, gradient: Any, rate: Any = 1.0
     ) -> "Descent":
         """One step from the position or, where the density has ended, a shorter one
         from the last before it.
@@ -152,9 +152,9 @@ def optimize(
     state: sgmcmc.State,
     optimizer: Any,
     memory: Any,
-    start: jax.Array,
+    start: Array,
     num_steps: int,
-) -> tuple[Descent, jax.Array]:
+) -> tuple[Descent, Array]:
     """Descend on the minibatch potential; ``start`` is the number of the first step and
     selects the minibatches.
 
@@ -164,9 +164,7 @@ def optimize(
 
     seed = state.seeds[Purpose.START_BATCH]
 
-    def descend(
-        number: jax.Array, carry: tuple[Descent, jax.Array]
-    ) -> tuple[Descent, jax.Array]:
+    def descend(number: Array, carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
         descent, squares = carry
         batch = sampler.gradient.stream.draw(seed, start + number)
         potential, gradient = sampler.gradient(state.estimator, descent.position, batch)
@@ -189,8 +187,8 @@ class Member(NamedTuple):
     """
 
     optimizer: Any
-    position: jax.Array
-    score: jax.Array | None
+    position: Array
+    score: Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +205,7 @@ class Optimize(Phase):
     num_steps: int
     scales: bool
 
-    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Member:
+    def start(self, engine: sgmcmc.State, step_size: Array) -> Member:
         worst = jnp.full((), -jnp.inf, engine.position.dtype)
         score = worst if self.warm_start.held_out else None
         memory = self.warm_start.transformation.init(engine.position)
@@ -287,7 +285,7 @@ def learned_parameters(
     usual: int,
     args: tuple,
     kwargs: Mapping[str, Any],
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Values of the parameters of ``priors.Learned`` after as many steps as a warm
     start takes.
 
@@ -324,16 +322,16 @@ def learned_parameters(
 
     def optimized(
         given: tuple, args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         seed = seeds(random.key(0), 1)[0]
 
-        def potential(position: tuple, batch: Any) -> jax.Array:
+        def potential(position: tuple, batch: Any) -> Array:
             at = replace(
                 target, model=handlers.substitute(target.model, data=position[0])
             )
             return at.potential(args, kwargs, batch or {})(position[1])
 
-        def descend(i: jax.Array, descent: Descent) -> Descent:
+        def descend(i: Array, descent: Descent) -> Descent:
             batch = stream.draw(seed, i)
             found = jax.value_and_grad(potential)(descent.position, batch)
             return descent.step(
@@ -354,7 +352,7 @@ def learned_parameters(
     return found
 
 
-def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
+def held_out_rows(size: int, share: float) -> tuple[Array, Array]:
     """Split rows into training and held-out rows; the split depends only on ``size``
     and ``share``.
 
@@ -385,7 +383,7 @@ def learning_gradient(
     if target.stochastic:
         streams[KEY] = Keys()
 
-    def potential(position: jax.Array, batch: Any) -> jax.Array:
+    def potential(position: Array, batch: Any) -> Array:
         shown = rows | {name: rows[name][batch[name]] for name in target.plates}
         return target.potential(args, kwargs, RowSubset(shown, batch))(
             unravel(position)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 from numpyro.distributions import biject_to
 from numpyro.infer.gibbs import (
     GIBBS_SITES_KWARG,
@@ -106,9 +107,7 @@ class Wrapper(OuterKernel):
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
-    def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
-    ) -> Any:
+    def _start(self, base: Any, batch_shape: tuple[int, ...], rng_key: Array) -> Any:
         """The first state of one chain or, if ``batch_shape`` is ``(C,)``, of C
         vectorized chains.
         """
@@ -117,10 +116,10 @@ class Wrapper(OuterKernel):
     def _move(
         self,
         state: Any,
-        values: dict[str, jax.Array],
-        rng_key: jax.Array,
+        values: dict[str, Array],
+        rng_key: Array,
         reading: Posterior,
-    ) -> tuple[Any, dict[str, jax.Array]]:
+    ) -> tuple[Any, dict[str, Array]]:
         """The state with its own fields updated, and the moved sites (constrained).
 
         :param values: constrained values of all latent sites.
@@ -133,7 +132,7 @@ class Wrapper(OuterKernel):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
         init_params: Any,
         model_args: tuple,
@@ -235,7 +234,7 @@ class Wrapper(OuterKernel):
     def _transition(
         self,
         state: Any,
-        rng_key: jax.Array,
+        rng_key: Array,
         model_args: tuple,
         model_kwargs: Kwargs | None,
     ) -> Any:
@@ -299,7 +298,7 @@ class Wrapper(OuterKernel):
 
     def members(
         self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
             got = f"moves around {type(self._kernel).__name__}, which has no warm start"
@@ -311,15 +310,15 @@ class Wrapper(OuterKernel):
 
 
 def _as_held(
-    kernel: MCMCKernel, values: Mapping[str, jax.Array], supports: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+    kernel: MCMCKernel, values: Mapping[str, Array], supports: Mapping[str, Any]
+) -> dict[str, Array]:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
     """
     if isinstance(kernel, CONSTRAINED):
         return dict(values)
     if isinstance(kernel, Gibbs):
-        stored: dict[str, jax.Array] = {}
+        stored: dict[str, Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
             stored |= _as_held(block, _selected(values, names), supports)
         return stored
@@ -334,7 +333,7 @@ def _selected(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     return {name: values[name] for name in names if name in values}
 
 
-def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
+def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, Array]) -> Any:
     """Return ``state`` with ``values`` of some of its sites, in the kernel's own form;
     its caches become stale.
     """
