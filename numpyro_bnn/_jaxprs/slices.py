@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from numpyro_bnn._jaxprs.primitives import ADDRESSING, stacked_columns
@@ -183,7 +184,7 @@ class _IndexMark:
     columns: tuple[Any, ...] = ()
 
 
-def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
+def indexed_lengths(fn: Callable[[Array], Any], indices: Array) -> set[int]:
     """Lengths of the axes that ``fn`` indexes with its integer argument, also after
     shifts and reshapes.
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, shown
 from numpyro_bnn._options import Kwargs
@@ -78,7 +79,7 @@ class Arguments:
         """The same with a placeholder for each array, and the arrays by place."""
         arrays = {}
         for place, leaf in self.leaves.items():
-            if isinstance(leaf, jax.Array | np.ndarray):
+            if isinstance(leaf, Array | np.ndarray):
                 check_numeric("model", place, leaf)
                 arrays[place] = leaf
         values = self._exchanged(dict.fromkeys(arrays, _Array))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._jaxprs.axes import Axis, AxisFollower, LabelPlaces, follow_axes
 from numpyro_bnn._jaxprs.primitives import (
@@ -30,7 +31,7 @@ ALIGNED = names_of("along") | {"rev"}
 
 
 def axes_of_data(
-    reading: Posterior, quantities: Callable[[Sites], Mapping[Any, jax.Array]]
+    reading: Posterior, quantities: Callable[[Sites], Mapping[Any, Array]]
 ) -> dict[Any, dict[Axis, int | None]]:
     """Where the axes of arguments, and the indices of plates, lie in parts of the
     trace.

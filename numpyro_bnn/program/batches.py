@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Kind, Natural, PositiveInt, checked
@@ -99,7 +100,7 @@ class Column(Rows):
         self.ndim = head.ndim
         self.dtype = jax.dtypes.canonicalize_dtype(head.dtype)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    def __getitem__(self, index: Any) -> Array:
         if np.ndim(index) != 1:
             got = f"indices of shape {np.shape(index)}"
             instead = "Index rows of a loader by the plate's indices alone: `x[i]`."

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.primitives import VIEWS, names_of
@@ -50,7 +50,7 @@ class _Lookup(NamedTuple):
     """
 
     places: frozenset[str]
-    reach: jax.Array
+    reach: Array
     last_levels: np.ndarray
 
 
@@ -91,7 +91,7 @@ class _Lookups(Interpreter):
         inner, self.lookups = self.lookups, outer
         return outputs, inner
 
-    def _note(self, lookups: Sequence[_Lookup], reaches: Sequence[jax.Array]) -> None:
+    def _note(self, lookups: Sequence[_Lookup], reaches: Sequence[Array]) -> None:
         """Note operations in a loop or branch, with the reach that they have in all."""
         for lookup, reach in zip(lookups, reaches, strict=True):
             self.lookups.append(lookup._replace(reach=reach))
@@ -200,7 +200,7 @@ class _Lookups(Interpreter):
                 places[position] |= output.places
             return _arrays(outputs)
 
-        def goes_on(carry: tuple) -> jax.Array:
+        def goes_on(carry: tuple) -> Array:
             return run("cond_jaxpr", 0, body_start, carry[0])[0].array
 
         def step(carry: tuple) -> tuple[list, list]:
@@ -333,7 +333,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     ]
     key, noted = random.key(0), list[_Lookup]()
 
-    def evaluate(key: jax.Array, arrays: Any, answer: float | None = None) -> list[Any]:
+    def evaluate(key: Array, arrays: Any, answer: float | None = None) -> list[Any]:
         evaluator = _Lookups(rows, answer)
         data = map(_SourcedValue, jax.tree.leaves(arrays), places)
         outputs = evaluator.evaluate(
@@ -342,11 +342,11 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
         noted[:] = evaluator.lookups
         return _arrays(outputs)
 
-    def look_up(on_arrays: Any) -> list[jax.Array]:
+    def look_up(on_arrays: Any) -> list[Array]:
         evaluate(key, on_arrays.data)
         return [lookup.reach for lookup in noted]
 
-    def matters(on_arrays: Any) -> jax.Array:
+    def matters(on_arrays: Any) -> Array:
         densities = []
         for answer in (0.0, np.nan):
             changed = copy(on_arrays)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
@@ -209,7 +209,7 @@ def _constants(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
                 yield from _constants(inner)
-            elif isinstance(inner, jax.Array | np.ndarray):
+            elif isinstance(inner, Array | np.ndarray):
                 yield inner
 
 
@@ -258,7 +258,7 @@ def draws_per_chunk(fn: Callable, *example: Any) -> int:
     return max(1, CHUNK_BYTES // max(1, num_bytes))
 
 
-def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
+def map_keys(fn: Callable, keys: Array, chunk: int | None = None) -> Any:
     """Apply a function to every key, (S,) typed or (S, 2) legacy, on the device,
     ``chunk`` draws at a time.
 

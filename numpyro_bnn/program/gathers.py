@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax import Array
 
 from numpyro_bnn._checks import outside
 from numpyro_bnn._jaxprs.walk import Equation, Follower
@@ -34,7 +35,7 @@ def _looks_up_few(reading: Posterior) -> bool:
     """Whether densities index a latent site with many more indices than it has rows."""
     crowded = False
 
-    def densities(values: dict[str, jax.Array]) -> list[jax.Array]:
+    def densities(values: dict[str, Array]) -> list[Array]:
         return log_densities(reading.at(values))
 
     def visit(equation: Equation, *latent: bool) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpy.typing import NDArray
 from numpyro import handlers
 from numpyro.distributions import biject_to
@@ -34,8 +35,8 @@ class WeightedDraw(NamedTuple):
     """One draw of a guide."""
 
     model: Trace  # of the model at the draw, with full plates
-    log_joint: jax.Array  # log p(D, z), ()
-    log_guide: jax.Array  # log q(z), with the auxiliary variables of the guide, ()
+    log_joint: Array  # log p(D, z), ()
+    log_guide: Array  # log q(z), with the auxiliary variables of the guide, ()
 
 
 def weighted_draw(
@@ -44,7 +45,7 @@ def weighted_draw(
     params: Mapping,
     args: tuple,
     kwargs: Mapping,
-    rng_key: jax.Array,
+    rng_key: Array,
 ) -> WeightedDraw:
     """Draw z from the guide and evaluate both densities on the full data; ``params``
     are those of guide and model.
@@ -64,7 +65,7 @@ def _latent_values(trace: Trace) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if is_latent(site)}
 
 
-def log_jacobian(trace: Trace) -> jax.Array:
+def log_jacobian(trace: Trace) -> Array:
     """log |dz / du| of the latent sites of a trace, with u their
     unconstrained values.
     """
@@ -156,7 +157,7 @@ def check(
     set_up(guide, args, kwargs)
     traces: dict[str, Trace] = {}
 
-    def count(key: jax.Array, args: tuple, kwargs: Kwargs) -> jax.Array:
+    def count(key: Array, args: tuple, kwargs: Kwargs) -> Array:
         seeded = handlers.seed(full_plates(guide), key)
         traces["guide"] = handlers.trace(seeded).get_trace(*args, **kwargs)
         seeded = handlers.seed(full_plates(model), key)

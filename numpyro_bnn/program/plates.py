@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 from numpyro.distributions import (
     Distribution,
     ExpandedDistribution,
@@ -69,7 +68,7 @@ class full_plates(Messenger):
             msg["value"] = jnp.arange(num_indices)
 
 
-def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
+def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> Array:
     """B distinct random indices below N, each with probability B/N, at a cost of O(B).
 
     Stratified: a randomly rotated circle of indices is cut into B arcs, and each arc
@@ -118,7 +117,7 @@ def sites_of_type(
     return {name: site for name, site in trace.items() if site["type"] in types}
 
 
-def log_densities(trace: Mapping[str, dict[str, Any]]) -> list[jax.Array]:
+def log_densities(trace: Mapping[str, dict[str, Any]]) -> list[Array]:
     """Log densities of all sampled sites, each of its batch shape."""
     samples = sites_of_type(trace, "sample").values()
     return [site["fn"].log_prob(site["value"]) for site in samples]

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpyro
-from jax import random
+from jax import Array, random
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro import handlers
@@ -78,9 +78,9 @@ from numpyro_bnn.program.sites import (
 
 __all__ = ["Posterior"]
 
-Rows: TypeAlias = Mapping[str, jax.Array]  # indices by plate
+Rows: TypeAlias = Mapping[str, Array]  # indices by plate
 Values: TypeAlias = Mapping[str, ArrayLike]  # of sites
-Key: TypeAlias = jax.Array | int  # or a seed
+Key: TypeAlias = Array | int  # or a seed
 
 
 class Posterior:
@@ -216,7 +216,7 @@ class Posterior:
     def _trace(
         self, model: Callable, arrays: dict[str, Any], constants: dict[str, Any]
     ) -> None:
-        def read(key: jax.Array, values: dict[str, Any]) -> list:
+        def read(key: Array, values: dict[str, Any]) -> list:
             originals = {id(values[place]): array for place, array in arrays.items()}
             token = TRACED.set(originals)
             try:
@@ -234,7 +234,7 @@ class Posterior:
     def _read(
         self,
         model: Callable,
-        rng_key: jax.Array,
+        rng_key: Array,
         args: tuple,
         kwargs: Kwargs,
     ) -> list:
@@ -320,7 +320,7 @@ class Posterior:
             return False
         shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(values: Mapping[str, jax.Array]) -> dict[str, Any]:
+        def computed(values: Mapping[str, Array]) -> dict[str, Any]:
             sites = self.at(values, values[""])
             sites = sites_of_type(sites, "sample", "deterministic", "mutable")
             return {name: arrays_of(site) for name, site in sites.items()}
@@ -335,7 +335,7 @@ class Posterior:
         own seed.
         """
 
-        def indices(inputs: Mapping[str, jax.Array]) -> dict[str, Any]:
+        def indices(inputs: Mapping[str, Array]) -> dict[str, Any]:
             sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
@@ -362,7 +362,7 @@ class Posterior:
             shapes[name] = jax.ShapeDtypeStruct(shape, dtype)
         return shapes
 
-    def zeros(self) -> dict[str, jax.Array]:
+    def zeros(self) -> dict[str, Array]:
         """Zeros shaped like the latent sites, local ones with all their rows."""
         zeros = {}
         for name, value in self.shapes().items():
@@ -375,8 +375,8 @@ class Posterior:
     # -- values of the latent sites ----------------------------------------------------
 
     def initial(
-        self, rng_key: jax.Array, init_strategy: Callable = init_to_uniform
-    ) -> dict[str, jax.Array]:
+        self, rng_key: Array, init_strategy: Callable = init_to_uniform
+    ) -> dict[str, Array]:
         """Search for values at which density and gradient are finite, for one chain or
         for each of a batch of keys.
 
@@ -393,8 +393,8 @@ class Posterior:
         return posterior._search(rng_key, init_strategy)[0]
 
     def prototype(
-        self, rng_key: jax.Array, init_strategy: Callable
-    ) -> tuple[dict[str, jax.Array], Sites]:
+        self, rng_key: Array, init_strategy: Callable
+    ) -> tuple[dict[str, Array], Sites]:
         """Initial values, of local sites those of a minibatch, and the trace with which
         the search for them began.
         """
@@ -402,10 +402,10 @@ class Posterior:
         return z, {name: trace[name] for name in self.sites}  # JAX sorts names
 
     def _search(
-        self, rng_key: jax.Array, init_strategy: Callable, with_trace: bool = False
-    ) -> tuple[dict[str, jax.Array], Sites]:
+        self, rng_key: Array, init_strategy: Callable, with_trace: bool = False
+    ) -> tuple[dict[str, Array], Sites]:
         def search(
-            rng_key: jax.Array, args: tuple, kwargs: Kwargs
+            rng_key: Array, args: tuple, kwargs: Kwargs
         ) -> tuple[dict, Any, Sites]:
             posterior = self.with_data(*args)
             start, _, _, drawn = initialize_model(
@@ -426,7 +426,7 @@ class Posterior:
                 z, _, trace = search(rng_key, (self.data,), {})
         return z, trace
 
-    def _trace_of(self, rng_key: jax.Array, drawn: Sites) -> Sites:
+    def _trace_of(self, rng_key: Array, drawn: Sites) -> Sites:
         """The trace of the model at the values that :meth:`_replay` drew by a key."""
         values: dict[str, Any] = {}
         key = _typed_key(rng_key)
@@ -497,7 +497,7 @@ class Posterior:
             values = {key: values[key] for key in values if key not in self.local}
         return posterior.at(values, only=[name])[name]["fn"].support
 
-    def constrain(self, z: Values, some: bool = False) -> dict[str, jax.Array]:
+    def constrain(self, z: Values, some: bool = False) -> dict[str, Array]:
         """Values of the latent sites at unconstrained values.
 
         :param some: whether sites may be left out that no bounds depend on.
@@ -506,9 +506,9 @@ class Posterior:
 
     def _constrained(
         self, z: Values, some: bool = False
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Values, and log determinants of the Jacobians of constrained sites."""
-        values: dict[str, jax.Array] = {}
+        values: dict[str, Array] = {}
         log_determinants = {}
         missing = set(self.latent).difference(z)
         if missing and some:
@@ -534,7 +534,7 @@ class Posterior:
             log_determinants[name] = sum_rightmost(log_determinant, extra)
         return values, log_determinants
 
-    def unconstrain(self, values: Values) -> dict[str, jax.Array]:
+    def unconstrain(self, values: Values) -> dict[str, Array]:
         """Unconstrained values of the latent sites at their values."""
         unconstrained = {}
         for name in self.latent:
@@ -586,7 +586,7 @@ class Posterior:
                 inputs[name] = jnp.take(inputs[name], rows[plate], axis)
         return inputs
 
-    def _own_keys(self, rng_key: Key) -> dict[str, jax.Array]:
+    def _own_keys(self, rng_key: Key) -> dict[str, Array]:
         """One key after the other for what the model draws by itself."""
         keys = {}
         rng_key = _typed_key(rng_key)
@@ -600,7 +600,7 @@ class Posterior:
         """Observed sites that no other block of a ``Gibbs`` holds."""
         return tuple(name for name in self.observed if name not in self.held)
 
-    def log_prior(self, z: Values) -> dict[str, jax.Array]:
+    def log_prior(self, z: Values) -> dict[str, Array]:
         """Log density of each latent site at unconstrained values, without Jacobians;
         also of those that other blocks of a ``Gibbs`` hold.
 
@@ -614,14 +614,14 @@ class Posterior:
         sites = self.at_rows(self.constrain(z), only=names)
         return {name: log_density(site) for name, site in sites.items()}
 
-    def log_jacobian(self, z: Values) -> dict[str, jax.Array]:
+    def log_jacobian(self, z: Values) -> dict[str, Array]:
         """Log determinant of the Jacobian of each constrained latent site."""
         log_determinants = self._constrained(z)[1]
         return {name: jnp.sum(entry) for name, entry in log_determinants.items()}
 
     def log_likelihood(
         self, z: Values, rows: Rows | None = None, rng_key: Key = 0
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         """Log density of each observed site, by row: neither scaled to N rows nor by
         ``handlers.scale``; masked rows count 0.
 
@@ -665,7 +665,7 @@ class Posterior:
         rows: Rows | None = None,
         rng_key: Key = 0,
         jacobian_weight: float = 1.0,
-    ) -> jax.Array:
+    ) -> Array:
         """Minus the log density of the unconstrained values, up to a constant; on some
         rows an unbiased estimate of it.
 
@@ -850,7 +850,7 @@ class Posterior:
         from the prior.
         """
 
-        def values(reading: "Posterior", seed: jax.Array) -> dict[str, Any]:
+        def values(reading: "Posterior", seed: Array) -> dict[str, Any]:
             sites = reading.at({}, random.key(seed))
             values = {}
             for name, site in sites_of_type(sites, *kinds).items():
@@ -862,7 +862,7 @@ class Posterior:
         return [program(jnp.uint32(seed)) for seed in seeds]
 
 
-def log_density(site: Site, within: bool = False) -> jax.Array:
+def log_density(site: Site, within: bool = False) -> Array:
     """The log density of a site as it enters the potential: masked, scaled, summed.
 
     :param within: whether it is minus infinity where a parameter, or the value, leaves
@@ -875,7 +875,7 @@ def log_density(site: Site, within: bool = False) -> jax.Array:
     return jnp.where(jnp.all(in_support(fn, value)), total, -jnp.inf)
 
 
-def _scaled(scale: Any, log_prob: jax.Array) -> jax.Array:
+def _scaled(scale: Any, log_prob: Array) -> Array:
     if scale is None or is_identically_one(scale):
         return log_prob
     return scale * log_prob
@@ -894,7 +894,7 @@ def _sample(site: Site, value: Any) -> Any:
     return apply_stack({**site, **new})["value"]
 
 
-def _typed_key(rng_key: Key) -> jax.Array:
+def _typed_key(rng_key: Key) -> Array:
     """A key, or the key of a seed, in the form that programs take."""
     key = jnp.asarray(rng_key) if is_prng_key(rng_key) else random.key(rng_key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import part_of, reached
@@ -73,8 +74,8 @@ class Rows:
     def __repr__(self) -> str:
         return f"Rows(shape={self.shape}, dtype={self.dtype})"
 
-    def __getitem__(self, index: Any) -> jax.Array:
-        is_index = isinstance(index, jax.Array | np.ndarray | int | np.integer)
+    def __getitem__(self, index: Any) -> Array:
+        is_index = isinstance(index, Array | np.ndarray | int | np.integer)
         if not (is_index and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
             instead = (
                 "Index it by the plate's indices alone: `x[i]`, and then their "
@@ -155,13 +156,11 @@ class Ahead(NamedTuple):
     """
 
     follow: Callable[[Any], Any]
-    read: Callable[[Any], list[jax.Array]]
-    finish: Callable[[Any, Any, list[jax.Array]], Any]
+    read: Callable[[Any], list[Array]]
+    finish: Callable[[Any, Any, list[Array]], Any]
 
 
-def read_ahead(
-    step: Callable[[Any, Any], Any], state: Any, key: jax.Array
-) -> Ahead | None:
+def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: Array) -> Ahead | None:
     """Split ``step(state, key)``, whose first result is the next key; ``None`` if its
     key alone reads nothing.
     """
@@ -180,7 +179,7 @@ def read_ahead(
     read = part_of(closed, jaxpr.invars[-1:], row_variables)
     after = part_of(closed, [*jaxpr.invars, *row_variables], jaxpr.outvars)
 
-    def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
+    def finish(state: Any, key: Any, rows: list[Array]) -> Any:
         return jax.tree.unflatten(tree, after(*jax.tree.leaves(state), key, *rows))
 
     return Ahead(lambda key: follow(key)[0], read, finish)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from numpyro.distributions import Distribution
 from numpyro.distributions.constraints import Constraint
@@ -59,7 +60,7 @@ class marked(Messenger):
         if msg["type"] == "mutable":
 
             def marked(path: Any, leaf: Any) -> Any:
-                if not isinstance(leaf, jax.Array | np.ndarray):
+                if not isinstance(leaf, Array | np.ndarray):
                     return leaf
                 name = msg["name"] + jax.tree_util.keystr(path)
                 self.states[name] = jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
@@ -75,7 +76,7 @@ class marked(Messenger):
             return
         if msg["type"] in ("sample", "plate"):
             self.seeded.append(msg["name"])
-        array = isinstance(msg["value"], jax.Array | np.ndarray)
+        array = isinstance(msg["value"], Array | np.ndarray)
         if msg["type"] == "sample" or (
             msg["type"] in ("deterministic", "plate") and array
         ):
@@ -111,7 +112,7 @@ def check_real(site: Site) -> None:
         raise argument_error("numpyro.sample", "fn", got, instead)
 
 
-def exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
+def exchange(value: Any, new: Callable[[Array], Any]) -> Any:
     """A copy of a value, also of a distribution, with other arrays in the place of
     those that are computed.
     """
@@ -130,11 +131,11 @@ def exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
     return jax.tree.map(leaf, value, is_leaf=lambda entry: isinstance(entry, objects))
 
 
-def arrays_in(value: Any) -> list[jax.Array]:
+def arrays_in(value: Any) -> list[Array]:
     """The arrays in a value, also in a distribution, that a trace computes."""
-    arrays: list[jax.Array] = []
+    arrays: list[Array] = []
 
-    def note(leaf: jax.Array) -> jax.Array:
+    def note(leaf: Array) -> Array:
         arrays.append(leaf)
         return leaf
 
@@ -142,7 +143,7 @@ def arrays_in(value: Any) -> list[jax.Array]:
     return arrays
 
 
-def arrays_of(site: Site) -> list[jax.Array]:
+def arrays_of(site: Site) -> list[Array]:
     return arrays_in([site.get(field) for field in fields(site)])
 
 
