@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from numpyro.infer import MCMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
@@ -77,7 +77,7 @@ class Chains:
                 self.call, "mesh", got, "Give the model a `numpyro.plate` of its rows."
             )
 
-    def start(self, rng_key: jax.Array, init_params: Any) -> Any:
+    def start(self, rng_key: Array, init_params: Any) -> Any:
         """The states of all chains before the first transition, as ``mcmc.run`` starts
         them.
         """
@@ -85,7 +85,7 @@ class Chains:
         if count > 1 and is_prng_key(rng_key):
             rng_key = jax.random.split(rng_key, count)
 
-        def init(key: jax.Array, params: Any) -> Any:
+        def init(key: Array, params: Any) -> Any:
             model_arguments = {"model_args": self.args, "model_kwargs": self.kwargs}
             return self.kernel.init(
                 key, self.mcmc.num_warmup, params, **model_arguments
@@ -177,13 +177,13 @@ class Chains:
                 selected[name] = self._in_dtype(value)
         return selected
 
-    def _in_dtype(self, value: jax.Array) -> jax.Array:
+    def _in_dtype(self, value: Array) -> Array:
         dtype = self.recording.dtype
         if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
             return value
         return value.astype(dtype)
 
-    def _field(self, state: Any, name: str) -> jax.Array:
+    def _field(self, state: Any, name: str) -> Array:
         try:
             value = attrgetter(name)(state)
         except AttributeError as cause:
@@ -208,15 +208,13 @@ class Chains:
         """
         thinning = self.mcmc.thinning
 
-        def advance(
-            state: Any, first: jax.Array, count: jax.Array, inputs: dict
-        ) -> tuple:
+        def advance(state: Any, first: Array, count: Array, inputs: dict) -> tuple:
             args, kwargs = self.args, self.kwargs
             arrays = self.spread.cut(inputs, self._rows)
             if arrays:
                 args, kwargs = self._fixed.call(arrays)
 
-            def transition(i: jax.Array, carry: tuple) -> tuple:
+            def transition(i: Array, carry: tuple) -> tuple:
                 state, buffer = carry
                 state = self.kernel.sample(state, args, kwargs)
                 place = i - first

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -115,7 +116,7 @@ class _Reader:
         if isinstance(value, np.ndarray) and value.dtype.kind in "OMm":
             # whose bytes are places in memory, or dates
             value = value.tolist()
-        if isinstance(value, jax.Array | np.ndarray | Rows):
+        if isinstance(value, Array | np.ndarray | Rows):
             return [("", f"{value.dtype}{list(value.shape)} {digest(value)[:16]}")]
         if id(value) in self._known:
             cached = self._known[id(value)][1]

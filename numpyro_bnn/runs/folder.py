@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 
 from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
@@ -474,7 +475,7 @@ def digest(tree: Any) -> str:
     return hasher.hexdigest()
 
 
-def _digests_of_parts(array: jax.Array) -> np.ndarray:
+def _digests_of_parts(array: Array) -> np.ndarray:
     """Of an array over several processes, a hash of the part of each."""
     text = f"{array.dtype} {array.shape}".encode()
     hasher = hashlib.sha256(text)
@@ -492,7 +493,7 @@ def raw(leaf: Any) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
-def restored(array: np.ndarray, leaf: Any) -> jax.Array:
+def restored(array: np.ndarray, leaf: Any) -> Array:
     """The leaf that :func:`raw` was given, of the kind, shape and dtype of ``leaf``;
     else a ``ValueError``.
     """
@@ -504,7 +505,7 @@ def restored(array: np.ndarray, leaf: Any) -> jax.Array:
     return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
 
 
-def with_keys(numbers: Any, leaf: jax.Array) -> Any:
+def with_keys(numbers: Any, leaf: Array) -> Any:
     """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return numbers

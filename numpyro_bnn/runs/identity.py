@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -97,7 +98,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
     Site by site: a sum over all rows would hide what changes in a prior.
     """
 
-    def sums(reading: Posterior, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def sums(reading: Posterior, values: dict[str, Array]) -> dict[str, Array]:
         sums_by_site = {}
         for name, site in reading.at(values).items():
             if site["type"] == "sample":

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias
 import jax
 import numpy as np
 import tqdm
+from jax import Array
 from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, outside
@@ -274,7 +275,7 @@ class _Loop:
         # seconds per transition, and when the last block ended; 0 if not known
         self.pace = self.ended = 0.0
 
-    def begin(self, rng_key: jax.Array, init_params: Any) -> None:
+    def begin(self, rng_key: Array, init_params: Any) -> None:
         """The first state, or the last one on disk."""
         self.state = self.chains.start(rng_key, init_params)
         self.draws = self.spread.from_first(self._described)

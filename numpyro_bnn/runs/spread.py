@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
@@ -57,7 +58,7 @@ class DeviceSpread:
         """States of all chains, each on its devices."""
         return state if self.mesh is None else jax.tree.map(self._chain, state)
 
-    def _chain(self, leaf: jax.Array) -> jax.Array:
+    def _chain(self, leaf: Array) -> Array:
         return self._placed(leaf, BY_CHAIN if self.by_chain else SAME)
 
     def local(self, shapes: Any) -> Any:
@@ -92,7 +93,7 @@ class DeviceSpread:
 
     def rows(
         self, arrays: Mapping[str, Any], split: Collection[str]
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         """Data by place, some of them in parts, of which the last one is filled up with
         copies of rows.
         """
@@ -103,24 +104,24 @@ class DeviceSpread:
             placed[place] = place_array(array)
         return placed
 
-    def _parts(self, array: Any) -> jax.Array:
+    def _parts(self, array: Any) -> Array:
         missing = -len(array) % self.mesh.shape[DATA]
         if missing:
             array = np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
         return self._placed(array, PartitionSpec(DATA))
 
     def cut(
-        self, arrays: Mapping[str, jax.Array], lengths: Mapping[str, int]
-    ) -> dict[str, jax.Array]:
+        self, arrays: Mapping[str, Array], lengths: Mapping[str, int]
+    ) -> dict[str, Array]:
         """Inside of the program: rows without the copies."""
         return {
             place: array[: lengths[place]] if place in lengths else array
             for place, array in arrays.items()
         }
 
-    def _placed(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
+    def _placed(self, leaf: Any, spec: PartitionSpec) -> Array:
         sharding = NamedSharding(self.mesh, spec)
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
+        if isinstance(leaf, Array) and leaf.sharding.is_equivalent_to(
             sharding, leaf.ndim
         ):
             return leaf
@@ -159,7 +160,7 @@ class DeviceSpread:
             self._warn_of_moved_rows(program.as_text() or "", arguments[-1])
         return program
 
-    def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, jax.Array]) -> None:
+    def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, Array]) -> None:
         """Warn of a program that collects all rows on every device, in each step."""
         by_rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         largest = max(
