@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import Array
 from numpyro.infer import MCMC
 
 from numpyro_bnn import _arviz
@@ -290,7 +291,7 @@ def _starts(mcmc: MCMC, replay: Replay) -> dict[str, np.ndarray]:
 
 
 def about(
-    settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None
+    settings: Mapping[str, Any], rng_key: Array, more: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")

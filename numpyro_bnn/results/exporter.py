@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
@@ -111,7 +112,7 @@ class Exporter:
     # -- groups ------------------------------------------------------------------------
 
     def training_groups(
-        self, rng_key: jax.Array, starts: Draws | None = None
+        self, rng_key: Array, starts: Draws | None = None
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Groups of draws and training rows, and attributes for the health report.
 
@@ -133,7 +134,7 @@ class Exporter:
     def prediction_groups(
         self,
         new: NewRows,
-        rng_key: jax.Array,
+        rng_key: Array,
         coords: Mapping[str, Sequence],
         draws: Draws | None = None,
     ) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class Exporter:
         )
 
     def _judged_at_some_rows(
-        self, groups: Mapping[str, Any], rng_key: jax.Array
+        self, groups: Mapping[str, Any], rng_key: Array
     ) -> dict[str, str]:
         """What chains and a linear model explain of some rows, where all are too many
         to be predicted.

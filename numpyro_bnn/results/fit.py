@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import tqdm
-from jax import random
+from jax import Array, random
 from numpyro.infer import HMC, MCMC, NUTS
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.svi import SVIRunResult
@@ -86,7 +86,7 @@ def bind(
         ) from error
 
 
-def key_text(key: jax.Array) -> str:
+def key_text(key: Array) -> str:
     """The numbers of a random key, legacy or typed, as text."""
     return str(np.asarray(key_numbers(key)).tolist())
 
@@ -261,7 +261,7 @@ def from_guide(
     guide: Any,
     args: tuple,
     kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
+    rng_key: Array,
     num_samples: int,
     weigh: bool = False,
     draws_per_chunk: int | None = None,
@@ -309,7 +309,7 @@ def from_guide(
 
         def sample(
             key_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
-        ) -> dict[str, jax.Array]:
+        ) -> dict[str, Array]:
             return full_plates(guide.sample_posterior)(
                 *key_and_params, *args, sample_shape=(num_samples,), **kwargs
             )
@@ -383,8 +383,8 @@ class _GuideCall(NamedTuple):
 
 
 def _weighted(
-    call: _GuideCall, _: Any, key: jax.Array
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    call: _GuideCall, _: Any, key: Array
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """One draw of the guide; its log density (of unconstrained values, as in MCMC) and
     its log weight.
     """
@@ -400,7 +400,7 @@ def _weighted(
 # -- functions at all draws -----------------------------------------------------------
 
 
-def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: jax.Array) -> Any:
+def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: Array) -> Any:
     """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing
     is computed.
     """
@@ -413,7 +413,7 @@ def map_draws(
     source: Any,
     fn: Callable,
     draws: Draws,
-    rng_key: jax.Array,
+    rng_key: Array,
     draws_per_chunk: int | None = None,
     progress_bar: bool = False,
 ) -> Any:
@@ -438,7 +438,7 @@ def map_draws(
     fitting = compiled.draws_per_chunk(partial(fn, source), first, rng_key)
     size = min(total, draws_per_chunk or fitting)
 
-    def at_draws(source: Any, draws: Draws, index: Any, rng_key: jax.Array) -> Any:
+    def at_draws(source: Any, draws: Draws, index: Any, rng_key: Array) -> Any:
         keys = random.split(rng_key, total)[index]
         return jax.vmap(partial(fn, source))(draws, keys)
 

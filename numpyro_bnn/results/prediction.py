@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
@@ -122,8 +123,8 @@ def _compared(
 
     def at_draw(
         reading: Posterior, draw: Draws, observed: Mapping[str, Any]
-    ) -> dict[str, dict[str, jax.Array]]:
-        computed: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
+    ) -> dict[str, dict[str, Array]]:
+        computed: dict[str, dict[str, Array]] = {name: {} for name in stored}
         for name, site in sites_of_type(reading.at(draw), "sample").items():
             y = observed.get(safe(name))
             if y is None or site["fn"].shape() != y.shape:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
@@ -21,7 +22,7 @@ SIGNATURE = inspect.signature(lambda x, y=None: None)
 def process_groups(
     gp: GPRegression,
     predictions: Mapping[str, Any] | None,
-    rng_key: jax.Array,
+    rng_key: Array,
     num_samples: int,
     log_likelihood: bool,
     posterior_predictive: bool,
@@ -109,7 +110,7 @@ def _new_inputs(
 
 
 def _draws(
-    gp: GPRegression, x: Any, rng_key: jax.Array, num_samples: int
+    gp: GPRegression, x: Any, rng_key: Array, num_samples: int
 ) -> dict[str, np.ndarray]:
     """The function, and observations of it, (1, S, M, ...)."""
     function_key, noise_key = jax.random.split(rng_key)

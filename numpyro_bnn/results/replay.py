@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from jax.ad_checkpoint import checkpoint_name
 from numpyro import handlers
 
@@ -43,7 +43,7 @@ CENSORED = (
 # Values by group, and by site and what follows its name in that of the variable.
 Groups = dict[str, dict[tuple[str, str], Any]]
 # Evaluates a function of a reading, a draw and a key at all draws.
-Evaluate = Callable[[Posterior, Callable, Draws, jax.Array], Any]
+Evaluate = Callable[[Posterior, Callable, Draws, Array], Any]
 
 
 class _statistic_sites(record_statistics):
@@ -59,15 +59,15 @@ class _statistic_sites(record_statistics):
         super().__init__(None)
 
     def __enter__(self) -> "_statistic_sites":
-        self.sites: dict[str, jax.Array] = {}
+        self.sites: dict[str, Array] = {}
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Any:
+    def visit(self, network: RandomNetwork, x: Array) -> Any:
         """Name the statistics of a call, and return them."""
         statistics = super().visit(network, jnp.stack([x, x]) if self.new_rows else x)
 
-        def named(path: Any, leaf: jax.Array) -> jax.Array:
+        def named(path: Any, leaf: Array) -> Array:
             name = f"statistics {len(self.calls)}{jax.tree_util.keystr(path)}"
             self.sites[name] = checkpoint_name(leaf, MARK + name)
             return self.sites[name]
@@ -176,7 +176,7 @@ class Replay:
             return
         check_state(CALL, "result", self.reading)
 
-        def values(reading: Posterior, key: jax.Array) -> dict[str, list]:
+        def values(reading: Posterior, key: Array) -> dict[str, list]:
             sites = reading.at(self.first, key, unknown)
             leaves = {name: jax.tree.leaves(sites[name]["value"]) for name in unknown}
             return {name: arrays_in(leaves[name]) for name in sorted(unknown)}
@@ -295,7 +295,7 @@ class Replay:
         self,
         read: ReadModel,
         draws: Draws,
-        rng_key: jax.Array,
+        rng_key: Array,
         evaluate: Evaluate,
         scored: bool,
         predictive: bool = True,
@@ -313,7 +313,7 @@ class Replay:
             statistics = _batch_statistics(read, training, draws, rng_key, evaluate)
             draws = {**draws, **statistics}
 
-        def at_draw(reading: Posterior, draw: Draws, key: jax.Array) -> Groups:
+        def at_draw(reading: Posterior, draw: Draws, key: Array) -> Groups:
             groups: Groups = {}
             at = partial(reading.at, rng_key=_model_key(key))
             if scored:
@@ -330,10 +330,10 @@ class Replay:
         return evaluate(read.reading, at_draw, draws, rng_key)
 
     def _predicted(
-        self, at: Callable, draw: Draws, key: jax.Array
-    ) -> tuple[dict[str, jax.Array], dict[tuple[str, str], jax.Array]]:
+        self, at: Callable, draw: Draws, key: Array
+    ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
         """Observations that are drawn anew, by site, and with their means."""
-        drawn: dict[str, jax.Array] = {}
+        drawn: dict[str, Array] = {}
         sites = at(draw, only=self.redrawn)
         for name in self.redrawn:
             key, site_key = random.split(key)
@@ -348,7 +348,7 @@ class Replay:
                 values[name, mean[0]] = mean[1]
         return drawn, values
 
-    def _log_likelihood(self, sites: Sites) -> dict[tuple[str, str], jax.Array]:
+    def _log_likelihood(self, sites: Sites) -> dict[tuple[str, str], Array]:
         """Log densities: minus infinity outside of a support."""
         densities = {}
         for name, density in _log_densities(sites, sites).items():
@@ -363,7 +363,7 @@ def _batch_statistics(
     new: ReadModel,
     training: ReadModel,
     draws: Draws,
-    rng_key: jax.Array,
+    rng_key: Array,
     evaluate: Evaluate,
 ) -> dict[str, Any]:
     """Statistics of batch normalizations at the training rows, at each draw."""
@@ -375,14 +375,14 @@ def _batch_statistics(
         )
         raise argument_error(CALL, "predictions", got, instead)
 
-    def at_draw(reading: Posterior, draw: Draws, key: jax.Array) -> dict[str, Any]:
+    def at_draw(reading: Posterior, draw: Draws, key: Array) -> dict[str, Any]:
         sites = reading.at(draw, _model_key(key), new.statistics)
         return {name: site["value"] for name, site in sites.items()}
 
     return evaluate(training.reading, at_draw, draws, rng_key)
 
 
-def _model_key(key: jax.Array) -> jax.Array:
+def _model_key(key: Array) -> Array:
     """The key of random numbers inside of the model, such as those of dropout: of a
     draw it is the same in each call, and not that of an observation.
     """
@@ -399,11 +399,11 @@ def _values(sites: Sites) -> dict[str, Any]:
     return {name: site["value"] for name, site in named.items()}
 
 
-def _log_densities(sites: Sites, names: Collection[str]) -> dict[str, jax.Array]:
+def _log_densities(sites: Sites, names: Collection[str]) -> dict[str, Array]:
     return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
 
-def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
+def observation_mean(fn: dist.Distribution) -> tuple[str, Array] | None:
     """The mean of an observation, if it has one, or class probabilities (..., K), after
     the ending of its name.
     """
