@@ -8,13 +8,13 @@ from dataclasses import fields, replace
 from math import prod
 from typing import Any, ClassVar, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 
-Values = dict[str, jax.Array]
+Values = dict[str, Array]
 
 
 class UnitAxis(NamedTuple):
@@ -50,11 +50,11 @@ class UnitAxis(NamedTuple):
             values = np.moveaxis(values, self.axis % len(shape) + 1, -1)
         return values.reshape((len(values), self.per_unit(shape), self.units(shape)))
 
-    def over_units(self, elements: jax.Array) -> jax.Array:
+    def over_units(self, elements: Array) -> Array:
         """Sum over the elements of each unit: (U,)."""
         return jnp.sum(self.by_unit(elements[None])[0], axis=0)
 
-    def by_element(self, numbers: jax.Array, ndim: int) -> jax.Array:
+    def by_element(self, numbers: Array, ndim: int) -> Array:
         """Numbers (U,) in a shape that broadcasts against the site."""
         if self.axis is None:
             return numbers.reshape((1,) * ndim)
@@ -63,7 +63,7 @@ class UnitAxis(NamedTuple):
             along, tuple(i for i in range(ndim) if i != self.axis % ndim)
         )
 
-    def permuted(self, value: jax.Array, order: jax.Array) -> jax.Array:
+    def permuted(self, value: Array, order: Array) -> Array:
         """The site with its units in another order (U,)."""
         if self.axis is None:
             return value
@@ -145,24 +145,24 @@ class Symmetry(ABC):
         return f"{type(self).__name__}({self.unit_axes[0].site})"
 
     @abstractmethod
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+    def act(self, values: Mapping[str, Array], g: Array) -> Values:
         """Values of its sites after the group element ``g`` (U,) has acted."""
 
     @abstractmethod
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+    def log_det(self, values: Mapping[str, Array], g: Array) -> Array:
         """log|det| of the map theta -> g theta in constrained coordinates, by unit
         (U,).
         """
 
     @abstractmethod
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         """A random group element; of a finite group it may be the identity."""
 
-    def identity(self, units: int) -> jax.Array:
+    def identity(self, units: int) -> Array:
         """The group element that changes nothing."""
         return jnp.zeros(units)
 
-    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+    def trials(self, rng_key: Array, units: int) -> list[Array]:
         """Group elements at which an invariance is tested; of a finite group enough to
         imply all of it.
         """

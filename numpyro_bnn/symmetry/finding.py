@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, is_floating, outside
@@ -456,7 +457,7 @@ class _Measure:
         def slopes(reading: Posterior, values: dict) -> Any:
             free = {name: v for name, v in values.items() if is_floating(v)}
 
-            def total(free: dict) -> jax.Array:
+            def total(free: dict) -> Array:
                 logs = log_likelihoods(reading, {**values, **free})
                 return sum(map(jnp.sum, logs), jnp.zeros(()))
 
@@ -487,7 +488,7 @@ class _Measure:
         return [entry.symmetry for entry in invariances if entry.error <= TOLERANCE]
 
 
-def _unlearned(site: dict[str, Any]) -> jax.Array | None:
+def _unlearned(site: dict[str, Any]) -> Array | None:
     """Arbitrary values of parameters that will be learned: a symmetry must hold at all
     of them.
     """
@@ -504,8 +505,8 @@ def _doubled(leaf: Any) -> Any:
 
 
 def _changes(
-    moving: Sequence[Symmetry], reading: Posterior, seed: jax.Array, values: dict
-) -> jax.Array:
+    moving: Sequence[Symmetry], reading: Posterior, seed: Array, values: dict
+) -> Array:
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw
     with its seed.
     """
@@ -516,7 +517,7 @@ def _changes(
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 
-    def logs_at(point: Mapping) -> jax.Array:
+    def logs_at(point: Mapping) -> Array:
         logs = map(jnp.ravel, log_likelihoods(reading, point))
         return jnp.concatenate([jnp.zeros(0), *logs])
 

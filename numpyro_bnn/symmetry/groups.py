@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
@@ -42,7 +43,7 @@ class Multiplicative(Symmetry):
     def unit_axes(self) -> tuple[UnitAxis, ...]:
         return tuple(axis for axis, _ in self.powers)
 
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+    def act(self, values: Mapping[str, Array], g: Array) -> Values:
         new_values: Values = {}
         for axis, power in self.powers:
             value = new_values.get(axis.site, values[axis.site])
@@ -60,10 +61,10 @@ class Multiplicative(Symmetry):
             for axis, power in self.powers
         )
 
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+    def log_det(self, values: Mapping[str, Array], g: Array) -> Array:
         return self.dimension(values) * g
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         return jax.random.uniform(rng_key, (units,), minval=-1.5, maxval=1.5)
 
 
@@ -265,10 +266,10 @@ class OnElements(Symmetry):
         return self.elements
 
     @abstractmethod
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         """The value of one site after ``g`` (U,) has acted along the axis."""
 
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+    def act(self, values: Mapping[str, Array], g: Array) -> Values:
         new_values: Values = {}
         for axis in self.elements:
             new_values[axis.site] = self.on_site(
@@ -276,7 +277,7 @@ class OnElements(Symmetry):
             )
         return new_values
 
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+    def log_det(self, values: Mapping[str, Array], g: Array) -> Array:
         return jnp.zeros(g.shape)
 
 
@@ -303,10 +304,10 @@ class Shift(OnElements):
     [1.0, 2.0]
     """
 
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         return value + axis.by_element(g, jnp.ndim(value))
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         return 3.0 * jax.random.normal(rng_key, (units,))
 
 
@@ -330,16 +331,16 @@ class SignFlip(OnElements):
 
     continuous: ClassVar[bool] = False
 
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         return value * axis.by_element(g, jnp.ndim(value))
 
-    def identity(self, units: int) -> jax.Array:
+    def identity(self, units: int) -> Array:
         return jnp.ones(units)
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         return jnp.where(jax.random.bernoulli(rng_key, 0.5, (units,)), 1.0, -1.0)
 
-    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+    def trials(self, rng_key: Array, units: int) -> list[Array]:
         g = self.random(rng_key, units)
         return [g, -g]  # every unit is flipped in one of them
 
@@ -363,18 +364,18 @@ class Permutation(OnElements):
 
     continuous: ClassVar[bool] = False
 
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         return axis.permuted(value, g)
 
-    def identity(self, units: int) -> jax.Array:
+    def identity(self, units: int) -> Array:
         return jnp.arange(units)
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         # Random 32-bit keys: ties, which would favor the old order, have a probability
         # below U^2 2^-33.
         return jnp.argsort(jax.random.bits(rng_key, (units,)))
 
-    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+    def trials(self, rng_key: Array, units: int) -> list[Array]:
         order = self.identity(units)
         return [
             order.at[:2].set(order[:2][::-1]),

@@ -7,10 +7,10 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
@@ -22,7 +22,7 @@ from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
-def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[jax.Array]:
+def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[Array]:
     """Log density of every observed site at ``values`` of the latent ones, on all data,
     with its masks and scale.
     """
@@ -34,7 +34,7 @@ def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[jax.A
     return logs
 
 
-def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
+def log_density(fn: dist.Distribution, value: Array) -> Array:
     """Log density of a value; minus infinity outside the support and where its
     unconstrained value is not finite.
     """
@@ -46,7 +46,7 @@ def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
     return jnp.where(inside, fn.log_prob(value), -jnp.inf)
 
 
-def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
+def elementwise(fn: dist.Distribution, value: Array) -> Array | None:
     """Log density of every element of a site; ``None`` if the elements are not
     independent.
     """
@@ -91,7 +91,7 @@ class PriorProgram:
         sites = self.reading.at(values, only=self.sites)
         return {name: site["fn"] for name, site in sites.items()}
 
-    def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def noncentered(self, values: Mapping[str, Any]) -> dict[str, Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
         names = []
         for name, site in self.reading.sites.items():
@@ -110,9 +110,7 @@ class PriorProgram:
         """Sites whose distribution depends on any of ``sites``."""
         return {name for name, parents in self._parents.items() if parents & sites}
 
-    def total(
-        self, values: Mapping[str, jax.Array], sites: tuple[str, ...]
-    ) -> jax.Array:
+    def total(self, values: Mapping[str, Array], sites: tuple[str, ...]) -> Array:
         """Sum of the log densities of ``sites``."""
         fns = self.distributions(values)
         values = {**self.reading.held, **values}
@@ -121,7 +119,7 @@ class PriorProgram:
             total = total + jnp.sum(log_density(fns[name], values[name]))
         return total
 
-    def elements(self, values: Mapping[str, jax.Array]) -> dict[str, jax.Array | None]:
+    def elements(self, values: Mapping[str, Array]) -> dict[str, Array | None]:
         """Log density of every element of every latent site; ``None`` if elements are
         not independent.
         """
@@ -130,7 +128,7 @@ class PriorProgram:
 
 
 def in_latent(
-    symmetry: Symmetry, prior: PriorProgram, values: Mapping[str, jax.Array]
+    symmetry: Symmetry, prior: PriorProgram, values: Mapping[str, Array]
 ) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
@@ -162,7 +160,7 @@ def in_latent(
 
 
 def _with_hyper_sites(
-    symmetry: Permutation, prior: PriorProgram, values: Mapping[str, jax.Array]
+    symmetry: Permutation, prior: PriorProgram, values: Mapping[str, Array]
 ) -> Permutation:
     """Let the hyperparameters of single units move with the units.
 
