@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._options import check_fields
-
-Array = jax.Array
 
 
 class Evaluation(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import (
@@ -25,7 +25,7 @@ from numpyro_bnn._options import (
 
 __all__ = ["constant", "polynomial", "cyclical"]
 
-Schedule = Callable[[jax.Array], Any]
+Schedule = Callable[[Array], Any]
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, check_fields
-
-Array = jax.Array
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
