@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 # a neighbor such as `numpyro_bnn_models` belongs to the user
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
@@ -138,7 +139,7 @@ def probabilities(call: str, quantiles: Any) -> Any:
 
 def has_rows_elsewhere(value: Any) -> bool:
     """Whether it is an array of which this process has a part."""
-    is_known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    is_known = isinstance(value, Array) and not isinstance(value, jax.core.Tracer)
     return is_known and not value.is_fully_addressable
 
 
@@ -174,7 +175,7 @@ def check_finite_arguments(call: str, args: tuple, kwargs: Mapping[str, Any]) ->
     failed with them.
     """
     for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        is_array = isinstance(leaf, jax.Array | np.ndarray)  # rows on disk are not
+        is_array = isinstance(leaf, Array | np.ndarray)  # rows on disk are not
         if is_array and jnp.issubdtype(leaf.dtype, jnp.floating):
             check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
 

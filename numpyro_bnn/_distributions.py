@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from jax.scipy.special import gammaln
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import (
@@ -42,7 +42,7 @@ def is_latent(site: Mapping[str, Any]) -> bool:
     return site["type"] == "sample" and not site["is_observed"]
 
 
-def unmasked_elements(fn: dist.Distribution) -> jax.Array:
+def unmasked_elements(fn: dist.Distribution) -> Array:
     """Which elements of a value, shaped like ``fn.shape()``, count in its log density:
     those without a mask.
     """
@@ -86,7 +86,7 @@ def in_support(fn: Any, value: Any = None) -> Any:
         bound = getattr(constraint, "base_constraint", constraint)
         periodic = isinstance(bound, type(constraints.circular))
         if (
-            isinstance(parameter, jax.Array)
+            isinstance(parameter, Array)
             and isinstance(bound, _BOUNDED)
             and not periodic
         ):
@@ -96,14 +96,14 @@ def in_support(fn: Any, value: Any = None) -> Any:
             obeys = jnp.asarray(in_support(component))
             inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
     computed = value is not None and any(
-        isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
+        isinstance(bound, Array) for bound in jax.tree.leaves(fn.support)
     )
     if computed and not fn.support.is_discrete:
         inside &= fn.support(value)
     return inside
 
 
-def _all(conditions: jax.Array, num_axes: int) -> jax.Array:
+def _all(conditions: Array, num_axes: int) -> Array:
     """Whether all are true along so many of the last axes."""
     return jnp.all(
         conditions, axis=tuple(range(conditions.ndim - num_axes, conditions.ndim))
@@ -133,7 +133,7 @@ def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
 
 def affine_normal(
     fn: dist.Distribution, masked: bool = False
-) -> tuple[jax.Array, jax.Array] | None:
+) -> tuple[Array, Array] | None:
     """Loc and scale, shaped like the site, of independent normals and affine functions
     of them, else ``None``.
 
@@ -214,7 +214,7 @@ class GroupStudentT(dist.Distribution):
     def support(self) -> Any:
         return constraints.independent(constraints.real, len(self.event_shape))
 
-    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         normal, gamma = random.split(key)
         z = random.normal(normal, (*sample_shape, *self.event_shape))
         # Logs: for a small alpha most precisions are below the smallest float.
@@ -226,7 +226,7 @@ class GroupStudentT(dist.Distribution):
         )
 
     @validate_sample
-    def log_prob(self, value: jax.Array) -> jax.Array:
+    def log_prob(self, value: Array) -> Array:
         n = prod(self.event_shape)
         half = self.df / 2
         axes = tuple(range(-len(self.event_shape), 0))
@@ -240,9 +240,7 @@ class GroupStudentT(dist.Distribution):
             - (half + n / 2) * jnp.log1p(square / self.df)
         )
 
-    def given_rest(
-        self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array
-    ) -> jax.Array:
+    def given_rest(self, rng_key: Array, value: Array, chosen: Array) -> Array:
         """Draw chosen elements of the array from their distribution given all others.
 
         With n other elements of squared length q these are of the same family, with
@@ -259,11 +257,11 @@ class GroupStudentT(dist.Distribution):
         return jnp.where(mask, new_values, value).astype(value.dtype)
 
     @property
-    def mean(self) -> jax.Array:
+    def mean(self) -> Array:
         return jnp.where(self.df > 1, jnp.zeros(self.event_shape), jnp.nan)
 
     @property
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         finite = jnp.where(
             self.df > 2,
             self.df / (self.df - 2),

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax, random
+from jax import Array, lax, random
 from numpyro.util import is_prng_key
 
 __all__ = ["key_from", "key_numbers", "split"]
 
 
-def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
+def split(rng_key: Array, num: int = 2) -> Array:
     """Split one key into ``num``; split a batch of C keys into (num, C), so that
     ``keys[0]`` is a batch again.
 
@@ -34,7 +34,7 @@ def key_numbers(value: Any) -> Any:
     return random.key_data(value) if typed else value
 
 
-def key_from(values: Mapping[str, jax.Array]) -> jax.Array:
+def key_from(values: Mapping[str, Array]) -> Array:
     """Make a key from the bits of all values, by two sums with random odd weights (each
     a universal hash).
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
@@ -199,7 +200,7 @@ def _inside(handler: type) -> bool:
     return any(isinstance(frame, handler) for frame in _PYRO_STACK)
 
 
-def _rows(values: Any, index: jax.Array) -> jax.Array:
+def _rows(values: Any, index: Array) -> Array:
     """Those of a minibatch; all rows as they are, so that they may be spread over
     devices.
     """

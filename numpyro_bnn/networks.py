@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
@@ -37,12 +38,12 @@ class RandomNetwork:
     :ivar params: flat dictionary of parameter values.
     """
 
-    def __init__(self, name: str, net: Layer, params: Mapping[str, jax.Array]) -> None:
+    def __init__(self, name: str, net: Layer, params: Mapping[str, Array]) -> None:
         self.name = name
         self.net = net
         self.params = params
 
-    def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> jax.Array:
+    def __call__(self, x: Array, statistics: Statistics | None = None) -> Array:
         """Evaluate the network on a batch.
 
         :param x: inputs of shape ``(..., *input_shape)``.
@@ -53,7 +54,7 @@ class RandomNetwork:
             statistics = _requested_statistics(self, x)
         return self.net.apply(self.params, x, statistics)
 
-    def statistics(self, x: jax.Array) -> dict[str, BatchStatistics]:
+    def statistics(self, x: Array) -> dict[str, BatchStatistics]:
         """Statistics of every batch normalization on the inputs ``x``, to be passed to
         a later call.
         """
@@ -185,7 +186,7 @@ class record_statistics(Messenger):
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+    def visit(self, network: RandomNetwork, x: Array) -> Statistics:
         """Record the statistics of a call, and return them."""
         self.calls = [*self.calls, network.statistics(x)]
         return self.calls[-1]
@@ -196,7 +197,7 @@ class placeholder_statistics(record_statistics):
     few to normalize with.
     """
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+    def visit(self, network: RandomNetwork, x: Array) -> Statistics:
         """Record statistics of the right shapes, and return them."""
         shapes = jax.eval_shape(network.statistics, jnp.stack([x, x]))
         self.calls = [
@@ -222,7 +223,7 @@ class use_statistics(Messenger):
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+    def visit(self, network: RandomNetwork, x: Array) -> Statistics:
         """Return the statistics recorded for this call."""
         if self._position == len(self.calls):
             got = (
@@ -238,7 +239,7 @@ class use_statistics(Messenger):
         return self.calls[self._position - 1]
 
 
-def _requested_statistics(network: RandomNetwork, x: jax.Array) -> Statistics | None:
+def _requested_statistics(network: RandomNetwork, x: Array) -> Statistics | None:
     """Statistics from the innermost of these contexts, which no ``block`` or ``scope``
     hides.
     """

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.scipy.linalg import cho_solve, solve_triangular
 
@@ -171,7 +172,7 @@ def _beginning(
 
 def _search(
     begin: dict[str, np.ndarray],
-    evidence: Callable[[dict], tuple[jax.Array, jax.Array, dict]],
+    evidence: Callable[[dict], tuple[Array, Array, dict]],
     spread: float,
     log_sd: float,
     max_steps: int,
@@ -236,7 +237,7 @@ def _evidence(
     x: Any,
     y: Any,
     log_scales: dict[str, Any],
-) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+) -> tuple[Array, Array, dict[str, Any]]:
     """Log marginal likelihood, the jitter of its Cholesky factor, and the slope of the
     likelihood.
 
@@ -244,7 +245,7 @@ def _evidence(
     and one inverse; the derivative of the factor would take several.
     """
 
-    def covariance(log_scales: dict[str, Any]) -> jax.Array:
+    def covariance(log_scales: dict[str, Any]) -> Array:
         scaled = dict(sites)
         for name, log_scale in log_scales.items():
             if name != "noise":

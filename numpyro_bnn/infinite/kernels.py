@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn._checks import argument_error, check_finite
@@ -133,7 +134,7 @@ def ntk(
     )
 
 
-def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> jax.Array:
+def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> Array:
     """The diagonal of :func:`nngp`: the prior variance of the outputs at every input,
     (N,).
     """
@@ -142,7 +143,7 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
     dtype = jnp.result_type(x, float)
     sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), moments.sites)
 
-    def variance(row: jax.Array) -> jax.Array:
+    def variance(row: Array) -> Array:
         pair = row[None], row[None]
         return _block(net, moments.normal, False, sites, *pair)[0, 0]
 
@@ -345,10 +346,10 @@ def empirical_ntk(
     outputs = int(np.prod(net.output_shape(shape)))
     size = block_size or max(1, JACOBIAN // (outputs * flat_variances.size))
 
-    def of_rows(rows: Any) -> Callable[[Any], jax.Array]:
+    def of_rows(rows: Any) -> Callable[[Any], Array]:
         scaled = _jacobian(net, params, rows) * flat_variances
 
-        def of_columns(columns: Any) -> jax.Array:
+        def of_columns(columns: Any) -> Array:
             jacobian = _jacobian(net, params, columns)
             if full:
                 formula, count = "akp,blp->abkl", 1
@@ -364,11 +365,11 @@ def empirical_ntk(
 
 
 @partial(jax.jit, static_argnums=0)
-def _jacobian(net: Layer, params: Params, x: jax.Array) -> jax.Array:
+def _jacobian(net: Layer, params: Params, x: Array) -> Array:
     """Derivatives of every output by all parameters, (B, K, P)."""
     flat, unravel = ravel_pytree(dict(params))
 
-    def outputs(flat: jax.Array, row: jax.Array) -> jax.Array:
+    def outputs(flat: Array, row: Array) -> Array:
         return net.apply(unravel(flat), row).reshape(-1)
 
     return jax.vmap(jax.jacrev(outputs), (None, 0))(flat, x)

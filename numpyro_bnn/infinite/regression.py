@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import (
@@ -239,29 +239,29 @@ def check_data(call: str, x: Any, y: Any) -> None:
 class CholeskyFactor(NamedTuple):
     """L L' = A + jitter I; L is NaN if even the largest jitter was not enough."""
 
-    lower: jax.Array
-    jitter: jax.Array
+    lower: Array
+    jitter: Array
 
-    def log_density(self, whitened: jax.Array) -> jax.Array:
+    def log_density(self, whitened: Array) -> Array:
         """Log density of y ~ N(0, L L') from L^-1 y, summed over the outputs."""
         log_norm = jnp.sum(jnp.log(jnp.diagonal(self.lower)))
         log_norm += 0.5 * len(self.lower) * jnp.log(2 * jnp.pi)
         return -0.5 * jnp.sum(whitened**2) - whitened[0].size * log_norm
 
 
-def factorize(matrix: jax.Array) -> CholeskyFactor:
+def factorize(matrix: Array) -> CholeskyFactor:
     """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that
     works (e: N rounding errors).
     """
     unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
 
-    def attempt(step: jax.Array) -> tuple[jax.Array, CholeskyFactor]:
+    def attempt(step: Array) -> tuple[Array, CholeskyFactor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
         lower = jnp.linalg.cholesky(matrix + jitter * identity)
         return step, CholeskyFactor(lower, jitter)
 
-    def failed(state: tuple[jax.Array, CholeskyFactor]) -> jax.Array:
+    def failed(state: tuple[Array, CholeskyFactor]) -> Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 
@@ -269,6 +269,6 @@ def factorize(matrix: jax.Array) -> CholeskyFactor:
     return lax.while_loop(failed, lambda state: attempt(state[0] + 1), first)[1]
 
 
-def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
+def with_noise(kernel: Array, noise_sd: Any) -> Array:
     """Covariance of observations, from that of the function."""
     return kernel + noise_sd**2 * jnp.eye(len(kernel), dtype=kernel.dtype)

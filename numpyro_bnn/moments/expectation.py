@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn.moments.terms import Gaussian, Term, terms_among
 
@@ -99,7 +100,7 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
     middle, half = _panels(_breaks(term), x.mean, sd)
     sd = jnp.where(constant, 0, sd)
 
-    def evaluate(z: Any) -> jax.Array:
+    def evaluate(z: Any) -> Array:
         return term.evaluate(x.mean + sd * z).astype(x.mean.dtype)
 
     integral, error = _sums(evaluate, middle, half, -(-num_nodes // 2))
@@ -128,15 +129,15 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
             ),
         )
 
-    def checked(on_line: jax.Array, by_nodes: jax.Array) -> jax.Array:
+    def checked(on_line: Array, by_nodes: Array) -> Array:
         return jnp.where(bad, jnp.nan, jnp.where(straight, on_line, by_nodes))
 
     return jax.tree.map(checked, line, integral)
 
 
 def _panels(
-    breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    breaks: list[tuple[Any, Any]], mean: Array, sd: Array
+) -> tuple[Array, Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
     low, high = jnp.full_like(mean, -_REACH), jnp.full_like(mean, _REACH)
     cuts = [jnp.zeros_like(mean)]
@@ -160,7 +161,7 @@ def _panels(
     return (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
 
 
-def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+def _insert(ordered: list[Array], new: Array) -> list[Array]:
     """Put numbers in their places, elementwise: its gradient is several times as fast
     as that of a sort.
     """
@@ -184,7 +185,7 @@ def _rules(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
 
 
 def _sums(
-    evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
+    evaluate: Callable, middle: Array, half: Array, num_nodes: int
 ) -> tuple[Gaussian, Gaussian]:
     """Mean and variance of a function of z, standard normal, and the estimated error of
     both.
@@ -195,16 +196,16 @@ def _sums(
         z = middle + half * node
         return _powers(half * jnp.exp(-0.5 * z * z), evaluate(z) - center)
 
-    def of_panel(center: Any, ends: Any) -> jax.Array:
+    def of_panel(center: Any, ends: Any) -> Array:
         @jax.checkpoint
-        def add(sums: Any, node: Any) -> tuple[jax.Array, None]:
+        def add(sums: Any, node: Any) -> tuple[Array, None]:
             terms = jnp.stack(powers(center, ends[0], ends[1], node[0]))
             return sums + node[1].reshape(-1, *(1,) * terms.ndim) * terms, None
 
         start = jnp.zeros((2, 3, *middle.shape[1:]), middle.dtype)
         return jax.lax.scan(add, start, (nodes, rules.T))[0]
 
-    def integrals(center: Any) -> jax.Array:
+    def integrals(center: Any) -> Array:
         """By both rules, of all powers, (2, 3, panels, ...)."""
         if middle.size * num_nodes > _AT_ONCE:
             by_panel = jax.lax.map(partial(of_panel, center), (middle, half))
@@ -224,7 +225,7 @@ def _sums(
     total, first, second = fine.sum(1)
     mean = first / total
 
-    def powers_at(end: jax.Array) -> jax.Array:
+    def powers_at(end: Array) -> Array:
         """A function that grows too fast has not faded at the ends."""
         z = jax.lax.stop_gradient(end)
         away = jnp.abs(jax.lax.stop_gradient(evaluate(z) - center))
@@ -241,13 +242,11 @@ def _powers(density: Any, away: Any) -> tuple[Any, Any, Any]:
     return density, density * away, density * away * away
 
 
-def _derivatives(
-    fn: Callable[[Any], Any], x: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _derivatives(fn: Callable[[Any], Any], x: Array) -> tuple[Array, Array, Array]:
     """f, f', f'' of an elementwise function."""
     unit = jnp.ones_like(x)
 
-    def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def first(x: Array) -> tuple[Array, Array]:
         return jax.jvp(fn, (x,), (unit,))
 
     (value, slope), (_, curvature) = jax.jvp(first, (x,), (unit,))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
@@ -133,9 +134,7 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     return tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
 
 
-def gaussian(
-    shape: Shape, scale: jax.Array | float, centered: bool
-) -> dist.Distribution:
+def gaussian(shape: Shape, scale: Array | float, centered: bool) -> dist.Distribution:
     """Independent N(0, scale^2) of ``shape``; non-centered by default."""
     if centered:
         return dist.Normal(0.0, scale)

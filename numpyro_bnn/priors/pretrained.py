@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, is_floating, unknown_name
 from numpyro_bnn._options import Positive
@@ -76,7 +77,7 @@ class _Given:
         )
         object.__setattr__(self, "flat", flat)
 
-    def value(self, name: str, shape: Shape) -> jax.Array:
+    def value(self, name: str, shape: Shape) -> Array:
         """The parameter of this name and shape."""
         call = f"priors.{type(self).__name__}"
         if name not in self.flat:
