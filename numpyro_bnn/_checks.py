@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_bnn._types import Kwargs
+
 # a neighbor such as `numpyro_bnn_models` belongs to the user
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
@@ -170,7 +172,7 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, came, "Drop or impute those rows first.")
 
 
-def check_finite_arguments(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def check_finite_arguments(call: str, args: tuple, kwargs: Kwargs) -> None:
     """Refuse arguments of a model with NaN or infinite numbers, as the cause of what
     failed with them.
     """

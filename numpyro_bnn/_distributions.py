@@ -2,7 +2,6 @@
 that it has.
 """
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar
 
@@ -18,6 +17,8 @@ from numpyro.distributions.transforms import (
     Transform,
 )
 from numpyro.distributions.util import validate_sample
+
+from numpyro_bnn._types import Site
 
 __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
@@ -37,7 +38,7 @@ def is_factor(fn: dist.Distribution) -> bool:
     return isinstance(unwrapped(fn, masked=True), dist.Unit)
 
 
-def is_latent(site: Mapping[str, Any]) -> bool:
+def is_latent(site: Site) -> bool:
     """Whether a site is a random variable that the model does not observe."""
     return site["type"] == "sample" and not site["is_observed"]
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_bnn._checks import argument_error, shown, unknown_name
+from numpyro_bnn._types import Kwargs
 
 F = TypeVar("F", bound=Callable)
 
@@ -157,7 +158,6 @@ Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.
 Args: TypeAlias = Annotated[
     tuple, Kind(tuple | list, "Pass the arguments of the model, e.g. `(x, y)`.")
 ]
-Kwargs: TypeAlias = Mapping[str, Any]  # keyword arguments of a model
 KwargsOption: TypeAlias = Annotated[Kwargs, Kind(Mapping, "Pass a dictionary.")]
 Model: TypeAlias = Annotated[
     Callable, Kind(callable, "Pass a NumPyro model (a function).")

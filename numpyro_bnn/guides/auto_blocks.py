@@ -19,6 +19,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._options import Model, Prefix, Switch, checked
+from numpyro_bnn._types import Kwargs, Site
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
@@ -158,7 +159,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         }
 
     def _initial(
-        self, locs: Values, args: tuple, kwargs: Mapping[str, Any]
+        self, locs: Values, args: tuple, kwargs: Kwargs
     ) -> tuple[Values, Values]:
         """Initial means and standard deviations, by site; the arguments begin with the
         latent sites.
@@ -465,7 +466,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         return quantiles
 
 
-def _plates(site: Mapping[str, Any]) -> set[str]:
+def _plates(site: Site) -> set[str]:
     return {frame.name for frame in site["cond_indep_stack"]}
 
 

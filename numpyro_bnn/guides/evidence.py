@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, Natural, PositiveInt, RandomKey, checked
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
@@ -165,7 +166,7 @@ def evidence(
         )
         raise argument_error(call, "guide", got, instead)
 
-    def weigh(keys_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]) -> Array:
+    def weigh(keys_and_params: tuple, args: tuple, kwargs: Kwargs) -> Array:
         keys, params = keys_and_params
 
         def log_weight(key: Array) -> Array:

@@ -257,7 +257,7 @@ _expected: Callable[[SVI, Arguments], dict[str, str]] = lru_cache(maxsize=CACHE_
 
 def _start(
     svi: SVI,
-    rng_key: Any,
+    rng_key: Array,
     args: tuple,
     kwargs: Mapping,
     init_state: Any,
@@ -321,7 +321,7 @@ def _strong(state: Any) -> Any:
 
 
 def _initial_state(
-    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any
+    svi: SVI, rng_key: Array, args: tuple, kwargs: Mapping, init_params: Any
 ) -> Any:
     """``svi.init``, as one program if the guide is NumPyro's or ours.
 
@@ -391,7 +391,7 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
             _, _, count, finite = carry
             return (count < number) & (stable | finite)
 
-        def update_once(state: Any, key: Any) -> tuple[Any, Any, Array]:
+        def update_once(state: Any, key: Array) -> tuple[Any, Any, Array]:
             with random_indices():
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss

@@ -18,6 +18,7 @@ from numpyro.util import find_stack_level
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Site, Sites
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
@@ -26,7 +27,7 @@ from numpyro_bnn.nn.base import fan_in
 BASE_SUFFIXES = ("_base", "_decentered")
 
 
-def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
+def init_to_fan_in(site: Site | None = None) -> Any:
     r"""Start Gaussian weights at the scale of their fan-in, like a network about to be
     trained.
 
@@ -97,7 +98,7 @@ def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
     return 1.0
 
 
-def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, str]:
+def base_sites(trace: Sites, ndim: int = 0) -> dict[str, str]:
     """``{w_base: w}`` for the sites, of at least ``ndim`` axes, that a model samples in
     another space.
     """
@@ -124,7 +125,7 @@ def base_spread(name: str, base: Array, weight: Array) -> Array:
     return jnp.where((weight_sd > 0) & (sd > 0), jnp.minimum(1.0, factor), 1.0)
 
 
-def initial_spread(site: dict[str, Any], local: bool) -> Array | float:
+def initial_spread(site: Site, local: bool) -> Array | float:
     """Initial scale of a site in unconstrained space; the initial sd of a guide is a
     fraction of it.
 
@@ -141,7 +142,7 @@ def initial_spread(site: dict[str, Any], local: bool) -> Array | float:
     return jnp.minimum(scale, _fan_in_scale(site["name"], scale.shape))
 
 
-def check_imputed(call: str, trace: Mapping[str, dict[str, Any]]) -> None:
+def check_imputed(call: str, trace: Sites) -> None:
     """Refuse observations imputed by ``obs_mask``: without density where data are
     given, they unbound the ELBO.
     """

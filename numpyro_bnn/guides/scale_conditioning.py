@@ -10,6 +10,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import affine_normal
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.posterior import Posterior
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other
@@ -60,7 +61,7 @@ def prior_program(
     scaled: Scaled,
     examples: Mapping[str, Any],
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     plates: Mapping[str, Any] | None = None,
 ) -> Program:
     """A function from values of hyper-sites to prior loc and scale of the sites they

@@ -4,7 +4,7 @@ NumPyro's ``MCMCKernel``.
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
@@ -31,6 +31,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
+from numpyro_bnn._types import Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
 from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
@@ -215,7 +216,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     @abstractmethod
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         """How a step moves the weights: an integrator with its own noise.
 
@@ -225,7 +226,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """
 
     @property
-    def schedule(self) -> Callable[[Any], Any]:
+    def schedule(self) -> Callable[[Scalar], Scalar]:
         """How the step size changes over a run: a factor of the base step size, as a
         function of the engine's step.
         """
@@ -245,7 +246,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             return sgmcmc.ControlVariates(potential, full, stream)
         return sgmcmc.Minibatch(potential, stream)
 
-    def sampler(self, evaluate: Callable, z: Any, base: Array) -> sgmcmc.Sampler:
+    def sampler(self, evaluate: Callable, z: PyTree, base: Array) -> sgmcmc.Sampler:
         """Build the sampler of a chain, from a potential ``evaluate(z, batch)`` and a
         base step size; this costs nothing at run time.
         """
@@ -253,7 +254,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         unravel, schedule = ravel_pytree(z)[1], self.schedule
         named = self.preconditioner
 
-        def potential(position: Array, batch: Any) -> Array:
+        def potential(position: Array, batch: PyTree) -> Array:
             return evaluate(unravel(position), batch)
 
         if learned is not None:
@@ -263,7 +264,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             metric = resolve(self._call, named, z, target.num_data)
         return sgmcmc.build(
             self.estimator(target, potential),
-            self.dynamics(base * schedule(0), self.plan.size, target.subsampled),
+            # a number that the program computes passes the checks of options
+            self.dynamics(base * schedule(0), self.plan.size, target.subsampled),  # type: ignore[arg-type]
             metric,
             schedule=lambda step: base * schedule(step),
             temperature=self.temperature,
@@ -325,7 +327,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """
         return 1 / (curvature * (1 + noise))
 
-    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+    def steps_to_forget(self, step_size: Scalar, size: int) -> Scalar:
         """Steps in which a chain forgets its position where the curvature is 1."""
         return 2 / step_size
 
@@ -420,7 +422,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
 
     def learn(
-        self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, num_warmup: int, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Posterior:
         """Optimize the parameters of :class:`~numpyro_bnn.priors.Learned`, and hold
         them in ``model`` from now on.
@@ -432,7 +434,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return self._learned(num_warmup, args, kwargs, posterior)
 
     def _learned(
-        self, num_warmup: int, args: tuple, kwargs: dict, posterior: Posterior
+        self, num_warmup: int, args: tuple, kwargs: Kwargs, posterior: Posterior
     ) -> Posterior:
         values = learned_parameters(
             self._call,
@@ -453,9 +455,9 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> SGMCMCState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -471,7 +473,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self._sample_fn = self.sample
 
         def start(
-            values: tuple[Any, Array], args: tuple, kwargs: Mapping[str, Any]
+            values: tuple[Any, Array], args: tuple, kwargs: Kwargs
         ) -> SGMCMCState:
             begin = partial(self._start, args=args, kwargs=kwargs)
             return begin(*values) if single else jax.vmap(begin)(*values)
@@ -482,9 +484,9 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         posterior: Posterior | None,
     ) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
@@ -509,7 +511,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return target, z
 
     def _start(
-        self, z: Any, rng_key: Array, args: tuple, kwargs: Mapping[str, Any]
+        self, z: PyTree, rng_key: Array, args: tuple, kwargs: Kwargs
     ) -> SGMCMCState:
         """The state of a chain at unconstrained values ``z``."""
         plan, position = self.plan, ravel_pytree(z)[0]
@@ -547,12 +549,12 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         state: SGMCMCState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> SGMCMCState:
         return self._arguments.run(self._transitions, state, model_args, model_kwargs)
 
     def _transitions(
-        self, state: SGMCMCState, args: tuple, kwargs: Mapping[str, Any]
+        self, state: SGMCMCState, args: tuple, kwargs: Kwargs
     ) -> SGMCMCState:
         evaluate = self.plan.target.evaluator(args, kwargs)
         # all chains are at the same transition
@@ -608,7 +610,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         state: SGMCMCState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> SGMCMCState:
         """Adopt ``state.z`` and the arguments: recompute cached potentials and
         gradients, keep the momentum.
@@ -653,7 +655,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         state: SGMCMCState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> dict[str, Array]:
         """Values of the sites where each chain ended its warm start, (C, ...): a deep
         ensemble.

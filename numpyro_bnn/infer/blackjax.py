@@ -21,6 +21,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers, split
 from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
+from numpyro_bnn._types import Attributes, Kwargs, PyTree
 from numpyro_bnn.infer.blackjax_warm_up import (
     MANAGED,
     USERS_OWN,
@@ -105,8 +106,8 @@ class BlackJAXState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    z: Any
-    chain: Any
+    z: PyTree
+    chain: PyTree
     tuned: dict[str, Any]
     accept_prob: Array
     diverging: Array
@@ -298,9 +299,9 @@ class BlackJAX(TargetKernel[_Plan]):
         stream = stream_of(target, "with_replacement")
         init, algorithm_step = self.algorithm(jax.grad(log_density), **options)
 
-        def step(rng_key: Array, chain: Any) -> tuple[Any, None]:
+        def step(rng_key: Array, chain: PyTree) -> tuple[Any, None]:
             batch_key, rng_key = random.split(rng_key)
-            batch: Any = "full"
+            batch: PyTree = "full"
             if target.subsampled:
                 batch = stream.draw(seeds(batch_key, 1)[0], jnp.uint32(0))
             return algorithm_step(rng_key, chain, batch, **of_step), None
@@ -336,9 +337,9 @@ class BlackJAX(TargetKernel[_Plan]):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> BlackJAXState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -353,7 +354,7 @@ class BlackJAX(TargetKernel[_Plan]):
         plan = _Plan(target, num_warmup, {})
 
         def start(
-            values: tuple[Any, Array], args: tuple, kwargs: Mapping[str, Any]
+            values: tuple[Any, Array], args: tuple, kwargs: Kwargs
         ) -> BlackJAXState:
             log_density = LogDensity(target, args, kwargs)
             begin = partial(self._start, plan, log_density)
@@ -378,9 +379,7 @@ class BlackJAX(TargetKernel[_Plan]):
             instead = f"The model has {size} parameters: pass ({size},) variances."
             raise argument_error(CALL, "inverse_mass_matrix", metric, instead)
 
-    def _check_warm_up(
-        self, num_warmup: int, num_chains: int, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _check_warm_up(self, num_warmup: int, num_chains: int, kwargs: Kwargs) -> None:
         if self.adaptation is None or self._warm_up is None:
             return
         if not num_warmup:
@@ -418,9 +417,9 @@ class BlackJAX(TargetKernel[_Plan]):
     def _bound(
         self,
         rng_key: Array,
-        init_params: Any,
+        init_params: PyTree,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         posterior: Posterior | None,
     ) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
@@ -438,7 +437,7 @@ class BlackJAX(TargetKernel[_Plan]):
         return target, z
 
     def _start(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: Array
+        self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
     ) -> BlackJAXState:
         """The state of a chain, or of all chains whose warm-up pools them."""
         chain_key, rng_key = split(rng_key)
@@ -464,13 +463,13 @@ class BlackJAX(TargetKernel[_Plan]):
         )
 
     def _outlined(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: Array
+        self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
     ) -> tuple[Any, dict[str, Any]]:
         """Zeros for what the warm-up will find: only shapes are known yet. The plan
         gets what is no array.
         """
 
-        def tune(z: Any, rng_key: Array) -> tuple[Any, dict[str, Any]]:
+        def tune(z: PyTree, rng_key: Array) -> tuple[Any, dict[str, Any]]:
             tuned = self._tune(plan, log_density, z, rng_key)
             for name, value in tuned.parameters.items():
                 plan.fixed[name] = jax.tree.map(
@@ -492,7 +491,7 @@ class BlackJAX(TargetKernel[_Plan]):
         return chain, tuned
 
     def _tune(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: Array
+        self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
     ) -> Any:
         assert self._warm_up is not None
         assert self.adaptation is not None
@@ -505,12 +504,12 @@ class BlackJAX(TargetKernel[_Plan]):
         self,
         state: BlackJAXState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> BlackJAXState:
         return self._arguments.run(self._transitions, state, model_args, model_kwargs)
 
     def _transitions(
-        self, state: BlackJAXState, args: tuple, kwargs: Mapping[str, Any]
+        self, state: BlackJAXState, args: tuple, kwargs: Kwargs
     ) -> BlackJAXState:
         log_density = LogDensity(self.target, args, kwargs)
         # all chains are at the same transition
@@ -620,7 +619,7 @@ class BlackJAX(TargetKernel[_Plan]):
         self,
         state: BlackJAXState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> BlackJAXState:
         """Adopt ``state.z`` and the arguments; each transition does so by itself."""
         return state
@@ -633,7 +632,7 @@ class BlackJAX(TargetKernel[_Plan]):
             return text
         return f"{text}, size {np.mean(jax.device_get(state.step_size)):.2e}"
 
-    def describe(self, state: BlackJAXState) -> dict[str, Any]:
+    def describe(self, state: BlackJAXState) -> Attributes:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a
         run.
         """
@@ -705,17 +704,17 @@ def as_blackjax(
     """
     fields = [name for name in kernel.default_fields if name != kernel.sample_field]
 
-    def init(position: Any, rng_key: Array) -> Any:
+    def init(position: PyTree, rng_key: Array) -> Any:
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
-    def step(rng_key: Array, state: Any) -> tuple[Any, dict[str, Any]]:
+    def step(rng_key: Array, state: PyTree) -> tuple[Any, dict[str, Any]]:
         state = kernel.sample(_with_key(state, rng_key), args, kwargs)
         return state, {name: attrgetter(name)(state) for name in fields}
 
     return Functions(init, step)
 
 
-def _with_key(state: Any, rng_key: Array) -> Any:
+def _with_key(state: PyTree, rng_key: Array) -> Any:
     """A state with another key. The keys of states inside it become others too, unless
     the key is that which the state has.
     """
@@ -759,7 +758,7 @@ def _check_algorithm(algorithm: Any, name: str) -> None:
         raise argument_error(CALL, "algorithm", algorithm, instead, TypeError)
 
 
-def _check_state(chain: Any, z: Any) -> None:
+def _check_state(chain: PyTree, z: PyTree) -> None:
     """Refuse a state of which it is not known what follows from the position."""
     unknown = sorted({*getattr(chain, "_fields", ())} - {*CACHES, *AUXILIARY})
     place = chain if isinstance(chain, dict) else getattr(chain, "position", None)
@@ -805,12 +804,12 @@ def _in_dtype(new: Any, old: Any) -> Any:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def _position(chain: Any) -> Any:
+def _position(chain: PyTree) -> Any:
     """Unconstrained values by site; some algorithms have no other state."""
     return chain if isinstance(chain, dict) else chain.position
 
 
-def _outcome(info: Any, chain: Any) -> tuple[Array, Array]:
+def _outcome(info: Any, chain: PyTree) -> tuple[Array, Array]:
     """Acceptance probability of a step, and whether it diverged."""
     accept_prob = getattr(info, "acceptance_rate", None)
     if accept_prob is None:

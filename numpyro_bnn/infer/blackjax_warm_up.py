@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Kwargs, PyTree
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.program.posterior import Posterior
 
@@ -38,7 +39,7 @@ class LogDensity:
 
     target: Target
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
 
     @cached_property
     def _evaluate(self) -> Callable:
@@ -48,15 +49,15 @@ class LogDensity:
     def _posterior(self) -> Posterior:
         return Posterior(self.target.model, self.args, self.kwargs)
 
-    def __call__(self, z: Any, batch: Any = "full") -> Array:
+    def __call__(self, z: PyTree, batch: PyTree = "full") -> Array:
         return -self._evaluate(z, batch)
 
-    def prior(self, z: Any) -> Array:
+    def prior(self, z: PyTree) -> Array:
         """The part of the prior, with Jacobians."""
         parts = [self._posterior.log_prior(z), self._posterior.log_jacobian(z)]
         return sum(jax.tree.leaves(parts), jnp.zeros(()))
 
-    def likelihood(self, z: Any) -> Array:
+    def likelihood(self, z: PyTree) -> Array:
         """The part of the data."""
         return self(z) - self.prior(z)
 
@@ -94,7 +95,7 @@ class TunedChain(NamedTuple):
     :param num_gradients: gradients that it took, of one chain.
     """
 
-    chain: Any
+    chain: PyTree
     parameters: dict[str, Any]
     num_gradients: Any
 
@@ -135,7 +136,7 @@ class _Trace(NamedTuple):
 
     num_integration_steps: Any
     mu_star: Any
-    position: Any
+    position: PyTree
 
     @property
     def adaptation_state(self) -> "_Trace":
@@ -143,14 +144,14 @@ class _Trace(NamedTuple):
         return self
 
 
-def _traced(chain: Any, info: Any, adaptation_state: Any) -> _Trace:
+def _traced(chain: PyTree, info: Any, adaptation_state: Any) -> _Trace:
     mu_star = getattr(adaptation_state, "mu_star", None)
     position = None if mu_star is None else chain.position
     return _Trace(info.num_integration_steps, mu_star, position)
 
 
 def by_windows(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size and metric of Hamiltonian kernels, in windows or after Pathfinder.
 
@@ -183,7 +184,7 @@ def _shares(task: WarmUpTask) -> list[float]:
 
 
 def of_mclmc(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Length, step size and diagonal metric of the microcanonical kernel."""
     own, options = task.split()
@@ -207,7 +208,7 @@ def of_mclmc(
 
 
 def of_adjusted_mclmc(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """The same of the kernel with a Metropolis test and trajectories of random length
     (MAMS).
@@ -245,12 +246,12 @@ def of_adjusted_mclmc(
 # -- warm-ups that pool chains ---------------------------------------------------------
 
 
-def _number_of(z: Any) -> int:
+def _number_of(z: PyTree) -> int:
     return jax.tree.leaves(z)[0].shape[0]
 
 
 def of_chees(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size and trajectory length of Hamiltonian Monte Carlo, from all chains."""
     import optax
@@ -269,7 +270,7 @@ def of_chees(
 
 
 def of_meads(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size, metric and damping of generalized Hamiltonian Monte Carlo."""
     own, options = task.split()
@@ -281,7 +282,7 @@ def of_meads(
 
 
 def of_tempering(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Particles from the prior that are tempered to the posterior, and resampled: one
     for each chain.
@@ -340,7 +341,7 @@ def of_tempering(
     chosen = own["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
 
-    def arrived(z: Any, rng_key: Array) -> Any:
+    def arrived(z: PyTree, rng_key: Array) -> Any:
         chain = chain_init(z, rng_key)
         is_draw = sound & (last.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
         return jax.tree.map(lambda leaf: jnp.where(is_draw, leaf, jnp.nan), chain)
@@ -350,7 +351,7 @@ def of_tempering(
     return TunedChain(chain, options, num_gradients)
 
 
-def _weighted(state: Any) -> tuple[Array, dict[str, Array]]:
+def _weighted(state: PyTree) -> tuple[Array, dict[str, Array]]:
     """Weights and particles, of persistent sampling those of all temperatures."""
     if hasattr(state, "weights"):
         return state.weights, state.particles
@@ -361,7 +362,7 @@ def _weighted(state: Any) -> tuple[Array, dict[str, Array]]:
 
 
 def of_user(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """A function of the user's own."""
     init_key, rng_key = random.split(rng_key)
@@ -460,7 +461,7 @@ def name_in(module: Any, value: Any) -> str:
     return ""
 
 
-def warm_up_row(call: str, adaptation: Any, algorithm: str) -> WarmUpRow:
+def warm_up_row(call: str, adaptation: PyTree, algorithm: str) -> WarmUpRow:
     """The row of an adaptation; refuse one that cannot run inside a kernel, or that
     tunes other algorithms.
     """
@@ -480,7 +481,7 @@ def warm_up_row(call: str, adaptation: Any, algorithm: str) -> WarmUpRow:
     return row
 
 
-def _users_own(call: str, adaptation: Any, name: str) -> WarmUpRow:
+def _users_own(call: str, adaptation: PyTree, name: str) -> WarmUpRow:
     function = getattr(adaptation, "func", adaptation)
     of_blackjax = getattr(function, "__module__", "").split(".")[0] == "blackjax"
     takes_four = False

@@ -2,7 +2,7 @@
 the others.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -16,7 +16,8 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
-from numpyro_bnn._options import Kwargs, Model, checked
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn._types import Arrays, Kwargs, Site
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import (
@@ -132,7 +133,7 @@ class _WithoutLinear(Messenger):
         self.parameters: dict[str, Any] = {}
         super().__init__(None)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "deterministic":
             msg["stop"] = True  # recorded once the linear sites have been drawn
         elif msg["type"] == "sample" and msg["name"] in self.structure.shapes:
@@ -141,7 +142,7 @@ class _WithoutLinear(Messenger):
         elif msg["type"] == "sample" and msg["name"] in self.structure.data:
             msg["stop"] = True
 
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
+    def postprocess_message(self, msg: Site) -> None:
         if msg["type"] in PARAMETERS:
             self.parameters[msg["name"]] = msg["value"]
         if is_latent(msg) and msg["name"] not in self.structure.shapes:
@@ -151,7 +152,7 @@ class _WithoutLinear(Messenger):
 def _integrate(
     model: Callable,
     structure: LinearStructure,
-    values: Mapping[str, Any],
+    values: Arrays,
     args: tuple,
     kwargs: Kwargs,
 ) -> None:

@@ -1,7 +1,7 @@
 """How far a chain moved, and at which temperature."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import Array
 from scipy.special import gammaincinv
 
 from numpyro_bnn._options import Level, NonNegative, PositiveInt, checked
+from numpyro_bnn._types import Attributes
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed
 from numpyro_bnn.sgmcmc import State
 
@@ -100,7 +101,7 @@ class MeasureMovement(Phase):
         means = jax.tree.map(lambda a, b: a + weight * (b - a), tuple(old), values)
         return state.with_phase(self, Movement(*means))
 
-    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+    def describe(self, state: SGMCMCState) -> Attributes:
         """Attributes of a run, by chain."""
         movement = jax.device_get(self.of(state))
         # a chain that hardly moved in enough steps covers, or accepts, almost nothing

@@ -4,7 +4,7 @@ be.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_bnn._options import Number
+from numpyro_bnn._types import Attributes, Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed, when
 from numpyro_bnn.sgmcmc import State
 from numpyro_bnn.sgmcmc.interfaces import select
@@ -29,7 +30,7 @@ DECOHERENCE = 0.4
 NOISY_LENGTH = 10.0  # decoherence length in steps, where gradient noise limits these
 
 
-def implied_bias(energy_variance: Any) -> Any:
+def implied_bias(energy_variance: Scalar) -> Scalar:
     r"""Relative error of a posterior variance, estimated from the energy errors of
     integrator steps.
 
@@ -397,7 +398,7 @@ class MeasureEnergy(Phase):
         )
         return state._replace(engine=engine._replace(first_divergence=first))
 
-    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+    def describe(self, state: SGMCMCState) -> Attributes:
         """The bias of variances that the energy errors of the draws imply.
 
         For the worst chain: its mean over directions, and a bound, as if one direction

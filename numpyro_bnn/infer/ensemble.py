@@ -8,6 +8,7 @@ import jax
 from numpyro.infer import MCMC
 
 from numpyro_bnn._options import Count, FractionBelow1, Model, PositiveInt, checked
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.orbit import OrbitMoves
@@ -44,7 +45,7 @@ class _CosineAdam:
     def init(self, params: Any) -> Any:
         return self._adam.init(params)
 
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+    def update(self, updates: Any, state: PyTree, params: Any = None) -> Any:
         return self._adam.update(updates, state, params)
 
 

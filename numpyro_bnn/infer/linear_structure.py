@@ -20,6 +20,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs.slices import dependence
+from numpyro_bnn._types import Arrays, Site
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -76,7 +77,7 @@ class LinearModel:
     """
 
     def __init__(
-        self, reading: Posterior, structure: LinearStructure, values: Mapping[str, Any]
+        self, reading: Posterior, structure: LinearStructure, values: Arrays
     ) -> None:
         self._reading, self._values, self.structure = reading, dict(values), structure
 
@@ -235,7 +236,7 @@ def _errors(
     return errors
 
 
-def weights(site: Mapping[str, Any]) -> Array:
+def weights(site: Site) -> Array:
     """The factor by which scales and masks multiply the log density of every element of
     a site.
     """
@@ -246,7 +247,7 @@ def weights(site: Mapping[str, Any]) -> Array:
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
-def loc_and_sd(site: Mapping[str, Any]) -> tuple[Array, Array]:
+def loc_and_sd(site: Site) -> tuple[Array, Array]:
     """Mean and sd of a normal site; the sd may be negative."""
     parameters = affine_normal(site["fn"], masked=True)
     assert parameters is not None  # callers have checked
@@ -259,7 +260,7 @@ def _flat_normals(sites: Sites, names: Iterable[str]) -> list[Array]:
     return list(map(jnp.concatenate, fields))
 
 
-def flat_normal(site: Mapping[str, Any]) -> tuple[Array, ...]:
+def flat_normal(site: Site) -> tuple[Array, ...]:
     """Value, mean, sd and weight of every element of a normal site, flat."""
     loc, scale = loc_and_sd(site)
     value = jnp.broadcast_to(site["value"], loc.shape)

@@ -1,7 +1,7 @@
 """Microcanonical Langevin Monte Carlo: the kernel, and its warm-up."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,6 +9,7 @@ from jax import Array
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Number, PositiveOrInfinite
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infer.base import RunPlan, SGMCMCKernel
 from numpyro_bnn.infer.energy import (
     NOISY_LENGTH,
@@ -108,7 +109,7 @@ class MCLMC(SGMCMCKernel):
 
     decoherence_length: PositiveOrInfinite | None = None
     integrator: Annotated[str, Choice(sorted(INTEGRATORS))] | None = None
-    energy_variance: Any = None
+    energy_variance: float | tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,7 +151,7 @@ class MCLMC(SGMCMCKernel):
         return max(early, self.max_energy_error(num_parameters))
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(
             self.decoherence_length,
@@ -173,7 +174,7 @@ class MCLMC(SGMCMCKernel):
         )
         return jnp.minimum(self.stable_step_size(curvature, jnp.zeros(()), size), noisy)
 
-    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+    def steps_to_forget(self, step_size: Scalar, size: int) -> Scalar:
         return 0.5 + size * self.temperature**2 / (NOISY_LENGTH * step_size**2)
 
     def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:

@@ -1,7 +1,6 @@
 """Generalized Hamiltonian Monte Carlo, on all the data."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from jax import Array
 
@@ -65,7 +64,7 @@ class GHMC(SGMCMCKernel):
         return 0.574 if self.num_steps == 1 else 0.8
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self.num_steps, self.momentum_decay, self.jitter)
 

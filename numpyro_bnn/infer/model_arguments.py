@@ -12,7 +12,8 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import KEY, Kwargs
+from numpyro_bnn._options import KEY
+from numpyro_bnn._types import Attributes, Kwargs, PyTree
 from numpyro_bnn.program.arguments import (
     Call,
     as_arrays,
@@ -27,7 +28,7 @@ from numpyro_bnn.program.posterior import Posterior
 M = TypeVar("M", bound=Callable)
 
 
-def over_chains(fn: Callable, state: Any, *arguments: Any) -> Any:
+def over_chains(fn: Callable, state: PyTree, *arguments: Any) -> PyTree:
     """``fn(state, *arguments)``, for each of vectorized chains if there are several."""
     if not is_prng_key(state.rng_key):
         fn = jax.vmap(fn)
@@ -38,7 +39,7 @@ def one_thread(method: M) -> M:
     """A method that runs or traces a model, which one thread may do at a time."""
 
     @wraps(method)
-    def locked(*args: Any, **kwargs: Any) -> Any:
+    def locked(*args: Any, **kwargs: Any) -> PyTree:
         with TRACING:
             return method(*args, **kwargs)
 
@@ -84,7 +85,7 @@ class ModelArguments:
         self._references: dict[int, tuple[Any, Any]] = {}
         self._refers = True  # whether programs may read them
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         return {**self.__dict__, "_references": {}, "_seen": {}}
 
     def changed(self, args: tuple, kwargs: Kwargs) -> list[str]:
@@ -144,10 +145,10 @@ class ModelArguments:
     def run(
         self,
         fn: Callable,
-        state: Any,
+        state: PyTree,
         args: tuple,
         kwargs: Kwargs | None,
-    ) -> Any:
+    ) -> PyTree:
         """``fn(state, args, kwargs)``, a transition.
 
         A program that ``MCMC`` compiles has large data as inputs, which it reads from
@@ -164,7 +165,7 @@ class ModelArguments:
     def _read(self, args: tuple, kwargs: Kwargs | None) -> Call:
         references = self._references
 
-        def read(leaf: Any) -> Any:
+        def read(leaf: Any) -> PyTree:
             if id(leaf) not in references:
                 (array,), _ = as_arrays((leaf,), None)
                 is_array = isinstance(array, Array) and not is_traced(array)
@@ -191,10 +192,10 @@ class ModelKernel(MCMCKernel):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any = None,
+        init_params: PyTree = None,
         model_args: tuple = (),
         model_kwargs: Kwargs | None = None,
-    ) -> Any:
+    ) -> PyTree:
         return self.begin(rng_key, num_warmup, init_params, model_args, model_kwargs)
 
     @abstractmethod
@@ -202,11 +203,11 @@ class ModelKernel(MCMCKernel):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """:meth:`init`; a kernel around this one passes what it has read of the model,
         on a minibatch if there are any.
         """
@@ -230,5 +231,5 @@ class ModelKernel(MCMCKernel):
         """The places of the arguments whose values have changed since the run began."""
         return self._arguments.changed(args, kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         return {**self.__dict__, "_sample_fn": None, "_program": None}

@@ -18,6 +18,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence, indexed_lengths
+from numpyro_bnn._types import Site, Sites
 from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
@@ -49,7 +50,7 @@ class weight_jacobians(Messenger):
         super().__init__(fn)
         self.factor = factor
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "sample" and is_jacobian(msg):
             msg["scale"], msg["fn"] = self.factor, unwrapped(msg["fn"], masked=True)
 
@@ -64,7 +65,7 @@ class _bounds(Messenger):
         self.known = False
         super().__init__(None)
 
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
+    def postprocess_message(self, msg: Site) -> None:
         self.known |= msg.get("name") == OUTSIDE  # a key has no name
         if msg["type"] != "sample" or not isinstance(msg["fn"], dist.Distribution):
             return
@@ -92,7 +93,7 @@ def within_support(model: Callable) -> Callable:
     return bounded
 
 
-def is_jacobian(site: Mapping[str, Any]) -> bool:
+def is_jacobian(site: Site) -> bool:
     """Whether a sample site is the log Jacobian that NumPyro's potential adds for a
     constrained latent site.
     """
@@ -163,7 +164,7 @@ def first_batch(plates: Mapping[str, Plate]) -> dict[str, Array]:
     return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
 
 
-def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+def _parts(traced: Sites) -> dict[tuple[str, str], Any]:
     """What may depend on the minibatch: scaled log densities, values, and deterministic
     sites.
     """
@@ -184,7 +185,7 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 def _check_site(
     refused: Callable,
     reading: Posterior,
-    site: Mapping[str, Any],
+    site: Site,
     used: Mapping,
     shapes: Mapping,
 ) -> None:
@@ -222,7 +223,7 @@ def _check_site(
 def _check_order(
     refused: Callable,
     reading: Posterior,
-    sites: Mapping[str, Any],
+    sites: Sites,
     batch: Mapping[str, Array],
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse

@@ -1,6 +1,6 @@
 """What a chain is, and what a phase of its warm-up may do to it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.sgmcmc.interfaces import select
 
@@ -45,7 +46,7 @@ class SGMCMCState(NamedTuple):
     The other fields that a run may collect are statistics of the last draw.
     """
 
-    z: Any
+    z: PyTree
     step_size: Array
     base_step_size: Array
     shrinkage: Array
@@ -101,7 +102,7 @@ class SGMCMCState(NamedTuple):
         """The same with another state of a phase."""
         return self._replace(phases={**self.phases, phase.name: value})
 
-    def spend(self, gradients: Any) -> "SGMCMCState":
+    def spend(self, gradients: Scalar) -> "SGMCMCState":
         """The same after more gradients."""
         return self._replace(num_gradients=self.num_gradients + gradients)
 
@@ -119,7 +120,7 @@ class Transition(NamedTuple):
     i: Array
     sampler: Callable[[SGMCMCState], sgmcmc.Sampler]
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
 
 
 class WarmUp(NamedTuple):
@@ -186,7 +187,7 @@ class Phase:
         """Called at the end of every transition, also of those that optimize."""
         return state
 
-    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+    def describe(self, state: SGMCMCState) -> Attributes:
         """Attributes of a run that it knows."""
         return {}
 
@@ -214,7 +215,7 @@ class Origin(NamedTuple):
 
     position: Array
     step_size: Array
-    adaptation: Any
+    adaptation: PyTree
     learned: dict[str, Any]
     has_arrived: Array
 

@@ -18,7 +18,8 @@ from numpyro.util import identity, is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
-from numpyro_bnn._options import Kwargs, Model, checked
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn._types import Arrays, Kwargs, Scalar, Sites
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
 from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, over_chains
@@ -134,7 +135,7 @@ class PrecisionGibbs(ModelKernel):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Mapping[str, Any] | None,
+        init_params: Arrays | None,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
@@ -160,7 +161,7 @@ class PrecisionGibbs(ModelKernel):
         keys = split(rng_key)
 
         def start(
-            reading: Posterior, key: Array, conditioned: Mapping[str, Any]
+            reading: Posterior, key: Array, conditioned: Arrays
         ) -> dict[str, Array]:
             def start_chain(key: Array) -> dict[str, Array]:
                 sites = reading.at(conditioned, key, conditionals).items()
@@ -306,7 +307,7 @@ def _independent(sites: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
 
 def _draw(
     group: Sequence[ConjugateSite],
-    traced: Mapping[str, dict[str, Any]],
+    traced: Sites,
     values: Mapping[str, Array],
     rng_key: Array,
 ) -> dict[str, Array]:
@@ -337,7 +338,7 @@ def _draw(
 
 def _conditional(
     site: ConjugateSite,
-    traced: Mapping[str, dict[str, Any]],
+    traced: Sites,
     value: Any,
     rng_key: Array,
 ) -> GIG:
@@ -362,7 +363,7 @@ def _conditional(
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
     # A scale of the log density is a power of the density of the value, not of t.
     scale = traced[site.name]["scale"]
-    prior_weight: Any = 1.0
+    prior_weight: Scalar = 1.0
     if not (scale is None or is_identically_one(scale)):
         prior_weight = jnp.ravel(weights(traced[site.name]))
     p, a, b = PRIORS[type(base), k == 2](fn, t, prior_weight, rng_key)

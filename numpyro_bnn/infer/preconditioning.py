@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.infer.step_size import (
     BENDING_STEPS,
@@ -191,7 +192,7 @@ class LearnPreconditioner(Phase):
             LONGEST_STEP * jnp.sqrt(curvature / 8) / radius, jnp.mean(squares)
         )
 
-    def adapted(self, moment: SecondMoment, bound: Any = 0.0) -> Array:
+    def adapted(self, moment: SecondMoment, bound: Scalar = 0.0) -> Array:
         """The state of the preconditioner: L lower triangular with G = L L', or the
         root of a diagonal G.
         """
@@ -216,7 +217,7 @@ class LearnPreconditioner(Phase):
 
 
 def learns_from_noise(
-    call: str, given: Any, noisy: bool, step_size: Any, gradient: str
+    call: str, given: Any, noisy: bool, step_size: object, gradient: str
 ) -> bool:
     """Whether gradient noise makes the preconditioner: by default if it limits a step
     size to be chosen.

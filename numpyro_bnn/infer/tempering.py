@@ -2,7 +2,7 @@
 states.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -15,7 +15,8 @@ from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Choice, Count, Kwargs, Level, checked
+from numpyro_bnn._options import Choice, Count, Level, checked
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Scalar, Site
 from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.wrapper import (
@@ -53,8 +54,8 @@ class TemperingState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    z: Any
-    base: Any
+    z: PyTree
+    base: PyTree
     inverse_temperatures: Array
     swap_accept_prob: Array
     diverging: Array
@@ -151,7 +152,7 @@ class ParallelTempering(OuterKernel):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
@@ -180,7 +181,7 @@ class ParallelTempering(OuterKernel):
     def _start(
         self,
         rng_key: Array,
-        init_params: Any,
+        init_params: PyTree,
         args: tuple,
         kwargs: Kwargs | None,
     ) -> TemperingState:
@@ -190,7 +191,7 @@ class ParallelTempering(OuterKernel):
         # At a fixed temperature, so that the kernel stores no tracer.
         kwargs_at_1 = _at(1.0, kwargs)
 
-        def start_replica(key: Array) -> Any:
+        def start_replica(key: Array) -> PyTree:
             return self._inner.init(
                 key, self._num_warmup, init_params, args, kwargs_at_1
             )
@@ -239,7 +240,7 @@ class ParallelTempering(OuterKernel):
         rng_key, key = random.split(state.rng_key)
         betas = state.inverse_temperatures
 
-        def advance(base: Any, beta: Array) -> Any:
+        def advance(base: PyTree, beta: Array) -> PyTree:
             return self._inner.sample(base, model_args, _at(beta, model_kwargs))
 
         base = jax.vmap(advance)(state.base, betas)
@@ -285,7 +286,7 @@ class ParallelTempering(OuterKernel):
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
         reading = self.posterior(args, kwargs)
 
-        def total(z: Any) -> Array:
+        def total(z: PyTree) -> Array:
             log_densities = jnp.zeros(())
             trace = reading.at(constrain(z))
             for site in sites_of_type(trace, "sample").values():
@@ -319,7 +320,7 @@ class ParallelTempering(OuterKernel):
             state.z,
         )
 
-        def refresh_replica(base: Any, z: Any, beta: Array) -> Any:
+        def refresh_replica(base: PyTree, z: PyTree, beta: Array) -> PyTree:
             placed = with_values(self._inner, base, z)
             return refreshed(self._inner, placed, model_args, _at(beta, model_kwargs))
 
@@ -356,7 +357,7 @@ class ParallelTempering(OuterKernel):
 
     # -- read by `to_inference_data` ---------------------------------------------------
 
-    def describe(self, state: TemperingState) -> dict[str, Any]:
+    def describe(self, state: TemperingState) -> Attributes:
         """Attributes of a run: those of the inner kernel, the number of replicas and
         what is tempered.
         """
@@ -374,9 +375,7 @@ class ParallelTempering(OuterKernel):
         return {"swap_accept_prob": ("neighbors", pairs)}
 
 
-def _is_tempered(
-    site: Mapping[str, Any], temper: str, conditioned: Mapping[str, Any]
-) -> bool:
+def _is_tempered(site: Site, temper: str, conditioned: Arrays) -> bool:
     return temper == "joint" or (
         site["is_observed"] and site["name"] not in conditioned
     )
@@ -386,26 +385,26 @@ class _scaled(Messenger):
     """Multiply log densities by an inverse temperature."""
 
     def __init__(
-        self, fn: Callable, beta: Array, temper: str, conditioned: Mapping[str, Any]
+        self, fn: Callable, beta: Array, temper: str, conditioned: Arrays
     ) -> None:
         super().__init__(fn)
         self.beta = beta
         self.temper = temper
         self.conditioned = conditioned
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.conditioned):
             msg["scale"] = (
                 self.beta if msg.get("scale") is None else msg["scale"] * self.beta
             )
 
 
-def _first(positions: Any) -> Any:
+def _first(positions: PyTree) -> PyTree:
     """Values of the first replica."""
     return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
-def _at(beta: Any, kwargs: Kwargs | None) -> dict[str, Any]:
+def _at(beta: Scalar, kwargs: Kwargs | None) -> dict[str, Any]:
     """Keyword arguments of a tempered model."""
     return {**(kwargs or {}), BETA: jnp.asarray(beta, float)}
 
@@ -418,7 +417,7 @@ class _Tempered:
     def __init__(self, model: Callable, temper: str) -> None:
         self.model, self.temper = model, temper
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         scaled = _scaled(
             self.model, kwargs.pop(BETA), self.temper, kwargs.get(GIBBS_SITES_KWARG, {})
         )

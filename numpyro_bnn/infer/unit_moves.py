@@ -4,7 +4,7 @@ with several modes.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
-from numpyro_bnn._options import Kwargs, PositiveInt, checked
+from numpyro_bnn._options import PositiveInt, checked
+from numpyro_bnn._types import Kwargs, PyTree, Sites
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
@@ -33,13 +34,13 @@ class UnitState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    base: Any
+    base: PyTree
     unit_accept_prob: Array
     i: Array
     rng_key: Array
     data: DataVersion = DataVersion()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         return inner_attribute(self, name)
 
 
@@ -159,7 +160,7 @@ class UnitMoves(Wrapper):
         return shape[axis]
 
     def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: Array
+        self, base: PyTree, batch_shape: tuple[int, ...], rng_key: Array
     ) -> UnitState:
         return UnitState(
             base, jnp.zeros(batch_shape), jnp.zeros(batch_shape, jnp.int32), rng_key
@@ -234,9 +235,7 @@ def _given_rest(
     return jnp.where(selected, fn.sample(rng_key).astype(value.dtype), value)
 
 
-def _log_other(
-    trace: Mapping[str, Any], prior: Mapping[str, dist.Distribution]
-) -> Array:
+def _log_other(trace: Sites, prior: Mapping[str, dist.Distribution]) -> Array:
     """Log density of all sites without the prior that the moves draw from.
 
     If a handler scales the prior of a moved site, the scaled log density minus the

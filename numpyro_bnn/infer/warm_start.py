@@ -2,7 +2,7 @@
 ensemble.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
+from numpyro_bnn._types import Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
@@ -115,18 +116,18 @@ class Descent(NamedTuple):
         and recovering.
     """
 
-    position: Any
-    memory: Any
-    known: Any
+    position: PyTree
+    memory: PyTree
+    known: PyTree
     shrinkage: Array
 
     @classmethod
-    def start(cls, position: Any, memory: Any) -> "Descent":
+    def start(cls, position: PyTree, memory: PyTree) -> "Descent":
         """Nothing is known but the start."""
         return cls(position, memory, position, jnp.ones(()))
 
     def step(
-        self, optimizer: Any, potential: Array, gradient: Any, rate: Any = 1.0
+        self, optimizer: Any, potential: Array, gradient: PyTree, rate: Scalar = 1.0
     ) -> "Descent":
         """One step from the position or, where the density has ended, a shorter one
         from the last before it.
@@ -151,7 +152,7 @@ def optimize(
     sampler: sgmcmc.Sampler,
     state: sgmcmc.State,
     optimizer: Any,
-    memory: Any,
+    memory: PyTree,
     start: Array,
     num_steps: int,
 ) -> tuple[Descent, Array]:
@@ -284,7 +285,7 @@ def learned_parameters(
     num_warmup: int,
     usual: int,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
 ) -> dict[str, Array]:
     """Values of the parameters of ``priors.Learned`` after as many steps as a warm
     start takes.
@@ -320,12 +321,10 @@ def learned_parameters(
         reading.draw([0], PARAMETERS)[0],
     )
 
-    def optimized(
-        given: tuple, args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, Array]:
+    def optimized(given: tuple, args: tuple, kwargs: Kwargs) -> dict[str, Array]:
         seed = seeds(random.key(0), 1)[0]
 
-        def potential(position: tuple, batch: Any) -> Array:
+        def potential(position: tuple, batch: PyTree) -> Array:
             at = replace(
                 target, model=handlers.substitute(target.model, data=position[0])
             )
@@ -370,7 +369,7 @@ def learning_gradient(
     share: float,
     unravel: Callable,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Kwargs | None,
 ) -> sgmcmc.interfaces.Gradient:
     """Gradients from the rows that are not held out."""
     rows = {name: held_out_rows(size, share)[0] for name, size in target.rows.items()}
@@ -383,7 +382,7 @@ def learning_gradient(
     if target.stochastic:
         streams[KEY] = Keys()
 
-    def potential(position: Array, batch: Any) -> Array:
+    def potential(position: Array, batch: PyTree) -> Array:
         shown = rows | {name: rows[name][batch[name]] for name in target.plates}
         return target.potential(args, kwargs, RowSubset(shown, batch))(
             unravel(position)
@@ -395,7 +394,7 @@ def learning_gradient(
 
 
 def held_out_score(
-    target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None
+    target: Target, share: float, args: tuple, kwargs: Kwargs | None
 ) -> Callable:
     """The function from unconstrained values and a key to the mean log density of the
     held-out rows over keys.
@@ -412,9 +411,9 @@ def check_held_out(
     call: str,
     target: Target,
     share: float,
-    z: Any,
+    z: PyTree,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Kwargs | None,
 ) -> None:
     """Refuse to hold out rows of a model that needs all of them; ``z`` are
     unconstrained values of one chain.

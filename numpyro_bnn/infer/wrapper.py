@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 from numpyro.distributions import biject_to
+from numpyro.distributions.constraints import Constraint
 from numpyro.infer.gibbs import (
     GIBBS_SITES_KWARG,
     CustomGibbs,
@@ -25,7 +26,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree
 from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
@@ -54,7 +55,7 @@ def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
         raise argument_error(call, "kernel", kernel, instead, TypeError)
 
 
-def inner_attribute(state: Any, name: str) -> Any:
+def inner_attribute(state: PyTree, name: str) -> PyTree:
     """``__getattr__`` of states: look up other attributes in the state of the inner
     kernel.
     """
@@ -63,7 +64,7 @@ def inner_attribute(state: Any, name: str) -> Any:
     return getattr(state.base, name)
 
 
-def described(kernel: MCMCKernel, state: Any) -> dict[str, Any]:
+def described(kernel: MCMCKernel, state: PyTree) -> dict[str, Any]:
     """What a kernel of ours says of its run; others say nothing."""
     return getattr(kernel, "describe", lambda _: {})(state)
 
@@ -107,7 +108,9 @@ class Wrapper(OuterKernel):
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
-    def _start(self, base: Any, batch_shape: tuple[int, ...], rng_key: Array) -> Any:
+    def _start(
+        self, base: PyTree, batch_shape: tuple[int, ...], rng_key: Array
+    ) -> PyTree:
         """The first state of one chain or, if ``batch_shape`` is ``(C,)``, of C
         vectorized chains.
         """
@@ -115,7 +118,7 @@ class Wrapper(OuterKernel):
     @abstractmethod
     def _move(
         self,
-        state: Any,
+        state: PyTree,
         values: dict[str, Array],
         rng_key: Array,
         reading: Posterior,
@@ -134,11 +137,11 @@ class Wrapper(OuterKernel):
         self,
         rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
-    ) -> Any:
+    ) -> PyTree:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
         # Parallel chains start inside a compiled program; the plan must not keep its
@@ -171,7 +174,7 @@ class Wrapper(OuterKernel):
         self,
         num_warmup: int,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         posterior: Posterior | None,
     ) -> Posterior:
         """Read the model, and plan moves on all its data."""
@@ -215,12 +218,14 @@ class Wrapper(OuterKernel):
             return self._kernel.learn(num_warmup, model_args, model_kwargs)
         return Posterior(self.model, model_args, model_kwargs, full=False)
 
-    def sample(self, state: Any, model_args: tuple, model_kwargs: Kwargs | None) -> Any:
+    def sample(
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
         return self._arguments.run(self._sample, state, model_args, model_kwargs)
 
     def _sample(
-        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> Any:
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
         keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
         base = self._kernel.sample(inner, model_args, model_kwargs)
@@ -233,11 +238,11 @@ class Wrapper(OuterKernel):
 
     def _transition(
         self,
-        state: Any,
+        state: PyTree,
         rng_key: Array,
         model_args: tuple,
         model_kwargs: Kwargs | None,
-    ) -> Any:
+    ) -> PyTree:
         """The moves of one chain; the caches of the inner kernel are
         stale afterwards.
         """
@@ -256,8 +261,8 @@ class Wrapper(OuterKernel):
 
     @one_thread
     def refresh(
-        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> Any:
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
         model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return state._replace(
             base=refreshed(self._kernel, state.base, model_args, model_kwargs)
@@ -275,7 +280,7 @@ class Wrapper(OuterKernel):
         arguments = self._arguments.restored(model_args, model_kwargs)
         return self._kernel.get_constrain_fn(*arguments)
 
-    def get_diagnostics_str(self, state: Any) -> str:
+    def get_diagnostics_str(self, state: PyTree) -> str:
         return self._kernel.get_diagnostics_str(state.base)
 
     def wrap_model(self, wrapper: Callable) -> "Wrapper":
@@ -291,13 +296,13 @@ class Wrapper(OuterKernel):
         """Labels of the axes of the statistics of the inner kernel."""
         return dict(getattr(self._kernel, "stat_coords", {}))
 
-    def describe(self, state: Any) -> dict[str, Any]:
+    def describe(self, state: PyTree) -> Attributes:
         """Attributes of a run: those of the inner kernel, and its name."""
         inner = described(self._kernel, state.base)
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
     def members(
-        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
     ) -> dict[str, Array]:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
@@ -310,7 +315,7 @@ class Wrapper(OuterKernel):
 
 
 def _as_held(
-    kernel: MCMCKernel, values: Mapping[str, Array], supports: Mapping[str, Any]
+    kernel: MCMCKernel, values: Mapping[str, Array], supports: Mapping[str, Constraint]
 ) -> dict[str, Array]:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
@@ -329,17 +334,21 @@ def _as_held(
     return {name: transforms[name].inv(value) for name, value in values.items()}
 
 
-def _selected(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _selected(values: Arrays, names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, Array]) -> Any:
+def with_values(
+    kernel: MCMCKernel, state: PyTree, values: Mapping[str, Array]
+) -> PyTree:
     """Return ``state`` with ``values`` of some of its sites, in the kernel's own form;
     its caches become stale.
     """
     if isinstance(kernel, Gibbs):
 
-        def moved(block: MCMCKernel, names: Sequence[str], block_state: Any) -> Any:
+        def moved(
+            block: MCMCKernel, names: Sequence[str], block_state: PyTree
+        ) -> PyTree:
             return with_values(block, block_state, _selected(values, names))
 
         return _by_block(kernel, moved, state._replace(z={**state.z, **values}))
@@ -354,8 +363,8 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, Array]) -> 
 
 
 def refreshed(
-    kernel: MCMCKernel, state: Any, args: tuple, kwargs: Kwargs | None
-) -> Any:
+    kernel: MCMCKernel, state: PyTree, args: tuple, kwargs: Kwargs | None
+) -> PyTree:
     """Return ``state``, of one chain or of vectorized chains, with energies and
     gradients recomputed.
     """
@@ -364,7 +373,9 @@ def refreshed(
         # them may have moved.
         values = kernel.get_constrain_fn(args, kwargs)(state.z)
 
-        def fresh(block: MCMCKernel, names: Sequence[str], block_state: Any) -> Any:
+        def fresh(
+            block: MCMCKernel, names: Sequence[str], block_state: PyTree
+        ) -> PyTree:
             siblings = {n: value for n, value in values.items() if n not in names}
             conditioned = with_conditioning(kwargs, siblings)
             return block.refresh(block_state, args, conditioned)
@@ -376,7 +387,7 @@ def refreshed(
     return kernel.refresh(state, args, kwargs)
 
 
-def _by_block(kernel: Gibbs, change: Callable, state: Any) -> Any:
+def _by_block(kernel: Gibbs, change: Callable, state: PyTree) -> PyTree:
     """The state of a ``Gibbs`` with the states of its blocks changed."""
     blocks = [block for block, _ in kernel.blocks]
     states = map(change, blocks, kernel._sites, state.block_states)

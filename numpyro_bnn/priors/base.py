@@ -30,6 +30,7 @@ from numpyro_bnn._options import (
     check_fields,
     checked,
 )
+from numpyro_bnn._types import Site
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.layouts import layout
 
@@ -167,7 +168,7 @@ class Constant(dist.Delta):
         )
 
 
-def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
+def _noncenter_config(site: Site) -> TransformReparam | None:
     if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]:
         return TransformReparam()
     return None
@@ -178,7 +179,7 @@ class _NonCenter(handlers.reparam):
     ``<name>_base`` site twice.
     """
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] != "sample":
             return
         if isinstance(msg["fn"], Constant):  # outer handlers see no site

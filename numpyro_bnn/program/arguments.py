@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_bnn._checks import argument_error, shown
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.rows import Rows
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments

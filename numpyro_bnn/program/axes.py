@@ -186,7 +186,7 @@ def counted(reading: Posterior) -> Counted:
 class _Label(NamedTuple):
     """The name of a plate, or place and axis of an argument; and its size."""
 
-    key: Any
+    key: Array
     size: int
 
 

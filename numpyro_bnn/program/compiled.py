@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import needed_part
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the

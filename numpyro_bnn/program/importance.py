@@ -24,17 +24,16 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn._options import Kind, Kwargs
+from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Kwargs, Sites
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
-
-Trace = Mapping[str, dict[str, Any]]
 
 
 class WeightedDraw(NamedTuple):
     """One draw of a guide."""
 
-    model: Trace  # of the model at the draw, with full plates
+    model: Sites  # of the model at the draw, with full plates
     log_joint: Array  # log p(D, z), ()
     log_guide: Array  # log q(z), with the auxiliary variables of the guide, ()
 
@@ -61,11 +60,11 @@ def weighted_draw(
     return WeightedDraw(model_trace, log_joint, log_guide)
 
 
-def _latent_values(trace: Trace) -> dict[str, Any]:
+def _latent_values(trace: Sites) -> dict[str, Any]:
     return {name: site["value"] for name, site in trace.items() if is_latent(site)}
 
 
-def log_jacobian(trace: Trace) -> Array:
+def log_jacobian(trace: Sites) -> Array:
     """log |dz / du| of the latent sites of a trace, with u their
     unconstrained values.
     """
@@ -155,7 +154,7 @@ def check(
         call, "params", params
     )
     set_up(guide, args, kwargs)
-    traces: dict[str, Trace] = {}
+    traces: dict[str, Sites] = {}
 
     def count(key: Array, args: tuple, kwargs: Kwargs) -> Array:
         seeded = handlers.seed(full_plates(guide), key)
@@ -188,7 +187,7 @@ def check(
 
 
 def _check_params(
-    call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]
+    call: str, traces: Mapping[str, Sites], params: Mapping[str, Any]
 ) -> None:
     """Refuse missing parameters: they would silently take their initial values."""
     required: set[str] = set()

@@ -49,7 +49,8 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
-from numpyro_bnn._options import Kwargs, Model, checked
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
@@ -116,7 +117,7 @@ class Posterior:
         self,
         model: Model,
         args: tuple = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Kwargs | None = None,
         *,
         full: bool = True,
     ) -> None:
@@ -573,7 +574,7 @@ class Posterior:
         # also those of plates whose rows are all there, in another order
         latent = sites.keys() & set(self.latent)
         if local := [name for name in latent if self.frames(name, rows)]:
-            sites |= self.with_sizes({}).at(values, only=local)
+            return {**sites, **self.with_sizes({}).at(values, only=local)}
         return sites
 
     def row_values(self, values: Values, rows: Rows) -> dict[str, Any]:

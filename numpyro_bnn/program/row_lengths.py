@@ -15,7 +15,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import indexed_lengths
 from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.batches import feeds_in, is_fetch, refuse_feeds
 from numpyro_bnn.program.plates import log_densities, sites_of_type
 from numpyro_bnn.program.posterior import Posterior

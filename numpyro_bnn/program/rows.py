@@ -179,7 +179,7 @@ def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: Array) -> Ahead
     read = part_of(closed, jaxpr.invars[-1:], row_variables)
     after = part_of(closed, [*jaxpr.invars, *row_variables], jaxpr.outvars)
 
-    def finish(state: Any, key: Any, rows: list[Array]) -> Any:
+    def finish(state: Any, key: Array, rows: list[Array]) -> Any:
         return jax.tree.unflatten(tree, after(*jax.tree.leaves(state), key, *rows))
 
     return Ahead(lambda key: follow(key)[0], read, finish)

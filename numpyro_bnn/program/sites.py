@@ -17,10 +17,8 @@ from numpyro.distributions.transforms import Transform
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Site, Sites
 from numpyro_bnn.program.plates import sites_of_type
-
-Site = dict[str, Any]
-Sites = dict[str, Site]
 
 # Names of the values of sites in a program.
 MARK = "numpyro_bnn site "

@@ -19,6 +19,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, as_numpy, fingerprints
 from numpyro_bnn.program.compiled import prepare, run
@@ -73,9 +74,7 @@ class Fit:
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
-def bind(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL
-) -> Arguments:
+def bind(model: Callable, args: tuple, kwargs: Kwargs, call: str = CALL) -> Arguments:
     """The arguments of a call by name, in the precision in which they were passed."""
     try:
         return Arguments.of(*as_numpy(args, kwargs), model)
@@ -260,7 +259,7 @@ def from_guide(
     result: Any,
     guide: Any,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     rng_key: Array,
     num_samples: int,
     weigh: bool = False,
@@ -308,7 +307,7 @@ def from_guide(
         set_up(guide, args, kwargs)
 
         def sample(
-            key_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
+            key_and_params: tuple, args: tuple, kwargs: Kwargs
         ) -> dict[str, Array]:
             return full_plates(guide.sample_posterior)(
                 *key_and_params, *args, sample_shape=(num_samples,), **kwargs
@@ -367,7 +366,7 @@ class _GuideCall(NamedTuple):
     guide: Any
     params: Mapping[str, Any]
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
 
     def prepare(self, fn: Callable, once: bool) -> Callable:
         """``fn(call, *values)`` as a compiled program, of which parameters and data are

@@ -277,7 +277,7 @@ class Replay:
         observed = dict.fromkeys((*self.observed_sites, *self.redrawn))
         names = [name for name in observed if name in read.sites]
 
-        def values(reading: Posterior, draw: Draws) -> dict[str, dict[str, Any]]:
+        def values(reading: Posterior, draw: Draws) -> Sites:
             sites = reading.at(draw, only=names)
             return {
                 name: {

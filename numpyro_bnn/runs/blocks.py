@@ -18,6 +18,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._types import Kwargs, Sites
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import MAX_DRAWS_PER_BLOCK, SITES, STATISTICS
@@ -149,9 +150,7 @@ class Chains:
         """Whether the states of a program have an axis of chains."""
         return self.mcmc.num_chains > 1 and not self.in_turn
 
-    def _kept(
-        self, state: Any, args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, dict[str, Any]]:
+    def _kept(self, state: Any, args: tuple, kwargs: Kwargs) -> Sites:
         """What is kept of a state, by group and name."""
         transform = self.mcmc.postprocess_fn or self.kernel.postprocess_fn(args, kwargs)
         values = attrgetter(self.kernel.sample_field)(state)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Sites
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
@@ -128,7 +129,7 @@ class StoredDraws:
         earlier = [written for written in self.blocks if written.stop <= start]
         return *earlier, WrittenBlock(stop, _digest(block))
 
-    def _prepared(self, layout: DrawLayout) -> dict[str, dict[str, Any]]:
+    def _prepared(self, layout: DrawLayout) -> Sites:
         """The arrays, made if no block is finished, or lengthened."""
         if self.blocks:
             arrays = self._arrays("r+")
@@ -185,12 +186,12 @@ class StoredDraws:
             instead = f"`runs.start` makes the last block again. {RESTORE}"
         raise self._place.error(got, instead) from cause
 
-    def _arrays(self, mode: str) -> dict[str, dict[str, Any]]:
+    def _arrays(self, mode: str) -> Sites:
         """The arrays by group and name; a ``ValueError`` if reading them could take
         more memory than the draws do.
         """
         root = import_extra(self._place.call, "zarr").open_group(self._path, mode=mode)
-        arrays: dict[str, dict[str, Any]] = {group: {} for group in self._likes}
+        arrays: Sites = {group: {} for group in self._likes}
         for group, name, like in _flat(self._likes):
             array = arrays[group][name] = root[group][name]
             draws_per_block = array.chunks[1]

@@ -6,7 +6,7 @@ densities of their sites as well.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
@@ -30,9 +31,7 @@ from numpyro_bnn.runs.folder import DENSITY, FolderPath, digest
 SEEDS = range(3)  # of prior draws at which the densities of a model are compared
 
 
-def read_model(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> Posterior:
+def read_model(call: str, model: Callable, args: tuple, kwargs: Kwargs) -> Posterior:
     """The model on its data; an error about arguments that it does not take."""
     try:
         return Posterior(model, args, kwargs, full=False)
@@ -43,9 +42,7 @@ def read_model(
         ) from cause
 
 
-def begin_feeds(
-    place: FolderPath, args: tuple, kwargs: Mapping[str, Any]
-) -> list[Feed]:
+def begin_feeds(place: FolderPath, args: tuple, kwargs: Kwargs) -> list[Feed]:
     """The loaders among the arguments, at their begin; refuse to go on with those that
     have no position.
     """
@@ -62,9 +59,7 @@ def begin_feeds(
     return feeds
 
 
-def described_model(
-    reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def described_model(reading: Posterior, args: tuple, kwargs: Kwargs) -> dict[str, Any]:
     """Sites by name with shape and support, data by place, and log densities at three
     draws from the prior.
     """
@@ -119,9 +114,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
     return texts
 
 
-def functions_of_data(
-    reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-) -> list[str]:
+def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[str]:
     """Names on disk of the deterministic sites that are functions of the data: the
     export of a run leaves them out.
 

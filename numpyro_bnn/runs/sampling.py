@@ -18,6 +18,7 @@ from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
+from numpyro_bnn._types import Sites
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import Call, as_arrays
 from numpyro_bnn.program.batches import feeds_in, positions, restore
@@ -474,7 +475,7 @@ class _Loop:
         bar.update(steps)
 
 
-def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> Sites:
     """Values by the names that they have on disk."""
     on_disk = {}
     for group, values in groups.items():

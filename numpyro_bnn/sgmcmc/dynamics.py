@@ -3,7 +3,7 @@ and microcanonical.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,7 @@ from numpyro_bnn._options import (
     PositiveOrInfinite,
     Switch,
 )
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
     Dynamics,
@@ -63,7 +64,7 @@ class _Kicked(Dynamics):
         return context.transpose(context.adaptation, gradient)
 
     def _guarded(
-        self, context: StepContext, position: Array, memory: Any, move: StepResult
+        self, context: StepContext, position: Array, memory: PyTree, move: StepResult
     ) -> StepResult:
         """The move, or the way back if it ends where kicks are far too large."""
         if self.max_kick is None:
@@ -110,7 +111,11 @@ class Overdamped(_Kicked):
         return Slope(self._start(context, position, draw))
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         drift = (-0.5 * context.step_size) * memory.slope
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
@@ -143,11 +148,13 @@ def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) ->
 class _Underdamped(_Kicked):
     friction: NonNegativeOrInfinite
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> PyTree:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
         return Momentum(start, self._start(context, position, draw))
 
-    def momentum(self, memory: Any) -> Array:
+    def momentum(self, memory: PyTree) -> Array:
         return memory.momentum
 
     def _kick(self, context: StepContext, momentum: Array, slope: Array) -> Array:
@@ -200,7 +207,11 @@ class BAOAB(_Underdamped):
     """
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         half = 0.5 * jnp.sqrt(context.step_size)
         kicked = self._kick(context, memory.momentum, memory.slope)
@@ -262,14 +273,20 @@ class NoseHoover(_Underdamped):
     friction: NonNegative
     mass: Positive = 1.0
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> PyTree:
         start = super().init(context, position, draw)
         return Thermostat(
             start.momentum, start.slope, jnp.asarray(self.friction, position.dtype)
         )
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature
         half, size = 0.5 * h, position.shape[0]
@@ -444,7 +461,11 @@ class Microcanonical(Dynamics):
         )
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         if self.max_energy_error is not None:
             shorter = 4.0 ** -jnp.ceil(3 * draw.uniform / SHORT)
@@ -482,7 +503,7 @@ class Microcanonical(Dynamics):
         )
 
     def _integrate(
-        self, context: StepContext, here: Evaluation, direction: Array, batch: Any
+        self, context: StepContext, here: Evaluation, direction: Array, batch: PyTree
     ) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and
         energy error.

@@ -22,6 +22,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     checked,
 )
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -127,9 +128,9 @@ class State(NamedTuple):
     step: Array
     num_warmup: Array
     seeds: Array
-    memory: Any
-    estimator: Any
-    adaptation: Any
+    memory: PyTree
+    estimator: PyTree
+    adaptation: PyTree
     statistics: Statistics
     refused_in_a_row: Array
     first_divergence: Array
@@ -247,12 +248,12 @@ class Sampler:
             self.gradient, "center"
         )
 
-    def unlearned(self, state: State, position: Array) -> Any:
+    def unlearned(self, state: State, position: Array) -> PyTree:
         """The state of the preconditioner of a chain, from its start if it adapts."""
         learns = self.preconditioner.adapts
         return self.preconditioner.init(position) if learns else state.adaptation
 
-    def restart(self, state: State, position: Array, adaptation: Any) -> State:
+    def restart(self, state: State, position: Array, adaptation: PyTree) -> State:
         """Start a chain again at a position, with new momenta and this state of its
         preconditioner.
         """
@@ -349,7 +350,12 @@ class Sampler:
         return position
 
     def _start_memory(
-        self, position: Array, step: Array, seeds: Array, estimator: Any, learned: Any
+        self,
+        position: Array,
+        step: Array,
+        seeds: Array,
+        estimator: PyTree,
+        learned: PyTree,
     ) -> Any:
         """Return the initial memory of the dynamics at a position: momenta drawn,
         gradients evaluated.
@@ -377,7 +383,12 @@ class Sampler:
         return StepRandomness(flat.reshape(rows, size), batch, uniform)
 
     def _context(
-        self, estimator: Any, adaptation: Any, step: Array, warming: Any, dtype: Any
+        self,
+        estimator: PyTree,
+        adaptation: PyTree,
+        step: Array,
+        warming: Any,
+        dtype: Any,
     ) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)

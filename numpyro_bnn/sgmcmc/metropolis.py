@@ -10,6 +10,7 @@ from jax.scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Fraction, FractionBelow1, PositiveInt
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc.dynamics import refreshed
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -139,7 +140,7 @@ class HMC(Dynamics):
         here: Evaluation,
         momentum: Array,
         h: Array,
-        batch: Any,
+        batch: PyTree,
     ) -> Any:
         adaptation = context.adaptation
 

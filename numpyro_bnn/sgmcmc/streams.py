@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, check_fields
+from numpyro_bnn._types import PyTree
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -170,7 +171,7 @@ _ROUNDS = 64
 class Stream(Protocol):
     """A source of minibatches."""
 
-    def draw(self, words: Array, step: Array) -> Any:
+    def draw(self, words: Array, step: Array) -> PyTree:
         """Return the minibatch of ``step`` (uint32 scalar) under the seed ``words``
         (uint32, (2,)).
         """

@@ -21,7 +21,6 @@ from numpyro_bnn._checks import argument_error, check_finite, is_floating, outsi
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import (
     Args,
-    Kwargs,
     KwargsOption,
     Model,
     NetworkName,
@@ -29,6 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Kwargs, Site
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays, place_of
@@ -488,7 +488,7 @@ class _Measure:
         return [entry.symmetry for entry in invariances if entry.error <= TOLERANCE]
 
 
-def _unlearned(site: dict[str, Any]) -> Array | None:
+def _unlearned(site: Site) -> Array | None:
     """Arbitrary values of parameters that will be learned: a symmetry must hold at all
     of them.
     """

@@ -17,6 +17,7 @@ from numpyro.util import soft_vmap
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.guides.adf.likelihoods import Likelihood
 from numpyro_bnn.guides.adf.moment_matching import ADFState, Gamma
 from numpyro_bnn.guides.adf.problem import first_state, read_problem
@@ -68,7 +69,7 @@ class ADFPosterior(AutoNormal):
         self._remember(data, reading, args, kwargs)
 
     def _remember(
-        self, data: Data, reading: Posterior, args: tuple, kwargs: Any
+        self, data: Data, reading: Posterior, args: tuple, kwargs: Kwargs
     ) -> None:
         """Keep what the guide needs of a model without its data."""
         self._data, self._prototype_call = data.head(), (args, kwargs)
@@ -219,7 +220,7 @@ class ADFPosterior(AutoNormal):
         values: dict[str, Array],
         sample_shape: tuple,
         args: tuple,
-        kwargs: Any,
+        kwargs: Kwargs,
     ) -> dict[str, Array]:
         """Add the bases of non-centered weights and the deterministic sites of the
         model.

@@ -22,6 +22,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Attributes, Kwargs
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
 from numpyro_bnn.guides.adf.moment_matching import ADFState
@@ -127,7 +128,7 @@ class AutoADF(ADFPosterior):
         super().__init__(model, prefix=prefix)
         self._programs: dict[Any, Any] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         # Compiled JAX programs cannot be pickled, so the model is read again.
         return super().__getstate__() | {"_programs": {}, "_problem": None}
 
@@ -280,7 +281,7 @@ class AutoADF(ADFPosterior):
         return jnp.asarray(density, float)
 
     def _prepare(
-        self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
+        self, args: tuple, kwargs: Kwargs, batched: bool, in_axes: Any
     ) -> tuple[Program, tuple[Any, Any], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
         call = f"{CALL}.run"
@@ -311,7 +312,7 @@ class AutoADF(ADFPosterior):
         return program, (every.rows, every.arrays), data.num_rows
 
     def _prepare_fed(
-        self, args: tuple, kwargs: Any
+        self, args: tuple, kwargs: Kwargs
     ) -> tuple[Program, tuple[Any, Any], int]:
         """:meth:`_prepare` for rows of a loader, of which the first ones are read."""
         call, columns = f"{CALL}.run", {}
@@ -342,7 +343,7 @@ class AutoADF(ADFPosterior):
         method: str,
         params: Any,
         args: tuple,
-        kwargs: Any,
+        kwargs: Kwargs,
         fn: Callable,
         option: Any = None,
         more: tuple = (),

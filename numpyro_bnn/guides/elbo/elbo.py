@@ -25,12 +25,10 @@ from numpyro_bnn._distributions import (
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.slices import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
+from numpyro_bnn._types import Site, Sites
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import draw_noise, run
 from numpyro_bnn.program.plates import check_observations
-
-Site = dict[str, Any]
-Trace = dict[str, Site]
 
 
 class Terms(NamedTuple):
@@ -284,7 +282,7 @@ class TraceFlipout_ELBO(_RowwiseELBO):
 
 
 def read_terms(
-    rng_key: Any,
+    rng_key: Array,
     params: Mapping,
     model: Callable,
     guide: Callable,
@@ -295,11 +293,11 @@ def read_terms(
     """Run the guide once, and read the program of the model."""
     guide_key, model_key = jax.random.split(rng_key)
 
-    def trace(program: Callable, values: Mapping[str, Any]) -> Trace:
+    def trace(program: Callable, values: Mapping[str, Any]) -> Sites:
         filled = handlers.substitute(program, data={**params, **values})
         return _checked(handlers.trace(filled).get_trace(*args, **kwargs), call)
 
-    def run_guide(values: Mapping[str, Any]) -> Trace:
+    def run_guide(values: Mapping[str, Any]) -> Sites:
         return trace(handlers.seed(guide, guide_key), values)
 
     guide_trace = run_guide({})
@@ -346,7 +344,7 @@ def read_terms(
     return Terms(program, values, list(priors), normals, plain, -guide_terms)
 
 
-def _checked(trace: Trace, call: str) -> Trace:
+def _checked(trace: Sites, call: str) -> Sites:
     for name, site in trace.items():
         if site["type"] == "mutable":
             instead = "Use `Trace_ELBO`, or a layer without running state."
@@ -364,7 +362,7 @@ def _log_prob(site: Site, value: Any = None) -> Array:
 
 
 def _followers(
-    run_guide: Callable[[Any], Trace], values: Mapping[str, Any]
+    run_guide: Callable[[Any], Sites], values: Mapping[str, Any]
 ) -> dict[str, set[str]]:
     """For each latent site of the guide, the others whose draw or density in the guide
     depends on its value.
@@ -385,7 +383,7 @@ def _followers(
 
 
 def _plain(
-    latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]
+    latent: Sites, followers: Mapping[str, set], priors: Mapping[str, set]
 ) -> dict[str, str]:
     """Why sites of the model cannot be redrawn for every term of the likelihood."""
     reasons = {}
@@ -403,7 +401,7 @@ def _plain(
     return reasons
 
 
-def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, Array]:
+def _model_terms(trace: Sites, latent: Sites, call: str) -> dict[Any, Array]:
     """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw,
     and by formula.
     """

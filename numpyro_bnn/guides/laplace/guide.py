@@ -17,7 +17,6 @@ from numpyro_bnn._options import (
     KEY,
     Choice,
     Kind,
-    Kwargs,
     Model,
     Natural,
     PositiveInt,
@@ -26,6 +25,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Kwargs, Site
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
@@ -422,7 +422,7 @@ class AutoLaplace(AutoBlocks):
         name, posterior = self._for_rows("predictive", params, args, kwargs, site)
         options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
-        def predicted(batch: Batch, params: Values, key: Array | None) -> dict:
+        def predicted(batch: Batch, params: Values, key: Array) -> dict:
             return predict(self, posterior, batch, params, key, options)._asdict()
 
         prediction = posterior.rows.run_once(predicted, dict(params), rng_key)
@@ -458,7 +458,7 @@ class AutoLaplace(AutoBlocks):
         return posterior.rows.run_once(score, dict(params))
 
     def _for_rows(
-        self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None
+        self, method: str, params: Any, args: tuple, kwargs: Kwargs, site: str | None
     ) -> tuple[str, LaplacePosterior]:
         """The observed site, and the posterior on new rows."""
         call = f"{CALL}.{method}"
@@ -494,6 +494,6 @@ def _check_finite(call: str, args: tuple, kwargs: Kwargs) -> None:
             check_finite(call, "args", leaf)
 
 
-def _given_param(params: Mapping[str, Any], site: dict[str, Any]) -> Any:
+def _given_param(params: Mapping[str, Any], site: Site) -> Any:
     """Value of a parameter of the model."""
     return params.get(site["name"]) if site["type"] == "param" else None

@@ -23,7 +23,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs.axes import Axis
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.guides.auto_blocks import Values, is_identity
 from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians

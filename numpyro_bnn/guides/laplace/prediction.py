@@ -111,7 +111,7 @@ def predict(
     posterior: LaplacePosterior,
     batch: Batch,
     params: Mapping[str, Any],
-    key: Any,
+    key: Array,
     options: PredictiveOptions,
 ) -> LaplacePredictive:
     """The prediction of :meth:`AutoLaplace.predictive`."""

@@ -68,7 +68,9 @@ class ModeSearch:
     def rows(self) -> ModelRows:
         return self.posterior.rows
 
-    def descend(self, v: Values, tuned: Tuned, key: Any) -> tuple[Values, list[float]]:
+    def descend(
+        self, v: Values, tuned: Tuned, key: Array
+    ) -> tuple[Values, list[float]]:
         """From a start to the mode, and the losses on the way."""
         import optax
 
@@ -91,7 +93,7 @@ class ModeSearch:
         return -(-plate.size // plate.batch_size) if plate else EPOCHS_PER_PROGRAM
 
     def _epochs(
-        self, optimizer: Any, v: Values, tuned: Tuned, key: Any
+        self, optimizer: Any, v: Values, tuned: Tuned, key: Array
     ) -> tuple[Values, list[float]]:
         import optax
 
@@ -99,7 +101,9 @@ class ModeSearch:
         index = jnp.arange(plate.batch_size) if plate else None
         epochs_per_program = 1 if plate else EPOCHS_PER_PROGRAM
 
-        def program(batch: Batch, v: Values, state: Any, tuned: Tuned, key: Any) -> Any:
+        def program(
+            batch: Batch, v: Values, state: Any, tuned: Tuned, key: Array
+        ) -> Any:
             def step(carry: tuple, key: Array) -> tuple:
                 v, state = carry
                 index = draw_indices(*plate, key) if plate else None

@@ -1,0 +1,17 @@
+"""Names of types that several rooms share."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from jax import Array
+
+# Arrays in containers that JAX goes through: a state, a minibatch, an argument.
+PyTree: TypeAlias = Any
+Arrays: TypeAlias = Mapping[str, Array]  # by name
+Trees: TypeAlias = Mapping[str, PyTree]  # by name
+Scalar: TypeAlias = Array | float
+Kwargs: TypeAlias = Mapping[str, Any]  # keyword arguments of a model
+# A site as NumPyro's handlers see it, and all of a trace by name.
+Site: TypeAlias = dict[str, Any]
+Sites: TypeAlias = Mapping[str, Site]
+Attributes: TypeAlias = dict[str, Any]  # of a run or a result: numbers and text
