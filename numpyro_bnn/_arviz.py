@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, unknown_name
 from numpyro_bnn._options import Choice
+from numpyro_bnn._types import Attributes, InferenceData
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -186,7 +187,7 @@ def dataset(
 
 
 def inference_data(
-    groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] | None = None
+    groups: Mapping[str, "xr.Dataset"], attrs: Attributes | None = None
 ) -> Any:
     """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or
     ``xarray.DataTree`` (1.x).
@@ -213,7 +214,7 @@ def inference_data(
     return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **filled})
 
 
-def opened(call: str, idata: Any) -> Any:
+def opened(call: str, idata: InferenceData) -> Any:
     """Results as they are, or read from the netCDF file at a path; a TypeError of a
     call for anything else.
     """
@@ -242,7 +243,7 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     )
 
 
-def group_names(idata: Any, call: str = "group_names") -> list[str]:
+def group_names(idata: InferenceData, call: str = "group_names") -> list[str]:
     """Names of the groups of ``idata``, in order."""
     import xarray as xr
 
@@ -256,7 +257,7 @@ def group_names(idata: Any, call: str = "group_names") -> list[str]:
     raise argument_error(call, "idata", got, instead, TypeError)
 
 
-def group(idata: Any, name: str) -> "xr.Dataset":
+def group(idata: InferenceData, name: str) -> "xr.Dataset":
     """The dataset of one group; the error for an unknown name lists the groups."""
     names = group_names(idata)
     if name not in names:
@@ -265,7 +266,7 @@ def group(idata: Any, name: str) -> "xr.Dataset":
     return data.to_dataset() if hasattr(data, "children") else data
 
 
-def attrs(idata: Any) -> dict[str, Any]:
+def attrs(idata: InferenceData) -> dict[str, Any]:
     """Attributes of ``idata`` itself (not of one group)."""
     group_names(idata)
     return dict(idata.attrs)

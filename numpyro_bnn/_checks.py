@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from numpyro_bnn._types import Kwargs
 
@@ -110,7 +111,7 @@ def as_array(call: str, argument: str, value: Any) -> np.ndarray:
 
 
 def as_floats(
-    call: str, argument: str, value: Any, dtype: Any = np.float64
+    call: str, argument: str, value: Any, dtype: DTypeLike | None = np.float64
 ) -> np.ndarray:
     """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things
     that are no numbers.

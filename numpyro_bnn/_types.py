@@ -10,8 +10,13 @@ PyTree: TypeAlias = Any
 Arrays: TypeAlias = Mapping[str, Array]  # by name
 Trees: TypeAlias = Mapping[str, PyTree]  # by name
 Scalar: TypeAlias = Array | float
+# What an equation of a program takes: an array, or what a rule says of one.
+Operand: TypeAlias = Any
 Kwargs: TypeAlias = Mapping[str, Any]  # keyword arguments of a model
 # A site as NumPyro's handlers see it, and all of a trace by name.
 Site: TypeAlias = dict[str, Any]
 Sites: TypeAlias = Mapping[str, Site]
 Attributes: TypeAlias = dict[str, Any]  # of a run or a result: numbers and text
+# Or a DataTree of xarray: the version of ArviZ decides.
+InferenceData: TypeAlias = Any
+Optimizer: TypeAlias = Any  # of optax, which is imported when it is needed

@@ -20,7 +20,7 @@ from numpyro_bnn._options import Count, Number, Switch, checked
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Net
-from numpyro_bnn.priors.base import as_prior, is_positive
+from numpyro_bnn.priors.base import PriorLike, as_prior, is_positive
 from numpyro_bnn.program.plates import full_plates, unobserved
 from numpyro_bnn.program.rows import Rows
 
@@ -30,7 +30,7 @@ __all__ = ["classification", "regression"]
 @checked("models.regression")
 def regression(
     net: Net,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     noise: Any = None,
     heteroscedastic: Switch = False,
     heavy_tails: Switch = False,
@@ -151,7 +151,7 @@ def check_not_repeated(call: str, y: Any) -> None:
 
 @checked("models.classification")
 def classification(
-    net: Net, num_classes: Annotated[int, Count(2)], prior: Any = None
+    net: Net, num_classes: Annotated[int, Count(2)], prior: PriorLike | None = None
 ) -> Callable[..., None]:
     """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K
     outputs.

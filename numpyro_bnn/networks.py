@@ -17,7 +17,7 @@ from numpyro_bnn._options import Kind, NetworkName, checked
 from numpyro_bnn.nn import BatchStatistics, Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors import Normal, noncenter
-from numpyro_bnn.priors.base import as_prior
+from numpyro_bnn.priors.base import PriorLike, as_prior
 
 __all__ = ["RandomNetwork", "random_network"]
 
@@ -66,7 +66,7 @@ def random_network(
     name: NetworkName,
     net: Annotated[Layer, Kind(Layer, SPECIFICATION)],
     input_shape: Shape,
-    prior: Any = None,
+    prior: PriorLike | None = None,
 ) -> RandomNetwork:
     """Sample every parameter of a network from its prior, and return the network as a
     callable.

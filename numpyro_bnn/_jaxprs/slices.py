@@ -19,6 +19,7 @@ from numpyro_bnn._jaxprs.walk import (
     scan_starts,
     variables_of,
 )
+from numpyro_bnn._types import Operand
 
 
 def dependence(
@@ -46,7 +47,7 @@ def dependence(
 
 
 def program_dependence(
-    closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
+    closed: ClosedJaxpr, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
 ) -> dict[Any, set]:
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
     ``shapes``.
@@ -94,7 +95,7 @@ class _SourceFollower(Follower):
         return [*carried, *outputs[len(carried) :]]
 
 
-def _names_of_leaves(trees: Mapping) -> list[Any]:
+def _names_of_leaves(trees: Mapping) -> list[Operand]:
     """For each leaf the key of its tree."""
     return [path[0].key for path, _ in jax.tree.flatten_with_path(trees)[0]]
 
@@ -109,7 +110,7 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
 
 
 def part_of(
-    closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Any]
+    closed: ClosedJaxpr, inputs: Sequence[Operand], outputs: Sequence[Any]
 ) -> Callable[..., list]:
     """The part of a program that computes some of its variables from others.
 
@@ -181,7 +182,7 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
 class _IndexMark:
     """What the argument indexes with; of several indices, what each column holds."""
 
-    columns: tuple[Any, ...] = ()
+    columns: tuple[Operand, ...] = ()
 
 
 def indexed_lengths(fn: Callable[[Array], Any], indices: Array) -> set[int]:
@@ -199,7 +200,7 @@ def indexed_lengths(fn: Callable[[Array], Any], indices: Array) -> set[int]:
     """
     lengths: set[int] = set()
 
-    def visit(equation: Equation, *operands: Any) -> _IndexMark | None:
+    def visit(equation: Equation, *operands: Operand) -> _IndexMark | None:
         table = equation.jaxpr_equation.invars[0].aval
         if equation.name == "gather" and operands[1] is not None:
             axes = equation.params["dimension_numbers"].start_index_map

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions.transforms import IdentityTransform
 from numpyro.distributions.util import sum_rightmost
@@ -19,7 +20,7 @@ from numpyro.infer.autoguide import AutoNormal
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._options import Model, Prefix, Switch, checked
-from numpyro_bnn._types import Kwargs, Site
+from numpyro_bnn._types import Kwargs, Site, Trees
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
@@ -214,7 +215,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
             self._blocks.append((block, family))
 
     def _prior_program(
-        self, call: tuple | None = None, indices: Mapping[str, Any] | None = None
+        self, call: tuple | None = None, indices: Trees | None = None
     ) -> Program:
         """Prior loc and scale of the conditioned sites; by default at the first call,
         with all plates full.
@@ -319,7 +320,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         self._check_called("sample_posterior")
         return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
 
-    def median(self, params: Mapping[str, Any]) -> Values:
+    def median(self, params: Trees) -> Values:
         """Medians of the latent sites in unconstrained space, mapped to their supports;
         deterministic sites at these.
 
@@ -331,7 +332,9 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         middle = self._unconstrained_quantiles(params, jnp.array([0.5]))
         return self._constrain({name: value[0] for name, value in middle.items()}, ())
 
-    def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
+    def quantiles(
+        self, params: Trees, quantiles: ArrayLike | Sequence[float]
+    ) -> Values:
         """Marginal quantiles of the latent sites, computed like :meth:`median`; of a
         simplex from 4096 draws.
 
@@ -368,7 +371,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
                 f"{self._call}.{method}", "params", "those of another guide", instead
             )
 
-    def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
+    def _normals(self, params: Trees) -> dict[str, dist.Normal]:
         joint = {name for block, _ in self._blocks for name in block.shapes}
         normals = {}
         for name in self._transforms:
@@ -379,13 +382,11 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
                 )
         return normals
 
-    def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
+    def _families(self, params: Trees) -> list[dist.Distribution]:
         with handlers.block(), handlers.substitute(data=dict(params)):
             return [family.distribution(block) for block, family in self._blocks]
 
-    def _draw(
-        self, rng_key: Array, params: Mapping[str, Any], sample_shape: Shape
-    ) -> Values:
+    def _draw(self, rng_key: Array, params: Trees, sample_shape: Shape) -> Values:
         """Unconstrained draws; for a conditioned site, draws of u."""
         values: Values = {}
         with handlers.block(), handlers.seed(rng_seed=rng_key):
@@ -400,7 +401,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
                 values[name] = numpyro.sample(name, fn, sample_shape=sample_shape)
         return values
 
-    def _fixed_draws(self, params: Mapping[str, Any]) -> Values:
+    def _fixed_draws(self, params: Trees) -> Values:
         return self._draw(jax.random.key(0), params, (NUM_DRAWS,))
 
     def _sites(self, draws: Values, sample_shape: Shape) -> Values:
@@ -443,7 +444,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         mapped = _map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
         return jax.tree.map(lambda v: v[0], mapped)
 
-    def _unconstrained_quantiles(self, params: Mapping[str, Any], q: Array) -> Values:
+    def _unconstrained_quantiles(self, params: Trees, q: Array) -> Values:
         """(Q, ...) by site."""
         normals = self._normals(params)
         families = self._families(params)

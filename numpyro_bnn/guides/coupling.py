@@ -2,7 +2,7 @@
 them, and the guide AutoCoupling, also as a transport for NeuTraReparam.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +28,7 @@ from numpyro_bnn._options import (
     PositiveOrInfinite,
     checked,
 )
+from numpyro_bnn._types import Trees
 from numpyro_bnn.guides.auto_blocks import AutoBlocks
 from numpyro_bnn.guides.blocks import (
     Block,
@@ -368,7 +369,7 @@ class AutoCoupling(AutoBlocks):
         zeros = jnp.zeros(self.latent_dim)
         return dist.Normal(zeros, jnp.ones_like(zeros)).to_event(1)
 
-    def get_transform(self, params: Mapping[str, Any]) -> Transform:
+    def get_transform(self, params: Trees) -> Transform:
         """The map from N(0, I) to the unconstrained sites: those of the blocks, then
         the mean field.
 
@@ -409,9 +410,7 @@ class AutoCoupling(AutoBlocks):
             shapes.setdefault(name, jnp.shape(loc))
         return cut(vector, shapes)
 
-    def _unpack_and_constrain(
-        self, vector: Array, params: Mapping[str, Any]
-    ) -> dict[str, Array]:
+    def _unpack_and_constrain(self, vector: Array, params: Trees) -> dict[str, Array]:
         return self._sites(self._unpack_latent(vector), vector.shape[:-1])
 
 

@@ -2,7 +2,7 @@
 standard error.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, Natural, PositiveInt, RandomKey, checked
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Kwargs, Trees
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
@@ -93,8 +93,8 @@ class Evidence(NamedTuple):
 
 @checked("guides.evidence")
 def evidence(
-    guide: Any,
-    params: Mapping[str, Any],
+    guide: Callable,
+    params: Trees,
     *args: Any,
     rng_key: RandomKey,
     num_samples: Annotated[int, Count(2)] = 1000,

@@ -18,7 +18,7 @@ from numpyro.util import find_stack_level
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Site, Sites
+from numpyro_bnn._types import Site, Sites, Trees
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
@@ -184,7 +184,7 @@ def _is_positive(value: Any) -> bool:
 def initial_scales(
     call: str,
     init_scale: Any,
-    spreads: Mapping[str, Any],
+    spreads: Trees,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Array]:
     """Initial standard deviation of every site, in unconstrained space.

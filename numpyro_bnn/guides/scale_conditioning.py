@@ -10,7 +10,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import affine_normal
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Kwargs, Trees
 from numpyro_bnn.program.posterior import Posterior
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other
@@ -59,10 +59,10 @@ def scaled_sites(reading: Posterior, local: set[str]) -> Scaled:
 def prior_program(
     model: Callable,
     scaled: Scaled,
-    examples: Mapping[str, Any],
+    examples: Trees,
     args: tuple,
     kwargs: Kwargs,
-    plates: Mapping[str, Any] | None = None,
+    plates: Trees | None = None,
 ) -> Program:
     """A function from values of hyper-sites to prior loc and scale of the sites they
     scale, without the likelihood.
@@ -74,7 +74,7 @@ def prior_program(
         reading = Posterior(model, args, kwargs, full=plates is None)
     parents = sorted(set().union(*scaled.values()))
 
-    def program(values: Mapping[str, Any]) -> Mapping[str, tuple[Array, Array]]:
+    def program(values: Trees) -> Mapping[str, tuple[Array, Array]]:
         inputs = dict(plates or {})
         for name in parents:
             inputs[name] = jnp.asarray(values.get(name, examples[name]), float)

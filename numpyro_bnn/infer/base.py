@@ -31,7 +31,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
-from numpyro_bnn._types import Kwargs, PyTree, Scalar
+from numpyro_bnn._types import Kwargs, Optimizer, PyTree, Scalar
 from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
 from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
@@ -166,7 +166,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
     minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement"
     preconditioner: Any = None
     warm_start: FractionBelow1 | WarmStart = WarmStart.share
-    optimizer: Any = None
+    optimizer: Optimizer = None
     bias_tolerance: Positive = 0.05
     # not a plain default, which would make it a method of the class
     init_strategy: Annotated[

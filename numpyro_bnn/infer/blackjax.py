@@ -704,7 +704,7 @@ def as_blackjax(
     """
     fields = [name for name in kernel.default_fields if name != kernel.sample_field]
 
-    def init(position: PyTree, rng_key: Array) -> Any:
+    def init(position: PyTree, rng_key: Array) -> PyTree:
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
     def step(rng_key: Array, state: PyTree) -> tuple[Any, dict[str, Any]]:

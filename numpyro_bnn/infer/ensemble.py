@@ -8,7 +8,7 @@ import jax
 from numpyro.infer import MCMC
 
 from numpyro_bnn._options import Count, FractionBelow1, Model, PositiveInt, checked
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import Optimizer, PyTree
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.orbit import OrbitMoves
@@ -37,15 +37,15 @@ class _CosineAdam:
     num_steps: int
 
     @property
-    def _adam(self) -> Any:
+    def _adam(self) -> Optimizer:
         import optax
 
         return optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, self.num_steps))
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         return self._adam.init(params)
 
-    def update(self, updates: Any, state: PyTree, params: Any = None) -> Any:
+    def update(self, updates: Any, state: PyTree, params: PyTree = None) -> Any:
         return self._adam.update(updates, state, params)
 
 

@@ -15,6 +15,7 @@ from jax import Array
 
 from numpyro_bnn._jaxprs.primitives import VIEWS, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Operand, PyTree
 
 
 class JacobianBlocks(NamedTuple):
@@ -73,7 +74,7 @@ class _NotUnderstood(Exception):
     """Terms that are not read, are too many, or make no independent blocks."""
 
 
-def _terms(max_terms: int, equation: Equation, *operands: Any) -> _Terms:
+def _terms(max_terms: int, equation: Equation, *operands: Operand) -> _Terms:
     """The rule of every operation: the terms of its output."""
     name, params = equation.name, equation.params
     shape = equation.outputs[0].shape
@@ -116,7 +117,7 @@ def _terms(max_terms: int, equation: Equation, *operands: Any) -> _Terms:
 
 
 def _joined(
-    name: str, params: Any, shape: tuple[int, ...], operands: Sequence[_Terms]
+    name: str, params: PyTree, shape: tuple[int, ...], operands: Sequence[_Terms]
 ) -> _Terms:
     """The sum, difference or concatenation of arrays with terms."""
     if name in ("add", "add_any", "sub"):
@@ -140,7 +141,7 @@ def _joined(
 
 
 def _contracted(
-    numbers: Any, shape: tuple[int, ...], operands: Sequence[Any], side: int
+    numbers: Any, shape: tuple[int, ...], operands: Sequence[Operand], side: int
 ) -> _Terms:
     """The product of an array with terms and another array: each term of one times a
     number of the other.

@@ -167,7 +167,7 @@ class Phase:
         """Where its state is in ``SGMCMCState.phases``."""
         return type(self).__name__
 
-    def start(self, engine: sgmcmc.State, step_size: Array) -> Any:
+    def start(self, engine: sgmcmc.State, step_size: Array) -> PyTree:
         """Its state at the start of a chain; ``None`` if it has none."""
         return None
 

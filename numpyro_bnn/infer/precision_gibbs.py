@@ -19,7 +19,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn._types import Arrays, Kwargs, Scalar, Sites
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Scalar, Sites
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
 from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, over_chains
@@ -258,9 +258,9 @@ class GIG(NamedTuple):
     exp(-(a t + b / t) / 2).
     """
 
-    p: Any
-    a: Any
-    b: Any
+    p: PyTree
+    a: PyTree
+    b: PyTree
 
 
 def _half_cauchy(fn: Any, t: Array, weight: Any, rng_key: Array) -> GIG:

@@ -22,7 +22,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
-from numpyro_bnn._types import Kwargs, PyTree, Scalar
+from numpyro_bnn._types import Kwargs, Optimizer, PyTree, Scalar
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
@@ -82,7 +82,7 @@ class WarmStart:
         check_fields("infer.WarmStart", self)
 
     @property
-    def transformation(self) -> Any:
+    def transformation(self) -> Optimizer:
         """The optimizer, as a gradient transformation of optax."""
         import optax
 
@@ -96,7 +96,7 @@ class WarmStart:
         return usual if self.num_steps is None else -(-self.num_steps // transitions)
 
 
-def warm_start_of(warm_start: float | WarmStart, optimizer: Any) -> WarmStart:
+def warm_start_of(warm_start: float | WarmStart, optimizer: Optimizer) -> WarmStart:
     """Combine what a user passes for ``warm_start=`` and ``optimizer=``."""
     if isinstance(warm_start, WarmStart):
         return (
@@ -127,7 +127,11 @@ class Descent(NamedTuple):
         return cls(position, memory, position, jnp.ones(()))
 
     def step(
-        self, optimizer: Any, potential: Array, gradient: PyTree, rate: Scalar = 1.0
+        self,
+        optimizer: Optimizer,
+        potential: Array,
+        gradient: PyTree,
+        rate: Scalar = 1.0,
     ) -> "Descent":
         """One step from the position or, where the density has ended, a shorter one
         from the last before it.
@@ -151,7 +155,7 @@ class Descent(NamedTuple):
 def optimize(
     sampler: sgmcmc.Sampler,
     state: sgmcmc.State,
-    optimizer: Any,
+    optimizer: Optimizer,
     memory: PyTree,
     start: Array,
     num_steps: int,
@@ -187,7 +191,7 @@ class Member(NamedTuple):
     rows) and its score there; ``None`` without them.
     """
 
-    optimizer: Any
+    optimizer: Optimizer
     position: Array
     score: Array | None
 

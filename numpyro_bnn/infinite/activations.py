@@ -4,12 +4,13 @@ otherwise quadrature.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from numpyro_bnn.nn import ACTIVATIONS, Activation
 
@@ -50,7 +51,7 @@ def dual(layer: Activation) -> Dual:
     )
 
 
-def nodes(dtype: Any, number: int = NODES) -> tuple[Array, Array]:
+def nodes(dtype: DTypeLike, number: int = NODES) -> tuple[Array, Array]:
     """Nodes and weights for an expectation under N(0, 1)."""
     x = np.linspace(-REACH, REACH, number)
     w = np.exp(-0.5 * x**2)

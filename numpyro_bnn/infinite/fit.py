@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.scipy.linalg import cho_solve, solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import (
@@ -22,6 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.infinite.kernels import kernel
 from numpyro_bnn.infinite.prior_moments import (
     PriorMoments,
@@ -33,6 +35,7 @@ from numpyro_bnn.infinite.regression import check_data, factorize, with_noise
 from numpyro_bnn.nn import Dense, Layer
 from numpyro_bnn.nn.base import Net, Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
+from numpyro_bnn.priors.base import PriorLike
 
 # Bounds of standard deviations: of weights (times the root of the fan-in) and biases;
 # of the noise, per sd of y.
@@ -70,10 +73,10 @@ class PriorFit(NamedTuple):
 @checked("infinite.prior_fit")
 def prior_fit(
     net: Net,
-    x: Any,
-    y: Any,
+    x: ArrayLike,
+    y: ArrayLike,
     *,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
     noise_sd: Positive | None = None,
     ard: Switch = False,
@@ -224,7 +227,7 @@ def _search(
     return unflatten(done.x), first, done
 
 
-def flat(tree: Any) -> np.ndarray:
+def flat(tree: PyTree) -> np.ndarray:
     """All numbers of a tree."""
     return np.asarray(ravel_pytree(tree)[0])
 
@@ -234,9 +237,9 @@ def _evidence(
     net: Layer,
     normal: frozenset[str],
     sites: Mapping[str, SiteMoments],
-    x: Any,
-    y: Any,
-    log_scales: dict[str, Any],
+    x: Array,
+    y: Array,
+    log_scales: dict[str, Array],
 ) -> tuple[Array, Array, dict[str, Any]]:
     """Log marginal likelihood, the jitter of its Cholesky factor, and the slope of the
     likelihood.
@@ -264,7 +267,7 @@ def _evidence(
 
 
 def _patterns(
-    moments: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
+    moments: PriorMoments, fitted: Trees, shapes: Mapping[str, Shape]
 ) -> dict[str, Any]:
     """One normal prior for each layer; plain distributions if its family has no such
     scale.

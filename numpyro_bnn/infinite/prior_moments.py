@@ -16,7 +16,7 @@ from numpyro_bnn._distributions import affine_normal, unwrapped
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
 from numpyro_bnn.priors import Normal
-from numpyro_bnn.priors.base import Constant, as_prior
+from numpyro_bnn.priors.base import Constant, PriorLike, as_prior
 
 Scales: TypeAlias = Mapping[str, Any] | None  # values of the hyper-sites of a prior
 
@@ -40,7 +40,11 @@ class PriorMoments(NamedTuple):
 
 
 def prior_moments(
-    call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Scales = None
+    call: str,
+    net: Layer,
+    input_shape: Shape,
+    prior: PriorLike | None = None,
+    scales: Scales = None,
 ) -> PriorMoments:
     """Evaluate a prior, its hyper-sites at ``scales``, at every parameter
     of a network.
@@ -70,7 +74,7 @@ def weight_fan_in(name: str, shape: Shape) -> int:
 
 
 def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, hyper_values: dict
+    call: str, prior: PriorLike, name: str, shape: Shape, hyper_values: dict
 ) -> tuple[Any, list[str]]:
     """The distribution of one parameter at the given values of its hyper-sites, and
     their names.

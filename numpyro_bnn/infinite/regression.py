@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import (
     argument_error,
@@ -22,6 +23,7 @@ from numpyro_bnn.infinite.kernels import nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Net
+from numpyro_bnn.priors.base import PriorLike
 
 # Jitter added to the diagonal, relative to its mean: none, then from a few rounding
 # errors upwards by factors of ten.
@@ -67,7 +69,7 @@ class GPRegression:
     """
 
     net: Layer
-    prior: Any
+    prior: PriorLike
     scales: Scales
     x: np.ndarray
     y: np.ndarray
@@ -78,7 +80,9 @@ class GPRegression:
     _whitened: np.ndarray
 
     @checked("GPRegression.predict")
-    def predict(self, x: Any = None, diagonal: Switch = False) -> Prediction:
+    def predict(
+        self, x: ArrayLike | None = None, diagonal: Switch = False
+    ) -> Prediction:
         """Posterior mean and covariance of the function.
 
         :param x: ``(M, *input_shape)``; by default the inputs of the data.
@@ -106,7 +110,7 @@ class GPRegression:
                 covariance = jnp.asarray(self._kernel(new, None)) - half.T @ half
             return Prediction(np.asarray(mean), np.asarray(covariance))
 
-    def log_density(self, x: Any, y: Any) -> np.ndarray:
+    def log_density(self, x: ArrayLike, y: ArrayLike) -> np.ndarray:
         """Log predictive density of each new observation, noise included.
 
         :param x: ``(M, *input_shape)``.
@@ -133,7 +137,10 @@ class GPRegression:
 
     @checked("GPRegression.sample")
     def sample(
-        self, rng_key: RandomKey, x: Any = None, sample_shape: tuple[int, ...] = ()
+        self,
+        rng_key: RandomKey,
+        x: ArrayLike | None = None,
+        sample_shape: tuple[int, ...] = (),
     ) -> np.ndarray:
         """Posterior draws of the function, without noise.
 
@@ -158,11 +165,11 @@ class GPRegression:
 @checked("infinite.gp_regression")
 def gp_regression(
     net: Net,
-    x: Any,
-    y: Any,
+    x: ArrayLike,
+    y: ArrayLike,
     *,
     noise_sd: Positive,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
 ) -> GPRegression:
     r"""Exact posterior of an infinitely wide Bayesian network with normal noise:
@@ -225,7 +232,7 @@ def gp_regression(
         )
 
 
-def check_data(call: str, x: Any, y: Any) -> None:
+def check_data(call: str, x: ArrayLike, y: ArrayLike) -> None:
     """Refuse NaN, targets of another rank, and lengths that differ."""
     for argument, value in (("x", x), ("y", y)):
         check_finite(call, argument, value)
@@ -269,6 +276,6 @@ def factorize(matrix: Array) -> CholeskyFactor:
     return lax.while_loop(failed, lambda state: attempt(state[0] + 1), first)[1]
 
 
-def with_noise(kernel: Array, noise_sd: Any) -> Array:
+def with_noise(kernel: Any, noise_sd: ArrayLike) -> Array:
     """Covariance of observations, from that of the function."""
     return kernel + noise_sd**2 * jnp.eye(len(kernel), dtype=kernel.dtype)

@@ -33,7 +33,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
+from numpyro_bnn._types import Operand
 from numpyro_bnn.moments.expectation import CLOSED_FORMS, is_zero, moments_of
 from numpyro_bnn.moments.terms import Gaussian, Term
 
@@ -159,7 +161,7 @@ def _rectified_jvp(primals: tuple, tangents: tuple) -> tuple:
     return (first, second), (d_first, d_second)
 
 
-def leaky_relu(x: Gaussian, below: Any, above: Any) -> Gaussian:
+def leaky_relu(x: Gaussian, below: float, above: float) -> Gaussian:
     """Moments of ``above * x`` for x >= 0 and ``below * x`` for x < 0.
 
     With r = max(x, 0) it is below * x + (above - below) * r, and Cov(x, r) = v Phi.
@@ -213,7 +215,7 @@ def maximum_of(
     high = (fixed_mean + reach).max(0)
     nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
 
-    def integrals(node: Any, weight: Any) -> tuple[Array, Array]:
+    def integrals(node: ArrayLike, weight: ArrayLike) -> tuple[Array, Array]:
         total = below = jnp.zeros_like(high)
         for start, end in ((low, middle), (middle, high)):
             half = (end - start) / 2
@@ -277,7 +279,7 @@ def _select(term: Term) -> Gaussian | None:
 _FLIPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}
 
 
-def _compared_with_zero(predicate: Any) -> tuple[Term, bool] | None:
+def _compared_with_zero(predicate: Operand) -> tuple[Term, bool] | None:
     """(u, whether the predicate holds for positive u) of a comparison of a term with
     the constant 0.
     """

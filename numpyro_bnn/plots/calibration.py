@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Natural, PositiveInt, checked
+from numpyro_bnn._types import InferenceData
 from numpyro_bnn.metrics.classification import Reliability
 from numpyro_bnn.plots import _read, _style
 
@@ -17,7 +18,7 @@ SPREAD = "95 % if calibrated"
 @checked("plots.calibration")
 @_style.styled
 def calibration(
-    idata: Any,
+    idata: InferenceData,
     *,
     site: str | None = None,
     group: str | None = None,
@@ -83,7 +84,7 @@ def calibration(
 @checked("plots.reliability_diagram")
 @_style.styled
 def reliability_diagram(
-    idata: Any,
+    idata: InferenceData,
     *,
     site: str | None = None,
     group: str | None = None,

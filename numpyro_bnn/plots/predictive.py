@@ -9,12 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, Level, Number, checked
+from numpyro_bnn._types import InferenceData
 from numpyro_bnn.plots import _read, _style
 
 
 @_style.styled
 def predictive_band(
-    idata: Any,
+    idata: InferenceData,
     x: str | ArrayLike | None = None,
     levels: Sequence[float] = (0.5, 0.9),
     *,
@@ -103,7 +104,7 @@ def predictive_band(
 @checked("plots.predicted_vs_observed")
 @_style.styled
 def predicted_vs_observed(
-    idata: Any,
+    idata: InferenceData,
     level: Level = 0.9,
     *,
     site: str | None = None,

@@ -300,7 +300,7 @@ class BySite:
 
 
 def as_prior(
-    prior: Any, call: str = "random_network"
+    prior: PriorLike, call: str = "random_network"
 ) -> Callable[[str, Shape], dist.Distribution]:
     """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a
     distribution, or a dict of these.

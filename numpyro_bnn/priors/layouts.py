@@ -8,7 +8,7 @@ itself is an argument of the call that is running, and is read there.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpyro.contrib import module as numpyro_modules
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.nn.base import (
     Role,
     Shape,
@@ -89,14 +90,14 @@ def _kinds(layer: Any) -> Iterator[str]:
         yield f"{library}.{kind.__name__}"
 
 
-def _nnx_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
+def _nnx_layers(call_locals: Trees) -> dict[str, Any]:
     from flax import nnx
 
     layers = nnx.iter_modules(call_locals["nn_module"])
     return {".".join(map(str, path)): layer for path, layer in layers}
 
 
-def _equinox_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
+def _equinox_layers(call_locals: Trees) -> dict[str, Any]:
     layers: dict[str, Any] = {}
 
     def note(path: Any, node: Any) -> bool:
@@ -109,7 +110,7 @@ def _equinox_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     return layers
 
 
-def _linen_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
+def _linen_layers(call_locals: Trees) -> dict[str, Any]:
     """Layers of Linen exist only while the module runs: it is run abstractly, once for
     equal modules.
     """
@@ -129,7 +130,7 @@ def _linen_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
         layers[".".join(context.module.path)] = context.module
         return call(*args, **kwargs)
 
-    def run() -> Any:
+    def run() -> PyTree:
         inputs = args if input_shape is None else (jnp.ones(input_shape),)
         keys = {
             kind: jax.random.key(0)

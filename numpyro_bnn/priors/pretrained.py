@@ -16,6 +16,7 @@ from jax import Array
 
 from numpyro_bnn._checks import argument_error, is_floating, unknown_name
 from numpyro_bnn._options import Positive
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
 
@@ -25,7 +26,7 @@ ACCEPTED = (
 )
 
 
-def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
+def flat_params(call: str, argument: str, params: PyTree) -> dict[str, Any]:
     """Parameters by name, as our layers and NumPyro's ``random_*_module`` name them.
 
     >>> flat_params(

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_bnn._checks import argument_error, shown
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Kwargs, Trees
 from numpyro_bnn.program.rows import Rows
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
@@ -47,9 +47,7 @@ class Arguments:
     (({'a': 'exchanged'}, 3), {})
     """
 
-    def __init__(
-        self, values: Mapping[str, Any], signature: inspect.Signature = _ANY
-    ) -> None:
+    def __init__(self, values: Trees, signature: inspect.Signature = _ANY) -> None:
         self.values = dict(values)
         self.signature = signature
         flat, self._tree = jax.tree_util.tree_flatten_with_path(self.values)
@@ -71,7 +69,7 @@ class Arguments:
                 values |= values.pop(name, {})
         return cls(values, signature)
 
-    def with_values(self, values: Mapping[str, Any]) -> "Arguments":
+    def with_values(self, values: Trees) -> "Arguments":
         """The same call with other values of some arguments."""
         return Arguments({**self.values, **values}, self.signature)
 
@@ -85,7 +83,7 @@ class Arguments:
         values = self._exchanged(dict.fromkeys(arrays, _Array))
         return Arguments(values, self.signature), arrays
 
-    def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
+    def call(self, leaves: Trees | None = None) -> Call:
         """Positional and keyword arguments as a model takes them, with other ``leaves``
         at some places.
         """
@@ -117,7 +115,7 @@ class Arguments:
     def _on_device(self) -> dict[str, Any]:
         return as_arrays((), self.leaves, "model")[1]
 
-    def _exchanged(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    def _exchanged(self, leaves: Trees) -> dict[str, Any]:
         return jax.tree.unflatten(
             self._tree, [leaves.get(place, leaf) for place, leaf in self.leaves.items()]
         )

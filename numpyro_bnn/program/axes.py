@@ -2,7 +2,7 @@
 program, never by a length.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,6 +20,7 @@ from numpyro_bnn._jaxprs.primitives import (
     stacked_columns,
 )
 from numpyro_bnn._jaxprs.walk import Equation, scan_starts
+from numpyro_bnn._types import Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites
@@ -83,7 +84,7 @@ def _program(
         "latent": reading.shapes(),
     }
 
-    def program(arguments: Mapping[str, Any]) -> Any:
+    def program(arguments: Trees) -> Any:
         values = {**arguments["latent"], **arguments["plates"]}
         return quantities(reading.with_data(arguments["data"]).at(values))
 
@@ -227,7 +228,7 @@ class _Meetings(AxisFollower):
 
     def meet(self, places: Iterable[tuple[_Label, Place | None]]) -> None:
         """Join the labels that lie at the same place."""
-        by_place: dict[Any, _Label] = {}
+        by_place: dict[Hashable, _Label] = {}
         for label, place in places:
             if place is not SUMMED:
                 root = self.first(label)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import RLock
@@ -23,6 +23,7 @@ from jax import Array
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Kind, Natural, PositiveInt, checked
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.program.rows import HEAD_ROWS, Rows
 
 CALL = "runs.batches"
@@ -166,7 +167,7 @@ class Feed:
     def __reduce__(self) -> tuple:
         return Feed, (self.source, self.num_rows, self.prefetch)
 
-    def __deepcopy__(self, _: Any) -> "Feed":
+    def __deepcopy__(self, _: object) -> "Feed":
         return self
 
     def _begin(self, reader: "_SourceReader") -> None:
@@ -342,7 +343,7 @@ class _SourceReader:
         """Where the next batch begins, as JSON; ``None`` if nobody knows."""
         if not self.has_position:
             return None
-        state: Any = self._iterator.get_state()  # type: ignore[attr-defined]
+        state: PyTree = self._iterator.get_state()  # type: ignore[attr-defined]
         if isinstance(state, bytes):
             return [self._epoch, "bytes", state.hex()]
         try:
@@ -403,7 +404,7 @@ class _SourceReader:
         self._epoch += 1
         self._open()
 
-    def _columns(self, batch: Any) -> list[np.ndarray]:
+    def _columns(self, batch: PyTree) -> list[np.ndarray]:
         leaves, structure = jax.tree.flatten(_as_tree(batch))
         columns = [np.array(leaf) for leaf in leaves]  # loaders may reuse memory
         shapes = [(column.shape[1:], column.dtype) for column in columns]
@@ -437,7 +438,7 @@ class _SourceReader:
             warnings.warn(f"{CALL}: {text}", stacklevel=outside())
 
 
-def _as_tree(batch: Any) -> Any:
+def _as_tree(batch: PyTree) -> Any:
     """A batch, of which a record batch or a table of pyarrow becomes a dictionary."""
     if not (hasattr(batch, "column_names") and hasattr(batch, "column")):
         return batch
@@ -453,7 +454,7 @@ def _of_arrow(column: Any) -> np.ndarray:
     return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), width)
 
 
-def feeds_in(*trees: Any) -> list[Feed]:
+def feeds_in(*trees: PyTree) -> list[Feed]:
     """The loaders among the arguments of a model."""
     feeds: list[Feed] = []
     for leaf in jax.tree.leaves(trees):
@@ -462,7 +463,7 @@ def feeds_in(*trees: Any) -> list[Feed]:
     return feeds
 
 
-def positions(feeds: Iterable[Feed]) -> list[Any]:
+def positions(feeds: Iterable[Feed]) -> Sequence[PyTree]:
     """Where loaders are, as JSON."""
     return [feed.position() for feed in feeds]
 
@@ -484,7 +485,7 @@ def refuse_feeds(
     call: str,
     argument: str,
     reason: str,
-    *trees: Any,
+    *trees: PyTree,
     instead: str = "Pass arrays, or `runs.Rows`.",
 ) -> None:
     """Refuse rows of a loader where a method cannot take them."""

@@ -15,6 +15,7 @@ from jax import Array, lax, random
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.primitives import VIEWS, names_of
 from numpyro_bnn._jaxprs.walk import Equation, Follower, Interpreter, Rule, scan_starts
+from numpyro_bnn._types import Operand, Trees
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.rows import Rows
@@ -225,7 +226,7 @@ class _Lookups(Interpreter):
         num_carry = slice_start - carry_start
         places, noted = _places(operands), list[_Lookup]()
 
-        def of_all(arrays: Sequence[Any]) -> list[_SourcedValue]:
+        def of_all(arrays: Sequence[Operand]) -> list[_SourcedValue]:
             return [_SourcedValue(array, places, False) for array in arrays]
 
         def step(carry: list, slices: list) -> tuple[list, Any]:
@@ -264,7 +265,7 @@ def _all_unchanged(values: Sequence[_SourcedValue]) -> bool:
 
 
 def _of_places(
-    arrays: Sequence[Any], places: Sequence[frozenset[str]]
+    arrays: Sequence[Operand], places: Sequence[frozenset[str]]
 ) -> list[_SourcedValue]:
     """Values that are computed from what lies at some places."""
     pairs = zip(arrays, places, strict=True)
@@ -310,7 +311,7 @@ def looks_up_data(reading: Any) -> bool:
     return bool(lookups)
 
 
-def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
+def check_codes(reading: Any, leaves: Trees) -> None:
     """Refuse codes in the arguments of a model that look up a level that is not there.
 
     JAX answers with the last level, or with NaN. What a model masks, replaces or clips

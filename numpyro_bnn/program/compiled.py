@@ -5,7 +5,7 @@ arrays are inputs.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any
@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import needed_part
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Kwargs, PyTree
 from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the
@@ -46,7 +46,7 @@ NEEDS_VALUES = (
 # do not wait for the fit of another.
 TRACING = RLock()
 
-_SHARED: dict[Any, Callable] = {}
+_SHARED: dict[Hashable, Callable] = {}
 # The process that ran the first program; one that is forked from it inherits the entry,
 # and not the threads of JAX.
 _STARTED: list[int] = []
@@ -58,7 +58,7 @@ def run(
     args: tuple,
     kwargs: Kwargs,
     once: bool = False,
-) -> Any:
+) -> PyTree:
     """``fn(given, args, kwargs)`` by one compiled program, which any equal computation
     uses again.
 
@@ -81,7 +81,7 @@ def evaluate(
     ``fn`` as it is traced.
     """
     leaves: list = []
-    tree: Any = None
+    tree: PyTree = None
 
     def computed(values: Any, args: tuple, kwargs: Kwargs) -> list:
         nonlocal leaves, tree
@@ -120,9 +120,9 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     :param once: whether the program runs so rarely that compiling it quickly matters
         more than its speed.
     """
-    programs: dict[Any, tuple[Callable, Any, bool]] = {}
+    programs: dict[Hashable, tuple[Callable, Any, bool]] = {}
 
-    def read(leaves: list, tree: Any, inside: bool) -> tuple[Callable, Any, bool]:
+    def read(leaves: list, tree: PyTree, inside: bool) -> tuple[Callable, Any, bool]:
         flat = jax.make_jaxpr(
             lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True
         )
@@ -237,7 +237,7 @@ def is_traced(values: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
+def refuse_tracers(call: str, instead: str, *trees: PyTree) -> None:
     """Refuse values that JAX is tracing: the call runs on the host."""
     if is_traced(trees):
         raise argument_error(

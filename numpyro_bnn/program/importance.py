@@ -25,7 +25,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Kwargs, Sites
+from numpyro_bnn._types import Kwargs, Sites, Trees
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
 
@@ -125,7 +125,7 @@ class WeightedSites(NamedTuple):
     has_density: bool
 
 
-def set_up(guide: Any, args: tuple, kwargs: Kwargs) -> None:
+def set_up(guide: Callable, args: tuple, kwargs: Kwargs) -> None:
     """Let a NumPyro autoguide that has never been called read its model, before
     anything is traced.
     """
@@ -186,9 +186,7 @@ def check(
     return WeightedSites(int(num_observations), has_density)
 
 
-def _check_params(
-    call: str, traces: Mapping[str, Sites], params: Mapping[str, Any]
-) -> None:
+def _check_params(call: str, traces: Mapping[str, Sites], params: Trees) -> None:
     """Refuse missing parameters: they would silently take their initial values."""
     required: set[str] = set()
     for trace in traces.values():

@@ -24,7 +24,7 @@ the model itself:
   are the data of the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from itertools import islice
@@ -50,7 +50,7 @@ from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Kwargs, PyTree, Trees
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
@@ -199,7 +199,7 @@ class Posterior:
         return resized
 
     def _trace_on(self, model: Callable, arrays: dict[str, Any]) -> None:
-        self._programs: dict[Any, Callable] = {}
+        self._programs: dict[Hashable, Callable] = {}
         self._array_types = _types(arrays)
         try:
             self._trace(model, arrays, {})
@@ -766,7 +766,7 @@ class Posterior:
 
     def depends(
         self,
-        quantities: Callable[[Sites], Mapping[Any, Any]],
+        quantities: Callable[[Sites], Mapping],
         on: Iterable[str] | None = None,
     ) -> dict[Any, set[str]]:
         """For each part of a trace, the sites from whose values it is computed; nothing
@@ -781,14 +781,12 @@ class Posterior:
         )
         return {quantity: used & on for quantity, used in sites_used.items()}
 
-    def sources(
-        self, quantities: Callable[[Sites], Mapping[Any, Any]]
-    ) -> dict[Any, set[str]]:
+    def sources(self, quantities: Callable[[Sites], Mapping]) -> dict[Any, set[str]]:
         """For each part of a trace at given latent sites, the places of the arguments
         from which it is computed.
         """
 
-        def program(inputs: Mapping[str, Any]) -> Mapping[Any, Any]:
+        def program(inputs: Trees) -> Mapping[Any, Any]:
             posterior = self.with_data({place: inputs[place] for place in self.data})
             return quantities(posterior.at(inputs[""]))
 
@@ -802,7 +800,7 @@ class Posterior:
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
 
-        def quantities(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        def quantities(inputs: Trees) -> dict[str, Any]:
             states = {place: inputs[place] for place in self._states}
             sites = self.with_data(inputs["data"]).at({**states, **inputs["values"]})
             arrays: dict[str, Any] = {"used": []}
@@ -824,7 +822,7 @@ class Posterior:
                 idle.add(place)
         return idle
 
-    def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
+    def run(self, fn: Callable, *values: Any, once: bool = True) -> PyTree:
         """``fn(posterior, *values)`` by a compiled program, which equal ones share,
         also with other data.
 
@@ -903,7 +901,7 @@ def _typed_key(rng_key: Key) -> Array:
     return key
 
 
-def _types(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _types(arrays: Trees) -> dict[str, Any]:
     """Shape and dtype of each array, and the precision in which a model computes."""
     types: dict[str, Any] = {"": jnp.result_type(float)}
     for place, array in arrays.items():

@@ -3,7 +3,7 @@ of a minibatch are read.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import part_of, reached
 from numpyro_bnn._jaxprs.walk import needed_equations
 from numpyro_bnn._options import Kind, checked
+from numpyro_bnn._types import PyTree, Trees
 
 CALL = "runs.Rows"
 MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
@@ -87,7 +88,7 @@ class Rows:
         shape = jax.ShapeDtypeStruct((*index.shape, *self.shape[1:]), self.dtype)
         return jax.pure_callback(self.fetch, shape, index, vmap_method="broadcast_all")
 
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
         got, instead = f"{self!r} used as an array", "Index it by a plate: `x[i]`."
         raise argument_error(CALL, "source", got, instead, TypeError)
 
@@ -160,7 +161,9 @@ class Ahead(NamedTuple):
     finish: Callable[[Any, Any, list[Array]], Any]
 
 
-def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: Array) -> Ahead | None:
+def read_ahead(
+    step: Callable[[Any, Any], Any], state: PyTree, key: Array
+) -> Ahead | None:
     """Split ``step(state, key)``, whose first result is the next key; ``None`` if its
     key alone reads nothing.
     """
@@ -179,18 +182,18 @@ def read_ahead(step: Callable[[Any, Any], Any], state: Any, key: Array) -> Ahead
     read = part_of(closed, jaxpr.invars[-1:], row_variables)
     after = part_of(closed, [*jaxpr.invars, *row_variables], jaxpr.outvars)
 
-    def finish(state: Any, key: Array, rows: list[Array]) -> Any:
+    def finish(state: PyTree, key: Array, rows: list[Array]) -> Any:
         return jax.tree.unflatten(tree, after(*jax.tree.leaves(state), key, *rows))
 
     return Ahead(lambda key: follow(key)[0], read, finish)
 
 
-def rows_in(*trees: Any) -> list[Rows]:
+def rows_in(*trees: PyTree) -> list[Rows]:
     """All rows on disk among the arguments of a model."""
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Rows)]
 
 
-def refuse_rows(call: str, reason: str, *trees: Any) -> None:
+def refuse_rows(call: str, reason: str, *trees: PyTree) -> None:
     """Refuse rows on disk where a method needs all of them at once."""
     if disk_rows := rows_in(*trees):
         raise argument_error(
@@ -198,7 +201,7 @@ def refuse_rows(call: str, reason: str, *trees: Any) -> None:
         )
 
 
-def with_head(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_head(values: Trees) -> dict[str, Any]:
     """Arguments with their first rows in the place of those on disk."""
     return jax.tree.map(
         lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values)

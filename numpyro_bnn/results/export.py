@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 from numpyro.infer import MCMC
+from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
@@ -27,6 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Attributes, Trees
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import MIN_DRAWS, health
@@ -67,10 +69,10 @@ Labels: TypeAlias = Annotated[
 @checked(CALL)
 def to_inference_data(
     result: Any,
-    predictions: Mapping[str, Any] | None = None,
+    predictions: Trees | None = None,
     *,
     members: Switch = False,
-    guide: Any = None,
+    guide: AutoGuide | None = None,
     args: Args = (),
     kwargs: KwargsOption | None = None,
     num_samples: PositiveInt = 1000,
@@ -255,7 +257,7 @@ def _check_result(
             raise argument_error(CALL, name, got, instead)
 
 
-def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+def reported(groups: Trees, about: Attributes) -> Any:
     """The result with its health report, chains at fault marked by a coordinate, and a
     warning of what is off.
     """
@@ -290,9 +292,7 @@ def _starts(mcmc: MCMC, replay: Replay) -> dict[str, np.ndarray]:
     return member_values if replay.latent.keys() <= member_values.keys() else {}
 
 
-def about(
-    settings: Mapping[str, Any], rng_key: Array, more: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def about(settings: Trees, rng_key: Array, more: Mapping | None) -> Attributes:
     """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {

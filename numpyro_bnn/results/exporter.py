@@ -12,6 +12,7 @@ from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
+from numpyro_bnn._types import Trees
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
@@ -39,7 +40,7 @@ class NewRows(NamedTuple):
 
     read: ReadModel
     sites: Sites
-    arguments: Mapping[str, Any]
+    arguments: Trees
 
 
 class Exporter:
@@ -89,7 +90,7 @@ class Exporter:
             )
             raise argument_error(CALL, "result", got, instead)
 
-    def at_new_rows(self, predictions: Mapping[str, Any]) -> NewRows:
+    def at_new_rows(self, predictions: Trees) -> NewRows:
         """Read the model at new rows."""
         replay, fit = self.replay, self.replay.fit
         arguments = for_prediction(
@@ -148,9 +149,7 @@ class Exporter:
             values, new.sites, arguments.arrays, coords
         )
 
-    def _judged_at_some_rows(
-        self, groups: Mapping[str, Any], rng_key: Array
-    ) -> dict[str, str]:
+    def _judged_at_some_rows(self, groups: Trees, rng_key: Array) -> dict[str, str]:
         """What chains and a linear model explain of some rows, where all are too many
         to be predicted.
         """

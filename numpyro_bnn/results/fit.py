@@ -12,6 +12,7 @@ import numpy as np
 import tqdm
 from jax import Array, random
 from numpyro.infer import HMC, MCMC, NUTS
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.svi import SVIRunResult
 from numpyro.util import is_prng_key
@@ -19,7 +20,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Attributes, Kwargs, Trees
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, as_numpy, fingerprints
 from numpyro_bnn.program.compiled import prepare, run
@@ -69,7 +70,7 @@ class Fit:
     arguments: Arguments
     posterior: Mapping[str, np.ndarray]
     sample_stats: Mapping[str, np.ndarray] = field(default_factory=dict)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Attributes = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
@@ -159,7 +160,7 @@ def _innermost(kernel: Any) -> Any:
     return kernel
 
 
-def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
+def check_complete(mcmc: MCMC, posterior: Trees) -> None:
     """Refuse to evaluate a model at draws that lack latent sites, whose values would
     come from the prior.
     """
@@ -228,7 +229,7 @@ def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
     }
 
 
-def _described(mcmc: MCMC) -> dict[str, Any]:
+def _described(mcmc: MCMC) -> Attributes:
     """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth
     of the trees of NUTS.
     """
@@ -242,7 +243,7 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
     return described
 
 
-def sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def sample_stats(fields: Trees) -> dict[str, np.ndarray]:
     """Fields of a run under the names of ArviZ."""
     stats = {}
     for label, value in fields.items():
@@ -257,7 +258,7 @@ def sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def from_guide(
     result: Any,
-    guide: Any,
+    guide: AutoGuide,
     args: tuple,
     kwargs: Kwargs,
     rng_key: Array,
@@ -328,7 +329,7 @@ def from_guide(
     )
 
 
-def _check_guide(result: Any, guide: Any) -> None:
+def _check_guide(result: Any, guide: AutoGuide) -> None:
     if not hasattr(result, "params"):
         instead = (
             "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or "
@@ -363,8 +364,8 @@ def _elbo_rise(losses: np.ndarray) -> float:
 class _GuideCall(NamedTuple):
     """A guide, its parameters, and the arguments of its model."""
 
-    guide: Any
-    params: Mapping[str, Any]
+    guide: AutoGuide
+    params: Trees
     args: tuple
     kwargs: Kwargs
 
@@ -382,7 +383,7 @@ class _GuideCall(NamedTuple):
 
 
 def _weighted(
-    call: _GuideCall, _: Any, key: Array
+    call: _GuideCall, _: object, key: Array
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """One draw of the guide; its log density (of unconstrained values, as in MCMC) and
     its log weight.

@@ -10,6 +10,7 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import is_factor, unwrapped
+from numpyro_bnn._types import Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.sites import Site, Sites
 from numpyro_bnn.results.fit import CALL
@@ -54,7 +55,7 @@ class Layout:
         #: Sites with the values of observations at the training rows.
         self.sites = replay.observations(replay.read)
 
-    def with_coords(self, coords: Mapping[str, Any]) -> "Layout":
+    def with_coords(self, coords: Trees) -> "Layout":
         """The same with other coordinates."""
         layout = copy(self)
         layout.coords = dict(coords)
@@ -107,7 +108,7 @@ class Layout:
         self,
         values: Groups,
         sites: Sites,
-        arrays: Mapping[str, Any],
+        arrays: Trees,
         coords: Mapping[str, Sequence],
     ) -> dict[str, Any]:
         """Groups of values at new rows.
@@ -129,7 +130,7 @@ class Layout:
             "predictions_constant_data": layout._constants(arrays, sites),
         }
 
-    def warn_of_missing(self, groups: Mapping[str, Any]) -> None:
+    def warn_of_missing(self, groups: Trees) -> None:
         """Say what a reader of these groups would look for in vain."""
         replay = self.replay
         if "log_likelihood" in groups and replay.without_rows:
@@ -222,7 +223,7 @@ class Layout:
                 )
         return name
 
-    def _constants(self, arrays: Mapping[str, Any], sites: Sites) -> Any:
+    def _constants(self, arrays: Trees, sites: Sites) -> Any:
         """Dataset of array arguments; an axis that counts the rows of a plate is named
         after it.
         """

@@ -11,6 +11,7 @@ from jax import Array
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
+from numpyro_bnn._types import InferenceData, Trees
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
@@ -31,7 +32,7 @@ TOLERANCE = 0.01
 @checked("predict")
 def predict(
     model: Model,
-    idata: Any,
+    idata: InferenceData,
     *args: Any,
     rng_key: RandomKey | None = None,
     progress_bar: Switch = True,
@@ -108,7 +109,7 @@ def predict(
 def _compared(
     reading: Posterior,
     draws: Draws,
-    idata: Any,
+    idata: InferenceData,
     observed: Mapping[str, np.ndarray],
 ) -> str:
     """Refuse a model under which stored draws have another log likelihood, or mean, at
@@ -122,7 +123,7 @@ def _compared(
     }
 
     def at_draw(
-        reading: Posterior, draw: Draws, observed: Mapping[str, Any]
+        reading: Posterior, draw: Draws, observed: Trees
     ) -> dict[str, dict[str, Array]]:
         computed: dict[str, dict[str, Array]] = {name: {} for name in stored}
         for name, site in sites_of_type(reading.at(draw), "sample").items():
@@ -162,7 +163,7 @@ def _compared(
 
 
 def _training_rows(
-    replay: Replay, observed: Mapping[str, Any], constants: Mapping[str, Any]
+    replay: Replay, observed: Trees, constants: Trees
 ) -> tuple[ReadModel | None, bool]:
     """The model at the training rows, and whether all its arguments are those of the
     run; ``None`` if they are not, and no batch normalization needs these rows.
@@ -193,7 +194,7 @@ def _training_rows(
     return read, not unknown
 
 
-def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
+def _values(idata: InferenceData, group: str) -> dict[str, np.ndarray]:
     """Variables of a group by exported name, chains and draws first; none if there is
     no such group.
     """
@@ -227,7 +228,7 @@ def _check_redrawn(reading: Posterior, observed: Mapping[str, np.ndarray]) -> No
 
 
 def _draws_of_sites(
-    reading: Posterior, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
+    reading: Posterior, posterior: Mapping[str, np.ndarray], observed: Trees
 ) -> dict[str, np.ndarray]:
     """Draws by site: every latent site must have some, and every variable must be a
     site.

@@ -24,6 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._types import Trees
 from numpyro_bnn.networks import RandomNetwork, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import Counted, counted
@@ -96,7 +97,7 @@ class ReadModel(NamedTuple):
 def read_model(
     model: Callable,
     arguments: Arguments,
-    params: Mapping[str, Any] | None = None,
+    params: Trees | None = None,
     new_rows: bool = False,
 ) -> ReadModel:
     """Read a model at some arguments.
@@ -109,7 +110,7 @@ def read_model(
     # models know by this handler that these are predictions
     model = unobserved(model, ()) if new_rows else model
 
-    def with_statistics(params: Mapping[str, Any], /, **leaves: Any) -> None:
+    def with_statistics(params: Trees, /, **leaves: Any) -> None:
         args, kwargs = arguments.call(leaves)
         with statistics:
             handlers.substitute(model, data=params)(*args, **kwargs)

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 from numpyro.infer import MCMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Kwargs, Sites
+from numpyro_bnn._types import Kwargs, PyTree, Sites, Trees
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import MAX_DRAWS_PER_BLOCK, SITES, STATISTICS
@@ -33,7 +34,7 @@ class Recording(NamedTuple):
     """
 
     sites: Collection[str] | None
-    dtype: Any
+    dtype: DTypeLike | None
     fields: tuple[str, ...]
 
 
@@ -78,7 +79,7 @@ class Chains:
                 self.call, "mesh", got, "Give the model a `numpyro.plate` of its rows."
             )
 
-    def start(self, rng_key: Array, init_params: Any) -> Any:
+    def start(self, rng_key: Array, init_params: PyTree) -> PyTree:
         """The states of all chains before the first transition, as ``mcmc.run`` starts
         them.
         """
@@ -86,7 +87,7 @@ class Chains:
         if count > 1 and is_prng_key(rng_key):
             rng_key = jax.random.split(rng_key, count)
 
-        def init(key: Array, params: Any) -> Any:
+        def init(key: Array, params: PyTree) -> PyTree:
             model_arguments = {"model_args": self.args, "model_kwargs": self.kwargs}
             return self.kernel.init(
                 key, self.mcmc.num_warmup, params, **model_arguments
@@ -106,7 +107,7 @@ class Chains:
         self._outline(state)
         return state
 
-    def _outline(self, state: Any) -> None:
+    def _outline(self, state: PyTree) -> None:
         """Shapes of a draw, how many draws a block may hold, and the program."""
         chain_state = _one(state, 0) if self.in_turn else state
         try:
@@ -150,7 +151,7 @@ class Chains:
         """Whether the states of a program have an axis of chains."""
         return self.mcmc.num_chains > 1 and not self.in_turn
 
-    def _kept(self, state: Any, args: tuple, kwargs: Kwargs) -> Sites:
+    def _kept(self, state: PyTree, args: tuple, kwargs: Kwargs) -> Sites:
         """What is kept of a state, by group and name."""
         transform = self.mcmc.postprocess_fn or self.kernel.postprocess_fn(args, kwargs)
         values = attrgetter(self.kernel.sample_field)(state)
@@ -165,7 +166,7 @@ class Chains:
             STATISTICS: {n: self._field(state, n) for n in self.recording.fields},
         }
 
-    def _selected(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _selected(self, values: Trees) -> dict[str, Any]:
         patterns = self.recording.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):
@@ -182,7 +183,7 @@ class Chains:
             return value
         return value.astype(dtype)
 
-    def _field(self, state: Any, name: str) -> Array:
+    def _field(self, state: PyTree, name: str) -> Array:
         try:
             value = attrgetter(name)(state)
         except AttributeError as cause:
@@ -201,13 +202,13 @@ class Chains:
 
     # -- programs ----------------------------------------------------------------------
 
-    def _compiled(self, state: Any) -> Callable:
+    def _compiled(self, state: PyTree) -> Callable:
         """Some transitions, of which every ``thinning``-th state after the first ones
         is kept.
         """
         thinning = self.mcmc.thinning
 
-        def advance(state: Any, first: Array, count: Array, inputs: dict) -> tuple:
+        def advance(state: PyTree, first: Array, count: Array, inputs: dict) -> tuple:
             args, kwargs = self.args, self.kwargs
             arrays = self.spread.cut(inputs, self._rows)
             if arrays:
@@ -248,7 +249,7 @@ class Chains:
             self._fix_inputs(cause)
             return self.spread.compiled(advance, *arguments, self._inputs)
 
-    def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
+    def advance(self, state: PyTree, skipped: int, draws: int) -> tuple[Any, Any]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for
         them.
 
@@ -267,7 +268,7 @@ class Chains:
             buffers.append(buffer)
         return _stacked(states), buffers
 
-    def fetch(self, buffers: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
+    def fetch(self, buffers: PyTree, draws: int) -> dict[str, dict[str, np.ndarray]]:
         """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group
         and name.
         """
@@ -296,9 +297,9 @@ def fresh(kernel: MCMCKernel) -> MCMCKernel:
     return copy.deepcopy(kernel, models)
 
 
-def _stacked(trees: Sequence[Any]) -> Any:
+def _stacked(trees: Sequence[PyTree]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _one(tree: Any, chain: int) -> Any:
+def _one(tree: PyTree, chain: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[chain], tree)

@@ -28,6 +28,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import PACKAGE
+from numpyro_bnn._types import Trees
 from numpyro_bnn.program.arguments import is_table
 from numpyro_bnn.program.rows import Rows
 from numpyro_bnn.runs.folder import digest
@@ -163,7 +164,7 @@ class _Reader:
     def _text(self, value: Any) -> str:
         return " ".join(text for _, text in self.texts(value))
 
-    def _joined(self, head: str, values: Mapping[str, Any]) -> list[LabeledText]:
+    def _joined(self, head: str, values: Trees) -> list[LabeledText]:
         """The texts of several values by label; ``head`` says what a label would, as
         labels are not compared.
         """

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Sites
+from numpyro_bnn._types import PyTree, Sites
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
@@ -208,7 +208,7 @@ class StoredDraws:
         return arrays
 
 
-def _new_array(group: Any, name: str, like: Any, layout: DrawLayout) -> Any:
+def _new_array(group: Any, name: str, like: PyTree, layout: DrawLayout) -> Any:
     return group.create_array(
         name,
         shape=(layout.num_chains, layout.num_draws, *like.shape),
@@ -262,7 +262,7 @@ def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
             yield group, name, value
 
 
-def _chunk_shape(like: Any, draws_per_block: int) -> tuple[int, ...]:
+def _chunk_shape(like: PyTree, draws_per_block: int) -> tuple[int, ...]:
     return (1, draws_per_block, *(max(1, size) for size in like.shape))
 
 

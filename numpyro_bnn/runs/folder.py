@@ -29,6 +29,7 @@ from jax.experimental import multihost_utils
 from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Attributes, PyTree
 from numpyro_bnn.program.rows import Rows
 
 FORMAT = 2  # 1, of version 0.2.0, had no digests
@@ -48,8 +49,8 @@ class Saved(NamedTuple):
     """
 
     number: int
-    tree: Any
-    notes: dict[str, Any]
+    tree: PyTree
+    notes: Attributes
     arrays: dict[str, np.ndarray]
 
 
@@ -104,7 +105,7 @@ class FolderPath:
             f"which cannot be written ({cause.strerror or cause})", instead, OSError
         )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Attributes:
         """What ``run.json`` says, which is checked.
 
         :raises ValueError: if it is damaged, or of another version;
@@ -153,7 +154,7 @@ class FolderPath:
     def latest(
         self,
         run: str,
-        like: Any = None,
+        like: PyTree = None,
         valid: Callable[[Saved], bool] = lambda saved: True,
     ) -> Saved | None:
         """The last state that is whole; ``None`` before the first. It warns of those
@@ -184,7 +185,7 @@ class FolderPath:
             raise self.error("which has draws, but no state file", RESTORE)
         return None
 
-    def _read(self, number: int, run: str, like: Any) -> Saved | None:
+    def _read(self, number: int, run: str, like: PyTree) -> Saved | None:
         try:
             arrays = _arrays_in(self.state_file(number))
             described = json.loads(bytes(arrays.pop("described")))
@@ -222,11 +223,11 @@ class Folder:
         it, or if it holds other files or another run (the error names what differs).
     """
 
-    def __init__(self, place: FolderPath, description: Mapping[str, Any]) -> None:
+    def __init__(self, place: FolderPath, description: Attributes) -> None:
         self.place, self.path = place, place.path
         self.description = dict(description)
         #: What a new run's record says besides the description, as JSON.
-        self.more: dict[str, Any] = {}
+        self.more: Attributes = {}
         filelock = import_extra(place.call, "filelock")
         self._made = [
             folder for folder in (self.path, *self.path.parents) if not folder.exists()
@@ -303,7 +304,7 @@ class Folder:
         return digest(json.dumps(self.place.record()))
 
     def latest(
-        self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True
+        self, like: PyTree, valid: Callable[[Saved], bool] = lambda saved: True
     ) -> Saved | None:
         """The last state that is whole: :meth:`FolderPath.latest`."""
         try:
@@ -314,8 +315,8 @@ class Folder:
     def commit(
         self,
         number: int,
-        tree: Any,
-        notes: Mapping[str, Any],
+        tree: PyTree,
+        notes: Attributes,
         more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Write a state and more arrays, then remove the states that are no longer
@@ -452,7 +453,7 @@ def _close(was: str, now: str) -> bool:
 # -- trees of arrays -------------------------------------------------------------------
 
 
-def digest(tree: Any) -> str:
+def digest(tree: PyTree) -> str:
     """A hash of all arrays, numbers and texts of a tree; of other objects only their
     types enter.
     """

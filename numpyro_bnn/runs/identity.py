@@ -18,7 +18,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Attributes, Kwargs
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
@@ -59,11 +59,11 @@ def begin_feeds(place: FolderPath, args: tuple, kwargs: Kwargs) -> list[Feed]:
     return feeds
 
 
-def described_model(reading: Posterior, args: tuple, kwargs: Kwargs) -> dict[str, Any]:
+def described_model(reading: Posterior, args: tuple, kwargs: Kwargs) -> Attributes:
     """Sites by name with shape and support, data by place, and log densities at three
     draws from the prior.
     """
-    description: dict[str, Any] = {}
+    description: Attributes = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
             kind = "observed" if site["is_observed"] else "latent"
@@ -142,14 +142,14 @@ def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[s
     return [stored(name) for name in names if sources[name] & places]
 
 
-def described_options(role: str, method: Any) -> dict[str, Any]:
+def described_options(role: str, method: Any) -> Attributes:
     """Type, options and model of a kernel or a guide, and of the kernels in it.
 
     :param role: ``"kernel"`` or ``"guide"``.
     """
     if not isinstance(method, MCMCKernel | AutoGuide):  # a guide that is a function
         return {role: described_value(method)}
-    description: dict[str, Any] = {role: type(method).__name__}
+    description: Attributes = {role: type(method).__name__}
     for name, value in options_of(method).items():
         if isinstance(value, MCMCKernel):
             for key, text in described_options(role, value).items():

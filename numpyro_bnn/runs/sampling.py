@@ -18,7 +18,7 @@ from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
-from numpyro_bnn._types import Sites
+from numpyro_bnn._types import Attributes, PyTree, Sites
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import Call, as_arrays
 from numpyro_bnn.program.batches import feeds_in, positions, restore
@@ -75,7 +75,7 @@ class Run:
         self,
         chains: Chains,
         draws: StoredDraws | None,
-        state: Any,
+        state: PyTree,
         num_draws: int,
         complete: bool,
         model_arguments: tuple,
@@ -142,7 +142,7 @@ def start(
     rng_key: RandomKey,
     *args: Any,
     extra_fields: Names = (),
-    init_params: Any = None,
+    init_params: PyTree = None,
     sites: Names | None = None,
     dtype: Annotated[str, Choice(DTYPES)] | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -276,7 +276,7 @@ class _Loop:
         # seconds per transition, and when the last block ended; 0 if not known
         self.pace = self.ended = 0.0
 
-    def begin(self, rng_key: Array, init_params: Any) -> None:
+    def begin(self, rng_key: Array, init_params: PyTree) -> None:
         """The first state, or the last one on disk."""
         self.state = self.chains.start(rng_key, init_params)
         self.draws = self.spread.from_first(self._described)
@@ -410,7 +410,7 @@ class _Loop:
             self._show(bar, "sampling", (stop - start) * thinning)
             start = stop
 
-    def _positions_after(self, state: Any) -> list[Any]:
+    def _positions_after(self, state: PyTree) -> Sequence[PyTree]:
         """Where the loaders are when a state is computed."""
         if self.feeds:
             jax.block_until_ready(state)
@@ -441,14 +441,14 @@ class _Loop:
 
     def _commit(
         self,
-        state: Any,
+        state: PyTree,
         warmed: int | None = None,
         draws: int = 0,
         blocks: tuple[WrittenBlock, ...] = (),
-        feeds: Sequence[Any] = (),
+        feeds: Sequence[PyTree] = (),
     ) -> None:
         warmed = self.warmed if warmed is None else warmed
-        notes: dict[str, Any] = {
+        notes: Attributes = {
             "warmed": warmed,
             "draws": draws,
             "diverging": self.diverging,
@@ -486,7 +486,7 @@ def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> Sites:
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
 
 
-def _value(state: Any, name: str) -> Any:
+def _value(state: PyTree, name: str) -> Any:
     for attribute in name.split("."):
         state = getattr(state, attribute, None)
     return state

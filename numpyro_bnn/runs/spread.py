@@ -17,6 +17,7 @@ from numpyro.infer import MCMC
 from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
 from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.rows import Rows, refuse_rows
@@ -54,7 +55,7 @@ class DeviceSpread:
 
     # -- arrays ------------------------------------------------------------------------
 
-    def chains(self, state: Any) -> Any:
+    def chains(self, state: PyTree) -> Any:
         """States of all chains, each on its devices."""
         return state if self.mesh is None else jax.tree.map(self._chain, state)
 
@@ -75,7 +76,7 @@ class DeviceSpread:
         """An array on all devices."""
         return value if self.mesh is None else self._placed(value, SAME)
 
-    def arguments(self, tree: Any) -> Any:
+    def arguments(self, tree: PyTree) -> Any:
         """The arguments of a model, with arrays over several processes as XLA splits
         programs of them.
         """
@@ -91,9 +92,7 @@ class DeviceSpread:
 
         return jax.tree.map(on_mesh, tree)
 
-    def rows(
-        self, arrays: Mapping[str, Any], split: Collection[str]
-    ) -> dict[str, Array]:
+    def rows(self, arrays: Trees, split: Collection[str]) -> dict[str, Array]:
         """Data by place, some of them in parts, of which the last one is filled up with
         copies of rows.
         """
@@ -130,7 +129,7 @@ class DeviceSpread:
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
-    def whole(self, tree: Any) -> Any:
+    def whole(self, tree: PyTree) -> Any:
         """Arrays on the devices of all processes as arrays of every process."""
         if not self.several:
             return tree
@@ -192,7 +191,7 @@ class DeviceSpread:
 
     # -- agreement ---------------------------------------------------------------------
 
-    def from_first(self, find: Callable[[], Any], like: Any = None) -> Any:
+    def from_first(self, find: Callable[[], Any], like: PyTree = None) -> Any:
         """What the first process finds, in all of them.
 
         :param like: a tree of arrays with the shapes and dtypes of what is found; by
@@ -226,7 +225,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def with_own_rows(tree: Any) -> Any:
+def with_own_rows(tree: PyTree) -> Any:
     """The rows of this process in the place of arrays over several, for an export that
     needs none of the others.
     """

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import (
@@ -388,7 +389,7 @@ class Sampler:
         adaptation: PyTree,
         step: Array,
         warming: Any,
-        dtype: Any,
+        dtype: DTypeLike,
     ) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)

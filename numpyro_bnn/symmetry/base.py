@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Trees
 
 Values = dict[str, Array]
 
@@ -168,7 +169,7 @@ class Symmetry(ABC):
         """
         return [self.random(rng_key, units)]
 
-    def units(self, values: Mapping[str, Any]) -> int:
+    def units(self, values: Trees) -> int:
         """Number of units U.
 
         :raises ValueError: if a site has no such axis, or sites have different numbers

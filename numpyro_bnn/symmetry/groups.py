@@ -12,6 +12,7 @@ from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
+from numpyro_bnn._types import Trees
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
 
 Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
@@ -52,7 +53,7 @@ class Multiplicative(Symmetry):
             )
         return new_values
 
-    def dimension(self, values: Mapping[str, Any]) -> float:
+    def dimension(self, values: Trees) -> float:
         """Sum of the powers over the elements of a unit: log|det| is
         this times log c.
         """

@@ -5,7 +5,6 @@ latent sites, and themselves in terms of these sites.
 from collections.abc import Mapping
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
+from numpyro_bnn._types import Trees
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import arrays_in
@@ -22,7 +22,7 @@ from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
-def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[Array]:
+def log_likelihoods(reading: Posterior, values: Trees) -> list[Array]:
     """Log density of every observed site at ``values`` of the latent ones, on all data,
     with its masks and scale.
     """
@@ -86,12 +86,12 @@ class PriorProgram:
                 )
                 raise argument_error("symmetry", "model", got, instead)
 
-    def distributions(self, values: Mapping[str, Any]) -> dict[str, dist.Distribution]:
+    def distributions(self, values: Trees) -> dict[str, dist.Distribution]:
         """The distribution of every latent site."""
         sites = self.reading.at(values, only=self.sites)
         return {name: site["fn"] for name, site in sites.items()}
 
-    def noncentered(self, values: Mapping[str, Any]) -> dict[str, Array]:
+    def noncentered(self, values: Trees) -> dict[str, Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
         names = []
         for name, site in self.reading.sites.items():
@@ -190,9 +190,7 @@ def _with_hyper_sites(
     return Permutation(tuple(dict.fromkeys(axes)))
 
 
-def _first_slice_changed(
-    elements: Mapping[str, Any], changed: Mapping[str, Any], axis: UnitAxis
-) -> bool:
+def _first_slice_changed(elements: Trees, changed: Trees, axis: UnitAxis) -> bool:
     if elements[axis.site] is None or axis.axis is None:
         return False
     different = np.asarray(elements[axis.site]) != np.asarray(changed[axis.site])

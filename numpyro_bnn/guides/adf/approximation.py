@@ -2,7 +2,7 @@
 parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.util import soft_vmap
@@ -198,7 +199,9 @@ class ADFPosterior(AutoNormal):
         """
         return {name: value[0] for name, value in self.quantiles(params, [0.5]).items()}
 
-    def quantiles(self, params: Values, quantiles: Any) -> dict[str, Array]:
+    def quantiles(
+        self, params: Values, quantiles: ArrayLike | Sequence[float]
+    ) -> dict[str, Array]:
         """Posterior quantiles (Q, ...) of the latent and deterministic sites.
 
         :param params: parameters from a run.

@@ -1,6 +1,6 @@
 """AutoADF: assumed density filtering as a NumPyro guide."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Attributes, Kwargs
+from numpyro_bnn._types import Attributes, Kwargs, PyTree
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
 from numpyro_bnn.guides.adf.moment_matching import ADFState
@@ -126,7 +126,7 @@ class AutoADF(ADFPosterior):
     @checked("guides.{}")
     def __init__(self, model: Model, *, prefix: Prefix = "auto") -> None:
         super().__init__(model, prefix=prefix)
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Hashable, Any] = {}
 
     def __getstate__(self) -> Attributes:
         # Compiled JAX programs cannot be pickled, so the model is read again.
@@ -183,7 +183,7 @@ class AutoADF(ADFPosterior):
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
             start_key, order_key = split(rng_key)
-            state: Any = init_state
+            state: PyTree = init_state
             if state is None:
                 means = {}
                 for name, mean in (init_means or {}).items():
@@ -341,7 +341,7 @@ class AutoADF(ADFPosterior):
     def _on_new_data(
         self,
         method: str,
-        params: Any,
+        params: PyTree,
         args: tuple,
         kwargs: Kwargs,
         fn: Callable,

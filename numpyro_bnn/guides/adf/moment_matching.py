@@ -19,6 +19,7 @@ from jax import Array, lax
 from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.adf.reading import Weight, refuse
 from numpyro_bnn.moments import Gaussian
 
@@ -240,7 +241,7 @@ def refine_gamma(sites: Mapping[str, WeightSite], state: Gamma) -> Refined:
     return refined, _shaped_like(state.concentration, gamma)
 
 
-def _shaped_like(array: Any, tree: Any) -> Any:
+def _shaped_like(array: Any, tree: PyTree) -> Any:
     return jax.tree.map(lambda leaf: leaf.reshape(np.shape(array)), tree)
 
 
@@ -319,7 +320,7 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
             total += jax.ops.segment_sum(by_weight, jnp.ravel(prior.element), count).T
         return total
 
-    def narrow(_: Any, grid: tuple[Array, ...]) -> tuple[Array, ...]:
+    def narrow(_: object, grid: tuple[Array, ...]) -> tuple[Array, ...]:
         center, half = grid[:2]
         u = center + half * np.linspace(-1.0, 1.0, POINTS)[:, None]
         share = jax.nn.softmax(log_posterior(u), axis=0)

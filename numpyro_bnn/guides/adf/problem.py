@@ -12,6 +12,7 @@ import tqdm
 from jax import Array, lax
 
 from numpyro_bnn._checks import outside
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
 from numpyro_bnn.guides.adf.moment_matching import (
     ADFState,
@@ -217,7 +218,7 @@ def build(
         rng_key: Array,
         order: Any,
         divisor: Any,
-    ) -> Any:
+    ) -> PyTree:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
         state, record = sweep(likelihood, state, shuffled, arrays, divisor)
@@ -259,7 +260,7 @@ def build_fed(
 
     refined = shared(partial(refine, likelihood))
 
-    def epoch(state: ADFState, _: Any, arrays: Any, *rest: Any) -> Any:
+    def epoch(state: ADFState, _: object, arrays: Any, *rest: Any) -> PyTree:
         updated, sums = state._replace(factors={}), np.zeros(2)
         for start in range(0, num_rows, size):
             count = min(size, num_rows - start)

@@ -140,7 +140,7 @@ def _around_the_mode(
     that of the last grid and that of the prior are resolved.
     """
 
-    def zoom(_: Any, grid: tuple[Array, ...]) -> tuple[Array, ...]:
+    def zoom(_: object, grid: tuple[Array, ...]) -> tuple[Array, ...]:
         z, _, width = grid
         values = lax.stop_gradient(log_integrand(z))
         best = jnp.argmax(values, axis=0)[None]

@@ -25,7 +25,7 @@ from numpyro_bnn._distributions import (
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.slices import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
-from numpyro_bnn._types import Site, Sites
+from numpyro_bnn._types import Site, Sites, Trees
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import draw_noise, run
 from numpyro_bnn.program.plates import check_observations
@@ -293,11 +293,11 @@ def read_terms(
     """Run the guide once, and read the program of the model."""
     guide_key, model_key = jax.random.split(rng_key)
 
-    def trace(program: Callable, values: Mapping[str, Any]) -> Sites:
+    def trace(program: Callable, values: Trees) -> Sites:
         filled = handlers.substitute(program, data={**params, **values})
         return _checked(handlers.trace(filled).get_trace(*args, **kwargs), call)
 
-    def run_guide(values: Mapping[str, Any]) -> Sites:
+    def run_guide(values: Trees) -> Sites:
         return trace(handlers.seed(guide, guide_key), values)
 
     guide_trace = run_guide({})
@@ -306,7 +306,7 @@ def read_terms(
     values = {name: latent[name]["value"] for name in sorted(latent)}
     followers = _followers(run_guide, values)
 
-    def terms(values: Mapping[str, Any]) -> dict[Any, Array]:
+    def terms(values: Trees) -> dict[Any, Array]:
         guide_sites = dict(guide_trace)
         for name, value in values.items():
             guide_sites[name] = {**guide_sites[name], "value": value}
@@ -361,14 +361,12 @@ def _log_prob(site: Site, value: Any = None) -> Array:
     return jnp.asarray(scale_and_mask(density, scale=site["scale"]))
 
 
-def _followers(
-    run_guide: Callable[[Any], Sites], values: Mapping[str, Any]
-) -> dict[str, set[str]]:
+def _followers(run_guide: Callable[[Any], Sites], values: Trees) -> dict[str, set[str]]:
     """For each latent site of the guide, the others whose draw or density in the guide
     depends on its value.
     """
 
-    def sites(values: Mapping[str, Any]) -> dict[str, Any]:
+    def sites(values: Trees) -> dict[str, Any]:
         draws = {}
         for name, site in run_guide(values).items():
             if is_latent(site):

@@ -14,6 +14,7 @@ from jax import Array, random
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import dot_axes
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Operand
 from numpyro_bnn.guides.blocks import cut
 
 
@@ -239,16 +240,16 @@ def _unpack(words: Array, shape: tuple[int, ...]) -> Array:
 
 def run(
     program: Any,
-    values: Sequence[Any],
+    values: Sequence[Operand],
     uses: Mapping[str, Use],
     noise: Mapping[str, WeightNoise],
     call: str,
-) -> list[Any]:
+) -> list[Operand]:
     """Outputs of a program some of whose inputs are random, with the noise of their
     uses; the image of a weight N(mean, sd^2) is its mean, with the slope sd.
     """
 
-    def visit(equation: Equation, *operands: Any) -> Any:
+    def visit(equation: Equation, *operands: Operand) -> Any:
         """The rule of every primitive: a weight is drawn where it enters, and until
         then keeps its moments.
         """

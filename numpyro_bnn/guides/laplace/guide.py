@@ -25,7 +25,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Kwargs, Site
+from numpyro_bnn._types import Kwargs, Optimizer, PyTree, Site, Trees
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
@@ -259,7 +259,7 @@ class AutoLaplace(AutoBlocks):
         rng_key: RandomKey,
         *args: Any,
         num_epochs: Natural = 1000,
-        optimizer: Any = None,
+        optimizer: Optimizer = None,
         patience: PositiveInt = 20,
         init_params: Annotated[
             Mapping, Kind(Mapping, "Pass a dictionary of values by site.")
@@ -332,7 +332,7 @@ class AutoLaplace(AutoBlocks):
         self._posterior = posterior
         return result._replace(params={**result.params, **self._model_params})
 
-    def _given_params(self, init: Mapping[str, Any]) -> dict[str, Any]:
+    def _given_params(self, init: Trees) -> dict[str, Any]:
         """Values of the model's own parameters; refuses names that the model lacks, and
         parameters without a value.
         """
@@ -350,7 +350,7 @@ class AutoLaplace(AutoBlocks):
                 raise argument_error(f"{CALL}.run", "init_params", got, instead)
         return {name: init[name] for name in init if name in learned}
 
-    def _started(self, posterior: LaplacePosterior, init: Mapping[str, Any]) -> Values:
+    def _started(self, posterior: LaplacePosterior, init: Trees) -> Values:
         """Coordinates of the start."""
         given = {name: init[name] for name in init if name in self._transforms}
         v = dict(self._init_locs)
@@ -389,7 +389,7 @@ class AutoLaplace(AutoBlocks):
     @checked(f"{CALL}.predictive")
     def predictive(
         self,
-        params: Mapping[str, Any],
+        params: Trees,
         *args: Any,
         linearized: Switch = True,
         link: Annotated[str, Choice(("probit", "sample"))] = "probit",
@@ -430,7 +430,7 @@ class AutoLaplace(AutoBlocks):
 
     def log_predictive_density(
         self,
-        params: Mapping[str, Any],
+        params: Trees,
         *args: Any,
         site: str | None = None,
         **kwargs: Any,
@@ -452,13 +452,13 @@ class AutoLaplace(AutoBlocks):
             "log_predictive_density", params, args, kwargs, site
         )
 
-        def score(batch: Batch, params: Mapping[str, Any]) -> Array:
+        def score(batch: Batch, params: Trees) -> Array:
             return log_density(self, posterior, batch, params, name)
 
         return posterior.rows.run_once(score, dict(params))
 
     def _for_rows(
-        self, method: str, params: Any, args: tuple, kwargs: Kwargs, site: str | None
+        self, method: str, params: PyTree, args: tuple, kwargs: Kwargs, site: str | None
     ) -> tuple[str, LaplacePosterior]:
         """The observed site, and the posterior on new rows."""
         call = f"{CALL}.{method}"
@@ -494,6 +494,6 @@ def _check_finite(call: str, args: tuple, kwargs: Kwargs) -> None:
             check_finite(call, "args", leaf)
 
 
-def _given_param(params: Mapping[str, Any], site: Site) -> Any:
+def _given_param(params: Trees, site: Site) -> Any:
     """Value of a parameter of the model."""
     return params.get(site["name"]) if site["type"] == "param" else None

@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._jaxprs.axes import Axis, LabelPlaces, follow_axes, moved
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import SHAPING, Place, dot_axes, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Operand
 from numpyro_bnn.guides.auto_blocks import Values
 
 
@@ -168,7 +170,7 @@ def find_entries(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
     """
     entries: dict[str, list[Any]] = {name: [] for name in names}
 
-    def enter(equation: Any, operands: Sequence[Any]) -> Any:
+    def enter(equation: Any, operands: Sequence[Operand]) -> Any:
         marked, rows = [], []
         for i, operand in enumerate(operands):
             is_marked = isinstance(operand, _Mark)
@@ -207,14 +209,14 @@ def find_entries(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
 
 
 def _walk(
-    closed: Any, entries: Mapping[str, _Entry], values: Values, shifts: Values
+    closed: ClosedJaxpr, entries: Mapping[str, _Entry], values: Values, shifts: Values
 ) -> tuple[Array, dict[str, _Use]]:
     """The output of a program, with ``shifts`` added to the outputs of the equations
     that sites enter, and how they enter these.
     """
     uses: dict[str, _Use] = {}
 
-    def enter(equation: Equation, *operands: Any) -> Any:
+    def enter(equation: Equation, *operands: Operand) -> Any:
         marked = [i for i, value in enumerate(operands) if _is_image_of_site(value)]
         plain, weight = list(map(_value, operands)), operands[marked[0]]
         if len(marked) == 1 and is_image(equation.jaxpr_equation, marked[0]):

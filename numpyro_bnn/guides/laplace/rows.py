@@ -12,7 +12,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn._types import Attributes, Kwargs, Site
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Site, Trees
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program.plates import Plate, full_plates, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     reading: Posterior
     indices: Mapping[str, Array] = {}
 
-    def at(self, values: Mapping[str, Any], only: Any = None) -> Sites:
+    def at(self, values: Trees, only: Any = None) -> Sites:
         """The trace of these rows at constrained values; their densities are not scaled
         up to all rows.
         """
@@ -126,7 +126,7 @@ class ModelRows:
 
     def run(
         self, fn: Callable, index: Index, *values: Any, key: Hashable = None
-    ) -> Any:
+    ) -> PyTree:
         """``fn(batch, *values)`` by a program that is kept by ``key``, or by ``fn``."""
         number = None if index is None else len(index)
         place = (key or fn, number)

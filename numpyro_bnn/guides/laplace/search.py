@@ -12,6 +12,7 @@ from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
+from numpyro_bnn._types import Optimizer, PyTree
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Tuned, Values
 from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
@@ -43,7 +44,7 @@ class Mode(NamedTuple):
 
     v: Values
     tuned: Tuned
-    sums: Any
+    sums: PyTree
     curvature: Values  # of sites without Normal prior, (P_s,)
     coupling: Array | None
     log_likelihood: Array
@@ -60,7 +61,7 @@ class ModeSearch:
     posterior: LaplacePosterior
     structure: Structure
     num_epochs: int
-    optimizer: Any
+    optimizer: Optimizer
     patience: int
     progress_bar: bool
 
@@ -93,7 +94,7 @@ class ModeSearch:
         return -(-plate.size // plate.batch_size) if plate else EPOCHS_PER_PROGRAM
 
     def _epochs(
-        self, optimizer: Any, v: Values, tuned: Tuned, key: Array
+        self, optimizer: Optimizer, v: Values, tuned: Tuned, key: Array
     ) -> tuple[Values, list[float]]:
         import optax
 
@@ -102,7 +103,7 @@ class ModeSearch:
         epochs_per_program = 1 if plate else EPOCHS_PER_PROGRAM
 
         def program(
-            batch: Batch, v: Values, state: Any, tuned: Tuned, key: Array
+            batch: Batch, v: Values, state: PyTree, tuned: Tuned, key: Array
         ) -> Any:
             def step(carry: tuple, key: Array) -> tuple:
                 v, state = carry

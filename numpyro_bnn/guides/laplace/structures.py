@@ -15,6 +15,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.util import cholesky_of_inverse
 
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import (
     Block,
@@ -316,7 +317,7 @@ class Structure(ABC):
 
     @abstractmethod
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         """The Gaussian of such sums and a prior precision.
 
@@ -396,7 +397,7 @@ class DiagonalStructure(Structure):
         return sweep(self.squares)
 
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         params, variance = {}, {}
         log_det = jnp.zeros(())
@@ -446,7 +447,7 @@ class KroneckerStructure(Structure):
         return by_site
 
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         sizes = dict(self.sizes)
         for name in self.layouts:
@@ -496,7 +497,7 @@ class LowRankStructure(Structure):
         return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
 
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         diagonal, columns = sums
         scale = (diagonal + self.flat(prior)) ** -0.5

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
@@ -74,7 +75,7 @@ class EvidenceTuning:
     :param by_newton: whether steps of Newton follow the search.
     """
 
-    guide: Any
+    guide: AutoGuide
     search: ModeSearch
     groups: list[list[str]]
     num_rounds: int
