@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, unknown_name
 from numpyro_bnn._options import Choice
-from numpyro_bnn._types import Attributes, InferenceData
+from numpyro_bnn._types import Attributes, InferenceData, Kwargs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -99,7 +99,7 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     Choice(("bulk", "tail", "mean")).check("ess", "kind", kind)
     # The quantiles are named because the default differs between the two ArviZ
     # versions.
-    options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
+    options: dict = {"prob": (0.05, 0.95)} if kind == "tail" else {}
     return _by_column(_by_chain("ess", draws), _arviz().ess, method=kind, **options)
 
 
@@ -144,9 +144,7 @@ def pareto_smoothed(
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
-def dataset(
-    variables: Variables, coords: Mapping[str, Any] | None = None
-) -> "xr.Dataset":
+def dataset(variables: Variables, coords: Kwargs | None = None) -> "xr.Dataset":
     """Build one group of results.
 
     :param variables: by name, the dimension names and the array, e.g. ``{"w":
@@ -188,7 +186,7 @@ def dataset(
 
 def inference_data(
     groups: Mapping[str, "xr.Dataset"], attrs: Attributes | None = None
-) -> Any:
+) -> InferenceData:
     """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or
     ``xarray.DataTree`` (1.x).
 
@@ -203,7 +201,7 @@ def inference_data(
     >>> group_names(idata)
     ['posterior']
     """
-    filled: dict[str, Any] = {
+    filled: dict = {
         name: data for name, data in groups.items() if data.data_vars
     }
     about = _attributes("inference_data", attrs)
@@ -214,7 +212,7 @@ def inference_data(
     return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **filled})
 
 
-def opened(call: str, idata: InferenceData) -> Any:
+def opened(call: str, idata: InferenceData) -> InferenceData:
     """Results as they are, or read from the netCDF file at a path; a TypeError of a
     call for anything else.
     """
@@ -266,7 +264,7 @@ def group(idata: InferenceData, name: str) -> "xr.Dataset":
     return data.to_dataset() if hasattr(data, "children") else data
 
 
-def attrs(idata: InferenceData) -> dict[str, Any]:
+def attrs(idata: InferenceData) -> Attributes:
     """Attributes of ``idata`` itself (not of one group)."""
     group_names(idata)
     return dict(idata.attrs)
@@ -333,9 +331,9 @@ def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 
-def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+def _attributes(call: str, values: Kwargs | None) -> Attributes:
     """Check attributes; booleans, which netCDF lacks, become 0 and 1."""
-    checked: dict[str, Any] = {}
+    checked: Attributes = {}
     for name, value in (values or {}).items():
         if isinstance(value, (bool, np.bool_)):
             checked[name] = int(value)

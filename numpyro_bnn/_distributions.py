@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 from jax import Array, random
 from jax.scipy.special import gammaln
 from numpyro.distributions import constraints
+from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import (
     AffineTransform,
     IndependentTransform,
@@ -61,7 +62,7 @@ def unmasked_elements(fn: dist.Distribution) -> Array:
 _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)
 
 
-def in_support(fn: Any, value: Any = None) -> Any:
+def in_support(fn: dist.Distribution, value: object = None) -> Any:
     """Where (batch shape of ``fn``) computed parameters, and a value, obey the bounds
     of a distribution.
 
@@ -203,7 +204,12 @@ class GroupStudentT(dist.Distribution):
     reparametrized_params: ClassVar = ["df", "scale"]
 
     def __init__(
-        self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None
+        self,
+        df: Any,
+        scale: Any,
+        shape: tuple[int, ...],
+        *,
+        validate_args: bool | None = None,
     ) -> None:
         self.df = df
         self.scale = scale
@@ -212,7 +218,7 @@ class GroupStudentT(dist.Distribution):
         )
 
     @constraints.dependent_property(is_discrete=False)
-    def support(self) -> Any:
+    def support(self) -> Constraint:
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:

@@ -20,3 +20,4 @@ Attributes: TypeAlias = dict[str, Any]  # of a run or a result: numbers and text
 # Or a DataTree of xarray: the version of ArviZ decides.
 InferenceData: TypeAlias = Any
 Optimizer: TypeAlias = Any  # of optax, which is imported when it is needed
+Atom: TypeAlias = Any  # of a program: a variable of an equation, or a number

@@ -12,6 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
@@ -31,7 +32,7 @@ __all__ = ["classification", "regression"]
 def regression(
     net: Net,
     prior: PriorLike | None = None,
-    noise: Any = None,
+    noise: float | dist.Distribution | None = None,
     heteroscedastic: Switch = False,
     heavy_tails: Switch = False,
 ) -> Callable[..., None]:
@@ -139,7 +140,7 @@ def repeats_values(y: Any) -> bool:
     return False
 
 
-def check_not_repeated(call: str, y: Any) -> None:
+def check_not_repeated(call: str, y: ArrayLike) -> None:
     """Refuse targets that heavy tails cannot describe, if the values are known."""
     if not isinstance(y := _checks.known(y), jax.core.Tracer) and repeats_values(y):
         instead = (
@@ -200,7 +201,7 @@ def _inside(handler: type) -> bool:
     return any(isinstance(frame, handler) for frame in _PYRO_STACK)
 
 
-def _rows(values: Any, index: Array) -> Array:
+def _rows(values: ArrayLike, index: Array) -> Array:
     """Those of a minibatch; all rows as they are, so that they may be spread over
     devices.
     """
@@ -210,7 +211,7 @@ def _rows(values: Any, index: Array) -> Array:
     return values if len(index) == len(values) else values[index]
 
 
-def _check_finite(call: str, argument: str, value: Any) -> None:
+def _check_finite(call: str, argument: str, value: object) -> None:
     """Refuse NaN and infinity, also in rows on disk, which are read for it once."""
     if not isinstance(value, Rows):
         _checks.check_finite(call, argument, value)
@@ -219,7 +220,7 @@ def _check_finite(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, got, "Drop or impute those rows first.")
 
 
-def _check_noise(call: str, noise: Any) -> None:
+def _check_noise(call: str, noise: float | dist.Distribution | None) -> None:
     """Refuse a noise that is not positive: a distribution, or one fixed value or
     several.
     """
@@ -232,7 +233,7 @@ def _check_noise(call: str, noise: Any) -> None:
             Number(strict=True).check(call, "noise", value)
 
 
-def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
+def _check_inputs(call: str, x: ArrayLike, batch_size: int | None) -> None:
     if np.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
         raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
@@ -247,7 +248,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
         )
 
 
-def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
+def _outputs(call: str, net: Layer, x: ArrayLike, multiple: int) -> int:
     """Number of outputs of the network; refuse a network that does not match the
     likelihood.
     """

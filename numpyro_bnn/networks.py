@@ -1,7 +1,7 @@
 """Networks whose parameters are NumPyro sample sites."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,9 @@ def random_network(
     return RandomNetwork(name, net, params)
 
 
-def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
+def _over_parameter(
+    fn: dist.Distribution, site: str, shape: Shape
+) -> dist.Distribution:
     """Expand the distribution that a prior returned to the whole parameter; refuse one
     that does not fit.
     """

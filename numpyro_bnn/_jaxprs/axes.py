@@ -9,7 +9,7 @@ one element depends on several.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from numpyro_bnn._jaxprs.primitives import SUMMED, Place, place_after
 from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
@@ -27,7 +27,7 @@ class Axis(NamedTuple):
 class LabelPlaces(dict[Any, Place | None]):
     """A value that depends on numbered elements: the place of each label."""
 
-    def merge(self, label: Any, place: Place | None) -> None:
+    def merge(self, label: Operand, place: Place | None) -> None:
         """Add a label; one that lies at two places is mixed."""
         self[label] = place if self.get(label, place) == place else SUMMED
 
@@ -166,7 +166,7 @@ def follow_axes(
     return _PlaceFollower(enter).follow(jaxpr, inputs)
 
 
-def moved(equation: Any, operands: Sequence[LabelPlaces]) -> LabelPlaces:
+def moved(equation: JaxprEqn, operands: Sequence[LabelPlaces]) -> LabelPlaces:
     """Where the labels of all operands lie in the output of a primitive."""
     places = LabelPlaces()
     for operand, rows in enumerate(operands):

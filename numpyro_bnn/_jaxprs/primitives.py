@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Atom, Operand
 
 Equation: TypeAlias = Any  # of a jaxpr
 
@@ -163,7 +163,7 @@ def dot_axes(
     return dict(enumerate(free, first)), inputs
 
 
-def _other_axes(var: Any, axes: Sequence[int]) -> list[int]:
+def _other_axes(var: Atom, axes: Sequence[int]) -> list[int]:
     return [axis for axis in range(var.aval.ndim) if axis not in axes]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from numpyro_bnn._jaxprs.primitives import ADDRESSING, stacked_columns
 from numpyro_bnn._jaxprs.walk import (
@@ -19,12 +19,10 @@ from numpyro_bnn._jaxprs.walk import (
     scan_starts,
     variables_of,
 )
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Atom, Operand, Trees
 
 
-def dependence(
-    fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
-) -> dict[Any, set]:
+def dependence(fn: Callable[[Trees], Mapping], arguments: Trees) -> dict[Any, set]:
     """For each output of ``fn``, the names of the arguments from which it is computed;
     nothing is evaluated.
 
@@ -47,7 +45,7 @@ def dependence(
 
 
 def program_dependence(
-    closed: ClosedJaxpr, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
+    closed: ClosedJaxpr, shapes: Mapping, arguments: Trees
 ) -> dict[Any, set]:
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
     ``shapes``.
@@ -100,7 +98,7 @@ def _names_of_leaves(trees: Mapping) -> list[Operand]:
     return [path[0].key for path, _ in jax.tree.flatten_with_path(trees)[0]]
 
 
-def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
+def reached(equations: Iterable[JaxprEqn], start: Iterable[Atom]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
     variables = set(start)
     for equation in equations:
@@ -110,7 +108,7 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
 
 
 def part_of(
-    closed: ClosedJaxpr, inputs: Sequence[Operand], outputs: Sequence[Any]
+    closed: ClosedJaxpr, inputs: Sequence[Operand], outputs: Sequence[Atom]
 ) -> Callable[..., list]:
     """The part of a program that computes some of its variables from others.
 
@@ -170,7 +168,7 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
     inputs = [*(var for _, var in places), *closed.jaxpr.invars]
     run = part_of(closed, inputs, closed.jaxpr.outvars)
 
-    def call(values: Mapping[str, Any], *inputs: Any) -> list:
+    def call(values: Trees, *inputs: Operand) -> list:
         return run(
             *(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs
         )

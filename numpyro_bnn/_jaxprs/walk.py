@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from numpyro_bnn._checks import PACKAGE, argument_error
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Atom, Operand, Trees
 
 # Primitives that call an inner program once.
 CALLS = frozenset(
@@ -31,7 +31,7 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _HIDDEN = (_JAX, *(f"{PACKAGE}{room}{os.sep}" for room in ("_jaxprs", "moments")))
 
 
-def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
+def inner_jaxpr(equation: JaxprEqn) -> tuple[Jaxpr, Sequence]:
     """The program that a call or a loop holds, and its constants."""
     params = equation.params
     program = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
@@ -47,14 +47,14 @@ def scan_starts(equation: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_consts"] + params["num_carry"]
 
 
-def variables_of(atoms: Iterable[Any]) -> set:
+def variables_of(atoms: Iterable[Atom]) -> set:
     """The variables among the operands of an equation, of which some are literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 def needed_equations(
-    jaxpr: Jaxpr, outputs: Iterable[Any], constants: Collection[Any] = frozenset()
-) -> list[tuple[Any, list[bool]]]:
+    jaxpr: Jaxpr, outputs: Iterable[Atom], constants: Collection[Atom] = frozenset()
+) -> list[tuple[JaxprEqn, list[bool]]]:
     """The equations that compute the variables ``outputs`` of a jaxpr, in order, and
     which of their outputs are used.
 
@@ -95,7 +95,7 @@ class Equation:
         return self.jaxpr_equation.primitive.name
 
     @property
-    def params(self) -> Mapping[str, Any]:
+    def params(self) -> Trees:
         """Parameters of the primitive."""
         return self.jaxpr_equation.params
 
@@ -222,12 +222,12 @@ class Interpreter:
         whose program this is.
         """
         needed = [True] * len(jaxpr.outvars) if needed is None else needed
-        values: dict[Any, Any] = dict(
+        values: dict[Atom, Operand] = dict(
             zip(jaxpr.constvars, map(self.constant, consts), strict=True)
         )
         values.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Operand:
             is_literal = isinstance(atom, Literal)
             return self.constant(atom.val) if is_literal else values[atom]
 
@@ -244,8 +244,8 @@ class Interpreter:
         ]
 
     def equations(
-        self, jaxpr: Jaxpr, outputs: Sequence[Any]
-    ) -> Iterable[tuple[Any, Sequence[bool] | None]]:
+        self, jaxpr: Jaxpr, outputs: Sequence[Atom]
+    ) -> Iterable[tuple[JaxprEqn, Sequence[bool] | None]]:
         """The equations to visit, and which of their outputs are used (``None``:
         all).
         """
@@ -323,8 +323,8 @@ class Follower(Interpreter):
         return self.run(jaxpr, jaxpr.constvars, inputs)
 
     def equations(
-        self, jaxpr: Jaxpr, outputs: Sequence[Any]
-    ) -> Iterable[tuple[Any, Sequence[bool] | None]]:
+        self, jaxpr: Jaxpr, outputs: Sequence[Atom]
+    ) -> Iterable[tuple[JaxprEqn, Sequence[bool] | None]]:
         return [(equation, None) for equation in jaxpr.eqns]
 
     def constant(self, value: Operand) -> Operand:

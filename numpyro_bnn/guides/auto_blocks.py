@@ -13,14 +13,14 @@ import numpyro.distributions as dist
 from jax import Array
 from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions.transforms import IdentityTransform
+from numpyro.distributions.transforms import IdentityTransform, Transform
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._options import Model, Prefix, Switch, checked
-from numpyro_bnn._types import Kwargs, Site, Trees
+from numpyro_bnn._types import Kwargs, PyTree, Site, Trees
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
@@ -97,7 +97,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         model: Model,
         blocks: Blocks = (),
         *,
-        init_scale: Any = 0.1,
+        init_scale: PyTree = 0.1,
         init_loc_fn: Callable = init_to_fan_in,
         condition_on_scales: Switch = False,
         prefix: Prefix = "auto",
@@ -475,12 +475,12 @@ def _joined(values: Values) -> Array:
     return jnp.concatenate(list(map(jnp.ravel, values.values())))
 
 
-def is_identity(transform: Any) -> bool:
+def is_identity(transform: Transform) -> bool:
     """Whether a transform, in ``to_event`` or not, is the identity."""
     return isinstance(elementwise(transform), IdentityTransform)
 
 
-def _monotone(transform: Any, values: Array) -> Array:
+def _monotone(transform: Transform, values: Array) -> Array:
     """Quantiles after a monotone transform, from those at q and 1 - q: a decreasing one
     reverses the order.
     """
@@ -492,7 +492,7 @@ def _monotone(transform: Any, values: Array) -> Array:
 
 def _map_samples(
     fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Apply ``fn`` to every sample of a dictionary, one at a time."""
     if not sample_shape:
         return fn(samples)

@@ -28,7 +28,7 @@ from numpyro_bnn._options import (
     PositiveOrInfinite,
     checked,
 )
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.auto_blocks import AutoBlocks
 from numpyro_bnn.guides.blocks import (
     Block,
@@ -133,7 +133,7 @@ class AffineCoupling(Transform):
         return self._whole(fixed, (changed - shift) * jnp.exp(-log_scale))
 
     def log_abs_det_jacobian(
-        self, x: Array, y: Array, intermediates: Any = None
+        self, x: Array, y: Array, intermediates: PyTree = None
     ) -> Array:
         """log |det dy/dx|, (...)."""
         if intermediates is None:
@@ -444,7 +444,7 @@ class Blockwise(Transform):
         return jnp.concatenate([t._inverse(piece) for t, piece in pieces], axis=-1)
 
     def log_abs_det_jacobian(
-        self, x: Array, y: Array, intermediates: Any = None
+        self, x: Array, y: Array, intermediates: PyTree = None
     ) -> Array:
         pieces = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
         return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in pieces]).sum(0)

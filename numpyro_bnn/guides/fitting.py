@@ -54,7 +54,7 @@ WINDOW = 1000  # number of losses in the running mean of the progress bar
 class Keeper(Protocol):
     """Where a run is kept."""
 
-    def load(self, like: PyTree) -> tuple[Any, dict[str, np.ndarray]] | None:
+    def load(self, like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]] | None:
         """The state, of the structure of ``like``, and the records of an earlier call,
         if there was one.
         """
@@ -164,10 +164,10 @@ class _Run:
     losses of the steps to it.
     """
 
-    take: Callable[[Any, int], _Chunk]
+    take: Callable[[PyTree, int], _Chunk]
     num_steps: int
     keeper: Keeper | None
-    done: tuple[Any, np.ndarray]
+    done: tuple[PyTree, np.ndarray]
 
     @property
     def count(self) -> int:

@@ -122,7 +122,7 @@ class FlowjaxDistribution(dist.Distribution):
     pytree_data_fields = ("flow", "loc", "scale")
 
     def __init__(
-        self, flow: Any, loc: Array, scale: Array, *, validate_args: Any = None
+        self, flow: Any, loc: Array, scale: Array, *, validate_args: bool | None = None
     ) -> None:
         self.flow, self.loc, self.scale = flow, loc, scale
         super().__init__((), jnp.shape(loc), validate_args=validate_args)

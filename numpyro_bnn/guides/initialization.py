@@ -18,7 +18,7 @@ from numpyro.util import find_stack_level
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Site, Sites, Trees
+from numpyro_bnn._types import PyTree, Site, Sites, Trees
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
@@ -159,7 +159,7 @@ def check_imputed(call: str, trace: Sites) -> None:
             raise argument_error(call, "model", got, instead)
 
 
-def check_init_scale(call: str, init_scale: Any) -> None:
+def check_init_scale(call: str, init_scale: PyTree) -> None:
     """Refuse anything but a positive number, or a mapping from patterns to positive
     numbers or arrays.
     """
@@ -173,7 +173,7 @@ def check_init_scale(call: str, init_scale: Any) -> None:
         raise argument_error(call, "init_scale", repr(init_scale), instead)
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     """Whether it is a positive finite number, or an array of them."""
     if isinstance(value, bool) or not isinstance(value, Real | np.ndarray | Array):
         return False
@@ -183,7 +183,7 @@ def _is_positive(value: Any) -> bool:
 
 def initial_scales(
     call: str,
-    init_scale: Any,
+    init_scale: PyTree,
     spreads: Trees,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Array]:

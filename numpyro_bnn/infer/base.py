@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
-from numpyro_bnn._types import Kwargs, Optimizer, PyTree, Scalar
+from numpyro_bnn._types import Attributes, Kwargs, Optimizer, PyTree, Scalar
 from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
 from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
@@ -52,6 +52,7 @@ from numpyro_bnn.infer.phases import (
 from numpyro_bnn.infer.preconditioning import (
     NAMES,
     LearnPreconditioner,
+    PreconditionerLike,
     is_named,
     learns_from_noise,
     resolve,
@@ -164,7 +165,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
     temperature: NonNegative = 1.0
     gradient: Annotated[str, Choice(GRADIENTS)] = "minibatch"
     minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement"
-    preconditioner: Any = None
+    preconditioner: PreconditionerLike = None
     warm_start: FractionBelow1 | WarmStart = WarmStart.share
     optimizer: Optimizer = None
     bias_tolerance: Positive = 0.05
@@ -473,7 +474,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self._sample_fn = self.sample
 
         def start(
-            values: tuple[Any, Array], args: tuple, kwargs: Kwargs
+            values: tuple[PyTree, PyTree], args: tuple, kwargs: Kwargs
         ) -> SGMCMCState:
             begin = partial(self._start, args=args, kwargs=kwargs)
             return begin(*values) if single else jax.vmap(begin)(*values)
@@ -681,7 +682,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """
         size = self.plan.size
         low, high = temperature_band(size, self.temperature)
-        attributes: dict[str, Any] = {
+        attributes: Attributes = {
             "temperature_band_low": low,
             "temperature_band_high": high,
             "steps_per_draw": self.steps_per_draw,

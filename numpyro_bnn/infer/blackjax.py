@@ -108,7 +108,7 @@ class BlackJAXState(NamedTuple):
 
     z: PyTree
     chain: PyTree
-    tuned: dict[str, Any]
+    tuned: dict[str, PyTree]
     accept_prob: Array
     diverging: Array
     num_gradients: Array
@@ -130,7 +130,7 @@ class _Plan(NamedTuple):
 
     target: Target
     num_warmup: int
-    fixed: dict[str, Any]
+    fixed: dict[str, PyTree]
 
 
 class BlackJAX(TargetKernel[_Plan]):
@@ -354,7 +354,7 @@ class BlackJAX(TargetKernel[_Plan]):
         plan = _Plan(target, num_warmup, {})
 
         def start(
-            values: tuple[Any, Array], args: tuple, kwargs: Kwargs
+            values: tuple[PyTree, PyTree], args: tuple, kwargs: Kwargs
         ) -> BlackJAXState:
             log_density = LogDensity(target, args, kwargs)
             begin = partial(self._start, plan, log_density)
@@ -441,7 +441,7 @@ class BlackJAX(TargetKernel[_Plan]):
     ) -> BlackJAXState:
         """The state of a chain, or of all chains whose warm-up pools them."""
         chain_key, rng_key = split(rng_key)
-        tuned: dict[str, Any] = {}
+        tuned: dict[str, PyTree] = {}
         if self.adaptation is None:
             chain = self._built(log_density, self.options).init(z, chain_key)
         else:
@@ -464,12 +464,12 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def _outlined(
         self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[PyTree, dict[str, PyTree]]:
         """Zeros for what the warm-up will find: only shapes are known yet. The plan
         gets what is no array.
         """
 
-        def tune(z: PyTree, rng_key: Array) -> tuple[Any, dict[str, Any]]:
+        def tune(z: PyTree, rng_key: Array) -> tuple[PyTree, dict[str, PyTree]]:
             tuned = self._tune(plan, log_density, z, rng_key)
             for name, value in tuned.parameters.items():
                 plan.fixed[name] = jax.tree.map(
@@ -492,7 +492,7 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def _tune(
         self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
-    ) -> Any:
+    ) -> PyTree:
         assert self._warm_up is not None
         assert self.adaptation is not None
         steps = plan.num_warmup * self.steps_per_draw
@@ -602,7 +602,7 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def _moved(
         self, functions: "Functions", state: BlackJAXState, rng_key: Array
-    ) -> Any:
+    ) -> PyTree:
         """The algorithm's state at ``state.z``: only what does not follow from the
         position is kept.
         """
@@ -707,14 +707,14 @@ def as_blackjax(
     def init(position: PyTree, rng_key: Array) -> PyTree:
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
-    def step(rng_key: Array, state: PyTree) -> tuple[Any, dict[str, Any]]:
+    def step(rng_key: Array, state: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         state = kernel.sample(_with_key(state, rng_key), args, kwargs)
         return state, {name: attrgetter(name)(state) for name in fields}
 
     return Functions(init, step)
 
 
-def _with_key(state: PyTree, rng_key: Array) -> Any:
+def _with_key(state: PyTree, rng_key: Array) -> PyTree:
     """A state with another key. The keys of states inside it become others too, unless
     the key is that which the state has.
     """
@@ -729,7 +729,7 @@ def _with_key(state: PyTree, rng_key: Array) -> Any:
     if not is_prng_key(rng_key):
         folded = jax.vmap(folded)
 
-    def keyed(path: tuple, leaf: Any) -> Any:
+    def keyed(path: tuple, leaf: PyTree) -> PyTree:
         if len(path) == 1 or getattr(path[-1], "name", None) != "rng_key":
             return leaf
         return folded(leaf, rng_key, state.rng_key)
@@ -738,7 +738,7 @@ def _with_key(state: PyTree, rng_key: Array) -> Any:
     return inner._replace(rng_key=rng_key)
 
 
-def _check_algorithm(algorithm: Any, name: str) -> None:
+def _check_algorithm(algorithm: object, name: str) -> None:
     """Refuse what is no Markov chain of one log density."""
     if name in OTHERS:
         got = f"`blackjax.{name}`"
@@ -781,16 +781,16 @@ def _is_named(parameter: inspect.Parameter) -> bool:
     )
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: PyTree) -> bool:
     return isinstance(leaf, Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def _arrays(parameters: dict[str, Any]) -> dict[str, Any]:
+def _arrays(parameters: dict[str, PyTree]) -> dict[str, PyTree]:
     """Parameters with ``None`` for what is no array: functions, and plain numbers."""
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, parameters)
 
 
-def _merged(tuned: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+def _merged(tuned: dict[str, PyTree], fixed: dict[str, PyTree]) -> dict[str, PyTree]:
     return jax.tree.map(
         lambda array, other: other if array is None else array,
         tuned,
@@ -799,17 +799,17 @@ def _merged(tuned: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _in_dtype(new: Any, old: Any) -> Any:
+def _in_dtype(new: PyTree, old: PyTree) -> PyTree:
     """A value in the type of the one before: loops need that."""
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def _position(chain: PyTree) -> Any:
+def _position(chain: PyTree) -> PyTree:
     """Unconstrained values by site; some algorithms have no other state."""
     return chain if isinstance(chain, dict) else chain.position
 
 
-def _outcome(info: Any, chain: PyTree) -> tuple[Array, Array]:
+def _outcome(info: PyTree, chain: PyTree) -> tuple[Array, Array]:
     """Acceptance probability of a step, and whether it diverged."""
     accept_prob = getattr(info, "acceptance_rate", None)
     if accept_prob is None:

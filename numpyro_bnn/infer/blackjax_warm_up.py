@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Kwargs, PyTree
+from numpyro_bnn._types import Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.program.posterior import Posterior
 
@@ -68,7 +68,7 @@ class LogDensity:
         return self._posterior.unconstrain(values)
 
 
-def gradients_of_integrator(integrator: Any, default: str) -> int:
+def gradients_of_integrator(integrator: object, default: str) -> int:
     """Gradients of one integration step; 0 if they are not known.
 
     An integrator alternates kicks and drifts, and begins where it ended: a gradient for
@@ -96,8 +96,8 @@ class TunedChain(NamedTuple):
     """
 
     chain: PyTree
-    parameters: dict[str, Any]
-    num_gradients: Any
+    parameters: dict[str, PyTree]
+    num_gradients: Scalar
 
 
 def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
@@ -119,7 +119,7 @@ class WarmUpTask(NamedTuple):
     options: Mapping[str, Any]
     num_steps: int
 
-    def split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def split(self) -> tuple[dict, dict]:
         """Options of the adaptation, and of the algorithm."""
         names = parameters_of(self.adaptation)
         own = {name: self.options[name] for name in self.options if name in names}
@@ -134,8 +134,8 @@ class _Trace(NamedTuple):
     :param position: values of the sites, if there is a center.
     """
 
-    num_integration_steps: Any
-    mu_star: Any
+    num_integration_steps: Scalar
+    mu_star: PyTree
     position: PyTree
 
     @property
@@ -144,7 +144,7 @@ class _Trace(NamedTuple):
         return self
 
 
-def _traced(chain: PyTree, info: Any, adaptation_state: Any) -> _Trace:
+def _traced(chain: PyTree, info: PyTree, adaptation_state: PyTree) -> _Trace:
     mu_star = getattr(adaptation_state, "mu_star", None)
     position = None if mu_star is None else chain.position
     return _Trace(info.num_integration_steps, mu_star, position)
@@ -341,7 +341,7 @@ def of_tempering(
     chosen = own["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
 
-    def arrived(z: PyTree, rng_key: Array) -> Any:
+    def arrived(z: PyTree, rng_key: Array) -> PyTree:
         chain = chain_init(z, rng_key)
         is_draw = sound & (last.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
         return jax.tree.map(lambda leaf: jnp.where(is_draw, leaf, jnp.nan), chain)
@@ -384,7 +384,7 @@ class WarmUpRow(NamedTuple):
     :param given: arguments of its run.
     """
 
-    tune: Callable[[WarmUpTask, LogDensity, Any, Array], TunedChain]
+    tune: Callable[[WarmUpTask, LogDensity, PyTree, Array], TunedChain]
     algorithms: tuple[str, ...]
     tuned: tuple[str, ...]
     min_chains: int = 1
@@ -450,7 +450,7 @@ MANAGED = {
 USERS_OWN = WarmUpRow(of_user, (), ())
 
 
-def name_in(module: Any, value: Any) -> str:
+def name_in(module: Any, value: object) -> str:
     """The first name of a function in a module, or ``""``. Copies and pickles of an
     algorithm are equal to it.
     """

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import jax
 import numpy as np
@@ -52,7 +52,7 @@ def parallel_vectorized(fn: OneChain) -> Callable:
         )
         return jax.jit(split), NamedSharding(mesh, spec)
 
-    def mapped(chains: PyTree) -> Any:
+    def mapped(chains: PyTree) -> PyTree:
         mesh = chain_mesh(jax.tree.leaves(chains)[0].shape[0], jax.local_devices())
         if mesh is None:
             return chunk(chains)

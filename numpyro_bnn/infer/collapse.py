@@ -17,7 +17,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn._types import Arrays, Kwargs, Site
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Site
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import (
@@ -110,7 +110,7 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
     return collapsed
 
 
-def _check_names(sites: Any) -> tuple[str, ...]:
+def _check_names(sites: object) -> tuple[str, ...]:
     """Refuse anything but a sequence of distinct names."""
     names: tuple[Any, ...] = ()
     if isinstance(sites, Iterable) and not isinstance(sites, str):
@@ -130,7 +130,7 @@ class _WithoutLinear(Messenger):
     def __init__(self, structure: LinearStructure) -> None:
         self.structure = structure
         self.values: dict[str, Array] = {}
-        self.parameters: dict[str, Any] = {}
+        self.parameters: dict[str, PyTree] = {}
         super().__init__(None)
 
     def process_message(self, msg: Site) -> None:

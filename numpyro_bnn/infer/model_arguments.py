@@ -28,7 +28,7 @@ from numpyro_bnn.program.posterior import Posterior
 M = TypeVar("M", bound=Callable)
 
 
-def over_chains(fn: Callable, state: PyTree, *arguments: Any) -> PyTree:
+def over_chains(fn: Callable, state: PyTree, *arguments: PyTree) -> PyTree:
     """``fn(state, *arguments)``, for each of vectorized chains if there are several."""
     if not is_prng_key(state.rng_key):
         fn = jax.vmap(fn)
@@ -165,7 +165,7 @@ class ModelArguments:
     def _read(self, args: tuple, kwargs: Kwargs | None) -> Call:
         references = self._references
 
-        def read(leaf: Any) -> PyTree:
+        def read(leaf: PyTree) -> PyTree:
             if id(leaf) not in references:
                 (array,), _ = as_arrays((leaf,), None)
                 is_array = isinstance(array, Array) and not is_traced(array)

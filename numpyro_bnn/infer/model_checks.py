@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence, indexed_lengths
-from numpyro_bnn._types import Site, Sites
+from numpyro_bnn._types import PyTree, Site, Sites
 from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
@@ -82,7 +82,7 @@ def within_support(model: Callable) -> Callable:
     the border.
     """
 
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def bounded(*args: Any, **kwargs: Any) -> PyTree:
         bounds = _bounds()
         with bounds:
             result = model(*args, **kwargs)

@@ -55,7 +55,7 @@ class SGMCMCState(NamedTuple):
     num_gradients: Array
     i: Array
     engine: sgmcmc.State
-    phases: dict[str, Any]
+    phases: dict[str, PyTree]
     data: DataVersion
     rng_key: Array
 
@@ -98,7 +98,7 @@ class SGMCMCState(NamedTuple):
         """Whether the chain is marked, as it took none of 200 steps."""
         return self.engine.first_divergence >= 0
 
-    def with_phase(self, phase: "Phase", value: Any) -> "SGMCMCState":
+    def with_phase(self, phase: "Phase", value: PyTree) -> "SGMCMCState":
         """The same with another state of a phase."""
         return self._replace(phases={**self.phases, phase.name: value})
 
@@ -202,7 +202,7 @@ def when(
     return lax.cond(due, lambda s: change(s, now), lambda s: s, state)
 
 
-def listed(by_chain: Any) -> str:
+def listed(by_chain: PyTree) -> str:
     """One value per chain, as text for the attributes of a run."""
     return str(np.ravel(jax.device_get(by_chain)).tolist())
 
@@ -216,7 +216,7 @@ class Origin(NamedTuple):
     position: Array
     step_size: Array
     adaptation: PyTree
-    learned: dict[str, Any]
+    learned: dict[str, PyTree]
     has_arrived: Array
 
 

@@ -41,7 +41,7 @@ class PrecisionGibbsState(NamedTuple):
 
 def held_values(
     model_kwargs: Kwargs | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict, dict]:
     """Split the keyword arguments of a ``Gibbs`` block into values held by other blocks
     and those of the model.
     """
@@ -263,7 +263,9 @@ class GIG(NamedTuple):
     b: PyTree
 
 
-def _half_cauchy(fn: Any, t: Array, weight: Any, rng_key: Array) -> GIG:
+def _half_cauchy(
+    fn: dist.Distribution, t: Array, weight: Scalar, rng_key: Array
+) -> GIG:
     r"""t = s^2 is GIG(-1/2, 0, 2 r) given r, which is redrawn given t each time.
 
     The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t +
@@ -339,7 +341,7 @@ def _draw(
 def _conditional(
     site: ConjugateSite,
     traced: Sites,
-    value: Any,
+    value: PyTree,
     rng_key: Array,
 ) -> GIG:
     """Conditional of t, flat, given everything else."""

@@ -4,15 +4,16 @@ learned from gradient noise.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._types import Scalar
+from numpyro_bnn._types import PyTree, Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.infer.step_size import (
     BENDING_STEPS,
@@ -26,6 +27,7 @@ from numpyro_bnn.sgmcmc.interfaces import Preconditioner, select
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start", "gradient_noise")
+PreconditionerLike: TypeAlias = str | ArrayLike | Mapping | Preconditioner | None
 # Diagonals that start at ones and are set later, by the warm start or by kernels that
 # know these names.
 LEARNED = ("warm_start", "variance")
@@ -217,7 +219,7 @@ class LearnPreconditioner(Phase):
 
 
 def learns_from_noise(
-    call: str, given: Any, noisy: bool, step_size: object, gradient: str
+    call: str, given: PreconditionerLike, noisy: bool, step_size: object, gradient: str
 ) -> bool:
     """Whether gradient noise makes the preconditioner: by default if it limits a step
     size to be chosen.
@@ -237,13 +239,13 @@ def learns_from_noise(
     )
 
 
-def is_named(spec: Any, name: str) -> bool:
+def is_named(spec: PreconditionerLike, name: str) -> bool:
     """Whether a preconditioner is the one of this name; it may also be an array."""
     return isinstance(spec, str) and spec == name
 
 
 def resolve(
-    call: str, spec: Any, z: Mapping[str, Array], num_data: int
+    call: str, spec: PreconditionerLike, z: Mapping[str, Array], num_data: int
 ) -> Preconditioner:
     """Make the preconditioner of a flat position.
 
@@ -280,7 +282,7 @@ def resolve(
     return _fixed(call, spec, sum(sizes.values()))
 
 
-def _fixed(call: str, value: Any, size: int) -> Preconditioner:
+def _fixed(call: str, value: PyTree, size: int) -> Preconditioner:
     shape = np.shape(value)
     if shape == (size, size):
         return Dense(value)

@@ -150,7 +150,7 @@ class CyclicalSGLD(SGLD):
         return self._cycle
 
     def steps(
-        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Any
+        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Scalar
     ) -> sgmcmc.State:
         def explored(begin: sgmcmc.State) -> sgmcmc.State:
             end = sampler.run(begin, self.explore_steps)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Purpose
@@ -195,7 +196,7 @@ def bending(sampler: Sampler, state: State) -> Array:
     counters = 2**29 + state.step * BENDING_STEPS + lax.iota(jnp.int32, BENDING_STEPS)
     batches, gradient = minibatches_of(sampler, state, counters)
 
-    def one(counter_and_batch: tuple[Array, Any]) -> Array:
+    def one(counter_and_batch: tuple[PyTree, PyTree]) -> Array:
         counter, batch = counter_and_batch
         noise = normal(state.seeds[Purpose.PROBE], counter, size, dtype)
         step = LONGEST_STEP**0.5 * root(state.adaptation, noise)

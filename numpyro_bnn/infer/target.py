@@ -279,7 +279,7 @@ def with_parameters(model: Callable, values: Arrays) -> Callable:
     return parametrized
 
 
-def held_parameters(call: str, reading: Posterior) -> dict[str, Any]:
+def held_parameters(call: str, reading: Posterior) -> dict[str, PyTree]:
     """The values at which parameters start, and which MCMC keeps; refuse those that
     start at random.
     """
@@ -315,7 +315,7 @@ def given_values(
     call: str,
     target: Target,
     z: PyTree,
-    user_values: Any,
+    user_values: PyTree,
     args: tuple,
     kwargs: Kwargs | None,
 ) -> dict[str, Array]:
@@ -367,7 +367,7 @@ def stream_of(target: Target, minibatches: str) -> Stream:
     """Source of the minibatches of a model: indices of every subsampled plate, and a
     key if the model needs one.
     """
-    streams: dict[str, Any] = {
+    streams: dict[str, PyTree] = {
         name: MINIBATCHES[minibatches](plate.size, plate.batch_size)
         for name, plate in target.plates.items()
     }

@@ -128,7 +128,7 @@ class ParallelTempering(OuterKernel):
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))
-        inner: Any = kernel
+        inner: MCMCKernel = kernel
         while inner is not None:
             if (temperature := getattr(inner, "temperature", 1.0)) != 1.0:
                 got = f"{type(inner).__name__} with temperature {temperature}"
@@ -281,7 +281,7 @@ class ParallelTempering(OuterKernel):
 
     def _tempered_density(
         self, args: tuple, kwargs: Kwargs | None
-    ) -> Callable[[Any], Array]:
+    ) -> Callable[[PyTree], Array]:
         """The log density that the inverse temperature multiplies, of native values."""
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
         reading = self.posterior(args, kwargs)
@@ -404,7 +404,7 @@ def _first(positions: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
-def _at(beta: Scalar, kwargs: Kwargs | None) -> dict[str, Any]:
+def _at(beta: Scalar, kwargs: Kwargs | None) -> dict[str, PyTree]:
     """Keyword arguments of a tempered model."""
     return {**(kwargs or {}), BETA: jnp.asarray(beta, float)}
 

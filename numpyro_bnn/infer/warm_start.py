@@ -36,7 +36,7 @@ from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
 NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return all(hasattr(value, method) for method in ("init", "update"))
 
 
@@ -377,7 +377,7 @@ def learning_gradient(
 ) -> sgmcmc.interfaces.Gradient:
     """Gradients from the rows that are not held out."""
     rows = {name: held_out_rows(size, share)[0] for name, size in target.rows.items()}
-    streams: dict[str, Any] = {
+    streams: dict[str, PyTree] = {
         name: sgmcmc.WithReplacement(
             rows[name].size, min(plate.batch_size, rows[name].size)
         )

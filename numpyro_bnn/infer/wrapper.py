@@ -6,7 +6,6 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array
@@ -40,7 +39,7 @@ from numpyro_bnn.program.sites import arrays_in
 CONSTRAINED = CustomGibbs, DiscreteGibbs, PrecisionGibbs
 
 
-def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
+def check_kernel(call: str, kernel: MCMCKernel, methods: tuple[str, ...]) -> None:
     """Refuse anything but a kernel made from a model that implements ``methods``."""
     usable = (
         isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
@@ -64,7 +63,7 @@ def inner_attribute(state: PyTree, name: str) -> PyTree:
     return getattr(state.base, name)
 
 
-def described(kernel: MCMCKernel, state: PyTree) -> dict[str, Any]:
+def described(kernel: MCMCKernel, state: PyTree) -> Attributes:
     """What a kernel of ours says of its run; others say nothing."""
     return getattr(kernel, "describe", lambda _: {})(state)
 
@@ -122,7 +121,7 @@ class Wrapper(OuterKernel):
         values: dict[str, Array],
         rng_key: Array,
         reading: Posterior,
-    ) -> tuple[Any, dict[str, Array]]:
+    ) -> tuple[PyTree, dict[str, Array]]:
         """The state with its own fields updated, and the moved sites (constrained).
 
         :param values: constrained values of all latent sites.
@@ -334,7 +333,7 @@ def _as_held(
     return {name: transforms[name].inv(value) for name, value in values.items()}
 
 
-def _selected(values: Arrays, names: Iterable[str]) -> dict[str, Any]:
+def _selected(values: Arrays, names: Iterable[str]) -> dict[str, PyTree]:
     return {name: values[name] for name in names if name in values}
 
 

@@ -64,7 +64,7 @@ class PriorFit(NamedTuple):
     noise_sd: float
     log_marginal_likelihood: float
     start: float
-    scales: dict[str, Any]
+    scales: dict[str, PyTree]
     jitter: float
     converged: bool
     num_evaluations: int
@@ -152,7 +152,7 @@ def prior_fit(
 
 def _beginning(
     call: str, net: Layer, moments: PriorMoments, input_shape: Shape, ard: bool
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
@@ -268,12 +268,12 @@ def _evidence(
 
 def _patterns(
     moments: PriorMoments, fitted: Trees, shapes: Mapping[str, Shape]
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """One normal prior for each layer; plain distributions if its family has no such
     scale.
     """
     layers: dict[str, dict[str, Any]] = {}
-    special: dict[str, Any] = {}
+    special: dict[str, PriorLike] = {}
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
         if role(name, shape) == "scale":

@@ -11,6 +11,7 @@ from jax import Array
 
 from numpyro_bnn import nn
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infinite.activations import Dual, dual, nodes
 from numpyro_bnn.infinite.prior_moments import SiteMoments
 from numpyro_bnn.nn import Layer
@@ -278,7 +279,7 @@ def _standardized(k: Covariance) -> Covariance:
     )
 
 
-def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
+def _shifted(k: Covariance, gain: Scalar, spread: Scalar, bias: Scalar) -> Covariance:
     """Units times a given gain, plus random biases; the tangent kernel counts both
     parameters.
     """

@@ -35,7 +35,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Operand, Scalar
 from numpyro_bnn.moments.expectation import CLOSED_FORMS, is_zero, moments_of
 from numpyro_bnn.moments.terms import Gaussian, Term
 
@@ -197,7 +197,7 @@ def maximum(x: Gaussian, y: Gaussian) -> Gaussian:
 
 
 def maximum_of(
-    mean: Array, var: Array, present: Any = True, num_nodes: int = 32
+    mean: Array, var: Array, present: Scalar = True, num_nodes: int = 32
 ) -> Gaussian:
     r"""Moments of the largest of n independent Gaussians along the leading axis.
 
@@ -231,7 +231,7 @@ def maximum_of(
     return Gaussian(high - first, jnp.maximum(second - first * first, 0))
 
 
-def _normal(term: Any) -> Gaussian | None:
+def _normal(term: Operand) -> Gaussian | None:
     """Moments of an operand that is itself Gaussian, as a closed form requires."""
     return moments_of(term) if isinstance(term, Term) and term.is_normal else None
 
@@ -293,7 +293,7 @@ def _compared_with_zero(predicate: Operand) -> tuple[Term, bool] | None:
     return left, name in ("gt", "ge")
 
 
-def _multiple(case: Any, u: Term) -> Any:
+def _multiple(case: Operand, u: Term) -> Operand:
     """The factor c if the expression is c * u, else ``None``."""
     if case is u:
         return 1.0

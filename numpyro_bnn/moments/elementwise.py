@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from numpyro_bnn._jaxprs.primitives import ELEMENTWISE
 from numpyro_bnn._jaxprs.walk import Equation
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Operand, Scalar
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import known_moments
 from numpyro_bnn.moments.registry import RULES, wrap
@@ -59,7 +59,7 @@ def elementwise(equation: Equation, *operands: Operand) -> Term:
 
 def _affine(
     equation: Equation, operands: tuple[Operand, ...]
-) -> tuple[Term, Any, Any] | None:
+) -> tuple[Term, Scalar, Scalar] | None:
     """(base, slope, shift) of the result if the primitive keeps an affine function
     affine.
     """

@@ -10,7 +10,7 @@ nodes cannot be cut, and are too far apart once sqrt(v) exceeds the width of the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -138,7 +138,7 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
 
 
 def _panels(
-    breaks: list[tuple[Any, Any]], mean: Array, sd: Array
+    breaks: list[tuple[Scalar, Scalar]], mean: Array, sd: Array
 ) -> tuple[Array, Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
     low, high = jnp.full_like(mean, -_REACH), jnp.full_like(mean, _REACH)
@@ -246,7 +246,7 @@ def _powers(density: Array, away: Array) -> tuple[Array, Array, Array]:
     return density, density * away, density * away * away
 
 
-def _derivatives(fn: Callable[[Any], Any], x: Array) -> tuple[Array, Array, Array]:
+def _derivatives(fn: Callable[[Array], Array], x: Array) -> tuple[Array, Array, Array]:
     """f, f', f'' of an elementwise function."""
     unit = jnp.ones_like(x)
 
@@ -257,11 +257,11 @@ def _derivatives(fn: Callable[[Any], Any], x: Array) -> tuple[Array, Array, Arra
     return value, slope, curvature
 
 
-def _breaks(term: Term) -> list[tuple[Any, Any]]:
+def _breaks(term: Term) -> list[tuple[Scalar, Scalar]]:
     """Where x makes an argument equal to the number it is compared with, or to 0, and
     the slope of that argument.
     """
-    breaks: dict[Any, tuple[Any, Any]] = {}
+    breaks: dict[Hashable, tuple[Scalar, Scalar]] = {}
     visited: set[int] = set()
 
     def visit(node: Operand) -> None:
@@ -280,13 +280,13 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
     return list(breaks.values())[:_MAX_BREAKS] or [(0.0, 1.0)]
 
 
-def _identity(value: Operand) -> Any:
+def _identity(value: Operand) -> Operand:
     """Equal for equal known numbers, and for the same array."""
     concrete = not isinstance(value, jax.core.Tracer) and np.size(value) == 1
     return float(np.reshape(value, ())) if concrete else id(value)
 
 
-def _places(node: Term) -> list[tuple[Any, Any]]:
+def _places(node: Term) -> list[tuple[Scalar, Scalar]]:
     terms = terms_among(node.operands)
     line = _line(terms[0]) if len(terms) == 1 else None
     if line is None or node.equation is None:

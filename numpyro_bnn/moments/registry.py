@@ -68,7 +68,7 @@ def propagate(
             if isinstance(leaf, Gaussian)
         }
 
-        def of_random(*values: Any) -> Operand:
+        def of_random(*values: Operand) -> Operand:
             filled = list(leaves)
             for i, value in zip(random, values, strict=True):
                 filled[i] = value
@@ -189,7 +189,7 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
     return apply
 
 
-def wrap(value: Operand, **relations: Any) -> Any:
+def wrap(value: Operand, **relations: Any) -> Operand:
     """A Gaussian as the term of a new variable; other values unchanged."""
     return (
         Term(Variable(value, **relations), None, ())

@@ -7,7 +7,7 @@ Therefore an elementwise equation whose random operands are all functions of the
 computed when an operation needs them that is not elementwise or joins two variables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -72,8 +72,8 @@ class Variable:
     gaussian: Gaussian
     parts: frozenset = frozenset()
     reduced: frozenset = frozenset()
-    path: tuple[Any, ...] = ()
-    views: dict[Any, Any] = field(default_factory=dict)
+    path: tuple[Hashable, ...] = ()
+    views: dict[Hashable, Operand] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parts |= {self}
@@ -86,10 +86,10 @@ def terms_among(operands: Sequence[Operand]) -> list["Term"]:
 
 
 def both_moments(
-    move: Callable[[list[Any]], Any],
+    move: Callable[[list], Operand],
     operands: Sequence[Operand],
-    move_var: Callable[[list[Any]], Any] | None = None,
-) -> Any:
+    move_var: Callable[[list], Operand] | None = None,
+) -> Operand:
     """Apply a map of arrays to the means, and the same or another one to the variances;
     plain operands have variance 0.
     """
@@ -153,13 +153,13 @@ class Term:
         """
         return self.base.equation is None
 
-    def evaluate(self, x: Operand) -> Any:
+    def evaluate(self, x: Operand) -> Operand:
         """Value of the expression if its variable has the value ``x``, of the
         variable's shape or the term's.
         """
-        results: dict[int, Any] = {}
+        results: dict[int, Operand] = {}
 
-        def value(node: Operand) -> Any:
+        def value(node: Operand) -> Operand:
             if not isinstance(node, Term):
                 return node
             equation, operands = node.evaluated_as

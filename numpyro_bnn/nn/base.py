@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Kind, RandomKey, check_fields, checked
@@ -219,7 +220,7 @@ def per_feature(values: Array, x: Array) -> Array:
     return jnp.expand_dims(values, tuple(range(x.ndim - 1)))
 
 
-def _as_inputs(x: Any) -> Array:
+def _as_inputs(x: ArrayLike) -> Array:
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 

@@ -284,7 +284,9 @@ class AvgPool(_Pool):
         return (total / count).reshape(x.shape[:-3] + total.shape[1:])
 
 
-def convolve(x: Array, kernel: Array, strides: tuple[int, int], padding: Any) -> Array:
+def convolve(
+    x: Array, kernel: Array, strides: tuple[int, int], padding: Padding
+) -> Array:
     """Cross-correlate images (B, H, W, C) with a kernel (h, w, C, K): (B, H', W', K).
 
     On CPUs as a matrix product: XLA runs a convolution inside a compiled loop many

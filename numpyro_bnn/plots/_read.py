@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Choice
-from numpyro_bnn._types import InferenceData
+from numpyro_bnn._types import InferenceData, PyTree
 from numpyro_bnn.metrics._inputs import sound_chains
 
 # Groups of draws, each with the group that holds its inputs.
@@ -91,7 +91,7 @@ def predicted(
     data = _arviz.group(idata, drawn_group)
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
-    draws: dict[str, Any] = {
+    draws: dict[str, PyTree] = {
         key: data[key].transpose("chain", "draw", ...)
         for key in (name, function)
         if key in data

@@ -11,6 +11,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, Level, Number, checked
 from numpyro_bnn._types import InferenceData
 from numpyro_bnn.plots import _read, _style
+from numpyro_bnn.plots._style import Axes
 
 
 @_style.styled
@@ -112,8 +113,8 @@ def predicted_vs_observed(
     target: str | None = None,
     xlabel: str | None = None,
     ylabel: str | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: Axes = None,
+) -> Axes:
     """Predictive mean and central interval of every target, against its observed value.
 
     Intervals that miss the target are orange. The legend has the RMSE with its standard
@@ -222,7 +223,7 @@ def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _bands(
-    axis: Any,
+    axis: Axes,
     x: NDArray,
     draws: NDArray,
     levels: Sequence[float],

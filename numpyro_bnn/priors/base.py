@@ -14,6 +14,7 @@ import numpy as np
 import numpyro.distributions as dist
 from jax import Array
 from numpyro import handlers
+from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
@@ -112,7 +113,7 @@ ScalePrior: TypeAlias = Annotated[dist.Distribution, PositiveScalar(fixed=False)
 Scale: TypeAlias = Annotated[float | dist.Distribution, PositiveScalar(fixed=True)]
 
 
-def is_positive(support: Any) -> bool:
+def is_positive(support: Constraint) -> bool:
     """Whether all values of a support are positive (or 0)."""
     support = getattr(support, "base_constraint", support)
     if support is dist.constraints.positive or support is dist.constraints.nonnegative:
@@ -155,7 +156,7 @@ class Constant(dist.Delta):
     """
 
     @property
-    def support(self) -> Any:
+    def support(self) -> Constraint:
         instead = (
             "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such "
             "weights out of the sites."

@@ -26,7 +26,7 @@ ACCEPTED = (
 )
 
 
-def flat_params(call: str, argument: str, params: PyTree) -> dict[str, Any]:
+def flat_params(call: str, argument: str, params: PyTree) -> dict[str, PyTree]:
     """Parameters by name, as our layers and NumPyro's ``random_*_module`` name them.
 
     >>> flat_params(
@@ -122,7 +122,7 @@ class Fixed(_Given):
     ['net/Dense_1.kernel', 'net/Dense_1.bias']
     """
 
-    params: Any
+    params: PyTree
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         return Constant(self.value(name, shape), event_dim=len(shape))
@@ -146,7 +146,7 @@ class Centered(_Given, Prior):
     ([1.0], 0.05)
     """
 
-    params: Any
+    params: PyTree
     scale: Positive = 1.0
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class Learned(_Given):
     """
 
     argument: ClassVar[str] = "init"
-    init: Any
+    init: PyTree
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         value = numpyro.param(name, self.value(name, shape), learned=True)

@@ -20,7 +20,7 @@ from numpyro_bnn._jaxprs.primitives import (
     stacked_columns,
 )
 from numpyro_bnn._jaxprs.walk import Equation, scan_starts
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import Operand, PyTree, Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites
@@ -84,7 +84,7 @@ def _program(
         "latent": reading.shapes(),
     }
 
-    def program(arguments: Trees) -> Any:
+    def program(arguments: Trees) -> PyTree:
         values = {**arguments["latent"], **arguments["plates"]}
         return quantities(reading.with_data(arguments["data"]).at(values))
 
@@ -105,7 +105,7 @@ class Counted(NamedTuple):
     kinds: Mapping[Any, Any] = {}
     unclear: frozenset[Any] = frozenset()
 
-    def alike(self, first: Any, second: Any) -> bool | None:
+    def alike(self, first: Operand, second: Operand) -> bool | None:
         """Whether two of them count the same, ``None`` if the program does not tell."""
         if first not in self.kinds or second not in self.kinds:
             return None

@@ -11,7 +11,7 @@ import hashlib
 import json
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import RLock
@@ -23,7 +23,7 @@ from jax import Array
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Kind, Natural, PositiveInt, checked
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.program.rows import HEAD_ROWS, Rows
 
 CALL = "runs.batches"
@@ -33,7 +33,7 @@ MIN_REMEMBERED = 64
 ALL_ROWS = "Pass the rows of one epoch."
 
 
-def _has_batches(value: Any) -> bool:
+def _has_batches(value: object) -> bool:
     if isinstance(value, str) or hasattr(value, "dtype"):
         return False
     return callable(value) or hasattr(value, "__iter__")
@@ -101,7 +101,7 @@ class Column(Rows):
         self.ndim = head.ndim
         self.dtype = jax.dtypes.canonicalize_dtype(head.dtype)
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Array) -> Array:
         if np.ndim(index) != 1:
             got = f"indices of shape {np.shape(index)}"
             instead = "Index rows of a loader by the plate's indices alone: `x[i]`."
@@ -132,14 +132,14 @@ class LoadedBatch(NamedTuple):
     """
 
     columns: list[np.ndarray]
-    place: Any
+    place: PyTree
 
 
 class TakenRows(NamedTuple):
     """Rows that were handed out together; they begin ``offset`` rows after a place."""
 
     columns: list[np.ndarray]
-    place: Any
+    place: PyTree
     offset: int
 
 
@@ -150,7 +150,7 @@ class Feed:
     :param num_rows: rows of an epoch; ``prefetch``: batches that are loaded ahead.
     """
 
-    def __init__(self, source: Any, num_rows: int, prefetch: int) -> None:
+    def __init__(self, source: PyTree, num_rows: int, prefetch: int) -> None:
         self.source, self.num_rows, self.prefetch = source, num_rows, prefetch
         self._lock = RLock()
         self._thread: ThreadPoolExecutor | None = None
@@ -179,7 +179,7 @@ class Feed:
         self._known: OrderedDict[str, TakenRows] = OrderedDict()
         self._remembered = MIN_REMEMBERED
 
-    def _begin_at(self, place: Any) -> None:
+    def _begin_at(self, place: PyTree) -> None:
         if self._thread is not None:  # which may hold the same iterator
             self._thread.shutdown(cancel_futures=True)
         reader = _SourceReader(self.source, self.num_rows, self.structure)
@@ -187,7 +187,7 @@ class Feed:
         self._begin(reader)
 
     @property
-    def structure(self) -> Any:
+    def structure(self) -> PyTree:
         """The tree of a batch."""
         return self._reader.structure
 
@@ -287,7 +287,7 @@ class Feed:
             if self.has_position:
                 self._begin_at(self._first_place)
 
-    def position(self) -> dict[str, Any] | None:
+    def position(self) -> dict[str, PyTree] | None:
         """Where it is, as JSON; ``None`` if the loader cannot say that."""
         if not self.has_position:
             return None
@@ -303,7 +303,7 @@ class Feed:
                 "remembered": self._remembered,
             }
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def restore(self, position: Trees) -> None:
         """Go to a position; minibatches that were remembered there are loaded again."""
         with self._lock:
             self._begin_at(position["place"])
@@ -316,7 +316,7 @@ class Feed:
 class _SourceReader:
     """Batches of a source, epoch after epoch, checked."""
 
-    def __init__(self, source: Any, num_rows: int, structure: Any = None) -> None:
+    def __init__(self, source: PyTree, num_rows: int, structure: PyTree = None) -> None:
         self.source, self.num_rows, self.structure = source, num_rows, structure
         #: Whether it cannot be started again.
         self.once = hasattr(source, "__next__")
@@ -339,7 +339,7 @@ class _SourceReader:
             self._iterator, "set_state"
         )
 
-    def place(self) -> Any:
+    def place(self) -> PyTree:
         """Where the next batch begins, as JSON; ``None`` if nobody knows."""
         if not self.has_position:
             return None
@@ -353,7 +353,7 @@ class _SourceReader:
             instead = "Return bytes, or numbers, texts, lists and dictionaries of them."
             raise argument_error(CALL, "source", got, instead, TypeError) from cause
 
-    def go_to(self, place: Any) -> None:
+    def go_to(self, place: PyTree) -> None:
         """Continue where :meth:`load` was when it gave this place."""
         self._epoch, kind, state = place
         # What came before in this epoch is not counted.
@@ -438,7 +438,7 @@ class _SourceReader:
             warnings.warn(f"{CALL}: {text}", stacklevel=outside())
 
 
-def _as_tree(batch: PyTree) -> Any:
+def _as_tree(batch: PyTree) -> PyTree:
     """A batch, of which a record batch or a table of pyarrow becomes a dictionary."""
     if not (hasattr(batch, "column_names") and hasattr(batch, "column")):
         return batch
@@ -468,14 +468,14 @@ def positions(feeds: Iterable[Feed]) -> Sequence[PyTree]:
     return [feed.position() for feed in feeds]
 
 
-def restore(feeds: Iterable[Feed], saved: Iterable[Any]) -> None:
+def restore(feeds: Iterable[Feed], saved: Iterable[PyTree]) -> None:
     """Take loaders to :func:`positions`; those without one stay where they are."""
     for feed, position in zip(feeds, saved, strict=True):
         if position is not None:
             feed.restore(position)
 
 
-def is_fetch(callback: Any) -> bool:
+def is_fetch(callback: object) -> bool:
     """Whether the callback of a program reads rows of a loader."""
     function = getattr(callback, "callback_func", callback)
     return isinstance(getattr(function, "__self__", None), Column)

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
+from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.primitives import VIEWS, names_of
 from numpyro_bnn._jaxprs.walk import Equation, Follower, Interpreter, Rule, scan_starts
-from numpyro_bnn._types import Operand, Trees
+from numpyro_bnn._types import Arrays, Operand, Trees
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.rows import Rows
@@ -37,7 +38,7 @@ class _SourcedValue(NamedTuple):
         each index.
     """
 
-    array: Any
+    array: Operand
     places: frozenset[str] = frozenset()
     unchanged: bool = True
     origin: Any = None
@@ -75,16 +76,16 @@ class _Lookups(Interpreter):
         }
         super().__init__(rules, lambda value: True, "", self.plain)
 
-    def constant(self, value: Any) -> _SourcedValue:
+    def constant(self, value: Operand) -> _SourcedValue:
         return _SourcedValue(value)
 
     def evaluate(
-        self, program: Any, inputs: Sequence[_SourcedValue]
+        self, program: ClosedJaxpr, inputs: Sequence[_SourcedValue]
     ) -> list[_SourcedValue]:
         return self.run(program.jaxpr, program.consts, inputs)
 
     def _inside(
-        self, program: Any, inputs: Sequence[_SourcedValue]
+        self, program: ClosedJaxpr, inputs: Sequence[_SourcedValue]
     ) -> tuple[list[_SourcedValue], list[_Lookup]]:
         """The outputs of a program in a loop or branch, and what it looks up."""
         outer, self.lookups = self.lookups, []
@@ -97,7 +98,7 @@ class _Lookups(Interpreter):
         for lookup, reach in zip(lookups, reaches, strict=True):
             self.lookups.append(lookup._replace(reach=reach))
 
-    def plain(self, equation: Equation, *operands: _SourcedValue) -> Any:
+    def plain(self, equation: Equation, *operands: _SourcedValue) -> Operand:
         """The rule of all other operations."""
         results = equation.bind(*_arrays(operands))
         places = _places(operands)
@@ -115,7 +116,7 @@ class _Lookups(Interpreter):
             return codes
         return self.plain(equation, *operands)
 
-    def _on_disk(self, equation: Equation, *operands: _SourcedValue) -> Any:
+    def _on_disk(self, equation: Equation, *operands: _SourcedValue) -> Operand:
         """The extremes of a column of integers, in the place of some rows."""
         callback = getattr(equation.params["callback"], "callback_func", None)
         source = getattr(callback, "__self__", None)
@@ -155,7 +156,7 @@ class _Lookups(Interpreter):
         unknown = ((index < 0) | (index > last_levels)).any(axis=-1)
         if equation.name == "gather":
             unknown = jnp.expand_dims(unknown, numbers.offset_dims)
-        answer: Any = self.answer
+        answer: Operand = self.answer
         dtype = equation.outputs[0].dtype
         if not jnp.issubdtype(dtype, jnp.inexact):  # one that no other level has
             answer = 0 if answer == 0 else jnp.iinfo(dtype).max
@@ -181,7 +182,7 @@ class _Lookups(Interpreter):
             )
         return merged
 
-    def _loop(self, equation: Equation, *operands: _SourcedValue) -> Any:
+    def _loop(self, equation: Equation, *operands: _SourcedValue) -> Operand:
         """Every step; extremes are those of all of them."""
         params = equation.params
         body_start = params["cond_nconsts"]
@@ -334,7 +335,7 @@ def check_codes(reading: Any, leaves: Trees) -> None:
     ]
     key, noted = random.key(0), list[_Lookup]()
 
-    def evaluate(key: Array, arrays: Any, answer: float | None = None) -> list[Any]:
+    def evaluate(key: Array, arrays: Arrays, answer: float | None = None) -> list[Any]:
         evaluator = _Lookups(rows, answer)
         data = map(_SourcedValue, jax.tree.leaves(arrays), places)
         outputs = evaluator.evaluate(

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import needed_part
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Kwargs, PyTree
+from numpyro_bnn._types import Atom, Kwargs, PyTree
 from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the
@@ -54,7 +54,7 @@ _STARTED: list[int] = []
 
 def run(
     fn: Callable,
-    values: Any,
+    values: PyTree,
     args: tuple,
     kwargs: Kwargs,
     once: bool = False,
@@ -72,18 +72,18 @@ def run(
 
 def evaluate(
     fn: Callable,
-    values: Any,
+    values: PyTree,
     args: tuple,
     kwargs: Kwargs,
     once: bool = False,
-) -> Any:
+) -> PyTree:
     """:func:`run` for a result with leaves that are not computed, which are those of
     ``fn`` as it is traced.
     """
     leaves: list = []
     tree: PyTree = None
 
-    def computed(values: Any, args: tuple, kwargs: Kwargs) -> list:
+    def computed(values: PyTree, args: tuple, kwargs: Kwargs) -> list:
         nonlocal leaves, tree
         leaves, tree = jax.tree.flatten(fn(values, args, kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
@@ -94,9 +94,7 @@ def evaluate(
     )
 
 
-def prepare(
-    fn: Callable, args: tuple, kwargs: Kwargs, once: bool = False
-) -> Callable[[Any], Any]:
+def prepare(fn: Callable, args: tuple, kwargs: Kwargs, once: bool = False) -> Callable:
     """:func:`run` as a function of ``values``, which reads ``fn`` once for all values
     of one shape.
     """
@@ -104,7 +102,7 @@ def prepare(
     of_arrays = shared(lambda values, arrays: fn(values, *fixed.call(arrays)), once)
     of_values = shared(lambda values: fn(values, args, kwargs), once)
 
-    def call(values: Any) -> Any:
+    def call(values: PyTree) -> PyTree:
         try:
             return of_arrays(values, arrays)
         except NEEDS_VALUES:
@@ -120,9 +118,9 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     :param once: whether the program runs so rarely that compiling it quickly matters
         more than its speed.
     """
-    programs: dict[Hashable, tuple[Callable, Any, bool]] = {}
+    programs: dict[Hashable, tuple[Callable, PyTree, bool]] = {}
 
-    def read(leaves: list, tree: PyTree, inside: bool) -> tuple[Callable, Any, bool]:
+    def read(leaves: list, tree: PyTree, inside: bool) -> tuple[Callable, PyTree, bool]:
         flat = jax.make_jaxpr(
             lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True
         )
@@ -131,7 +129,7 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         traced = inside or is_traced(closed.consts)
         return _compiled(closed, traced, once), jax.tree.structure(shapes), traced
 
-    def call(*values: Any) -> Any:
+    def call(*values: PyTree) -> PyTree:
         refuse_forks("numpyro_bnn")
         if not _STARTED:
             _STARTED.append(os.getpid())
@@ -175,7 +173,7 @@ def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
     return program
 
 
-def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
+def _fingerprint(closed: ClosedJaxpr, traced: bool) -> tuple | None:
     """Equal for programs that compute the same; ``None`` where that cannot be told."""
     text = str(closed.jaxpr)
     if "callback" in text or (traced and "custom_" in text):
@@ -213,7 +211,7 @@ def _constants(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
                 yield inner
 
 
-def _literals(atoms: Iterable[Any]) -> Iterator[Any]:
+def _literals(atoms: Iterable[Atom]) -> Iterator[Atom]:
     for atom in atoms:
         if isinstance(atom, Literal):
             yield atom.val
@@ -232,7 +230,7 @@ def refuse_forks(call: str) -> None:
         raise argument_error(call, "process", got, instead, RuntimeError)
 
 
-def is_traced(values: Any) -> bool:
+def is_traced(values: PyTree) -> bool:
     """Whether a transformation of JAX traces a leaf of these values."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
@@ -245,7 +243,7 @@ def refuse_tracers(call: str, instead: str, *trees: PyTree) -> None:
         )
 
 
-def draws_per_chunk(fn: Callable, *example: Any) -> int:
+def draws_per_chunk(fn: Callable, *example: PyTree) -> int:
     """Number of draws whose intermediate values fit into the memory of a chunk, even if
     none are freed.
     """
@@ -258,7 +256,7 @@ def draws_per_chunk(fn: Callable, *example: Any) -> int:
     return max(1, CHUNK_BYTES // max(1, num_bytes))
 
 
-def map_keys(fn: Callable, keys: Array, chunk: int | None = None) -> Any:
+def map_keys(fn: Callable, keys: Array, chunk: int | None = None) -> PyTree:
     """Apply a function to every key, (S,) typed or (S, 2) legacy, on the device,
     ``chunk`` draws at a time.
 

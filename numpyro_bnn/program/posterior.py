@@ -38,7 +38,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to
-from numpyro.distributions.constraints import real
+from numpyro.distributions.constraints import Constraint, real
 from numpyro.distributions.util import is_identically_one, sum_rightmost
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_sample, init_to_uniform
@@ -50,7 +50,7 @@ from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn._types import Kwargs, PyTree, Trees
+from numpyro_bnn._types import Atom, Kwargs, PyTree, Scalar, Trees
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
@@ -172,7 +172,7 @@ class Posterior:
         posterior.held = dict.fromkeys(self.held)
         return posterior
 
-    def with_data(self, data: dict[str, Any]) -> "Posterior":
+    def with_data(self, data: dict[str, PyTree]) -> "Posterior":
         """The same model on other arrays of these shapes."""
         posterior = copy(self)
         posterior.data = data
@@ -198,7 +198,7 @@ class Posterior:
         resized.held = self.held
         return resized
 
-    def _trace_on(self, model: Callable, arrays: dict[str, Any]) -> None:
+    def _trace_on(self, model: Callable, arrays: dict[str, PyTree]) -> None:
         self._programs: dict[Hashable, Callable] = {}
         self._array_types = _types(arrays)
         try:
@@ -215,9 +215,9 @@ class Posterior:
         self._sizes = {name: plate.batch_size for name, plate in self.plates.items()}
 
     def _trace(
-        self, model: Callable, arrays: dict[str, Any], constants: dict[str, Any]
+        self, model: Callable, arrays: dict[str, PyTree], constants: dict[str, PyTree]
     ) -> None:
-        def read(key: Array, values: dict[str, Any]) -> list:
+        def read(key: Array, values: dict[str, PyTree]) -> list:
             originals = {id(values[place]): array for place, array in arrays.items()}
             token = TRACED.set(originals)
             try:
@@ -242,7 +242,7 @@ class Posterior:
         #: Sites, also parameters, whose values are given inside the model.
         self.fixed: set[str] = set()
 
-        def value(site: Site) -> Any:
+        def value(site: Site) -> PyTree:
             if site["value"] is None:
                 return init_to_sample(site)
             return self.fixed.add(site["name"])
@@ -321,7 +321,7 @@ class Posterior:
             return False
         shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(values: Mapping[str, Array]) -> dict[str, Any]:
+        def computed(values: Mapping[str, Array]) -> dict[str, PyTree]:
             sites = self.at(values, values[""])
             sites = sites_of_type(sites, "sample", "deterministic", "mutable")
             return {name: arrays_of(site) for name, site in sites.items()}
@@ -336,7 +336,7 @@ class Posterior:
         own seed.
         """
 
-        def indices(inputs: Mapping[str, Array]) -> dict[str, Any]:
+        def indices(inputs: Mapping[str, Array]) -> dict[str, PyTree]:
             sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
@@ -407,7 +407,7 @@ class Posterior:
     ) -> tuple[dict[str, Array], Sites]:
         def search(
             rng_key: Array, args: tuple, kwargs: Kwargs
-        ) -> tuple[dict, Any, Sites]:
+        ) -> tuple[dict, PyTree, Sites]:
             posterior = self.with_data(*args)
             start, _, _, drawn = initialize_model(
                 rng_key, posterior._replay, init_strategy=init_strategy
@@ -429,7 +429,7 @@ class Posterior:
 
     def _trace_of(self, rng_key: Array, drawn: Sites) -> Sites:
         """The trace of the model at the values that :meth:`_replay` drew by a key."""
-        values: dict[str, Any] = {}
+        values: dict[str, PyTree] = {}
         key = _typed_key(rng_key)
         for name in self._seeded:
             if name in self.plates or name in self.latent:
@@ -449,7 +449,7 @@ class Posterior:
 
         Sites take their random keys in the order of the model.
         """
-        values: dict[str, Any] = {}
+        values: dict[str, PyTree] = {}
         for name in self._seeded:
             if name not in self.sites:  # a key of the model's own
                 numpyro.prng_key()
@@ -477,7 +477,7 @@ class Posterior:
             elif self._loops:
                 numpyro.factor(f"_density of {name}", log_density(site))
 
-    def _support(self, name: str, values: Values) -> Any:
+    def _support(self, name: str, values: Values) -> Constraint:
         """The support of a latent site at values of those before it."""
         support = self.sites[name]["fn"].support
         if not arrays_in(support):
@@ -577,7 +577,7 @@ class Posterior:
             return {**sites, **self.with_sizes({}).at(values, only=local)}
         return sites
 
-    def row_values(self, values: Values, rows: Rows) -> dict[str, Any]:
+    def row_values(self, values: Values, rows: Rows) -> dict[str, PyTree]:
         """Take the wanted rows of sites that have all rows of these plates: what ``at``
         takes.
         """
@@ -650,7 +650,7 @@ class Posterior:
         sites = self.at_rows(self.constrain(z), rows, rng_key, self._not_held)
         return {name: site["fn"] for name, site in sites.items()}
 
-    def scale(self, rows: Rows | None = None) -> dict[str, Any]:
+    def scale(self, rows: Rows | None = None) -> dict[str, PyTree]:
         """The factor of each log density on some rows: N / B of a plate, times that of
         ``handlers.scale``.
         """
@@ -701,7 +701,7 @@ class Posterior:
             total += log_density(site)
         return -(total + self._log_support(sites))
 
-    def _log_support(self, sites: Sites) -> Any:
+    def _log_support(self, sites: Sites) -> Scalar:
         """0 where the distributions of all sites, and the data, are within their
         bounds, and minus infinity elsewhere.
 
@@ -756,7 +756,7 @@ class Posterior:
         variables, outputs = iter(self._closed.jaxpr.outvars), {}
         for name, leaves in zip(self.sites, self._outputs, strict=True):
             outputs[name] = list(islice(variables, len(leaves)))
-        outvars: list[Any] = []
+        outvars: list[Atom] = []
         for name in names:
             outvars += outputs[name]
         jaxpr = self._closed.jaxpr.replace(outvars=outvars)
@@ -786,7 +786,7 @@ class Posterior:
         from which it is computed.
         """
 
-        def program(inputs: Trees) -> Mapping[Any, Any]:
+        def program(inputs: Trees) -> Mapping:
             posterior = self.with_data({place: inputs[place] for place in self.data})
             return quantities(posterior.at(inputs[""]))
 
@@ -800,10 +800,10 @@ class Posterior:
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
 
-        def quantities(inputs: Trees) -> dict[str, Any]:
+        def quantities(inputs: Trees) -> dict[str, PyTree]:
             states = {place: inputs[place] for place in self._states}
             sites = self.with_data(inputs["data"]).at({**states, **inputs["values"]})
-            arrays: dict[str, Any] = {"used": []}
+            arrays: dict[str, PyTree] = {"used": []}
             for name, site in sites.items():
                 if site["type"] != "mutable":
                     arrays["used"] += arrays_of(site)
@@ -822,7 +822,7 @@ class Posterior:
                 idle.add(place)
         return idle
 
-    def run(self, fn: Callable, *values: Any, once: bool = True) -> PyTree:
+    def run(self, fn: Callable, *values: PyTree, once: bool = True) -> PyTree:
         """``fn(posterior, *values)`` by a compiled program, which equal ones share,
         also with other data.
 
@@ -836,7 +836,7 @@ class Posterior:
         values of one shape.
         """
 
-        def on_arrays(arrays: dict, *values: Any) -> Any:
+        def on_arrays(arrays: dict, *values: PyTree) -> PyTree:
             return fn(self.with_data(arrays), *values)
 
         program = shared(on_arrays, once)
@@ -849,7 +849,7 @@ class Posterior:
         from the prior.
         """
 
-        def values(reading: "Posterior", seed: Array) -> dict[str, Any]:
+        def values(reading: "Posterior", seed: Array) -> dict[str, PyTree]:
             sites = reading.at({}, random.key(seed))
             values = {}
             for name, site in sites_of_type(sites, *kinds).items():
@@ -874,13 +874,13 @@ def log_density(site: Site, within: bool = False) -> Array:
     return jnp.where(jnp.all(in_support(fn, value)), total, -jnp.inf)
 
 
-def _scaled(scale: Any, log_prob: Array) -> Array:
+def _scaled(scale: Scalar, log_prob: Array) -> Array:
     if scale is None or is_identically_one(scale):
         return log_prob
     return scale * log_prob
 
 
-def _sample(site: Site, value: Any) -> Any:
+def _sample(site: Site, value: PyTree) -> PyTree:
     """The value of a sample site that is declared once more."""
     new = {
         "value": value,
@@ -901,9 +901,9 @@ def _typed_key(rng_key: Key) -> Array:
     return key
 
 
-def _types(arrays: Trees) -> dict[str, Any]:
+def _types(arrays: Trees) -> dict:
     """Shape and dtype of each array, and the precision in which a model computes."""
-    types: dict[str, Any] = {"": jnp.result_type(float)}
+    types: dict = {"": jnp.result_type(float)}
     for place, array in arrays.items():
         aval = jax.typeof(array)
         types[place] = aval.shape, aval.dtype

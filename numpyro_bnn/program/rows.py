@@ -75,7 +75,7 @@ class Rows:
     def __repr__(self) -> str:
         return f"Rows(shape={self.shape}, dtype={self.dtype})"
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Array) -> Array:
         is_index = isinstance(index, Array | np.ndarray | int | np.integer)
         if not (is_index and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
             instead = (
@@ -156,14 +156,12 @@ class Ahead(NamedTuple):
     :param finish: from a state, the key and these rows to what the step returns.
     """
 
-    follow: Callable[[Any], Any]
-    read: Callable[[Any], list[Array]]
-    finish: Callable[[Any, Any, list[Array]], Any]
+    follow: Callable
+    read: Callable[[PyTree], list[Array]]
+    finish: Callable[[PyTree, Array, list[Array]], PyTree]
 
 
-def read_ahead(
-    step: Callable[[Any, Any], Any], state: PyTree, key: Array
-) -> Ahead | None:
+def read_ahead(step: Callable, state: PyTree, key: Array) -> Ahead | None:
     """Split ``step(state, key)``, whose first result is the next key; ``None`` if its
     key alone reads nothing.
     """
@@ -182,7 +180,7 @@ def read_ahead(
     read = part_of(closed, jaxpr.invars[-1:], row_variables)
     after = part_of(closed, [*jaxpr.invars, *row_variables], jaxpr.outvars)
 
-    def finish(state: PyTree, key: Array, rows: list[Array]) -> Any:
+    def finish(state: PyTree, key: Array, rows: list[Array]) -> PyTree:
         return jax.tree.unflatten(tree, after(*jax.tree.leaves(state), key, *rows))
 
     return Ahead(lambda key: follow(key)[0], read, finish)
@@ -201,7 +199,7 @@ def refuse_rows(call: str, reason: str, *trees: PyTree) -> None:
         )
 
 
-def with_head(values: Trees) -> dict[str, Any]:
+def with_head(values: Trees) -> dict[str, PyTree]:
     """Arguments with their first rows in the place of those on disk."""
     return jax.tree.map(
         lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values)

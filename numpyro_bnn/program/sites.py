@@ -4,7 +4,6 @@ arrays that a site holds.
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from numpyro.distributions.transforms import Transform
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Site, Sites
+from numpyro_bnn._types import PyTree, Site, Sites
 from numpyro_bnn.program.plates import sites_of_type
 
 # Names of the values of sites in a program.
@@ -57,7 +56,7 @@ class marked(Messenger):
         self.starts &= msg["type"] != "param"
         if msg["type"] == "mutable":
 
-            def marked(path: Any, leaf: Any) -> Any:
+            def marked(path: tuple, leaf: PyTree) -> PyTree:
                 if not isinstance(leaf, Array | np.ndarray):
                     return leaf
                 name = msg["name"] + jax.tree_util.keystr(path)
@@ -110,7 +109,7 @@ def check_real(site: Site) -> None:
         raise argument_error("numpyro.sample", "fn", got, instead)
 
 
-def exchange(value: Any, new: Callable[[Array], Any]) -> Any:
+def exchange(value: PyTree, new: Callable[[Array], PyTree]) -> PyTree:
     """A copy of a value, also of a distribution, with other arrays in the place of
     those that are computed.
     """
@@ -121,7 +120,7 @@ def exchange(value: Any, new: Callable[[Array], Any]) -> Any:
             exchanged.__dict__[name] = exchange(entry, new)
         return exchanged
 
-    def leaf(entry: Any) -> Any:
+    def leaf(entry: PyTree) -> PyTree:
         if isinstance(entry, objects):
             return exchange(entry, new)
         return new(entry) if isinstance(entry, jax.core.Tracer) else entry
@@ -129,7 +128,7 @@ def exchange(value: Any, new: Callable[[Array], Any]) -> Any:
     return jax.tree.map(leaf, value, is_leaf=lambda entry: isinstance(entry, objects))
 
 
-def arrays_in(value: Any) -> list[Array]:
+def arrays_in(value: PyTree) -> list[Array]:
     """The arrays in a value, also in a distribution, that a trace computes."""
     arrays: list[Array] = []
 

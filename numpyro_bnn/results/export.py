@@ -28,7 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Attributes, Trees
+from numpyro_bnn._types import Attributes, InferenceData, Trees
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import MIN_DRAWS, health
@@ -50,7 +50,7 @@ from numpyro_bnn.results.replay import Replay
 from numpyro_bnn.runs import Run
 
 
-def _has_text_keys(value: Any) -> bool:
+def _has_text_keys(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -68,7 +68,7 @@ Labels: TypeAlias = Annotated[
 
 @checked(CALL)
 def to_inference_data(
-    result: Any,
+    result: object,
     predictions: Trees | None = None,
     *,
     members: Switch = False,
@@ -88,7 +88,7 @@ def to_inference_data(
     ]
     | None = None,
     progress_bar: Switch = True,
-) -> Any:
+) -> InferenceData:
     """Convert an inference result to ArviZ: posterior, predictions, log likelihood,
     data, settings.
 
@@ -214,7 +214,7 @@ def to_inference_data(
 
 
 def _on_disk(
-    result: Any, args: tuple, kwargs: Any, posterior_predictive: bool | None
+    result: object, args: tuple, kwargs: Any, posterior_predictive: bool | None
 ) -> bool:
     """Whether rows stay on disk, of which only parameters and predictions are
     exported.
@@ -235,7 +235,7 @@ def _with_heads(fit: Fit) -> Fit:
 
 
 def _check_result(
-    result: Any, predictions: Any, guide_options: Mapping[str, Any]
+    result: object, predictions: Any, guide_options: Mapping[str, Any]
 ) -> None:
     """Refuse new arguments without names; and a guide and arguments beside a result
     that has its own, which would be ignored.
@@ -257,7 +257,7 @@ def _check_result(
             raise argument_error(CALL, name, got, instead)
 
 
-def reported(groups: Trees, about: Attributes) -> Any:
+def reported(groups: Trees, about: Attributes) -> InferenceData:
     """The result with its health report, chains at fault marked by a coordinate, and a
     warning of what is off.
     """

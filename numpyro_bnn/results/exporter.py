@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
@@ -138,7 +138,7 @@ class Exporter:
         rng_key: Array,
         coords: Mapping[str, Sequence],
         draws: Draws | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """Groups of new rows, by default at all draws."""
         replay, arguments = self.replay, Arguments(new.arguments)
         scored = bool(replay.observed) and replay.observed <= new.arguments.keys()
@@ -208,7 +208,7 @@ class Exporter:
         outline.evaluate, outline.has_many_rows = zero_draws, False
         outline.layout = self.layout.with_coords({})
         training, _ = outline.training_groups(key)
-        predicted: dict[str, Any] = {}
+        predicted: dict[str, PyTree] = {}
         if new is not None:
             with naming_new_rows(CALL, "predictions"):
                 predicted = outline.prediction_groups(new, key, {})
@@ -261,7 +261,7 @@ def _joined(draws: Draws, starts: Draws) -> dict[str, np.ndarray]:
     return joined
 
 
-def _split(values: Any, draws: Draws) -> tuple[Any, Any]:
+def _split(values: PyTree, draws: Draws) -> tuple[PyTree, PyTree]:
     """Values at the draws and at the members of :func:`_joined`."""
     shape = next(iter(draws.values())).shape[:2]
     total = shape[0] * shape[1]

@@ -20,7 +20,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Attributes, Kwargs, Trees
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Trees
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, as_numpy, fingerprints
 from numpyro_bnn.program.compiled import prepare, run
@@ -71,7 +71,7 @@ class Fit:
     posterior: Mapping[str, np.ndarray]
     sample_stats: Mapping[str, np.ndarray] = field(default_factory=dict)
     attrs: Attributes = field(default_factory=dict)
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, PyTree] = field(default_factory=dict)
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
@@ -233,7 +233,7 @@ def _described(mcmc: MCMC) -> Attributes:
     """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth
     of the trees of NUTS.
     """
-    described: dict[str, Any] = {}
+    described: Attributes = {}
     if hasattr(mcmc.sampler, "describe"):
         described = mcmc.sampler.describe(mcmc.last_state)
     kernel = _innermost(mcmc.sampler)
@@ -329,7 +329,7 @@ def from_guide(
     )
 
 
-def _check_guide(result: Any, guide: AutoGuide) -> None:
+def _check_guide(result: object, guide: AutoGuide) -> None:
     if not hasattr(result, "params"):
         instead = (
             "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or "
@@ -400,7 +400,7 @@ def _weighted(
 # -- functions at all draws -----------------------------------------------------------
 
 
-def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: Array) -> Any:
+def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: Array) -> PyTree:
     """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing
     is computed.
     """
@@ -416,7 +416,7 @@ def map_draws(
     rng_key: Array,
     draws_per_chunk: int | None = None,
     progress_bar: bool = False,
-) -> Any:
+) -> PyTree:
     """Apply ``fn(source, draw, key)`` to every draw and collect the results in host
     memory.
 
@@ -438,13 +438,13 @@ def map_draws(
     fitting = compiled.draws_per_chunk(partial(fn, source), first, rng_key)
     size = min(total, draws_per_chunk or fitting)
 
-    def at_draws(source: Any, draws: Draws, index: Any, rng_key: Array) -> Any:
+    def at_draws(source: Any, draws: Draws, index: PyTree, rng_key: Array) -> PyTree:
         keys = random.split(rng_key, total)[index]
         return jax.vmap(partial(fn, source))(draws, keys)
 
     # Few draws take less time than a program that is optimized for many.
     program = source.prepare(at_draws, once=FEW_DRAWS_FACTOR * total <= fitting)
-    results: Any = None
+    results: PyTree = None
     for start in tqdm.trange(
         0,
         total,

@@ -10,7 +10,7 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import is_factor, unwrapped
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.sites import Site, Sites
 from numpyro_bnn.results.fit import CALL
@@ -43,7 +43,7 @@ class Layout:
         dims: Mapping[str, Sequence[str]],
     ) -> None:
         self.replay = replay
-        self.coords: dict[str, Any] = {}
+        self.coords: dict[str, PyTree] = {}
         self.dims: dict[str, Sequence[str]] = {}
         for stat, (axis, labels) in replay.fit.stat_coords.items():
             self.coords[axis] = labels
@@ -75,7 +75,7 @@ class Layout:
 
     # -- groups ------------------------------------------------------------------------
 
-    def training_groups(self, values: Groups) -> dict[str, Any]:
+    def training_groups(self, values: Groups) -> dict[str, PyTree]:
         """Groups of a fit and of values at its rows."""
         fit, replay = self.replay.fit, self.replay
         posterior = {}
@@ -110,7 +110,7 @@ class Layout:
         sites: Sites,
         arrays: Trees,
         coords: Mapping[str, Sequence],
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """Groups of values at new rows.
 
         :param sites: at these rows; ``arrays``: new arguments; ``coords``: of new rows.

@@ -37,7 +37,7 @@ def predict(
     rng_key: RandomKey | None = None,
     progress_bar: Switch = True,
     **kwargs: Any,
-) -> Any:
+) -> InferenceData:
     """Predictions for new inputs from exported or saved draws: the group
     ``predictions`` of ``to_inference_data``.
 

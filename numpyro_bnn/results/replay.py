@@ -24,7 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.networks import RandomNetwork, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import Counted, counted
@@ -64,11 +64,11 @@ class _statistic_sites(record_statistics):
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: Array) -> Any:
+    def visit(self, network: RandomNetwork, x: Array) -> PyTree:
         """Name the statistics of a call, and return them."""
         statistics = super().visit(network, jnp.stack([x, x]) if self.new_rows else x)
 
-        def named(path: Any, leaf: Array) -> Array:
+        def named(path: tuple, leaf: Array) -> Array:
             name = f"statistics {len(self.calls)}{jax.tree_util.keystr(path)}"
             self.sites[name] = checkpoint_name(leaf, MARK + name)
             return self.sites[name]
@@ -251,8 +251,8 @@ class Replay:
         a scale of the likelihood.
         """
 
-        def parts(sites: Sites) -> dict[str, Any]:
-            values: dict[str, Any] = {}
+        def parts(sites: Sites) -> dict[str, PyTree]:
+            values: dict[str, PyTree] = {}
             for name, site in sites.items():
                 if site["type"] == "deterministic":
                     values[name] = site["value"]
@@ -366,7 +366,7 @@ def _batch_statistics(
     draws: Draws,
     rng_key: Array,
     evaluate: Evaluate,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """Statistics of batch normalizations at the training rows, at each draw."""
     if new.statistics != training.statistics:
         got = "a model that normalizes new rows in other calls than training rows"
@@ -376,7 +376,7 @@ def _batch_statistics(
         )
         raise argument_error(CALL, "predictions", got, instead)
 
-    def at_draw(reading: Posterior, draw: Draws, key: Array) -> dict[str, Any]:
+    def at_draw(reading: Posterior, draw: Draws, key: Array) -> dict[str, PyTree]:
         sites = reading.at(draw, _model_key(key), new.statistics)
         return {name: site["value"] for name, site in sites.items()}
 
@@ -395,7 +395,7 @@ def _is_data(site: Site) -> bool:
     return site["is_observed"] and not is_auxiliary
 
 
-def _values(sites: Sites) -> dict[str, Any]:
+def _values(sites: Sites) -> dict[str, PyTree]:
     named = sites_of_type(sites, "sample", "deterministic")
     return {name: site["value"] for name, site in named.items()}
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +166,7 @@ class Chains:
             STATISTICS: {n: self._field(state, n) for n in self.recording.fields},
         }
 
-    def _selected(self, values: Trees) -> dict[str, Any]:
+    def _selected(self, values: Trees) -> dict[str, PyTree]:
         patterns = self.recording.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):
@@ -219,7 +219,7 @@ class Chains:
                 state = self.kernel.sample(state, args, kwargs)
                 place = i - first
 
-                def write(buffer: Any) -> Any:
+                def write(buffer: PyTree) -> PyTree:
                     new = self._kept(state, args, kwargs)
                     return jax.tree.map(
                         lambda draws, new_draw: draws.at[place // thinning].set(
@@ -249,7 +249,7 @@ class Chains:
             self._fix_inputs(cause)
             return self.spread.compiled(advance, *arguments, self._inputs)
 
-    def advance(self, state: PyTree, skipped: int, draws: int) -> tuple[Any, Any]:
+    def advance(self, state: PyTree, skipped: int, draws: int) -> tuple[PyTree, PyTree]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for
         them.
 
@@ -297,9 +297,9 @@ def fresh(kernel: MCMCKernel) -> MCMCKernel:
     return copy.deepcopy(kernel, models)
 
 
-def _stacked(trees: Sequence[PyTree]) -> Any:
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _one(tree: PyTree, chain: int) -> Any:
+def _one(tree: PyTree, chain: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[chain], tree)

@@ -159,7 +159,7 @@ class _Keeper:
         self._number, self._written = 0, time.monotonic()
         self._positions = positions(feeds)
 
-    def load(self, like: PyTree) -> tuple[Any, dict[str, np.ndarray]] | None:
+    def load(self, like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]] | None:
         saved = self._folder.latest(like)
         if saved is None:
             return None

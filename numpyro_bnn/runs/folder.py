@@ -379,7 +379,7 @@ def _arrays_in(path: Path) -> dict[str, np.ndarray]:
             return {name: file[name] for name in file.files}
 
 
-def import_extra(call: str, name: str) -> Any:
+def import_extra(call: str, name: str) -> PyTree:
     """A package of the extra ``runs``."""
     try:
         return import_module(name)
@@ -400,7 +400,7 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def _differences(recorded: Attributes, expected: Attributes) -> list[str]:
     """The entries that differ, in words; at most three."""
     differing = []
     for name in {**expected, **recorded}:
@@ -413,7 +413,7 @@ def _differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> li
     return differing
 
 
-def _difference(name: str, was: Any, now: Any) -> str:
+def _difference(name: str, was: PyTree, now: PyTree) -> str:
     """How an entry differs, or ``""``; of parts, only the texts count, so that
     variables may be renamed.
     """
@@ -486,7 +486,7 @@ def _digests_of_parts(array: Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(own))
 
 
-def raw(leaf: Any) -> np.ndarray:
+def raw(leaf: PyTree) -> np.ndarray:
     """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16
     and the like.
     """
@@ -494,7 +494,7 @@ def raw(leaf: Any) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
-def restored(array: np.ndarray, leaf: Any) -> Array:
+def restored(array: np.ndarray, leaf: PyTree) -> Array:
     """The leaf that :func:`raw` was given, of the kind, shape and dtype of ``leaf``;
     else a ``ValueError``.
     """
@@ -506,7 +506,7 @@ def restored(array: np.ndarray, leaf: Any) -> Array:
     return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
 
 
-def with_keys(numbers: Any, leaf: Array) -> Any:
+def with_keys(numbers: Any, leaf: Array) -> PyTree:
     """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return numbers

@@ -8,7 +8,6 @@ densities of their sites as well.
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Attributes, Kwargs
+from numpyro_bnn._types import Attributes, Kwargs, PyTree
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
@@ -126,7 +125,7 @@ def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[s
     if not names:
         return []
 
-    def values(sites: Sites) -> dict[str, Any]:
+    def values(sites: Sites) -> dict[str, PyTree]:
         return {name: sites[name]["value"] for name in names}
 
     if rows_in(args, kwargs):  # read by the indices of a plate
@@ -142,7 +141,7 @@ def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[s
     return [stored(name) for name in names if sources[name] & places]
 
 
-def described_options(role: str, method: Any) -> Attributes:
+def described_options(role: str, method: object) -> Attributes:
     """Type, options and model of a kernel or a guide, and of the kernels in it.
 
     :param role: ``"kernel"`` or ``"guide"``.

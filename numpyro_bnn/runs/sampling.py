@@ -297,7 +297,7 @@ class _Loop:
         self.folder.more["variables"] = variables
         return StoredDraws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
-    def _saved(self) -> tuple[np.ndarray, Any]:
+    def _saved(self) -> tuple[np.ndarray, PyTree]:
         """Of the last state on disk: its number, steps of the warm-up, draws, and
         divergences; and that state.
         """
@@ -486,7 +486,7 @@ def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> Sites:
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
 
 
-def _value(state: PyTree, name: str) -> Any:
+def _value(state: PyTree, name: str) -> PyTree:
     for attribute in name.split("."):
         state = getattr(state, attribute, None)
     return state

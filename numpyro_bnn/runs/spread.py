@@ -55,14 +55,14 @@ class DeviceSpread:
 
     # -- arrays ------------------------------------------------------------------------
 
-    def chains(self, state: PyTree) -> Any:
+    def chains(self, state: PyTree) -> PyTree:
         """States of all chains, each on its devices."""
         return state if self.mesh is None else jax.tree.map(self._chain, state)
 
     def _chain(self, leaf: Array) -> Array:
         return self._placed(leaf, BY_CHAIN if self.by_chain else SAME)
 
-    def local(self, shapes: Any) -> Any:
+    def local(self, shapes: PyTree) -> PyTree:
         """Shapes of what one device has of arrays (C, ...)."""
         if not self.by_chain:
             return shapes
@@ -72,16 +72,16 @@ class DeviceSpread:
             shapes,
         )
 
-    def same(self, value: Any) -> Any:
+    def same(self, value: PyTree) -> PyTree:
         """An array on all devices."""
         return value if self.mesh is None else self._placed(value, SAME)
 
-    def arguments(self, tree: PyTree) -> Any:
+    def arguments(self, tree: PyTree) -> PyTree:
         """The arguments of a model, with arrays over several processes as XLA splits
         programs of them.
         """
 
-        def on_mesh(leaf: Any) -> Any:
+        def on_mesh(leaf: PyTree) -> PyTree:
             if not has_rows_elsewhere(leaf):
                 return leaf
             shards = [shard.data for shard in leaf.addressable_shards]
@@ -103,7 +103,7 @@ class DeviceSpread:
             placed[place] = place_array(array)
         return placed
 
-    def _parts(self, array: Any) -> Array:
+    def _parts(self, array: PyTree) -> Array:
         missing = -len(array) % self.mesh.shape[DATA]
         if missing:
             array = np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
@@ -118,7 +118,7 @@ class DeviceSpread:
             for place, array in arrays.items()
         }
 
-    def _placed(self, leaf: Any, spec: PartitionSpec) -> Array:
+    def _placed(self, leaf: PyTree, spec: PartitionSpec) -> Array:
         sharding = NamedSharding(self.mesh, spec)
         if isinstance(leaf, Array) and leaf.sharding.is_equivalent_to(
             sharding, leaf.ndim
@@ -129,7 +129,7 @@ class DeviceSpread:
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
-    def whole(self, tree: PyTree) -> Any:
+    def whole(self, tree: PyTree) -> PyTree:
         """Arrays on the devices of all processes as arrays of every process."""
         if not self.several:
             return tree
@@ -140,14 +140,14 @@ class DeviceSpread:
 
     # -- programs ----------------------------------------------------------------------
 
-    def compiled(self, advance: Callable, *arguments: Any) -> Callable:
+    def compiled(self, advance: Callable, *arguments: PyTree) -> Callable:
         """``advance(state, first, count, inputs)`` for these shapes, every
         device with its own chains.
 
         Along the axis of the rows, XLA splits the work where the data are split.
         """
         if self.by_chain:
-            specs: dict[str, Any] = {
+            specs: dict[str, PyTree] = {
                 "in_specs": (BY_CHAIN, SAME, SAME, SAME),
                 "out_specs": (BY_CHAIN, BY_DRAW),
             }
@@ -191,7 +191,7 @@ class DeviceSpread:
 
     # -- agreement ---------------------------------------------------------------------
 
-    def from_first(self, find: Callable[[], Any], like: PyTree = None) -> Any:
+    def from_first(self, find: Callable[[], Any], like: PyTree = None) -> PyTree:
         """What the first process finds, in all of them.
 
         :param like: a tree of arrays with the shapes and dtypes of what is found; by
@@ -225,12 +225,12 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def with_own_rows(tree: PyTree) -> Any:
+def with_own_rows(tree: PyTree) -> PyTree:
     """The rows of this process in the place of arrays over several, for an export that
     needs none of the others.
     """
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: PyTree) -> PyTree:
         if not has_rows_elsewhere(leaf):
             return leaf
         parts = {}
@@ -242,7 +242,7 @@ def with_own_rows(tree: PyTree) -> Any:
     return jax.tree.map(own, tree)
 
 
-def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
+def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: PyTree) -> DeviceSpread:
     """The mesh of a run, as given or for the chain method; refuse one that cannot be
     used.
 
@@ -271,7 +271,7 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
     return spread
 
 
-def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
+def _check(spread: DeviceSpread, num_chains: int, arguments: PyTree) -> None:
     call, mesh = spread.call, spread.mesh
     if mesh is not None:
         refuse_feeds(call, "mesh", "devices would take them in no order", arguments)

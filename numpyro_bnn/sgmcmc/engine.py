@@ -23,7 +23,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     checked,
 )
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import PyTree, Scalar
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -313,7 +313,9 @@ class Sampler:
 
         return lax.fori_loop(0, num_blocks, run_block, state)
 
-    def _separated(self, state: State) -> tuple[Callable[[Any], Any], "Sampler", int]:
+    def _separated(
+        self, state: State
+    ) -> tuple[Callable[[PyTree], PyTree], "Sampler", int]:
         """Return a function that prepares the minibatches of a block, the sampler for
         these, and bytes per step.
         """
@@ -327,7 +329,7 @@ class Sampler:
         row_bytes = sum(x.size * x.dtype.itemsize for x in prepared)
         return jax.vmap(prepare), replace(self, gradient=gradient), row_bytes
 
-    def _check_start(self, position: Array, num_warmup: Any) -> Array:
+    def _check_start(self, position: Array, num_warmup: Scalar) -> Array:
         call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
         if position.ndim != 1 or position.shape[0] == 0:
             instead = "Pass one flat vector (P,): see `ravel_pytree`."
@@ -357,7 +359,7 @@ class Sampler:
         seeds: Array,
         estimator: PyTree,
         learned: PyTree,
-    ) -> Any:
+    ) -> PyTree:
         """Return the initial memory of the dynamics at a position: momenta drawn,
         gradients evaluated.
         """

@@ -87,7 +87,7 @@ class Minibatch(Gradient):
 
     def separate(
         self, position: Array, batch: PyTree
-    ) -> tuple[Callable[[Any], Any], Gradient]:
+    ) -> tuple[Callable[[PyTree], PyTree], Gradient]:
         prepare, finish = separate(self.potential_fn, position, batch)
         return prepare, replace(self, potential_fn=finish)
 
@@ -171,7 +171,7 @@ def _value_and_grad(
 ) -> tuple[Array, Array]:
     # A minibatch (and its key, if it holds one) is deliberately evaluated at several
     # positions.
-    def shared(leaf: Any) -> Any:
+    def shared(leaf: PyTree) -> PyTree:
         return (
             jax.random.clone(leaf)
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -3,7 +3,7 @@ values they exchange.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ class Gradient:
     """
 
     #: The source of minibatches.
-    stream: Any
+    stream: PyTree
     #: Gradients of the minibatch potential per estimate.
     evaluations: int = 1
 
@@ -104,7 +104,7 @@ class Gradient:
 
     def separate(
         self, position: Array, batch: PyTree
-    ) -> tuple[Callable[[Any], Any], "Gradient"]:
+    ) -> tuple[Callable[[PyTree], PyTree], "Gradient"]:
         """Return ``prepare``, which can run for many steps at once, and an estimator on
         ``prepare(batch)``.
         """

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -141,7 +141,7 @@ class HMC(Dynamics):
         momentum: Array,
         h: Array,
         batch: PyTree,
-    ) -> Any:
+    ) -> PyTree:
         adaptation = context.adaptation
 
         def kick(r: Array, share: float, seen: Evaluation) -> Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, FractionBelow1, Positive, Switch
@@ -45,7 +46,7 @@ class Diagonal(Preconditioner):
     [2.0, 3.0]
     """
 
-    values: Any
+    values: ArrayLike
 
     def __post_init__(self) -> None:
         if isinstance(self.values, jax.core.Tracer):
@@ -112,7 +113,7 @@ class Dense(Factor):
     [2.0, 3.0]
     """
 
-    matrix: Any
+    matrix: ArrayLike
 
     def __post_init__(self) -> None:
         if isinstance(self.matrix, jax.core.Tracer):
@@ -167,7 +168,7 @@ class Blocks(Preconditioner):
 
     def _each(
         self, method: str, state: tuple[PyTree, ...], v: Array, *options: Any
-    ) -> list[Any]:
+    ) -> list[PyTree]:
         blocks = zip(self.parts, state, self._split(v), strict=True)
         return [
             getattr(part, method)(own, block, *options)

@@ -128,14 +128,14 @@ class cyclical:
         """L = ceil(K / M)."""
         return math.ceil(self.num_steps / self.num_cycles)
 
-    def collects(self, step: Scalar) -> Any:
+    def collects(self, step: Scalar) -> Scalar:
         """Return whether the step belongs to the sampling part of its cycle."""
         # Counted in whole steps: a float32 phase may round below `explore`.
         return step % self.cycle_length >= math.ceil(
             self.explore * self.cycle_length - 1e-9
         )
 
-    def temperature(self, step: Scalar) -> Any:
+    def temperature(self, step: Scalar) -> Scalar:
         """Return 0 while exploring (optimization without noise) and 1 while sampling; a
         schedule of temperatures.
         """

@@ -10,7 +10,7 @@ transform to normals.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -332,9 +332,9 @@ class ProductStream:
     independent seeds.
     """
 
-    streams: Mapping[str, Any]
+    streams: Mapping[str, Stream]
 
-    def draw(self, words: Array, step: Array) -> dict[str, Any]:
+    def draw(self, words: Array, step: Array) -> dict[str, PyTree]:
         # Steps never reach the last counter, so the words of a part are not among those
         # of any stream.
         parts = [

@@ -6,16 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import fields, replace
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import PyTree, Trees
 
 Values = dict[str, Array]
+# Sites or (site, axis) pairs as users write them; tuples of `UnitAxis` once checked.
+UnitAxes: TypeAlias = Any
 
 
 class UnitAxis(NamedTuple):
@@ -41,7 +43,7 @@ class UnitAxis(NamedTuple):
         """Number of elements that belong to each unit."""
         return prod(shape) // self.units(shape)
 
-    def by_unit(self, values: Any) -> Any:
+    def by_unit(self, values: PyTree) -> PyTree:
         """The elements of each unit: (N, elements, U) of N values of the site, of NumPy
         or JAX.
         """
@@ -74,7 +76,7 @@ class UnitAxis(NamedTuple):
         return jnp.take(value, index, axis=self.axis)
 
 
-def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
+def as_unit_axes(call: str, argument: str, value: object) -> tuple[UnitAxis, ...]:
     """Unit axes from site names and ``(site, axis)`` or ``(site, axis, repeats)``
     tuples.
     """
@@ -99,7 +101,7 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     return tuple(axes)
 
 
-def _is_unit_axis(site: Any = None, *numbers: Any) -> bool:
+def _is_unit_axis(site: object = None, *numbers: object) -> bool:
     """Whether these are the fields of a :class:`UnitAxis`, two or three."""
     if not isinstance(site, str) or not 1 <= len(numbers) <= 2:
         return False
@@ -107,7 +109,7 @@ def _is_unit_axis(site: Any = None, *numbers: Any) -> bool:
     return _is_integer(repeats) and (axis is None or _is_integer(axis))
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -206,7 +208,7 @@ class Symmetry(ABC):
     def rename(self, names: Mapping[str, str]) -> Self:
         """The symmetry with other site names."""
 
-        def renamed(value: Any) -> Any:
+        def renamed(value: object) -> PyTree:
             if isinstance(value, UnitAxis):
                 return value._replace(site=names.get(value.site, value.site))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else value
@@ -216,12 +218,12 @@ class Symmetry(ABC):
     def without(self, sites: Container[str]) -> Self:
         """The symmetry with some sites left out."""
 
-        def remaining(value: Any) -> Any:
+        def remaining(value: object) -> PyTree:
             return axes_without(value, sites) if isinstance(value, tuple) else value
 
         return self._with_fields(remaining)
 
-    def _with_fields(self, change: Callable[[Any], Any]) -> Self:
+    def _with_fields(self, change: Callable) -> Self:
         changed = {}
         for field in fields(self):  # type: ignore[arg-type]
             changed[field.name] = change(getattr(self, field.name))
@@ -242,7 +244,7 @@ def sites_of(symmetries: Iterable[Symmetry]) -> set[str]:
     return {site for symmetry in symmetries for site in symmetry.sites}
 
 
-def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
+def as_symmetries(call: str, symmetries: object) -> tuple[Symmetry, ...]:
     """Convert one symmetry or several to a tuple; refuse anything else."""
     if isinstance(symmetries, str) or not isinstance(symmetries, Iterable):
         symmetries = (symmetries,)

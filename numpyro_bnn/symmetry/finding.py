@@ -28,7 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Kwargs, Site
+from numpyro_bnn._types import Kwargs, PyTree, Site
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays, place_of
@@ -500,7 +500,7 @@ def _unlearned(site: Site) -> Array | None:
     return start + jax.random.normal(rng_key, jnp.shape(start), start.dtype)
 
 
-def _doubled(leaf: Any) -> Any:
+def _doubled(leaf: PyTree) -> PyTree:
     return jnp.asarray(np.asarray(leaf, np.float64)) if is_floating(leaf) else leaf
 
 

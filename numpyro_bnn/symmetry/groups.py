@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import Array
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
 from numpyro_bnn._types import Trees
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxes, UnitAxis, Values, as_unit_axes
 
 Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
 
@@ -93,7 +93,7 @@ class Scale(Multiplicative):
     ([2.0, 1.0], [3.0, 0.0])
     """
 
-    weights: Any
+    weights: UnitAxes
 
     def __post_init__(self) -> None:
         _convert_fields(self, as_unit_axes, "weights")
@@ -125,8 +125,8 @@ class Rescale(Multiplicative):
     (UnitAxis(site='v', axis=0, repeats=1), -1.0)
     """
 
-    incoming: Any
-    outgoing: Any
+    incoming: UnitAxes
+    outgoing: UnitAxes
 
     def __post_init__(self) -> None:
         _convert_fields(self, as_unit_axes, "incoming", "outgoing")
@@ -155,8 +155,8 @@ class JointScale(Multiplicative):
     ('net/Dense_0.kernel', 'net/Dense_0.kernel_scale')
     """
 
-    weights: Any
-    scale: Any
+    weights: UnitAxes
+    scale: UnitAxes
     power: Annotated[float, Number(-inf)] = 1.0
 
     def __post_init__(self) -> None:
@@ -205,9 +205,9 @@ class JointRescale(Multiplicative):
     [('w_scale', 1.0), ('v_precision', 2.0)]
     """
 
-    incoming: Any
-    outgoing: Any
-    scales: Any
+    incoming: UnitAxes
+    outgoing: UnitAxes
+    scales: UnitAxes
 
     def __post_init__(self) -> None:
         call = "symmetry.JointRescale"
@@ -237,7 +237,7 @@ class JointRescale(Multiplicative):
         return weights + self.scales
 
 
-def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
+def _whole_sites(call: str, argument: str, value: object) -> tuple[UnitAxis, ...]:
     axes = as_unit_axes(call, argument, value) if value else ()
     if any(axis.axis is not None for axis in axes):
         raise argument_error(
@@ -257,7 +257,7 @@ class OnElements(Symmetry):
     :param elements: sites, or (site, axis) pairs; the axis runs over the units.
     """
 
-    elements: Any
+    elements: UnitAxes
 
     def __post_init__(self) -> None:
         _convert_fields(self, as_unit_axes, "elements")

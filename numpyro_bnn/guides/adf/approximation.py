@@ -18,7 +18,7 @@ from numpyro.util import soft_vmap
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn._types import Kwargs
+from numpyro_bnn._types import Kwargs, PyTree
 from numpyro_bnn.guides.adf.likelihoods import Likelihood
 from numpyro_bnn.guides.adf.moment_matching import ADFState, Gamma
 from numpyro_bnn.guides.adf.problem import first_state, read_problem
@@ -124,7 +124,7 @@ class ADFPosterior(AutoNormal):
                 values[latent] = numpyro.sample(latent, fn.to_event(event_dim))
         return values
 
-    def _start_params(self) -> dict[str, Any]:
+    def _start_params(self) -> dict[str, PyTree]:
         """Parameters before any data are seen."""
         problem = self._known_problem()
         if self._start is None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._keys import split
@@ -22,7 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Attributes, Kwargs, PyTree
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Trees
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
 from numpyro_bnn.guides.adf.moment_matching import ADFState
@@ -145,7 +146,7 @@ class AutoADF(ADFPosterior):
             Kind(ADFState, "Pass the `state` of an earlier run of this guide."),
         ]
         | None = None,
-        orders: Any = None,
+        orders: ArrayLike | None = None,
         progress_bar: Switch = True,
         max_refused: Fraction = 0.05,
         keeper: Keeper | None = None,
@@ -236,7 +237,7 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def learned(likelihood: Likelihood, *inputs: Any) -> dict[str, Array]:
+        def learned(likelihood: Likelihood, *inputs: PyTree) -> dict[str, Array]:
             return self._to_params(sweep(likelihood, *inputs)[0])
 
         new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
@@ -281,8 +282,8 @@ class AutoADF(ADFPosterior):
         return jnp.asarray(density, float)
 
     def _prepare(
-        self, args: tuple, kwargs: Kwargs, batched: bool, in_axes: Any
-    ) -> tuple[Program, tuple[Any, Any], int]:
+        self, args: tuple, kwargs: Kwargs, batched: bool, in_axes: PyTree
+    ) -> tuple[Program, tuple[Trees, Trees], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
         call = f"{CALL}.run"
         args, kwargs = as_arrays(args, kwargs, call)
@@ -313,7 +314,7 @@ class AutoADF(ADFPosterior):
 
     def _prepare_fed(
         self, args: tuple, kwargs: Kwargs
-    ) -> tuple[Program, tuple[Any, Any], int]:
+    ) -> tuple[Program, tuple[Trees, Trees], int]:
         """:meth:`_prepare` for rows of a loader, of which the first ones are read."""
         call, columns = f"{CALL}.run", {}
         for place, leaf in Arguments.of(args, kwargs, self.model).leaves.items():
@@ -345,9 +346,9 @@ class AutoADF(ADFPosterior):
         args: tuple,
         kwargs: Kwargs,
         fn: Callable,
-        option: Any = None,
+        option: PyTree = None,
         more: tuple = (),
-    ) -> Any:
+    ) -> PyTree:
         """``fn(likelihood, state, rows, arrays, *more)`` of new data, compiled in
         float64.
 
@@ -370,11 +371,13 @@ class AutoADF(ADFPosterior):
             return self._programs[key](state, data.rows, data.arrays, *more)
 
 
-def _by_row(fn: Callable[[Likelihood, Point], Any]) -> Callable:
+def _by_row(fn: Callable[[Likelihood, Point], PyTree]) -> Callable:
     """A function of one data point, for each row."""
 
-    def of_rows(likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any) -> Any:
-        def of_row(row: Any) -> Any:
+    def of_rows(
+        likelihood: Likelihood, state: ADFState, rows: PyTree, arrays: PyTree
+    ) -> PyTree:
+        def of_row(row: PyTree) -> PyTree:
             return fn(likelihood, likelihood.point(state, (row, arrays)))
 
         return jax.vmap(of_row)(rows)
@@ -382,7 +385,7 @@ def _by_row(fn: Callable[[Likelihood, Point], Any]) -> Callable:
     return of_rows
 
 
-def _check_staged(method: str, *values: Any) -> None:
+def _check_staged(method: str, *values: PyTree) -> None:
     """Refuse to be compiled into a float32 program, which would silently truncate
     float64 numbers.
     """
@@ -413,7 +416,7 @@ def _set_axes(of_one: Values, of_all: Values) -> dict[str, int | None]:
     return axes
 
 
-def _narrow(value: Any) -> Array:
+def _narrow(value: object) -> Array:
     """In the precision of the session, converted on the host where the
     number is known.
     """
@@ -423,7 +426,7 @@ def _narrow(value: Any) -> Array:
     )
 
 
-def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
+def _axes(args: tuple, in_axes: PyTree, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
     one_each = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
@@ -439,7 +442,7 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
 
 
 def _checked_orders(
-    orders: Any, num_epochs: int, num_rows: int, batched: bool
+    orders: ArrayLike | None, num_epochs: int, num_rows: int, batched: bool
 ) -> Array | None:
     """Orders with the epoch as the first axis."""
     if orders is None:

@@ -19,6 +19,7 @@ from numpyro.distributions import constraints
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.adf.moment_matching import (
     NORMAL_CONSTANT,
     ADFState,
@@ -40,10 +41,10 @@ class Point(NamedTuple):
 
     quantities: Gaussians  # moments of the Gaussian quantities of the network
     states: Values  # of the hyperparameters
-    data: tuple[Any, Any]  # its row, and the other arrays
+    data: tuple[Trees, Trees]  # its row, and the other arrays
 
     @property
-    def means(self) -> dict[str, Any]:
+    def means(self) -> dict[str, PyTree]:
         """Means of the quantities."""
         return {name: quantity.mean for name, quantity in self.quantities.items()}
 
@@ -68,7 +69,7 @@ class Likelihood:
     predictor: ClassVar[str | None] = None
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, Any]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, PyTree]:
         """Parameters by name; a number distinguishes two parameters of the same name
         (in an inner distribution).
         """
@@ -115,7 +116,7 @@ class Likelihood:
         of_row, hypers = data.read_row(), self.hyperparameters
         return read_likelihood(data, of_row, self.roles, hypers, with_value)
 
-    def point(self, state: ADFState, data: Any) -> Point:
+    def point(self, state: ADFState, data: tuple[Trees, Trees]) -> Point:
         """Propagate the moments of the weights to those of the quantities.
 
         :param data: a row, and the other arrays.
@@ -182,7 +183,7 @@ class Likelihood:
         gaussians = {name: point.quantities[name] for name in self.integrated}
         return gaussians | {f"site {name}": point.states[name] for name in self.noise}
 
-    def _parameters(self, values: Values, point: Point) -> dict[str, Any]:
+    def _parameters(self, values: Values, point: Point) -> dict[str, PyTree]:
         """Parameters of the distribution and observed value at these quantities and
         noise sites; a Gamma is 1.
         """
@@ -211,7 +212,7 @@ class NormalLikelihood(Likelihood):
     predictor = "loc"
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, Any]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, PyTree]:
         """Mean and scale, shaped like the observation."""
         return {
             "loc": jnp.broadcast_to(base.loc, shape),
@@ -252,7 +253,7 @@ class CategoricalLikelihood(Likelihood):
     predictor = "logits"
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, Any]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, PyTree]:
         """One logit for each class."""
         return {
             "logits": jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
@@ -324,7 +325,9 @@ def read_likelihood(
         if kind.family is not None and type(base) is not kind.family:
             continue
 
-        def program(weights: Any, hypers: Any, row: Any, kind: Any = kind) -> Values:
+        def program(
+            weights: PyTree, hypers: PyTree, row: PyTree, kind: Any = kind
+        ) -> Values:
             sites = reading.with_arguments(*data.row_call(*row)).at(
                 {**weights, **hypers}, only=[name]
             )
@@ -370,7 +373,9 @@ def _check_observed(
         refuse(name, f"of shape {shape} for one row of the data", instead)
 
 
-def _check_cut(cut: Cut, base: dist.Distribution, roles: Roles, example: Any) -> None:
+def _check_cut(
+    cut: Cut, base: dist.Distribution, roles: Roles, example: PyTree
+) -> None:
     """Refuse predictors that depend on hyperparameters, and bounded parameters that
     would be treated as Gaussian.
     """

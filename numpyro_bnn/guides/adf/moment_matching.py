@@ -75,7 +75,7 @@ def gaussian_update(prior: Gaussian, gradient: Gaussian) -> tuple[Gaussian, Arra
     return _where(good, Gaussian(mean + var * d_mean, new_var), prior), ~good
 
 
-def _where(good: Array, new: Any, previous: Any) -> Any:
+def _where(good: Array, new: PyTree, previous: PyTree) -> PyTree:
     return jax.tree.map(
         lambda new, previous: jnp.where(good, new, previous), new, previous
     )
@@ -200,7 +200,7 @@ class ADFState(NamedTuple):
     """
 
     weights: dict[str, Gaussian]
-    hyperparameters: dict[str, Any]
+    hyperparameters: dict[str, PyTree]
     factors: dict[str, PriorFactor]
 
 
@@ -224,7 +224,9 @@ def refine_gamma(sites: Mapping[str, WeightSite], state: Gamma) -> Refined:
     :return: weights and factors by site, and the new state of the precision.
     """
 
-    def body(gamma: Gamma, inputs: Any) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
+    def body(
+        gamma: Gamma, inputs: PyTree
+    ) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
         element, *weight = inputs
         current = jax.tree.map(lambda leaf: leaf[element], gamma)
         new, factor, updated = _refine_one(current, *weight)
@@ -241,7 +243,7 @@ def refine_gamma(sites: Mapping[str, WeightSite], state: Gamma) -> Refined:
     return refined, _shaped_like(state.concentration, gamma)
 
 
-def _shaped_like(array: Any, tree: PyTree) -> Any:
+def _shaped_like(array: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(np.shape(array)), tree)
 
 

@@ -12,7 +12,7 @@ import tqdm
 from jax import Array, lax
 
 from numpyro_bnn._checks import outside
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
 from numpyro_bnn.guides.adf.moment_matching import (
     ADFState,
@@ -130,14 +130,18 @@ def learn(
 
 
 def sweep(
-    likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any, divisor: Any
+    likelihood: Likelihood,
+    state: ADFState,
+    rows: PyTree,
+    arrays: PyTree,
+    divisor: Array,
 ) -> tuple[ADFState, Records]:
     """One pass over rows in the order given; for ``divisor`` see
     :func:`fusion_barrier`.
     """
     absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
-    def body(state: ADFState, row: Any) -> tuple[ADFState, Any]:
+    def body(state: ADFState, row: PyTree) -> tuple[ADFState, PyTree]:
         updated, *records = absorb(state, (row, arrays))
         return updated, records
 
@@ -200,12 +204,16 @@ def fusion_barrier(fn: Callable, divisor: Array) -> Callable:
 class Program(NamedTuple):
     """Compiled parts of a run, for one run or for several at once."""
 
-    start: Callable[[Array, Any], ADFState]
+    start: Callable[[Array, Trees], ADFState]
     epoch: Callable[..., tuple[ADFState, Records]]
 
 
 def build(
-    likelihood: Likelihood, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+    likelihood: Likelihood,
+    batched: bool,
+    row_axes: PyTree,
+    array_axes: PyTree,
+    num_rows: int,
 ) -> Program:
     """Compiled functions of keys, rows and arrays; an epoch is one pass and the
     refinement of the prior.
@@ -213,11 +221,11 @@ def build(
 
     def epoch(
         state: ADFState,
-        rows: Any,
-        arrays: Any,
+        rows: PyTree,
+        arrays: PyTree,
         rng_key: Array,
-        order: Any,
-        divisor: Any,
+        order: Array,
+        divisor: Array,
     ) -> PyTree:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
@@ -245,7 +253,7 @@ def build_fed(
 
     @shared
     def absorbed(
-        state: ADFState, rows: Any, count: Any, arrays: Any, divisor: Any
+        state: ADFState, rows: PyTree, count: Array, arrays: PyTree, divisor: Array
     ) -> tuple[ADFState, Array, Array]:
         absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
@@ -260,7 +268,7 @@ def build_fed(
 
     refined = shared(partial(refine, likelihood))
 
-    def epoch(state: ADFState, _: object, arrays: Any, *rest: Any) -> PyTree:
+    def epoch(state: ADFState, _: object, arrays: PyTree, *rest: PyTree) -> PyTree:
         updated, sums = state._replace(factors={}), np.zeros(2)
         for start in range(0, num_rows, size):
             count = min(size, num_rows - start)

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.scipy.special import logsumexp
 
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.adf.moment_matching import NORMAL_CONSTANT, normal_log_density
 from numpyro_bnn.guides.adf.reading import Values
 from numpyro_bnn.moments import Gaussian
@@ -68,7 +69,7 @@ def log_expectation(
         x, log_weights = nodes[outer]
         return logsumexp(jax.vmap(at)(x) + log_weights, axis=0)
 
-    def both(z: Array, spacing: Any) -> Array:
+    def both(z: Array, spacing: Array) -> Array:
         x, log_weights = _points(first, z, spacing)
         every_other = np.where(np.arange(len(z)) % 2, -np.inf, np.log(2.0))
         rules = jnp.stack([log_weights, log_weights + _column(every_other, first)])
@@ -108,7 +109,7 @@ def _column(values: np.ndarray, like: Gaussian) -> Array:
     )
 
 
-def _grid(points: int, reach: float, like: Gaussian) -> tuple[Array, Any]:
+def _grid(points: int, reach: float, like: Gaussian) -> tuple[Array, Array]:
     """Points of the trapezoidal rule for a standard normal, and the logarithm of their
     distance.
     """
@@ -189,13 +190,15 @@ def _trusted_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return value, jnp.where(good, 1.0, jnp.nan) * tangents[0]
 
 
-def expectations(fn: Callable[[Values], Any], gaussians: Mapping[str, Gaussian]) -> Any:
+def expectations(
+    fn: Callable[[Values], PyTree], gaussians: Mapping[str, Gaussian]
+) -> PyTree:
     """E[fn(x)] for every leaf of ``fn``, element by element."""
     z = np.linspace(-8.0, 8.0, 257 if len(gaussians) == 1 else 33)
     grid = np.array(list(itertools.product(z, repeat=len(gaussians))))
     weights = np.exp(-0.5 * (grid**2).sum(axis=-1))
 
-    def at(node: Array) -> Any:
+    def at(node: Array) -> PyTree:
         values = {}
         for z, (name, (mean, var)) in zip(node, gaussians.items(), strict=True):
             values[name] = mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
+from jax.extend.core import ClosedJaxpr
 from numpyro import handlers
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import scale_and_mask
@@ -25,7 +26,7 @@ from numpyro_bnn._distributions import (
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.slices import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
-from numpyro_bnn._types import Site, Sites, Trees
+from numpyro_bnn._types import Arrays, Operand, PyTree, Site, Sites, Trees
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import draw_noise, run
 from numpyro_bnn.program.plates import check_observations
@@ -36,7 +37,7 @@ class Terms(NamedTuple):
 
     # closed jaxpr from the values of the latent sites, in the order of ``values``, to
     # terms that add up, with ``guide_terms``, to the bound
-    program: Any
+    program: ClosedJaxpr
     values: dict[str, Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
     # loc and scale of sites that may be drawn for each row
@@ -69,7 +70,7 @@ class _RowwiseELBO(ELBO):
         guide: Callable,
         *args: Any,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
         def particle(key: Array) -> Array:
@@ -135,7 +136,7 @@ class _RowwiseELBO(ELBO):
         uses = weight_uses.uses
         if not uses:
             self._warn(self._methods(terms, weight_uses))
-        inputs: dict[str, Any] = dict(terms.values)
+        inputs: dict[str, PyTree] = dict(terms.values)
         for name in uses:
             inputs[name] = SiteImage(name, *terms.normals[name])
         noise = draw_noise(rng_key, uses, self.local)
@@ -352,7 +353,7 @@ def _checked(trace: Sites, call: str) -> Sites:
     return trace
 
 
-def _log_prob(site: Site, value: Any = None) -> Array:
+def _log_prob(site: Site, value: Operand = None) -> Array:
     """Scaled log density of a site, elementwise."""
     if value is None and site["intermediates"]:
         density = site["fn"].log_prob(site["value"], site["intermediates"])
@@ -361,12 +362,14 @@ def _log_prob(site: Site, value: Any = None) -> Array:
     return jnp.asarray(scale_and_mask(density, scale=site["scale"]))
 
 
-def _followers(run_guide: Callable[[Any], Sites], values: Trees) -> dict[str, set[str]]:
+def _followers(
+    run_guide: Callable[[Arrays], Sites], values: Trees
+) -> dict[str, set[str]]:
     """For each latent site of the guide, the others whose draw or density in the guide
     depends on its value.
     """
 
-    def sites(values: Trees) -> dict[str, Any]:
+    def sites(values: Trees) -> dict[str, PyTree]:
         draws = {}
         for name, site in run_guide(values).items():
             if is_latent(site):
@@ -452,7 +455,7 @@ def _divergence(guide: Site, model: Site) -> Array | None:
     return jnp.sum(scale_and_mask(each, scale=model["scale"]))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Operand, b: Operand) -> bool:
     """Whether two scales are known to be equal."""
     if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
         return a is b

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from numpyro_bnn._jaxprs.axes import LabelPlaces
 from numpyro_bnn._jaxprs.primitives import (
@@ -63,7 +63,7 @@ class WeightUses(NamedTuple):
 
 
 def find_uses(
-    program: Any,
+    program: ClosedJaxpr,
     values: Mapping[str, Array],
     candidates: Collection[str],
     call: str,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, random
+from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import dot_axes
@@ -52,7 +53,7 @@ class Use:
         int, ...
     ] = ()  # axes of that operand which index inputs of the weight
     # the equations of the program where it enters
-    entries: list[Any] = field(default_factory=list)
+    entries: list = field(default_factory=list)
 
     @property
     def local(self) -> bool:
@@ -239,7 +240,7 @@ def _unpack(words: Array, shape: tuple[int, ...]) -> Array:
 
 
 def run(
-    program: Any,
+    program: ClosedJaxpr,
     values: Sequence[Operand],
     uses: Mapping[str, Use],
     noise: Mapping[str, WeightNoise],
@@ -249,7 +250,7 @@ def run(
     uses; the image of a weight N(mean, sd^2) is its mean, with the slope sd.
     """
 
-    def visit(equation: Equation, *operands: Operand) -> Any:
+    def visit(equation: Equation, *operands: Operand) -> Operand:
         """The rule of every primitive: a weight is drawn where it enters, and until
         then keeps its moments.
         """
@@ -325,7 +326,7 @@ def _positions(
 
 
 def _product_by_row(
-    equation: Equation, x: Array, mean: Array, change: Any, noise: WeightNoise
+    equation: Equation, x: Array, mean: Array, change: Operand, noise: WeightNoise
 ) -> Array:
     """Every row with its own weights, mean + r change t: one product forward and
     backward instead of two.

@@ -1,6 +1,6 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -63,7 +63,7 @@ from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_rows
 from numpyro_bnn.program.rows import refuse_rows
 
-STRUCTURES: dict[str, Any] = {
+STRUCTURES: dict[str, Callable] = {
     "full": FullStructure,
     "kron": KroneckerStructure,
     "diag": DiagonalStructure,
@@ -72,7 +72,7 @@ STRUCTURES: dict[str, Any] = {
 MAX_FULL_UNKNOWNS = 10_000
 
 
-def _are_patterns(value: Any) -> bool:
+def _are_patterns(value: object) -> bool:
     patterns = [value] if isinstance(value, str) else value
     return (
         isinstance(patterns, Sequence)
@@ -152,7 +152,7 @@ class AutoLaplace(AutoBlocks):
         prefix: Prefix = "auto",
     ) -> None:
         self.structure, self._patterns, self._rank = structure, sites, rank
-        self._model_params: dict[str, Any] = {}
+        self._model_params: dict[str, PyTree] = {}
         super().__init__(model, condition_on_scales=True, prefix=prefix)
 
     # -- reading the model -------------------------------------------------------------
@@ -188,7 +188,7 @@ class AutoLaplace(AutoBlocks):
         self._prototype_posterior = read(
             self._rows, self._transforms, self._scaled, self._chosen, by_products
         )
-        options: dict[str, Any] = {}
+        options: dict = {}
         if by_products:
             options["layouts"] = self._layouts(self._prototype_posterior)
         elif self.structure == "low_rank":
@@ -242,7 +242,7 @@ class AutoLaplace(AutoBlocks):
 
     def _gaussian_blocks(self, params: Mapping[str, Array]) -> Blocks:
         """The jointly Gaussian sites, and their distributions."""
-        blocks: list[Any] = []
+        blocks: list = []
         families = self._families(params)
         for (block, _), fn in zip(self._blocks, families, strict=True):
             blocks.append((list(block.shapes), fn))
@@ -332,7 +332,7 @@ class AutoLaplace(AutoBlocks):
         self._posterior = posterior
         return result._replace(params={**result.params, **self._model_params})
 
-    def _given_params(self, init: Trees) -> dict[str, Any]:
+    def _given_params(self, init: Trees) -> dict[str, PyTree]:
         """Values of the model's own parameters; refuses names that the model lacks, and
         parameters without a value.
         """
@@ -494,6 +494,6 @@ def _check_finite(call: str, args: tuple, kwargs: Kwargs) -> None:
             check_finite(call, "args", leaf)
 
 
-def _given_param(params: Trees, site: Site) -> Any:
+def _given_param(params: Trees, site: Site) -> PyTree:
     """Value of a parameter of the model."""
     return params.get(site["name"]) if site["type"] == "param" else None

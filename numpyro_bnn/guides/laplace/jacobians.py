@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from numpyro_bnn._jaxprs.axes import Axis, LabelPlaces, follow_axes, moved
 from numpyro_bnn._jaxprs.entries import SiteImage
@@ -160,7 +160,7 @@ class _Entry(NamedTuple):
     rows; ``None`` for one row.
     """
 
-    equation: Any
+    equation: JaxprEqn
     row: int | None
 
 
@@ -216,7 +216,7 @@ def _walk(
     """
     uses: dict[str, _Use] = {}
 
-    def enter(equation: Equation, *operands: Operand) -> Any:
+    def enter(equation: Equation, *operands: Operand) -> Operand:
         marked = [i for i, value in enumerate(operands) if _is_image_of_site(value)]
         plain, weight = list(map(_value, operands)), operands[marked[0]]
         if len(marked) == 1 and is_image(equation.jaxpr_equation, marked[0]):
@@ -237,7 +237,7 @@ def _walk(
     return _value(output), uses
 
 
-def _is_image_of_site(value: Any) -> bool:
+def _is_image_of_site(value: Operand) -> bool:
     return isinstance(value, SiteImage)
 
 
@@ -261,7 +261,7 @@ def _use(
     return _Use(inputs, slope, layout, equation.outputs[0], order)
 
 
-def _value(operand: Any) -> Any:
+def _value(operand: Operand) -> Operand:
     return operand.value if isinstance(operand, SiteImage) else operand
 
 

@@ -125,26 +125,26 @@ class ModelRows:
         )
 
     def run(
-        self, fn: Callable, index: Index, *values: Any, key: Hashable = None
+        self, fn: Callable, index: Index, *values: PyTree, key: Hashable = None
     ) -> PyTree:
         """``fn(batch, *values)`` by a program that is kept by ``key``, or by ``fn``."""
         number = None if index is None else len(index)
         place = (key or fn, number)
         if place not in self._programs:
 
-            def on_batch(reading: Posterior, index: Index, *values: Any) -> Any:
+            def on_batch(reading: Posterior, index: Index, *values: PyTree) -> PyTree:
                 return fn(self.batch(reading, index), *values)
 
             self._programs[place] = self.reading(index).prepare(on_batch, once=False)
         return self._programs[place](index, *values)
 
-    def run_once(self, fn: Callable, *values: Any) -> Any:
+    def run_once(self, fn: Callable, *values: PyTree) -> PyTree:
         """``fn(batch, *values)``, for what does not depend on the rows."""
         return self.run(fn, self.chunks[0], *values)
 
-    def total(self, fn: Callable, *values: Any, key: Hashable = None) -> Any:
+    def total(self, fn: Callable, *values: PyTree, key: Hashable = None) -> PyTree:
         """The sum of ``fn(batch, *values)`` over all rows."""
-        total: Any = None
+        total: PyTree = None
         for index in self.chunks:
             term = self.run(fn, index, *values, key=key)
             total = term if total is None else jax.tree.map(jnp.add, total, term)

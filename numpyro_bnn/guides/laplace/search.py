@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
@@ -104,7 +105,7 @@ class ModeSearch:
 
         def program(
             batch: Batch, v: Values, state: PyTree, tuned: Tuned, key: Array
-        ) -> Any:
+        ) -> PyTree:
             def step(carry: tuple, key: Array) -> tuple:
                 v, state = carry
                 index = draw_indices(*plate, key) if plate else None
@@ -372,7 +373,7 @@ class ModeSearch:
             left = 0.0
         return float(np.sqrt((total + left) / len(scale)))
 
-    def _dense_distance(self, mode: Mode, gradient: Any) -> float:
+    def _dense_distance(self, mode: Mode, gradient: ArrayLike) -> float:
         """Not finite if rounding leaves no positive precision."""
         tril = _float64(self.gaussian(mode).params["*", "scale_tril"])
         with np.errstate(invalid="ignore"):
@@ -384,7 +385,7 @@ class ModeSearch:
         return structure.precision(mode.sums, self.prior(mode), mode.coupling)
 
 
-def _float64(values: Any) -> np.ndarray:
+def _float64(values: ArrayLike) -> np.ndarray:
     return np.asarray(values, np.float64)
 
 
