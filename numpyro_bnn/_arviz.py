@@ -201,9 +201,7 @@ def inference_data(
     >>> group_names(idata)
     ['posterior']
     """
-    filled: dict = {
-        name: data for name, data in groups.items() if data.data_vars
-    }
+    filled: dict = {name: data for name, data in groups.items() if data.data_vars}
     about = _attributes("inference_data", attrs)
     if not _has_trees():
         return _arviz().InferenceData(attrs=about, **filled)

@@ -19,7 +19,7 @@ from numpyro.distributions.transforms import (
 )
 from numpyro.distributions.util import validate_sample
 
-from numpyro_bnn._types import Site
+from numpyro_bnn._types import Shape, Site
 
 __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
@@ -207,7 +207,7 @@ class GroupStudentT(dist.Distribution):
         self,
         df: Any,
         scale: Any,
-        shape: tuple[int, ...],
+        shape: Shape,
         *,
         validate_args: bool | None = None,
     ) -> None:
@@ -221,7 +221,7 @@ class GroupStudentT(dist.Distribution):
     def support(self) -> Constraint:
         return constraints.independent(constraints.real, len(self.event_shape))
 
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: Shape = ()) -> Array:
         normal, gamma = random.split(key)
         z = random.normal(normal, (*sample_shape, *self.event_shape))
         # Logs: for a small alpha most precisions are below the smallest float.

@@ -2,7 +2,6 @@
 draw.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
 from numpyro.util import is_prng_key
+
+from numpyro_bnn._types import Arrays
 
 __all__ = ["key_from", "key_numbers", "split"]
 
@@ -34,7 +35,7 @@ def key_numbers(value: Any) -> Any:
     return random.key_data(value) if typed else value
 
 
-def key_from(values: Mapping[str, Array]) -> Array:
+def key_from(values: Arrays) -> Array:
     """Make a key from the bits of all values, by two sums with random odd weights (each
     a universal hash).
 

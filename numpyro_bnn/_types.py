@@ -21,3 +21,4 @@ Attributes: TypeAlias = dict[str, Any]  # of a run or a result: numbers and text
 InferenceData: TypeAlias = Any
 Optimizer: TypeAlias = Any  # of optax, which is imported when it is needed
 Atom: TypeAlias = Any  # of a program: a variable of an equation, or a number
+Shape: TypeAlias = tuple[int, ...]

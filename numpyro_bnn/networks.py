@@ -14,6 +14,7 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, NetworkName, checked
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.nn import BatchStatistics, Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors import Normal, noncenter
@@ -38,7 +39,7 @@ class RandomNetwork:
     :ivar params: flat dictionary of parameter values.
     """
 
-    def __init__(self, name: str, net: Layer, params: Mapping[str, Array]) -> None:
+    def __init__(self, name: str, net: Layer, params: Arrays) -> None:
         self.name = name
         self.net = net
         self.params = params

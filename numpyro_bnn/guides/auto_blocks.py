@@ -490,9 +490,7 @@ def _monotone(transform: Transform, values: Array) -> Array:
     return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, direct)
 
 
-def _map_samples(
-    fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]
-) -> dict[str, PyTree]:
+def _map_samples(fn: Callable, samples: Mapping[str, Any], sample_shape: Shape) -> dict:
     """Apply ``fn`` to every sample of a dictionary, one at a time."""
     if not sample_shape:
         return fn(samples)

@@ -86,7 +86,7 @@ def declare_conditioner(
     return Conditioner(tuple(kernels), tuple(biases))
 
 
-def _normal(shape: tuple[int, ...], scale: float) -> Callable[[Array], Array]:
+def _normal(shape: Shape, scale: float) -> Callable[[Array], Array]:
     return lambda key: jax.random.normal(key, shape) * scale
 
 

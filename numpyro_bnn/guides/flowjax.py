@@ -12,6 +12,7 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Switch
+from numpyro_bnn._types import Shape
 from numpyro_bnn.guides.blocks import Block, Family, declare_loc, declare_scale
 
 
@@ -127,11 +128,11 @@ class FlowjaxDistribution(dist.Distribution):
         self.flow, self.loc, self.scale = flow, loc, scale
         super().__init__((), jnp.shape(loc), validate_args=validate_args)
 
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: Shape = ()) -> Array:
         return self.loc + self.scale * self.flow.sample(_typed(key), sample_shape)
 
     def sample_with_intermediates(
-        self, key: Array, sample_shape: tuple[int, ...] = ()
+        self, key: Array, sample_shape: Shape = ()
     ) -> tuple[Any, list]:
         """Draw together with the density, so that no flow has to be inverted (some need
         a numerical inverse).

@@ -18,7 +18,7 @@ from numpyro.util import find_stack_level
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import PyTree, Site, Sites, Trees
+from numpyro_bnn._types import PyTree, Shape, Site, Sites, Trees
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
@@ -91,7 +91,7 @@ def _weight(name: str) -> str:
     return name
 
 
-def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
+def _fan_in_scale(name: str, shape: Shape) -> float:
     """Scale of a kernel; a base site is in units of its prior, whatever its fan-in."""
     if len(shape) > 1 and _weight(name) == name:
         return fan_in(name, shape) ** -0.5
@@ -185,7 +185,7 @@ def initial_scales(
     call: str,
     init_scale: PyTree,
     spreads: Trees,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
 ) -> dict[str, Array]:
     """Initial standard deviation of every site, in unconstrained space.
 

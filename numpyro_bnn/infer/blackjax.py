@@ -21,7 +21,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers, split
 from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
-from numpyro_bnn._types import Attributes, Kwargs, PyTree
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Shape, Trees
 from numpyro_bnn.infer.blackjax_warm_up import (
     MANAGED,
     USERS_OWN,
@@ -367,7 +367,7 @@ class BlackJAX(TargetKernel[_Plan]):
         return state
 
     def _check_size(self, size: int) -> None:
-        shapes: tuple[tuple[int, ...], ...] = (size,), (size, size)
+        shapes: tuple[Shape, ...] = (size,), (size, size)
         if self._algorithm_name in MICROCANONICAL:
             shapes = (), *shapes
             if size < 2:
@@ -785,12 +785,12 @@ def _is_array(leaf: PyTree) -> bool:
     return isinstance(leaf, Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def _arrays(parameters: dict[str, PyTree]) -> dict[str, PyTree]:
+def _arrays(parameters: Trees) -> dict[str, PyTree]:
     """Parameters with ``None`` for what is no array: functions, and plain numbers."""
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, parameters)
 
 
-def _merged(tuned: dict[str, PyTree], fixed: dict[str, PyTree]) -> dict[str, PyTree]:
+def _merged(tuned: Trees, fixed: Trees) -> dict[str, PyTree]:
     return jax.tree.map(
         lambda array, other: other if array is None else array,
         tuned,

@@ -15,7 +15,7 @@ from jax import Array
 
 from numpyro_bnn._jaxprs.primitives import VIEWS, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
-from numpyro_bnn._types import Operand, PyTree
+from numpyro_bnn._types import Operand, PyTree, Shape
 
 
 class JacobianBlocks(NamedTuple):
@@ -117,7 +117,7 @@ def _terms(max_terms: int, equation: Equation, *operands: Operand) -> _Terms:
 
 
 def _joined(
-    name: str, params: PyTree, shape: tuple[int, ...], operands: Sequence[_Terms]
+    name: str, params: PyTree, shape: Shape, operands: Sequence[_Terms]
 ) -> _Terms:
     """The sum, difference or concatenation of arrays with terms."""
     if name in ("add", "add_any", "sub"):
@@ -141,7 +141,7 @@ def _joined(
 
 
 def _contracted(
-    numbers: Any, shape: tuple[int, ...], operands: Sequence[Operand], side: int
+    numbers: Any, shape: Shape, operands: Sequence[Operand], side: int
 ) -> _Terms:
     """The product of an array with terms and another array: each term of one times a
     number of the other.
@@ -163,7 +163,7 @@ def _contracted(
     return _Terms(factor.reshape(*shape, -1), index.reshape(*shape, -1))
 
 
-def _wide(index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _wide(index: np.ndarray, shape: Shape) -> np.ndarray:
     return np.broadcast_to(index, (*shape, index.shape[-1]))
 
 

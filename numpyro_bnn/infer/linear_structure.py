@@ -2,7 +2,7 @@
 not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs.slices import dependence
-from numpyro_bnn._types import Arrays, Site
+from numpyro_bnn._types import Arrays, Shape, Site
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -43,7 +43,7 @@ class LinearStructure(NamedTuple):
     depend on them.
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     data: tuple[str, ...]
 
 
@@ -188,7 +188,7 @@ def _data(call: str, reading: Posterior, sites: tuple[str, ...]) -> tuple[str, .
 def _check_linear(call: str, reading: Posterior, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
-    def slope(inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def slope(inputs: Arrays) -> dict[str, Array]:
         u = inputs["u"]
         return {"map": jax.jvp(linear.mean, (u,), (jnp.ones_like(u),))[1]}
 

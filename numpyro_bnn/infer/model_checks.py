@@ -18,7 +18,7 @@ from numpyro.primitives import Messenger
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence, indexed_lengths
-from numpyro_bnn._types import PyTree, Site, Sites
+from numpyro_bnn._types import Arrays, PyTree, Site, Sites
 from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
@@ -34,8 +34,8 @@ class RowSubset(NamedTuple):
     takes only the key.
     """
 
-    indices: Mapping[str, Array]
-    batch: Mapping[str, Array]
+    indices: Arrays
+    batch: Arrays
 
 
 # -- handlers -------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     refused, plates = partial(argument_error, call, "model"), reading.plates
     sites = sites_of_type(reading.sites, "sample")
 
-    def quantities(batch: Mapping[str, Array]) -> dict[tuple[str, str], Any]:
+    def quantities(batch: Arrays) -> dict[tuple[str, str], Any]:
         return _parts(reading.at(reading.row_values(reading.zeros(), batch)))
 
     batch = first_batch(plates)
@@ -224,7 +224,7 @@ def _check_order(
     refused: Callable,
     reading: Posterior,
     sites: Sites,
-    batch: Mapping[str, Array],
+    batch: Arrays,
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse
     their log densities.

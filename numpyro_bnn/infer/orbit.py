@@ -9,7 +9,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Positive, Switch, checked
-from numpyro_bnn._types import Attributes, Kwargs, PyTree
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Shape
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.posterior import Posterior
@@ -127,16 +127,14 @@ class OrbitMoves(Wrapper):
             refuse_random(self._call, "kernel", reading.stochastic)
         self._plans = plan_moves(reading, self._symmetries, self._exact)
 
-    def _start(
-        self, base: PyTree, batch_shape: tuple[int, ...], rng_key: Array
-    ) -> OrbitState:
+    def _start(self, base: PyTree, batch_shape: Shape, rng_key: Array) -> OrbitState:
         ones = jnp.ones((*batch_shape, len(self._plans)))
         return OrbitState(base, ones, ones, jnp.zeros(batch_shape, jnp.int32), rng_key)
 
     def _move(
         self,
         state: OrbitState,
-        values: dict[str, Array],
+        values: Arrays,
         rng_key: Array,
         reading: Posterior,
     ) -> tuple[OrbitState, dict[str, Array]]:

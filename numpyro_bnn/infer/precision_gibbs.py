@@ -238,7 +238,7 @@ class PrecisionGibbs(ModelKernel):
         conditioned, kwargs = held_values(model_kwargs)
         reading = self.posterior(model_args, kwargs)
 
-        def replay(z: dict[str, Array]) -> dict[str, Array]:
+        def replay(z: Arrays) -> dict[str, Array]:
             traced = reading.at({**conditioned, **z})
             values = dict(z)
             for name, site in sites_of_type(traced, "deterministic").items():
@@ -310,9 +310,9 @@ def _independent(sites: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
 def _draw(
     group: Sequence[ConjugateSite],
     traced: Sites,
-    values: Mapping[str, Array],
+    values: Arrays,
     rng_key: Array,
-) -> dict[str, Array]:
+) -> Arrays:
     r"""One exact draw of scale sites that are independent given everything else.
 
     With t = value^k, k = 2 \|power\|, elements x_m of the children with sd

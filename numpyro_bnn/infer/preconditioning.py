@@ -13,7 +13,7 @@ from jax.scipy.linalg import solve_triangular
 from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, unknown_name
-from numpyro_bnn._types import PyTree, Scalar
+from numpyro_bnn._types import Arrays, PyTree, Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.infer.step_size import (
     BENDING_STEPS,
@@ -245,7 +245,7 @@ def is_named(spec: PreconditionerLike, name: str) -> bool:
 
 
 def resolve(
-    call: str, spec: PreconditionerLike, z: Mapping[str, Array], num_data: int
+    call: str, spec: PreconditionerLike, z: Arrays, num_data: int
 ) -> Preconditioner:
     """Make the preconditioner of a flat position.
 

@@ -17,7 +17,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_bnn._checks import argument_error, check_finite, check_finite_arguments
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Sites
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Sites, Trees
 from numpyro_bnn.infer.model_arguments import ModelKernel
 from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
 from numpyro_bnn.program.batches import feeds_in
@@ -132,7 +132,7 @@ class Target:
             return posterior.constrain
         of_all = [name for name in computed if name not in self.of_one_minibatch]
 
-        def values(posterior: Posterior, z: dict[str, Array]) -> dict:
+        def values(posterior: Posterior, z: Arrays) -> dict:
             constrained = posterior.constrain(z)
             # Any minibatch will do: sites that depend on it are left out.
             rows = first_batch(self.plates)
@@ -157,7 +157,7 @@ class Target:
         """
         posterior = self.on(args, kwargs)
 
-        def total(z: dict[str, Array], rng_key: Array | int = 0) -> Array:
+        def total(z: Arrays, rng_key: Array | int = 0) -> Array:
             log_densities = posterior.log_likelihood(z, rows, rng_key)
             return sum(map(jnp.sum, log_densities.values()), jnp.zeros(()))
 
@@ -279,7 +279,7 @@ def with_parameters(model: Callable, values: Arrays) -> Callable:
     return parametrized
 
 
-def held_parameters(call: str, reading: Posterior) -> dict[str, PyTree]:
+def held_parameters(call: str, reading: Posterior) -> Trees:
     """The values at which parameters start, and which MCMC keeps; refuse those that
     start at random.
     """

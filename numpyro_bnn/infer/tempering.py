@@ -16,7 +16,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
-from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Scalar, Site
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Scalar, Site, Trees
 from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.wrapper import (
@@ -404,7 +404,7 @@ def _first(positions: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
-def _at(beta: Scalar, kwargs: Kwargs | None) -> dict[str, PyTree]:
+def _at(beta: Scalar, kwargs: Kwargs | None) -> Trees:
     """Keyword arguments of a tempered model."""
     return {**(kwargs or {}), BETA: jnp.asarray(beta, float)}
 

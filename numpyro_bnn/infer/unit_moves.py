@@ -15,7 +15,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn._types import Kwargs, PyTree, Sites
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Shape, Sites
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
@@ -159,9 +159,7 @@ class UnitMoves(Wrapper):
             raise argument_error(self._call, "units", came, instead)
         return shape[axis]
 
-    def _start(
-        self, base: PyTree, batch_shape: tuple[int, ...], rng_key: Array
-    ) -> UnitState:
+    def _start(self, base: PyTree, batch_shape: Shape, rng_key: Array) -> UnitState:
         return UnitState(
             base, jnp.zeros(batch_shape), jnp.zeros(batch_shape, jnp.int32), rng_key
         )
@@ -169,7 +167,7 @@ class UnitMoves(Wrapper):
     def _move(
         self,
         state: UnitState,
-        values: dict[str, Array],
+        values: Arrays,
         rng_key: Array,
         reading: Posterior,
     ) -> tuple[UnitState, dict[str, Array]]:
@@ -177,7 +175,7 @@ class UnitMoves(Wrapper):
         sites = reading.at(values, only=self._units)
         prior = {name: site["fn"] for name, site in sites.items()}
 
-        def log_other(units: Mapping[str, Array]) -> Array:
+        def log_other(units: Arrays) -> Array:
             return _log_other(reading.at({**values, **units}), prior)
 
         def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
@@ -207,9 +205,9 @@ class UnitMoves(Wrapper):
     def _redraw(
         self,
         rng_key: Array,
-        values: Mapping[str, Array],
+        values: Arrays,
         prior: Mapping[str, dist.Distribution],
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(values))
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))

@@ -25,7 +25,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
-from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Shape, Trees
 from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
@@ -107,9 +107,7 @@ class Wrapper(OuterKernel):
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
-    def _start(
-        self, base: PyTree, batch_shape: tuple[int, ...], rng_key: Array
-    ) -> PyTree:
+    def _start(self, base: PyTree, batch_shape: Shape, rng_key: Array) -> PyTree:
         """The first state of one chain or, if ``batch_shape`` is ``(C,)``, of C
         vectorized chains.
         """
@@ -118,7 +116,7 @@ class Wrapper(OuterKernel):
     def _move(
         self,
         state: PyTree,
-        values: dict[str, Array],
+        values: Arrays,
         rng_key: Array,
         reading: Posterior,
     ) -> tuple[PyTree, dict[str, Array]]:
@@ -314,8 +312,8 @@ class Wrapper(OuterKernel):
 
 
 def _as_held(
-    kernel: MCMCKernel, values: Mapping[str, Array], supports: Mapping[str, Constraint]
-) -> dict[str, Array]:
+    kernel: MCMCKernel, values: Arrays, supports: Mapping[str, Constraint]
+) -> Arrays:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
     """
@@ -333,13 +331,11 @@ def _as_held(
     return {name: transforms[name].inv(value) for name, value in values.items()}
 
 
-def _selected(values: Arrays, names: Iterable[str]) -> dict[str, PyTree]:
+def _selected(values: Arrays, names: Iterable[str]) -> Trees:
     return {name: values[name] for name in names if name in values}
 
 
-def with_values(
-    kernel: MCMCKernel, state: PyTree, values: Mapping[str, Array]
-) -> PyTree:
+def with_values(kernel: MCMCKernel, state: PyTree, values: Arrays) -> PyTree:
     """Return ``state`` with ``values`` of some of its sites, in the kernel's own form;
     its caches become stale.
     """

@@ -23,7 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import Arrays, PyTree, Trees
 from numpyro_bnn.infinite.kernels import kernel
 from numpyro_bnn.infinite.prior_moments import (
     PriorMoments,
@@ -152,7 +152,7 @@ def prior_fit(
 
 def _beginning(
     call: str, net: Layer, moments: PriorMoments, input_shape: Shape, ard: bool
-) -> dict[str, PyTree]:
+) -> dict:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
@@ -239,7 +239,7 @@ def _evidence(
     sites: Mapping[str, SiteMoments],
     x: Array,
     y: Array,
-    log_scales: dict[str, Array],
+    log_scales: Arrays,
 ) -> tuple[Array, Array, dict[str, Any]]:
     """Log marginal likelihood, the jitter of its Cholesky factor, and the slope of the
     likelihood.
@@ -268,7 +268,7 @@ def _evidence(
 
 def _patterns(
     moments: PriorMoments, fitted: Trees, shapes: Mapping[str, Shape]
-) -> dict[str, PyTree]:
+) -> Trees:
     """One normal prior for each layer; plain distributions if its family has no such
     scale.
     """

@@ -19,6 +19,7 @@ from numpyro_bnn._checks import (
     check_same_length,
 )
 from numpyro_bnn._options import Positive, RandomKey, Switch, checked
+from numpyro_bnn._types import Shape
 from numpyro_bnn.infinite.kernels import nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
@@ -140,7 +141,7 @@ class GPRegression:
         self,
         rng_key: RandomKey,
         x: ArrayLike | None = None,
-        sample_shape: tuple[int, ...] = (),
+        sample_shape: Shape = (),
     ) -> np.ndarray:
         """Posterior draws of the function, without noise.
 

@@ -16,9 +16,9 @@ from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Kind, RandomKey, check_fields, checked
+from numpyro_bnn._types import Shape
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
-Shape = tuple[int, ...]
 Params = Mapping[str, Array]
 Role = Literal["kernel", "bias", "scale"]
 

@@ -94,7 +94,7 @@ class Arguments:
         return bound.args, bound.kwargs | values
 
     @property
-    def optional(self) -> dict[str, PyTree]:
+    def optional(self) -> Trees:
         """The arguments that may be left out, and their defaults."""
         defaults = {}
         for name, parameter in self.signature.parameters.items():
@@ -103,7 +103,7 @@ class Arguments:
         return defaults
 
     @property
-    def arrays(self) -> dict[str, PyTree]:
+    def arrays(self) -> Trees:
         """The arguments that are arrays with at least one axis."""
         arrays = {}
         for name, value in self.values.items():
@@ -112,7 +112,7 @@ class Arguments:
         return arrays
 
     @cached_property
-    def _on_device(self) -> dict[str, PyTree]:
+    def _on_device(self) -> Trees:
         return as_arrays((), self.leaves, "model")[1]
 
     def _exchanged(self, leaves: Trees) -> dict[str, PyTree]:

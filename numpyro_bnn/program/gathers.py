@@ -10,6 +10,7 @@ from jax import Array
 
 from numpyro_bnn._checks import outside
 from numpyro_bnn._jaxprs.walk import Equation, Follower
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.posterior import Posterior
 
@@ -35,7 +36,7 @@ def _looks_up_few(reading: Posterior) -> bool:
     """Whether densities index a latent site with many more indices than it has rows."""
     crowded = False
 
-    def densities(values: dict[str, Array]) -> list[Array]:
+    def densities(values: Arrays) -> list[Array]:
         return log_densities(reading.at(values))
 
     def visit(equation: Equation, *latent: bool) -> bool:

@@ -25,7 +25,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Kwargs, PyTree, Sites, Trees
+from numpyro_bnn._types import Kwargs, Sites, Trees
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
 
@@ -60,7 +60,7 @@ def weighted_draw(
     return WeightedDraw(model_trace, log_joint, log_guide)
 
 
-def _latent_values(trace: Sites) -> dict[str, PyTree]:
+def _latent_values(trace: Sites) -> Trees:
     return {name: site["value"] for name, site in trace.items() if is_latent(site)}
 
 

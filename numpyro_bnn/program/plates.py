@@ -19,7 +19,7 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_factor, unwrapped
-from numpyro_bnn._types import Site, Sites
+from numpyro_bnn._types import Shape, Site, Sites
 
 __all__ = [
     "PARAMETERS",
@@ -206,7 +206,7 @@ def _shapes_of(site: Site) -> _Shapes:
     shapes = own_shape, data or own_shape, scale, all_shape
     rank = max(map(len, shapes))
 
-    def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    def aligned(shape: Shape) -> np.ndarray:
         return np.array((1,) * (rank - len(shape)) + tuple(shape), int)
 
     own_axes, data_axes, scale_axes, all_axes = map(aligned, shapes)

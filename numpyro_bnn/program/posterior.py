@@ -50,7 +50,7 @@ from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
 from numpyro_bnn._options import Model, checked
-from numpyro_bnn._types import Atom, Kwargs, PyTree, Scalar, Trees
+from numpyro_bnn._types import Arrays, Atom, Kwargs, PyTree, Scalar, Trees
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
@@ -172,7 +172,7 @@ class Posterior:
         posterior.held = dict.fromkeys(self.held)
         return posterior
 
-    def with_data(self, data: dict[str, PyTree]) -> "Posterior":
+    def with_data(self, data: Trees) -> "Posterior":
         """The same model on other arrays of these shapes."""
         posterior = copy(self)
         posterior.data = data
@@ -198,7 +198,7 @@ class Posterior:
         resized.held = self.held
         return resized
 
-    def _trace_on(self, model: Callable, arrays: dict[str, PyTree]) -> None:
+    def _trace_on(self, model: Callable, arrays: Trees) -> None:
         self._programs: dict[Hashable, Callable] = {}
         self._array_types = _types(arrays)
         try:
@@ -214,10 +214,8 @@ class Posterior:
             self._trace(model, inputs, constants)
         self._sizes = {name: plate.batch_size for name, plate in self.plates.items()}
 
-    def _trace(
-        self, model: Callable, arrays: dict[str, PyTree], constants: dict[str, PyTree]
-    ) -> None:
-        def read(key: Array, values: dict[str, PyTree]) -> list:
+    def _trace(self, model: Callable, arrays: Trees, constants: Trees) -> None:
+        def read(key: Array, values: Trees) -> list:
             originals = {id(values[place]): array for place, array in arrays.items()}
             token = TRACED.set(originals)
             try:
@@ -321,7 +319,7 @@ class Posterior:
             return False
         shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(values: Mapping[str, Array]) -> dict[str, PyTree]:
+        def computed(values: Arrays) -> Trees:
             sites = self.at(values, values[""])
             sites = sites_of_type(sites, "sample", "deterministic", "mutable")
             return {name: arrays_of(site) for name, site in sites.items()}
@@ -336,7 +334,7 @@ class Posterior:
         own seed.
         """
 
-        def indices(inputs: Mapping[str, Array]) -> dict[str, PyTree]:
+        def indices(inputs: Arrays) -> Trees:
             sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
@@ -577,7 +575,7 @@ class Posterior:
             return {**sites, **self.with_sizes({}).at(values, only=local)}
         return sites
 
-    def row_values(self, values: Values, rows: Rows) -> dict[str, PyTree]:
+    def row_values(self, values: Values, rows: Rows) -> Trees:
         """Take the wanted rows of sites that have all rows of these plates: what ``at``
         takes.
         """
@@ -587,7 +585,7 @@ class Posterior:
                 inputs[name] = jnp.take(inputs[name], rows[plate], axis)
         return inputs
 
-    def _own_keys(self, rng_key: Key) -> dict[str, Array]:
+    def _own_keys(self, rng_key: Key) -> Arrays:
         """One key after the other for what the model draws by itself."""
         keys = {}
         rng_key = _typed_key(rng_key)
@@ -650,7 +648,7 @@ class Posterior:
         sites = self.at_rows(self.constrain(z), rows, rng_key, self._not_held)
         return {name: site["fn"] for name, site in sites.items()}
 
-    def scale(self, rows: Rows | None = None) -> dict[str, PyTree]:
+    def scale(self, rows: Rows | None = None) -> Trees:
         """The factor of each log density on some rows: N / B of a plate, times that of
         ``handlers.scale``.
         """
@@ -800,7 +798,7 @@ class Posterior:
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
 
-        def quantities(inputs: Trees) -> dict[str, PyTree]:
+        def quantities(inputs: Trees) -> Trees:
             states = {place: inputs[place] for place in self._states}
             sites = self.with_data(inputs["data"]).at({**states, **inputs["values"]})
             arrays: dict[str, PyTree] = {"used": []}
@@ -849,7 +847,7 @@ class Posterior:
         from the prior.
         """
 
-        def values(reading: "Posterior", seed: Array) -> dict[str, PyTree]:
+        def values(reading: "Posterior", seed: Array) -> Trees:
             sites = reading.at({}, random.key(seed))
             values = {}
             for name, site in sites_of_type(sites, *kinds).items():

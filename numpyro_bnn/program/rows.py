@@ -199,7 +199,7 @@ def refuse_rows(call: str, reason: str, *trees: PyTree) -> None:
         )
 
 
-def with_head(values: Trees) -> dict[str, PyTree]:
+def with_head(values: Trees) -> Trees:
     """Arguments with their first rows in the place of those on disk."""
     return jax.tree.map(
         lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values)

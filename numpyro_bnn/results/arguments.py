@@ -10,7 +10,7 @@ from numpyro_bnn._checks import (
     check_same_length,
     unknown_name,
 )
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import Shape, Trees
 from numpyro_bnn.program.arguments import Arguments, as_numpy
 from numpyro_bnn.program.axes import Counted
 from numpyro_bnn.results.fit import CALL
@@ -102,7 +102,7 @@ class _RowAxes:
             along = [axis for axis, alike in enumerate(answers) if True in alike]
             self.axes[name] = along[0] if along and answers[0] == {False} else 0
 
-    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, shape: Shape) -> None:
         """Refuse a new array that differs from that of the run in more than rows."""
         run_shape = np.shape(self.arrays[name])
         sizes, expected = list(map(str, shape)), list(map(str, run_shape))

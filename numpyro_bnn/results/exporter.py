@@ -138,7 +138,7 @@ class Exporter:
         rng_key: Array,
         coords: Mapping[str, Sequence],
         draws: Draws | None = None,
-    ) -> dict[str, PyTree]:
+    ) -> Trees:
         """Groups of new rows, by default at all draws."""
         replay, arguments = self.replay, Arguments(new.arguments)
         scored = bool(replay.observed) and replay.observed <= new.arguments.keys()
@@ -208,7 +208,7 @@ class Exporter:
         outline.evaluate, outline.has_many_rows = zero_draws, False
         outline.layout = self.layout.with_coords({})
         training, _ = outline.training_groups(key)
-        predicted: dict[str, PyTree] = {}
+        predicted: Trees = {}
         if new is not None:
             with naming_new_rows(CALL, "predictions"):
                 predicted = outline.prediction_groups(new, key, {})

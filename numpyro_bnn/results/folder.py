@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._types import PyTree, Sites
+from numpyro_bnn._types import Sites, Trees
 from numpyro_bnn.results.fit import CALL, sample_stats
 from numpyro_bnn.results.layout import SAMPLE_DIMS, parameter_dims
 from numpyro_bnn.runs.draws import SITES, STATISTICS, StoredDraws, blocks_in
@@ -82,7 +82,7 @@ def from_folder(
     }, attrs
 
 
-def _named(posterior: Any, variables: dict[str, PyTree]) -> Any:
+def _named(posterior: Any, variables: Trees) -> Any:
     """The draws with the names of axes that exports have; a ``ValueError`` if they do
     not have those of a run.
     """

@@ -75,7 +75,7 @@ class Layout:
 
     # -- groups ------------------------------------------------------------------------
 
-    def training_groups(self, values: Groups) -> dict[str, PyTree]:
+    def training_groups(self, values: Groups) -> dict:
         """Groups of a fit and of values at its rows."""
         fit, replay = self.replay.fit, self.replay
         posterior = {}
@@ -110,7 +110,7 @@ class Layout:
         sites: Sites,
         arrays: Trees,
         coords: Mapping[str, Sequence],
-    ) -> dict[str, PyTree]:
+    ) -> dict:
         """Groups of values at new rows.
 
         :param sites: at these rows; ``arrays``: new arguments; ``coords``: of new rows.

@@ -24,7 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import Arrays, PyTree, Trees
 from numpyro_bnn.networks import RandomNetwork, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import Counted, counted
@@ -251,7 +251,7 @@ class Replay:
         a scale of the likelihood.
         """
 
-        def parts(sites: Sites) -> dict[str, PyTree]:
+        def parts(sites: Sites) -> Trees:
             values: dict[str, PyTree] = {}
             for name, site in sites.items():
                 if site["type"] == "deterministic":
@@ -366,7 +366,7 @@ def _batch_statistics(
     draws: Draws,
     rng_key: Array,
     evaluate: Evaluate,
-) -> dict[str, PyTree]:
+) -> Trees:
     """Statistics of batch normalizations at the training rows, at each draw."""
     if new.statistics != training.statistics:
         got = "a model that normalizes new rows in other calls than training rows"
@@ -376,7 +376,7 @@ def _batch_statistics(
         )
         raise argument_error(CALL, "predictions", got, instead)
 
-    def at_draw(reading: Posterior, draw: Draws, key: Array) -> dict[str, PyTree]:
+    def at_draw(reading: Posterior, draw: Draws, key: Array) -> Trees:
         sites = reading.at(draw, _model_key(key), new.statistics)
         return {name: site["value"] for name, site in sites.items()}
 
@@ -395,12 +395,12 @@ def _is_data(site: Site) -> bool:
     return site["is_observed"] and not is_auxiliary
 
 
-def _values(sites: Sites) -> dict[str, PyTree]:
+def _values(sites: Sites) -> Trees:
     named = sites_of_type(sites, "sample", "deterministic")
     return {name: site["value"] for name, site in named.items()}
 
 
-def _log_densities(sites: Sites, names: Collection[str]) -> dict[str, Array]:
+def _log_densities(sites: Sites, names: Collection[str]) -> Arrays:
     return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
 

@@ -166,7 +166,7 @@ class Chains:
             STATISTICS: {n: self._field(state, n) for n in self.recording.fields},
         }
 
-    def _selected(self, values: Trees) -> dict[str, PyTree]:
+    def _selected(self, values: Trees) -> dict:
         patterns = self.recording.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import PyTree, Sites
+from numpyro_bnn._types import PyTree, Shape, Sites
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
@@ -262,7 +262,7 @@ def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
             yield group, name, value
 
 
-def _chunk_shape(like: PyTree, draws_per_block: int) -> tuple[int, ...]:
+def _chunk_shape(like: PyTree, draws_per_block: int) -> Shape:
     return (1, draws_per_block, *(max(1, size) for size in like.shape))
 
 

@@ -17,7 +17,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import Attributes, Kwargs, PyTree
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, Trees
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
@@ -92,7 +92,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
     Site by site: a sum over all rows would hide what changes in a prior.
     """
 
-    def sums(reading: Posterior, values: dict[str, Array]) -> dict[str, Array]:
+    def sums(reading: Posterior, values: Arrays) -> dict[str, Array]:
         sums_by_site = {}
         for name, site in reading.at(values).items():
             if site["type"] == "sample":
@@ -125,7 +125,7 @@ def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[s
     if not names:
         return []
 
-    def values(sites: Sites) -> dict[str, PyTree]:
+    def values(sites: Sites) -> Trees:
         return {name: sites[name]["value"] for name in names}
 
     if rows_in(args, kwargs):  # read by the indices of a plate

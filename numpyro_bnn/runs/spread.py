@@ -17,7 +17,7 @@ from numpyro.infer import MCMC
 from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import Arrays, PyTree, Trees
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
 from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.rows import Rows, refuse_rows
@@ -109,9 +109,7 @@ class DeviceSpread:
             array = np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
         return self._placed(array, PartitionSpec(DATA))
 
-    def cut(
-        self, arrays: Mapping[str, Array], lengths: Mapping[str, int]
-    ) -> dict[str, Array]:
+    def cut(self, arrays: Arrays, lengths: Mapping[str, int]) -> dict[str, Array]:
         """Inside of the program: rows without the copies."""
         return {
             place: array[: lengths[place]] if place in lengths else array
@@ -159,7 +157,7 @@ class DeviceSpread:
             self._warn_of_moved_rows(program.as_text() or "", arguments[-1])
         return program
 
-    def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, Array]) -> None:
+    def _warn_of_moved_rows(self, text: str, inputs: Arrays) -> None:
         """Warn of a program that collects all rows on every device, in each step."""
         by_rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         largest = max(

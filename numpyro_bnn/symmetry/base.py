@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import Arrays, PyTree, Shape, Trees
 
 Values = dict[str, Array]
 # Sites or (site, axis) pairs as users write them; tuples of `UnitAxis` once checked.
@@ -35,11 +35,11 @@ class UnitAxis(NamedTuple):
     axis: int | None = None
     repeats: int = 1
 
-    def units(self, shape: tuple[int, ...]) -> int:
+    def units(self, shape: Shape) -> int:
         """Number of units U of a site of ``shape``."""
         return 1 if self.axis is None else shape[self.axis] // self.repeats
 
-    def per_unit(self, shape: tuple[int, ...]) -> int:
+    def per_unit(self, shape: Shape) -> int:
         """Number of elements that belong to each unit."""
         return prod(shape) // self.units(shape)
 
@@ -148,11 +148,11 @@ class Symmetry(ABC):
         return f"{type(self).__name__}({self.unit_axes[0].site})"
 
     @abstractmethod
-    def act(self, values: Mapping[str, Array], g: Array) -> Values:
+    def act(self, values: Arrays, g: Array) -> Values:
         """Values of its sites after the group element ``g`` (U,) has acted."""
 
     @abstractmethod
-    def log_det(self, values: Mapping[str, Array], g: Array) -> Array:
+    def log_det(self, values: Arrays, g: Array) -> Array:
         """log|det| of the map theta -> g theta in constrained coordinates, by unit
         (U,).
         """

@@ -1,7 +1,7 @@
 """The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, ClassVar, TypeAlias
@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import Arrays, Trees
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxes, UnitAxis, Values, as_unit_axes
 
 Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
@@ -44,7 +44,7 @@ class Multiplicative(Symmetry):
     def unit_axes(self) -> tuple[UnitAxis, ...]:
         return tuple(axis for axis, _ in self.powers)
 
-    def act(self, values: Mapping[str, Array], g: Array) -> Values:
+    def act(self, values: Arrays, g: Array) -> Values:
         new_values: Values = {}
         for axis, power in self.powers:
             value = new_values.get(axis.site, values[axis.site])
@@ -62,7 +62,7 @@ class Multiplicative(Symmetry):
             for axis, power in self.powers
         )
 
-    def log_det(self, values: Mapping[str, Array], g: Array) -> Array:
+    def log_det(self, values: Arrays, g: Array) -> Array:
         return self.dimension(values) * g
 
     def random(self, rng_key: Array, units: int) -> Array:
@@ -270,7 +270,7 @@ class OnElements(Symmetry):
     def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         """The value of one site after ``g`` (U,) has acted along the axis."""
 
-    def act(self, values: Mapping[str, Array], g: Array) -> Values:
+    def act(self, values: Arrays, g: Array) -> Values:
         new_values: Values = {}
         for axis in self.elements:
             new_values[axis.site] = self.on_site(
@@ -278,7 +278,7 @@ class OnElements(Symmetry):
             )
         return new_values
 
-    def log_det(self, values: Mapping[str, Array], g: Array) -> Array:
+    def log_det(self, values: Arrays, g: Array) -> Array:
         return jnp.zeros(g.shape)
 
 

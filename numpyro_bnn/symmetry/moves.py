@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
@@ -224,7 +225,7 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bo
 def move(
     plan: Plan,
     rng_key: Array,
-    values: Mapping[str, Array],
+    values: Arrays,
     prior: PriorProgram,
     width: Array,
 ) -> tuple[Values, Array]:
@@ -265,7 +266,7 @@ class _Orbit(NamedTuple):
     """
 
     plan: Plan
-    values: Mapping[str, Array]
+    values: Arrays
     prior: PriorProgram
 
     def moved(self, g: Array) -> Values:
@@ -282,7 +283,7 @@ class _Orbit(NamedTuple):
         ratio = new_log_density - self._log_density(self.values) + jacobian
         return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
 
-    def _log_density(self, values: Mapping[str, Array]) -> Array:
+    def _log_density(self, values: Arrays) -> Array:
         """The part of the log density that a move changes."""
         plan, prior = self.plan, self.prior
         if not plan.by_unit:

@@ -2,7 +2,6 @@
 latent sites, and themselves in terms of these sites.
 """
 
-from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 
@@ -14,7 +13,7 @@ from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import Arrays, Trees
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import arrays_in
@@ -110,7 +109,7 @@ class PriorProgram:
         """Sites whose distribution depends on any of ``sites``."""
         return {name for name, parents in self._parents.items() if parents & sites}
 
-    def total(self, values: Mapping[str, Array], sites: tuple[str, ...]) -> Array:
+    def total(self, values: Arrays, sites: tuple[str, ...]) -> Array:
         """Sum of the log densities of ``sites``."""
         fns = self.distributions(values)
         values = {**self.reading.held, **values}
@@ -119,7 +118,7 @@ class PriorProgram:
             total = total + jnp.sum(log_density(fns[name], values[name]))
         return total
 
-    def elements(self, values: Mapping[str, Array]) -> dict[str, Array | None]:
+    def elements(self, values: Arrays) -> dict[str, Array | None]:
         """Log density of every element of every latent site; ``None`` if elements are
         not independent.
         """
@@ -127,9 +126,7 @@ class PriorProgram:
         return {name: elementwise(fns[name], value) for name, value in values.items()}
 
 
-def in_latent(
-    symmetry: Symmetry, prior: PriorProgram, values: Mapping[str, Array]
-) -> Symmetry:
+def in_latent(symmetry: Symmetry, prior: PriorProgram, values: Arrays) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
     A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a
@@ -160,7 +157,7 @@ def in_latent(
 
 
 def _with_hyper_sites(
-    symmetry: Permutation, prior: PriorProgram, values: Mapping[str, Array]
+    symmetry: Permutation, prior: PriorProgram, values: Arrays
 ) -> Permutation:
     """Let the hyperparameters of single units move with the units.
 

@@ -2,7 +2,7 @@
 parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpyro.util import soft_vmap
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn._types import Kwargs, PyTree
+from numpyro_bnn._types import Arrays, Kwargs, Trees
 from numpyro_bnn.guides.adf.likelihoods import Likelihood
 from numpyro_bnn.guides.adf.moment_matching import ADFState, Gamma
 from numpyro_bnn.guides.adf.problem import first_state, read_problem
@@ -87,7 +87,7 @@ class ADFPosterior(AutoNormal):
                 for frame in site["cond_indep_stack"]:
                     self._prototype_frames[frame.name] = frame
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Arrays:
         """Sample the latent sites of the model, from parameters
         ``<site>_<prefix>_...``.
         """
@@ -124,7 +124,7 @@ class ADFPosterior(AutoNormal):
                 values[latent] = numpyro.sample(latent, fn.to_event(event_dim))
         return values
 
-    def _start_params(self) -> dict[str, PyTree]:
+    def _start_params(self) -> Trees:
         """Parameters before any data are seen."""
         problem = self._known_problem()
         if self._start is None:
@@ -220,7 +220,7 @@ class ADFPosterior(AutoNormal):
 
     def _complete(
         self,
-        values: dict[str, Array],
+        values: Arrays,
         sample_shape: tuple,
         args: tuple,
         kwargs: Kwargs,
@@ -234,7 +234,7 @@ class ADFPosterior(AutoNormal):
         def each_draw(fn: Callable) -> dict[str, Array]:
             return soft_vmap(fn, values, len(sample_shape), chunk_size=1)
 
-        def bases(draw: Mapping[str, Array]) -> dict[str, Array]:
+        def bases(draw: Arrays) -> dict[str, Array]:
             standardized = {}
             for name, weight in weights.items():
                 if weight.latent != name:
@@ -253,7 +253,7 @@ class ADFPosterior(AutoNormal):
         call = (args, kwargs) if args or kwargs else self._prototype_call
         reading = read(self.model, *as_arrays(*call))
 
-        def deterministic(draw: Mapping[str, Array]) -> dict[str, Array]:
+        def deterministic(draw: Arrays) -> dict[str, Array]:
             sites = reading.at(draw, only=missing).items()
             return {name: site["value"] for name, site in sites}
 

@@ -19,7 +19,7 @@ from numpyro.distributions import constraints
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import PyTree, Shape, Trees
 from numpyro_bnn.guides.adf.moment_matching import (
     NORMAL_CONSTANT,
     ADFState,
@@ -44,7 +44,7 @@ class Point(NamedTuple):
     data: tuple[Trees, Trees]  # its row, and the other arrays
 
     @property
-    def means(self) -> dict[str, PyTree]:
+    def means(self) -> Trees:
         """Means of the quantities."""
         return {name: quantity.mean for name, quantity in self.quantities.items()}
 
@@ -60,7 +60,7 @@ class Likelihood:
     roles: Roles
     hyperparameters: Mapping[str, Hyperparameter]
     base: dist.Distribution  # without values
-    shape: tuple[int, ...]  # of one observation
+    shape: Shape  # of one observation
     cut: Cut  # of the program of the parameters, the observed `value`, and its `mask`
 
     #: The distribution that has these formulas, by default every one, and the parameter
@@ -69,7 +69,7 @@ class Likelihood:
     predictor: ClassVar[str | None] = None
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, PyTree]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> Trees:
         """Parameters by name; a number distinguishes two parameters of the same name
         (in an inner distribution).
         """
@@ -183,7 +183,7 @@ class Likelihood:
         gaussians = {name: point.quantities[name] for name in self.integrated}
         return gaussians | {f"site {name}": point.states[name] for name in self.noise}
 
-    def _parameters(self, values: Values, point: Point) -> dict[str, PyTree]:
+    def _parameters(self, values: Values, point: Point) -> Trees:
         """Parameters of the distribution and observed value at these quantities and
         noise sites; a Gamma is 1.
         """
@@ -212,7 +212,7 @@ class NormalLikelihood(Likelihood):
     predictor = "loc"
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, PyTree]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> Trees:
         """Mean and scale, shaped like the observation."""
         return {
             "loc": jnp.broadcast_to(base.loc, shape),
@@ -253,7 +253,7 @@ class CategoricalLikelihood(Likelihood):
     predictor = "logits"
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, PyTree]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> Trees:
         """One logit for each class."""
         return {
             "logits": jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))

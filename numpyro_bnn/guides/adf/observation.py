@@ -120,9 +120,7 @@ class Cut:
                 return False
         return True
 
-    def head(
-        self, weights: PyTree, hypers: PyTree, data: tuple[Trees, Trees]
-    ) -> dict[str, PyTree]:
+    def head(self, weights: PyTree, hypers: PyTree, data: tuple[Trees, Trees]) -> Trees:
         """The quantities, from weights, hyperparameters and data."""
         inputs, values = self._closed.jaxpr.invars, (weights, hypers, data)
         outputs = self._evaluate(inputs, values, list(self.quantities.values()))
@@ -130,7 +128,7 @@ class Cut:
 
     def tail(
         self, quantities: Values, hypers: PyTree, data: tuple[Trees, Trees]
-    ) -> dict[str, PyTree]:
+    ) -> Trees:
         """All outputs, from the quantities, hyperparameters and data."""
         inputs = [*self.quantities.values(), *self._others]
         values = [quantities[name] for name in self.quantities], hypers, data

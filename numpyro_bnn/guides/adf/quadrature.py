@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.scipy.special import logsumexp
 
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import PyTree, Shape
 from numpyro_bnn.guides.adf.moment_matching import NORMAL_CONSTANT, normal_log_density
 from numpyro_bnn.guides.adf.reading import Values
 from numpyro_bnn.moments import Gaussian
@@ -167,7 +167,7 @@ def _around_the_mode(
     return points, jnp.concatenate([spacing[::-1], spacing])
 
 
-def sum_to(value: Array, shape: tuple[int, ...]) -> Array:
+def sum_to(value: Array, shape: Shape) -> Array:
     """Sum over the elements for which ``shape`` was broadcast."""
     if value.size == np.prod(shape):
         return value.reshape(shape)

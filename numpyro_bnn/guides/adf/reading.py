@@ -357,14 +357,14 @@ def _parents(
     computed.
     """
 
-    def priors(sites: Sites) -> dict[str, PyTree]:
+    def priors(sites: Sites) -> Trees:
         quantities = {}
         for name, latent in weights.items():
             value = 0.0 if name == latent else sites[name]["value"]
             quantities[name] = [_projected(sites[latent]["fn"]), value]
         return quantities
 
-    def others(sites: Sites) -> dict[str, PyTree]:
+    def others(sites: Sites) -> Trees:
         quantities: dict[str, PyTree] = {}
         for name in hypers:
             quantities[name] = jax.tree.leaves(sites[name]["fn"])
@@ -405,7 +405,7 @@ def _priors(
         zeros, draw = np.zeros(shape.shape), random.normal(size=shape.shape)
         probes[weights[w]] = zeros, zeros + 1, draw
 
-    def prior(reading: Posterior, values: dict) -> dict[str, PyTree]:
+    def prior(reading: Posterior, values: dict) -> Trees:
         at_zeros, at_ones, at_draws = (
             reading.at(values | {base: probe[k] for base, probe in probes.items()})
             for k in range(3)

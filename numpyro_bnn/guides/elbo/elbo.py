@@ -70,7 +70,7 @@ class _RowwiseELBO(ELBO):
         guide: Callable,
         *args: Any,
         **kwargs: Any,
-    ) -> dict[str, PyTree]:
+    ) -> Trees:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
         def particle(key: Array) -> Array:
@@ -94,7 +94,7 @@ class _RowwiseELBO(ELBO):
         self,
         model: Callable,
         guide: Callable,
-        params: Mapping[str, Array],
+        params: Arrays,
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, str]:
@@ -369,7 +369,7 @@ def _followers(
     depends on its value.
     """
 
-    def sites(values: Trees) -> dict[str, PyTree]:
+    def sites(values: Trees) -> Trees:
         draws = {}
         for name, site in run_guide(values).items():
             if is_latent(site):

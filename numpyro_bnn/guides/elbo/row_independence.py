@@ -28,7 +28,7 @@ from numpyro_bnn._jaxprs.primitives import (
     stacked_columns,
 )
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Arrays, Operand
 from numpyro_bnn.guides.elbo.weight_uses import (
     Piece,
     Use,
@@ -64,7 +64,7 @@ class WeightUses(NamedTuple):
 
 def find_uses(
     program: ClosedJaxpr,
-    values: Mapping[str, Array],
+    values: Arrays,
     candidates: Collection[str],
     call: str,
 ) -> WeightUses:
@@ -123,9 +123,7 @@ def _counting(value: Operand) -> Any:
 
 
 class _UseSearch(Interpreter):
-    def __init__(
-        self, values: Mapping[str, Array], candidates: Collection[str], call: str
-    ) -> None:
+    def __init__(self, values: Arrays, candidates: Collection[str], call: str) -> None:
         super().__init__({}, _is_followed, call, self.visit)
         self.values, self.sites = values, set(candidates)
         self.plain_sites: dict[str, str] = {}

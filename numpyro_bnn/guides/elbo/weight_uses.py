@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import dot_axes
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Operand, Shape
 from numpyro_bnn.guides.blocks import cut
 
 
@@ -41,12 +41,12 @@ class Use:
     """The one place where a weight enters a program."""
 
     kind: str  # name of the primitive, or "broadcast"
-    shape: tuple[int, ...]  # of the weight there
-    out_shape: tuple[int, ...]
+    shape: Shape  # of the weight there
+    out_shape: Shape
     rows: dict[int, list[Piece]]  # output axes that index rows, with their pieces
     outputs: tuple[int, ...]  # output axes that index weights
     where: str  # the line of the program
-    other_shape: tuple[int, ...] = ()  # of the operand that multiplies the weight
+    other_shape: Shape = ()  # of the operand that multiplies the weight
     # output axis of rows -> axis of that operand
     links: Mapping[int, int] = field(default_factory=dict)
     inputs: tuple[
@@ -106,12 +106,12 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
     )
 
 
-def axes_except(shape: tuple[int, ...], axes: Container[int]) -> tuple[int, ...]:
+def axes_except(shape: Shape, axes: Container[int]) -> tuple[int, ...]:
     """The other axes of a shape."""
     return tuple(axis for axis in range(len(shape)) if axis not in axes)
 
 
-def whole_axes(shape: tuple[int, ...], axes: Iterable[int]) -> dict[int, list[Piece]]:
+def whole_axes(shape: Shape, axes: Iterable[int]) -> dict[int, list[Piece]]:
     """Axes of a shape, in one piece each."""
     return {axis: [Piece(shape[axis], True)] for axis in axes}
 
@@ -128,7 +128,7 @@ def grown_axes(equation: Equation) -> tuple[int, ...]:
     return tuple(grown)
 
 
-def is_vector(shape: tuple[int, ...]) -> bool:
+def is_vector(shape: Shape) -> bool:
     """Whether at most one axis is longer than 1: a matrix drawn for each row would cost
     a matrix per row.
     """
@@ -174,7 +174,7 @@ def draw_noise(
 
 
 def _axes(
-    shape: tuple[int, ...],
+    shape: Shape,
     rows: Mapping[int, list[Piece]],
     weight_axes: tuple[int, ...],
 ) -> Axes:
@@ -210,7 +210,7 @@ def _normals(rng_key: Array, site_axes: Mapping[Any, Axes]) -> dict[Any, Array]:
     return {name: _spread(normals[name], axes) for name, axes in site_axes.items()}
 
 
-def _total(shapes: Mapping[Any, tuple[int, ...]]) -> int:
+def _total(shapes: Mapping[Any, Shape]) -> int:
     return sum(map(prod, shapes.values()))
 
 
@@ -226,14 +226,14 @@ def _signs(rng_key: Array, site_axes: Mapping[Any, Axes]) -> dict[Any, Array]:
     return signs
 
 
-def _word_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def _word_shape(shape: Shape) -> tuple[int, int]:
     rows = next((n for n in shape if n > 1), 1)
     if rows < 32:
         return 1, -(-prod(shape) // 32)
     return -(-rows // 32), prod(shape) // rows
 
 
-def _unpack(words: Array, shape: tuple[int, ...]) -> Array:
+def _unpack(words: Array, shape: Shape) -> Array:
     bits = (words[:, None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
     signs = 1 - 2 * bits.astype(jnp.int32)
     return signs.reshape(-1)[: prod(shape)].reshape(shape).astype(float)

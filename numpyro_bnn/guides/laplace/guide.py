@@ -25,7 +25,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Kwargs, Optimizer, PyTree, Site, Trees
+from numpyro_bnn._types import Arrays, Kwargs, Optimizer, PyTree, Site, Trees
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
@@ -232,7 +232,7 @@ class AutoLaplace(AutoBlocks):
         )
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
-    def _normals(self, params: Mapping[str, Array]) -> dict[str, dist.Normal]:
+    def _normals(self, params: Arrays) -> dict[str, dist.Normal]:
         scales = {}
         for name in self._transforms:
             if name not in self._chosen:
@@ -240,7 +240,7 @@ class AutoLaplace(AutoBlocks):
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
             return super()._normals(scales | dict(params))
 
-    def _gaussian_blocks(self, params: Mapping[str, Array]) -> Blocks:
+    def _gaussian_blocks(self, params: Arrays) -> Blocks:
         """The jointly Gaussian sites, and their distributions."""
         blocks: list = []
         families = self._families(params)
@@ -332,7 +332,7 @@ class AutoLaplace(AutoBlocks):
         self._posterior = posterior
         return result._replace(params={**result.params, **self._model_params})
 
-    def _given_params(self, init: Trees) -> dict[str, PyTree]:
+    def _given_params(self, init: Trees) -> Trees:
         """Values of the model's own parameters; refuses names that the model lacks, and
         parameters without a value.
         """
@@ -478,7 +478,7 @@ class AutoLaplace(AutoBlocks):
         _check_finite(call, args, kwargs)
         return name, posterior.on(args, kwargs)
 
-    def _coordinates(self, params: Mapping[str, Array]) -> Values:
+    def _coordinates(self, params: Arrays) -> Values:
         """Locations of all sites."""
         locs: Values = {}
         for block, _ in self._blocks:

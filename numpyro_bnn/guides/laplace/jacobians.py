@@ -29,7 +29,7 @@ from numpyro_bnn._jaxprs.axes import Axis, LabelPlaces, follow_axes, moved
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import SHAPING, Place, dot_axes, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
-from numpyro_bnn._types import Operand
+from numpyro_bnn._types import Operand, Shape
 from numpyro_bnn.guides.auto_blocks import Values
 
 
@@ -38,7 +38,7 @@ class MatrixLayout(NamedTuple):
     inputs first, and (I, O).
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     axes: tuple[int, ...]
     size: tuple[int, int]
 

@@ -34,7 +34,7 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn._types import Site
+from numpyro_bnn._types import Shape, Site
 from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import cut
 
@@ -54,7 +54,7 @@ class ObservedRows(NamedTuple):
     """
 
     likelihood: "NaturalOutputs"
-    shape: tuple[int, ...]
+    shape: Shape
     outputs: Values
     used: tuple[str, ...]
     weight: Array

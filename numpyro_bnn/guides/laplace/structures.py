@@ -15,7 +15,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.util import cholesky_of_inverse
 
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import PyTree, Shape
 from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import (
     Block,
@@ -76,7 +76,7 @@ class AffineNormal(dist.Distribution):
         """M^-1 times (P,), and log |det M|."""
         raise NotImplementedError
 
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: Shape = ()) -> Array:
         return self.loc + self.times(
             random.normal(key, (*sample_shape, *self.event_shape))
         )
