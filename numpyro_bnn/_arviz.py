@@ -14,11 +14,11 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats, unknown_name
 from numpyro_bnn._options import Choice
-from numpyro_bnn._types import Attributes, InferenceData, Kwargs
+from numpyro_bnn._types import Attributes, Floats, InferenceData, Kwargs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -51,7 +51,7 @@ def _has_trees() -> bool:
     return int(_arviz().__version__.split(".")[0]) >= 1
 
 
-def rhat(draws: ArrayLike) -> NDArray[np.float64]:
+def rhat(draws: ArrayLike) -> Floats:
     """Rank-normalized split R-hat of every column of ``draws``, computed by ArviZ.
 
     A single chain is cut into halves, which are compared as two chains (each is split
@@ -79,7 +79,7 @@ def rhat(draws: ArrayLike) -> NDArray[np.float64]:
     return _by_column(array, _arviz().rhat, method="rank")
 
 
-def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
+def ess(draws: ArrayLike, kind: str = "bulk") -> Floats:
     """Effective sample size of every column of ``draws``, computed by ArviZ.
 
     :param draws: (C, S, ...) draws by chain.
@@ -105,7 +105,7 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
 
 def pareto_smoothed(
     log_weights: ArrayLike,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Floats, Floats]:
     """Pareto-smoothed importance weights of independent draws and the shape k of their
     tail, computed by ArviZ.
 
@@ -268,7 +268,7 @@ def attrs(idata: InferenceData) -> Attributes:
     return dict(idata.attrs)
 
 
-def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
+def _by_chain(call: str, draws: ArrayLike) -> Floats:
     array = as_floats(call, "draws", draws)
     if array.ndim < 2 or 0 in array.shape:
         raise argument_error(
@@ -280,9 +280,7 @@ def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
     return array
 
 
-def _by_column(
-    array: NDArray[np.float64], diagnostic: Any, **options: Any
-) -> NDArray[np.float64]:
+def _by_column(array: Floats, diagnostic: Any, **options: Any) -> Floats:
     """Apply an ArviZ diagnostic to the columns for which it is defined; the others are
     NaN.
     """
@@ -301,7 +299,7 @@ def _by_column(
     return result.reshape(shape)
 
 
-def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def _untied(log_weights: Floats) -> Floats:
     """Spread equal values (equal within the resolution of float32) over that
     resolution.
     """
@@ -316,7 +314,7 @@ def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     )
 
 
-def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
+def _smooth(log_weights: Floats) -> tuple[Any, float]:
     """PSIS of one vector; ArviZ 1.x takes log likelihoods, so the sign is reversed."""
     if not _has_trees():
         return _arviz().psislw(log_weights.copy())

@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
 # Arrays in containers that JAX goes through: a state, a minibatch, an argument.
 PyTree: TypeAlias = Any
 Arrays: TypeAlias = Mapping[str, Array]  # by name
+HostArrays: TypeAlias = Mapping[str, np.ndarray]  # by name, of NumPy
+Floats: TypeAlias = NDArray[np.float64]
 Trees: TypeAlias = Mapping[str, PyTree]  # by name
 Scalar: TypeAlias = Array | float
 # What an equation of a program takes: an array, or what a rule says of one.

@@ -18,6 +18,7 @@ from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error, is_list, unknown_name
 from numpyro_bnn._options import PositiveInt, check_fields
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.nn.base import Shape
 
 Patterns: TypeAlias = str | Sequence[str]
@@ -45,7 +46,7 @@ class Block(NamedTuple):
         """How many unconstrained numbers the block has: D."""
         return sum(prod(shape) for shape in self.shapes.values())
 
-    def unflatten(self, vector: Array) -> dict[str, Array]:
+    def unflatten(self, vector: Array) -> Arrays:
         """Split a vector (..., D) into the values of the sites; batch axes stay in
         front.
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, Natural, PositiveInt, RandomKey, checked
-from numpyro_bnn._types import Kwargs, Trees
+from numpyro_bnn._types import Floats, Kwargs, Trees
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
@@ -47,7 +47,7 @@ class Evidence(NamedTuple):
     pareto_k: float
     ess: float
     num_observations: int
-    log_weights: NDArray[np.float64]
+    log_weights: Floats
 
     @property
     def num_samples(self) -> int:
@@ -203,7 +203,7 @@ def summarize(log_weights: ArrayLike, num_observations: Natural = 0) -> Evidence
     return _summary("guides.summarize", log_w, num_observations)
 
 
-def _summary(call: str, log_w: NDArray[np.float64], num_observations: int) -> Evidence:
+def _summary(call: str, log_w: Floats, num_observations: int) -> Evidence:
     bad = int((np.isnan(log_w) | np.isposinf(log_w)).sum())
     if bad:
         instead = (

@@ -27,7 +27,7 @@ from numpyro_bnn._checks import (
     outside,
 )
 from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.batches import feeds_in
 from numpyro_bnn.program.compiled import (
@@ -54,14 +54,12 @@ WINDOW = 1000  # number of losses in the running mean of the progress bar
 class Keeper(Protocol):
     """Where a run is kept."""
 
-    def load(self, like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    def load(self, like: PyTree) -> tuple[PyTree, HostArrays] | None:
         """The state, of the structure of ``like``, and the records of an earlier call,
         if there was one.
         """
 
-    def save(
-        self, state: PyTree, records: Mapping[str, np.ndarray], last: bool
-    ) -> None:
+    def save(self, state: PyTree, records: HostArrays, last: bool) -> None:
         """Keep a state and what was recorded before it; unless it is the last one, only
         now and then.
         """

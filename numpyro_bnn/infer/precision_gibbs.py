@@ -160,10 +160,8 @@ class PrecisionGibbs(ModelKernel):
         self._program = reading.without_data()
         keys = split(rng_key)
 
-        def start(
-            reading: Posterior, key: Array, conditioned: Arrays
-        ) -> dict[str, Array]:
-            def start_chain(key: Array) -> dict[str, Array]:
+        def start(reading: Posterior, key: Array, conditioned: Arrays) -> Arrays:
+            def start_chain(key: Array) -> Arrays:
                 sites = reading.at(conditioned, key, conditionals).items()
                 return {name: jnp.asarray(site["value"]) for name, site in sites}
 
@@ -238,7 +236,7 @@ class PrecisionGibbs(ModelKernel):
         conditioned, kwargs = held_values(model_kwargs)
         reading = self.posterior(model_args, kwargs)
 
-        def replay(z: Arrays) -> dict[str, Array]:
+        def replay(z: Arrays) -> Arrays:
             traced = reading.at({**conditioned, **z})
             values = dict(z)
             for name, site in sites_of_type(traced, "deterministic").items():

@@ -22,7 +22,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
-from numpyro_bnn._types import Kwargs, Optimizer, PyTree, Scalar
+from numpyro_bnn._types import Arrays, Kwargs, Optimizer, PyTree, Scalar
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
@@ -290,7 +290,7 @@ def learned_parameters(
     usual: int,
     args: tuple,
     kwargs: Kwargs,
-) -> dict[str, Array]:
+) -> Arrays:
     """Values of the parameters of ``priors.Learned`` after as many steps as a warm
     start takes.
 
@@ -325,7 +325,7 @@ def learned_parameters(
         reading.draw([0], PARAMETERS)[0],
     )
 
-    def optimized(given: tuple, args: tuple, kwargs: Kwargs) -> dict[str, Array]:
+    def optimized(given: tuple, args: tuple, kwargs: Kwargs) -> Arrays:
         seed = seeds(random.key(0), 1)[0]
 
         def potential(position: tuple, batch: PyTree) -> Array:

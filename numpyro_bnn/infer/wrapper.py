@@ -300,7 +300,7 @@ class Wrapper(OuterKernel):
 
     def members(
         self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> dict[str, Array]:
+    ) -> Arrays:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
             got = f"moves around {type(self._kernel).__name__}, which has no warm start"

@@ -23,7 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Arrays, PyTree, Trees
+from numpyro_bnn._types import Arrays, HostArrays, PyTree, Trees
 from numpyro_bnn.infinite.kernels import kernel
 from numpyro_bnn.infinite.prior_moments import (
     PriorMoments,
@@ -174,7 +174,7 @@ def _beginning(
 
 
 def _search(
-    begin: dict[str, np.ndarray],
+    begin: HostArrays,
     evidence: Callable[[dict], tuple[Array, Array, dict]],
     spread: float,
     log_sd: float,

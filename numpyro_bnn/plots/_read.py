@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Choice
-from numpyro_bnn._types import InferenceData, PyTree
+from numpyro_bnn._types import Floats, InferenceData, PyTree
 from numpyro_bnn.metrics._inputs import sound_chains
 
 # Groups of draws, each with the group that holds its inputs.
@@ -28,16 +28,16 @@ class Drawn(NamedTuple):
 
     site: str
     group: str
-    y: NDArray[np.float64] | None
-    function: NDArray[np.float64] | None
+    y: Floats | None
+    function: Floats | None
     classes: bool
     observed: Any
 
-    def targets(self) -> NDArray[np.float64]:
+    def targets(self) -> Floats:
         """The observed values as one axis; call ``predicted`` with ``scored`` first."""
         return np.asarray(self.observed, dtype=np.float64).ravel()
 
-    def class_probabilities(self, call: str) -> NDArray[np.float64]:
+    def class_probabilities(self, call: str) -> Floats:
         """Draws (C, S, N, K) of class probabilities; the mean of a label 0 or 1 is the
         probability of 1.
         """

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Natural, PositiveInt, checked
-from numpyro_bnn._types import InferenceData
+from numpyro_bnn._types import Floats, InferenceData
 from numpyro_bnn.metrics.classification import Reliability
 from numpyro_bnn.plots import _read, _style
 from numpyro_bnn.plots._style import Axes
@@ -150,7 +150,7 @@ def reliability_diagram(
     return axis
 
 
-def _binomial_band(count: Any, share: Any) -> NDArray[np.float64]:
+def _binomial_band(count: Any, share: Any) -> Floats:
     """Central 95 % interval of the fraction of successes among ``count`` trials with
     probability ``share``.
     """
@@ -162,7 +162,7 @@ def _binomial_band(count: Any, share: Any) -> NDArray[np.float64]:
     )
 
 
-def _pit_panel(axis: Axes, values: NDArray[np.float64], bins: int) -> None:
+def _pit_panel(axis: Axes, values: Floats, bins: int) -> None:
     counts, edges = np.histogram(values, bins=bins, range=(0.0, 1.0))
     if bins > 1:
         band = bins * _binomial_band(values.size, 1 / bins)
@@ -179,9 +179,7 @@ def _pit_panel(axis: Axes, values: NDArray[np.float64], bins: int) -> None:
     axis.legend(loc="upper left", borderaxespad=0.2)
 
 
-def _coverage_panel(
-    axis: Axes, draws: NDArray[np.float64], observed: NDArray[np.float64]
-) -> None:
+def _coverage_panel(axis: Axes, draws: Floats, observed: Floats) -> None:
     levels = np.linspace(0.05, 0.95, 19)
     # those that so few draws reach
     levels = levels[levels <= (len(draws) - 1) / (len(draws) + 1) + 1e-9]

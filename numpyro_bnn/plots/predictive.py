@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, Level, Number, checked
-from numpyro_bnn._types import InferenceData
+from numpyro_bnn._types import Floats, InferenceData
 from numpyro_bnn.plots import _read, _style
 from numpyro_bnn.plots._style import Axes
 
@@ -202,7 +202,7 @@ def predicted_vs_observed(
     return axis
 
 
-def _central(draws: NDArray[np.float64], level: float) -> tuple[NDArray, NDArray]:
+def _central(draws: Floats, level: float) -> tuple[NDArray, NDArray]:
     """Lower and upper bounds of the central interval over the first axis, with
     probability ``level`` inside.
     """
@@ -212,7 +212,7 @@ def _central(draws: NDArray[np.float64], level: float) -> tuple[NDArray, NDArray
     return low, high
 
 
-def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+def _flat(call: str, draws: Floats) -> Floats:
     """Draws (C, S, N) or (C, S, N, 1), as (C S, N)."""
     if draws[0, 0].size != draws.shape[2]:
         instead = "Bands are for one output: draw each output separately."

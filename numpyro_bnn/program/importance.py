@@ -11,7 +11,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import Array
-from numpy.typing import NDArray
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.util import log_density
@@ -25,7 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._options import Kind
-from numpyro_bnn._types import Kwargs, Sites, Trees
+from numpyro_bnn._types import Floats, Kwargs, Sites, Trees
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
 
@@ -78,7 +77,7 @@ def log_jacobian(trace: Sites) -> Array:
     return total
 
 
-def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
+def weight_statistics(log_weights: Floats) -> dict[str, float]:
     """ELBO, importance-weighted bound, their standard errors, k-hat and effective
     draws.
 

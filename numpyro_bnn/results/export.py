@@ -28,7 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Attributes, InferenceData, Trees
+from numpyro_bnn._types import Attributes, HostArrays, InferenceData, Trees
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import MIN_DRAWS, health
@@ -279,7 +279,7 @@ def reported(groups: Trees, about: Attributes) -> InferenceData:
     return idata
 
 
-def _starts(mcmc: MCMC, replay: Replay) -> dict[str, np.ndarray]:
+def _starts(mcmc: MCMC, replay: Replay) -> HostArrays:
     """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
     and draws to be compared.
     """

@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
@@ -250,7 +250,7 @@ def _check_coords(
             raise argument_error(CALL, argument, got, "Pass one label for each.")
 
 
-def _joined(draws: Draws, starts: Draws) -> dict[str, np.ndarray]:
+def _joined(draws: Draws, starts: Draws) -> HostArrays:
     """Draws (C, S, ...) and members (C, 1, ...) as one chain, evaluated by one
     program.
     """
@@ -273,7 +273,7 @@ def _split(values: PyTree, draws: Draws) -> tuple[PyTree, PyTree]:
     return jax.tree.map(at_draws, values), of_members
 
 
-def _judged(values: Groups, observed: Mapping[str, np.ndarray]) -> dict[str, str]:
+def _judged(values: Groups, observed: HostArrays) -> dict[str, str]:
     """Attributes: how much members explain, and their log likelihoods."""
     means = {}
     for (site, ending), value in values["predictions"].items():

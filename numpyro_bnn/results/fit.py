@@ -20,7 +20,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Attributes, Kwargs, PyTree, Trees
+from numpyro_bnn._types import Arrays, Attributes, HostArrays, Kwargs, PyTree, Trees
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, as_numpy, fingerprints
 from numpyro_bnn.program.compiled import prepare, run
@@ -68,8 +68,8 @@ class Fit:
 
     model: Callable
     arguments: Arguments
-    posterior: Mapping[str, np.ndarray]
-    sample_stats: Mapping[str, np.ndarray] = field(default_factory=dict)
+    posterior: HostArrays
+    sample_stats: HostArrays = field(default_factory=dict)
     attrs: Attributes = field(default_factory=dict)
     params: dict[str, PyTree] = field(default_factory=dict)
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
@@ -209,7 +209,7 @@ def _check_unchanged(mcmc: MCMC) -> None:
         )
 
 
-def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
+def members_of(mcmc: MCMC) -> HostArrays:
     """Values (C, 1, ...) by site at the end of each chain's warm start; a ValueError if
     there was none.
     """
@@ -243,7 +243,7 @@ def _described(mcmc: MCMC) -> Attributes:
     return described
 
 
-def sample_stats(fields: Trees) -> dict[str, np.ndarray]:
+def sample_stats(fields: Trees) -> HostArrays:
     """Fields of a run under the names of ArviZ."""
     stats = {}
     for label, value in fields.items():
@@ -293,7 +293,7 @@ def from_guide(
             settings["elbo_rise"] = _elbo_rise(losses)
         if (last_key := getattr(state, "rng_key", None)) is not None:
             settings["last_rng_key"] = key_text(last_key)
-    stats: dict[str, np.ndarray] = {}
+    stats: HostArrays = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
         numbers = {"draw": np.arange(num_samples)[None]}
         call = _GuideCall(guide, params, args, kwargs)
@@ -307,9 +307,7 @@ def from_guide(
     else:
         set_up(guide, args, kwargs)
 
-        def sample(
-            key_and_params: tuple, args: tuple, kwargs: Kwargs
-        ) -> dict[str, Array]:
+        def sample(key_and_params: tuple, args: tuple, kwargs: Kwargs) -> Arrays:
             return full_plates(guide.sample_posterior)(
                 *key_and_params, *args, sample_shape=(num_samples,), **kwargs
             )

@@ -10,7 +10,7 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import is_factor, unwrapped
-from numpyro_bnn._types import PyTree, Trees
+from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.sites import Site, Sites
 from numpyro_bnn.results.fit import CALL
@@ -155,7 +155,7 @@ class Layout:
                     warnings.warn(f"{CALL}: {text}.", stacklevel=outside())
                     return
 
-    def observed_values(self) -> dict[str, np.ndarray]:
+    def observed_values(self) -> HostArrays:
         """Data by variable."""
         values = {}
         for name in self.replay.observed_sites:
@@ -172,7 +172,7 @@ class Layout:
                 return passed
         return value
 
-    def _parameters(self, values: Mapping[str, np.ndarray]) -> Any:
+    def _parameters(self, values: HostArrays) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
         variables = {}
         for name, value in values.items():
@@ -294,8 +294,8 @@ def _plate_sizes(sites: Sites) -> dict[str, int]:
 
 
 def _with_impossible(
-    stats: Mapping[str, np.ndarray], densities: Mapping[Any, np.ndarray]
-) -> dict[str, np.ndarray]:
+    stats: HostArrays, densities: Mapping[Any, np.ndarray]
+) -> HostArrays:
     """Statistics in which draws at which an observation has no density count as
     diverging.
     """

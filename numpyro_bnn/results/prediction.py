@@ -1,6 +1,5 @@
 """``predict``: predictions for new inputs from exported or saved draws."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax import Array
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
-from numpyro_bnn._types import InferenceData, Trees
+from numpyro_bnn._types import HostArrays, InferenceData, Trees
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
@@ -110,7 +109,7 @@ def _compared(
     reading: Posterior,
     draws: Draws,
     idata: InferenceData,
-    observed: Mapping[str, np.ndarray],
+    observed: HostArrays,
 ) -> str:
     """Refuse a model under which stored draws have another log likelihood, or mean, at
     the training rows.
@@ -194,7 +193,7 @@ def _training_rows(
     return read, not unknown
 
 
-def _values(idata: InferenceData, group: str) -> dict[str, np.ndarray]:
+def _values(idata: InferenceData, group: str) -> HostArrays:
     """Variables of a group by exported name, chains and draws first; none if there is
     no such group.
     """
@@ -207,7 +206,7 @@ def _values(idata: InferenceData, group: str) -> dict[str, np.ndarray]:
     }
 
 
-def _check_redrawn(reading: Posterior, observed: Mapping[str, np.ndarray]) -> None:
+def _check_redrawn(reading: Posterior, observed: HostArrays) -> None:
     """Refuse observations, drawn here, that the run's data would not fit: (M, M) for
     data (N, 1).
     """
@@ -228,8 +227,8 @@ def _check_redrawn(reading: Posterior, observed: Mapping[str, np.ndarray]) -> No
 
 
 def _draws_of_sites(
-    reading: Posterior, posterior: Mapping[str, np.ndarray], observed: Trees
-) -> dict[str, np.ndarray]:
+    reading: Posterior, posterior: HostArrays, observed: Trees
+) -> HostArrays:
     """Draws by site: every latent site must have some, and every variable must be a
     site.
     """

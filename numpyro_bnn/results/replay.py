@@ -24,7 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Arrays, PyTree, Trees
+from numpyro_bnn._types import Arrays, HostArrays, PyTree, Trees
 from numpyro_bnn.networks import RandomNetwork, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import Counted, counted
@@ -148,7 +148,7 @@ class Replay:
         self.read = read or read_model(fit.model, fit.arguments, fit.params)
         self.reading, self.sites = self.read.reading, self.read.sites
         #: Values of the latent sites: all others are computed from them.
-        self.latent: dict[str, np.ndarray] = {}
+        self.latent: HostArrays = {}
         for name in sites_of_type(self.sites, "sample"):
             if name in fit.posterior:
                 self.latent[name] = fit.posterior[name]

@@ -19,7 +19,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._types import Kwargs, PyTree, Sites, Trees
+from numpyro_bnn._types import HostArrays, Kwargs, PyTree, Sites, Trees
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import MAX_DRAWS_PER_BLOCK, SITES, STATISTICS
@@ -268,7 +268,7 @@ class Chains:
             buffers.append(buffer)
         return _stacked(states), buffers
 
-    def fetch(self, buffers: PyTree, draws: int) -> dict[str, dict[str, np.ndarray]]:
+    def fetch(self, buffers: PyTree, draws: int) -> dict[str, HostArrays]:
         """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group
         and name.
         """

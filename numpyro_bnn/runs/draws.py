@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._types import PyTree, Shape, Sites
+from numpyro_bnn._types import HostArrays, PyTree, Shape, Sites
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
@@ -43,7 +43,7 @@ class WrittenBlock(NamedTuple):
     digest: bytes
 
 
-def table(blocks: tuple[WrittenBlock, ...]) -> dict[str, np.ndarray]:
+def table(blocks: tuple[WrittenBlock, ...]) -> HostArrays:
     """Blocks as arrays, which a state holds."""
     digests = np.frombuffer(b"".join(block.digest for block in blocks), np.uint8)
     return {
@@ -52,7 +52,7 @@ def table(blocks: tuple[WrittenBlock, ...]) -> dict[str, np.ndarray]:
     }
 
 
-def blocks_in(arrays: Mapping[str, np.ndarray]) -> tuple[WrittenBlock, ...]:
+def blocks_in(arrays: HostArrays) -> tuple[WrittenBlock, ...]:
     """The blocks of a :func:`table`."""
     digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
     return tuple(
@@ -153,7 +153,7 @@ class StoredDraws:
         for start, stop, expected in self._bounds[blocks]:
             self._block(start, stop, expected)
 
-    def read(self, group: str) -> dict[str, np.ndarray]:
+    def read(self, group: str) -> HostArrays:
         """The draws of a group (C, S, ...) by name; an error if a block is not as it
         was written.
         """

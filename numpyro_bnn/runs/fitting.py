@@ -4,17 +4,15 @@ there.
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_bnn import guides
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Positive, PositiveInt, RandomKey, Switch, checked
-from numpyro_bnn._types import Attributes, PyTree, Trees
+from numpyro_bnn._types import Attributes, HostArrays, PyTree, Trees
 from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
 from numpyro_bnn.program.arguments import as_arrays
@@ -159,7 +157,7 @@ class _Keeper:
         self._number, self._written = 0, time.monotonic()
         self._positions = positions(feeds)
 
-    def load(self, like: PyTree) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    def load(self, like: PyTree) -> tuple[PyTree, HostArrays] | None:
         saved = self._folder.latest(like)
         if saved is None:
             return None
@@ -167,9 +165,7 @@ class _Keeper:
         restore(self._feeds, self._positions)
         return saved.tree, saved.arrays
 
-    def save(
-        self, state: PyTree, records: Mapping[str, np.ndarray], last: bool
-    ) -> None:
+    def save(self, state: PyTree, records: HostArrays, last: bool) -> None:
         if not last:  # an interrupted step may have taken more rows since
             self._positions = positions(self._feeds)
         if last or time.monotonic() - self._written >= self._seconds:

@@ -12,7 +12,6 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -92,7 +91,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
     Site by site: a sum over all rows would hide what changes in a prior.
     """
 
-    def sums(reading: Posterior, values: Arrays) -> dict[str, Array]:
+    def sums(reading: Posterior, values: Arrays) -> Arrays:
         sums_by_site = {}
         for name, site in reading.at(values).items():
             if site["type"] == "sample":

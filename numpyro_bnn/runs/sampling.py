@@ -18,7 +18,7 @@ from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
-from numpyro_bnn._types import Attributes, PyTree, Sites
+from numpyro_bnn._types import Attributes, HostArrays, PyTree, Sites
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import Call, as_arrays
 from numpyro_bnn.program.batches import feeds_in, positions, restore
@@ -428,7 +428,7 @@ class _Loop:
         """Transitions in some seconds; few until their time is known."""
         return max(1, int(seconds / self.pace)) if self.pace else 1
 
-    def _check_range(self, values: Mapping[str, np.ndarray]) -> None:
+    def _check_range(self, values: HostArrays) -> None:
         for name, value in values.items():
             if self.chains.recording.dtype == "float16" and np.isinf(value).any():
                 got = f"'float16', in which a draw of {name!r} would be infinite"

@@ -92,7 +92,7 @@ class DeviceSpread:
 
         return jax.tree.map(on_mesh, tree)
 
-    def rows(self, arrays: Trees, split: Collection[str]) -> dict[str, Array]:
+    def rows(self, arrays: Trees, split: Collection[str]) -> Arrays:
         """Data by place, some of them in parts, of which the last one is filled up with
         copies of rows.
         """
@@ -109,7 +109,7 @@ class DeviceSpread:
             array = np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
         return self._placed(array, PartitionSpec(DATA))
 
-    def cut(self, arrays: Arrays, lengths: Mapping[str, int]) -> dict[str, Array]:
+    def cut(self, arrays: Arrays, lengths: Mapping[str, int]) -> Arrays:
         """Inside of the program: rows without the copies."""
         return {
             place: array[: lengths[place]] if place in lengths else array

@@ -9,7 +9,7 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn._types import Trees
+from numpyro_bnn._types import HostArrays, Trees
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, axes_without, sites_of
 from numpyro_bnn.symmetry.draws import (
     Points,
@@ -32,7 +32,7 @@ def canonical(
     symmetries: Sequence[Symmetry],
     reference: Trees | None = None,
     sweeps: PositiveInt = 10,
-) -> dict[str, np.ndarray]:
+) -> HostArrays:
     r"""Align draws, so that a weight means the same in all of them; the likelihood of
     each draw is unchanged.
 

@@ -23,7 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
-from numpyro_bnn._types import Attributes, Kwargs, PyTree, Trees
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Trees
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
 from numpyro_bnn.guides.adf.moment_matching import ADFState
@@ -237,7 +237,7 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def learned(likelihood: Likelihood, *inputs: PyTree) -> dict[str, Array]:
+        def learned(likelihood: Likelihood, *inputs: PyTree) -> Arrays:
             return self._to_params(sweep(likelihood, *inputs)[0])
 
         new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
