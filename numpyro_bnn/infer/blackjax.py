@@ -245,19 +245,19 @@ class BlackJAX(TargetKernel[_Plan]):
         parameters = list(parameters_of(self.algorithm).values())[1:]
         needed = {p.name for p in parameters if p.default is p.empty and _is_named(p)}
         needed |= {"step_size"} & set(step_arguments)
-        known = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
+        accepted = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
         if self.adaptation is not None and self._warm_up is not None:
-            known -= set(self._warm_up.tuned)
+            accepted -= set(self._warm_up.tuned)
             needed -= set(self._warm_up.tuned)
             if self._warm_up is USERS_OWN:  # what it finds is not known yet
                 needed = set()
             else:
-                known |= parameters_of(self.adaptation).keys() - MANAGED
-                known |= set(self._warm_up.given)
+                accepted |= parameters_of(self.adaptation).keys() - MANAGED
+                accepted |= set(self._warm_up.given)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name, value in self.options.items():
-            if name not in known and not takes_all:
-                raise unknown_name(CALL, "options", name, sorted(known))
+            if name not in accepted and not takes_all:
+                raise unknown_name(CALL, "options", name, sorted(accepted))
             if name in POSITIVE and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
             if name == "inverse_mass_matrix" and isinstance(value, list):

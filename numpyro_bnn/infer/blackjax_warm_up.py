@@ -122,8 +122,8 @@ class WarmUpTask(NamedTuple):
     def split(self) -> tuple[dict, dict]:
         """Options of the adaptation, and of the algorithm."""
         names = parameters_of(self.adaptation)
-        own = {name: self.options[name] for name in self.options if name in names}
-        return own, {n: self.options[n] for n in self.options if n not in names}
+        tuning = {name: self.options[name] for name in self.options if name in names}
+        return tuning, {n: self.options[n] for n in self.options if n not in names}
 
 
 class _Trace(NamedTuple):
@@ -187,24 +187,24 @@ def of_mclmc(
     task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Length, step size and diagonal metric of the microcanonical kernel."""
-    own, options = task.split()
+    tuning, options = task.split()
     first, second, third = _shares(task)
-    if own.get("diagonal_preconditioning", True):
+    if tuning.get("diagonal_preconditioning", True):
         second += second / 3
     init_key, rng_key = random.split(rng_key)
     build = {n: options[n] for n in ("integrator",) if n in options}
-    chain, found, steps = task.adaptation(
+    chain, tuned, steps = task.adaptation(
         mclmc_kernel=task.algorithm.build_kernel(**build),  # type: ignore[attr-defined]
         num_steps=round(task.num_steps / (first + second + third)),
         state=task.algorithm.init(z, log_density, init_key),  # type: ignore[attr-defined]
         rng_key=rng_key,
         logdensity_fn=log_density,
-        **own,
+        **tuning,
     )
     per_step = gradients_of_integrator(
         options.get("integrator"), "isokinetic_mclachlan"
     )
-    return TunedChain(chain, found._asdict() | options, per_step * steps + 1)
+    return TunedChain(chain, tuned._asdict() | options, per_step * steps + 1)
 
 
 def of_adjusted_mclmc(
@@ -213,8 +213,8 @@ def of_adjusted_mclmc(
     """The same of the kernel with a Metropolis test and trajectories of random length
     (MAMS).
     """
-    own, options = task.split()
-    own = {"target": 0.9, **own}
+    tuning, options = task.split()
+    tuning = {"target": 0.9, **tuning}
     first, second, third = _shares(task)
     # step sizes are found again after the second stage, and after the third
     repeats = 1 + bool(second) + bool(third)
@@ -222,19 +222,19 @@ def of_adjusted_mclmc(
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
     build = {n: options[n] for n in options if n != "L_proposal_factor"}
-    chain, found, steps = task.adaptation(
+    chain, tuned, steps = task.adaptation(
         mclmc_kernel=module.build_kernel(integration_steps_fn=steps_fn, **build),
         logdensity_fn=log_density,
         num_steps=round(task.num_steps / (repeats * first + second + third)),
         state=module.init(z, log_density, init_key),
         rng_key=rng_key,
-        **own,
+        **tuning,
     )
     parameters = {
-        "step_size": found.step_size,
-        "inverse_mass_matrix": found.inverse_mass_matrix,
+        "step_size": tuned.step_size,
+        "inverse_mass_matrix": tuned.inverse_mass_matrix,
         "integration_steps_fn": steps_fn,
-        "integration_steps_params": (found.L / found.step_size,),
+        "integration_steps_params": (tuned.L / tuned.step_size,),
         **options,
     }
     per_step = gradients_of_integrator(
@@ -256,11 +256,11 @@ def of_chees(
     """Step size and trajectory length of Hamiltonian Monte Carlo, from all chains."""
     import optax
 
-    own, options = task.split()
+    tuning, options = task.split()
     step_size = options.pop("step_size", 0.1)
     optimizer = options.pop("optim", None) or optax.adam(0.025)
     adaptation = task.adaptation(
-        log_density, _number_of(z), adaptation_info_fn=_traced, **own
+        log_density, _number_of(z), adaptation_info_fn=_traced, **tuning
     )
     (chain, parameters), trace = adaptation.run(
         rng_key, z, step_size, optimizer, task.num_steps
@@ -273,9 +273,9 @@ def of_meads(
     task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size, metric and damping of generalized Hamiltonian Monte Carlo."""
-    own, options = task.split()
+    tuning, options = task.split()
     adaptation = task.adaptation(
-        log_density, _number_of(z), adaptation_info_fn=lambda *_: None, **own
+        log_density, _number_of(z), adaptation_info_fn=lambda *_: None, **tuning
     )
     (chain, parameters), _ = adaptation.run(rng_key, z, task.num_steps)
     return TunedChain(chain, parameters | options, jnp.int32(task.num_steps + 1))
@@ -291,14 +291,14 @@ def of_tempering(
     the temperatures need, or if weights are not finite, the chains are not a number, as
     they have not arrived; nor are single ones whose density is 0.
     """
-    own, options = task.split()
+    tuning, options = task.split()
     number, limit = _number_of(z), task.num_steps
     resample = import_module("blackjax.smc.resampling").systematic
-    own = {"resampling_fn": resample, "num_mcmc_steps": 10} | own
+    tuning = {"resampling_fn": resample, "num_mcmc_steps": 10} | tuning
     if "max_iterations" in parameters_of(task.adaptation):  # which has a default ESS
-        limit = own.setdefault("max_iterations", min(limit, MAX_TEMPERATURES))
+        limit = tuning.setdefault("max_iterations", min(limit, MAX_TEMPERATURES))
     else:
-        own.setdefault("target_ess", 0.5)
+        tuning.setdefault("target_ess", 0.5)
     builder = task.algorithm.build_kernel  # type: ignore[attr-defined]
     build = {n: options[n] for n in options if n in parameters_of(builder)}
     moves = {n: jnp.asarray(options[n])[None] for n in options if n not in build}
@@ -309,7 +309,7 @@ def of_tempering(
         mcmc_step_fn=builder(**build),
         mcmc_init_fn=task.algorithm.init,  # type: ignore[attr-defined]
         mcmc_parameters=moves,
-        **own,
+        **tuning,
     )
     particles = jax.vmap(log_density.draw_prior)(random.split(start_key, number))
     particles = jax.tree.map(lambda new, old: new.astype(old.dtype), particles, z)
@@ -328,7 +328,7 @@ def of_tempering(
         state, info = step(random.fold_in(rng_key, rounds), state)
         steps = getattr(info.update_info, "num_integration_steps", None)
         if steps is None:
-            spent = jnp.int32(own["num_mcmc_steps"])
+            spent = jnp.int32(tuning["num_mcmc_steps"])
         else:
             spent = per_step * jnp.sum(steps, dtype=jnp.int32) // number
         # of likelihoods 0 at the same temperature
@@ -338,7 +338,7 @@ def of_tempering(
     begin = first, jnp.array(True), jnp.int32(0), jnp.int32(1)
     last, sound, _, num_gradients = lax.while_loop(more, round_, begin)
     weights, particles = _weighted(last)
-    chosen = own["resampling_fn"](last_key, weights / jnp.sum(weights), number)
+    chosen = tuning["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
 
     def arrived(z: PyTree, rng_key: Array) -> PyTree:

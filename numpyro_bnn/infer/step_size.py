@@ -272,16 +272,18 @@ class ChooseStepSize(MeasureNoise):
         # The noise of other estimators grows off their center.
         plain = isinstance(sampler.gradient, sgmcmc.Minibatch)
         average = self.averaged(state, noise) if plain else noise
-        chosen = self.choose(curvature, average, size)
+        step_size = self.choose(curvature, average, size)
         if self.warm_up.end and not self.once:
-            longest = jnp.maximum(chosen, self.stable(curvature, noise.relative, size))
-            chosen = jnp.where(now.i < self.warm_up.middle, longest, chosen)
-        chosen = (chosen * state.shrinkage).astype(state.base_step_size.dtype)
+            longest = jnp.maximum(
+                step_size, self.stable(curvature, noise.relative, size)
+            )
+            step_size = jnp.where(now.i < self.warm_up.middle, longest, step_size)
+        step_size = (step_size * state.shrinkage).astype(state.base_step_size.dtype)
         # At a border the curvature may have no value: the chain starts with what it
         # has, and may start again.
-        chosen = jnp.where(jnp.isfinite(chosen), chosen, state.base_step_size)
+        step_size = jnp.where(jnp.isfinite(step_size), step_size, state.base_step_size)
         state = state.spend(2 * POWER_STEPS * sampler.gradient.evaluations)
-        return _with_step_size(state, sampler, chosen)
+        return _with_step_size(state, sampler, step_size)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Shorten the steps after a transition of warm-up in which the dynamics refused

@@ -69,11 +69,11 @@ class _Kicked(Dynamics):
         """The move, or the way back if it ends where kicks are far too large."""
         if self.max_kick is None:
             return move
-        size, before = position.shape[0], squared_norm(memory.slope)
-        after = squared_norm(move.memory.slope)
-        most = (self.max_kick * size + OF_FEW) * context.temperature
-        steep = context.step_size * after > most
-        steep &= after >= before
+        size, old_norm = position.shape[0], squared_norm(memory.slope)
+        new_norm = squared_norm(move.memory.slope)
+        limit = (self.max_kick * size + OF_FEW) * context.temperature
+        steep = context.step_size * new_norm > limit
+        steep &= new_norm >= old_norm
         back = position, self.turned_back(memory, context.temperature)
         position, memory = select(steep, back, (move.position, move.memory))
         return move._replace(position=position, memory=memory, refused=steep)
@@ -119,11 +119,11 @@ class Overdamped(_Kicked):
     ) -> StepResult:
         drift = (-0.5 * context.step_size) * memory.slope
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
-        seen = context.evaluate(
+        evaluation = context.evaluate(
             position + context.root(context.adaptation, drift + noise), draw.batch
         )
-        slope = context.transpose(seen.adaptation, seen.gradient)
-        move = StepResult(seen.position, Slope(slope), seen)
+        slope = context.transpose(evaluation.adaptation, evaluation.gradient)
+        move = StepResult(evaluation.position, Slope(slope), evaluation)
         return self._guarded(context, position, memory, move)
 
 
@@ -161,13 +161,13 @@ class _Underdamped(_Kicked):
         return momentum - 0.5 * jnp.sqrt(context.step_size) * slope
 
     def _last_kick(
-        self, context: StepContext, momentum: Array, seen: Evaluation
+        self, context: StepContext, momentum: Array, evaluation: Evaluation
     ) -> tuple[Array, Array]:
         """The momentum after the last kick of a step, and the slope of the next one's
         first, whose preconditioner has seen this gradient.
         """
-        slope = context.transpose(context.adaptation, seen.gradient)
-        next_slope = context.transpose(seen.adaptation, seen.gradient)
+        slope = context.transpose(context.adaptation, evaluation.gradient)
+        next_slope = context.transpose(evaluation.adaptation, evaluation.gradient)
         return self._kick(context, momentum, slope), next_slope
 
     def _rate(self, context: StepContext) -> Array:
@@ -215,14 +215,16 @@ class BAOAB(_Underdamped):
     ) -> StepResult:
         half = 0.5 * jnp.sqrt(context.step_size)
         kicked = self._kick(context, memory.momentum, memory.slope)
-        fresh = refreshed(
+        renewed = refreshed(
             kicked, draw.noise[0], self._rate(context), context.temperature
         )
         # Both half drifts in one product: nothing in between depends on the position.
-        end = position + half * context.root(context.adaptation, kicked + fresh)
-        seen = context.evaluate(end, draw.batch)
-        after = Momentum(*self._last_kick(context, fresh, seen))
-        return self._guarded(context, position, memory, StepResult(end, after, seen))
+        end = position + half * context.root(context.adaptation, kicked + renewed)
+        evaluation = context.evaluate(end, draw.batch)
+        next_memory = Momentum(*self._last_kick(context, renewed, evaluation))
+        return self._guarded(
+            context, position, memory, StepResult(end, next_memory, evaluation)
+        )
 
 
 class Thermostat(NamedTuple):
@@ -290,24 +292,26 @@ class NoseHoover(_Underdamped):
     ) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature
         half, size = 0.5 * h, position.shape[0]
-        most = (HOTTEST + OF_FEW / size) * temperature
+        hottest = (HOTTEST + OF_FEW / size) * temperature
 
         def heat(momentum: Array) -> Array:
-            kinetic = jnp.minimum(squared_norm(momentum) / size, most)
+            kinetic = jnp.minimum(squared_norm(momentum) / size, hottest)
             return half / self.mass * (kinetic - temperature)
 
         kicked = self._kick(context, memory.momentum, memory.slope)
         xi = memory.friction + heat(kicked)
         decay = jnp.exp(-xi * h)
-        fresh = (
+        renewed = (
             decay * kicked
             + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
         )
-        xi = xi + heat(fresh)
-        end = position + half * context.root(context.adaptation, kicked + fresh)
-        seen = context.evaluate(end, draw.batch)
-        after = Thermostat(*self._last_kick(context, fresh, seen), xi)
-        return self._guarded(context, position, memory, StepResult(end, after, seen))
+        xi = xi + heat(renewed)
+        end = position + half * context.root(context.adaptation, kicked + renewed)
+        evaluation = context.evaluate(end, draw.batch)
+        next_memory = Thermostat(*self._last_kick(context, renewed, evaluation), xi)
+        return self._guarded(
+            context, position, memory, StepResult(end, next_memory, evaluation)
+        )
 
     def in_other_steps(self, memory: Thermostat, ratio: Array) -> Thermostat:
         # friction is per unit of time; that of a step stays
@@ -452,12 +456,12 @@ class Microcanonical(Dynamics):
             raise argument_error(
                 "sgmcmc.Microcanonical", "position", f"shape {position.shape}", instead
             )
-        seen = context.evaluate(position, draw.batch)
+        evaluation = context.evaluate(position, draw.batch)
         length = jnp.asarray(
             position.size**0.5 if self.length is None else self.length, position.dtype
         )
         return Direction(
-            normalized(draw.noise[0]), seen.potential, seen.gradient, length
+            normalized(draw.noise[0]), evaluation.potential, evaluation.gradient, length
         )
 
     def step(
@@ -477,51 +481,59 @@ class Microcanonical(Dynamics):
         blur = jnp.minimum(2.0 * context.step_size / memory.length, 50.0)
         spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
         direction = normalized(memory.direction + spread * draw.noise[0])
-        here = Evaluation(
+        start = Evaluation(
             position, memory.potential, memory.gradient, context.adaptation
         )
         if self.fresh:
-            here = context.evaluate(position, draw.batch)
-        seen, end, error = self._integrate(context, here, direction, draw.batch)
-        taken = jnp.isfinite(error)
+            start = context.evaluate(position, draw.batch)
+        evaluation, end, error = self._integrate(context, start, direction, draw.batch)
+        accepted = jnp.isfinite(error)
         if self.max_energy_error is not None:
             largest = jnp.asarray(self.max_energy_error, error.dtype)
             if self.max_warm_up_error is not None:
                 early = self.max_warm_up_error
                 largest = jnp.where(context.warming, early, largest)
-            descends = context.warming & (seen.potential < here.potential)
-            taken &= descends | (jnp.abs(error) <= largest)
-        seen, end = select(taken, (seen, end), (here, -direction))
-        after = memory._replace(
-            direction=end, potential=seen.potential, gradient=seen.gradient
+            descends = context.warming & (evaluation.potential < start.potential)
+            accepted &= descends | (jnp.abs(error) <= largest)
+        evaluation, end = select(accepted, (evaluation, end), (start, -direction))
+        next_memory = memory._replace(
+            direction=end, potential=evaluation.potential, gradient=evaluation.gradient
         )
         shown = (
-            here if self.fresh else seen
+            start if self.fresh else evaluation
         )  # the end of a step depends on the noise of its minibatch
         return StepResult(
-            seen.position, after, shown, energy_error=error, refused=~taken
+            evaluation.position,
+            next_memory,
+            shown,
+            energy_error=error,
+            refused=~accepted,
         )
 
     def _integrate(
-        self, context: StepContext, here: Evaluation, direction: Array, batch: PyTree
+        self, context: StepContext, start: Evaluation, direction: Array, batch: PyTree
     ) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and
         energy error.
         """
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature
-        adaptation, seen = context.adaptation, here
+        adaptation, evaluation = context.adaptation, start
 
         def slope(gradient: Array) -> Array:
             return scale * context.transpose(adaptation, gradient)
 
-        direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
+        direction, kinetic = turn(direction, slope(evaluation.gradient), turns[0] * eps)
         for share, drift in zip(turns[1:], drifts, strict=True):
-            position = seen.position + (drift * eps) * context.root(
+            position = evaluation.position + (drift * eps) * context.root(
                 adaptation, direction
             )
-            seen = context.evaluate(position, batch)
-            direction, change = turn(direction, slope(seen.gradient), share * eps)
+            evaluation = context.evaluate(position, batch)
+            direction, change = turn(direction, slope(evaluation.gradient), share * eps)
             kinetic = kinetic + change
         # A difference of neighbors: that of distant potentials would lose digits.
-        return seen, direction, kinetic - scale * (seen.potential - here.potential)
+        return (
+            evaluation,
+            direction,
+            kinetic - scale * (evaluation.potential - start.potential),
+        )
