@@ -135,7 +135,9 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
             local = {name for name in latent if self._subsampled_plates(name)}
             with handlers.block():
                 self._scaled = scaled_sites(self._read(args, kwargs), local)
-        start = run(self._initial, self._init_locs, (latent, *args), kwargs, once=True)
+        start = run(
+            self._initial, self._init_locs, (latent, *args), kwargs, runs_rarely=True
+        )
         self._init_locs, self._init_scales = start
         self._make_blocks()
 

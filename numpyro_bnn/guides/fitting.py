@@ -355,7 +355,7 @@ def _initial_state(
             # the first call of the guide has checked what is known
             return _strong(svi.init(start[0], *args, init_params=start[1], **kwargs))
 
-    state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
+    state = evaluate(init, (rng_key, init_params), args, kwargs, runs_rarely=True)
     if is_traced(svi.constrain_fn.args):  # bounds were computed in that program
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     return state

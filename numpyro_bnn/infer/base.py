@@ -355,7 +355,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
                 self.choose_step_size,
                 self.stable_step_size,
                 averaged,
-                once=any(phase.steers for phase in adapting),
+                first_guess=any(phase.steers for phase in adapting),
             )
         movement = MeasureMovement(
             warm_up.end, self.exact, self.temperature, self.steps_per_draw
@@ -389,7 +389,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             )
         if learns:
             ratios = [plate.size / plate.batch_size for plate in target.plates.values()]
-            learned = LearnPreconditioner.plan(
+            learned = LearnPreconditioner.for_warm_up(
                 warm_up, size, self.steps_per_draw, max(ratios, default=0.0)
             )
         plan = RunPlan(target, size, warm_up, optimize, learned)

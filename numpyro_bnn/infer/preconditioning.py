@@ -102,15 +102,15 @@ class LearnPreconditioner(Phase):
     ratio: float
 
     @classmethod
-    def plan(
-        cls, warm_up: WarmUp, size: int, most: int, ratio: float
+    def for_warm_up(
+        cls, warm_up: WarmUp, size: int, limit: int, ratio: float
     ) -> "LearnPreconditioner":
-        """What to collect in a warm-up, for ``size`` parameters: at most ``most``
+        """What to collect in a warm-up, for ``size`` parameters: at most ``limit``
         gradients in each transition, from the middle of the warm start on.
         """
         dense, begin = size <= DENSE_LIMIT, warm_up.begin // 2
         needed = PER_DIRECTION * size if dense else PER_COORDINATE
-        count = min(most, -(-needed // max(warm_up.settled - begin, 1)))
+        count = min(limit, -(-needed // max(warm_up.settled - begin, 1)))
         return cls(warm_up, dense, begin, count, ratio)
 
     @property

@@ -252,16 +252,16 @@ class ChooseStepSize(MeasureNoise):
     :param stable: ``stable(curvature, relative noise, P)``: the largest for traveling.
     :param averaged: ``averaged(state, noise)``: the noise averaged over recent
         positions.
-    :param once: whether the choice is a first guess, which another phase adapts.
+    :param first_guess: whether the choice is one, which another phase adapts.
     """
 
     choose: Callable[[Array, Noise, int], Array]
     stable: Callable[[Array, Array, int], Array]
     averaged: Callable[[SGMCMCState, Noise], Noise]
-    once: bool
+    first_guess: bool
 
     def _used(self, state: SGMCMCState, now: Transition, noise: Noise) -> SGMCMCState:
-        if not self.once:
+        if not self.first_guess:
             return self._chosen(state, now, noise)
         due = now.i <= self.warm_up.begin
         return when(due, partial(self._chosen, noise=noise), state, now)
@@ -273,7 +273,7 @@ class ChooseStepSize(MeasureNoise):
         plain = isinstance(sampler.gradient, sgmcmc.Minibatch)
         average = self.averaged(state, noise) if plain else noise
         step_size = self.choose(curvature, average, size)
-        if self.warm_up.end and not self.once:
+        if self.warm_up.end and not self.first_guess:
             longest = jnp.maximum(
                 step_size, self.stable(curvature, noise.relative, size)
             )
@@ -292,7 +292,7 @@ class ChooseStepSize(MeasureNoise):
         Steps that end at a border of the support do not count: their number hardly
         falls with their length.
         """
-        if self.once:
+        if self.first_guess:
             return state
         undone = state.engine.statistics.undone_share
         shorter = jnp.where(undone > MOSTLY_UNDONE, MUCH_SHORTER, SHORTER)

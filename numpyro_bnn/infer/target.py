@@ -141,7 +141,7 @@ class Target:
                 constrained[name] = site["value"]
             return {n: constrained[n] for n in posterior.sites if n in constrained}
 
-        return posterior.prepare(values, once=False)
+        return posterior.prepare(values, runs_rarely=False)
 
     def constrain(self, args: tuple, kwargs: Kwargs | None) -> Callable:
         """The function from z to constrained values; ``Gibbs`` gives only those of a
@@ -356,7 +356,7 @@ def check_start(
         potential = target.potential(args, kwargs, target.some_batch() or "full")
         return potential(z)[None] if single else jax.vmap(potential)(z)
 
-    energies = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
+    energies = np.asarray(run(potentials, z, args, kwargs or {}, runs_rarely=True))
     for chain in np.flatnonzero(~np.isfinite(energies)):
         got = f"a start of chain {chain} where the log density is {-energies[chain]}"
         instead = "Start where it is finite, within the bounds of the likelihood."

@@ -267,7 +267,7 @@ class Feed:
         """Of each column, the smallest and the largest value, NaN if one is NaN; found
         by a pass of its own over one epoch.
         """
-        if self._reader.once:
+        if self._reader.single_pass:
             got = "an iterator that runs once, for a model that checks all values"
             raise argument_error(CALL, "source", got, "Pass a function that makes it.")
         reader = _SourceReader(self.source, self.num_rows, self.structure)
@@ -319,7 +319,7 @@ class _SourceReader:
     def __init__(self, source: PyTree, num_rows: int, structure: PyTree = None) -> None:
         self.source, self.num_rows, self.structure = source, num_rows, structure
         #: Whether it cannot be started again.
-        self.once = hasattr(source, "__next__")
+        self.single_pass = hasattr(source, "__next__")
         self._shapes: list[tuple] = []
         self._epoch = 0
         self._open()

@@ -57,7 +57,7 @@ def run(
     values: PyTree,
     args: tuple,
     kwargs: Kwargs,
-    once: bool = False,
+    runs_rarely: bool = False,
 ) -> PyTree:
     """``fn(given, args, kwargs)`` by one compiled program, which any equal computation
     uses again.
@@ -67,7 +67,7 @@ def run(
     in ``args`` and ``kwargs`` are inputs of the program, unless ``fn`` needs their
     values while it is traced.
     """
-    return prepare(fn, args, kwargs, once)(values)
+    return prepare(fn, args, kwargs, runs_rarely)(values)
 
 
 def evaluate(
@@ -75,7 +75,7 @@ def evaluate(
     values: PyTree,
     args: tuple,
     kwargs: Kwargs,
-    once: bool = False,
+    runs_rarely: bool = False,
 ) -> PyTree:
     """:func:`run` for a result with leaves that are not computed, which are those of
     ``fn`` as it is traced.
@@ -88,19 +88,23 @@ def evaluate(
         leaves, tree = jax.tree.flatten(fn(values, args, kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
-    arrays = iter(run(computed, values, args, kwargs, once))
+    arrays = iter(run(computed, values, args, kwargs, runs_rarely))
     return jax.tree.unflatten(
         tree, [next(arrays) if isinstance(x, jax.core.Tracer) else x for x in leaves]
     )
 
 
-def prepare(fn: Callable, args: tuple, kwargs: Kwargs, once: bool = False) -> Callable:
+def prepare(
+    fn: Callable, args: tuple, kwargs: Kwargs, runs_rarely: bool = False
+) -> Callable:
     """:func:`run` as a function of ``values``, which reads ``fn`` once for all values
     of one shape.
     """
     fixed, arrays = Arguments.of(args, kwargs).split()
-    of_arrays = shared(lambda values, arrays: fn(values, *fixed.call(arrays)), once)
-    of_values = shared(lambda values: fn(values, args, kwargs), once)
+    of_arrays = shared(
+        lambda values, arrays: fn(values, *fixed.call(arrays)), runs_rarely
+    )
+    of_values = shared(lambda values: fn(values, args, kwargs), runs_rarely)
 
     def call(values: PyTree) -> PyTree:
         try:
@@ -111,12 +115,12 @@ def prepare(fn: Callable, args: tuple, kwargs: Kwargs, once: bool = False) -> Ca
     return call
 
 
-def shared(fn: Callable, once: bool = False) -> Callable:
+def shared(fn: Callable, runs_rarely: bool = False) -> Callable:
     """Like ``jax.jit``, but equal functions share their compiled programs, and what
     ``fn`` reads is read once.
 
-    :param once: whether the program runs so rarely that compiling it quickly matters
-        more than its speed.
+    :param runs_rarely: so rarely that compiling the program quickly matters more than
+        its speed.
     """
     programs: dict[Hashable, tuple[Callable, PyTree, bool]] = {}
 
@@ -127,7 +131,11 @@ def shared(fn: Callable, once: bool = False) -> Callable:
         closed, shapes = flat(*leaves)
         closed = closed if closed.effects else needed_part(closed)
         traced = inside or is_traced(closed.consts)
-        return _compiled(closed, traced, once), jax.tree.structure(shapes), traced
+        return (
+            _compiled(closed, traced, runs_rarely),
+            jax.tree.structure(shapes),
+            traced,
+        )
 
     def call(*values: PyTree) -> PyTree:
         refuse_forks("numpyro_bnn")
@@ -156,10 +164,10 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     return call
 
 
-def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
+def _compiled(closed: ClosedJaxpr, traced: bool, runs_rarely: bool) -> Callable:
     # Inside another program XLA has only that one's options. Elsewhere than on a CPU
     # this one is unproven.
-    quick = once and not traced and jax.default_backend() == "cpu"
+    quick = runs_rarely and not traced and jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if quick else None
     fingerprint = _fingerprint(closed, traced)
     key = fingerprint and (*fingerprint, bool(options))

@@ -169,7 +169,7 @@ def check(
         return jnp.sum(jnp.array(sizes, int))
 
     with numpyro.validation_enabled(False):  # as above
-        num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
+        num_observations = run(count, jax.random.key(0), args, kwargs, runs_rarely=True)
     _check_params(call, traces, params)
     guided = sites_of_type(traces["guide"], "sample")
     left_out = [name for name in _latent_values(traces["model"]) if name not in guided]

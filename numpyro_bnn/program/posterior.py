@@ -419,7 +419,9 @@ class Posterior:
         call = self._template.call({**self.constants, **self.data})
         # NumPyro draws twice with one key
         with naming_arguments(self.model, *call), jax.debug_key_reuse(False):
-            z, valid, trace = evaluate(search, rng_key, (self.data,), {}, once=True)
+            z, valid, trace = evaluate(
+                search, rng_key, (self.data,), {}, runs_rarely=True
+            )
             if not isinstance(valid, jax.core.Tracer) and not valid:
                 # raises, and warns of values outside of supports
                 z, _, trace = search(rng_key, (self.data,), {})
@@ -820,16 +822,16 @@ class Posterior:
                 idle.add(place)
         return idle
 
-    def run(self, fn: Callable, *values: PyTree, once: bool = True) -> PyTree:
+    def run(self, fn: Callable, *values: PyTree, runs_rarely: bool = True) -> PyTree:
         """``fn(posterior, *values)`` by a compiled program, which equal ones share,
         also with other data.
 
-        :param once: whether it runs so rarely that compiling it quickly matters more
-            than its speed.
+        :param runs_rarely: so rarely that compiling it quickly matters more than its
+            speed.
         """
-        return self.prepare(fn, once)(*values)
+        return self.prepare(fn, runs_rarely)(*values)
 
-    def prepare(self, fn: Callable, once: bool = True) -> Callable:
+    def prepare(self, fn: Callable, runs_rarely: bool = True) -> Callable:
         """:meth:`run` of ``fn`` as a function of ``values`` alone, traced once for all
         values of one shape.
         """
@@ -837,7 +839,7 @@ class Posterior:
         def on_arrays(arrays: dict, *values: PyTree) -> PyTree:
             return fn(self.with_data(arrays), *values)
 
-        program = shared(on_arrays, once)
+        program = shared(on_arrays, runs_rarely)
         return lambda *values: program(self.data, *values)
 
     def draw(

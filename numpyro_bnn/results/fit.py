@@ -194,7 +194,7 @@ def _check_unchanged(mcmc: MCMC) -> None:
             state.z,
             mcmc._args,
             mcmc._kwargs,
-            once=True,
+            runs_rarely=True,
         )
         changed = abs(float(new_potential) - old_potential) > 1e-3 * (
             1 + abs(old_potential)
@@ -367,7 +367,7 @@ class _GuideCall(NamedTuple):
     args: tuple
     kwargs: Kwargs
 
-    def prepare(self, fn: Callable, once: bool) -> Callable:
+    def prepare(self, fn: Callable, runs_rarely: bool) -> Callable:
         """``fn(call, *values)`` as a compiled program, of which parameters and data are
         inputs.
         """
@@ -375,7 +375,7 @@ class _GuideCall(NamedTuple):
             lambda values, call, _: fn(_GuideCall(self.guide, *call), *values),
             tuple(self[1:]),
             {},
-            once,
+            runs_rarely,
         )
         return lambda *values: program(values)
 
@@ -441,7 +441,7 @@ def map_draws(
         return jax.vmap(partial(fn, source))(draws, keys)
 
     # Few draws take less time than a program that is optimized for many.
-    program = source.prepare(at_draws, once=FEW_DRAWS_FACTOR * total <= fitting)
+    program = source.prepare(at_draws, runs_rarely=FEW_DRAWS_FACTOR * total <= fitting)
     results: PyTree = None
     for start in tqdm.trange(
         0,

@@ -167,7 +167,8 @@ def _with_hyper_sites(
     axes = list(symmetry.unit_axes)
     units = symmetry.units(values)
     driven = shared(
-        lambda values: prior.elements(values) | prior.noncentered(values), once=True
+        lambda values: prior.elements(values) | prior.noncentered(values),
+        runs_rarely=True,
     )
     elements = driven(values)
     for hyper in sorted(values.keys() - set(symmetry.sites)):

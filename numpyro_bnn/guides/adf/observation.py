@@ -242,7 +242,7 @@ def check_rows(data: Data, reading: Posterior, of_row: Posterior, roles: Roles) 
 
     if data.num_rows < 2 or is_traced(data.rows):
         return
-    for together, separate in shared(both, once=True)(data.rows):
+    for together, separate in shared(both, runs_rarely=True)(data.rows):
         if not np.allclose(together, separate, rtol=1e-6, atol=1e-9, equal_nan=True):
             instead = (
                 f"Data points are learned one at a time, each with its own row of "

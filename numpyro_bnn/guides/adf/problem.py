@@ -237,7 +237,7 @@ def build(
         begin = jax.vmap(begin)
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    return Program(shared(begin, once=True), shared(epoch))
+    return Program(shared(begin, runs_rarely=True), shared(epoch))
 
 
 def build_fed(
@@ -286,7 +286,7 @@ def build_fed(
         record = Records(jnp.asarray(sums[0]), sums[1] / num_rows / num_weights)
         return refined(updated._replace(factors=state.factors)), record
 
-    return Program(shared(partial(first_state, likelihood), once=True), epoch)
+    return Program(shared(partial(first_state, likelihood), runs_rarely=True), epoch)
 
 
 def run_epochs(

@@ -79,7 +79,7 @@ def find_uses(
     search = _UseSearch(values, candidates, call)
     constants = list(map(_counting, program.consts))
     while search.changed:
-        search.once(program.jaxpr, constants)
+        search.pass_through(program.jaxpr, constants)
     return search.result()
 
 
@@ -131,7 +131,7 @@ class _UseSearch(Interpreter):
         self.reasons: dict[str, str] = {}
         self.changed = True
 
-    def once(self, jaxpr: Jaxpr, consts: Sequence[Operand]) -> None:
+    def pass_through(self, jaxpr: Jaxpr, consts: Sequence[Operand]) -> None:
         """One pass over the program; ``changed`` says whether something was dropped."""
         self.uses: dict[str, Use] = {}
         self.mixed: set[Label] = set()

@@ -135,7 +135,9 @@ class ModelRows:
             def on_batch(reading: Posterior, index: Index, *values: PyTree) -> PyTree:
                 return fn(self.batch(reading, index), *values)
 
-            self._programs[place] = self.reading(index).prepare(on_batch, once=False)
+            self._programs[place] = self.reading(index).prepare(
+                on_batch, runs_rarely=False
+            )
         return self._programs[place](index, *values)
 
     def run_once(self, fn: Callable, *values: PyTree) -> PyTree:
