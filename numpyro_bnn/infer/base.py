@@ -546,14 +546,6 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             rng_key=rng_key,
         )
 
-    def sample(
-        self,
-        state: SGMCMCState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> SGMCMCState:
-        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
-
     def _transitions(
         self, state: SGMCMCState, args: tuple, kwargs: Kwargs
     ) -> SGMCMCState:

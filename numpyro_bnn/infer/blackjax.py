@@ -500,14 +500,6 @@ class BlackJAX(TargetKernel[_Plan]):
         rng_key = rng_key if is_prng_key(rng_key) else rng_key[0]
         return self._warm_up.tune(task, log_density, z, rng_key)
 
-    def sample(
-        self,
-        state: BlackJAXState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> BlackJAXState:
-        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
-
     def _transitions(
         self, state: BlackJAXState, args: tuple, kwargs: Kwargs
     ) -> BlackJAXState:

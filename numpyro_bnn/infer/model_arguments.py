@@ -212,6 +212,15 @@ class ModelKernel(MCMCKernel):
         on a minibatch if there are any.
         """
 
+    def sample(
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
+        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
+
+    def _transitions(self, state: PyTree, args: tuple, kwargs: Kwargs) -> PyTree:
+        """One transition of every chain."""
+        return over_chains(lambda chain: self._transition(chain, args, kwargs), state)
+
     def posterior(self, args: tuple, kwargs: Kwargs | None) -> Posterior:
         """The model on all of some data, read anew only if they have other shapes."""
         if self._program is None:

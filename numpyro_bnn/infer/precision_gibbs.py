@@ -4,7 +4,6 @@ scale.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from numpyro_bnn._options import Model, checked
 from numpyro_bnn._types import Arrays, Kwargs, PyTree, Scalar, Sites
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, over_chains
+from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -173,25 +172,6 @@ class PrecisionGibbs(ModelKernel):
             z[name] = jnp.asarray(value, drawn[name].dtype)
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1], self._arguments.version)
-
-    def sample(
-        self,
-        state: PrecisionGibbsState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> PrecisionGibbsState:
-        return self._arguments.run(self._sample, state, model_args, model_kwargs)
-
-    def _sample(
-        self,
-        state: PrecisionGibbsState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> PrecisionGibbsState:
-        transition = partial(
-            self._transition, model_args=model_args, model_kwargs=model_kwargs
-        )
-        return over_chains(transition, state)
 
     def _transition(
         self,

@@ -17,7 +17,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Count, Level, checked
 from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Scalar, Site, Trees
-from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
+from numpyro_bnn.infer.model_arguments import DataVersion, one_thread
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.wrapper import (
     OuterKernel,
@@ -211,25 +211,6 @@ class ParallelTempering(OuterKernel):
             data=self._arguments.version,
         )
         return self.refresh(state, args, kwargs)
-
-    def sample(
-        self,
-        state: TemperingState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> TemperingState:
-        return self._arguments.run(self._sample, state, model_args, model_kwargs)
-
-    def _sample(
-        self,
-        state: TemperingState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> TemperingState:
-        transition = partial(
-            self._transition, model_args=model_args, model_kwargs=model_kwargs
-        )
-        return over_chains(transition, state)
 
     def _transition(
         self,

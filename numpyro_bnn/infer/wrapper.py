@@ -215,12 +215,7 @@ class Wrapper(OuterKernel):
             return self._kernel.learn(num_warmup, model_args, model_kwargs)
         return Posterior(self.model, model_args, model_kwargs, full=False)
 
-    def sample(
-        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> PyTree:
-        return self._arguments.run(self._sample, state, model_args, model_kwargs)
-
-    def _sample(
+    def _transitions(
         self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
     ) -> PyTree:
         keys = split(state.rng_key, 3)
