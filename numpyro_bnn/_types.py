@@ -7,22 +7,28 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+Shape: TypeAlias = tuple[int, ...]
+Scalar: TypeAlias = Array | float
+Floats: TypeAlias = NDArray[np.float64]
+
 # Arrays in containers that JAX goes through: a state, a minibatch, an argument.
 PyTree: TypeAlias = Any
-Arrays: TypeAlias = Mapping[str, Array]  # by name
-HostArrays: TypeAlias = Mapping[str, np.ndarray]  # by name, of NumPy
-Floats: TypeAlias = NDArray[np.float64]
-Trees: TypeAlias = Mapping[str, PyTree]  # by name
-Scalar: TypeAlias = Array | float
-# What an equation of a program takes: an array, or what a rule says of one.
-Operand: TypeAlias = Any
-Kwargs: TypeAlias = Mapping[str, Any]  # keyword arguments of a model
-# A site as NumPyro's handlers see it, and all of a trace by name.
+# By name:
+Arrays: TypeAlias = Mapping[str, Array]
+HostArrays: TypeAlias = Mapping[str, np.ndarray]
+Trees: TypeAlias = Mapping[str, PyTree]
+
+# Of a model: keyword arguments, a site as NumPyro's handlers see it, and a trace.
+Kwargs: TypeAlias = Mapping[str, Any]
 Site: TypeAlias = dict[str, Any]
 Sites: TypeAlias = Mapping[str, Site]
+
+# Of a program: what an equation takes, an array or what a rule says of one; and where
+# it takes it from, a variable or a number.
+Operand: TypeAlias = Any
+Atom: TypeAlias = Any
+
 Attributes: TypeAlias = dict[str, Any]  # of a run or a result: numbers and text
 # Or a DataTree of xarray: the version of ArviZ decides.
 InferenceData: TypeAlias = Any
 Optimizer: TypeAlias = Any  # of optax, which is imported when it is needed
-Atom: TypeAlias = Any  # of a program: a variable of an equation, or a number
-Shape: TypeAlias = tuple[int, ...]
