@@ -14,10 +14,11 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats, unknown_name
 from numpyro_bnn._options import Choice
+from numpyro_bnn._types import Attributes, Floats, InferenceData, Kwargs
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -50,7 +51,7 @@ def _has_trees() -> bool:
     return int(_arviz().__version__.split(".")[0]) >= 1
 
 
-def rhat(draws: ArrayLike) -> NDArray[np.float64]:
+def rhat(draws: ArrayLike) -> Floats:
     """Rank-normalized split R-hat of every column of ``draws``, computed by ArviZ.
 
     A single chain is cut into halves, which are compared as two chains (each is split
@@ -78,7 +79,7 @@ def rhat(draws: ArrayLike) -> NDArray[np.float64]:
     return _by_column(array, _arviz().rhat, method="rank")
 
 
-def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
+def ess(draws: ArrayLike, kind: str = "bulk") -> Floats:
     """Effective sample size of every column of ``draws``, computed by ArviZ.
 
     :param draws: (C, S, ...) draws by chain.
@@ -98,13 +99,13 @@ def ess(draws: ArrayLike, kind: str = "bulk") -> NDArray[np.float64]:
     Choice(("bulk", "tail", "mean")).check("ess", "kind", kind)
     # The quantiles are named because the default differs between the two ArviZ
     # versions.
-    options: dict[str, Any] = {"prob": (0.05, 0.95)} if kind == "tail" else {}
+    options: dict = {"prob": (0.05, 0.95)} if kind == "tail" else {}
     return _by_column(_by_chain("ess", draws), _arviz().ess, method=kind, **options)
 
 
 def pareto_smoothed(
     log_weights: ArrayLike,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+) -> tuple[Floats, Floats]:
     """Pareto-smoothed importance weights of independent draws and the shape k of their
     tail, computed by ArviZ.
 
@@ -143,9 +144,7 @@ def pareto_smoothed(
     return smoothed.reshape(array.shape), k.reshape(array.shape[:-1])
 
 
-def dataset(
-    variables: Variables, coords: Mapping[str, Any] | None = None
-) -> "xr.Dataset":
+def dataset(variables: Variables, coords: Kwargs | None = None) -> "xr.Dataset":
     """Build one group of results.
 
     :param variables: by name, the dimension names and the array, e.g. ``{"w":
@@ -186,8 +185,8 @@ def dataset(
 
 
 def inference_data(
-    groups: Mapping[str, "xr.Dataset"], attrs: Mapping[str, Any] | None = None
-) -> Any:
+    groups: Mapping[str, "xr.Dataset"], attrs: Attributes | None = None
+) -> InferenceData:
     """Join groups into the installed ArviZ's ``arviz.InferenceData`` (0.x) or
     ``xarray.DataTree`` (1.x).
 
@@ -202,9 +201,7 @@ def inference_data(
     >>> group_names(idata)
     ['posterior']
     """
-    filled: dict[str, Any] = {
-        name: data for name, data in groups.items() if data.data_vars
-    }
+    filled: dict = {name: data for name, data in groups.items() if data.data_vars}
     about = _attributes("inference_data", attrs)
     if not _has_trees():
         return _arviz().InferenceData(attrs=about, **filled)
@@ -213,7 +210,7 @@ def inference_data(
     return xr.DataTree.from_dict({"/": xr.Dataset(attrs=about), **filled})
 
 
-def opened(call: str, idata: Any) -> Any:
+def opened(call: str, idata: InferenceData) -> InferenceData:
     """Results as they are, or read from the netCDF file at a path; a TypeError of a
     call for anything else.
     """
@@ -242,7 +239,7 @@ def zarr_group(path: "str | PathLike[str]", name: str, draws: int) -> "xr.Datase
     )
 
 
-def group_names(idata: Any, call: str = "group_names") -> list[str]:
+def group_names(idata: InferenceData, call: str = "group_names") -> list[str]:
     """Names of the groups of ``idata``, in order."""
     import xarray as xr
 
@@ -256,7 +253,7 @@ def group_names(idata: Any, call: str = "group_names") -> list[str]:
     raise argument_error(call, "idata", got, instead, TypeError)
 
 
-def group(idata: Any, name: str) -> "xr.Dataset":
+def group(idata: InferenceData, name: str) -> "xr.Dataset":
     """The dataset of one group; the error for an unknown name lists the groups."""
     names = group_names(idata)
     if name not in names:
@@ -265,13 +262,13 @@ def group(idata: Any, name: str) -> "xr.Dataset":
     return data.to_dataset() if hasattr(data, "children") else data
 
 
-def attrs(idata: Any) -> dict[str, Any]:
+def attrs(idata: InferenceData) -> Attributes:
     """Attributes of ``idata`` itself (not of one group)."""
     group_names(idata)
     return dict(idata.attrs)
 
 
-def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
+def _by_chain(call: str, draws: ArrayLike) -> Floats:
     array = as_floats(call, "draws", draws)
     if array.ndim < 2 or 0 in array.shape:
         raise argument_error(
@@ -283,9 +280,7 @@ def _by_chain(call: str, draws: ArrayLike) -> NDArray[np.float64]:
     return array
 
 
-def _by_column(
-    array: NDArray[np.float64], diagnostic: Any, **options: Any
-) -> NDArray[np.float64]:
+def _by_column(array: Floats, diagnostic: Any, **options: Any) -> Floats:
     """Apply an ArviZ diagnostic to the columns for which it is defined; the others are
     NaN.
     """
@@ -304,7 +299,7 @@ def _by_column(
     return result.reshape(shape)
 
 
-def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def _untied(log_weights: Floats) -> Floats:
     """Spread equal values (equal within the resolution of float32) over that
     resolution.
     """
@@ -319,7 +314,7 @@ def _untied(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     )
 
 
-def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
+def _smooth(log_weights: Floats) -> tuple[Any, float]:
     """PSIS of one vector; ArviZ 1.x takes log likelihoods, so the sign is reversed."""
     if not _has_trees():
         return _arviz().psislw(log_weights.copy())
@@ -332,9 +327,9 @@ def _smooth(log_weights: NDArray[np.float64]) -> tuple[Any, float]:
         return log_weights - np.logaddexp.reduce(log_weights), -np.inf
 
 
-def _attributes(call: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+def _attributes(call: str, values: Kwargs | None) -> Attributes:
     """Check attributes; booleans, which netCDF lacks, become 0 and 1."""
-    checked: dict[str, Any] = {}
+    checked: Attributes = {}
     for name, value in (values or {}).items():
         if isinstance(value, (bool, np.bool_)):
             checked[name] = int(value)

@@ -12,6 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from numpyro_bnn._types import Kwargs
 
 # a neighbor such as `numpyro_bnn_models` belongs to the user
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
@@ -21,7 +25,7 @@ MAX_SHOWN_CHARACTERS = 300  # characters of a value in a message
 TRACED: ContextVar[Mapping[int, Any]] = ContextVar("traced")
 
 
-def known(value: Any) -> Any:
+def known(value: object) -> Any:
     """The value of data, also where a model is read; a tracer only where nobody knows
     it yet.
     """
@@ -29,7 +33,11 @@ def known(value: Any) -> Any:
 
 
 def argument_error(
-    call: str, argument: str, got: Any, instead: str, kind: type[Exception] = ValueError
+    call: str,
+    argument: str,
+    got: object,
+    instead: str,
+    kind: type[Exception] = ValueError,
 ) -> Exception:
     """Build (the caller raises it) an error that teaches: call, argument, what came,
     what to write instead.
@@ -55,14 +63,14 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}" if len(text) > MAX_SHOWN_CHARACTERS else text
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: object) -> bool:
     """Whether it is a sequence of things: a text is one of letters, bytes of
     numbers.
     """
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def is_floating(value: Any) -> bool:
+def is_floating(value: object) -> bool:
     """Whether it is an array of floating-point numbers."""
     return hasattr(value, "dtype") and jax.numpy.issubdtype(
         value.dtype, jax.numpy.floating
@@ -96,7 +104,7 @@ def outside() -> int:
     return level
 
 
-def as_array(call: str, argument: str, value: Any) -> np.ndarray:
+def as_array(call: str, argument: str, value: object) -> np.ndarray:
     """Convert to NumPy; refuse rows of several lengths."""
     try:
         return np.asarray(value)
@@ -107,7 +115,7 @@ def as_array(call: str, argument: str, value: Any) -> np.ndarray:
 
 
 def as_floats(
-    call: str, argument: str, value: Any, dtype: Any = np.float64
+    call: str, argument: str, value: object, dtype: DTypeLike | None = np.float64
 ) -> np.ndarray:
     """Convert to float64 (``dtype=None``: keep the dtype); refuse text and other things
     that are no numbers.
@@ -124,7 +132,7 @@ def as_floats(
     return np.asarray(array, dtype)
 
 
-def probabilities(call: str, quantiles: Any) -> Any:
+def probabilities(call: str, quantiles: object) -> Any:
     """Quantiles that a guide is asked for."""
     if isinstance(quantiles, jax.core.Tracer):
         return quantiles
@@ -138,11 +146,11 @@ def probabilities(call: str, quantiles: Any) -> Any:
 
 def has_rows_elsewhere(value: Any) -> bool:
     """Whether it is an array of which this process has a part."""
-    is_known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    is_known = isinstance(value, Array) and not isinstance(value, jax.core.Tracer)
     return is_known and not value.is_fully_addressable
 
 
-def check_finite(call: str, argument: str, value: Any) -> None:
+def check_finite(call: str, argument: str, value: object) -> None:
     """Refuse empty data and, if the values are known (not traced by JAX), NaN and
     infinity.
     """
@@ -169,12 +177,12 @@ def check_finite(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, came, "Drop or impute those rows first.")
 
 
-def check_finite_arguments(call: str, args: tuple, kwargs: Mapping[str, Any]) -> None:
+def check_finite_arguments(call: str, args: tuple, kwargs: Kwargs) -> None:
     """Refuse arguments of a model with NaN or infinite numbers, as the cause of what
     failed with them.
     """
     for place, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        is_array = isinstance(leaf, jax.Array | np.ndarray)  # rows on disk are not
+        is_array = isinstance(leaf, Array | np.ndarray)  # rows on disk are not
         if is_array and jnp.issubdtype(leaf.dtype, jnp.floating):
             check_finite(call, f"args{jax.tree_util.keystr(place)}", leaf)
 
@@ -211,7 +219,7 @@ def check_same_length(call: str, **arrays: Any) -> None:
         )
 
 
-def check_labels(call: str, argument: str, value: Any, num_classes: int) -> None:
+def check_labels(call: str, argument: str, value: object, num_classes: int) -> None:
     """Refuse class labels that are not integers 0..K-1."""
     if isinstance(value := known(value), jax.core.Tracer):
         return

@@ -2,22 +2,24 @@
 that it has.
 """
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from jax.scipy.special import gammaln
 from numpyro.distributions import constraints
+from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import (
     AffineTransform,
     IndependentTransform,
     Transform,
 )
 from numpyro.distributions.util import validate_sample
+
+from numpyro_bnn._types import Shape, Site
 
 __all__ = ["GroupStudentT", "affine_normal", "is_affine_normal", "unwrapped"]
 
@@ -37,12 +39,12 @@ def is_factor(fn: dist.Distribution) -> bool:
     return isinstance(unwrapped(fn, masked=True), dist.Unit)
 
 
-def is_latent(site: Mapping[str, Any]) -> bool:
+def is_latent(site: Site) -> bool:
     """Whether a site is a random variable that the model does not observe."""
     return site["type"] == "sample" and not site["is_observed"]
 
 
-def unmasked_elements(fn: dist.Distribution) -> jax.Array:
+def unmasked_elements(fn: dist.Distribution) -> Array:
     """Which elements of a value, shaped like ``fn.shape()``, count in its log density:
     those without a mask.
     """
@@ -60,7 +62,7 @@ def unmasked_elements(fn: dist.Distribution) -> jax.Array:
 _BOUNDED = (constraints.greater_than, constraints.less_than, constraints.interval)
 
 
-def in_support(fn: Any, value: Any = None) -> Any:
+def in_support(fn: dist.Distribution, value: object = None) -> Any:
     """Where (batch shape of ``fn``) computed parameters, and a value, obey the bounds
     of a distribution.
 
@@ -86,7 +88,7 @@ def in_support(fn: Any, value: Any = None) -> Any:
         bound = getattr(constraint, "base_constraint", constraint)
         periodic = isinstance(bound, type(constraints.circular))
         if (
-            isinstance(parameter, jax.Array)
+            isinstance(parameter, Array)
             and isinstance(bound, _BOUNDED)
             and not periodic
         ):
@@ -96,14 +98,14 @@ def in_support(fn: Any, value: Any = None) -> Any:
             obeys = jnp.asarray(in_support(component))
             inside &= obeys if obeys.shape == fn.batch_shape else jnp.all(obeys)
     computed = value is not None and any(
-        isinstance(bound, jax.Array) for bound in jax.tree.leaves(fn.support)
+        isinstance(bound, Array) for bound in jax.tree.leaves(fn.support)
     )
     if computed and not fn.support.is_discrete:
         inside &= fn.support(value)
     return inside
 
 
-def _all(conditions: jax.Array, num_axes: int) -> jax.Array:
+def _all(conditions: Array, num_axes: int) -> Array:
     """Whether all are true along so many of the last axes."""
     return jnp.all(
         conditions, axis=tuple(range(conditions.ndim - num_axes, conditions.ndim))
@@ -133,7 +135,7 @@ def is_affine_normal(fn: dist.Distribution, masked: bool = False) -> bool:
 
 def affine_normal(
     fn: dist.Distribution, masked: bool = False
-) -> tuple[jax.Array, jax.Array] | None:
+) -> tuple[Array, Array] | None:
     """Loc and scale, shaped like the site, of independent normals and affine functions
     of them, else ``None``.
 
@@ -202,7 +204,12 @@ class GroupStudentT(dist.Distribution):
     reparametrized_params: ClassVar = ["df", "scale"]
 
     def __init__(
-        self, df: Any, scale: Any, shape: tuple[int, ...], *, validate_args: Any = None
+        self,
+        df: Any,
+        scale: Any,
+        shape: Shape,
+        *,
+        validate_args: bool | None = None,
     ) -> None:
         self.df = df
         self.scale = scale
@@ -211,10 +218,10 @@ class GroupStudentT(dist.Distribution):
         )
 
     @constraints.dependent_property(is_discrete=False)
-    def support(self) -> Any:
+    def support(self) -> Constraint:
         return constraints.independent(constraints.real, len(self.event_shape))
 
-    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    def sample(self, key: Array, sample_shape: Shape = ()) -> Array:
         normal, gamma = random.split(key)
         z = random.normal(normal, (*sample_shape, *self.event_shape))
         # Logs: for a small alpha most precisions are below the smallest float.
@@ -226,7 +233,7 @@ class GroupStudentT(dist.Distribution):
         )
 
     @validate_sample
-    def log_prob(self, value: jax.Array) -> jax.Array:
+    def log_prob(self, value: Array) -> Array:
         n = prod(self.event_shape)
         half = self.df / 2
         axes = tuple(range(-len(self.event_shape), 0))
@@ -240,9 +247,7 @@ class GroupStudentT(dist.Distribution):
             - (half + n / 2) * jnp.log1p(square / self.df)
         )
 
-    def given_rest(
-        self, rng_key: jax.Array, value: jax.Array, chosen: jax.Array
-    ) -> jax.Array:
+    def given_rest(self, rng_key: Array, value: Array, chosen: Array) -> Array:
         """Draw chosen elements of the array from their distribution given all others.
 
         With n other elements of squared length q these are of the same family, with
@@ -259,11 +264,11 @@ class GroupStudentT(dist.Distribution):
         return jnp.where(mask, new_values, value).astype(value.dtype)
 
     @property
-    def mean(self) -> jax.Array:
+    def mean(self) -> Array:
         return jnp.where(self.df > 1, jnp.zeros(self.event_shape), jnp.nan)
 
     @property
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         finite = jnp.where(
             self.df > 2,
             self.df / (self.df - 2),

@@ -2,19 +2,20 @@
 draw.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax, random
+from jax import Array, lax, random
 from numpyro.util import is_prng_key
+
+from numpyro_bnn._types import Arrays
 
 __all__ = ["key_from", "key_numbers", "split"]
 
 
-def split(rng_key: jax.Array, num: int = 2) -> jax.Array:
+def split(rng_key: Array, num: int = 2) -> Array:
     """Split one key into ``num``; split a batch of C keys into (num, C), so that
     ``keys[0]`` is a batch again.
 
@@ -34,7 +35,7 @@ def key_numbers(value: Any) -> Any:
     return random.key_data(value) if typed else value
 
 
-def key_from(values: Mapping[str, jax.Array]) -> jax.Array:
+def key_from(values: Arrays) -> Array:
     """Make a key from the bits of all values, by two sums with random odd weights (each
     a universal hash).
 

@@ -19,8 +19,10 @@ from typing import Annotated, Any, TypeAlias, TypeVar, Union, cast, get_args, ge
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, shown, unknown_name
+from numpyro_bnn._types import Kwargs
 
 F = TypeVar("F", bound=Callable)
 
@@ -150,13 +152,12 @@ FractionBelow1: TypeAlias = Annotated[float, Number(below=1)]
 Level: TypeAlias = Annotated[float, Number(strict=True, below=1)]
 # The text "no" would be true.
 Switch: TypeAlias = Annotated[bool, Kind(bool | np.bool, "Pass True or False.")]
-RandomKey: TypeAlias = Annotated[jax.Array, KEY]
+RandomKey: TypeAlias = Annotated[Array, KEY]
 NetworkName: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"net"`.')]
 Prefix: TypeAlias = Annotated[str, Kind(_is_name, 'Pass a string, e.g. `"auto"`.')]
 Args: TypeAlias = Annotated[
     tuple, Kind(tuple | list, "Pass the arguments of the model, e.g. `(x, y)`.")
 ]
-Kwargs: TypeAlias = Mapping[str, Any]  # keyword arguments of a model
 KwargsOption: TypeAlias = Annotated[Kwargs, Kind(Mapping, "Pass a dictionary.")]
 Model: TypeAlias = Annotated[
     Callable, Kind(callable, "Pass a NumPyro model (a function).")

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
+from jax.typing import ArrayLike
 from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
@@ -19,7 +21,7 @@ from numpyro_bnn._options import Count, Number, Switch, checked
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Net
-from numpyro_bnn.priors.base import as_prior, is_positive
+from numpyro_bnn.priors.base import PriorLike, as_prior, is_positive
 from numpyro_bnn.program.plates import full_plates, unobserved
 from numpyro_bnn.program.rows import Rows
 
@@ -29,8 +31,8 @@ __all__ = ["classification", "regression"]
 @checked("models.regression")
 def regression(
     net: Net,
-    prior: Any = None,
-    noise: Any = None,
+    prior: PriorLike | None = None,
+    noise: float | dist.Distribution | None = None,
     heteroscedastic: Switch = False,
     heavy_tails: Switch = False,
 ) -> Callable[..., None]:
@@ -138,7 +140,7 @@ def repeats_values(y: Any) -> bool:
     return False
 
 
-def check_not_repeated(call: str, y: Any) -> None:
+def check_not_repeated(call: str, y: ArrayLike) -> None:
     """Refuse targets that heavy tails cannot describe, if the values are known."""
     if not isinstance(y := _checks.known(y), jax.core.Tracer) and repeats_values(y):
         instead = (
@@ -150,7 +152,7 @@ def check_not_repeated(call: str, y: Any) -> None:
 
 @checked("models.classification")
 def classification(
-    net: Net, num_classes: Annotated[int, Count(2)], prior: Any = None
+    net: Net, num_classes: Annotated[int, Count(2)], prior: PriorLike | None = None
 ) -> Callable[..., None]:
     """Classification: y_n ~ Categorical(softmax(f(x_n))), f a random network with K
     outputs.
@@ -199,7 +201,7 @@ def _inside(handler: type) -> bool:
     return any(isinstance(frame, handler) for frame in _PYRO_STACK)
 
 
-def _rows(values: Any, index: jax.Array) -> jax.Array:
+def _rows(values: ArrayLike, index: Array) -> Array:
     """Those of a minibatch; all rows as they are, so that they may be spread over
     devices.
     """
@@ -209,7 +211,7 @@ def _rows(values: Any, index: jax.Array) -> jax.Array:
     return values if len(index) == len(values) else values[index]
 
 
-def _check_finite(call: str, argument: str, value: Any) -> None:
+def _check_finite(call: str, argument: str, value: object) -> None:
     """Refuse NaN and infinity, also in rows on disk, which are read for it once."""
     if not isinstance(value, Rows):
         _checks.check_finite(call, argument, value)
@@ -218,7 +220,7 @@ def _check_finite(call: str, argument: str, value: Any) -> None:
         raise argument_error(call, argument, got, "Drop or impute those rows first.")
 
 
-def _check_noise(call: str, noise: Any) -> None:
+def _check_noise(call: str, noise: float | dist.Distribution | None) -> None:
     """Refuse a noise that is not positive: a distribution, or one fixed value or
     several.
     """
@@ -231,7 +233,7 @@ def _check_noise(call: str, noise: Any) -> None:
             Number(strict=True).check(call, "noise", value)
 
 
-def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
+def _check_inputs(call: str, x: ArrayLike, batch_size: int | None) -> None:
     if np.ndim(x) < 2:
         instead = "Pass (N, *input_shape), e.g. `x[:, None]` for one feature."
         raise argument_error(call, "x", f"shape {np.shape(x)}", instead)
@@ -246,7 +248,7 @@ def _check_inputs(call: str, x: Any, batch_size: int | None) -> None:
         )
 
 
-def _outputs(call: str, net: Layer, x: Any, multiple: int) -> int:
+def _outputs(call: str, net: Layer, x: ArrayLike, multiple: int) -> int:
     """Number of outputs of the network; refuse a network that does not match the
     likelihood.
     """

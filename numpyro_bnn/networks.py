@@ -1,22 +1,24 @@
 """Networks whose parameters are NumPyro sample sites."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, NetworkName, checked
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.nn import BatchStatistics, Layer
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors import Normal, noncenter
-from numpyro_bnn.priors.base import as_prior
+from numpyro_bnn.priors.base import PriorLike, as_prior
 
 __all__ = ["RandomNetwork", "random_network"]
 
@@ -37,12 +39,12 @@ class RandomNetwork:
     :ivar params: flat dictionary of parameter values.
     """
 
-    def __init__(self, name: str, net: Layer, params: Mapping[str, jax.Array]) -> None:
+    def __init__(self, name: str, net: Layer, params: Arrays) -> None:
         self.name = name
         self.net = net
         self.params = params
 
-    def __call__(self, x: jax.Array, statistics: Statistics | None = None) -> jax.Array:
+    def __call__(self, x: Array, statistics: Statistics | None = None) -> Array:
         """Evaluate the network on a batch.
 
         :param x: inputs of shape ``(..., *input_shape)``.
@@ -53,7 +55,7 @@ class RandomNetwork:
             statistics = _requested_statistics(self, x)
         return self.net.apply(self.params, x, statistics)
 
-    def statistics(self, x: jax.Array) -> dict[str, BatchStatistics]:
+    def statistics(self, x: Array) -> dict[str, BatchStatistics]:
         """Statistics of every batch normalization on the inputs ``x``, to be passed to
         a later call.
         """
@@ -65,7 +67,7 @@ def random_network(
     name: NetworkName,
     net: Annotated[Layer, Kind(Layer, SPECIFICATION)],
     input_shape: Shape,
-    prior: Any = None,
+    prior: PriorLike | None = None,
 ) -> RandomNetwork:
     """Sample every parameter of a network from its prior, and return the network as a
     callable.
@@ -129,7 +131,9 @@ def random_network(
     return RandomNetwork(name, net, params)
 
 
-def _over_parameter(fn: Any, site: str, shape: Shape) -> dist.Distribution:
+def _over_parameter(
+    fn: dist.Distribution, site: str, shape: Shape
+) -> dist.Distribution:
     """Expand the distribution that a prior returned to the whole parameter; refuse one
     that does not fit.
     """
@@ -185,7 +189,7 @@ class record_statistics(Messenger):
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+    def visit(self, network: RandomNetwork, x: Array) -> Statistics:
         """Record the statistics of a call, and return them."""
         self.calls = [*self.calls, network.statistics(x)]
         return self.calls[-1]
@@ -196,7 +200,7 @@ class placeholder_statistics(record_statistics):
     few to normalize with.
     """
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+    def visit(self, network: RandomNetwork, x: Array) -> Statistics:
         """Record statistics of the right shapes, and return them."""
         shapes = jax.eval_shape(network.statistics, jnp.stack([x, x]))
         self.calls = [
@@ -222,7 +226,7 @@ class use_statistics(Messenger):
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Statistics:
+    def visit(self, network: RandomNetwork, x: Array) -> Statistics:
         """Return the statistics recorded for this call."""
         if self._position == len(self.calls):
             got = (
@@ -238,7 +242,7 @@ class use_statistics(Messenger):
         return self.calls[self._position - 1]
 
 
-def _requested_statistics(network: RandomNetwork, x: jax.Array) -> Statistics | None:
+def _requested_statistics(network: RandomNetwork, x: Array) -> Statistics | None:
     """Statistics from the innermost of these contexts, which no ``block`` or ``scope``
     hides.
     """

@@ -348,7 +348,7 @@ def averaged(model: Callable, draws: Any, x: jax.Array) -> np.ndarray:
         shape = jax.eval_shape(log_probabilities, jax.tree.map(first, draws))
         return lax.scan(add, jnp.full(shape.shape, -jnp.inf), draws)[0]
 
-    total = Posterior(model, (x, labels)).run(summed, draws, once=False)
+    total = Posterior(model, (x, labels)).run(summed, draws, runs_rarely=False)
     return np.asarray(total - np.log(len(jax.tree.leaves(draws)[0])))
 
 
@@ -383,7 +383,7 @@ def trained(
 
     start_key, key = random.split(random.key(args.seed))
     start = posterior.initial(random.split(start_key, args.members), init_to_sample)
-    return posterior.run(potentials, start, key, once=False)
+    return posterior.run(potentials, start, key, runs_rarely=False)
 
 
 def sampled(

@@ -9,8 +9,11 @@ one element depends on several.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend.core import Jaxpr, JaxprEqn
+
 from numpyro_bnn._jaxprs.primitives import SUMMED, Place, place_after
 from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
+from numpyro_bnn._types import Operand
 
 
 class Axis(NamedTuple):
@@ -24,7 +27,7 @@ class Axis(NamedTuple):
 class LabelPlaces(dict[Any, Place | None]):
     """A value that depends on numbered elements: the place of each label."""
 
-    def merge(self, label: Any, place: Place | None) -> None:
+    def merge(self, label: Operand, place: Place | None) -> None:
         """Add a label; one that lies at two places is mixed."""
         self[label] = place if self.get(label, place) == place else SUMMED
 
@@ -36,22 +39,24 @@ class AxisFollower(Follower):
 
     def __init__(
         self,
-        visit: Callable[..., Any],
-        nothing: Any,
-        marked: Callable[[Any], bool] = bool,
+        visit: Callable,
+        nothing: Operand,
+        marked: Callable[[Operand], bool] = bool,
     ) -> None:
         rules = {"cond": self.branches, "scan": self.scan}
         super().__init__(visit, nothing, rules, marked)
 
-    def joined(self, first: Any, second: Any) -> Any:
+    def joined(self, first: Operand, second: Operand) -> Operand:
         """A value with the labels of two."""
         raise NotImplementedError
 
-    def replaced(self, value: Any, place: Callable[[Place], Place | None]) -> Any:
+    def replaced(
+        self, value: Operand, place: Callable[[Place], Place | None]
+    ) -> Operand:
         """A value whose labels lie elsewhere."""
         raise NotImplementedError
 
-    def branches(self, equation: Equation, *operands: Any) -> list[Any]:
+    def branches(self, equation: Equation, *operands: Operand) -> list[Operand]:
         """The outputs of ``cond``; a predicate is a scalar, so that labels in it are
         those of all elements.
         """
@@ -62,7 +67,7 @@ class AxisFollower(Follower):
             outputs = list(map(self.joined, outputs, results))
         return outputs
 
-    def scan(self, equation: Equation, *operands: Any) -> list[Any]:
+    def scan(self, equation: Equation, *operands: Operand) -> list[Operand]:
         """The outputs of ``scan``, which mixes the labels of the axis that it scans."""
         carry_start, slice_start = scan_starts(equation)
         constants = operands[:carry_start]
@@ -76,7 +81,7 @@ class AxisFollower(Follower):
             carried = list(map(self.joined, previous, outputs))
         return [*carried, *(self._shifted(v, 1) for v in outputs[len(carried) :])]
 
-    def _shifted(self, value: Any, by: int) -> Any:
+    def _shifted(self, value: Operand, by: int) -> Operand:
         def shifted(place: Place) -> Place | None:
             axis = place.axis + by
             return SUMMED if axis < 0 else place._replace(axis=axis)
@@ -87,17 +92,19 @@ class AxisFollower(Follower):
 class _PlaceFollower(AxisFollower):
     """:func:`follow_axes`."""
 
-    def __init__(self, enter: Callable[..., Any] | None) -> None:
+    def __init__(self, enter: Callable | None) -> None:
         super().__init__(self._moved, LabelPlaces())
         self.enter = enter
 
-    def _moved(self, equation: Equation, *operands: Any) -> Any:
+    def _moved(self, equation: Equation, *operands: Operand) -> Operand:
         if all(isinstance(operand, LabelPlaces) for operand in operands):
             return moved(equation.jaxpr_equation, operands)
         assert self.enter is not None  # others have no marks
         return self.enter(equation.jaxpr_equation, operands)
 
-    def _of_labels(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    def _of_labels(
+        self, equation: Equation, operands: Sequence[Operand]
+    ) -> list[Operand]:
         """What goes into a loop or a branch: marks enter it as a whole."""
         rows = []
         for operand in operands:
@@ -107,10 +114,10 @@ class _PlaceFollower(AxisFollower):
             self.enter(equation.jaxpr_equation, operands)
         return rows
 
-    def branches(self, equation: Equation, *operands: Any) -> list[Any]:
+    def branches(self, equation: Equation, *operands: Operand) -> list[Operand]:
         return super().branches(equation, *self._of_labels(equation, operands))
 
-    def scan(self, equation: Equation, *operands: Any) -> list[Any]:
+    def scan(self, equation: Equation, *operands: Operand) -> list[Operand]:
         return super().scan(equation, *self._of_labels(equation, operands))
 
     def joined(self, first: LabelPlaces, second: LabelPlaces) -> LabelPlaces:
@@ -129,10 +136,10 @@ class _PlaceFollower(AxisFollower):
 
 
 def follow_axes(
-    jaxpr: Any,
-    inputs: Sequence[Any],
-    enter: Callable[[Any, Sequence[Any]], Any] | None = None,
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    inputs: Sequence[Operand],
+    enter: Callable | None = None,
+) -> list[Operand]:
     """The places of labels in the outputs of a program, from those in its inputs;
     nothing is computed.
 
@@ -159,7 +166,7 @@ def follow_axes(
     return _PlaceFollower(enter).follow(jaxpr, inputs)
 
 
-def moved(equation: Any, operands: Sequence[LabelPlaces]) -> LabelPlaces:
+def moved(equation: JaxprEqn, operands: Sequence[LabelPlaces]) -> LabelPlaces:
     """Where the labels of all operands lie in the output of a primitive."""
     places = LabelPlaces()
     for operand, rows in enumerate(operands):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 
+from numpyro_bnn._types import Atom, Operand
+
 Equation: TypeAlias = Any  # of a jaxpr
 
 
@@ -103,7 +105,7 @@ def reshaped(
     return SUMMED, None
 
 
-def stacked_columns(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+def stacked_columns(equation: Equation, operands: Sequence[Operand]) -> list[Operand]:
     """The operand that holds each column of the output, as ``x[i, j]`` stacks i and j
     along the last axis; empty for any other operation.
     """
@@ -113,7 +115,7 @@ def stacked_columns(equation: Equation, operands: Sequence[Any]) -> list[Any]:
         or equation.params["dimension"] != last_axis
     ):
         return []
-    columns: list[Any] = []
+    columns: list[Operand] = []
     for variable, operand in zip(equation.invars, operands, strict=True):
         columns += [operand] * variable.aval.shape[-1]
     return columns
@@ -161,7 +163,7 @@ def dot_axes(
     return dict(enumerate(free, first)), inputs
 
 
-def _other_axes(var: Any, axes: Sequence[int]) -> list[int]:
+def _other_axes(var: Atom, axes: Sequence[int]) -> list[int]:
     return [axis for axis in range(var.aval.ndim) if axis not in axes]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from numpyro_bnn._jaxprs.primitives import ADDRESSING, stacked_columns
 from numpyro_bnn._jaxprs.walk import (
@@ -18,11 +19,10 @@ from numpyro_bnn._jaxprs.walk import (
     scan_starts,
     variables_of,
 )
+from numpyro_bnn._types import Atom, Operand, Trees
 
 
-def dependence(
-    fn: Callable[[Mapping[str, Any]], Mapping[Any, Any]], arguments: Mapping[str, Any]
-) -> dict[Any, set]:
+def dependence(fn: Callable[[Trees], Mapping], arguments: Trees) -> dict[Any, set]:
     """For each output of ``fn``, the names of the arguments from which it is computed;
     nothing is evaluated.
 
@@ -45,7 +45,7 @@ def dependence(
 
 
 def program_dependence(
-    closed: Any, shapes: Mapping[Any, Any], arguments: Mapping[str, Any]
+    closed: ClosedJaxpr, shapes: Mapping, arguments: Trees
 ) -> dict[Any, set]:
     """:func:`dependence` of the traced program ``closed``, a jaxpr with an output tree
     ``shapes``.
@@ -93,12 +93,12 @@ class _SourceFollower(Follower):
         return [*carried, *outputs[len(carried) :]]
 
 
-def _names_of_leaves(trees: Mapping) -> list[Any]:
+def _names_of_leaves(trees: Mapping) -> list[Operand]:
     """For each leaf the key of its tree."""
     return [path[0].key for path, _ in jax.tree.flatten_with_path(trees)[0]]
 
 
-def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
+def reached(equations: Iterable[JaxprEqn], start: Iterable[Atom]) -> set:
     """The variables ``start`` and all that these equations compute from them."""
     variables = set(start)
     for equation in equations:
@@ -108,7 +108,7 @@ def reached(equations: Iterable[Any], start: Iterable[Any]) -> set:
 
 
 def part_of(
-    closed: ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Any]
+    closed: ClosedJaxpr, inputs: Sequence[Operand], outputs: Sequence[Atom]
 ) -> Callable[..., list]:
     """The part of a program that computes some of its variables from others.
 
@@ -168,7 +168,7 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
     inputs = [*(var for _, var in places), *closed.jaxpr.invars]
     run = part_of(closed, inputs, closed.jaxpr.outvars)
 
-    def call(values: Mapping[str, Any], *inputs: Any) -> list:
+    def call(values: Trees, *inputs: Operand) -> list:
         return run(
             *(jnp.asarray(values[key], var.aval.dtype) for key, var in places), *inputs
         )
@@ -180,10 +180,10 @@ def named_inputs(closed: ClosedJaxpr, names: Mapping[str, str]) -> Callable:
 class _IndexMark:
     """What the argument indexes with; of several indices, what each column holds."""
 
-    columns: tuple[Any, ...] = ()
+    columns: tuple[Operand, ...] = ()
 
 
-def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[int]:
+def indexed_lengths(fn: Callable[[Array], Any], indices: Array) -> set[int]:
     """Lengths of the axes that ``fn`` indexes with its integer argument, also after
     shifts and reshapes.
 
@@ -198,7 +198,7 @@ def indexed_lengths(fn: Callable[[jax.Array], Any], indices: jax.Array) -> set[i
     """
     lengths: set[int] = set()
 
-    def visit(equation: Equation, *operands: Any) -> _IndexMark | None:
+    def visit(equation: Equation, *operands: Operand) -> _IndexMark | None:
         table = equation.jaxpr_equation.invars[0].aval
         if equation.name == "gather" and operands[1] is not None:
             axes = equation.params["dimension_numbers"].start_index_map

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from numpyro_bnn._checks import PACKAGE, argument_error
+from numpyro_bnn._types import Atom, Operand, Trees
 
 # Primitives that call an inner program once.
 CALLS = frozenset(
@@ -30,7 +31,7 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _HIDDEN = (_JAX, *(f"{PACKAGE}{room}{os.sep}" for room in ("_jaxprs", "moments")))
 
 
-def inner_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
+def inner_jaxpr(equation: JaxprEqn) -> tuple[Jaxpr, Sequence]:
     """The program that a call or a loop holds, and its constants."""
     params = equation.params
     program = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
@@ -46,14 +47,14 @@ def scan_starts(equation: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_consts"] + params["num_carry"]
 
 
-def variables_of(atoms: Iterable[Any]) -> set:
+def variables_of(atoms: Iterable[Atom]) -> set:
     """The variables among the operands of an equation, of which some are literals."""
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 def needed_equations(
-    jaxpr: Any, outputs: Iterable[Any], constants: Collection[Any] = frozenset()
-) -> list[tuple[Any, list[bool]]]:
+    jaxpr: Jaxpr, outputs: Iterable[Atom], constants: Collection[Atom] = frozenset()
+) -> list[tuple[JaxprEqn, list[bool]]]:
     """The equations that compute the variables ``outputs`` of a jaxpr, in order, and
     which of their outputs are used.
 
@@ -94,12 +95,12 @@ class Equation:
         return self.jaxpr_equation.primitive.name
 
     @property
-    def params(self) -> Mapping[str, Any]:
+    def params(self) -> Trees:
         """Parameters of the primitive."""
         return self.jaxpr_equation.params
 
     @property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[Operand]:
         """Abstract values (``shape``, ``dtype``) of the outputs."""
         return [var.aval for var in self.jaxpr_equation.outvars]
 
@@ -108,14 +109,14 @@ class Equation:
         """Whether the primitive returns a list."""
         return self.jaxpr_equation.primitive.multiple_results
 
-    def bind(self, *operands: Any) -> Any:
+    def bind(self, *operands: Operand) -> Operand:
         """Apply the primitive itself to plain arrays: an array, or a list of them for
         several outputs.
         """
         primitive = self.jaxpr_equation.primitive
         return primitive.bind(*operands, **primitive.get_bind_params(self.params))
 
-    def descend(self, *operands: Any) -> list[Any]:
+    def descend(self, *operands: Operand) -> list[Operand]:
         """Evaluate the program inside a call, under the same rules."""
         jaxpr, consts = inner_jaxpr(self.jaxpr_equation)
         return self.interpreter.run(jaxpr, consts, operands, self.needed, self)
@@ -152,7 +153,7 @@ class Equation:
             f"{f.file_name}:{f.line_num} ({f.function_name})" for f in shown
         )
 
-    def _frames(self) -> list[Any]:
+    def _frames(self) -> list[Operand]:
         """Frames outside JAX and the interpreters, innermost first.
 
         A jitted function keeps the traceback of its first use, so for an equation
@@ -202,18 +203,18 @@ class Interpreter:
     """
 
     rules: Mapping[str, Rule]
-    marked: Callable[[Any], bool]
+    marked: Callable[[Operand], bool]
     call: str
     default: Rule | None = None
 
     def run(
         self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        args: Sequence[Any],
+        jaxpr: Jaxpr,
+        consts: Sequence[Operand],
+        args: Sequence[Operand],
         needed: Sequence[bool] | None = None,
         caller: Equation | None = None,
-    ) -> list[Any]:
+    ) -> list[Operand]:
         """Outputs of a jaxpr for inputs ``args``, plain or marked, and values
         ``consts`` of its constants.
 
@@ -221,12 +222,12 @@ class Interpreter:
         whose program this is.
         """
         needed = [True] * len(jaxpr.outvars) if needed is None else needed
-        values: dict[Any, Any] = dict(
+        values: dict[Atom, Operand] = dict(
             zip(jaxpr.constvars, map(self.constant, consts), strict=True)
         )
         values.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Operand:
             is_literal = isinstance(atom, Literal)
             return self.constant(atom.val) if is_literal else values[atom]
 
@@ -243,18 +244,18 @@ class Interpreter:
         ]
 
     def equations(
-        self, jaxpr: Any, outputs: Sequence[Any]
-    ) -> Iterable[tuple[Any, Sequence[bool] | None]]:
+        self, jaxpr: Jaxpr, outputs: Sequence[Atom]
+    ) -> Iterable[tuple[JaxprEqn, Sequence[bool] | None]]:
         """The equations to visit, and which of their outputs are used (``None``:
         all).
         """
         return needed_equations(jaxpr, outputs)
 
-    def constant(self, value: Any) -> Any:
+    def constant(self, value: Operand) -> Operand:
         """How a number that the program itself holds is represented."""
         return value
 
-    def plain(self, equation: Equation, *operands: Any) -> Any:
+    def plain(self, equation: Equation, *operands: Operand) -> Operand:
         """The rule of equations without a marked operand."""
         if all(map(_is_number, operands)) and all(
             out.size == 1 for out in equation.outputs
@@ -265,7 +266,7 @@ class Interpreter:
                 return equation.bind(*operands)
         return equation.bind(*operands)
 
-    def _evaluate(self, equation: Equation, operands: list[Any]) -> list[Any]:
+    def _evaluate(self, equation: Equation, operands: list[Operand]) -> list[Operand]:
         rule = self.rules.get(equation.name, self.default)
         if not any(map(self.marked, operands)):
             rule = self.plain
@@ -283,7 +284,7 @@ class Interpreter:
         return list(output) if equation.several else [output]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Operand) -> bool:
     if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
         return False
     return not jax.dtypes.issubdtype(
@@ -310,31 +311,31 @@ class Follower(Interpreter):
     def __init__(
         self,
         visit: Rule,
-        nothing: Any,
+        nothing: Operand,
         rules: Mapping[str, Rule] | None = None,
-        marked: Callable[[Any], bool] = bool,
+        marked: Callable[[Operand], bool] = bool,
     ) -> None:
         super().__init__(rules or {}, marked, "", self._visited)
         self.visit, self.nothing = visit, nothing
 
-    def follow(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    def follow(self, jaxpr: Jaxpr, inputs: Sequence[Operand]) -> list[Operand]:
         """What is said of the outputs."""
         return self.run(jaxpr, jaxpr.constvars, inputs)
 
     def equations(
-        self, jaxpr: Any, outputs: Sequence[Any]
-    ) -> Iterable[tuple[Any, Sequence[bool] | None]]:
+        self, jaxpr: Jaxpr, outputs: Sequence[Atom]
+    ) -> Iterable[tuple[JaxprEqn, Sequence[bool] | None]]:
         return [(equation, None) for equation in jaxpr.eqns]
 
-    def constant(self, value: Any) -> Any:
+    def constant(self, value: Operand) -> Operand:
         return self.nothing
 
-    def plain(self, equation: Equation, *operands: Any) -> Any:
+    def plain(self, equation: Equation, *operands: Operand) -> Operand:
         return self._outputs(equation, self.nothing)
 
-    def _visited(self, equation: Equation, *operands: Any) -> Any:
+    def _visited(self, equation: Equation, *operands: Operand) -> Operand:
         return self._outputs(equation, self.visit(equation, *operands))
 
-    def _outputs(self, equation: Equation, value: Any) -> Any:
+    def _outputs(self, equation: Equation, value: Operand) -> Operand:
         count = len(equation.jaxpr_equation.outvars)
         return [value] * count if equation.several else value

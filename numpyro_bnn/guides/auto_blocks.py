@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
+from jax.typing import ArrayLike
 from numpyro import handlers
-from numpyro.distributions.transforms import IdentityTransform
+from numpyro.distributions.transforms import IdentityTransform, Transform
 from numpyro.distributions.util import sum_rightmost
 from numpyro.infer.autoguide import AutoNormal
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import elementwise
 from numpyro_bnn._options import Model, Prefix, Switch, checked
+from numpyro_bnn._types import Kwargs, PyTree, Site, Trees
 from numpyro_bnn.guides import initialization
 from numpyro_bnn.guides.blocks import Block, Family, Patterns, checked_blocks, partition
 from numpyro_bnn.guides.initialization import init_to_fan_in
@@ -35,8 +38,8 @@ from numpyro_bnn.program.plates import full_plates
 NUM_DRAWS = 4096  # for medians and quantiles without closed form
 
 Blocks: TypeAlias = Mapping[Any, Family] | Sequence[tuple[Patterns, Family]]
-LocScale: TypeAlias = tuple[jax.Array, jax.Array]
-Values: TypeAlias = dict[str, jax.Array]
+LocScale: TypeAlias = tuple[Array, Array]
+Values: TypeAlias = dict[str, Array]
 
 
 class AutoBlocks(AutoNormal, CompiledPrototype):
@@ -94,7 +97,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         model: Model,
         blocks: Blocks = (),
         *,
-        init_scale: Any = 0.1,
+        init_scale: PyTree = 0.1,
         init_loc_fn: Callable = init_to_fan_in,
         condition_on_scales: Switch = False,
         prefix: Prefix = "auto",
@@ -132,7 +135,9 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
             local = {name for name in latent if self._subsampled_plates(name)}
             with handlers.block():
                 self._scaled = scaled_sites(self._read(args, kwargs), local)
-        start = run(self._initial, self._init_locs, (latent, *args), kwargs, once=True)
+        start = run(
+            self._initial, self._init_locs, (latent, *args), kwargs, runs_rarely=True
+        )
         self._init_locs, self._init_scales = start
         self._make_blocks()
 
@@ -157,7 +162,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         }
 
     def _initial(
-        self, locs: Values, args: tuple, kwargs: Mapping[str, Any]
+        self, locs: Values, args: tuple, kwargs: Kwargs
     ) -> tuple[Values, Values]:
         """Initial means and standard deviations, by site; the arguments begin with the
         latent sites.
@@ -212,7 +217,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
             self._blocks.append((block, family))
 
     def _prior_program(
-        self, call: tuple | None = None, indices: Mapping[str, Any] | None = None
+        self, call: tuple | None = None, indices: Trees | None = None
     ) -> Program:
         """Prior loc and scale of the conditioned sites; by default at the first call,
         with all plates full.
@@ -278,7 +283,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         self,
         name: str,
         event_dim: int,
-        unconstrained: jax.Array,
+        unconstrained: Array,
         moments: LocScale | None,
     ) -> dist.Distribution:
         """The site as a function of the latent vector of its block."""
@@ -301,7 +306,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
 
     def sample_posterior(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         params: Mapping,
         *args: Any,
         sample_shape: Shape = (),
@@ -317,7 +322,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         self._check_called("sample_posterior")
         return self._sites(self._draw(rng_key, params, sample_shape), sample_shape)
 
-    def median(self, params: Mapping[str, Any]) -> Values:
+    def median(self, params: Trees) -> Values:
         """Medians of the latent sites in unconstrained space, mapped to their supports;
         deterministic sites at these.
 
@@ -329,7 +334,9 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         middle = self._unconstrained_quantiles(params, jnp.array([0.5]))
         return self._constrain({name: value[0] for name, value in middle.items()}, ())
 
-    def quantiles(self, params: Mapping[str, Any], quantiles: Any) -> Values:
+    def quantiles(
+        self, params: Trees, quantiles: ArrayLike | Sequence[float]
+    ) -> Values:
         """Marginal quantiles of the latent sites, computed like :meth:`median`; of a
         simplex from 4096 draws.
 
@@ -366,7 +373,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
                 f"{self._call}.{method}", "params", "those of another guide", instead
             )
 
-    def _normals(self, params: Mapping[str, Any]) -> dict[str, dist.Normal]:
+    def _normals(self, params: Trees) -> dict[str, dist.Normal]:
         joint = {name for block, _ in self._blocks for name in block.shapes}
         normals = {}
         for name in self._transforms:
@@ -377,13 +384,11 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
                 )
         return normals
 
-    def _families(self, params: Mapping[str, Any]) -> list[dist.Distribution]:
+    def _families(self, params: Trees) -> list[dist.Distribution]:
         with handlers.block(), handlers.substitute(data=dict(params)):
             return [family.distribution(block) for block, family in self._blocks]
 
-    def _draw(
-        self, rng_key: jax.Array, params: Mapping[str, Any], sample_shape: Shape
-    ) -> Values:
+    def _draw(self, rng_key: Array, params: Trees, sample_shape: Shape) -> Values:
         """Unconstrained draws; for a conditioned site, draws of u."""
         values: Values = {}
         with handlers.block(), handlers.seed(rng_seed=rng_key):
@@ -398,7 +403,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
                 values[name] = numpyro.sample(name, fn, sample_shape=sample_shape)
         return values
 
-    def _fixed_draws(self, params: Mapping[str, Any]) -> Values:
+    def _fixed_draws(self, params: Trees) -> Values:
         return self._draw(jax.random.key(0), params, (NUM_DRAWS,))
 
     def _sites(self, draws: Values, sample_shape: Shape) -> Values:
@@ -441,9 +446,7 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         mapped = _map_samples(single, jax.tree.map(lambda v: v[None], values), (1,))
         return jax.tree.map(lambda v: v[0], mapped)
 
-    def _unconstrained_quantiles(
-        self, params: Mapping[str, Any], q: jax.Array
-    ) -> Values:
+    def _unconstrained_quantiles(self, params: Trees, q: Array) -> Values:
         """(Q, ...) by site."""
         normals = self._normals(params)
         families = self._families(params)
@@ -466,20 +469,20 @@ class AutoBlocks(AutoNormal, CompiledPrototype):
         return quantiles
 
 
-def _plates(site: Mapping[str, Any]) -> set[str]:
+def _plates(site: Site) -> set[str]:
     return {frame.name for frame in site["cond_indep_stack"]}
 
 
-def _joined(values: Values) -> jax.Array:
+def _joined(values: Values) -> Array:
     return jnp.concatenate(list(map(jnp.ravel, values.values())))
 
 
-def is_identity(transform: Any) -> bool:
+def is_identity(transform: Transform) -> bool:
     """Whether a transform, in ``to_event`` or not, is the identity."""
     return isinstance(elementwise(transform), IdentityTransform)
 
 
-def _monotone(transform: Any, values: jax.Array) -> jax.Array:
+def _monotone(transform: Transform, values: Array) -> Array:
     """Quantiles after a monotone transform, from those at q and 1 - q: a decreasing one
     reverses the order.
     """
@@ -489,9 +492,7 @@ def _monotone(transform: Any, values: jax.Array) -> jax.Array:
     return jnp.where(transform(zero + 1.0) < transform(zero - 1.0), opposite, direct)
 
 
-def _map_samples(
-    fn: Callable, samples: Mapping[str, Any], sample_shape: tuple[int, ...]
-) -> dict[str, Any]:
+def _map_samples(fn: Callable, samples: Mapping[str, Any], sample_shape: Shape) -> dict:
     """Apply ``fn`` to every sample of a dictionary, one at a time."""
     if not sample_shape:
         return fn(samples)

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error, is_list, unknown_name
 from numpyro_bnn._options import PositiveInt, check_fields
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.nn.base import Shape
 
 Patterns: TypeAlias = str | Sequence[str]
@@ -36,15 +38,15 @@ class Block(NamedTuple):
 
     name: str
     shapes: Mapping[str, Shape]
-    loc: jax.Array
-    scale: jax.Array
+    loc: Array
+    scale: Array
 
     @property
     def size(self) -> int:
         """How many unconstrained numbers the block has: D."""
         return sum(prod(shape) for shape in self.shapes.values())
 
-    def unflatten(self, vector: jax.Array) -> dict[str, jax.Array]:
+    def unflatten(self, vector: Array) -> Arrays:
         """Split a vector (..., D) into the values of the sites; batch axes stay in
         front.
 
@@ -58,7 +60,7 @@ class Block(NamedTuple):
         return cut(vector, self.shapes)
 
 
-def cut(vector: jax.Array, shapes: Mapping[Any, Shape]) -> dict[Any, jax.Array]:
+def cut(vector: Array, shapes: Mapping[Any, Shape]) -> dict[Any, Array]:
     """Consecutive parts of a vector (..., D), by name and in these shapes."""
     arrays, start = {}, 0
     for name, shape in shapes.items():
@@ -177,11 +179,11 @@ class LowRank(Family):
         )
 
 
-def declare_loc(block: Block) -> jax.Array:
+def declare_loc(block: Block) -> Array:
     return numpyro.param(f"{block.name}_loc", block.loc, event_dim=1)
 
 
-def declare_scale(block: Block) -> jax.Array:
+def declare_scale(block: Block) -> Array:
     return numpyro.param(
         f"{block.name}_scale",
         block.scale,

@@ -2,7 +2,7 @@
 them, and the guide AutoCoupling, also as a transport for NeuTraReparam.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 from numpyro.infer.autoguide import AutoContinuous
@@ -27,6 +28,7 @@ from numpyro_bnn._options import (
     PositiveOrInfinite,
     checked,
 )
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.auto_blocks import AutoBlocks
 from numpyro_bnn.guides.blocks import (
     Block,
@@ -48,10 +50,10 @@ class Conditioner(NamedTuple):
     ``kernels[i]`` has shape (H_i, H_{i+1}), ``biases[i]`` (H_{i+1},).
     """
 
-    kernels: tuple[jax.Array, ...]
-    biases: tuple[jax.Array, ...]
+    kernels: tuple[Array, ...]
+    biases: tuple[Array, ...]
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Map (..., inputs) to (..., outputs)."""
         for kernel, bias in zip(self.kernels[:-1], self.biases[:-1], strict=True):
             # Smooth, for the gradients of NUTS in the flow's space; it grows linearly,
@@ -84,7 +86,7 @@ def declare_conditioner(
     return Conditioner(tuple(kernels), tuple(biases))
 
 
-def _normal(shape: tuple[int, ...], scale: float) -> Callable[[jax.Array], jax.Array]:
+def _normal(shape: Shape, scale: float) -> Callable[[Array], Array]:
     return lambda key: jax.random.normal(key, shape) * scale
 
 
@@ -115,41 +117,41 @@ class AffineCoupling(Transform):
         self.conditioner, self.split = conditioner, split
         self.swap, self.bound = swap, bound
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return self.call_with_intermediates(x)[0]
 
-    def call_with_intermediates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def call_with_intermediates(self, x: Array) -> tuple[Array, Array]:
         """The transformed vector, and log |det|, which needs no further work."""
         fixed, changed = self._parts(x)
         log_scale, shift = self._scale_and_shift(fixed)
         y = self._whole(fixed, changed * jnp.exp(log_scale) + shift)
         return y, log_scale.sum(-1)
 
-    def _inverse(self, y: jax.Array) -> jax.Array:
+    def _inverse(self, y: Array) -> Array:
         fixed, changed = self._parts(y)
         log_scale, shift = self._scale_and_shift(fixed)
         return self._whole(fixed, (changed - shift) * jnp.exp(-log_scale))
 
     def log_abs_det_jacobian(
-        self, x: jax.Array, y: jax.Array, intermediates: Any = None
-    ) -> jax.Array:
+        self, x: Array, y: Array, intermediates: PyTree = None
+    ) -> Array:
         """log |det dy/dx|, (...)."""
         if intermediates is None:
             return self.call_with_intermediates(x)[1]
         return intermediates
 
-    def _scale_and_shift(self, fixed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _scale_and_shift(self, fixed: Array) -> tuple[Array, Array]:
         """Logarithm of the bounded scale, and shift, each (..., D_B)."""
         outputs = self.conditioner(fixed)
         size = outputs.shape[-1] // 2
         log_scale = self.bound * jnp.tanh(outputs[..., :size] / self.bound)
         return log_scale, outputs[..., size:]
 
-    def _parts(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _parts(self, x: Array) -> tuple[Array, Array]:
         leading, trailing = x[..., : self.split], x[..., self.split :]
         return (trailing, leading) if self.swap else (leading, trailing)
 
-    def _whole(self, fixed: jax.Array, changed: jax.Array) -> jax.Array:
+    def _whole(self, fixed: Array, changed: Array) -> Array:
         return jnp.concatenate(
             [changed, fixed] if self.swap else [fixed, changed], axis=-1
         )
@@ -367,7 +369,7 @@ class AutoCoupling(AutoBlocks):
         zeros = jnp.zeros(self.latent_dim)
         return dist.Normal(zeros, jnp.ones_like(zeros)).to_event(1)
 
-    def get_transform(self, params: Mapping[str, Any]) -> Transform:
+    def get_transform(self, params: Trees) -> Transform:
         """The map from N(0, I) to the unconstrained sites: those of the blocks, then
         the mean field.
 
@@ -400,7 +402,7 @@ class AutoCoupling(AutoBlocks):
             sizes.append(jnp.size(fn.loc))
         return transforms[0] if len(transforms) == 1 else Blockwise(transforms, sizes)
 
-    def _unpack_latent(self, vector: jax.Array) -> dict[str, jax.Array]:
+    def _unpack_latent(self, vector: Array) -> dict[str, Array]:
         shapes: dict[str, Shape] = {}
         for block, _ in self._blocks:
             shapes |= block.shapes
@@ -408,9 +410,7 @@ class AutoCoupling(AutoBlocks):
             shapes.setdefault(name, jnp.shape(loc))
         return cut(vector, shapes)
 
-    def _unpack_and_constrain(
-        self, vector: jax.Array, params: Mapping[str, Any]
-    ) -> dict[str, jax.Array]:
+    def _unpack_and_constrain(self, vector: Array, params: Trees) -> dict[str, Array]:
         return self._sites(self._unpack_latent(vector), vector.shape[:-1])
 
 
@@ -432,20 +432,20 @@ class Blockwise(Transform):
         self.transforms = tuple(transforms)
         self.sizes = tuple(sizes)
 
-    def _parts(self, x: jax.Array) -> list[jax.Array]:
+    def _parts(self, x: Array) -> list[Array]:
         return jnp.split(x, np.cumsum(self.sizes)[:-1], axis=-1)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         pieces = zip(self.transforms, self._parts(x), strict=True)
         return jnp.concatenate([t(piece) for t, piece in pieces], axis=-1)
 
-    def _inverse(self, y: jax.Array) -> jax.Array:
+    def _inverse(self, y: Array) -> Array:
         pieces = zip(self.transforms, self._parts(y), strict=True)
         return jnp.concatenate([t._inverse(piece) for t, piece in pieces], axis=-1)
 
     def log_abs_det_jacobian(
-        self, x: jax.Array, y: jax.Array, intermediates: Any = None
-    ) -> jax.Array:
+        self, x: Array, y: Array, intermediates: PyTree = None
+    ) -> Array:
         pieces = zip(self.transforms, self._parts(x), self._parts(y), strict=True)
         return jnp.stack([t.log_abs_det_jacobian(a, b) for t, a, b in pieces]).sum(0)
 

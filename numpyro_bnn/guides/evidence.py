@@ -2,15 +2,17 @@
 standard error.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jax import Array
+from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, Natural, PositiveInt, RandomKey, checked
+from numpyro_bnn._types import Floats, Kwargs, Trees
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw
@@ -45,7 +47,7 @@ class Evidence(NamedTuple):
     pareto_k: float
     ess: float
     num_observations: int
-    log_weights: NDArray[np.float64]
+    log_weights: Floats
 
     @property
     def num_samples(self) -> int:
@@ -91,8 +93,8 @@ class Evidence(NamedTuple):
 
 @checked("guides.evidence")
 def evidence(
-    guide: Any,
-    params: Mapping[str, Any],
+    guide: Callable,
+    params: Trees,
     *args: Any,
     rng_key: RandomKey,
     num_samples: Annotated[int, Count(2)] = 1000,
@@ -164,12 +166,10 @@ def evidence(
         )
         raise argument_error(call, "guide", got, instead)
 
-    def weigh(
-        keys_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
-    ) -> jax.Array:
+    def weigh(keys_and_params: tuple, args: tuple, kwargs: Kwargs) -> Array:
         keys, params = keys_and_params
 
-        def log_weight(key: jax.Array) -> jax.Array:
+        def log_weight(key: Array) -> Array:
             draw = weighted_draw(model, guide, params, args, kwargs, key)  # type: ignore[arg-type]
             return draw.log_joint - draw.log_guide
 
@@ -203,7 +203,7 @@ def summarize(log_weights: ArrayLike, num_observations: Natural = 0) -> Evidence
     return _summary("guides.summarize", log_w, num_observations)
 
 
-def _summary(call: str, log_w: NDArray[np.float64], num_observations: int) -> Evidence:
+def _summary(call: str, log_w: Floats, num_observations: int) -> Evidence:
     bad = int((np.isnan(log_w) | np.isposinf(log_w)).sum())
     if bad:
         instead = (

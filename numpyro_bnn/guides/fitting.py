@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import tqdm
-from jax import lax
+from jax import Array, lax
 from numpyro import handlers
 from numpyro.infer import SVI
 from numpyro.infer.autoguide import AutoGuide, AutoGuideList
@@ -27,6 +27,7 @@ from numpyro_bnn._checks import (
     outside,
 )
 from numpyro_bnn._options import Choice, Kind, PositiveInt, RandomKey, Switch, checked
+from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.batches import feeds_in
 from numpyro_bnn.program.compiled import (
@@ -53,12 +54,12 @@ WINDOW = 1000  # number of losses in the running mean of the progress bar
 class Keeper(Protocol):
     """Where a run is kept."""
 
-    def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
+    def load(self, like: PyTree) -> tuple[PyTree, HostArrays] | None:
         """The state, of the structure of ``like``, and the records of an earlier call,
         if there was one.
         """
 
-    def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
+    def save(self, state: PyTree, records: HostArrays, last: bool) -> None:
         """Keep a state and what was recorded before it; unless it is the last one, only
         now and then.
         """
@@ -150,7 +151,7 @@ class _Chunk(NamedTuple):
     whether everything is finite.
     """
 
-    state: Any
+    state: PyTree
     losses: np.ndarray
     finite: bool
 
@@ -161,10 +162,10 @@ class _Run:
     losses of the steps to it.
     """
 
-    take: Callable[[Any, int], _Chunk]
+    take: Callable[[PyTree, int], _Chunk]
     num_steps: int
     keeper: Keeper | None
-    done: tuple[Any, np.ndarray]
+    done: tuple[PyTree, np.ndarray]
 
     @property
     def count(self) -> int:
@@ -257,11 +258,11 @@ _expected: Callable[[SVI, Arguments], dict[str, str]] = lru_cache(maxsize=CACHE_
 
 def _start(
     svi: SVI,
-    rng_key: Any,
+    rng_key: Array,
     args: tuple,
     kwargs: Mapping,
-    init_state: Any,
-    init_params: Any,
+    init_state: PyTree,
+    init_params: PyTree,
     expected: dict[str, str],
 ) -> Any:
     """The state to start from; refuse a state or parameters of another model, guide or
@@ -297,7 +298,7 @@ def _start(
     return _strong(state)
 
 
-def _described(svi: SVI, state: Any) -> dict[str, str]:
+def _described(svi: SVI, state: PyTree) -> dict[str, str]:
     """Shapes and dtypes of the parameters and of the rest of a state by name, in which
     a given state must agree.
     """
@@ -313,7 +314,7 @@ def _described(svi: SVI, state: Any) -> dict[str, str]:
     return description
 
 
-def _strong(state: Any) -> Any:
+def _strong(state: PyTree) -> Any:
     """Without weak types, which would be lost in the first step and force a second
     compilation.
     """
@@ -321,7 +322,7 @@ def _strong(state: Any) -> Any:
 
 
 def _initial_state(
-    svi: SVI, rng_key: Any, args: tuple, kwargs: Mapping, init_params: Any
+    svi: SVI, rng_key: Array, args: tuple, kwargs: Mapping, init_params: PyTree
 ) -> Any:
     """``svi.init``, as one program if the guide is NumPyro's or ours.
 
@@ -349,18 +350,18 @@ def _initial_state(
             )
             raise argument_error(CALL, "args", got, advice) from cause
 
-    def init(start: tuple, args: tuple, kwargs: Mapping) -> Any:
+    def init(start: tuple, args: tuple, kwargs: Mapping) -> PyTree:
         with numpyro.validation_enabled(False):
             # the first call of the guide has checked what is known
             return _strong(svi.init(start[0], *args, init_params=start[1], **kwargs))
 
-    state = evaluate(init, (rng_key, init_params), args, kwargs, once=True)
+    state = evaluate(init, (rng_key, init_params), args, kwargs, runs_rarely=True)
     if is_traced(svi.constrain_fn.args):  # bounds were computed in that program
         return svi.init(rng_key, *args, init_params=init_params, **kwargs)
     return state
 
 
-def _check_params(init_params: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+def _check_params(init_params: Trees, params: Trees) -> None:
     """Refuse initial values of other parameters, of other shapes, or that are not
     finite.
     """
@@ -384,14 +385,14 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
     update = svi.stable_update if stable else svi.update
 
     @shared
-    def steps(state: Any, number: int, arrays: dict) -> tuple:
+    def steps(state: PyTree, number: int, arrays: dict) -> tuple:
         args, kwargs = fixed.call(arrays)
 
-        def go_on(carry: tuple) -> jax.Array:
+        def go_on(carry: tuple) -> Array:
             _, _, count, finite = carry
             return (count < number) & (stable | finite)
 
-        def update_once(state: Any, key: Any) -> tuple[Any, Any, jax.Array]:
+        def update_once(state: PyTree, key: Array) -> tuple[PyTree, Array, Array]:
             with random_indices():
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss
@@ -408,7 +409,7 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
         all_finite = jnp.stack([jnp.isfinite(p).all() for p in params]).all()
         return state, losses, count, finite & all_finite
 
-    def take(arrays: dict, state: Any, number: int) -> _Chunk:
+    def take(arrays: dict, state: PyTree, number: int) -> _Chunk:
         state, *outputs = steps(state, number, arrays)
         losses, count, finite = jax.device_get(outputs)
         return _Chunk(state, losses[:count], stable or bool(finite))

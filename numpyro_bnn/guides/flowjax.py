@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import constraints
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Switch
+from numpyro_bnn._types import Shape
 from numpyro_bnn.guides.blocks import Block, Family, declare_loc, declare_scale
 
 
@@ -121,16 +123,16 @@ class FlowjaxDistribution(dist.Distribution):
     pytree_data_fields = ("flow", "loc", "scale")
 
     def __init__(
-        self, flow: Any, loc: jax.Array, scale: jax.Array, *, validate_args: Any = None
+        self, flow: Any, loc: Array, scale: Array, *, validate_args: bool | None = None
     ) -> None:
         self.flow, self.loc, self.scale = flow, loc, scale
         super().__init__((), jnp.shape(loc), validate_args=validate_args)
 
-    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    def sample(self, key: Array, sample_shape: Shape = ()) -> Array:
         return self.loc + self.scale * self.flow.sample(_typed(key), sample_shape)
 
     def sample_with_intermediates(
-        self, key: jax.Array, sample_shape: tuple[int, ...] = ()
+        self, key: Array, sample_shape: Shape = ()
     ) -> tuple[Any, list]:
         """Draw together with the density, so that no flow has to be inverted (some need
         a numerical inverse).
@@ -138,9 +140,7 @@ class FlowjaxDistribution(dist.Distribution):
         z, log_prob = self.flow.sample_and_log_prob(_typed(key), sample_shape)
         return self.loc + self.scale * z, [log_prob - jnp.log(self.scale).sum()]
 
-    def log_prob(
-        self, value: jax.Array, intermediates: list[Any] | None = None
-    ) -> jax.Array:
+    def log_prob(self, value: Array, intermediates: list[Any] | None = None) -> Array:
         if intermediates:
             return intermediates[0]
         return (
@@ -149,7 +149,7 @@ class FlowjaxDistribution(dist.Distribution):
         )
 
 
-def _typed(key: jax.Array) -> jax.Array:
+def _typed(key: Array) -> Array:
     """A typed key; NumPyro's ``Predictive`` passes raw key data."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key

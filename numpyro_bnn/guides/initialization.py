@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpyro.infer import init_to_median
 from numpyro.util import find_stack_level
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import PyTree, Shape, Site, Sites, Trees
 from numpyro_bnn.guides.blocks import matches
 from numpyro_bnn.nn.base import fan_in
 
@@ -25,7 +27,7 @@ from numpyro_bnn.nn.base import fan_in
 BASE_SUFFIXES = ("_base", "_decentered")
 
 
-def init_to_fan_in(site: dict[str, Any] | None = None) -> Any:
+def init_to_fan_in(site: Site | None = None) -> Any:
     r"""Start Gaussian weights at the scale of their fan-in, like a network about to be
     trained.
 
@@ -89,14 +91,14 @@ def _weight(name: str) -> str:
     return name
 
 
-def _fan_in_scale(name: str, shape: tuple[int, ...]) -> float:
+def _fan_in_scale(name: str, shape: Shape) -> float:
     """Scale of a kernel; a base site is in units of its prior, whatever its fan-in."""
     if len(shape) > 1 and _weight(name) == name:
         return fan_in(name, shape) ** -0.5
     return 1.0
 
 
-def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, str]:
+def base_sites(trace: Sites, ndim: int = 0) -> dict[str, str]:
     """``{w_base: w}`` for the sites, of at least ``ndim`` axes, that a model samples in
     another space.
     """
@@ -110,7 +112,7 @@ def base_sites(trace: Mapping[str, dict[str, Any]], ndim: int = 0) -> dict[str, 
     return weight_names
 
 
-def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
+def base_spread(name: str, base: Array, weight: Array) -> Array:
     """The spread of a non-centered site z that gives its weight w the fan-in scale; a
     scalar, at most 1.
 
@@ -123,7 +125,7 @@ def base_spread(name: str, base: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.where((weight_sd > 0) & (sd > 0), jnp.minimum(1.0, factor), 1.0)
 
 
-def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
+def initial_spread(site: Site, local: bool) -> Array | float:
     """Initial scale of a site in unconstrained space; the initial sd of a guide is a
     fraction of it.
 
@@ -140,7 +142,7 @@ def initial_spread(site: dict[str, Any], local: bool) -> jax.Array | float:
     return jnp.minimum(scale, _fan_in_scale(site["name"], scale.shape))
 
 
-def check_imputed(call: str, trace: Mapping[str, dict[str, Any]]) -> None:
+def check_imputed(call: str, trace: Sites) -> None:
     """Refuse observations imputed by ``obs_mask``: without density where data are
     given, they unbound the ELBO.
     """
@@ -157,7 +159,7 @@ def check_imputed(call: str, trace: Mapping[str, dict[str, Any]]) -> None:
             raise argument_error(call, "model", got, instead)
 
 
-def check_init_scale(call: str, init_scale: Any) -> None:
+def check_init_scale(call: str, init_scale: PyTree) -> None:
     """Refuse anything but a positive number, or a mapping from patterns to positive
     numbers or arrays.
     """
@@ -171,9 +173,9 @@ def check_init_scale(call: str, init_scale: Any) -> None:
         raise argument_error(call, "init_scale", repr(init_scale), instead)
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     """Whether it is a positive finite number, or an array of them."""
-    if isinstance(value, bool) or not isinstance(value, Real | np.ndarray | jax.Array):
+    if isinstance(value, bool) or not isinstance(value, Real | np.ndarray | Array):
         return False
     array = np.asarray(value)
     return array.dtype.kind in "iuf" and bool(np.all((array > 0) & (array < np.inf)))
@@ -181,10 +183,10 @@ def _is_positive(value: Any) -> bool:
 
 def initial_scales(
     call: str,
-    init_scale: Any,
-    spreads: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, jax.Array]:
+    init_scale: PyTree,
+    spreads: Trees,
+    shapes: Mapping[str, Shape],
+) -> dict[str, Array]:
     """Initial standard deviation of every site, in unconstrained space.
 
     :param init_scale: a number that multiplies the spreads, or standard deviations by

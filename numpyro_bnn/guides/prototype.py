@@ -2,7 +2,6 @@
 each operation by itself.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpyro.infer.util import constrain_fn, helpful_support_errors
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
+from numpyro_bnn._types import Kwargs, Sites
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
@@ -25,11 +25,11 @@ class CompiledPrototype(AutoGuide):
     plates.
     """
 
-    def _latent(self) -> dict[str, dict[str, Any]]:
+    def _latent(self) -> Sites:
         trace = self.prototype_trace or {}
         return {name: site for name, site in trace.items() if is_latent(site)}
 
-    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> Posterior:
+    def _read(self, args: tuple, kwargs: Kwargs) -> Posterior:
         """What the model is, on a minibatch if there are any."""
         return Posterior(self.model, args, kwargs, full=False)
 

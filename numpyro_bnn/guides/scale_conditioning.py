@@ -5,25 +5,24 @@ values of the hyper-sites.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import affine_normal
+from numpyro_bnn._types import Kwargs, Trees
 from numpyro_bnn.program.posterior import Posterior
 
 # Parents of each site whose prior N(loc, scale^2) has a scale that depends on other
 # latent sites.
 Scaled: TypeAlias = Mapping[str, frozenset[str]]
 # Maps values of sites to prior loc and scale by site.
-Program: TypeAlias = Callable[
-    [Mapping[str, Any]], Mapping[str, tuple[jax.Array, jax.Array]]
-]
+Program: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, tuple[Array, Array]]]
 
 
 def _moments(
     sites: Mapping[str, dict], names: Iterable[str]
-) -> dict[str, tuple[jax.Array, jax.Array]]:
+) -> dict[str, tuple[Array, Array]]:
     """Prior loc and scale of those sites that are normal."""
     moments = {}
     for name in names:
@@ -41,7 +40,7 @@ def scaled_sites(reading: Posterior, local: set[str]) -> Scaled:
         left out.
     """
 
-    def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], jax.Array]:
+    def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], Array]:
         arrays = {}
         for name, (loc, scale) in _moments(sites, reading.latent).items():
             arrays[name, "loc"], arrays[name, "scale"] = loc, scale
@@ -60,10 +59,10 @@ def scaled_sites(reading: Posterior, local: set[str]) -> Scaled:
 def prior_program(
     model: Callable,
     scaled: Scaled,
-    examples: Mapping[str, Any],
+    examples: Trees,
     args: tuple,
-    kwargs: Mapping[str, Any],
-    plates: Mapping[str, Any] | None = None,
+    kwargs: Kwargs,
+    plates: Trees | None = None,
 ) -> Program:
     """A function from values of hyper-sites to prior loc and scale of the sites they
     scale, without the likelihood.
@@ -75,7 +74,7 @@ def prior_program(
         reading = Posterior(model, args, kwargs, full=plates is None)
     parents = sorted(set().union(*scaled.values()))
 
-    def program(values: Mapping[str, Any]) -> Mapping[str, tuple[jax.Array, jax.Array]]:
+    def program(values: Trees) -> Mapping[str, tuple[Array, Array]]:
         inputs = dict(plates or {})
         for name in parents:
             inputs[name] = jnp.asarray(values.get(name, examples[name]), float)

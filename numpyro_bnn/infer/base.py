@@ -4,15 +4,15 @@ NumPyro's ``MCMCKernel``.
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
@@ -31,6 +31,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
+from numpyro_bnn._types import Attributes, Kwargs, Optimizer, PyTree, Scalar
 from numpyro_bnn.infer.diagnostics import MeasureMovement, temperature_band
 from numpyro_bnn.infer.model_arguments import (
     MAX_CONSTANT_BYTES,
@@ -51,6 +52,7 @@ from numpyro_bnn.infer.phases import (
 from numpyro_bnn.infer.preconditioning import (
     NAMES,
     LearnPreconditioner,
+    PreconditionerLike,
     is_named,
     learns_from_noise,
     resolve,
@@ -163,9 +165,9 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
     temperature: NonNegative = 1.0
     gradient: Annotated[str, Choice(GRADIENTS)] = "minibatch"
     minibatches: Annotated[str, Choice(MINIBATCHES)] = "with_replacement"
-    preconditioner: Any = None
+    preconditioner: PreconditionerLike = None
     warm_start: FractionBelow1 | WarmStart = WarmStart.share
-    optimizer: Any = None
+    optimizer: Optimizer = None
     bias_tolerance: Positive = 0.05
     # not a plain default, which would make it a method of the class
     init_strategy: Annotated[
@@ -215,7 +217,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     @abstractmethod
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         """How a step moves the weights: an integrator with its own noise.
 
@@ -225,7 +227,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """
 
     @property
-    def schedule(self) -> Callable[[Any], Any]:
+    def schedule(self) -> Callable[[Scalar], Scalar]:
         """How the step size changes over a run: a factor of the base step size, as a
         function of the engine's step.
         """
@@ -245,7 +247,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             return sgmcmc.ControlVariates(potential, full, stream)
         return sgmcmc.Minibatch(potential, stream)
 
-    def sampler(self, evaluate: Callable, z: Any, base: jax.Array) -> sgmcmc.Sampler:
+    def sampler(self, evaluate: Callable, z: PyTree, base: Array) -> sgmcmc.Sampler:
         """Build the sampler of a chain, from a potential ``evaluate(z, batch)`` and a
         base step size; this costs nothing at run time.
         """
@@ -253,7 +255,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         unravel, schedule = ravel_pytree(z)[1], self.schedule
         named = self.preconditioner
 
-        def potential(position: jax.Array, batch: Any) -> jax.Array:
+        def potential(position: Array, batch: PyTree) -> Array:
             return evaluate(unravel(position), batch)
 
         if learned is not None:
@@ -263,14 +265,15 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             metric = resolve(self._call, named, z, target.num_data)
         return sgmcmc.build(
             self.estimator(target, potential),
-            self.dynamics(base * schedule(0), self.plan.size, target.subsampled),
+            # a number that the program computes passes the checks of options
+            self.dynamics(base * schedule(0), self.plan.size, target.subsampled),  # type: ignore[arg-type]
             metric,
             schedule=lambda step: base * schedule(step),
             temperature=self.temperature,
         )
 
     def steps(
-        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: jax.Array
+        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Array
     ) -> sgmcmc.State:
         """Make the steps of transition ``i``, and return the state after them."""
         return sampler.run(engine, self.steps_per_draw)
@@ -300,9 +303,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     # -- rules for the step size -------------------------------------------------------
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """Choose the step size eps by the largest curvature and the gradient noise
         (both preconditioned).
 
@@ -317,9 +318,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         )
         return jnp.minimum(1 / curvature, tolerated)
 
-    def stable_step_size(
-        self, curvature: jax.Array, noise: jax.Array, size: int
-    ) -> jax.Array:
+    def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:
         """Step size eps while a chain is still far from the posterior: a quarter of the
         stability limit.
 
@@ -329,7 +328,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """
         return 1 / (curvature * (1 + noise))
 
-    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+    def steps_to_forget(self, step_size: Scalar, size: int) -> Scalar:
         """Steps in which a chain forgets its position where the curvature is 1."""
         return 2 / step_size
 
@@ -356,7 +355,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
                 self.choose_step_size,
                 self.stable_step_size,
                 averaged,
-                once=any(phase.steers for phase in adapting),
+                first_guess=any(phase.steers for phase in adapting),
             )
         movement = MeasureMovement(
             warm_up.end, self.exact, self.temperature, self.steps_per_draw
@@ -390,7 +389,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             )
         if learns:
             ratios = [plate.size / plate.batch_size for plate in target.plates.values()]
-            learned = LearnPreconditioner.plan(
+            learned = LearnPreconditioner.for_warm_up(
                 warm_up, size, self.steps_per_draw, max(ratios, default=0.0)
             )
         plan = RunPlan(target, size, warm_up, optimize, learned)
@@ -424,7 +423,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return (*fields, "accept_prob") if dynamics.exact else tuple(fields)
 
     def learn(
-        self, num_warmup: int, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+        self, num_warmup: int, model_args: tuple, model_kwargs: Kwargs | None
     ) -> Posterior:
         """Optimize the parameters of :class:`~numpyro_bnn.priors.Learned`, and hold
         them in ``model`` from now on.
@@ -436,7 +435,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return self._learned(num_warmup, args, kwargs, posterior)
 
     def _learned(
-        self, num_warmup: int, args: tuple, kwargs: dict, posterior: Posterior
+        self, num_warmup: int, args: tuple, kwargs: Kwargs, posterior: Posterior
     ) -> Posterior:
         values = learned_parameters(
             self._call,
@@ -455,11 +454,11 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> SGMCMCState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -475,7 +474,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self._sample_fn = self.sample
 
         def start(
-            values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+            values: tuple[PyTree, PyTree], args: tuple, kwargs: Kwargs
         ) -> SGMCMCState:
             begin = partial(self._start, args=args, kwargs=kwargs)
             return begin(*values) if single else jax.vmap(begin)(*values)
@@ -484,13 +483,13 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
     def _bound(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         posterior: Posterior | None,
-    ) -> tuple[Target, dict[str, jax.Array]]:
+    ) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
         call = self._call
         settings = self._model, rng_key, self.init_strategy, args, kwargs
@@ -513,7 +512,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return target, z
 
     def _start(
-        self, z: Any, rng_key: jax.Array, args: tuple, kwargs: Mapping[str, Any]
+        self, z: PyTree, rng_key: Array, args: tuple, kwargs: Kwargs
     ) -> SGMCMCState:
         """The state of a chain at unconstrained values ``z``."""
         plan, position = self.plan, ravel_pytree(z)[0]
@@ -547,16 +546,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             rng_key=rng_key,
         )
 
-    def sample(
-        self,
-        state: SGMCMCState,
-        model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
-    ) -> SGMCMCState:
-        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
-
     def _transitions(
-        self, state: SGMCMCState, args: tuple, kwargs: Mapping[str, Any]
+        self, state: SGMCMCState, args: tuple, kwargs: Kwargs
     ) -> SGMCMCState:
         evaluate = self.plan.target.evaluator(args, kwargs)
         # all chains are at the same transition
@@ -612,7 +603,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         state: SGMCMCState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> SGMCMCState:
         """Adopt ``state.z`` and the arguments: recompute cached potentials and
         gradients, keep the momentum.
@@ -657,8 +648,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         self,
         state: SGMCMCState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
-    ) -> dict[str, jax.Array]:
+        model_kwargs: Kwargs | None,
+    ) -> dict[str, Array]:
         """Values of the sites where each chain ended its warm start, (C, ...): a deep
         ensemble.
 
@@ -683,7 +674,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """
         size = self.plan.size
         low, high = temperature_band(size, self.temperature)
-        attributes: dict[str, Any] = {
+        attributes: Attributes = {
             "temperature_band_low": low,
             "temperature_band_high": high,
             "steps_per_draw": self.steps_per_draw,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
@@ -21,6 +21,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers, split
 from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Shape, Trees
 from numpyro_bnn.infer.blackjax_warm_up import (
     MANAGED,
     USERS_OWN,
@@ -105,18 +106,18 @@ class BlackJAXState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    z: Any
-    chain: Any
-    tuned: dict[str, Any]
-    accept_prob: jax.Array
-    diverging: jax.Array
-    num_gradients: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    z: PyTree
+    chain: PyTree
+    tuned: dict[str, PyTree]
+    accept_prob: Array
+    diverging: Array
+    num_gradients: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
     @property
-    def step_size(self) -> jax.Array | None:
+    def step_size(self) -> Array | None:
         """The step size that the warm-up has found; ``None`` if it is given."""
         return self.tuned.get("step_size")
 
@@ -129,7 +130,7 @@ class _Plan(NamedTuple):
 
     target: Target
     num_warmup: int
-    fixed: dict[str, Any]
+    fixed: dict[str, PyTree]
 
 
 class BlackJAX(TargetKernel[_Plan]):
@@ -244,19 +245,19 @@ class BlackJAX(TargetKernel[_Plan]):
         parameters = list(parameters_of(self.algorithm).values())[1:]
         needed = {p.name for p in parameters if p.default is p.empty and _is_named(p)}
         needed |= {"step_size"} & set(step_arguments)
-        known = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
+        accepted = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
         if self.adaptation is not None and self._warm_up is not None:
-            known -= set(self._warm_up.tuned)
+            accepted -= set(self._warm_up.tuned)
             needed -= set(self._warm_up.tuned)
             if self._warm_up is USERS_OWN:  # what it finds is not known yet
                 needed = set()
             else:
-                known |= parameters_of(self.adaptation).keys() - MANAGED
-                known |= set(self._warm_up.given)
+                accepted |= parameters_of(self.adaptation).keys() - MANAGED
+                accepted |= set(self._warm_up.given)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name, value in self.options.items():
-            if name not in known and not takes_all:
-                raise unknown_name(CALL, "options", name, sorted(known))
+            if name not in accepted and not takes_all:
+                raise unknown_name(CALL, "options", name, sorted(accepted))
             if name in POSITIVE and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
             if name == "inverse_mass_matrix" and isinstance(value, list):
@@ -298,9 +299,9 @@ class BlackJAX(TargetKernel[_Plan]):
         stream = stream_of(target, "with_replacement")
         init, algorithm_step = self.algorithm(jax.grad(log_density), **options)
 
-        def step(rng_key: jax.Array, chain: Any) -> tuple[Any, None]:
+        def step(rng_key: Array, chain: PyTree) -> tuple[Any, None]:
             batch_key, rng_key = random.split(rng_key)
-            batch: Any = "full"
+            batch: PyTree = "full"
             if target.subsampled:
                 batch = stream.draw(seeds(batch_key, 1)[0], jnp.uint32(0))
             return algorithm_step(rng_key, chain, batch, **of_step), None
@@ -334,11 +335,11 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
     ) -> BlackJAXState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
@@ -353,7 +354,7 @@ class BlackJAX(TargetKernel[_Plan]):
         plan = _Plan(target, num_warmup, {})
 
         def start(
-            values: tuple[Any, jax.Array], args: tuple, kwargs: Mapping[str, Any]
+            values: tuple[PyTree, PyTree], args: tuple, kwargs: Kwargs
         ) -> BlackJAXState:
             log_density = LogDensity(target, args, kwargs)
             begin = partial(self._start, plan, log_density)
@@ -366,7 +367,7 @@ class BlackJAX(TargetKernel[_Plan]):
         return state
 
     def _check_size(self, size: int) -> None:
-        shapes: tuple[tuple[int, ...], ...] = (size,), (size, size)
+        shapes: tuple[Shape, ...] = (size,), (size, size)
         if self._algorithm_name in MICROCANONICAL:
             shapes = (), *shapes
             if size < 2:
@@ -378,9 +379,7 @@ class BlackJAX(TargetKernel[_Plan]):
             instead = f"The model has {size} parameters: pass ({size},) variances."
             raise argument_error(CALL, "inverse_mass_matrix", metric, instead)
 
-    def _check_warm_up(
-        self, num_warmup: int, num_chains: int, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _check_warm_up(self, num_warmup: int, num_chains: int, kwargs: Kwargs) -> None:
         if self.adaptation is None or self._warm_up is None:
             return
         if not num_warmup:
@@ -417,12 +416,12 @@ class BlackJAX(TargetKernel[_Plan]):
 
     def _bound(
         self,
-        rng_key: jax.Array,
-        init_params: Any,
+        rng_key: Array,
+        init_params: PyTree,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         posterior: Posterior | None,
-    ) -> tuple[Target, dict[str, jax.Array]]:
+    ) -> tuple[Target, dict[str, Array]]:
         """The model bound to its arguments, and where its chains start."""
         temperature = self.options.get("temperature", 1.0) if self._stochastic else 1.0
         settings = self._model, rng_key, self.init_strategy, args, kwargs
@@ -438,11 +437,11 @@ class BlackJAX(TargetKernel[_Plan]):
         return target, z
 
     def _start(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
+        self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
     ) -> BlackJAXState:
         """The state of a chain, or of all chains whose warm-up pools them."""
         chain_key, rng_key = split(rng_key)
-        tuned: dict[str, Any] = {}
+        tuned: dict[str, PyTree] = {}
         if self.adaptation is None:
             chain = self._built(log_density, self.options).init(z, chain_key)
         else:
@@ -464,13 +463,13 @@ class BlackJAX(TargetKernel[_Plan]):
         )
 
     def _outlined(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
-    ) -> tuple[Any, dict[str, Any]]:
+        self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
+    ) -> tuple[PyTree, dict[str, PyTree]]:
         """Zeros for what the warm-up will find: only shapes are known yet. The plan
         gets what is no array.
         """
 
-        def tune(z: Any, rng_key: jax.Array) -> tuple[Any, dict[str, Any]]:
+        def tune(z: PyTree, rng_key: Array) -> tuple[PyTree, dict[str, PyTree]]:
             tuned = self._tune(plan, log_density, z, rng_key)
             for name, value in tuned.parameters.items():
                 plan.fixed[name] = jax.tree.map(
@@ -478,7 +477,7 @@ class BlackJAX(TargetKernel[_Plan]):
                 )
             return tuned.chain, _arrays(tuned.parameters)
 
-        def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+        def zeros(like: jax.ShapeDtypeStruct) -> Array:
             if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
                 return random.split(random.key(0), like.shape)
             return jnp.zeros(like.shape, like.dtype)
@@ -492,8 +491,8 @@ class BlackJAX(TargetKernel[_Plan]):
         return chain, tuned
 
     def _tune(
-        self, plan: _Plan, log_density: LogDensity, z: Any, rng_key: jax.Array
-    ) -> Any:
+        self, plan: _Plan, log_density: LogDensity, z: PyTree, rng_key: Array
+    ) -> PyTree:
         assert self._warm_up is not None
         assert self.adaptation is not None
         steps = plan.num_warmup * self.steps_per_draw
@@ -501,16 +500,8 @@ class BlackJAX(TargetKernel[_Plan]):
         rng_key = rng_key if is_prng_key(rng_key) else rng_key[0]
         return self._warm_up.tune(task, log_density, z, rng_key)
 
-    def sample(
-        self,
-        state: BlackJAXState,
-        model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
-    ) -> BlackJAXState:
-        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
-
     def _transitions(
-        self, state: BlackJAXState, args: tuple, kwargs: Mapping[str, Any]
+        self, state: BlackJAXState, args: tuple, kwargs: Kwargs
     ) -> BlackJAXState:
         log_density = LogDensity(self.target, args, kwargs)
         # all chains are at the same transition
@@ -577,7 +568,7 @@ class BlackJAX(TargetKernel[_Plan]):
         per_step = jnp.int32(self._gradients or 0)
         chain = self._moved(functions, state, refresh_key)
 
-        def step(n: jax.Array, carry: tuple) -> tuple:
+        def step(n: Array, carry: tuple) -> tuple:
             chain, accept_prob, diverging, num_gradients = carry
             new_chain, info = functions.step(random.fold_in(step_key, n), chain)
             new_chain = jax.tree.map(_in_dtype, new_chain, chain)
@@ -602,8 +593,8 @@ class BlackJAX(TargetKernel[_Plan]):
         )
 
     def _moved(
-        self, functions: "Functions", state: BlackJAXState, rng_key: jax.Array
-    ) -> Any:
+        self, functions: "Functions", state: BlackJAXState, rng_key: Array
+    ) -> PyTree:
         """The algorithm's state at ``state.z``: only what does not follow from the
         position is kept.
         """
@@ -620,7 +611,7 @@ class BlackJAX(TargetKernel[_Plan]):
         self,
         state: BlackJAXState,
         model_args: tuple,
-        model_kwargs: Mapping[str, Any] | None,
+        model_kwargs: Kwargs | None,
     ) -> BlackJAXState:
         """Adopt ``state.z`` and the arguments; each transition does so by itself."""
         return state
@@ -633,7 +624,7 @@ class BlackJAX(TargetKernel[_Plan]):
             return text
         return f"{text}, size {np.mean(jax.device_get(state.step_size)):.2e}"
 
-    def describe(self, state: BlackJAXState) -> dict[str, Any]:
+    def describe(self, state: BlackJAXState) -> Attributes:
         """What :func:`~numpyro_bnn.to_inference_data` writes into the attributes of a
         run.
         """
@@ -705,22 +696,22 @@ def as_blackjax(
     """
     fields = [name for name in kernel.default_fields if name != kernel.sample_field]
 
-    def init(position: Any, rng_key: jax.Array) -> Any:
+    def init(position: PyTree, rng_key: Array) -> PyTree:
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
-    def step(rng_key: jax.Array, state: Any) -> tuple[Any, dict[str, Any]]:
+    def step(rng_key: Array, state: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         state = kernel.sample(_with_key(state, rng_key), args, kwargs)
         return state, {name: attrgetter(name)(state) for name in fields}
 
     return Functions(init, step)
 
 
-def _with_key(state: Any, rng_key: jax.Array) -> Any:
+def _with_key(state: PyTree, rng_key: Array) -> PyTree:
     """A state with another key. The keys of states inside it become others too, unless
     the key is that which the state has.
     """
 
-    def folded(leaf: jax.Array, rng_key: jax.Array, own_key: jax.Array) -> jax.Array:
+    def folded(leaf: Array, rng_key: Array, own_key: Array) -> Array:
         fold = random.fold_in
         for _ in range(leaf.ndim - rng_key.ndim):  # replicas
             fold = jax.vmap(fold, in_axes=(0, None))
@@ -730,7 +721,7 @@ def _with_key(state: Any, rng_key: jax.Array) -> Any:
     if not is_prng_key(rng_key):
         folded = jax.vmap(folded)
 
-    def keyed(path: tuple, leaf: Any) -> Any:
+    def keyed(path: tuple, leaf: PyTree) -> PyTree:
         if len(path) == 1 or getattr(path[-1], "name", None) != "rng_key":
             return leaf
         return folded(leaf, rng_key, state.rng_key)
@@ -739,7 +730,7 @@ def _with_key(state: Any, rng_key: jax.Array) -> Any:
     return inner._replace(rng_key=rng_key)
 
 
-def _check_algorithm(algorithm: Any, name: str) -> None:
+def _check_algorithm(algorithm: object, name: str) -> None:
     """Refuse what is no Markov chain of one log density."""
     if name in OTHERS:
         got = f"`blackjax.{name}`"
@@ -759,7 +750,7 @@ def _check_algorithm(algorithm: Any, name: str) -> None:
         raise argument_error(CALL, "algorithm", algorithm, instead, TypeError)
 
 
-def _check_state(chain: Any, z: Any) -> None:
+def _check_state(chain: PyTree, z: PyTree) -> None:
     """Refuse a state of which it is not known what follows from the position."""
     unknown = sorted({*getattr(chain, "_fields", ())} - {*CACHES, *AUXILIARY})
     place = chain if isinstance(chain, dict) else getattr(chain, "position", None)
@@ -782,16 +773,16 @@ def _is_named(parameter: inspect.Parameter) -> bool:
     )
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+def _is_array(leaf: PyTree) -> bool:
+    return isinstance(leaf, Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def _arrays(parameters: dict[str, Any]) -> dict[str, Any]:
+def _arrays(parameters: Trees) -> dict[str, PyTree]:
     """Parameters with ``None`` for what is no array: functions, and plain numbers."""
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, parameters)
 
 
-def _merged(tuned: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+def _merged(tuned: Trees, fixed: Trees) -> dict[str, PyTree]:
     return jax.tree.map(
         lambda array, other: other if array is None else array,
         tuned,
@@ -800,17 +791,17 @@ def _merged(tuned: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _in_dtype(new: Any, old: Any) -> Any:
+def _in_dtype(new: PyTree, old: PyTree) -> PyTree:
     """A value in the type of the one before: loops need that."""
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def _position(chain: Any) -> Any:
+def _position(chain: PyTree) -> PyTree:
     """Unconstrained values by site; some algorithms have no other state."""
     return chain if isinstance(chain, dict) else chain.position
 
 
-def _outcome(info: Any, chain: Any) -> tuple[jax.Array, jax.Array]:
+def _outcome(info: PyTree, chain: PyTree) -> tuple[Array, Array]:
     """Acceptance probability of a step, and whether it diverged."""
     accept_prob = getattr(info, "acceptance_rate", None)
     if accept_prob is None:

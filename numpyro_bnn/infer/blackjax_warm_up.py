@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax, random
+from jax import Array, lax, random
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.program.posterior import Posterior
 
@@ -38,7 +39,7 @@ class LogDensity:
 
     target: Target
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
 
     @cached_property
     def _evaluate(self) -> Callable:
@@ -48,26 +49,26 @@ class LogDensity:
     def _posterior(self) -> Posterior:
         return Posterior(self.target.model, self.args, self.kwargs)
 
-    def __call__(self, z: Any, batch: Any = "full") -> jax.Array:
+    def __call__(self, z: PyTree, batch: PyTree = "full") -> Array:
         return -self._evaluate(z, batch)
 
-    def prior(self, z: Any) -> jax.Array:
+    def prior(self, z: PyTree) -> Array:
         """The part of the prior, with Jacobians."""
         parts = [self._posterior.log_prior(z), self._posterior.log_jacobian(z)]
         return sum(jax.tree.leaves(parts), jnp.zeros(()))
 
-    def likelihood(self, z: Any) -> jax.Array:
+    def likelihood(self, z: PyTree) -> Array:
         """The part of the data."""
         return self(z) - self.prior(z)
 
-    def draw_prior(self, rng_key: jax.Array) -> dict[str, jax.Array]:
+    def draw_prior(self, rng_key: Array) -> dict[str, Array]:
         """Unconstrained values, drawn from the prior."""
         sites = self._posterior.at({}, rng_key, self._posterior.latent)
         values = {name: site["value"] for name, site in sites.items()}
         return self._posterior.unconstrain(values)
 
 
-def gradients_of_integrator(integrator: Any, default: str) -> int:
+def gradients_of_integrator(integrator: object, default: str) -> int:
     """Gradients of one integration step; 0 if they are not known.
 
     An integrator alternates kicks and drifts, and begins where it ended: a gradient for
@@ -94,9 +95,9 @@ class TunedChain(NamedTuple):
     :param num_gradients: gradients that it took, of one chain.
     """
 
-    chain: Any
-    parameters: dict[str, Any]
-    num_gradients: Any
+    chain: PyTree
+    parameters: dict[str, PyTree]
+    num_gradients: Scalar
 
 
 def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
@@ -118,11 +119,11 @@ class WarmUpTask(NamedTuple):
     options: Mapping[str, Any]
     num_steps: int
 
-    def split(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def split(self) -> tuple[dict, dict]:
         """Options of the adaptation, and of the algorithm."""
         names = parameters_of(self.adaptation)
-        own = {name: self.options[name] for name in self.options if name in names}
-        return own, {n: self.options[n] for n in self.options if n not in names}
+        tuning = {name: self.options[name] for name in self.options if name in names}
+        return tuning, {n: self.options[n] for n in self.options if n not in names}
 
 
 class _Trace(NamedTuple):
@@ -133,9 +134,9 @@ class _Trace(NamedTuple):
     :param position: values of the sites, if there is a center.
     """
 
-    num_integration_steps: Any
-    mu_star: Any
-    position: Any
+    num_integration_steps: Scalar
+    mu_star: PyTree
+    position: PyTree
 
     @property
     def adaptation_state(self) -> "_Trace":
@@ -143,14 +144,14 @@ class _Trace(NamedTuple):
         return self
 
 
-def _traced(chain: Any, info: Any, adaptation_state: Any) -> _Trace:
+def _traced(chain: PyTree, info: PyTree, adaptation_state: PyTree) -> _Trace:
     mu_star = getattr(adaptation_state, "mu_star", None)
     position = None if mu_star is None else chain.position
     return _Trace(info.num_integration_steps, mu_star, position)
 
 
 def by_windows(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size and metric of Hamiltonian kernels, in windows or after Pathfinder.
 
@@ -183,37 +184,37 @@ def _shares(task: WarmUpTask) -> list[float]:
 
 
 def of_mclmc(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Length, step size and diagonal metric of the microcanonical kernel."""
-    own, options = task.split()
+    tuning, options = task.split()
     first, second, third = _shares(task)
-    if own.get("diagonal_preconditioning", True):
+    if tuning.get("diagonal_preconditioning", True):
         second += second / 3
     init_key, rng_key = random.split(rng_key)
     build = {n: options[n] for n in ("integrator",) if n in options}
-    chain, found, steps = task.adaptation(
+    chain, tuned, steps = task.adaptation(
         mclmc_kernel=task.algorithm.build_kernel(**build),  # type: ignore[attr-defined]
         num_steps=round(task.num_steps / (first + second + third)),
         state=task.algorithm.init(z, log_density, init_key),  # type: ignore[attr-defined]
         rng_key=rng_key,
         logdensity_fn=log_density,
-        **own,
+        **tuning,
     )
     per_step = gradients_of_integrator(
         options.get("integrator"), "isokinetic_mclachlan"
     )
-    return TunedChain(chain, found._asdict() | options, per_step * steps + 1)
+    return TunedChain(chain, tuned._asdict() | options, per_step * steps + 1)
 
 
 def of_adjusted_mclmc(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """The same of the kernel with a Metropolis test and trajectories of random length
     (MAMS).
     """
-    own, options = task.split()
-    own = {"target": 0.9, **own}
+    tuning, options = task.split()
+    tuning = {"target": 0.9, **tuning}
     first, second, third = _shares(task)
     # step sizes are found again after the second stage, and after the third
     repeats = 1 + bool(second) + bool(third)
@@ -221,19 +222,19 @@ def of_adjusted_mclmc(
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
     build = {n: options[n] for n in options if n != "L_proposal_factor"}
-    chain, found, steps = task.adaptation(
+    chain, tuned, steps = task.adaptation(
         mclmc_kernel=module.build_kernel(integration_steps_fn=steps_fn, **build),
         logdensity_fn=log_density,
         num_steps=round(task.num_steps / (repeats * first + second + third)),
         state=module.init(z, log_density, init_key),
         rng_key=rng_key,
-        **own,
+        **tuning,
     )
     parameters = {
-        "step_size": found.step_size,
-        "inverse_mass_matrix": found.inverse_mass_matrix,
+        "step_size": tuned.step_size,
+        "inverse_mass_matrix": tuned.inverse_mass_matrix,
         "integration_steps_fn": steps_fn,
-        "integration_steps_params": (found.L / found.step_size,),
+        "integration_steps_params": (tuned.L / tuned.step_size,),
         **options,
     }
     per_step = gradients_of_integrator(
@@ -245,21 +246,21 @@ def of_adjusted_mclmc(
 # -- warm-ups that pool chains ---------------------------------------------------------
 
 
-def _number_of(z: Any) -> int:
+def _number_of(z: PyTree) -> int:
     return jax.tree.leaves(z)[0].shape[0]
 
 
 def of_chees(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size and trajectory length of Hamiltonian Monte Carlo, from all chains."""
     import optax
 
-    own, options = task.split()
+    tuning, options = task.split()
     step_size = options.pop("step_size", 0.1)
     optimizer = options.pop("optim", None) or optax.adam(0.025)
     adaptation = task.adaptation(
-        log_density, _number_of(z), adaptation_info_fn=_traced, **own
+        log_density, _number_of(z), adaptation_info_fn=_traced, **tuning
     )
     (chain, parameters), trace = adaptation.run(
         rng_key, z, step_size, optimizer, task.num_steps
@@ -269,19 +270,19 @@ def of_chees(
 
 
 def of_meads(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Step size, metric and damping of generalized Hamiltonian Monte Carlo."""
-    own, options = task.split()
+    tuning, options = task.split()
     adaptation = task.adaptation(
-        log_density, _number_of(z), adaptation_info_fn=lambda *_: None, **own
+        log_density, _number_of(z), adaptation_info_fn=lambda *_: None, **tuning
     )
     (chain, parameters), _ = adaptation.run(rng_key, z, task.num_steps)
     return TunedChain(chain, parameters | options, jnp.int32(task.num_steps + 1))
 
 
 def of_tempering(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """Particles from the prior that are tempered to the posterior, and resampled: one
     for each chain.
@@ -290,14 +291,14 @@ def of_tempering(
     the temperatures need, or if weights are not finite, the chains are not a number, as
     they have not arrived; nor are single ones whose density is 0.
     """
-    own, options = task.split()
+    tuning, options = task.split()
     number, limit = _number_of(z), task.num_steps
     resample = import_module("blackjax.smc.resampling").systematic
-    own = {"resampling_fn": resample, "num_mcmc_steps": 10} | own
+    tuning = {"resampling_fn": resample, "num_mcmc_steps": 10} | tuning
     if "max_iterations" in parameters_of(task.adaptation):  # which has a default ESS
-        limit = own.setdefault("max_iterations", min(limit, MAX_TEMPERATURES))
+        limit = tuning.setdefault("max_iterations", min(limit, MAX_TEMPERATURES))
     else:
-        own.setdefault("target_ess", 0.5)
+        tuning.setdefault("target_ess", 0.5)
     builder = task.algorithm.build_kernel  # type: ignore[attr-defined]
     build = {n: options[n] for n in options if n in parameters_of(builder)}
     moves = {n: jnp.asarray(options[n])[None] for n in options if n not in build}
@@ -308,7 +309,7 @@ def of_tempering(
         mcmc_step_fn=builder(**build),
         mcmc_init_fn=task.algorithm.init,  # type: ignore[attr-defined]
         mcmc_parameters=moves,
-        **own,
+        **tuning,
     )
     particles = jax.vmap(log_density.draw_prior)(random.split(start_key, number))
     particles = jax.tree.map(lambda new, old: new.astype(old.dtype), particles, z)
@@ -318,7 +319,7 @@ def of_tempering(
 
     per_step = gradients_of_integrator(options.get("integrator"), "velocity_verlet")
 
-    def more(carry: tuple) -> jax.Array:
+    def more(carry: tuple) -> Array:
         state, sound, rounds, _ = carry
         return (state.tempering_param < 1) & (rounds < limit) & sound
 
@@ -327,7 +328,7 @@ def of_tempering(
         state, info = step(random.fold_in(rng_key, rounds), state)
         steps = getattr(info.update_info, "num_integration_steps", None)
         if steps is None:
-            spent = jnp.int32(own["num_mcmc_steps"])
+            spent = jnp.int32(tuning["num_mcmc_steps"])
         else:
             spent = per_step * jnp.sum(steps, dtype=jnp.int32) // number
         # of likelihoods 0 at the same temperature
@@ -337,10 +338,10 @@ def of_tempering(
     begin = first, jnp.array(True), jnp.int32(0), jnp.int32(1)
     last, sound, _, num_gradients = lax.while_loop(more, round_, begin)
     weights, particles = _weighted(last)
-    chosen = own["resampling_fn"](last_key, weights / jnp.sum(weights), number)
+    chosen = tuning["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
 
-    def arrived(z: Any, rng_key: jax.Array) -> Any:
+    def arrived(z: PyTree, rng_key: Array) -> PyTree:
         chain = chain_init(z, rng_key)
         is_draw = sound & (last.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
         return jax.tree.map(lambda leaf: jnp.where(is_draw, leaf, jnp.nan), chain)
@@ -350,7 +351,7 @@ def of_tempering(
     return TunedChain(chain, options, num_gradients)
 
 
-def _weighted(state: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _weighted(state: PyTree) -> tuple[Array, dict[str, Array]]:
     """Weights and particles, of persistent sampling those of all temperatures."""
     if hasattr(state, "weights"):
         return state.weights, state.particles
@@ -361,7 +362,7 @@ def _weighted(state: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def of_user(
-    task: WarmUpTask, log_density: LogDensity, z: Any, rng_key: jax.Array
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """A function of the user's own."""
     init_key, rng_key = random.split(rng_key)
@@ -383,7 +384,7 @@ class WarmUpRow(NamedTuple):
     :param given: arguments of its run.
     """
 
-    tune: Callable[[WarmUpTask, LogDensity, Any, jax.Array], TunedChain]
+    tune: Callable[[WarmUpTask, LogDensity, PyTree, Array], TunedChain]
     algorithms: tuple[str, ...]
     tuned: tuple[str, ...]
     min_chains: int = 1
@@ -449,7 +450,7 @@ MANAGED = {
 USERS_OWN = WarmUpRow(of_user, (), ())
 
 
-def name_in(module: Any, value: Any) -> str:
+def name_in(module: Any, value: object) -> str:
     """The first name of a function in a module, or ``""``. Copies and pickles of an
     algorithm are equal to it.
     """
@@ -460,7 +461,7 @@ def name_in(module: Any, value: Any) -> str:
     return ""
 
 
-def warm_up_row(call: str, adaptation: Any, algorithm: str) -> WarmUpRow:
+def warm_up_row(call: str, adaptation: PyTree, algorithm: str) -> WarmUpRow:
     """The row of an adaptation; refuse one that cannot run inside a kernel, or that
     tunes other algorithms.
     """
@@ -480,7 +481,7 @@ def warm_up_row(call: str, adaptation: Any, algorithm: str) -> WarmUpRow:
     return row
 
 
-def _users_own(call: str, adaptation: Any, name: str) -> WarmUpRow:
+def _users_own(call: str, adaptation: PyTree, name: str) -> WarmUpRow:
     function = getattr(adaptation, "func", adaptation)
     of_blackjax = getattr(function, "__module__", "").split(".")[0] == "blackjax"
     takes_four = False

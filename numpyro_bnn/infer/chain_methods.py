@@ -4,13 +4,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_bnn._options import Kind, checked
+from numpyro_bnn._types import PyTree
 
 OneChain: TypeAlias = Annotated[
     Callable, Kind(callable, "Pass it to MCMC: `chain_method=parallel_vectorized`.")
@@ -51,7 +52,7 @@ def parallel_vectorized(fn: OneChain) -> Callable:
         )
         return jax.jit(split), NamedSharding(mesh, spec)
 
-    def mapped(chains: Any) -> Any:
+    def mapped(chains: PyTree) -> PyTree:
         mesh = chain_mesh(jax.tree.leaves(chains)[0].shape[0], jax.local_devices())
         if mesh is None:
             return chunk(chains)

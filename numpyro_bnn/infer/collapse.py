@@ -2,22 +2,22 @@
 the others.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
-from jax import lax, random
+from jax import Array, lax, random
 from numpyro import handlers
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import affine_normal, is_latent
 from numpyro_bnn._keys import key_from
-from numpyro_bnn._options import Kwargs, Model, checked
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Site
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks
 from numpyro_bnn.infer.linear_fit import linear_fit, log_evidence
 from numpyro_bnn.infer.linear_structure import (
@@ -110,7 +110,7 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
     return collapsed
 
 
-def _check_names(sites: Any) -> tuple[str, ...]:
+def _check_names(sites: object) -> tuple[str, ...]:
     """Refuse anything but a sequence of distinct names."""
     names: tuple[Any, ...] = ()
     if isinstance(sites, Iterable) and not isinstance(sites, str):
@@ -129,11 +129,11 @@ class _WithoutLinear(Messenger):
 
     def __init__(self, structure: LinearStructure) -> None:
         self.structure = structure
-        self.values: dict[str, jax.Array] = {}
-        self.parameters: dict[str, Any] = {}
+        self.values: dict[str, Array] = {}
+        self.parameters: dict[str, PyTree] = {}
         super().__init__(None)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "deterministic":
             msg["stop"] = True  # recorded once the linear sites have been drawn
         elif msg["type"] == "sample" and msg["name"] in self.structure.shapes:
@@ -142,7 +142,7 @@ class _WithoutLinear(Messenger):
         elif msg["type"] == "sample" and msg["name"] in self.structure.data:
             msg["stop"] = True
 
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
+    def postprocess_message(self, msg: Site) -> None:
         if msg["type"] in PARAMETERS:
             self.parameters[msg["name"]] = msg["value"]
         if is_latent(msg) and msg["name"] not in self.structure.shapes:
@@ -152,7 +152,7 @@ class _WithoutLinear(Messenger):
 def _integrate(
     model: Callable,
     structure: LinearStructure,
-    values: Mapping[str, Any],
+    values: Arrays,
     args: tuple,
     kwargs: Kwargs,
 ) -> None:
@@ -174,12 +174,12 @@ def _integrate(
             numpyro.deterministic(name, site["value"])
 
 
-def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> jax.Array:
+def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> Array:
     r"""Log of the integral over u of :math:`N(y; f + A u, S)^\beta N(u; 0, D)^\gamma`,
     A the ``blocks``.
     """
 
-    def log_norm(sd: jax.Array) -> jax.Array:
+    def log_norm(sd: Array) -> Array:
         return 0.5 * jnp.log(2 * jnp.pi) + jnp.log(sd)
 
     gamma = model.prior_weight
@@ -192,9 +192,7 @@ def log_marginal(model: LinearGaussian, blocks: JacobianBlocks) -> jax.Array:
     )
 
 
-def sample(
-    rng_key: jax.Array, model: LinearGaussian, blocks: JacobianBlocks
-) -> jax.Array:
+def sample(rng_key: Array, model: LinearGaussian, blocks: JacobianBlocks) -> Array:
     """(P,) innovations drawn from their exact conditional given the data.
 
     For p <= n in a block directly from their normal distribution in p dimensions;
@@ -219,9 +217,7 @@ def sample(
     return model.prior_sd / jnp.sqrt(model.prior_weight) * flat
 
 
-def _scaled(
-    model: LinearGaussian, blocks: JacobianBlocks
-) -> tuple[jax.Array, jax.Array]:
+def _scaled(model: LinearGaussian, blocks: JacobianBlocks) -> tuple[Array, Array]:
     """The model in units of noise and prior, r ~ N(R w, I) with w ~ N(0, I): (..., n,
     p) R and (..., n, 1) r.
     """

@@ -2,18 +2,20 @@
 from a model's program.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._jaxprs.primitives import PIECEWISE
 from numpyro_bnn._jaxprs.slices import needed_part
 from numpyro_bnn._jaxprs.walk import Equation, Follower
+from numpyro_bnn._types import Arrays, Site
 from numpyro_bnn.infer.linear_structure import density_parts, loc_and_sd
 from numpyro_bnn.infer.model_checks import OUTSIDE
 from numpyro_bnn.program.posterior import Posterior
@@ -51,7 +53,9 @@ class ConjugateSite(NamedTuple):
 
 
 def read(
-    reading: Posterior, conditioned: Collection[str], priors: Collection[Any]
+    reading: Posterior,
+    conditioned: Collection[str],
+    priors: Collection[tuple[type, bool]],
 ) -> dict[str, ConjugateSite | str]:
     """By latent site that is not held, how to draw it, or the reason why it cannot be
     drawn.
@@ -91,7 +95,7 @@ def read(
 
 
 def _reason(
-    site: Mapping[str, Any], priors: Collection[Any], depending: list[tuple[str, str]]
+    site: Site, priors: Collection[tuple[type, bool]], depending: list[tuple[str, str]]
 ) -> str:
     """Why a site has no conjugate conditional, as far as the sites that depend on it
     say; empty if they do not.
@@ -110,7 +114,7 @@ def _reason(
 
 
 def _conjugate(
-    site: Mapping[str, Any], priors: Collection[Any], children: list
+    site: Site, priors: Collection[tuple[type, bool]], children: list
 ) -> ConjugateSite | str:
     """The conditional of a site given the sites that it scales, with their powers."""
     powers = {child[0] for child in children if child is not None}
@@ -130,11 +134,11 @@ def _conjugate(
 
 def _log_sds(
     reading: Posterior,
-    values: Mapping[str, Any],
+    values: Arrays,
     name: str,
     child: str,
-    log_value: jax.Array,
-) -> jax.Array:
+    log_value: Array,
+) -> Array:
     """Log sds of the elements of ``other`` at (P,) logarithms of the
     value of ``name``.
     """
@@ -177,7 +181,7 @@ def _steps(size: int) -> tuple[np.ndarray, int]:
 
 def _effects(
     pairs: Collection[tuple[str, str]], reading: Posterior
-) -> dict[tuple[str, str], jax.Array]:
+) -> dict[tuple[str, str], Array]:
     """Changes of log sds by the steps in the log value of each site, at draws of the
     others from the prior.
     """

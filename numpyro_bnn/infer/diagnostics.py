@@ -1,14 +1,16 @@
 """How far a chain moved, and at which temperature."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from scipy.special import gammaincinv
 
 from numpyro_bnn._options import Level, NonNegative, PositiveInt, checked
+from numpyro_bnn._types import Attributes
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed
 from numpyro_bnn.sgmcmc import State
 
@@ -55,11 +57,11 @@ class Movement(NamedTuple):
     :param refused_steps: fraction of the steps that were not taken.
     """
 
-    virial: jax.Array
-    position: jax.Array
-    gradient: jax.Array
-    accept_prob: jax.Array | None
-    refused_steps: jax.Array
+    virial: Array
+    position: Array
+    gradient: Array
+    accept_prob: Array | None
+    refused_steps: Array
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class MeasureMovement(Phase):
     temperature: float
     steps_per_draw: int
 
-    def start(self, engine: State, step_size: jax.Array) -> Movement:
+    def start(self, engine: State, step_size: Array) -> Movement:
         zeros = jnp.zeros_like(engine.position)
         zero = jnp.zeros((), zeros.dtype)
         accept_prob = zero if self.exact else None
@@ -99,7 +101,7 @@ class MeasureMovement(Phase):
         means = jax.tree.map(lambda a, b: a + weight * (b - a), tuple(old), values)
         return state.with_phase(self, Movement(*means))
 
-    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+    def describe(self, state: SGMCMCState) -> Attributes:
         """Attributes of a run, by chain."""
         movement = jax.device_get(self.of(state))
         # a chain that hardly moved in enough steps covers, or accepts, almost nothing

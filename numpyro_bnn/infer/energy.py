@@ -4,13 +4,15 @@ be.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._options import Number
+from numpyro_bnn._types import Attributes, Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, listed, when
 from numpyro_bnn.sgmcmc import State
 from numpyro_bnn.sgmcmc.interfaces import select
@@ -28,7 +30,7 @@ DECOHERENCE = 0.4
 NOISY_LENGTH = 10.0  # decoherence length in steps, where gradient noise limits these
 
 
-def implied_bias(energy_variance: Any) -> Any:
+def implied_bias(energy_variance: Scalar) -> Scalar:
     r"""Relative error of a posterior variance, estimated from the energy errors of
     integrator steps.
 
@@ -86,7 +88,7 @@ class Stages(NamedTuple):
         shares = (0.0, 0.15, 0.35, 0.6, 0.9, 1.0)
         return cls(*(begin + round(share * (end - begin)) for share in shares))
 
-    def rescales(self, i: jax.Array) -> jax.Array:
+    def rescales(self, i: Array) -> Array:
         """Whether preconditioner and length are set after a transition."""
         return jnp.any(i == jnp.array([self.middle - 1, self.late - 1]))
 
@@ -106,24 +108,24 @@ class Spread(NamedTuple):
     number.
     """
 
-    mean: jax.Array
-    squares: jax.Array
-    total: jax.Array
+    mean: Array
+    squares: Array
+    total: Array
 
     @classmethod
-    def empty(cls, position: jax.Array) -> "Spread":
+    def empty(cls, position: Array) -> "Spread":
         """No positions."""
         zeros = jnp.zeros_like(position)
         return cls(zeros, zeros, jnp.zeros((), position.dtype))
 
-    def add(self, position: jax.Array) -> "Spread":
+    def add(self, position: Array) -> "Spread":
         """Add one position."""
         total = self.total + 1
         off = position - self.mean
         mean = self.mean + off / total
         return Spread(mean, self.squares + off * (position - mean), total)
 
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         """Variances (P,), shrunk towards their geometric mean with the weight of five
         draws.
         """
@@ -133,7 +135,7 @@ class Spread(NamedTuple):
         return jnp.maximum((self.total * found + 5 * center) / (self.total + 5), tiny)
 
 
-def autocorrelation_time(record: jax.Array) -> jax.Array:
+def autocorrelation_time(record: Array) -> Array:
     """Mean over coordinates of the integrated autocorrelation time, in units of rows.
 
     :param record: (M, K) draws in their order.
@@ -168,11 +170,11 @@ class EnergyMean(NamedTuple):
     the current step size, and the number of transitions in them.
     """
 
-    mean: jax.Array
-    largest: jax.Array
-    age: jax.Array
+    mean: Array
+    largest: Array
+    age: Array
 
-    def scaled(self, factor: jax.Array) -> "EnergyMean":
+    def scaled(self, factor: Array) -> "EnergyMean":
         """In steps longer by a factor: the variance grows like its sixth power."""
         power = factor**6
         return self._replace(mean=self.mean * power, largest=self.largest * power)
@@ -204,7 +206,7 @@ class AdaptEnergy(Phase):
 
     steers = True
 
-    def start(self, engine: State, step_size: jax.Array) -> EnergyMean:
+    def start(self, engine: State, step_size: Array) -> EnergyMean:
         zero = jnp.zeros((), engine.position.dtype)
         return EnergyMean(zero, zero, zero)
 
@@ -242,9 +244,7 @@ class AdaptEnergy(Phase):
         state = state._replace(base_step_size=step_size)
         return state.with_phase(self, energies)
 
-    def _added(
-        self, energies: EnergyMean, seen: jax.Array, is_last: jax.Array
-    ) -> EnergyMean:
+    def _added(self, energies: EnergyMean, seen: Array, is_last: Array) -> EnergyMean:
         """With one transition more; those long ago are forgotten until the last
         choice.
         """
@@ -261,7 +261,7 @@ class Record(NamedTuple):
     """
 
     spread: Spread
-    positions: jax.Array
+    positions: Array
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class LearnScales(Phase):
     sets_scales: bool
     sets_length: bool
 
-    def start(self, engine: State, step_size: jax.Array) -> Record:
+    def start(self, engine: State, step_size: Array) -> Record:
         start = engine.position
         rows, columns = max(self.stages.records, 1), min(start.size, RECORDED)
         return Record(Spread.empty(start), jnp.zeros((rows, columns), start.dtype))
@@ -353,7 +353,7 @@ class FixRefreshes(Phase):
         return _with_length(state, NOISY_LENGTH * state.base_step_size)
 
 
-def _with_length(state: SGMCMCState, length: jax.Array) -> SGMCMCState:
+def _with_length(state: SGMCMCState, length: Array) -> SGMCMCState:
     memory = state.engine.memory._replace(length=length)
     return state._replace(engine=state.engine._replace(memory=memory))
 
@@ -363,8 +363,8 @@ class TakenEnergy(NamedTuple):
     steps that were taken, summed over draws.
     """
 
-    energy: jax.Array
-    taken: jax.Array
+    energy: Array
+    taken: Array
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ class MeasureEnergy(Phase):
 
     num_warmup: int
 
-    def start(self, engine: State, step_size: jax.Array) -> TakenEnergy:
+    def start(self, engine: State, step_size: Array) -> TakenEnergy:
         zero = jnp.zeros((), engine.position.dtype)
         return TakenEnergy(zero, zero)
 
@@ -398,7 +398,7 @@ class MeasureEnergy(Phase):
         )
         return state._replace(engine=engine._replace(first_divergence=first))
 
-    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+    def describe(self, state: SGMCMCState) -> Attributes:
         """The bias of variances that the energy errors of the draws imply.
 
         For the worst chain: its mean over directions, and a bound, as if one direction

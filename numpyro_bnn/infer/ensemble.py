@@ -6,12 +6,15 @@ from typing import Annotated, Any
 
 import jax
 from numpyro.infer import MCMC
+from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._options import Count, FractionBelow1, Model, PositiveInt, checked
+from numpyro_bnn._types import Attributes, Optimizer, PyTree
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.infer.mclmc import MCLMC
 from numpyro_bnn.infer.orbit import OrbitMoves
 from numpyro_bnn.infer.warm_start import WarmStart
+from numpyro_bnn.symmetry import Symmetry
 
 # Optimizer steps: a share of the gradients, but at least a number of them, or a larger
 # share if there are few.
@@ -36,15 +39,15 @@ class _CosineAdam:
     num_steps: int
 
     @property
-    def _adam(self) -> Any:
+    def _adam(self) -> Optimizer:
         import optax
 
         return optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, self.num_steps))
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: PyTree) -> PyTree:
         return self._adam.init(params)
 
-    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+    def update(self, updates: Any, state: PyTree, params: PyTree = None) -> Any:
         return self._adam.update(updates, state, params)
 
 
@@ -56,7 +59,7 @@ def ensemble(
     num_chains: PositiveInt = 8,
     num_samples: PositiveInt = 250,
     held_out: FractionBelow1 = 0.1,
-    symmetries: Sequence[Any] = (),
+    symmetries: Sequence[Symmetry] = (),
     **options: Any,
 ) -> MCMC:
     """Predict as well as possible from a number of gradients: a deep ensemble, and
@@ -113,7 +116,7 @@ def ensemble(
         held_out=held_out,
         spread=SPREAD,
     )
-    kernel: Any = MCLMC(
+    kernel: MCMCKernel = MCLMC(
         model,
         steps_per_draw=steps_per_draw,
         warm_start=warm,
@@ -121,7 +124,7 @@ def ensemble(
     )
     if symmetries:
         kernel = OrbitMoves(kernel, symmetries)
-    chain_options: dict[str, Any] = {"chain_method": "vectorized"}
+    chain_options: Attributes = {"chain_method": "vectorized"}
     if min(num_chains, jax.local_device_count()) > 1:
         # NumPyro has no bar for it
         chain_options = {"chain_method": parallel_vectorized, "progress_bar": False}

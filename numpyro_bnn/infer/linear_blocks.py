@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._jaxprs.primitives import VIEWS, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Operand, PyTree, Shape
 
 
 class JacobianBlocks(NamedTuple):
@@ -25,7 +27,7 @@ class JacobianBlocks(NamedTuple):
         inputs, of which they are.
     """
 
-    matrix: jax.Array
+    matrix: Array
     rows: np.ndarray
     columns: np.ndarray
 
@@ -39,9 +41,7 @@ class _Terms(NamedTuple):
     place: np.ndarray
 
 
-def jacobian_blocks(
-    fn: Callable[[jax.Array], jax.Array], u: jax.Array
-) -> JacobianBlocks:
+def jacobian_blocks(fn: Callable[[Array], Array], u: Array) -> JacobianBlocks:
     """The Jacobian of a linear function from (P,) to (N,), without derivatives where
     its program allows.
 
@@ -65,7 +65,7 @@ def jacobian_blocks(
     return JacobianBlocks(jacobian, *map(np.arange, jacobian.shape))
 
 
-def jacobian_of(fn: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
+def jacobian_of(fn: Callable[[Array], Array], u: Array) -> Array:
     """(N, P) the Jacobian by derivatives in the fewer directions."""
     return (jax.jacfwd if u.size <= jax.eval_shape(fn, u).size else jax.jacrev)(fn)(u)
 
@@ -74,7 +74,7 @@ class _NotUnderstood(Exception):
     """Terms that are not read, are too many, or make no independent blocks."""
 
 
-def _terms(max_terms: int, equation: Equation, *operands: Any) -> _Terms:
+def _terms(max_terms: int, equation: Equation, *operands: Operand) -> _Terms:
     """The rule of every operation: the terms of its output."""
     name, params = equation.name, equation.params
     shape = equation.outputs[0].shape
@@ -117,7 +117,7 @@ def _terms(max_terms: int, equation: Equation, *operands: Any) -> _Terms:
 
 
 def _joined(
-    name: str, params: Any, shape: tuple[int, ...], operands: Sequence[_Terms]
+    name: str, params: PyTree, shape: Shape, operands: Sequence[_Terms]
 ) -> _Terms:
     """The sum, difference or concatenation of arrays with terms."""
     if name in ("add", "add_any", "sub"):
@@ -141,7 +141,7 @@ def _joined(
 
 
 def _contracted(
-    numbers: Any, shape: tuple[int, ...], operands: Sequence[Any], side: int
+    numbers: Any, shape: Shape, operands: Sequence[Operand], side: int
 ) -> _Terms:
     """The product of an array with terms and another array: each term of one times a
     number of the other.
@@ -163,7 +163,7 @@ def _contracted(
     return _Terms(factor.reshape(*shape, -1), index.reshape(*shape, -1))
 
 
-def _wide(index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _wide(index: np.ndarray, shape: Shape) -> np.ndarray:
     return np.broadcast_to(index, (*shape, index.shape[-1]))
 
 

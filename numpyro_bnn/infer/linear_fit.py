@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.scipy.linalg import solve_triangular
 
@@ -21,14 +21,14 @@ class LinearFit(NamedTuple):
     :param gain: (..., n, p) R C^-1.
     """
 
-    root: jax.Array
-    weights: jax.Array
-    error: jax.Array
-    gain: jax.Array
+    root: Array
+    weights: Array
+    error: Array
+    gain: Array
 
 
 @jax.custom_jvp
-def log_evidence(matrix: jax.Array, residual: jax.Array) -> jax.Array:
+def log_evidence(matrix: Array, residual: Array) -> Array:
     """log N(r; 0, I + R R') without its constant, of (..., n, p) R and (..., n, 1) r,
     by the smaller of n and p.
     """
@@ -36,7 +36,7 @@ def log_evidence(matrix: jax.Array, residual: jax.Array) -> jax.Array:
 
 
 @log_evidence.defjvp
-def _slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+def _slope(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """In closed form: nothing is differentiated through a decomposition."""
     value, fit = _evidence(*primals)
     by_matrix = fit.error @ fit.weights.mT - fit.gain
@@ -45,7 +45,7 @@ def _slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _evidence(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, LinearFit]:
+def _evidence(matrix: Array, residual: Array) -> tuple[Array, LinearFit]:
     if matrix.shape[-1] <= matrix.shape[-2]:
         fit = linear_fit(matrix, residual)
     else:  # (I + R R')^-1 R = R (I + R'R)^-1
@@ -58,7 +58,7 @@ def _evidence(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, Linear
 
 
 @jax.custom_jvp
-def linear_fit(matrix: jax.Array, residual: jax.Array) -> LinearFit:
+def linear_fit(matrix: Array, residual: Array) -> LinearFit:
     """The posterior of (..., n, p) R and (..., n, 1) r.
 
     By a Cholesky decomposition of C where that loses at most half of the digits, as in
@@ -88,7 +88,7 @@ def _change(primals: tuple, tangents: tuple) -> tuple[LinearFit, LinearFit]:
 
 
 @custom_vmap
-def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
+def _fit(matrix: Array, residual: Array) -> tuple[Array, ...]:
     if matrix.ndim == 2:
         return _each(matrix, residual)
     # outputs of one layer, with equal scales of prior and noise
@@ -97,7 +97,7 @@ def _fit(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
 
 
 @_fit.def_vmap
-def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, Any]:
+def _together(size: int, batched: list[bool], *inputs: Array) -> tuple[Any, Any]:
     """Under ``vmap`` one branch for all models, not both branches for each."""
     arrays = []
     for array, is_batched in zip(inputs, batched, strict=True):
@@ -107,11 +107,11 @@ def _together(size: int, batched: list[bool], *inputs: jax.Array) -> tuple[Any, 
     return _fit(*arrays), (True,) * 4
 
 
-def _shared(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
+def _shared(matrix: Array, residual: Array) -> tuple[Array, ...]:
     """Several columns r for one R."""
     root, weights, error, gain = _each(matrix[..., 0, :, :], residual[..., 0].mT)
 
-    def repeated(array: jax.Array) -> jax.Array:
+    def repeated(array: Array) -> Array:
         shape = (*matrix.shape[:-2], *array.shape[-2:])
         return jnp.broadcast_to(array[..., None, :, :], shape)
 
@@ -119,7 +119,7 @@ def _shared(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     return repeated(root), weights, error, repeated(gain)
 
 
-def _each(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
+def _each(matrix: Array, residual: Array) -> tuple[Array, ...]:
     eye = jnp.eye(matrix.shape[-1], dtype=matrix.dtype)
     gram = matrix.mT @ matrix + eye
     root = _inverse(jnp.linalg.cholesky(gram, symmetrize_input=False).mT)
@@ -132,9 +132,7 @@ def _each(matrix: jax.Array, residual: jax.Array) -> tuple[jax.Array, ...]:
     return lax.cond(sound, _by_cholesky, _by_qr, matrix, residual, root)
 
 
-def _by_cholesky(
-    matrix: jax.Array, residual: jax.Array, root: jax.Array
-) -> tuple[jax.Array, ...]:
+def _by_cholesky(matrix: Array, residual: Array, root: Array) -> tuple[Array, ...]:
     covariance = root @ root.mT
     weights = covariance @ (matrix.mT @ residual)
     error = residual - matrix @ weights
@@ -142,9 +140,7 @@ def _by_cholesky(
     return root, weights + step, error - matrix @ step, matrix @ covariance
 
 
-def _by_qr(
-    matrix: jax.Array, residual: jax.Array, _: jax.Array
-) -> tuple[jax.Array, ...]:
+def _by_qr(matrix: Array, residual: Array, _: Array) -> tuple[Array, ...]:
     orthonormal, triangle = _decompose(matrix)
     root, projected = _inverse(triangle), orthonormal.mT @ residual
     weights, error = root @ projected, residual - orthonormal @ projected
@@ -154,14 +150,14 @@ def _by_qr(
     return root, weights + root @ step, error - orthonormal @ step, gain
 
 
-def _inverse(triangle: jax.Array) -> jax.Array:
+def _inverse(triangle: Array) -> Array:
     eye = jnp.broadcast_to(
         jnp.eye(triangle.shape[-1], dtype=triangle.dtype), triangle.shape
     )
     return solve_triangular(triangle, eye)
 
 
-def _decompose(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _decompose(matrix: Array) -> tuple[Array, Array]:
     """(..., n, p) Q and (..., p, p) T with R = Q T and T'T = I + R'R."""
     *batch, n, p = matrix.shape
     eye = jnp.broadcast_to(jnp.eye(p, dtype=matrix.dtype), (*batch, p, p))

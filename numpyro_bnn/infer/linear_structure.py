@@ -2,7 +2,7 @@
 not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import (
@@ -20,6 +20,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs.slices import dependence
+from numpyro_bnn._types import Arrays, Shape, Site
 from numpyro_bnn.infer.linear_blocks import JacobianBlocks, jacobian_blocks, jacobian_of
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -42,7 +43,7 @@ class LinearStructure(NamedTuple):
     depend on them.
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, Shape]
     data: tuple[str, ...]
 
 
@@ -57,12 +58,12 @@ class LinearGaussian(NamedTuple):
         density, 0 where masked.
     """
 
-    prior_sd: jax.Array
-    prior_weight: jax.Array
-    value: jax.Array
-    mean: jax.Array
-    sd: jax.Array
-    weight: jax.Array
+    prior_sd: Array
+    prior_weight: Array
+    value: Array
+    mean: Array
+    sd: Array
+    weight: Array
 
 
 class LinearModel:
@@ -76,11 +77,11 @@ class LinearModel:
     """
 
     def __init__(
-        self, reading: Posterior, structure: LinearStructure, values: Mapping[str, Any]
+        self, reading: Posterior, structure: LinearStructure, values: Arrays
     ) -> None:
         self._reading, self._values, self.structure = reading, dict(values), structure
 
-    def trace(self, u: jax.Array, only: Iterable[str] | None = None) -> Sites:
+    def trace(self, u: Array, only: Iterable[str] | None = None) -> Sites:
         """The trace of the model at (P,) innovations."""
         values, start = dict(self._values), 0
         for name, shape in self.structure.shapes.items():
@@ -90,7 +91,7 @@ class LinearModel:
             start = end
         return self._reading.at(values, only=only)
 
-    def mean(self, u: jax.Array) -> jax.Array:
+    def mean(self, u: Array) -> Array:
         """(N,) means of the data."""
         sites = self.trace(u, self.structure.data).values()
         return jnp.concatenate([jnp.ravel(loc_and_sd(site)[0]) for site in sites])
@@ -106,7 +107,7 @@ class LinearModel:
         _, _, prior_sd, prior_weight = _flat_normals(traced, shapes)
         return LinearGaussian(prior_sd, prior_weight, *_flat_normals(traced, data))
 
-    def zeros(self) -> jax.Array:
+    def zeros(self) -> Array:
         """(P,) innovations at the prior means."""
         return jnp.zeros(sum(map(prod, self.structure.shapes.values())))
 
@@ -187,7 +188,7 @@ def _data(call: str, reading: Posterior, sites: tuple[str, ...]) -> tuple[str, .
 def _check_linear(call: str, reading: Posterior, linear: LinearModel) -> None:
     """Refuse means that are not linear."""
 
-    def slope(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def slope(inputs: Arrays) -> dict[str, Array]:
         u = inputs["u"]
         return {"map": jax.jvp(linear.mean, (u,), (jnp.ones_like(u),))[1]}
 
@@ -215,7 +216,7 @@ def _check_linear(call: str, reading: Posterior, linear: LinearModel) -> None:
 
 def _errors(
     structure: LinearStructure, reading: Posterior
-) -> list[tuple[jax.Array, jax.Array]]:
+) -> list[tuple[Array, Array]]:
     """Differences of means from their linearization, at innovations of several sizes,
     and those due to rounding.
     """
@@ -235,7 +236,7 @@ def _errors(
     return errors
 
 
-def weights(site: Mapping[str, Any]) -> jax.Array:
+def weights(site: Site) -> Array:
     """The factor by which scales and masks multiply the log density of every element of
     a site.
     """
@@ -246,20 +247,20 @@ def weights(site: Mapping[str, Any]) -> jax.Array:
     return scale.reshape(fn.batch_shape + (1,) * fn.event_dim) * unmasked_elements(fn)
 
 
-def loc_and_sd(site: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+def loc_and_sd(site: Site) -> tuple[Array, Array]:
     """Mean and sd of a normal site; the sd may be negative."""
     parameters = affine_normal(site["fn"], masked=True)
     assert parameters is not None  # callers have checked
     return parameters
 
 
-def _flat_normals(sites: Sites, names: Iterable[str]) -> list[jax.Array]:
+def _flat_normals(sites: Sites, names: Iterable[str]) -> list[Array]:
     """:func:`flat_normal` of several sites, one after the other."""
     fields = zip(*(flat_normal(sites[name]) for name in names), strict=True)
     return list(map(jnp.concatenate, fields))
 
 
-def flat_normal(site: Mapping[str, Any]) -> tuple[jax.Array, ...]:
+def flat_normal(site: Site) -> tuple[Array, ...]:
     """Value, mean, sd and weight of every element of a normal site, flat."""
     loc, scale = loc_and_sd(site)
     value = jnp.broadcast_to(site["value"], loc.shape)

@@ -1,14 +1,15 @@
 """Microcanonical Langevin Monte Carlo: the kernel, and its warm-up."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Choice, Number, PositiveOrInfinite
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infer.base import RunPlan, SGMCMCKernel
 from numpyro_bnn.infer.energy import (
     NOISY_LENGTH,
@@ -108,7 +109,7 @@ class MCLMC(SGMCMCKernel):
 
     decoherence_length: PositiveOrInfinite | None = None
     integrator: Annotated[str, Choice(sorted(INTEGRATORS))] | None = None
-    energy_variance: Any = None
+    energy_variance: float | tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,7 +151,7 @@ class MCLMC(SGMCMCKernel):
         return max(early, self.max_energy_error(num_parameters))
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Microcanonical(
             self.decoherence_length,
@@ -160,9 +161,7 @@ class MCLMC(SGMCMCKernel):
             max_warm_up_error=self.max_warm_up_error(size),
         )
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """Choose the length of the first steps: a quarter of the longest stable one,
         where a time step h has length h sqrt(P), as a momentum from N(0, I) has.
 
@@ -175,12 +174,10 @@ class MCLMC(SGMCMCKernel):
         )
         return jnp.minimum(self.stable_step_size(curvature, jnp.zeros(()), size), noisy)
 
-    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+    def steps_to_forget(self, step_size: Scalar, size: int) -> Scalar:
         return 0.5 + size * self.temperature**2 / (NOISY_LENGTH * step_size**2)
 
-    def stable_step_size(
-        self, curvature: jax.Array, noise: jax.Array, size: int
-    ) -> jax.Array:
+    def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:
         return jnp.sqrt(0.25 / (curvature * (1 + noise)) * size)
 
     def adapting(self, plan: RunPlan) -> list[Phase]:

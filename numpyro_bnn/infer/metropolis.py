@@ -1,9 +1,8 @@
 """Generalized Hamiltonian Monte Carlo, on all the data."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import jax
+from jax import Array
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
@@ -65,13 +64,11 @@ class GHMC(SGMCMCKernel):
         return 0.574 if self.num_steps == 1 else 0.8
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.HMC(self.num_steps, self.momentum_decay, self.jitter)
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         return 1 / curvature
 
     def optimizer_steps(self) -> int:

@@ -7,11 +7,13 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import KEY, Kwargs
+from numpyro_bnn._options import KEY
+from numpyro_bnn._types import Attributes, Kwargs, PyTree
 from numpyro_bnn.program.arguments import (
     Call,
     as_arrays,
@@ -26,7 +28,7 @@ from numpyro_bnn.program.posterior import Posterior
 M = TypeVar("M", bound=Callable)
 
 
-def over_chains(fn: Callable, state: Any, *arguments: Any) -> Any:
+def over_chains(fn: Callable, state: PyTree, *arguments: PyTree) -> PyTree:
     """``fn(state, *arguments)``, for each of vectorized chains if there are several."""
     if not is_prng_key(state.rng_key):
         fn = jax.vmap(fn)
@@ -37,7 +39,7 @@ def one_thread(method: M) -> M:
     """A method that runs or traces a model, which one thread may do at a time."""
 
     @wraps(method)
-    def locked(*args: Any, **kwargs: Any) -> Any:
+    def locked(*args: Any, **kwargs: Any) -> PyTree:
         with TRACING:
             return method(*args, **kwargs)
 
@@ -83,7 +85,7 @@ class ModelArguments:
         self._references: dict[int, tuple[Any, Any]] = {}
         self._refers = True  # whether programs may read them
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         return {**self.__dict__, "_references": {}, "_seen": {}}
 
     def changed(self, args: tuple, kwargs: Kwargs) -> list[str]:
@@ -95,7 +97,7 @@ class ModelArguments:
                 changed.append(place)
         return changed
 
-    def at_start(self, rng_key: jax.Array, args: tuple, kwargs: Kwargs | None) -> Call:
+    def at_start(self, rng_key: Array, args: tuple, kwargs: Kwargs | None) -> Call:
         """Those of ``init``, which are remembered."""
         KEY.check(self._call, "rng_key", rng_key)
         plain = plain_values(args, kwargs)
@@ -143,10 +145,10 @@ class ModelArguments:
     def run(
         self,
         fn: Callable,
-        state: Any,
+        state: PyTree,
         args: tuple,
         kwargs: Kwargs | None,
-    ) -> Any:
+    ) -> PyTree:
         """``fn(state, args, kwargs)``, a transition.
 
         A program that ``MCMC`` compiles has large data as inputs, which it reads from
@@ -163,10 +165,10 @@ class ModelArguments:
     def _read(self, args: tuple, kwargs: Kwargs | None) -> Call:
         references = self._references
 
-        def read(leaf: Any) -> Any:
+        def read(leaf: PyTree) -> PyTree:
             if id(leaf) not in references:
                 (array,), _ = as_arrays((leaf,), None)
-                is_array = isinstance(array, jax.Array) and not is_traced(array)
+                is_array = isinstance(array, Array) and not is_traced(array)
                 if not is_array or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
                     return leaf
                 if array.nbytes <= self._max_constant_bytes:
@@ -188,27 +190,36 @@ class ModelKernel(MCMCKernel):
     @one_thread
     def init(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any = None,
+        init_params: PyTree = None,
         model_args: tuple = (),
         model_kwargs: Kwargs | None = None,
-    ) -> Any:
+    ) -> PyTree:
         return self.begin(rng_key, num_warmup, init_params, model_args, model_kwargs)
 
     @abstractmethod
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """:meth:`init`; a kernel around this one passes what it has read of the model,
         on a minibatch if there are any.
         """
+
+    def sample(
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
+        return self._arguments.run(self._transitions, state, model_args, model_kwargs)
+
+    def _transitions(self, state: PyTree, args: tuple, kwargs: Kwargs) -> PyTree:
+        """One transition of every chain."""
+        return over_chains(lambda chain: self._transition(chain, args, kwargs), state)
 
     def posterior(self, args: tuple, kwargs: Kwargs | None) -> Posterior:
         """The model on all of some data, read anew only if they have other shapes."""
@@ -229,5 +240,5 @@ class ModelKernel(MCMCKernel):
         """The places of the arguments whose values have changed since the run began."""
         return self._arguments.changed(args, kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         return {**self.__dict__, "_sample_fn": None, "_program": None}

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import in_support, is_factor, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence, indexed_lengths
+from numpyro_bnn._types import Arrays, PyTree, Site, Sites
 from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 
@@ -32,8 +34,8 @@ class RowSubset(NamedTuple):
     takes only the key.
     """
 
-    indices: Mapping[str, jax.Array]
-    batch: Mapping[str, jax.Array]
+    indices: Arrays
+    batch: Arrays
 
 
 # -- handlers -------------------------------------------------------------------------
@@ -48,7 +50,7 @@ class weight_jacobians(Messenger):
         super().__init__(fn)
         self.factor = factor
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "sample" and is_jacobian(msg):
             msg["scale"], msg["fn"] = self.factor, unwrapped(msg["fn"], masked=True)
 
@@ -63,7 +65,7 @@ class _bounds(Messenger):
         self.known = False
         super().__init__(None)
 
-    def postprocess_message(self, msg: dict[str, Any]) -> None:
+    def postprocess_message(self, msg: Site) -> None:
         self.known |= msg.get("name") == OUTSIDE  # a key has no name
         if msg["type"] != "sample" or not isinstance(msg["fn"], dist.Distribution):
             return
@@ -80,7 +82,7 @@ def within_support(model: Callable) -> Callable:
     the border.
     """
 
-    def bounded(*args: Any, **kwargs: Any) -> Any:
+    def bounded(*args: Any, **kwargs: Any) -> PyTree:
         bounds = _bounds()
         with bounds:
             result = model(*args, **kwargs)
@@ -91,7 +93,7 @@ def within_support(model: Callable) -> Callable:
     return bounded
 
 
-def is_jacobian(site: Mapping[str, Any]) -> bool:
+def is_jacobian(site: Site) -> bool:
     """Whether a sample site is the log Jacobian that NumPyro's potential adds for a
     constrained latent site.
     """
@@ -113,7 +115,7 @@ def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     refused, plates = partial(argument_error, call, "model"), reading.plates
     sites = sites_of_type(reading.sites, "sample")
 
-    def quantities(batch: Mapping[str, jax.Array]) -> dict[tuple[str, str], Any]:
+    def quantities(batch: Arrays) -> dict[tuple[str, str], Any]:
         return _parts(reading.at(reading.row_values(reading.zeros(), batch)))
 
     batch = first_batch(plates)
@@ -157,12 +159,12 @@ def check_indices(call: str, reading: Posterior) -> frozenset[str]:
     return frozenset(of_one_minibatch)
 
 
-def first_batch(plates: Mapping[str, Plate]) -> dict[str, jax.Array]:
+def first_batch(plates: Mapping[str, Plate]) -> dict[str, Array]:
     """The first B indices of every plate."""
     return {name: jnp.arange(plate.batch_size) for name, plate in plates.items()}
 
 
-def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+def _parts(traced: Sites) -> dict[tuple[str, str], Any]:
     """What may depend on the minibatch: scaled log densities, values, and deterministic
     sites.
     """
@@ -183,7 +185,7 @@ def _parts(traced: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
 def _check_site(
     refused: Callable,
     reading: Posterior,
-    site: Mapping[str, Any],
+    site: Site,
     used: Mapping,
     shapes: Mapping,
 ) -> None:
@@ -221,14 +223,14 @@ def _check_site(
 def _check_order(
     refused: Callable,
     reading: Posterior,
-    sites: Mapping[str, Any],
-    batch: Mapping[str, jax.Array],
+    sites: Sites,
+    batch: Arrays,
 ) -> None:
     """Refuse sites that mix indexed rows with fixed ones: reversed indices must reverse
     their log densities.
     """
 
-    def densities(reading: Posterior) -> list[dict[str, jax.Array]]:
+    def densities(reading: Posterior) -> list[dict[str, Array]]:
         drawn = reading.at()
         values = {name: drawn[name]["value"] for name in reading.latent}
         by_order = []

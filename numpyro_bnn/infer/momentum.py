@@ -4,21 +4,21 @@ thermostat.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Fraction
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infer.base import SGMCMCKernel
 from numpyro_bnn.infer.step_size import Noise
 
 THERMOSTAT_STEPS = 20
 
 
-def friction_of(momentum_decay: float, step_size: Any) -> Any:
+def friction_of(momentum_decay: float, step_size: float) -> float:
     """Friction gamma per unit of time such that exp(-gamma h) = 1 - momentum_decay, h =
     sqrt(step_size).
     """
@@ -41,9 +41,7 @@ class _WithMomentum(SGMCMCKernel):
                 "Pass a `step_size`, or a decay above 0.",
             )
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """eps = h^2: h sqrt(lam) <= 1 is half the stability limit; gradient noise of
         variance V adds h^2 V per step to the variance of the momenta, of which a
         refresh renews the fraction 1 - a^2.
@@ -56,12 +54,10 @@ class _WithMomentum(SGMCMCKernel):
         )
         return jnp.minimum(1 / curvature, heat)
 
-    def stable_step_size(
-        self, curvature: jax.Array, noise: jax.Array, size: int
-    ) -> jax.Array:
+    def stable_step_size(self, curvature: Array, noise: Array, size: int) -> Array:
         return 1 / (curvature * (1 + 4 * noise / max(self._renewed, 1e-3)))
 
-    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+    def steps_to_forget(self, step_size: Scalar, size: int) -> Scalar:
         return -math.log(max(1 - self.momentum_decay, 1e-12)) / step_size
 
     @property
@@ -99,7 +95,7 @@ class SGHMC(_WithMomentum):
     """
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self.momentum_decay, step_size)
         return sgmcmc.BAOAB(friction, max_kick=self.max_kick)
@@ -139,20 +135,18 @@ class SGNHT(_WithMomentum):
             )
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         friction = friction_of(self.momentum_decay, step_size)
         mass = THERMOSTAT_STEPS**2 * step_size
         return sgmcmc.NoseHoover(friction, mass, max_kick=self.max_kick)
 
-    def steps_to_forget(self, step_size: Any, size: int) -> Any:
+    def steps_to_forget(self, step_size: Scalar, size: int) -> Scalar:
         return (
             super().steps_to_forget(step_size, size) + 0.5
         )  # noise of size 1 adds h^2 / 2 to the friction per step
 
-    def choose_step_size(
-        self, curvature: jax.Array, noise: Noise, size: int
-    ) -> jax.Array:
+    def choose_step_size(self, curvature: Array, noise: Noise, size: int) -> Array:
         """eps = h^2: half the stability limit; gradient noise adds at most T / 5 per
         step to the momenta.
 

@@ -1,15 +1,15 @@
 """Moves along the symmetries of a model, combined with any kernel."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import random
+from jax import Array, random
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Kwargs, Positive, Switch, checked
+from numpyro_bnn._options import Positive, Switch, checked
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Shape
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.posterior import Posterior
@@ -36,14 +36,14 @@ class OrbitState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    base: Any
-    orbit_accept_prob: jax.Array
-    orbit_width: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    base: PyTree
+    orbit_accept_prob: Array
+    orbit_width: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         return inner_attribute(self, name)
 
 
@@ -127,22 +127,20 @@ class OrbitMoves(Wrapper):
             refuse_random(self._call, "kernel", reading.stochastic)
         self._plans = plan_moves(reading, self._symmetries, self._exact)
 
-    def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
-    ) -> OrbitState:
+    def _start(self, base: PyTree, batch_shape: Shape, rng_key: Array) -> OrbitState:
         ones = jnp.ones((*batch_shape, len(self._plans)))
         return OrbitState(base, ones, ones, jnp.zeros(batch_shape, jnp.int32), rng_key)
 
     def _move(
         self,
         state: OrbitState,
-        values: dict[str, jax.Array],
-        rng_key: jax.Array,
+        values: Arrays,
+        rng_key: Array,
         reading: Posterior,
-    ) -> tuple[OrbitState, dict[str, jax.Array]]:
+    ) -> tuple[OrbitState, dict[str, Array]]:
         """One move along every orbit."""
         prior = PriorProgram(reading)
-        new_values: dict[str, jax.Array] = {}
+        new_values: dict[str, Array] = {}
         probabilities = []
         for i, plan in enumerate(self._plans):
             key, width = random.fold_in(rng_key, i), state.orbit_width[i]
@@ -162,7 +160,7 @@ class OrbitMoves(Wrapper):
 
     # -- read by `to_inference_data` ---------------------------------------------------
 
-    def describe(self, state: OrbitState) -> dict[str, Any]:
+    def describe(self, state: OrbitState) -> Attributes:
         """Attributes of a run: those of the inner kernel, and the kind of move along
         each symmetry.
         """

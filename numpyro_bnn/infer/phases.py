@@ -1,15 +1,16 @@
 """What a chain is, and what a phase of its warm-up may do to it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.sgmcmc.interfaces import select
 
@@ -45,63 +46,63 @@ class SGMCMCState(NamedTuple):
     The other fields that a run may collect are statistics of the last draw.
     """
 
-    z: Any
-    step_size: jax.Array
-    base_step_size: jax.Array
-    shrinkage: jax.Array
-    restarts: jax.Array
-    gradient_noise: jax.Array
-    num_gradients: jax.Array
-    i: jax.Array
+    z: PyTree
+    step_size: Array
+    base_step_size: Array
+    shrinkage: Array
+    restarts: Array
+    gradient_noise: Array
+    num_gradients: Array
+    i: Array
     engine: sgmcmc.State
-    phases: dict[str, Any]
+    phases: dict[str, PyTree]
     data: DataVersion
-    rng_key: jax.Array
+    rng_key: Array
 
     @property
-    def configurational_temperature(self) -> jax.Array:
+    def configurational_temperature(self) -> Array:
         """Mean of theta' grad U / P over the steps; its expectation is T."""
         return self.engine.statistics.configurational_temperature
 
     @property
-    def kinetic_temperature(self) -> jax.Array | None:
+    def kinetic_temperature(self) -> Array | None:
         """Mean of m' M^-1 m / P likewise; ``None`` without momentum."""
         return self.engine.statistics.kinetic_temperature
 
     @property
-    def accept_prob(self) -> jax.Array | None:
+    def accept_prob(self) -> Array | None:
         """Mean acceptance probability; ``None`` where nothing is rejected."""
         return self.engine.statistics.accept_prob
 
     @property
-    def energy_variance(self) -> jax.Array | None:
+    def energy_variance(self) -> Array | None:
         """Mean squared energy error of a step, per parameter; microcanonical kernels
         only.
         """
         return self.engine.statistics.energy_variance
 
     @property
-    def decoherence_length(self) -> jax.Array | None:
+    def decoherence_length(self) -> Array | None:
         """L of these kernels; ``None`` for others."""
         return getattr(self.engine.memory, "length", None)
 
     @property
-    def refused_steps(self) -> jax.Array:
+    def refused_steps(self) -> Array:
         """Fraction of the steps that were not taken: their end was not finite, their
         gradients or (of microcanonical kernels) energy errors too large.
         """
         return self.engine.statistics.refused_share
 
     @property
-    def diverging(self) -> jax.Array:
+    def diverging(self) -> Array:
         """Whether the chain is marked, as it took none of 200 steps."""
         return self.engine.first_divergence >= 0
 
-    def with_phase(self, phase: "Phase", value: Any) -> "SGMCMCState":
+    def with_phase(self, phase: "Phase", value: PyTree) -> "SGMCMCState":
         """The same with another state of a phase."""
         return self._replace(phases={**self.phases, phase.name: value})
 
-    def spend(self, gradients: Any) -> "SGMCMCState":
+    def spend(self, gradients: Scalar) -> "SGMCMCState":
         """The same after more gradients."""
         return self._replace(num_gradients=self.num_gradients + gradients)
 
@@ -116,10 +117,10 @@ class Transition(NamedTuple):
     :param args: positional arguments of the model, ``kwargs``: the others.
     """
 
-    i: jax.Array
+    i: Array
     sampler: Callable[[SGMCMCState], sgmcmc.Sampler]
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
 
 
 class WarmUp(NamedTuple):
@@ -142,7 +143,7 @@ class WarmUp(NamedTuple):
         """
         return self.end - (self.end - self.middle) // 2
 
-    def measures(self, i: jax.Array) -> jax.Array:
+    def measures(self, i: Array) -> Array:
         """Whether a transition begins with a measurement: when sampling starts, then
         ever more rarely on the way to the typical set, there, and once more.
         """
@@ -166,7 +167,7 @@ class Phase:
         """Where its state is in ``SGMCMCState.phases``."""
         return type(self).__name__
 
-    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Any:
+    def start(self, engine: sgmcmc.State, step_size: Array) -> PyTree:
         """Its state at the start of a chain; ``None`` if it has none."""
         return None
 
@@ -186,13 +187,13 @@ class Phase:
         """Called at the end of every transition, also of those that optimize."""
         return state
 
-    def describe(self, state: SGMCMCState) -> dict[str, Any]:
+    def describe(self, state: SGMCMCState) -> Attributes:
         """Attributes of a run that it knows."""
         return {}
 
 
 def when(
-    due: jax.Array,
+    due: Array,
     change: Callable[[SGMCMCState, Transition], SGMCMCState],
     state: SGMCMCState,
     now: Transition,
@@ -201,7 +202,7 @@ def when(
     return lax.cond(due, lambda s: change(s, now), lambda s: s, state)
 
 
-def listed(by_chain: Any) -> str:
+def listed(by_chain: PyTree) -> str:
     """One value per chain, as text for the attributes of a run."""
     return str(np.ravel(jax.device_get(by_chain)).tolist())
 
@@ -212,11 +213,11 @@ class Origin(NamedTuple):
     that it had and the states of the phases that learn it.
     """
 
-    position: jax.Array
-    step_size: jax.Array
-    adaptation: Any
-    learned: dict[str, Any]
-    has_arrived: jax.Array
+    position: Array
+    step_size: Array
+    adaptation: PyTree
+    learned: dict[str, PyTree]
+    has_arrived: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +242,7 @@ class Rescue(Phase):
     adapting: tuple[Phase, ...]
     patience: int
 
-    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Origin:
+    def start(self, engine: sgmcmc.State, step_size: Array) -> Origin:
         learned = {p.name: p.start(engine, step_size) for p in self.learning}
         never = jnp.asarray(False)
         return Origin(engine.position, step_size, engine.adaptation, learned, never)
@@ -272,7 +273,7 @@ class Rescue(Phase):
         first = jnp.where(lost, engine.step, engine.first_divergence)
         return state._replace(engine=engine._replace(first_divergence=first))
 
-    def _chosen(self, state: SGMCMCState) -> jax.Array:
+    def _chosen(self, state: SGMCMCState) -> Array:
         """The step size as it was given, or chosen for a chain without faults."""
         shrinkage = state.shrinkage if self.chooses_step_size else 1.0
         return state.base_step_size / shrinkage

@@ -4,13 +4,12 @@ scale.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from numpyro.distributions.util import is_identically_one
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.util import identity, is_prng_key
@@ -18,10 +17,11 @@ from numpyro.util import identity, is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
-from numpyro_bnn._options import Kwargs, Model, checked
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Scalar, Sites
 from numpyro_bnn.infer.conjugacy import ConjugateSite, read
 from numpyro_bnn.infer.linear_structure import flat_normal, weights
-from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel, over_chains
+from numpyro_bnn.infer.model_arguments import DataVersion, ModelKernel
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -33,14 +33,14 @@ class PrecisionGibbsState(NamedTuple):
     next sweep, and how often data had changed in place (no array).
     """
 
-    z: dict[str, jax.Array]
-    rng_key: jax.Array
+    z: dict[str, Array]
+    rng_key: Array
     data: DataVersion = DataVersion()
 
 
 def held_values(
     model_kwargs: Kwargs | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict, dict]:
     """Split the keyword arguments of a ``Gibbs`` block into values held by other blocks
     and those of the model.
     """
@@ -132,9 +132,9 @@ class PrecisionGibbs(ModelKernel):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Mapping[str, Any] | None,
+        init_params: Arrays | None,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
@@ -159,10 +159,8 @@ class PrecisionGibbs(ModelKernel):
         self._program = reading.without_data()
         keys = split(rng_key)
 
-        def start(
-            reading: Posterior, key: jax.Array, conditioned: Mapping[str, Any]
-        ) -> dict[str, jax.Array]:
-            def start_chain(key: jax.Array) -> dict[str, jax.Array]:
+        def start(reading: Posterior, key: Array, conditioned: Arrays) -> Arrays:
+            def start_chain(key: Array) -> Arrays:
                 sites = reading.at(conditioned, key, conditionals).items()
                 return {name: jnp.asarray(site["value"]) for name, site in sites}
 
@@ -174,25 +172,6 @@ class PrecisionGibbs(ModelKernel):
             z[name] = jnp.asarray(value, drawn[name].dtype)
         self._sample_fn = self._transition
         return PrecisionGibbsState(z, keys[1], self._arguments.version)
-
-    def sample(
-        self,
-        state: PrecisionGibbsState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> PrecisionGibbsState:
-        return self._arguments.run(self._sample, state, model_args, model_kwargs)
-
-    def _sample(
-        self,
-        state: PrecisionGibbsState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> PrecisionGibbsState:
-        transition = partial(
-            self._transition, model_args=model_args, model_kwargs=model_kwargs
-        )
-        return over_chains(transition, state)
 
     def _transition(
         self,
@@ -237,7 +216,7 @@ class PrecisionGibbs(ModelKernel):
         conditioned, kwargs = held_values(model_kwargs)
         reading = self.posterior(model_args, kwargs)
 
-        def replay(z: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def replay(z: Arrays) -> Arrays:
             traced = reading.at({**conditioned, **z})
             values = dict(z)
             for name, site in sites_of_type(traced, "deterministic").items():
@@ -257,12 +236,14 @@ class GIG(NamedTuple):
     exp(-(a t + b / t) / 2).
     """
 
-    p: Any
-    a: Any
-    b: Any
+    p: PyTree
+    a: PyTree
+    b: PyTree
 
 
-def _half_cauchy(fn: Any, t: jax.Array, weight: Any, rng_key: jax.Array) -> GIG:
+def _half_cauchy(
+    fn: dist.Distribution, t: Array, weight: Scalar, rng_key: Array
+) -> GIG:
     r"""t = s^2 is GIG(-1/2, 0, 2 r) given r, which is redrawn given t each time.
 
     The factor of :math:`(1 + t / A^2)^{-w} \propto t^{-w} \int r^{w-1} \exp\{-r (1/t +
@@ -306,10 +287,10 @@ def _independent(sites: Sequence[ConjugateSite]) -> list[list[ConjugateSite]]:
 
 def _draw(
     group: Sequence[ConjugateSite],
-    traced: Mapping[str, dict[str, Any]],
-    values: Mapping[str, jax.Array],
-    rng_key: jax.Array,
-) -> dict[str, jax.Array]:
+    traced: Sites,
+    values: Arrays,
+    rng_key: Array,
+) -> Arrays:
     r"""One exact draw of scale sites that are independent given everything else.
 
     With t = value^k, k = 2 \|power\|, elements x_m of the children with sd
@@ -337,9 +318,9 @@ def _draw(
 
 def _conditional(
     site: ConjugateSite,
-    traced: Mapping[str, dict[str, Any]],
-    value: Any,
-    rng_key: jax.Array,
+    traced: Sites,
+    value: PyTree,
+    rng_key: Array,
 ) -> GIG:
     """Conditional of t, flat, given everything else."""
     flat = jnp.ravel(value)
@@ -362,7 +343,7 @@ def _conditional(
     t = jnp.maximum(flat**k, jnp.finfo(flat.dtype).tiny)
     # A scale of the log density is a power of the density of the value, not of t.
     scale = traced[site.name]["scale"]
-    prior_weight: Any = 1.0
+    prior_weight: Scalar = 1.0
     if not (scale is None or is_identically_one(scale)):
         prior_weight = jnp.ravel(weights(traced[site.name]))
     p, a, b = PRIORS[type(base), k == 2](fn, t, prior_weight, rng_key)

@@ -4,15 +4,16 @@ learned from gradient noise.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, unknown_name
+from numpyro_bnn._types import Arrays, PyTree, Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.infer.step_size import (
     BENDING_STEPS,
@@ -26,6 +27,7 @@ from numpyro_bnn.sgmcmc.interfaces import Preconditioner, select
 from numpyro_bnn.sgmcmc.preconditioners import Blocks, Factor, Identity
 
 NAMES = ("identity", "rmsprop", "warm_start", "gradient_noise")
+PreconditionerLike: TypeAlias = str | ArrayLike | Mapping | Preconditioner | None
 # Diagonals that start at ones and are set later, by the warm start or by kernels that
 # know these names.
 LEARNED = ("warm_start", "variance")
@@ -51,8 +53,8 @@ class SecondMoment(NamedTuple):
     gradients it is worth.
     """
 
-    mean: jax.Array
-    worth: jax.Array
+    mean: Array
+    worth: Array
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,15 @@ class LearnPreconditioner(Phase):
     ratio: float
 
     @classmethod
-    def plan(
-        cls, warm_up: WarmUp, size: int, most: int, ratio: float
+    def for_warm_up(
+        cls, warm_up: WarmUp, size: int, limit: int, ratio: float
     ) -> "LearnPreconditioner":
-        """What to collect in a warm-up, for ``size`` parameters: at most ``most``
+        """What to collect in a warm-up, for ``size`` parameters: at most ``limit``
         gradients in each transition, from the middle of the warm start on.
         """
         dense, begin = size <= DENSE_LIMIT, warm_up.begin // 2
         needed = PER_DIRECTION * size if dense else PER_COORDINATE
-        count = min(most, -(-needed // max(warm_up.settled - begin, 1)))
+        count = min(limit, -(-needed // max(warm_up.settled - begin, 1)))
         return cls(warm_up, dense, begin, count, ratio)
 
     @property
@@ -116,7 +118,7 @@ class LearnPreconditioner(Phase):
         """The part of the engine, whose state :meth:`adapted` sets."""
         return Factor() if self.dense else Diagonal(1.0)
 
-    def start(self, engine: State, step_size: jax.Array) -> SecondMoment:
+    def start(self, engine: State, step_size: Array) -> SecondMoment:
         """Nothing collected."""
         start = engine.position
         shape = start.shape * (2 if self.dense else 1)
@@ -176,7 +178,7 @@ class LearnPreconditioner(Phase):
             largest=jnp.minimum(here.largest, largest), mean=jnp.minimum(here.mean, 1.0)
         )
 
-    def bound(self, moment: SecondMoment, position: jax.Array) -> jax.Array:
+    def bound(self, moment: SecondMoment, position: Array) -> Array:
         """What is added to E[g g'] where gradients bend, at a position (P,): an inverse
         bound of G.
         """
@@ -192,7 +194,7 @@ class LearnPreconditioner(Phase):
             LONGEST_STEP * jnp.sqrt(curvature / 8) / radius, jnp.mean(squares)
         )
 
-    def adapted(self, moment: SecondMoment, bound: Any = 0.0) -> jax.Array:
+    def adapted(self, moment: SecondMoment, bound: Scalar = 0.0) -> Array:
         """The state of the preconditioner: L lower triangular with G = L L', or the
         root of a diagonal G.
         """
@@ -217,7 +219,7 @@ class LearnPreconditioner(Phase):
 
 
 def learns_from_noise(
-    call: str, given: Any, noisy: bool, step_size: Any, gradient: str
+    call: str, given: PreconditionerLike, noisy: bool, step_size: object, gradient: str
 ) -> bool:
     """Whether gradient noise makes the preconditioner: by default if it limits a step
     size to be chosen.
@@ -237,13 +239,13 @@ def learns_from_noise(
     )
 
 
-def is_named(spec: Any, name: str) -> bool:
+def is_named(spec: PreconditionerLike, name: str) -> bool:
     """Whether a preconditioner is the one of this name; it may also be an array."""
     return isinstance(spec, str) and spec == name
 
 
 def resolve(
-    call: str, spec: Any, z: Mapping[str, jax.Array], num_data: int
+    call: str, spec: PreconditionerLike, z: Arrays, num_data: int
 ) -> Preconditioner:
     """Make the preconditioner of a flat position.
 
@@ -280,7 +282,7 @@ def resolve(
     return _fixed(call, spec, sum(sizes.values()))
 
 
-def _fixed(call: str, value: Any, size: int) -> Preconditioner:
+def _fixed(call: str, value: PyTree, size: int) -> Preconditioner:
     shape = np.shape(value)
     if shape == (size, size):
         return Dense(value)

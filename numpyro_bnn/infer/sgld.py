@@ -9,6 +9,7 @@ from jax import lax
 from numpyro_bnn import sgmcmc
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import FractionBelow1, Positive, PositiveInt, check_fields
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infer.base import SGMCMCKernel
 
 
@@ -52,7 +53,7 @@ class SGLD(SGMCMCKernel):
     """
 
     def dynamics(
-        self, step_size: Any, size: int, noisy: bool
+        self, step_size: float, size: int, noisy: bool
     ) -> sgmcmc.interfaces.Dynamics:
         return sgmcmc.Overdamped(max_kick=self.max_kick)
 
@@ -145,11 +146,11 @@ class CyclicalSGLD(SGLD):
         super().__post_init__()
 
     @property
-    def schedule(self) -> Callable[[Any], Any]:
+    def schedule(self) -> Callable[[Scalar], Scalar]:
         return self._cycle
 
     def steps(
-        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Any
+        self, sampler: sgmcmc.Sampler, engine: sgmcmc.State, i: Scalar
     ) -> sgmcmc.State:
         def explored(begin: sgmcmc.State) -> sgmcmc.State:
             end = sampler.run(begin, self.explore_steps)

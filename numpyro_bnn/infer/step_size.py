@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn import sgmcmc
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Purpose
@@ -30,7 +31,7 @@ MAX_UNDONE, SHORTER = 0.02, 0.7
 MOSTLY_UNDONE, MUCH_SHORTER = 0.3, 0.25
 
 
-def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
+def largest_curvature(sampler: Sampler, state: State) -> Array:
     """Largest |eigenvalue| of the preconditioned Hessian L' H L at the position of a
     chain.
 
@@ -40,14 +41,12 @@ def largest_curvature(sampler: Sampler, state: State) -> jax.Array:
 
     seed = state.seeds[Purpose.PROBE]
 
-    def iterate(
-        number: jax.Array, carry: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def iterate(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         direction, total = carry
         counter = state.step * POWER_STEPS + number
         batch = sampler.gradient.stream.draw(seed, counter)
 
-        def gradient(position: jax.Array) -> jax.Array:
+        def gradient(position: Array) -> Array:
             return sampler.gradient(state.estimator, position, batch)[1]
 
         along = sampler.preconditioner.root(state.adaptation, direction)
@@ -81,11 +80,11 @@ class Noise(NamedTuple):
         more.
     """
 
-    largest: jax.Array
-    mean: jax.Array
-    relative: jax.Array
+    largest: Array
+    mean: Array
+    relative: Array
 
-    def limit(self, tolerance: float, share: float) -> jax.Array:
+    def limit(self, tolerance: float, share: float) -> Array:
         """Factor s for dynamics that correct for s V, V the mean, beside a refresh of
         size 1: at most ``share``.
 
@@ -97,7 +96,7 @@ class Noise(NamedTuple):
 
 
 def minibatches_of(
-    sampler: Sampler, state: State, counters: jax.Array
+    sampler: Sampler, state: State, counters: Array
 ) -> tuple[Any, Gradient]:
     """K minibatches, whose rows are picked at once unless they are many, and the
     gradient that takes one of them.
@@ -115,7 +114,7 @@ def minibatches_of(
     return jax.vmap(lambda counter: prepare(draw(counter)))(counters), finish
 
 
-def gradients_on(sampler: Sampler, state: State, counters: jax.Array) -> jax.Array:
+def gradients_on(sampler: Sampler, state: State, counters: Array) -> Array:
     """Gradients (K, P) at a position on K minibatches."""
     batches, gradient = minibatches_of(sampler, state, counters)
     return lax.map(
@@ -147,7 +146,7 @@ def gradient_noise(sampler: Sampler, state: State) -> Noise:
     )
 
 
-def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
+def largest_share(gradients: Array, total: Array) -> Array:
     r"""Largest eigenvalue of the covariance C of independent vectors (K, P), as a share
     of its trace ``total``.
 
@@ -180,7 +179,7 @@ def largest_share(gradients: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.maximum(sixth, 0.0) ** (1 / 6), second)
 
 
-def bending(sampler: Sampler, state: State) -> jax.Array:
+def bending(sampler: Sampler, state: State) -> Array:
     r"""How much gradients bend along a step: the mean square of their change of second
     order, whitened.
 
@@ -197,7 +196,7 @@ def bending(sampler: Sampler, state: State) -> jax.Array:
     counters = 2**29 + state.step * BENDING_STEPS + lax.iota(jnp.int32, BENDING_STEPS)
     batches, gradient = minibatches_of(sampler, state, counters)
 
-    def one(counter_and_batch: tuple[jax.Array, Any]) -> jax.Array:
+    def one(counter_and_batch: tuple[PyTree, PyTree]) -> Array:
         counter, batch = counter_and_batch
         noise = normal(state.seeds[Purpose.PROBE], counter, size, dtype)
         step = LONGEST_STEP**0.5 * root(state.adaptation, noise)
@@ -253,16 +252,16 @@ class ChooseStepSize(MeasureNoise):
     :param stable: ``stable(curvature, relative noise, P)``: the largest for traveling.
     :param averaged: ``averaged(state, noise)``: the noise averaged over recent
         positions.
-    :param once: whether the choice is a first guess, which another phase adapts.
+    :param first_guess: whether the choice is one, which another phase adapts.
     """
 
-    choose: Callable[[jax.Array, Noise, int], jax.Array]
-    stable: Callable[[jax.Array, jax.Array, int], jax.Array]
+    choose: Callable[[Array, Noise, int], Array]
+    stable: Callable[[Array, Array, int], Array]
     averaged: Callable[[SGMCMCState, Noise], Noise]
-    once: bool
+    first_guess: bool
 
     def _used(self, state: SGMCMCState, now: Transition, noise: Noise) -> SGMCMCState:
-        if not self.once:
+        if not self.first_guess:
             return self._chosen(state, now, noise)
         due = now.i <= self.warm_up.begin
         return when(due, partial(self._chosen, noise=noise), state, now)
@@ -273,16 +272,18 @@ class ChooseStepSize(MeasureNoise):
         # The noise of other estimators grows off their center.
         plain = isinstance(sampler.gradient, sgmcmc.Minibatch)
         average = self.averaged(state, noise) if plain else noise
-        chosen = self.choose(curvature, average, size)
-        if self.warm_up.end and not self.once:
-            longest = jnp.maximum(chosen, self.stable(curvature, noise.relative, size))
-            chosen = jnp.where(now.i < self.warm_up.middle, longest, chosen)
-        chosen = (chosen * state.shrinkage).astype(state.base_step_size.dtype)
+        step_size = self.choose(curvature, average, size)
+        if self.warm_up.end and not self.first_guess:
+            longest = jnp.maximum(
+                step_size, self.stable(curvature, noise.relative, size)
+            )
+            step_size = jnp.where(now.i < self.warm_up.middle, longest, step_size)
+        step_size = (step_size * state.shrinkage).astype(state.base_step_size.dtype)
         # At a border the curvature may have no value: the chain starts with what it
         # has, and may start again.
-        chosen = jnp.where(jnp.isfinite(chosen), chosen, state.base_step_size)
+        step_size = jnp.where(jnp.isfinite(step_size), step_size, state.base_step_size)
         state = state.spend(2 * POWER_STEPS * sampler.gradient.evaluations)
-        return _with_step_size(state, sampler, chosen)
+        return _with_step_size(state, sampler, step_size)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         """Shorten the steps after a transition of warm-up in which the dynamics refused
@@ -291,7 +292,7 @@ class ChooseStepSize(MeasureNoise):
         Steps that end at a border of the support do not count: their number hardly
         falls with their length.
         """
-        if self.once:
+        if self.first_guess:
             return state
         undone = state.engine.statistics.undone_share
         shorter = jnp.where(undone > MOSTLY_UNDONE, MUCH_SHORTER, SHORTER)
@@ -306,9 +307,7 @@ class ChooseStepSize(MeasureNoise):
         )
 
 
-def _with_step_size(
-    state: SGMCMCState, sampler: Sampler, chosen: jax.Array
-) -> SGMCMCState:
+def _with_step_size(state: SGMCMCState, sampler: Sampler, chosen: Array) -> SGMCMCState:
     """A chain that goes on in other steps."""
     ratio = jnp.sqrt(state.base_step_size / chosen)
     memory = sampler.dynamics.in_other_steps(state.engine.memory, ratio)

@@ -11,12 +11,13 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_bnn._checks import argument_error, check_finite, check_finite_arguments
-from numpyro_bnn._options import Kind, Kwargs
+from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Sites, Trees
 from numpyro_bnn.infer.model_arguments import ModelKernel
 from numpyro_bnn.infer.model_checks import KEY, RowSubset, check_indices, first_batch
 from numpyro_bnn.program.batches import feeds_in
@@ -71,7 +72,7 @@ class Target:
         """Whether gradients are noisy."""
         return bool(self.plates or self.stochastic)
 
-    def on(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Posterior:
+    def on(self, args: tuple, kwargs: Kwargs | None) -> Posterior:
         """The model on some arguments; refuse other sizes of its plates."""
         if self.model is self.posterior.model:
             posterior = self.posterior.with_arguments(args, kwargs)
@@ -90,9 +91,7 @@ class Target:
                 raise argument_error("MCMC.run", "model arguments", got, instead)
         return posterior
 
-    def potential(
-        self, args: tuple, kwargs: Mapping[str, Any] | None, batch: Any
-    ) -> Callable:
+    def potential(self, args: tuple, kwargs: Kwargs | None, batch: PyTree) -> Callable:
         """The function z -> U~ of a minibatch; with ``batch="full"``
         U on all the data.
         """
@@ -105,27 +104,27 @@ class Target:
             rng_key = batch[KEY] if self.stochastic else rng_key
         return lambda z: posterior.potential(z, rows, rng_key, self.temperature)
 
-    def evaluator(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+    def evaluator(self, args: tuple, kwargs: Kwargs | None) -> Callable:
         """:meth:`potential` as ``evaluate(z, batch)``, which reads the model on all the
         data only once.
         """
         full = jax.jit(self.potential(args, kwargs, "full"))
 
-        def evaluate(z: Any, batch: Any) -> jax.Array:
+        def evaluate(z: PyTree, batch: PyTree) -> Array:
             if isinstance(batch, str):
                 return full(z)
             return self.potential(args, kwargs, batch)(z)
 
         return evaluate
 
-    def some_batch(self) -> dict[str, jax.Array]:
+    def some_batch(self) -> dict[str, Array]:
         """The first rows of every plate, and a key if the model needs one."""
         batch = first_batch(self.plates)
         if self.stochastic:
             batch[KEY] = random.key(0)
         return batch
 
-    def postprocess(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+    def postprocess(self, args: tuple, kwargs: Kwargs | None) -> Callable:
         """The function from z to constrained values and deterministic sites."""
         posterior = self.on(args, kwargs)
         computed = sites_of_type(posterior.sites, "deterministic")
@@ -133,7 +132,7 @@ class Target:
             return posterior.constrain
         of_all = [name for name in computed if name not in self.of_one_minibatch]
 
-        def values(posterior: Posterior, z: dict[str, jax.Array]) -> dict:
+        def values(posterior: Posterior, z: Arrays) -> dict:
             constrained = posterior.constrain(z)
             # Any minibatch will do: sites that depend on it are left out.
             rows = first_batch(self.plates)
@@ -142,23 +141,23 @@ class Target:
                 constrained[name] = site["value"]
             return {n: constrained[n] for n in posterior.sites if n in constrained}
 
-        return posterior.prepare(values, once=False)
+        return posterior.prepare(values, runs_rarely=False)
 
-    def constrain(self, args: tuple, kwargs: Mapping[str, Any] | None) -> Callable:
+    def constrain(self, args: tuple, kwargs: Kwargs | None) -> Callable:
         """The function from z to constrained values; ``Gibbs`` gives only those of a
         block.
         """
         return partial(self.on(args, kwargs).constrain, some=True)
 
     def log_likelihood(
-        self, args: tuple, kwargs: Mapping[str, Any] | None, rows: Mapping
+        self, args: tuple, kwargs: Kwargs | None, rows: Mapping
     ) -> Callable:
         """The function from z, and a key of the model's own randomness, to the log
         density of some rows by plate.
         """
         posterior = self.on(args, kwargs)
 
-        def total(z: dict[str, jax.Array], rng_key: Any = 0) -> jax.Array:
+        def total(z: Arrays, rng_key: Array | int = 0) -> Array:
             log_densities = posterior.log_likelihood(z, rows, rng_key)
             return sum(map(jnp.sum, log_densities.values()), jnp.zeros(()))
 
@@ -168,14 +167,14 @@ class Target:
 def bind(
     call: str,
     model: Callable,
-    rng_key: jax.Array,
+    rng_key: Array,
     init_strategy: Callable,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Kwargs | None,
     temperature: float = 1.0,
     learn: Callable[[Posterior], Posterior] | None = None,
     posterior: Posterior | None = None,
-) -> tuple[Target, dict[str, jax.Array]]:
+) -> tuple[Target, dict[str, Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained
     values.
 
@@ -230,7 +229,7 @@ def _with_parameters(
     call: str,
     posterior: Posterior,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Kwargs,
     learn: Callable[[Posterior], Posterior] | None,
 ) -> Posterior:
     """What the model with values of its parameters is on a minibatch."""
@@ -244,9 +243,7 @@ def _with_parameters(
     return reading
 
 
-def on_minibatch(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> Posterior:
+def on_minibatch(call: str, model: Callable, args: tuple, kwargs: Kwargs) -> Posterior:
     """What a model is on a minibatch, if it has any; errors in the name of ``call``."""
     with _explained(call, model, args, kwargs):
         return Posterior(model, args, kwargs, full=False)
@@ -254,7 +251,7 @@ def on_minibatch(
 
 @contextmanager
 def _explained(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
+    call: str, model: Callable, args: tuple, kwargs: Kwargs
 ) -> Iterator[None]:
     """Explain errors of a model on a minibatch that it does not raise on all rows."""
     try:
@@ -268,7 +265,7 @@ def _explained(
         raise argument_error(call, "model", got, instead) from error
 
 
-def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
+def with_parameters(model: Callable, values: Arrays) -> Callable:
     """A model, and the one with its data if it hides them (``collapse``), with fixed
     values of its parameters.
     """
@@ -282,7 +279,7 @@ def with_parameters(model: Callable, values: Mapping[str, Any]) -> Callable:
     return parametrized
 
 
-def held_parameters(call: str, reading: Posterior) -> dict[str, Any]:
+def held_parameters(call: str, reading: Posterior) -> Trees:
     """The values at which parameters start, and which MCMC keeps; refuse those that
     start at random.
     """
@@ -303,7 +300,7 @@ def held_parameters(call: str, reading: Posterior) -> dict[str, Any]:
     return start
 
 
-def _rows(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> dict[str, int]:
+def _rows(traced: Sites, plates: Mapping[str, Plate]) -> dict[str, int]:
     inside: dict[bool, set[str]] = {True: set(), False: set()}
     for site in sites_of_type(traced, "sample").values():
         for frame in site["cond_indep_stack"]:
@@ -317,11 +314,11 @@ def _rows(traced: Mapping[str, Any], plates: Mapping[str, Plate]) -> dict[str, i
 def given_values(
     call: str,
     target: Target,
-    z: Any,
-    user_values: Any,
+    z: PyTree,
+    user_values: PyTree,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
-) -> dict[str, jax.Array]:
+    kwargs: Kwargs | None,
+) -> dict[str, Array]:
     """Take initial values that a user gives instead of ``z``; refuse other sites or
     shapes.
     """
@@ -344,10 +341,10 @@ def check_start(
     call: str,
     argument: str,
     target: Target,
-    z: Any,
+    z: PyTree,
     single: bool,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Kwargs | None,
 ) -> None:
     """Refuse to start where the density, of the first minibatch if there are any, is 0
     or has no value.
@@ -355,11 +352,11 @@ def check_start(
     if is_traced(z):
         return
 
-    def potentials(z: Any, args: tuple, kwargs: Mapping[str, Any]) -> jax.Array:
+    def potentials(z: PyTree, args: tuple, kwargs: Kwargs) -> Array:
         potential = target.potential(args, kwargs, target.some_batch() or "full")
         return potential(z)[None] if single else jax.vmap(potential)(z)
 
-    energies = np.asarray(run(potentials, z, args, kwargs or {}, once=True))
+    energies = np.asarray(run(potentials, z, args, kwargs or {}, runs_rarely=True))
     for chain in np.flatnonzero(~np.isfinite(energies)):
         got = f"a start of chain {chain} where the log density is {-energies[chain]}"
         instead = "Start where it is finite, within the bounds of the likelihood."
@@ -370,7 +367,7 @@ def stream_of(target: Target, minibatches: str) -> Stream:
     """Source of the minibatches of a model: indices of every subsampled plate, and a
     key if the model needs one.
     """
-    streams: dict[str, Any] = {
+    streams: dict[str, PyTree] = {
         name: MINIBATCHES[minibatches](plate.size, plate.batch_size)
         for name, plate in target.plates.items()
     }
@@ -428,5 +425,5 @@ class TargetKernel(ModelKernel, Generic[P]):
         kernel._reset(wrapper(self._model))
         return kernel
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         return {**super().__getstate__(), "_plan": None}

@@ -2,21 +2,22 @@
 states.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import random
+from jax import Array, random
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.primitives import Messenger
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
-from numpyro_bnn._options import Choice, Count, Kwargs, Level, checked
-from numpyro_bnn.infer.model_arguments import DataVersion, one_thread, over_chains
+from numpyro_bnn._options import Choice, Count, Level, checked
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Scalar, Site, Trees
+from numpyro_bnn.infer.model_arguments import DataVersion, one_thread
 from numpyro_bnn.infer.model_checks import weight_jacobians, within_support
 from numpyro_bnn.infer.wrapper import (
     OuterKernel,
@@ -53,16 +54,16 @@ class TemperingState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    z: Any
-    base: Any
-    inverse_temperatures: jax.Array
-    swap_accept_prob: jax.Array
-    diverging: jax.Array
-    round_trips: jax.Array
-    walk: jax.Array
-    rejections: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    z: PyTree
+    base: PyTree
+    inverse_temperatures: Array
+    swap_accept_prob: Array
+    diverging: Array
+    round_trips: Array
+    walk: Array
+    rejections: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
 
@@ -127,7 +128,7 @@ class ParallelTempering(OuterKernel):
     ) -> None:
         call = "infer.ParallelTempering"
         check_kernel(call, kernel, ("refresh", "wrap_model"))
-        inner: Any = kernel
+        inner: MCMCKernel = kernel
         while inner is not None:
             if (temperature := getattr(inner, "temperature", 1.0)) != 1.0:
                 got = f"{type(inner).__name__} with temperature {temperature}"
@@ -149,9 +150,9 @@ class ParallelTempering(OuterKernel):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
@@ -179,8 +180,8 @@ class ParallelTempering(OuterKernel):
 
     def _start(
         self,
-        rng_key: jax.Array,
-        init_params: Any,
+        rng_key: Array,
+        init_params: PyTree,
         args: tuple,
         kwargs: Kwargs | None,
     ) -> TemperingState:
@@ -190,7 +191,7 @@ class ParallelTempering(OuterKernel):
         # At a fixed temperature, so that the kernel stores no tracer.
         kwargs_at_1 = _at(1.0, kwargs)
 
-        def start_replica(key: jax.Array) -> Any:
+        def start_replica(key: Array) -> PyTree:
             return self._inner.init(
                 key, self._num_warmup, init_params, args, kwargs_at_1
             )
@@ -211,25 +212,6 @@ class ParallelTempering(OuterKernel):
         )
         return self.refresh(state, args, kwargs)
 
-    def sample(
-        self,
-        state: TemperingState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> TemperingState:
-        return self._arguments.run(self._sample, state, model_args, model_kwargs)
-
-    def _sample(
-        self,
-        state: TemperingState,
-        model_args: tuple,
-        model_kwargs: Kwargs | None,
-    ) -> TemperingState:
-        transition = partial(
-            self._transition, model_args=model_args, model_kwargs=model_kwargs
-        )
-        return over_chains(transition, state)
-
     def _transition(
         self,
         state: TemperingState,
@@ -239,7 +221,7 @@ class ParallelTempering(OuterKernel):
         rng_key, key = random.split(state.rng_key)
         betas = state.inverse_temperatures
 
-        def advance(base: Any, beta: jax.Array) -> Any:
+        def advance(base: PyTree, beta: Array) -> PyTree:
             return self._inner.sample(base, model_args, _at(beta, model_kwargs))
 
         base = jax.vmap(advance)(state.base, betas)
@@ -280,12 +262,12 @@ class ParallelTempering(OuterKernel):
 
     def _tempered_density(
         self, args: tuple, kwargs: Kwargs | None
-    ) -> Callable[[Any], jax.Array]:
+    ) -> Callable[[PyTree], Array]:
         """The log density that the inverse temperature multiplies, of native values."""
         constrain = self._inner.get_constrain_fn(args, _at(1.0, kwargs))
         reading = self.posterior(args, kwargs)
 
-        def total(z: Any) -> jax.Array:
+        def total(z: PyTree) -> Array:
             log_densities = jnp.zeros(())
             trace = reading.at(constrain(z))
             for site in sites_of_type(trace, "sample").values():
@@ -319,7 +301,7 @@ class ParallelTempering(OuterKernel):
             state.z,
         )
 
-        def refresh_replica(base: Any, z: Any, beta: jax.Array) -> Any:
+        def refresh_replica(base: PyTree, z: PyTree, beta: Array) -> PyTree:
             placed = with_values(self._inner, base, z)
             return refreshed(self._inner, placed, model_args, _at(beta, model_kwargs))
 
@@ -356,7 +338,7 @@ class ParallelTempering(OuterKernel):
 
     # -- read by `to_inference_data` ---------------------------------------------------
 
-    def describe(self, state: TemperingState) -> dict[str, Any]:
+    def describe(self, state: TemperingState) -> Attributes:
         """Attributes of a run: those of the inner kernel, the number of replicas and
         what is tempered.
         """
@@ -374,9 +356,7 @@ class ParallelTempering(OuterKernel):
         return {"swap_accept_prob": ("neighbors", pairs)}
 
 
-def _is_tempered(
-    site: Mapping[str, Any], temper: str, conditioned: Mapping[str, Any]
-) -> bool:
+def _is_tempered(site: Site, temper: str, conditioned: Arrays) -> bool:
     return temper == "joint" or (
         site["is_observed"] and site["name"] not in conditioned
     )
@@ -386,26 +366,26 @@ class _scaled(Messenger):
     """Multiply log densities by an inverse temperature."""
 
     def __init__(
-        self, fn: Callable, beta: jax.Array, temper: str, conditioned: Mapping[str, Any]
+        self, fn: Callable, beta: Array, temper: str, conditioned: Arrays
     ) -> None:
         super().__init__(fn)
         self.beta = beta
         self.temper = temper
         self.conditioned = conditioned
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "sample" and _is_tempered(msg, self.temper, self.conditioned):
             msg["scale"] = (
                 self.beta if msg.get("scale") is None else msg["scale"] * self.beta
             )
 
 
-def _first(positions: Any) -> Any:
+def _first(positions: PyTree) -> PyTree:
     """Values of the first replica."""
     return jax.tree.map(lambda leaf: leaf[0], positions)
 
 
-def _at(beta: Any, kwargs: Kwargs | None) -> dict[str, Any]:
+def _at(beta: Scalar, kwargs: Kwargs | None) -> Trees:
     """Keyword arguments of a tempered model."""
     return {**(kwargs or {}), BETA: jnp.asarray(beta, float)}
 
@@ -418,7 +398,7 @@ class _Tempered:
     def __init__(self, model: Callable, temper: str) -> None:
         self.model, self.temper = model, temper
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         scaled = _scaled(
             self.model, kwargs.pop(BETA), self.temper, kwargs.get(GIBBS_SITES_KWARG, {})
         )
@@ -426,8 +406,8 @@ class _Tempered:
 
 
 def exchange(
-    rng_key: jax.Array, betas: jax.Array, log_density: jax.Array, i: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    rng_key: Array, betas: Array, log_density: Array, i: Array
+) -> tuple[Array, Array]:
     """Propose exchanges between neighbors: pairs (1, 2), (3, 4), ... in even
     transitions, the others in odd ones.
 
@@ -447,7 +427,7 @@ def exchange(
     return jnp.arange(betas.size) + up.astype(int) - down.astype(int), accept_prob
 
 
-def respaced(betas: jax.Array, rejections: jax.Array) -> jax.Array:
+def respaced(betas: Array, rejections: Array) -> Array:
     """A ladder with equal rejection rates, by interpolation of their running sum along
     log beta.
 

@@ -4,17 +4,18 @@ with several modes.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
-from jax import lax, random
+from jax import Array, lax, random
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import GroupStudentT, unwrapped
-from numpyro_bnn._options import Kwargs, PositiveInt, checked
+from numpyro_bnn._options import PositiveInt, checked
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Shape, Sites
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.infer.wrapper import Wrapper, inner_attribute
 from numpyro_bnn.program.plates import sites_of_type
@@ -33,13 +34,13 @@ class UnitState(NamedTuple):
     :param data: how often they had changed in place; no array.
     """
 
-    base: Any
-    unit_accept_prob: jax.Array
-    i: jax.Array
-    rng_key: jax.Array
+    base: PyTree
+    unit_accept_prob: Array
+    i: Array
+    rng_key: Array
     data: DataVersion = DataVersion()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         return inner_attribute(self, name)
 
 
@@ -158,9 +159,7 @@ class UnitMoves(Wrapper):
             raise argument_error(self._call, "units", came, instead)
         return shape[axis]
 
-    def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
-    ) -> UnitState:
+    def _start(self, base: PyTree, batch_shape: Shape, rng_key: Array) -> UnitState:
         return UnitState(
             base, jnp.zeros(batch_shape), jnp.zeros(batch_shape, jnp.int32), rng_key
         )
@@ -168,18 +167,18 @@ class UnitMoves(Wrapper):
     def _move(
         self,
         state: UnitState,
-        values: dict[str, jax.Array],
-        rng_key: jax.Array,
+        values: Arrays,
+        rng_key: Array,
         reading: Posterior,
-    ) -> tuple[UnitState, dict[str, jax.Array]]:
+    ) -> tuple[UnitState, dict[str, Array]]:
         # Priors of the moved sites depend on none of them.
         sites = reading.at(values, only=self._units)
         prior = {name: site["fn"] for name, site in sites.items()}
 
-        def log_other(units: Mapping[str, jax.Array]) -> jax.Array:
+        def log_other(units: Arrays) -> Array:
             return _log_other(reading.at({**values, **units}), prior)
 
-        def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
+        def step(carry: tuple, key: Array) -> tuple[tuple, Array]:
             current, current_log_other = carry
             key_move, key_accept = random.split(key)
             proposal = self._redraw(key_move, current, prior)
@@ -205,10 +204,10 @@ class UnitMoves(Wrapper):
 
     def _redraw(
         self,
-        rng_key: jax.Array,
-        values: Mapping[str, jax.Array],
+        rng_key: Array,
+        values: Arrays,
         prior: Mapping[str, dist.Distribution],
-    ) -> dict[str, jax.Array]:
+    ) -> Arrays:
         key_size, key_units, key_sites, *keys = random.split(rng_key, 3 + len(values))
         sizes = jnp.arange(1, self._num_units + 1)
         size = random.choice(key_size, sizes, p=(1 / sizes) / jnp.sum(1 / sizes))
@@ -225,8 +224,8 @@ class UnitMoves(Wrapper):
 
 
 def _given_rest(
-    rng_key: jax.Array, fn: dist.Distribution, value: jax.Array, selected: jax.Array
-) -> jax.Array:
+    rng_key: Array, fn: dist.Distribution, value: Array, selected: Array
+) -> Array:
     """``value`` with the chosen elements drawn from their prior given the others."""
     base = unwrapped(fn)
     if isinstance(base, GroupStudentT):
@@ -234,9 +233,7 @@ def _given_rest(
     return jnp.where(selected, fn.sample(rng_key).astype(value.dtype), value)
 
 
-def _log_other(
-    trace: Mapping[str, Any], prior: Mapping[str, dist.Distribution]
-) -> jax.Array:
+def _log_other(trace: Sites, prior: Mapping[str, dist.Distribution]) -> Array:
     """Log density of all sites without the prior that the moves draw from.
 
     If a handler scales the prior of a moved site, the scaled log density minus the

@@ -2,14 +2,14 @@
 ensemble.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 
@@ -22,6 +22,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
+from numpyro_bnn._types import Arrays, Kwargs, Optimizer, PyTree, Scalar
 from numpyro_bnn.infer.model_checks import KEY, RowSubset
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition
 from numpyro_bnn.infer.target import Target, bind, stream_of
@@ -35,7 +36,7 @@ from numpyro_bnn.sgmcmc.streams import Keys, ProductStream, seeds
 NUM_KEYS = 32  # draws of a model's own randomness in the score of held-out rows
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return all(hasattr(value, method) for method in ("init", "update"))
 
 
@@ -81,7 +82,7 @@ class WarmStart:
         check_fields("infer.WarmStart", self)
 
     @property
-    def transformation(self) -> Any:
+    def transformation(self) -> Optimizer:
         """The optimizer, as a gradient transformation of optax."""
         import optax
 
@@ -95,7 +96,7 @@ class WarmStart:
         return usual if self.num_steps is None else -(-self.num_steps // transitions)
 
 
-def warm_start_of(warm_start: float | WarmStart, optimizer: Any) -> WarmStart:
+def warm_start_of(warm_start: float | WarmStart, optimizer: Optimizer) -> WarmStart:
     """Combine what a user passes for ``warm_start=`` and ``optimizer=``."""
     if isinstance(warm_start, WarmStart):
         return (
@@ -115,18 +116,22 @@ class Descent(NamedTuple):
         and recovering.
     """
 
-    position: Any
-    memory: Any
-    known: Any
-    shrinkage: jax.Array
+    position: PyTree
+    memory: PyTree
+    known: PyTree
+    shrinkage: Array
 
     @classmethod
-    def start(cls, position: Any, memory: Any) -> "Descent":
+    def start(cls, position: PyTree, memory: PyTree) -> "Descent":
         """Nothing is known but the start."""
         return cls(position, memory, position, jnp.ones(()))
 
     def step(
-        self, optimizer: Any, potential: jax.Array, gradient: Any, rate: Any = 1.0
+        self,
+        optimizer: Optimizer,
+        potential: Array,
+        gradient: PyTree,
+        rate: Scalar = 1.0,
     ) -> "Descent":
         """One step from the position or, where the density has ended, a shorter one
         from the last before it.
@@ -150,11 +155,11 @@ class Descent(NamedTuple):
 def optimize(
     sampler: sgmcmc.Sampler,
     state: sgmcmc.State,
-    optimizer: Any,
-    memory: Any,
-    start: jax.Array,
+    optimizer: Optimizer,
+    memory: PyTree,
+    start: Array,
     num_steps: int,
-) -> tuple[Descent, jax.Array]:
+) -> tuple[Descent, Array]:
     """Descend on the minibatch potential; ``start`` is the number of the first step and
     selects the minibatches.
 
@@ -164,9 +169,7 @@ def optimize(
 
     seed = state.seeds[Purpose.START_BATCH]
 
-    def descend(
-        number: jax.Array, carry: tuple[Descent, jax.Array]
-    ) -> tuple[Descent, jax.Array]:
+    def descend(number: Array, carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
         descent, squares = carry
         batch = sampler.gradient.stream.draw(seed, start + number)
         potential, gradient = sampler.gradient(state.estimator, descent.position, batch)
@@ -188,9 +191,9 @@ class Member(NamedTuple):
     rows) and its score there; ``None`` without them.
     """
 
-    optimizer: Any
-    position: jax.Array
-    score: jax.Array | None
+    optimizer: Optimizer
+    position: Array
+    score: Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +210,7 @@ class Optimize(Phase):
     num_steps: int
     scales: bool
 
-    def start(self, engine: sgmcmc.State, step_size: jax.Array) -> Member:
+    def start(self, engine: sgmcmc.State, step_size: Array) -> Member:
         worst = jnp.full((), -jnp.inf, engine.position.dtype)
         score = worst if self.warm_start.held_out else None
         memory = self.warm_start.transformation.init(engine.position)
@@ -286,8 +289,8 @@ def learned_parameters(
     num_warmup: int,
     usual: int,
     args: tuple,
-    kwargs: Mapping[str, Any],
-) -> dict[str, jax.Array]:
+    kwargs: Kwargs,
+) -> Arrays:
     """Values of the parameters of ``priors.Learned`` after as many steps as a warm
     start takes.
 
@@ -322,18 +325,16 @@ def learned_parameters(
         reading.draw([0], PARAMETERS)[0],
     )
 
-    def optimized(
-        given: tuple, args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, jax.Array]:
+    def optimized(given: tuple, args: tuple, kwargs: Kwargs) -> Arrays:
         seed = seeds(random.key(0), 1)[0]
 
-        def potential(position: tuple, batch: Any) -> jax.Array:
+        def potential(position: tuple, batch: PyTree) -> Array:
             at = replace(
                 target, model=handlers.substitute(target.model, data=position[0])
             )
             return at.potential(args, kwargs, batch or {})(position[1])
 
-        def descend(i: jax.Array, descent: Descent) -> Descent:
+        def descend(i: Array, descent: Descent) -> Descent:
             batch = stream.draw(seed, i)
             found = jax.value_and_grad(potential)(descent.position, batch)
             return descent.step(
@@ -354,7 +355,7 @@ def learned_parameters(
     return found
 
 
-def held_out_rows(size: int, share: float) -> tuple[jax.Array, jax.Array]:
+def held_out_rows(size: int, share: float) -> tuple[Array, Array]:
     """Split rows into training and held-out rows; the split depends only on ``size``
     and ``share``.
 
@@ -372,11 +373,11 @@ def learning_gradient(
     share: float,
     unravel: Callable,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Kwargs | None,
 ) -> sgmcmc.interfaces.Gradient:
     """Gradients from the rows that are not held out."""
     rows = {name: held_out_rows(size, share)[0] for name, size in target.rows.items()}
-    streams: dict[str, Any] = {
+    streams: dict[str, PyTree] = {
         name: sgmcmc.WithReplacement(
             rows[name].size, min(plate.batch_size, rows[name].size)
         )
@@ -385,7 +386,7 @@ def learning_gradient(
     if target.stochastic:
         streams[KEY] = Keys()
 
-    def potential(position: jax.Array, batch: Any) -> jax.Array:
+    def potential(position: Array, batch: PyTree) -> Array:
         shown = rows | {name: rows[name][batch[name]] for name in target.plates}
         return target.potential(args, kwargs, RowSubset(shown, batch))(
             unravel(position)
@@ -397,7 +398,7 @@ def learning_gradient(
 
 
 def held_out_score(
-    target: Target, share: float, args: tuple, kwargs: Mapping[str, Any] | None
+    target: Target, share: float, args: tuple, kwargs: Kwargs | None
 ) -> Callable:
     """The function from unconstrained values and a key to the mean log density of the
     held-out rows over keys.
@@ -414,9 +415,9 @@ def check_held_out(
     call: str,
     target: Target,
     share: float,
-    z: Any,
+    z: PyTree,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Kwargs | None,
 ) -> None:
     """Refuse to hold out rows of a model that needs all of them; ``z`` are
     unconstrained values of one chain.

@@ -6,10 +6,11 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
+from jax import Array
 from numpyro.distributions import biject_to
+from numpyro.distributions.constraints import Constraint
 from numpyro.infer.gibbs import (
     GIBBS_SITES_KWARG,
     CustomGibbs,
@@ -24,7 +25,7 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Shape, Trees
 from numpyro_bnn.infer.model_arguments import ModelKernel, one_thread, over_chains
 from numpyro_bnn.infer.precision_gibbs import PrecisionGibbs, held_values
 from numpyro_bnn.infer.target import held_parameters
@@ -38,7 +39,7 @@ from numpyro_bnn.program.sites import arrays_in
 CONSTRAINED = CustomGibbs, DiscreteGibbs, PrecisionGibbs
 
 
-def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
+def check_kernel(call: str, kernel: MCMCKernel, methods: tuple[str, ...]) -> None:
     """Refuse anything but a kernel made from a model that implements ``methods``."""
     usable = (
         isinstance(kernel, MCMCKernel) and getattr(kernel, "model", None) is not None
@@ -53,7 +54,7 @@ def check_kernel(call: str, kernel: Any, methods: tuple[str, ...]) -> None:
         raise argument_error(call, "kernel", kernel, instead, TypeError)
 
 
-def inner_attribute(state: Any, name: str) -> Any:
+def inner_attribute(state: PyTree, name: str) -> PyTree:
     """``__getattr__`` of states: look up other attributes in the state of the inner
     kernel.
     """
@@ -62,7 +63,7 @@ def inner_attribute(state: Any, name: str) -> Any:
     return getattr(state.base, name)
 
 
-def described(kernel: MCMCKernel, state: Any) -> dict[str, Any]:
+def described(kernel: MCMCKernel, state: PyTree) -> Attributes:
     """What a kernel of ours says of its run; others say nothing."""
     return getattr(kernel, "describe", lambda _: {})(state)
 
@@ -106,9 +107,7 @@ class Wrapper(OuterKernel):
         """Plan the moves; refuse a model that they cannot handle."""
 
     @abstractmethod
-    def _start(
-        self, base: Any, batch_shape: tuple[int, ...], rng_key: jax.Array
-    ) -> Any:
+    def _start(self, base: PyTree, batch_shape: Shape, rng_key: Array) -> PyTree:
         """The first state of one chain or, if ``batch_shape`` is ``(C,)``, of C
         vectorized chains.
         """
@@ -116,11 +115,11 @@ class Wrapper(OuterKernel):
     @abstractmethod
     def _move(
         self,
-        state: Any,
-        values: dict[str, jax.Array],
-        rng_key: jax.Array,
+        state: PyTree,
+        values: Arrays,
+        rng_key: Array,
         reading: Posterior,
-    ) -> tuple[Any, dict[str, jax.Array]]:
+    ) -> tuple[PyTree, dict[str, Array]]:
         """The state with its own fields updated, and the moved sites (constrained).
 
         :param values: constrained values of all latent sites.
@@ -133,13 +132,13 @@ class Wrapper(OuterKernel):
 
     def begin(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         num_warmup: int,
-        init_params: Any,
+        init_params: PyTree,
         model_args: tuple,
         model_kwargs: Kwargs | None,
         posterior: Posterior | None = None,
-    ) -> Any:
+    ) -> PyTree:
         arguments = self._arguments.at_start(rng_key, model_args, model_kwargs)
         model_args, model_kwargs = arguments
         # Parallel chains start inside a compiled program; the plan must not keep its
@@ -172,7 +171,7 @@ class Wrapper(OuterKernel):
         self,
         num_warmup: int,
         args: tuple,
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         posterior: Posterior | None,
     ) -> Posterior:
         """Read the model, and plan moves on all its data."""
@@ -216,12 +215,9 @@ class Wrapper(OuterKernel):
             return self._kernel.learn(num_warmup, model_args, model_kwargs)
         return Posterior(self.model, model_args, model_kwargs, full=False)
 
-    def sample(self, state: Any, model_args: tuple, model_kwargs: Kwargs | None) -> Any:
-        return self._arguments.run(self._sample, state, model_args, model_kwargs)
-
-    def _sample(
-        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> Any:
+    def _transitions(
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
         keys = split(state.rng_key, 3)
         inner = state.base._replace(rng_key=keys[0])
         base = self._kernel.sample(inner, model_args, model_kwargs)
@@ -234,11 +230,11 @@ class Wrapper(OuterKernel):
 
     def _transition(
         self,
-        state: Any,
-        rng_key: jax.Array,
+        state: PyTree,
+        rng_key: Array,
         model_args: tuple,
         model_kwargs: Kwargs | None,
-    ) -> Any:
+    ) -> PyTree:
         """The moves of one chain; the caches of the inner kernel are
         stale afterwards.
         """
@@ -257,8 +253,8 @@ class Wrapper(OuterKernel):
 
     @one_thread
     def refresh(
-        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> Any:
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> PyTree:
         model_args, model_kwargs = self._arguments.restored(model_args, model_kwargs)
         return state._replace(
             base=refreshed(self._kernel, state.base, model_args, model_kwargs)
@@ -276,7 +272,7 @@ class Wrapper(OuterKernel):
         arguments = self._arguments.restored(model_args, model_kwargs)
         return self._kernel.get_constrain_fn(*arguments)
 
-    def get_diagnostics_str(self, state: Any) -> str:
+    def get_diagnostics_str(self, state: PyTree) -> str:
         return self._kernel.get_diagnostics_str(state.base)
 
     def wrap_model(self, wrapper: Callable) -> "Wrapper":
@@ -292,14 +288,14 @@ class Wrapper(OuterKernel):
         """Labels of the axes of the statistics of the inner kernel."""
         return dict(getattr(self._kernel, "stat_coords", {}))
 
-    def describe(self, state: Any) -> dict[str, Any]:
+    def describe(self, state: PyTree) -> Attributes:
         """Attributes of a run: those of the inner kernel, and its name."""
         inner = described(self._kernel, state.base)
         return {**inner, "inner_kernel": type(self._kernel).__name__}
 
     def members(
-        self, state: Any, model_args: tuple, model_kwargs: Kwargs | None
-    ) -> dict[str, jax.Array]:
+        self, state: PyTree, model_args: tuple, model_kwargs: Kwargs | None
+    ) -> Arrays:
         """The members found by the warm start of the inner kernel, before any move."""
         if not hasattr(self._kernel, "members"):
             got = f"moves around {type(self._kernel).__name__}, which has no warm start"
@@ -311,15 +307,15 @@ class Wrapper(OuterKernel):
 
 
 def _as_held(
-    kernel: MCMCKernel, values: Mapping[str, jax.Array], supports: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+    kernel: MCMCKernel, values: Arrays, supports: Mapping[str, Constraint]
+) -> Arrays:
     """Constrained values in the form in which the kernel, or each block of a ``Gibbs``,
     stores them.
     """
     if isinstance(kernel, CONSTRAINED):
         return dict(values)
     if isinstance(kernel, Gibbs):
-        stored: dict[str, jax.Array] = {}
+        stored: dict[str, Array] = {}
         for (block, _), names in zip(kernel.blocks, kernel._sites, strict=True):
             stored |= _as_held(block, _selected(values, names), supports)
         return stored
@@ -330,17 +326,19 @@ def _as_held(
     return {name: transforms[name].inv(value) for name, value in values.items()}
 
 
-def _selected(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _selected(values: Arrays, names: Iterable[str]) -> Trees:
     return {name: values[name] for name in names if name in values}
 
 
-def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array]) -> Any:
+def with_values(kernel: MCMCKernel, state: PyTree, values: Arrays) -> PyTree:
     """Return ``state`` with ``values`` of some of its sites, in the kernel's own form;
     its caches become stale.
     """
     if isinstance(kernel, Gibbs):
 
-        def moved(block: MCMCKernel, names: Sequence[str], block_state: Any) -> Any:
+        def moved(
+            block: MCMCKernel, names: Sequence[str], block_state: PyTree
+        ) -> PyTree:
             return with_values(block, block_state, _selected(values, names))
 
         return _by_block(kernel, moved, state._replace(z={**state.z, **values}))
@@ -355,8 +353,8 @@ def with_values(kernel: MCMCKernel, state: Any, values: Mapping[str, jax.Array])
 
 
 def refreshed(
-    kernel: MCMCKernel, state: Any, args: tuple, kwargs: Kwargs | None
-) -> Any:
+    kernel: MCMCKernel, state: PyTree, args: tuple, kwargs: Kwargs | None
+) -> PyTree:
     """Return ``state``, of one chain or of vectorized chains, with energies and
     gradients recomputed.
     """
@@ -365,7 +363,9 @@ def refreshed(
         # them may have moved.
         values = kernel.get_constrain_fn(args, kwargs)(state.z)
 
-        def fresh(block: MCMCKernel, names: Sequence[str], block_state: Any) -> Any:
+        def fresh(
+            block: MCMCKernel, names: Sequence[str], block_state: PyTree
+        ) -> PyTree:
             siblings = {n: value for n, value in values.items() if n not in names}
             conditioned = with_conditioning(kwargs, siblings)
             return block.refresh(block_state, args, conditioned)
@@ -377,7 +377,7 @@ def refreshed(
     return kernel.refresh(state, args, kwargs)
 
 
-def _by_block(kernel: Gibbs, change: Callable, state: Any) -> Any:
+def _by_block(kernel: Gibbs, change: Callable, state: PyTree) -> PyTree:
     """The state of a ``Gibbs`` with the states of its blocks changed."""
     blocks = [block for block, _ in kernel.blocks]
     states = map(change, blocks, kernel._sites, state.block_states)

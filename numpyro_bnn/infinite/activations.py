@@ -4,12 +4,13 @@ otherwise quadrature.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from numpyro_bnn.nn import ACTIVATIONS, Activation
 
@@ -17,8 +18,8 @@ from numpyro_bnn.nn import ACTIVATIONS, Activation
 # functions with poles, e.g. tanh.
 NODES, REACH = 96, 7.5
 
-Function = Callable[[jax.Array], jax.Array]
-Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Function = Callable[[Array], Array]
+Kernel = Callable[[Array, Array, Array], Array]
 
 
 class Dual(NamedTuple):
@@ -50,14 +51,14 @@ def dual(layer: Activation) -> Dual:
     )
 
 
-def nodes(dtype: Any, number: int = NODES) -> tuple[jax.Array, jax.Array]:
+def nodes(dtype: DTypeLike, number: int = NODES) -> tuple[Array, Array]:
     """Nodes and weights for an expectation under N(0, 1)."""
     x = np.linspace(-REACH, REACH, number)
     w = np.exp(-0.5 * x**2)
     return jnp.asarray(x, dtype), jnp.asarray(w / w.sum(), dtype)
 
 
-def expectation(fn: Function, variance: jax.Array) -> jax.Array:
+def expectation(fn: Function, variance: Array) -> Array:
     """E f(x), x ~ N(0, variance), elementwise."""
     x, w = nodes(variance.dtype)
     x = jnp.expand_dims(x, tuple(range(variance.ndim)))
@@ -66,8 +67,8 @@ def expectation(fn: Function, variance: jax.Array) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def product_expectation(
-    f: Function, g: Function, k: jax.Array, q1: jax.Array, q2: jax.Array
-) -> jax.Array:
+    f: Function, g: Function, k: Array, q1: Array, q2: Array
+) -> Array:
     """E f(x) g(y), where x, y are normal with mean 0, variances q1, q2 and covariance
     k; elementwise.
 
@@ -84,9 +85,7 @@ def product_expectation(
     x, w = nodes(k.dtype)
     inner_nodes = jnp.expand_dims(x, tuple(range(k.ndim)))
 
-    def row(
-        total: jax.Array, node: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, None]:
+    def row(total: Array, node: tuple[Array, Array]) -> tuple[Array, None]:
         value, weight = node
         inner = jnp.sum(
             g((along * value)[..., None] + across[..., None] * inner_nodes) * w, axis=-1
@@ -99,7 +98,7 @@ def product_expectation(
 @product_expectation.defjvp
 def _price(
     f: Function, g: Function, primals: tuple, tangents: tuple
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     k, q1, q2 = primals
     dk, dq1, dq2 = tangents
     f1, g1 = derivative(f), derivative(g)
@@ -114,19 +113,19 @@ def derivative(fn: Function) -> Function:
     return lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
 
 
-def root(variance: jax.Array) -> jax.Array:
+def root(variance: Array) -> Array:
     """Square root whose derivative at 0 is 0."""
     positive = variance > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, variance, 1)), 0)
 
 
 @jax.custom_jvp
-def _arcsine(c: jax.Array) -> jax.Array:
+def _arcsine(c: Array) -> Array:
     return jnp.arcsin(c)
 
 
 @_arcsine.defjvp
-def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (c,), (dc,) = primals, tangents
     inside = jnp.abs(c) < 1
     # The slope is infinite at the ends, where c itself is constant: the limit of the
@@ -136,18 +135,18 @@ def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def _rectified(c: jax.Array) -> jax.Array:
+def _rectified(c: Array) -> Array:
     """sqrt(1 - c^2) + c arcsin(c), with derivative arcsin(c)."""
     return jnp.sqrt(1 - c**2) + c * jnp.arcsin(c)
 
 
 @_rectified.defjvp
-def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+def _(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (c,), (dc,) = primals, tangents
     return _rectified(c), _arcsine(c) * dc
 
 
-def _correlation(k: jax.Array, scale: jax.Array) -> jax.Array:
+def _correlation(k: Array, scale: Array) -> Array:
     """k / scale within [-1, 1], set to an end within rounding error of it, as equal
     inputs require.
     """
@@ -163,13 +162,13 @@ def _piecewise_linear(slope: float) -> Dual:
     """
     even, odd = ((1 - slope) / 2) ** 2, ((1 + slope) / 2) ** 2
 
-    def value(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    def value(k: Array, q1: Array, q2: Array) -> Array:
         scale = root(q1) * root(q2)
         return odd * k + even * (2 / jnp.pi) * scale * _rectified(
             _correlation(k, scale)
         )
 
-    def slopes(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    def slopes(k: Array, q1: Array, q2: Array) -> Array:
         return odd + even * (2 / jnp.pi) * _arcsine(
             _correlation(k, root(q1) * root(q2))
         )
@@ -178,11 +177,11 @@ def _piecewise_linear(slope: float) -> Dual:
 
 
 def _erf() -> Dual:
-    def value(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    def value(k: Array, q1: Array, q2: Array) -> Array:
         scale = jnp.sqrt(1 + 2 * q1) * jnp.sqrt(1 + 2 * q2)
         return (2 / jnp.pi) * _arcsine(jnp.clip(2 * k / scale, -1, 1))
 
-    def slope(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    def slope(k: Array, q1: Array, q2: Array) -> Array:
         # (1 + 2 q1)(1 + 2 q2) - 4 k^2 without the cancellation at large variances
         return (4 / jnp.pi) / jnp.sqrt(1 + 2 * (q1 + q2) + 4 * _determinant(k, q1, q2))
 
@@ -190,20 +189,20 @@ def _erf() -> Dual:
 
 
 def _gelu() -> Dual:
-    def value(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    def value(k: Array, q1: Array, q2: Array) -> Array:
         a, b = 1 + q1, 1 + q2
         det = _determinant(k, q1, q2)
         bell = 1 / (2 * jnp.pi * jnp.sqrt(1 + q1 + q2 + det))
         both_positive = 0.25 + _arcsine(k / (jnp.sqrt(a) * jnp.sqrt(b))) / (2 * jnp.pi)
         return k * both_positive + bell * (det + k**2 * (1 / a + 1 / b))
 
-    def slope(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+    def slope(k: Array, q1: Array, q2: Array) -> Array:
         return jax.jvp(lambda k: value(k, q1, q2), (k,), (jnp.ones_like(k),))[1]
 
     return Dual(value, slope, lambda q: q / jnp.sqrt(2 * jnp.pi * (1 + q)))
 
 
-def _determinant(k: jax.Array, q1: jax.Array, q2: jax.Array) -> jax.Array:
+def _determinant(k: Array, q1: Array, q2: Array) -> Array:
     """q1 q2 - k^2, which rounding must not make negative; its derivatives are
     unchanged.
     """

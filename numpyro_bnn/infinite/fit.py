@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.scipy.linalg import cho_solve, solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import (
@@ -21,6 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Arrays, HostArrays, PyTree, Trees
 from numpyro_bnn.infinite.kernels import kernel
 from numpyro_bnn.infinite.prior_moments import (
     PriorMoments,
@@ -32,6 +35,7 @@ from numpyro_bnn.infinite.regression import check_data, factorize, with_noise
 from numpyro_bnn.nn import Dense, Layer
 from numpyro_bnn.nn.base import Net, Shape, fan_in, role
 from numpyro_bnn.priors import BySite, Normal
+from numpyro_bnn.priors.base import PriorLike
 
 # Bounds of standard deviations: of weights (times the root of the fan-in) and biases;
 # of the noise, per sd of y.
@@ -60,7 +64,7 @@ class PriorFit(NamedTuple):
     noise_sd: float
     log_marginal_likelihood: float
     start: float
-    scales: dict[str, Any]
+    scales: dict[str, PyTree]
     jitter: float
     converged: bool
     num_evaluations: int
@@ -69,10 +73,10 @@ class PriorFit(NamedTuple):
 @checked("infinite.prior_fit")
 def prior_fit(
     net: Net,
-    x: Any,
-    y: Any,
+    x: ArrayLike,
+    y: ArrayLike,
     *,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
     noise_sd: Positive | None = None,
     ard: Switch = False,
@@ -148,7 +152,7 @@ def prior_fit(
 
 def _beginning(
     call: str, net: Layer, moments: PriorMoments, input_shape: Shape, ard: bool
-) -> dict[str, Any]:
+) -> dict:
     """Logarithms of the scales at the start of the search."""
     shapes = net.param_shapes(input_shape)
     begin: dict[str, np.ndarray] = {}
@@ -170,8 +174,8 @@ def _beginning(
 
 
 def _search(
-    begin: dict[str, np.ndarray],
-    evidence: Callable[[dict], tuple[jax.Array, jax.Array, dict]],
+    begin: HostArrays,
+    evidence: Callable[[dict], tuple[Array, Array, dict]],
     spread: float,
     log_sd: float,
     max_steps: int,
@@ -223,7 +227,7 @@ def _search(
     return unflatten(done.x), first, done
 
 
-def flat(tree: Any) -> np.ndarray:
+def flat(tree: PyTree) -> np.ndarray:
     """All numbers of a tree."""
     return np.asarray(ravel_pytree(tree)[0])
 
@@ -233,10 +237,10 @@ def _evidence(
     net: Layer,
     normal: frozenset[str],
     sites: Mapping[str, SiteMoments],
-    x: Any,
-    y: Any,
-    log_scales: dict[str, Any],
-) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+    x: Array,
+    y: Array,
+    log_scales: Arrays,
+) -> tuple[Array, Array, dict[str, Any]]:
     """Log marginal likelihood, the jitter of its Cholesky factor, and the slope of the
     likelihood.
 
@@ -244,7 +248,7 @@ def _evidence(
     and one inverse; the derivative of the factor would take several.
     """
 
-    def covariance(log_scales: dict[str, Any]) -> jax.Array:
+    def covariance(log_scales: dict[str, Any]) -> Array:
         scaled = dict(sites)
         for name, log_scale in log_scales.items():
             if name != "noise":
@@ -263,13 +267,13 @@ def _evidence(
 
 
 def _patterns(
-    moments: PriorMoments, fitted: Mapping[str, Any], shapes: Mapping[str, Shape]
-) -> dict[str, Any]:
+    moments: PriorMoments, fitted: Trees, shapes: Mapping[str, Shape]
+) -> Trees:
     """One normal prior for each layer; plain distributions if its family has no such
     scale.
     """
     layers: dict[str, dict[str, Any]] = {}
-    special: dict[str, Any] = {}
+    special: dict[str, PriorLike] = {}
     for name, shape in shapes.items():
         layer, _, leaf = name.rpartition(".")
         if role(name, shape) == "scale":

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import PositiveInt, Switch, checked
@@ -22,6 +24,7 @@ from numpyro_bnn.infinite.prior_moments import (
 from numpyro_bnn.infinite.rules import Context, Inputs, Units, contains, propagate
 from numpyro_bnn.nn import BatchNorm, Layer
 from numpyro_bnn.nn.base import Net, Params
+from numpyro_bnn.priors.base import PriorLike
 
 # Number of pairs of data points beyond which a kernel is computed in blocks, and the
 # rows of a block.
@@ -35,13 +38,13 @@ BlockSize: TypeAlias = PositiveInt | None
 @checked("infinite.nngp")
 def nngp(
     net: Net,
-    x1: Any,
-    x2: Any = None,
+    x1: ArrayLike,
+    x2: ArrayLike | None = None,
     *,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
     block_size: BlockSize = None,
-) -> Any:
+) -> Array | np.ndarray:
     r"""Prior covariance of the outputs of a network as its hidden layers get infinitely
     wide (the NNGP kernel).
 
@@ -93,13 +96,13 @@ def nngp(
 @checked("infinite.ntk")
 def ntk(
     net: Net,
-    x1: Any,
-    x2: Any = None,
+    x1: ArrayLike,
+    x2: ArrayLike | None = None,
     *,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
     block_size: BlockSize = None,
-) -> Any:
+) -> Array | np.ndarray:
     r"""Neural tangent kernel: how gradient descent moves the outputs of an infinitely
     wide network.
 
@@ -133,7 +136,9 @@ def ntk(
     )
 
 
-def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> jax.Array:
+def prior_variance(
+    call: str, net: Layer, x: Any, prior: PriorLike | None, scales: Scales
+) -> Array:
     """The diagonal of :func:`nngp`: the prior variance of the outputs at every input,
     (N,).
     """
@@ -142,7 +147,7 @@ def prior_variance(call: str, net: Layer, x: Any, prior: Any, scales: Any) -> ja
     dtype = jnp.result_type(x, float)
     sites = jax.tree.map(lambda value: jnp.asarray(value, dtype), moments.sites)
 
-    def variance(row: jax.Array) -> jax.Array:
+    def variance(row: Array) -> Array:
         pair = row[None], row[None]
         return _block(net, moments.normal, False, sites, *pair)[0, 0]
 
@@ -154,9 +159,9 @@ def _checked_kernel(
     net: Layer,
     x1: Any,
     x2: Any,
-    prior: Any,
+    prior: PriorLike | None,
     scales: Scales,
-    block_size: Any,
+    block_size: BlockSize,
     tangent: bool,
 ) -> Any:
     x1 = _inputs(call, "x1", x1)
@@ -180,8 +185,8 @@ def kernel(
     x1: Any,
     x2: Any = None,
     tangent: bool = False,
-    block_size: Any = None,
-) -> Any:
+    block_size: BlockSize = None,
+) -> Array | np.ndarray:
     """The prior covariance, or the ``tangent`` kernel, for given moments of the
     parameters.
     """
@@ -197,7 +202,7 @@ def kernel(
 
 
 def _prior_moments(
-    call: str, net: Layer, x: Any, prior: Any, scales: Any
+    call: str, net: Layer, x: Array, prior: PriorLike | None, scales: Scales
 ) -> PriorMoments:
     """Moments of a prior, for a network whose outputs have one axis."""
     moments = prior_moments(call, net, x.shape[1:], prior, scales)
@@ -212,7 +217,12 @@ def _prior_moments(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _block(
-    net: Layer, normal: frozenset[str], tangent: bool, sites: Any, x1: Any, x2: Any
+    net: Layer,
+    normal: frozenset[str],
+    tangent: bool,
+    sites: Mapping,
+    x1: Array,
+    x2: Array,
 ) -> Any:
     out = propagate(net, Context(sites, normal, ntk=tangent), Inputs(x1, x2))
     if not isinstance(out, Units) or not out.gaussian:
@@ -225,7 +235,7 @@ def _block(
     return out.k.ntk if tangent else out.k.nngp
 
 
-def _mirrored(k: Any) -> Any:
+def _mirrored(k: Array) -> Array:
     """Make exactly symmetric; not inside ``_block``, where the compiler would compute
     the kernel twice.
     """
@@ -233,7 +243,10 @@ def _mirrored(k: Any) -> Any:
 
 
 def _in_blocks(
-    of_rows: Callable[[Any], Callable[[Any], Any]], x1: Any, x2: Any, size: int
+    of_rows: Callable[[np.ndarray], Callable],
+    x1: np.ndarray,
+    x2: np.ndarray | None,
+    size: int,
 ) -> np.ndarray:
     """Fill a NumPy array (N1, N2, ...) with blocks of one shape, compiled once;
     mirrored where x2 is ``None``, and so x1.
@@ -276,14 +289,14 @@ def _inputs(call: str, argument: str, value: Any) -> Any:
 def empirical_ntk(
     net: Net,
     params: Params,
-    x1: Any,
-    x2: Any = None,
+    x1: ArrayLike,
+    x2: ArrayLike | None = None,
     *,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
     full: Switch = False,
     block_size: BlockSize = None,
-) -> Any:
+) -> Array | np.ndarray:
     r"""Neural tangent kernel of one network with given parameters.
 
     .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial
@@ -345,10 +358,10 @@ def empirical_ntk(
     outputs = int(np.prod(net.output_shape(shape)))
     size = block_size or max(1, JACOBIAN // (outputs * flat_variances.size))
 
-    def of_rows(rows: Any) -> Callable[[Any], jax.Array]:
+    def of_rows(rows: np.ndarray) -> Callable:
         scaled = _jacobian(net, params, rows) * flat_variances
 
-        def of_columns(columns: Any) -> jax.Array:
+        def of_columns(columns: np.ndarray) -> Array:
             jacobian = _jacobian(net, params, columns)
             if full:
                 formula, count = "akp,blp->abkl", 1
@@ -364,11 +377,11 @@ def empirical_ntk(
 
 
 @partial(jax.jit, static_argnums=0)
-def _jacobian(net: Layer, params: Params, x: jax.Array) -> jax.Array:
+def _jacobian(net: Layer, params: Params, x: Array) -> Array:
     """Derivatives of every output by all parameters, (B, K, P)."""
     flat, unravel = ravel_pytree(dict(params))
 
-    def outputs(flat: jax.Array, row: jax.Array) -> jax.Array:
+    def outputs(flat: Array, row: Array) -> Array:
         return net.apply(unravel(flat), row).reshape(-1)
 
     return jax.vmap(jax.jacrev(outputs), (None, 0))(flat, x)

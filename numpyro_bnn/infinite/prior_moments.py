@@ -13,10 +13,11 @@ from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Shape, fan_in, role
 from numpyro_bnn.priors import Normal
-from numpyro_bnn.priors.base import Constant, as_prior
+from numpyro_bnn.priors.base import Constant, PriorLike, as_prior
 
 Scales: TypeAlias = Mapping[str, Any] | None  # values of the hyper-sites of a prior
 
@@ -26,8 +27,8 @@ class SiteMoments(NamedTuple):
     input, or one for each element.
     """
 
-    mean: Any
-    variance: Any
+    mean: Scalar
+    variance: Scalar
 
 
 class PriorMoments(NamedTuple):
@@ -40,7 +41,11 @@ class PriorMoments(NamedTuple):
 
 
 def prior_moments(
-    call: str, net: Layer, input_shape: Shape, prior: Any = None, scales: Scales = None
+    call: str,
+    net: Layer,
+    input_shape: Shape,
+    prior: PriorLike | None = None,
+    scales: Scales = None,
 ) -> PriorMoments:
     """Evaluate a prior, its hyper-sites at ``scales``, at every parameter
     of a network.
@@ -70,7 +75,7 @@ def weight_fan_in(name: str, shape: Shape) -> int:
 
 
 def _distribution(
-    call: str, prior: Any, name: str, shape: Shape, hyper_values: dict
+    call: str, prior: PriorLike, name: str, shape: Shape, hyper_values: dict
 ) -> tuple[Any, list[str]]:
     """The distribution of one parameter at the given values of its hyper-sites, and
     their names.
@@ -93,7 +98,9 @@ def _distribution(
     return fn, hyper
 
 
-def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, bool]:
+def _moments(
+    call: str, fn: dist.Distribution, name: str, shape: Shape
+) -> tuple[SiteMoments, bool]:
     """Moments of one parameter, and whether it is normal."""
     if not isinstance(fn, dist.Distribution):
         instead = (
@@ -134,7 +141,9 @@ def _moments(call: str, fn: Any, name: str, shape: Shape) -> tuple[SiteMoments, 
     return site, normal_moments is not None
 
 
-def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, Any]:
+def _other_moments(
+    call: str, fn: dist.Distribution, name: str
+) -> tuple[Scalar, Scalar]:
     """Mean and variance of independent weights of another distribution."""
     try:
         if not unwrapped(fn).event_shape:
@@ -149,7 +158,7 @@ def _other_moments(call: str, fn: dist.Distribution, name: str) -> tuple[Any, An
     raise argument_error(call, "prior", came, instead)
 
 
-def _known_not(value: Any, holds: Callable[[np.ndarray], Any]) -> bool:
+def _known_not(value: object, holds: Callable[[np.ndarray], Any]) -> bool:
     """Whether a condition is violated, as far as the value is known (not traced by
     JAX).
     """

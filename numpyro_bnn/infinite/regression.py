@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import (
     argument_error,
@@ -18,10 +19,12 @@ from numpyro_bnn._checks import (
     check_same_length,
 )
 from numpyro_bnn._options import Positive, RandomKey, Switch, checked
+from numpyro_bnn._types import Shape
 from numpyro_bnn.infinite.kernels import nngp, prior_variance
 from numpyro_bnn.infinite.prior_moments import Scales
 from numpyro_bnn.nn import Layer
 from numpyro_bnn.nn.base import Net
+from numpyro_bnn.priors.base import PriorLike
 
 # Jitter added to the diagonal, relative to its mean: none, then from a few rounding
 # errors upwards by factors of ten.
@@ -67,7 +70,7 @@ class GPRegression:
     """
 
     net: Layer
-    prior: Any
+    prior: PriorLike
     scales: Scales
     x: np.ndarray
     y: np.ndarray
@@ -78,7 +81,9 @@ class GPRegression:
     _whitened: np.ndarray
 
     @checked("GPRegression.predict")
-    def predict(self, x: Any = None, diagonal: Switch = False) -> Prediction:
+    def predict(
+        self, x: ArrayLike | None = None, diagonal: Switch = False
+    ) -> Prediction:
         """Posterior mean and covariance of the function.
 
         :param x: ``(M, *input_shape)``; by default the inputs of the data.
@@ -106,7 +111,7 @@ class GPRegression:
                 covariance = jnp.asarray(self._kernel(new, None)) - half.T @ half
             return Prediction(np.asarray(mean), np.asarray(covariance))
 
-    def log_density(self, x: Any, y: Any) -> np.ndarray:
+    def log_density(self, x: ArrayLike, y: ArrayLike) -> np.ndarray:
         """Log predictive density of each new observation, noise included.
 
         :param x: ``(M, *input_shape)``.
@@ -133,7 +138,10 @@ class GPRegression:
 
     @checked("GPRegression.sample")
     def sample(
-        self, rng_key: RandomKey, x: Any = None, sample_shape: tuple[int, ...] = ()
+        self,
+        rng_key: RandomKey,
+        x: ArrayLike | None = None,
+        sample_shape: Shape = (),
     ) -> np.ndarray:
         """Posterior draws of the function, without noise.
 
@@ -158,11 +166,11 @@ class GPRegression:
 @checked("infinite.gp_regression")
 def gp_regression(
     net: Net,
-    x: Any,
-    y: Any,
+    x: ArrayLike,
+    y: ArrayLike,
     *,
     noise_sd: Positive,
-    prior: Any = None,
+    prior: PriorLike | None = None,
     scales: Scales = None,
 ) -> GPRegression:
     r"""Exact posterior of an infinitely wide Bayesian network with normal noise:
@@ -225,7 +233,7 @@ def gp_regression(
         )
 
 
-def check_data(call: str, x: Any, y: Any) -> None:
+def check_data(call: str, x: ArrayLike, y: ArrayLike) -> None:
     """Refuse NaN, targets of another rank, and lengths that differ."""
     for argument, value in (("x", x), ("y", y)):
         check_finite(call, argument, value)
@@ -239,29 +247,29 @@ def check_data(call: str, x: Any, y: Any) -> None:
 class CholeskyFactor(NamedTuple):
     """L L' = A + jitter I; L is NaN if even the largest jitter was not enough."""
 
-    lower: jax.Array
-    jitter: jax.Array
+    lower: Array
+    jitter: Array
 
-    def log_density(self, whitened: jax.Array) -> jax.Array:
+    def log_density(self, whitened: Array) -> Array:
         """Log density of y ~ N(0, L L') from L^-1 y, summed over the outputs."""
         log_norm = jnp.sum(jnp.log(jnp.diagonal(self.lower)))
         log_norm += 0.5 * len(self.lower) * jnp.log(2 * jnp.pi)
         return -0.5 * jnp.sum(whitened**2) - whitened[0].size * log_norm
 
 
-def factorize(matrix: jax.Array) -> CholeskyFactor:
+def factorize(matrix: Array) -> CholeskyFactor:
     """Cholesky factor of a covariance, with the least jitter of 0, e, 10 e, ... that
     works (e: N rounding errors).
     """
     unit = len(matrix) * jnp.finfo(matrix.dtype).eps * jnp.mean(jnp.diagonal(matrix))
     identity = jnp.eye(len(matrix), dtype=matrix.dtype)
 
-    def attempt(step: jax.Array) -> tuple[jax.Array, CholeskyFactor]:
+    def attempt(step: Array) -> tuple[Array, CholeskyFactor]:
         jitter = jnp.where(step > 0, unit * 10.0 ** (step - 1), 0)
         lower = jnp.linalg.cholesky(matrix + jitter * identity)
         return step, CholeskyFactor(lower, jitter)
 
-    def failed(state: tuple[jax.Array, CholeskyFactor]) -> jax.Array:
+    def failed(state: tuple[Array, CholeskyFactor]) -> Array:
         step, factor = state
         return jnp.any(jnp.isnan(factor.lower)) & (step < STEPS)
 
@@ -269,6 +277,6 @@ def factorize(matrix: jax.Array) -> CholeskyFactor:
     return lax.while_loop(failed, lambda state: attempt(state[0] + 1), first)[1]
 
 
-def with_noise(kernel: jax.Array, noise_sd: Any) -> jax.Array:
+def with_noise(kernel: Any, noise_sd: ArrayLike) -> Array:
     """Covariance of observations, from that of the function."""
     return kernel + noise_sd**2 * jnp.eye(len(kernel), dtype=kernel.dtype)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn import nn
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Scalar
 from numpyro_bnn.infinite.activations import Dual, dual, nodes
 from numpyro_bnn.infinite.prior_moments import SiteMoments
 from numpyro_bnn.nn import Layer
@@ -20,8 +22,8 @@ GAIN_NODES = 24
 class Inputs(NamedTuple):
     """Data points before the first weights: fixed numbers, (N1, ...) and (N2, ...)."""
 
-    x1: jax.Array
-    x2: jax.Array
+    x1: Array
+    x2: Array
 
 
 class Covariance(NamedTuple):
@@ -29,13 +31,13 @@ class Covariance(NamedTuple):
     points.
     """
 
-    nngp: jax.Array  # E f(x1) f(x2), (N1, N2)
+    nngp: Array  # E f(x1) f(x2), (N1, N2)
     # sum over standardized parameters of the products of their derivatives, (N1, N2)
-    ntk: jax.Array | None
-    own1: jax.Array  # ``nngp`` of every first data point with itself, (N1,)
-    own2: jax.Array
-    mean1: jax.Array  # E f(x1), (N1,)
-    mean2: jax.Array
+    ntk: Array | None
+    own1: Array  # ``nngp`` of every first data point with itself, (N1,)
+    own2: Array
+    mean1: Array  # E f(x1), (N1,)
+    mean2: Array
 
 
 class ByGain(NamedTuple):
@@ -43,7 +45,7 @@ class ByGain(NamedTuple):
     share: the gain of a unit.
     """
 
-    weights: jax.Array  # probabilities of the values, (G,)
+    weights: Array  # probabilities of the values, (G,)
     k: Covariance  # with a leading axis of G
 
 
@@ -187,9 +189,7 @@ def _first_dense(layer: nn.Dense, context: Context, state: Inputs) -> Units:
     return _centered(nngp, nngp if context.ntk else None, own1, own2)
 
 
-def _centered(
-    nngp: jax.Array, ntk: jax.Array | None, own1: jax.Array, own2: jax.Array
-) -> Units:
+def _centered(nngp: Array, ntk: Array | None, own1: Array, own2: Array) -> Units:
     """Sums over many weights of mean 0: normal, whatever is summed."""
     return Units(
         Covariance(nngp, ntk, own1, own2, jnp.zeros_like(own1), jnp.zeros_like(own2))
@@ -279,7 +279,7 @@ def _standardized(k: Covariance) -> Covariance:
     )
 
 
-def _shifted(k: Covariance, gain: Any, spread: Any, bias: Any) -> Covariance:
+def _shifted(k: Covariance, gain: Scalar, spread: Scalar, bias: Scalar) -> Covariance:
     """Units times a given gain, plus random biases; the tangent kernel counts both
     parameters.
     """

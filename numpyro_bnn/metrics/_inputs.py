@@ -16,8 +16,7 @@ from numpyro_bnn._checks import (
     check_rank,
     check_same_length,
 )
-
-Floats = NDArray[np.float64]
+from numpyro_bnn._types import Floats
 
 # Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a
 # forgotten softmax is larger.
@@ -45,7 +44,7 @@ class Score(NamedTuple):
 
     value: float
     standard_error: float
-    pointwise: NDArray[np.float64]
+    pointwise: Floats
 
     def __repr__(self) -> str:
         return (
@@ -54,12 +53,12 @@ class Score(NamedTuple):
         )
 
 
-def mean_score(pointwise: NDArray[np.float64]) -> Score:
+def mean_score(pointwise: Floats) -> Score:
     """The mean of a pointwise score."""
     return Score(float(pointwise.mean()), standard_error(pointwise), pointwise)
 
 
-def standard_error(values: NDArray[np.float64]) -> float:
+def standard_error(values: Floats) -> float:
     """Standard error of the mean of independent values; NaN for one value or infinite
     ones.
     """
@@ -68,7 +67,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
     return float(values.std(ddof=1) / np.sqrt(values.size))
 
 
-def vector(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
+def vector(call: str, argument: str, value: ArrayLike) -> Floats:
     """Finite numbers, one per data point: (N,)."""
     array = as_floats(call, argument, value)
     check_rank(call, argument, array, 1, "(N,)")
@@ -120,7 +119,7 @@ def sound_chains(call: str, argument: str, *draws: Any) -> np.ndarray:
     return sound
 
 
-def stacked(call: str, argument: str, value: ArrayLike) -> NDArray[np.float64]:
+def stacked(call: str, argument: str, value: ArrayLike) -> Floats:
     """Draws (S, N) or (C, S, N), as (S, N) or (C S, N)."""
     array = as_floats(call, argument, value)
     if array.ndim not in (2, 3):
@@ -147,9 +146,7 @@ def draws_and_targets(
     return array, target
 
 
-def probabilities(
-    call: str, probs: ArrayLike, ranks: dict[int, str]
-) -> NDArray[np.float64]:
+def probabilities(call: str, probs: ArrayLike, ranks: dict[int, str]) -> Floats:
     """Class probabilities (..., N, K) that sum to one; ``ranks`` names the shapes that
     are allowed.
     """

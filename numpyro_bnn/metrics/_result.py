@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn import _arviz
+from numpyro_bnn._types import InferenceData
 from numpyro_bnn.metrics._inputs import columns, spread, table
 
 # At most so many rows, and draws of a mean, are read.
@@ -226,7 +227,7 @@ class Result:
     :param idata: as :func:`~numpyro_bnn.to_inference_data` returns it.
     """
 
-    def __init__(self, idata: Any) -> None:
+    def __init__(self, idata: InferenceData) -> None:
         self.about = _arviz.attrs(idata)
         self.groups = {
             name: _arviz.group(idata, name) for name in _arviz.group_names(idata)

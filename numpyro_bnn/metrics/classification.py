@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite
 from numpyro_bnn._options import PositiveInt, checked
+from numpyro_bnn._types import Floats
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import (
     Score,
@@ -37,10 +38,10 @@ class Reliability(NamedTuple):
 
     ece: float
     max_gap: float
-    edges: NDArray[np.float64]
+    edges: Floats
     counts: NDArray[np.int64]
-    confidence: NDArray[np.float64]
-    accuracy: NDArray[np.float64]
+    confidence: Floats
+    accuracy: Floats
 
 
 class Uncertainty(NamedTuple):
@@ -53,9 +54,9 @@ class Uncertainty(NamedTuple):
         and weights: disagreement between draws.
     """
 
-    total: NDArray[np.float64]
-    aleatoric: NDArray[np.float64]
-    mutual_information: NDArray[np.float64]
+    total: Floats
+    aleatoric: Floats
+    mutual_information: Floats
 
 
 class Auroc(NamedTuple):
@@ -204,7 +205,7 @@ def uncertainty(probs: ArrayLike) -> Uncertainty:
     return Uncertainty(total, aleatoric, np.maximum(total - aleatoric, 0.0))
 
 
-def relative_logit_variance(logits: ArrayLike) -> NDArray[np.float64]:
+def relative_logit_variance(logits: ArrayLike) -> Floats:
     r"""How much draws of the weights disagree before the softmax: the variance of the
     logits relative to the square of their mean.
 
@@ -278,13 +279,11 @@ def auroc(scores_in: ArrayLike, scores_out: ArrayLike) -> Auroc:
     )
 
 
-def _entropy(probs: NDArray[np.float64]) -> NDArray[np.float64]:
+def _entropy(probs: Floats) -> Floats:
     return -(probs * np.log(np.where(probs > 0, probs, 1.0))).sum(axis=-1)
 
 
-def _share_below(
-    group: NDArray[np.float64], points: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _share_below(group: Floats, points: Floats) -> Floats:
     """Fraction of ``group`` below each point, counting ties as half."""
     ordered = np.sort(group)
     twice = np.searchsorted(ordered, points, side="left") + np.searchsorted(

@@ -15,6 +15,7 @@ from numpyro_bnn._checks import (
     check_same_length,
 )
 from numpyro_bnn._options import Count, Level, checked
+from numpyro_bnn._types import Floats
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import (
     Score,
@@ -52,9 +53,9 @@ class FunctionSpace(NamedTuple):
     :param ess_tail: (N, ...) tail effective sample size.
     """
 
-    rhat: NDArray[np.float64]
-    ess_bulk: NDArray[np.float64]
-    ess_tail: NDArray[np.float64]
+    rhat: Floats
+    ess_bulk: Floats
+    ess_tail: Floats
 
     @property
     def max_rhat(self) -> float:
@@ -220,9 +221,7 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Cov
     )
 
 
-def pit(
-    draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int
-) -> NDArray[np.float64]:
+def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> Floats:
     r"""Randomized probability integral transform (PIT) of every target: uniform if
     predictions are calibrated.
 

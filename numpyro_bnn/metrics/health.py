@@ -7,12 +7,13 @@ one of them finds at fault are left out of those after it.
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
+from numpyro_bnn._types import InferenceData
 from numpyro_bnn.metrics._inputs import (
     INPUT_ROWS,
     columns,
@@ -97,7 +98,7 @@ class Health(NamedTuple):
         return "\n".join(row.format(f=finding) for finding in self.findings)
 
 
-def health(idata: Any) -> Health:
+def health(idata: InferenceData) -> Health:
     """Check whether a result can be trusted: its chains, energies, temperatures, mixing
     and fit of the function, its guide, its data.
 

@@ -32,8 +32,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import ArrayLike
 
+from numpyro_bnn._types import Operand, Scalar
 from numpyro_bnn.moments.expectation import CLOSED_FORMS, is_zero, moments_of
 from numpyro_bnn.moments.terms import Gaussian, Term
 
@@ -96,12 +98,12 @@ _SECOND = (
 )
 
 
-def _polynomial(coefficients: tuple[float, ...], y: jax.Array) -> jax.Array:
+def _polynomial(coefficients: tuple[float, ...], y: Array) -> Array:
     """By Horner's rule."""
     return reduce(lambda total, c: total * y + c, coefficients, jnp.zeros_like(y))
 
 
-def _tail_integrals(t: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _tail_integrals(t: Array) -> tuple[Array, Array]:
     """e(t) and h(t) for t >= 0."""
     inverse = 1 / (t + _CENTER)
     y = 1 - 2 * _CENTER * inverse
@@ -109,13 +111,13 @@ def _tail_integrals(t: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _polynomial(_FIRST, y) * square, _polynomial(_SECOND, y) * (square * inverse)
 
 
-def normal_cdf_pdf(alpha: jax.Array) -> tuple[jax.Array, jax.Array]:
+def normal_cdf_pdf(alpha: Array) -> tuple[Array, Array]:
     """Phi(alpha), accurate in the lower tail, and phi(alpha)."""
     cdf = 0.5 * lax.erfc(-alpha * math.sqrt(0.5))
     return cdf, jnp.exp(-0.5 * alpha * alpha) * (1 / math.sqrt(2 * math.pi))
 
 
-def standardize(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
+def standardize(mean: Array, var: Array) -> tuple[Array, Array]:
     """(alpha, sd): m / sqrt(v), cut where both tails are empty in any precision, and
     sqrt(v); safe at v = 0.
     """
@@ -126,13 +128,13 @@ def standardize(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def rectified(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rectified(mean: Array, var: Array) -> tuple[Array, Array]:
     """Mean and variance of max(x, 0), x ~ N(mean, var); var = 0 is allowed."""
     first, second, *_ = _rectified(mean, var)
     return first, second
 
 
-def _rectified(mean: jax.Array, var: jax.Array) -> tuple[jax.Array, ...]:
+def _rectified(mean: Array, var: Array) -> tuple[Array, ...]:
     alpha, sd = standardize(mean, var)
     t = jnp.abs(alpha)
     pdf = jnp.exp(-0.5 * t * t) * (1 / math.sqrt(2 * math.pi))
@@ -159,7 +161,7 @@ def _rectified_jvp(primals: tuple, tangents: tuple) -> tuple:
     return (first, second), (d_first, d_second)
 
 
-def leaky_relu(x: Gaussian, below: Any, above: Any) -> Gaussian:
+def leaky_relu(x: Gaussian, below: float, above: float) -> Gaussian:
     """Moments of ``above * x`` for x >= 0 and ``below * x`` for x < 0.
 
     With r = max(x, 0) it is below * x + (above - below) * r, and Cov(x, r) = v Phi.
@@ -195,7 +197,7 @@ def maximum(x: Gaussian, y: Gaussian) -> Gaussian:
 
 
 def maximum_of(
-    mean: jax.Array, var: jax.Array, present: Any = True, num_nodes: int = 32
+    mean: Array, var: Array, present: Scalar = True, num_nodes: int = 32
 ) -> Gaussian:
     r"""Moments of the largest of n independent Gaussians along the leading axis.
 
@@ -213,7 +215,7 @@ def maximum_of(
     high = (fixed_mean + reach).max(0)
     nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
 
-    def integrals(node: Any, weight: Any) -> tuple[jax.Array, jax.Array]:
+    def integrals(node: ArrayLike, weight: ArrayLike) -> tuple[Array, Array]:
         total = below = jnp.zeros_like(high)
         for start, end in ((low, middle), (middle, high)):
             half = (end - start) / 2
@@ -229,7 +231,7 @@ def maximum_of(
     return Gaussian(high - first, jnp.maximum(second - first * first, 0))
 
 
-def _normal(term: Any) -> Gaussian | None:
+def _normal(term: Operand) -> Gaussian | None:
     """Moments of an operand that is itself Gaussian, as a closed form requires."""
     return moments_of(term) if isinstance(term, Term) and term.is_normal else None
 
@@ -277,7 +279,7 @@ def _select(term: Term) -> Gaussian | None:
 _FLIPPED = {"gt": "lt", "ge": "le", "lt": "gt", "le": "ge"}
 
 
-def _compared_with_zero(predicate: Any) -> tuple[Term, bool] | None:
+def _compared_with_zero(predicate: Operand) -> tuple[Term, bool] | None:
     """(u, whether the predicate holds for positive u) of a comparison of a term with
     the constant 0.
     """
@@ -291,7 +293,7 @@ def _compared_with_zero(predicate: Any) -> tuple[Term, bool] | None:
     return left, name in ("gt", "ge")
 
 
-def _multiple(case: Any, u: Term) -> Any:
+def _multiple(case: Operand, u: Term) -> Operand:
     """The factor c if the expression is c * u, else ``None``."""
     if case is u:
         return 1.0

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from numpyro_bnn._jaxprs.primitives import ELEMENTWISE
 from numpyro_bnn._jaxprs.walk import Equation
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Operand, Scalar
 from numpyro_bnn.moments.closed_forms import maximum
 from numpyro_bnn.moments.expectation import known_moments
 from numpyro_bnn.moments.registry import RULES, wrap
@@ -38,7 +39,7 @@ def register_elementwise(*names: str) -> None:
     RULES.update(dict.fromkeys(names, elementwise))
 
 
-def elementwise(equation: Equation, *operands: Any) -> Term:
+def elementwise(equation: Equation, *operands: Operand) -> Term:
     """Extend the term if all random operands share their variable; otherwise treat
     operands as independent.
     """
@@ -57,8 +58,8 @@ def elementwise(equation: Equation, *operands: Any) -> Term:
 
 
 def _affine(
-    equation: Equation, operands: tuple[Any, ...]
-) -> tuple[Term, Any, Any] | None:
+    equation: Equation, operands: tuple[Operand, ...]
+) -> tuple[Term, Scalar, Scalar] | None:
     """(base, slope, shift) of the result if the primitive keeps an affine function
     affine.
     """
@@ -120,7 +121,7 @@ _AFFINE: dict[str, Callable] = {
 }
 
 
-def _check_domain(equation: Equation, operands: tuple[Any, ...]) -> None:
+def _check_domain(equation: Equation, operands: tuple[Operand, ...]) -> None:
     """log(x) and 1/x have no moments if x is Gaussian; log(1 + exp(x)) and 1 / (1 +
     exp(x)) do.
     """
@@ -186,7 +187,9 @@ def _min_independent(equation: Equation, x: Gaussian, y: Gaussian) -> Gaussian:
     return Gaussian(-result.mean, result.var)
 
 
-def _select_independent(equation: Equation, predicate: Any, *cases: Any) -> Gaussian:
+def _select_independent(
+    equation: Equation, predicate: Operand, *cases: Operand
+) -> Gaussian:
     """Select between independent values; plain cases have variance 0."""
     return both_moments(lambda arrays: equation.bind(predicate, *arrays), cases)
 
@@ -200,7 +203,7 @@ _INDEPENDENT: dict[str, Callable[..., Gaussian]] = {
 }
 
 
-def custom_derivative(equation: Equation, *operands: Any) -> list[Any]:
+def custom_derivative(equation: Equation, *operands: Operand) -> list[Operand]:
     """Descend, but let quadrature evaluate the function itself, with the derivative
     that its author defined.
     """

@@ -10,7 +10,7 @@ nodes cannot be cut, and are too far apart once sqrt(v) exceeds the width of the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,7 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
 
+from numpyro_bnn._types import Operand, Scalar
 from numpyro_bnn.moments.terms import Gaussian, Term, terms_among
 
 # Name of an elementwise primitive -> function of the term; ``None`` if the term has
@@ -72,12 +75,12 @@ def moments_of(term: Term) -> Gaussian:
     return term.moments
 
 
-def known_moments(value: Any) -> Any:
+def known_moments(value: Operand) -> Operand:
     """The moments of a term; plain values unchanged."""
     return moments_of(value) if isinstance(value, Term) else value
 
 
-def is_zero(value: Any) -> bool:
+def is_zero(value: Operand) -> bool:
     """Whether a plain value is known to be 0."""
     return not isinstance(value, jax.core.Tracer) and bool(
         np.all(np.asarray(value) == 0)
@@ -99,7 +102,7 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
     middle, half = _panels(_breaks(term), x.mean, sd)
     sd = jnp.where(constant, 0, sd)
 
-    def evaluate(z: Any) -> jax.Array:
+    def evaluate(z: Array) -> Array:
         return term.evaluate(x.mean + sd * z).astype(x.mean.dtype)
 
     integral, error = _sums(evaluate, middle, half, -(-num_nodes // 2))
@@ -128,15 +131,15 @@ def _quadrature(term: Term, num_nodes: int) -> Gaussian:
             ),
         )
 
-    def checked(on_line: jax.Array, by_nodes: jax.Array) -> jax.Array:
+    def checked(on_line: Array, by_nodes: Array) -> Array:
         return jnp.where(bad, jnp.nan, jnp.where(straight, on_line, by_nodes))
 
     return jax.tree.map(checked, line, integral)
 
 
 def _panels(
-    breaks: list[tuple[Any, Any]], mean: jax.Array, sd: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    breaks: list[tuple[Scalar, Scalar]], mean: Array, sd: Array
+) -> tuple[Array, Array]:
     """Middle and half width of each panel, in z; both (panels, *shape)."""
     low, high = jnp.full_like(mean, -_REACH), jnp.full_like(mean, _REACH)
     cuts = [jnp.zeros_like(mean)]
@@ -160,7 +163,7 @@ def _panels(
     return (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
 
 
-def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
+def _insert(ordered: list[Array], new: Array) -> list[Array]:
     """Put numbers in their places, elementwise: its gradient is several times as fast
     as that of a sort.
     """
@@ -171,7 +174,7 @@ def _insert(ordered: list[jax.Array], new: jax.Array) -> list[jax.Array]:
     return [*result, new]
 
 
-def _rules(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
+def _rules(num_nodes: int, dtype: DTypeLike) -> tuple[Any, Any]:
     """Nodes of a panel; and (2, nodes): the weights of Gauss-Legendre quadrature, and
     of every other node alone.
     """
@@ -184,27 +187,29 @@ def _rules(num_nodes: int, dtype: Any) -> tuple[Any, Any]:
 
 
 def _sums(
-    evaluate: Callable, middle: jax.Array, half: jax.Array, num_nodes: int
+    evaluate: Callable, middle: Array, half: Array, num_nodes: int
 ) -> tuple[Gaussian, Gaussian]:
     """Mean and variance of a function of z, standard normal, and the estimated error of
     both.
     """
     nodes, rules = _rules(num_nodes, middle.dtype)
 
-    def powers(center: Any, middle: Any, half: Any, node: Any) -> tuple[Any, Any, Any]:
+    def powers(
+        center: Array, middle: Array, half: Array, node: Operand
+    ) -> tuple[Array, Array, Array]:
         z = middle + half * node
         return _powers(half * jnp.exp(-0.5 * z * z), evaluate(z) - center)
 
-    def of_panel(center: Any, ends: Any) -> jax.Array:
+    def of_panel(center: Array, ends: Array) -> Array:
         @jax.checkpoint
-        def add(sums: Any, node: Any) -> tuple[jax.Array, None]:
+        def add(sums: Array, node: Operand) -> tuple[Array, None]:
             terms = jnp.stack(powers(center, ends[0], ends[1], node[0]))
             return sums + node[1].reshape(-1, *(1,) * terms.ndim) * terms, None
 
         start = jnp.zeros((2, 3, *middle.shape[1:]), middle.dtype)
         return jax.lax.scan(add, start, (nodes, rules.T))[0]
 
-    def integrals(center: Any) -> jax.Array:
+    def integrals(center: Array) -> Array:
         """By both rules, of all powers, (2, 3, panels, ...)."""
         if middle.size * num_nodes > _AT_ONCE:
             by_panel = jax.lax.map(partial(of_panel, center), (middle, half))
@@ -224,7 +229,7 @@ def _sums(
     total, first, second = fine.sum(1)
     mean = first / total
 
-    def powers_at(end: jax.Array) -> jax.Array:
+    def powers_at(end: Array) -> Array:
         """A function that grows too fast has not faded at the ends."""
         z = jax.lax.stop_gradient(end)
         away = jnp.abs(jax.lax.stop_gradient(evaluate(z) - center))
@@ -237,31 +242,29 @@ def _sums(
     return moments, Gaussian(of_mean, of_square + 2 * jnp.abs(mean) * of_mean)
 
 
-def _powers(density: Any, away: Any) -> tuple[Any, Any, Any]:
+def _powers(density: Array, away: Array) -> tuple[Array, Array, Array]:
     return density, density * away, density * away * away
 
 
-def _derivatives(
-    fn: Callable[[Any], Any], x: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _derivatives(fn: Callable[[Array], Array], x: Array) -> tuple[Array, Array, Array]:
     """f, f', f'' of an elementwise function."""
     unit = jnp.ones_like(x)
 
-    def first(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def first(x: Array) -> tuple[Array, Array]:
         return jax.jvp(fn, (x,), (unit,))
 
     (value, slope), (_, curvature) = jax.jvp(first, (x,), (unit,))
     return value, slope, curvature
 
 
-def _breaks(term: Term) -> list[tuple[Any, Any]]:
+def _breaks(term: Term) -> list[tuple[Scalar, Scalar]]:
     """Where x makes an argument equal to the number it is compared with, or to 0, and
     the slope of that argument.
     """
-    breaks: dict[Any, tuple[Any, Any]] = {}
+    breaks: dict[Hashable, tuple[Scalar, Scalar]] = {}
     visited: set[int] = set()
 
-    def visit(node: Any) -> None:
+    def visit(node: Operand) -> None:
         if not isinstance(node, Term) or id(node) in visited or node.equation is None:
             return
         visited.add(id(node))
@@ -277,13 +280,13 @@ def _breaks(term: Term) -> list[tuple[Any, Any]]:
     return list(breaks.values())[:_MAX_BREAKS] or [(0.0, 1.0)]
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: Operand) -> Operand:
     """Equal for equal known numbers, and for the same array."""
     concrete = not isinstance(value, jax.core.Tracer) and np.size(value) == 1
     return float(np.reshape(value, ())) if concrete else id(value)
 
 
-def _places(node: Term) -> list[tuple[Any, Any]]:
+def _places(node: Term) -> list[tuple[Scalar, Scalar]]:
     terms = terms_among(node.operands)
     line = _line(terms[0]) if len(terms) == 1 else None
     if line is None or node.equation is None:
@@ -295,7 +298,7 @@ def _places(node: Term) -> list[tuple[Any, Any]]:
     return [(_solve(*line, target), line[0]) for target in against]
 
 
-def _line(term: Term) -> tuple[Any, Any] | None:
+def _line(term: Term) -> tuple[Scalar, Scalar] | None:
     """(slope, shift) of an affine function of x, also of a clipped one, which is affine
     between its bounds.
     """
@@ -313,7 +316,7 @@ def _line(term: Term) -> tuple[Any, Any] | None:
     return line and (term.slope * line[0], term.slope * line[1] + term.shift)
 
 
-def _solve(slope: Any, shift: Any, target: Any) -> Any:
+def _solve(slope: Scalar, shift: Scalar, target: Scalar) -> Scalar:
     """x with slope * x + shift = at; 0 if the argument does not depend on x."""
     if isinstance(slope, float):
         return (target - shift) / slope if slope else 0.0

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter, Rule
 from numpyro_bnn._options import Count, Kind, Switch, checked
+from numpyro_bnn._types import Operand
 from numpyro_bnn.moments.expectation import NODES, known_moments
 from numpyro_bnn.moments.terms import Gaussian, Term, Variable, as_gaussian, terms_among
 
@@ -67,7 +68,7 @@ def propagate(
             if isinstance(leaf, Gaussian)
         }
 
-        def of_random(*values: Any) -> Any:
+        def of_random(*values: Operand) -> Operand:
             filled = list(leaves)
             for i, value in zip(random, values, strict=True):
                 filled[i] = value
@@ -144,7 +145,7 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
     elements.
     """
 
-    def apply(equation: Equation, *operands: Any) -> Any:
+    def apply(equation: Equation, *operands: Operand) -> Operand:
         terms = terms_among(operands)
         variables = [term.variable for term in terms]
         key = (
@@ -188,7 +189,7 @@ def _from_moments(rule: Rule, view: bool, reduces: bool, multiplies: bool) -> Ru
     return apply
 
 
-def wrap(value: Any, **relations: Any) -> Any:
+def wrap(value: Operand, **relations: Any) -> Operand:
     """A Gaussian as the term of a new variable; other values unchanged."""
     return (
         Term(Variable(value, **relations), None, ())

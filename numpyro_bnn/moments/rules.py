@@ -8,8 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._jaxprs.walk import Equation
+from numpyro_bnn._types import Operand
 from numpyro_bnn.moments.closed_forms import maximum, maximum_of
 from numpyro_bnn.moments.elementwise import check_independence
 from numpyro_bnn.moments.expectation import NODES
@@ -18,7 +20,7 @@ from numpyro_bnn.moments.terms import Gaussian, both_moments, terms_among
 
 
 @register("dot_general", "conv_general_dilated", multiplies=True)
-def _product(equation: Equation, x: Any, y: Any) -> Gaussian:
+def _product(equation: Equation, x: Operand, y: Operand) -> Gaussian:
     """Bilinear: mean = m_x m_y; var = v_x (m_y^2 + v_y) + m_x^2 v_y, each product
     summed as the primitive does.
     """
@@ -37,7 +39,7 @@ def _sum(equation: Equation, x: Gaussian) -> Gaussian:
     return Gaussian(equation.bind(x.mean), equation.bind(x.var))
 
 
-def _largest(mean: Any, var: Any, present: Any = True) -> Gaussian:
+def _largest(mean: Array, var: Array, present: Any = True) -> Gaussian:
     """The largest along the leading axis of the elements that are present."""
     if len(mean) == 2 and np.all(present):
         return maximum(Gaussian(mean[0], var[0]), Gaussian(mean[1], var[1]))
@@ -48,7 +50,7 @@ def _largest(mean: Any, var: Any, present: Any = True) -> Gaussian:
 def _reduce_max(equation: Equation, x: Gaussian) -> Gaussian:
     axes = equation.params["axes"]
 
-    def reduced_first(moment: Any) -> Any:
+    def reduced_first(moment: Operand) -> Operand:
         """The reduced axes as one, in front."""
         front = jnp.moveaxis(moment, axes, range(len(axes)))
         return front.reshape(-1, *front.shape[len(axes) :])
@@ -81,7 +83,7 @@ def _reduce_window_max(equation: Equation, x: Gaussian) -> Gaussian:
         places.append(np.clip(place, 0, size - 1))
     by_offset = int(np.prod(p["window_dimensions"])), *shape
 
-    def windows(moment: Any) -> Any:
+    def windows(moment: Operand) -> Operand:
         # one axis after the other: indices of all at once would be as many as elements
         for axis in reversed(range(rank)):
             moment = jnp.take(moment, places[axis], axis=axis)
@@ -106,7 +108,7 @@ _MOVES = (
 
 
 @register(*_INDICES, *_MOVES, view=True)
-def _move(equation: Equation, *operands: Any) -> Any:
+def _move(equation: Equation, *operands: Operand) -> Operand:
     """Means and variances move alike; plain data have variance 0."""
     places = range(len(operands))[_INDICES.get(equation.name, slice(0))]
     data = [value for k, value in enumerate(operands) if k not in places]
@@ -115,7 +117,7 @@ def _move(equation: Equation, *operands: Any) -> Any:
             "looks up with random indices", "Index with plain integers."
         )
 
-    def move(equation: Equation, arrays: list[Any]) -> Any:
+    def move(equation: Equation, arrays: list[Operand]) -> Operand:
         inputs = list(arrays)
         for k in places:
             inputs.insert(k, operands[k])
@@ -133,7 +135,7 @@ def _move(equation: Equation, *operands: Any) -> Any:
 _move_and_add = RULES["scatter-add"]
 
 
-def _scatter_add(equation: Equation, *operands: Any) -> Any:
+def _scatter_add(equation: Equation, *operands: Operand) -> Operand:
     """Which elements meet is not tracked: both arrays must be of different ones."""
     terms = terms_among(operands)
     variables = [term.variable for term in terms]

@@ -7,7 +7,7 @@ Therefore an elementwise equation whose random operands are all functions of the
 computed when an operation needs them that is not elementwise or joins two variables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.walk import CALLS, Equation
+from numpyro_bnn._types import Operand, Scalar
 
 
 class Gaussian(NamedTuple):
@@ -28,8 +30,8 @@ class Gaussian(NamedTuple):
     :param var: the same shape, at least 0; 0 means a known number.
     """
 
-    mean: Any
-    var: Any
+    mean: Array
+    var: Array
 
 
 def as_gaussian(value: Gaussian) -> Gaussian:
@@ -70,24 +72,24 @@ class Variable:
     gaussian: Gaussian
     parts: frozenset = frozenset()
     reduced: frozenset = frozenset()
-    path: tuple[Any, ...] = ()
-    views: dict[Any, Any] = field(default_factory=dict)
+    path: tuple[Hashable, ...] = ()
+    views: dict[Hashable, Operand] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parts |= {self}
         self.path = self.path or (self,)
 
 
-def terms_among(operands: Sequence[Any]) -> list["Term"]:
+def terms_among(operands: Sequence[Operand]) -> list["Term"]:
     """The random operands."""
     return [operand for operand in operands if isinstance(operand, Term)]
 
 
 def both_moments(
-    move: Callable[[list[Any]], Any],
-    operands: Sequence[Any],
-    move_var: Callable[[list[Any]], Any] | None = None,
-) -> Any:
+    move: Callable[[list], Operand],
+    operands: Sequence[Operand],
+    move_var: Callable[[list], Operand] | None = None,
+) -> Operand:
     """Apply a map of arrays to the means, and the same or another one to the variances;
     plain operands have variance 0.
     """
@@ -115,15 +117,15 @@ class Term:
         self,
         variable: Variable,
         equation: Equation | None,
-        operands: tuple[Any, ...],
-        affine: "tuple[Term, Any, Any] | None" = None,
+        operands: tuple[Operand, ...],
+        affine: "tuple[Term, Operand, Scalar] | None" = None,
     ) -> None:
         self.variable = variable
         self.equation = equation
         self.operands = operands
         self.base: Term
-        self.slope: Any
-        self.shift: Any
+        self.slope: Operand
+        self.shift: Scalar
         self.base, self.slope, self.shift = affine or (self, 1.0, 0.0)
         self.evaluated_as = (equation, operands)
         self.moments: Gaussian | None = None
@@ -135,7 +137,7 @@ class Term:
             output = equation.outputs[0]
             self.shape, self.dtype = output.shape, output.dtype
 
-    def evaluated(self, equation: Equation, *operands: Any) -> "Term":
+    def evaluated(self, equation: Equation, *operands: Operand) -> "Term":
         """The same term, evaluated by the call that produced it, which keeps custom
         derivatives.
         """
@@ -151,13 +153,13 @@ class Term:
         """
         return self.base.equation is None
 
-    def evaluate(self, x: Any) -> Any:
+    def evaluate(self, x: Operand) -> Operand:
         """Value of the expression if its variable has the value ``x``, of the
         variable's shape or the term's.
         """
-        results: dict[int, Any] = {}
+        results: dict[int, Operand] = {}
 
-        def value(node: Any) -> Any:
+        def value(node: Operand) -> Operand:
             if not isinstance(node, Term):
                 return node
             equation, operands = node.evaluated_as
@@ -173,7 +175,7 @@ class Term:
         return value(self)
 
 
-def _bind_larger(equation: Equation, values: list[Any]) -> Any:
+def _bind_larger(equation: Equation, values: list[Operand]) -> Any:
     """Apply an elementwise equation to values of the shapes it was traced for, or of
     what these broadcast to.
     """
@@ -188,7 +190,7 @@ def _bind_larger(equation: Equation, values: list[Any]) -> Any:
     aligned = (1,) * (len(shape) - len(small)) + small
     new_axes = [axis for axis, size in enumerate(shape) if aligned[axis] != size]
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: Operand) -> Operand:
         resized = [jnp.reshape(v, s) for v, s in zip(operands, traced, strict=True)]
         return equation.bind(*resized)[0].reshape(np.delete(shape, new_axes))
 

@@ -11,13 +11,15 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Kind, RandomKey, check_fields, checked
+from numpyro_bnn._types import Shape
 from numpyro_bnn.nn.wiring import Feature, Wiring
 
-Shape = tuple[int, ...]
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Array]
 Role = Literal["kernel", "bias", "scale"]
 
 
@@ -26,8 +28,8 @@ class BatchStatistics(NamedTuple):
     shape (H,).
     """
 
-    mean: jax.Array
-    sd: jax.Array
+    mean: Array
+    sd: Array
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class ForwardContext:
     given: Mapping[str, BatchStatistics] | None = None
     seen: dict[str, BatchStatistics] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> jax.Array:
+    def __getitem__(self, name: str) -> Array:
         full = join(self.path, name)
         if full not in self.params:
             present = f"Present: {', '.join(self.params) or 'none'}."
@@ -99,7 +101,7 @@ class Layer(ABC):
         """
 
     @abstractmethod
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         """Map a batch through the layer; parameters are ``context["kernel"]`` and so
         on.
         """
@@ -139,9 +141,9 @@ class Layer(ABC):
     def apply(
         self,
         params: Params,
-        x: jax.Array,
+        x: Array,
         statistics: Mapping[str, BatchStatistics] | None = None,
-    ) -> jax.Array:
+    ) -> Array:
         """Evaluate the network.
 
         :param params: flat dictionary ``{path: array}`` as listed by
@@ -154,7 +156,7 @@ class Layer(ABC):
         """
         return self.forward(ForwardContext(params, given=statistics), _as_inputs(x))
 
-    def statistics(self, params: Params, x: jax.Array) -> dict[str, BatchStatistics]:
+    def statistics(self, params: Params, x: Array) -> dict[str, BatchStatistics]:
         """Return the batch statistics of every normalization for the data ``x``; a pure
         function of both.
 
@@ -166,7 +168,7 @@ class Layer(ABC):
         return context.seen
 
     @checked("nn.Layer.init")
-    def init(self, rng_key: RandomKey, input_shape: Shape) -> dict[str, jax.Array]:
+    def init(self, rng_key: RandomKey, input_shape: Shape) -> dict[str, Array]:
         """Draw initial parameters for an optimizer: kernels N(0, 1/fan_in), biases 0,
         normalization gains 1.
         """
@@ -211,14 +213,14 @@ def shape_error(layer: Layer, path: str, expected: str, got: Shape) -> Exception
     return argument_error(call, "x", f"input shape {got}", f"It takes {expected}.")
 
 
-def per_feature(values: jax.Array, x: jax.Array) -> jax.Array:
+def per_feature(values: Array, x: Array) -> Array:
     """Give ``values``, one per feature, the rank of ``x``, so that nothing relies on
     rank promotion.
     """
     return jnp.expand_dims(values, tuple(range(x.ndim - 1)))
 
 
-def _as_inputs(x: Any) -> jax.Array:
+def _as_inputs(x: ArrayLike) -> Array:
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._checks import argument_error, is_list, unknown_name
 from numpyro_bnn._options import Choice, Count, PositiveInt, Switch
@@ -24,7 +24,7 @@ from numpyro_bnn.nn.base import (
 from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 Pair = tuple[int, int]
-Dual = tuple[jax.Array, jax.Array]  # values and their tangents
+Dual = tuple[Array, Array]  # values and their tangents
 Padding = str | tuple[Pair, Pair]
 IMAGE = "an image (height, width, channels)"
 
@@ -74,7 +74,7 @@ def _window_shape(
     return tuple(counts)  # type: ignore[return-value]
 
 
-def _as_images(layer: Layer, context: ForwardContext, x: jax.Array) -> jax.Array:
+def _as_images(layer: Layer, context: ForwardContext, x: Array) -> Array:
     if x.ndim < 3:
         raise shape_error(
             layer, context.path, IMAGE + " behind any batch axes", x.shape
@@ -140,7 +140,7 @@ class Conv2d(Layer):
         out = wiring.begin(self.channels, Wire(join(path, "kernel"), 3), *biases)
         return out, self.output_shape(shape)
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         kernel = context["kernel"]
         images = _as_images(self, context, x)
         if images.shape[-1] != kernel.shape[2]:
@@ -194,7 +194,7 @@ class _Pool(Layer):
         wiring[x].pointwise &= self.linear
         return x, self.output_shape(shape)
 
-    def _reduce(self, x: jax.Array, start: float, operation: Callable) -> jax.Array:
+    def _reduce(self, x: Array, start: float, operation: Callable) -> Array:
         window, strides = self._geometry(x.shape[1:3])
         return lax.reduce_window(
             x, start, operation, (1, *window, 1), (1, *strides, 1), self.padding
@@ -217,7 +217,7 @@ class MaxPool(_Pool):
 
     linear: ClassVar[bool] = False
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         images = _as_images(self, context, x)
         window, strides = self._geometry(images.shape[1:3])
         if window == strides and self.padding == "VALID":
@@ -227,7 +227,7 @@ class MaxPool(_Pool):
         return y.reshape(x.shape[:-3] + y.shape[1:])
 
 
-def _tiles(x: jax.Array, window: Pair) -> jax.Array:
+def _tiles(x: Array, window: Pair) -> Array:
     """Windows as axes, (N, H, h, W, w, C): the gradient of their maximum is
     elementwise, which halves a step.
     """
@@ -238,7 +238,7 @@ def _tiles(x: jax.Array, window: Pair) -> jax.Array:
 
 
 @jax.custom_jvp
-def _largest(tiles: jax.Array) -> jax.Array:
+def _largest(tiles: Array) -> Array:
     """Maximum over windows; JAX's own gradient is NaN if XLA rounds the maximum
     differently in another loop.
     """
@@ -246,7 +246,7 @@ def _largest(tiles: jax.Array) -> jax.Array:
 
 
 @_largest.defjvp
-def _largest_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Dual:
+def _largest_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Dual:
     def larger(a: Dual, b: Dual) -> Dual:
         return lax.max(a[0], b[0]), jnp.where(a[0] >= b[0], a[1], b[1])
 
@@ -274,7 +274,7 @@ class AvgPool(_Pool):
 
     linear: ClassVar[bool] = True
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         images = _as_images(self, context, x)
         total = self._reduce(images, 0.0, lax.add)
         # One count per window, the same for every image and channel.
@@ -285,8 +285,8 @@ class AvgPool(_Pool):
 
 
 def convolve(
-    x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any
-) -> jax.Array:
+    x: Array, kernel: Array, strides: tuple[int, int], padding: Padding
+) -> Array:
     """Cross-correlate images (B, H, W, C) with a kernel (h, w, C, K): (B, H', W', K).
 
     On CPUs as a matrix product: XLA runs a convolution inside a compiled loop many
@@ -300,8 +300,8 @@ def convolve(
 
 
 def convolve_by_product(
-    x: jax.Array, kernel: jax.Array, strides: tuple[int, int], padding: Any
-) -> jax.Array:
+    x: Array, kernel: Array, strides: tuple[int, int], padding: Any
+) -> Array:
     """The same as one matrix product of the windows of the images with the kernel."""
     height, width, _, outputs = kernel.shape
     if isinstance(padding, str):
@@ -314,7 +314,7 @@ def convolve_by_product(
     ) @ kernel.reshape(-1, outputs)
 
 
-def _shifted(x: jax.Array, axis: int, window: int, step: int) -> list[jax.Array]:
+def _shifted(x: Array, axis: int, window: int, step: int) -> list[Array]:
     """The values at each place of a window as the window slides along an axis."""
     count = (x.shape[axis] - window) // step + 1
     return [

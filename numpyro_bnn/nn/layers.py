@@ -9,6 +9,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import jax.scipy.special
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, is_list
 from numpyro_bnn._options import Choice, Kind, Number, PositiveInt, Switch
@@ -24,7 +25,7 @@ from numpyro_bnn.nn.wiring import Feature, Wire, Wiring
 
 # The only table of activations: a new one is a new row. GELU is the exact one, x
 # Phi(x).
-ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[..., Array]] = {
     "identity": lambda x: x,
     "relu": jax.nn.relu,
     "leaky_relu": jax.nn.leaky_relu,
@@ -76,7 +77,7 @@ class Dense(Layer):
         out = wiring.begin(self.units, Wire(join(path, "kernel"), 1), *biases)
         return out, (self.units,)
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         kernel = context["kernel"]
         if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
             raise shape_error(self, context.path, f"(..., {kernel.shape[0]})", x.shape)
@@ -113,7 +114,7 @@ class Activation(Layer):
             )
         return x, shape
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         return ACTIVATIONS[self.name](
             x, *([self.negative_slope] if self.name == "leaky_relu" else [])
         )
@@ -146,7 +147,7 @@ class Flatten(Layer):
     ) -> tuple[Feature, Shape]:
         return x._replace(repeats=x.repeats * prod(shape[:-1])), (prod(shape),)
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         if x.ndim < self.rank:
             raise shape_error(
                 self,
@@ -216,7 +217,7 @@ class Sequential(Layer):
             x, shape = layer.connect(wiring, join(path, name), x, shape)
         return x, shape
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         for name, layer in self.children():
             x = layer.forward(context.child(name), x)
         return x
@@ -272,7 +273,7 @@ class Residual(Layer):
             x, _ = self.shortcut.connect(wiring, join(path, "shortcut"), x, shape)
         return wiring.add(x, y), out
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         skip = x
         if self.shortcut is not None:
             skip = self.shortcut.forward(context.child("shortcut"), x)

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Switch
@@ -22,7 +21,7 @@ from numpyro_bnn.nn.base import (
 from numpyro_bnn.nn.wiring import Feature, Reach, Wiring
 
 
-def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _unit(x: Array, axes: tuple[int, ...]) -> Array:
     """Power of two near the size of ``x``: dividing by it is exact, keeps squares in
     range, needs no gradient.
     """
@@ -31,14 +30,12 @@ def _unit(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1)
 
 
-def _divide(centered: jax.Array, sd: jax.Array) -> jax.Array:
+def _divide(centered: Array, sd: Array) -> Array:
     """Centered values over their sd; 0, with gradient 0, if the sd is 0."""
     return jnp.where(sd > 0, centered / jnp.where(sd > 0, sd, 1), 0)
 
 
-def standardize(
-    x: jax.Array, axes: tuple[int, ...]
-) -> tuple[jax.Array, BatchStatistics]:
+def standardize(x: Array, axes: tuple[int, ...]) -> tuple[Array, BatchStatistics]:
     """Return (x - mean) / sd along ``axes`` and the statistics used.
 
     There is no additive epsilon, so ``standardize(c * x)`` equals ``standardize(x)`` to
@@ -61,7 +58,7 @@ def standardize(
     return _divide(centered, sd), statistics
 
 
-def _same_features(layer: Layer, path: str, values: jax.Array, x: jax.Array) -> None:
+def _same_features(layer: Layer, path: str, values: Array, x: Array) -> None:
     """Refuse what broadcasting would accept: one feature for many values, or many
     features for one value.
     """
@@ -98,7 +95,7 @@ class _Norm(Layer):
         shift = join(path, "bias") if self.use_bias else None
         return wiring.normalize(x, self.reach, gain, shift), shape
 
-    def _affine(self, context: ForwardContext, y: jax.Array) -> jax.Array:
+    def _affine(self, context: ForwardContext, y: Array) -> Array:
         for name, on in (("scale", self.use_scale), ("bias", self.use_bias)):
             if on:
                 values = context[name]
@@ -140,7 +137,7 @@ class BatchNorm(_Norm):
 
     reach: ClassVar[Reach] = "unit"
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         if x.ndim == 0:
             raise shape_error(
                 self, context.path, "at least one axis of features", x.shape
@@ -164,8 +161,8 @@ class BatchNorm(_Norm):
         return self._affine(context, y)
 
     def _normalize_with(
-        self, statistics: Mapping[str, BatchStatistics], path: str, x: jax.Array
-    ) -> jax.Array:
+        self, statistics: Mapping[str, BatchStatistics], path: str, x: Array
+    ) -> Array:
         if path not in statistics:
             instead = "Compute them by `net.statistics(params, x_train)`."
             raise argument_error(
@@ -196,7 +193,7 @@ class LayerNorm(_Norm):
 
     reach: ClassVar[Reach] = "layer"
 
-    def forward(self, context: ForwardContext, x: jax.Array) -> jax.Array:
+    def forward(self, context: ForwardContext, x: Array) -> Array:
         if x.ndim == 0:
             raise shape_error(
                 self, context.path, "at least one axis of features", x.shape

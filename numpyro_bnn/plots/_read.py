@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Choice
+from numpyro_bnn._types import Floats, InferenceData, PyTree
 from numpyro_bnn.metrics._inputs import sound_chains
 
 # Groups of draws, each with the group that holds its inputs.
@@ -27,16 +28,16 @@ class Drawn(NamedTuple):
 
     site: str
     group: str
-    y: NDArray[np.float64] | None
-    function: NDArray[np.float64] | None
+    y: Floats | None
+    function: Floats | None
     classes: bool
     observed: Any
 
-    def targets(self) -> NDArray[np.float64]:
+    def targets(self) -> Floats:
         """The observed values as one axis; call ``predicted`` with ``scored`` first."""
         return np.asarray(self.observed, dtype=np.float64).ravel()
 
-    def class_probabilities(self, call: str) -> NDArray[np.float64]:
+    def class_probabilities(self, call: str) -> Floats:
         """Draws (C, S, N, K) of class probabilities; the mean of a label 0 or 1 is the
         probability of 1.
         """
@@ -60,7 +61,7 @@ class Drawn(NamedTuple):
 
 def predicted(
     call: str,
-    idata: Any,
+    idata: InferenceData,
     site: str | None,
     group: str | None,
     scored: bool = False,
@@ -90,7 +91,7 @@ def predicted(
     data = _arviz.group(idata, drawn_group)
     classes = f"{name}_probs" in data
     function = f"{name}_probs" if classes else f"{name}_mean"
-    draws: dict[str, Any] = {
+    draws: dict[str, PyTree] = {
         key: data[key].transpose("chain", "draw", ...)
         for key in (name, function)
         if key in data
@@ -103,7 +104,7 @@ def predicted(
 
 
 def input_values(
-    call: str, idata: Any, drawn: Drawn, x: Any
+    call: str, idata: InferenceData, drawn: Drawn, x: Any
 ) -> tuple[str | None, NDArray]:
     """Name (None for values given by the user) and values (N,) of the one-dimensional
     input.
@@ -144,7 +145,7 @@ def input_values(
 
 
 def training_points(
-    idata: Any, site: str, name: str | None
+    idata: InferenceData, site: str, name: str | None
 ) -> tuple[NDArray, NDArray] | None:
     """Training inputs and targets, if both are present and one-dimensional."""
     inputs = _dataset(idata, "constant_data")
@@ -158,7 +159,7 @@ def training_points(
     return np.asarray(inputs[name]).ravel(), np.asarray(observed[site]).ravel()
 
 
-def label(idata: Any, group: str, name: str) -> str:
+def label(idata: InferenceData, group: str, name: str) -> str:
     """Axis label: the variable's ``long_name`` and ``units`` attributes
     if it has them.
     """
@@ -171,7 +172,7 @@ def label(idata: Any, group: str, name: str) -> str:
     return name
 
 
-def _site_name(call: str, idata: Any, site: str | None) -> str:
+def _site_name(call: str, idata: InferenceData, site: str | None) -> str:
     """The site to draw: the one given, or the only observed one."""
     sites = _names(_dataset(idata, "observed_data"))
     if not sites:
@@ -191,7 +192,9 @@ def _site_name(call: str, idata: Any, site: str | None) -> str:
     return sites[0]
 
 
-def _observed(call: str, idata: Any, group: str, site: str, target: str | None) -> Any:
+def _observed(
+    call: str, idata: InferenceData, group: str, site: str, target: str | None
+) -> Any:
     """Observed values for a group of draws, or None."""
     if group == "posterior_predictive":
         return _dataset(idata, "observed_data").get(site)
@@ -201,7 +204,7 @@ def _observed(call: str, idata: Any, group: str, site: str, target: str | None) 
     return data[Choice(_names(data)).check(call, "target", target)]
 
 
-def _dataset(idata: Any, group: str) -> Any:
+def _dataset(idata: InferenceData, group: str) -> Any:
     """The dataset of a group; empty if there is no such group."""
     return _arviz.group(idata, group) if group in _arviz.group_names(idata) else {}
 

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Attributes
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Axes: TypeAlias = Any  # of Matplotlib, one or an array of them
 
 # Width of one column of a two-column paper, in inches.
 COLUMN = 3.4
@@ -71,7 +73,7 @@ def styled(function: Callable[P, T]) -> Callable[P, T]:
 
 def axes(
     call: str,
-    ax: Any,
+    ax: Axes,
     shape: tuple[int, int] = (1, 1),
     size: Sequence[float] = (COLUMN, 2.4),
 ) -> np.ndarray:
@@ -98,7 +100,7 @@ def axes(
     return array
 
 
-def above(**options: Any) -> dict[str, Any]:
+def above(**options: Any) -> Attributes:
     """Options of a legend above the axes."""
     return {
         "loc": "lower left",

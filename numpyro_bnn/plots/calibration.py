@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Natural, PositiveInt, checked
+from numpyro_bnn._types import Floats, InferenceData
 from numpyro_bnn.metrics.classification import Reliability
 from numpyro_bnn.plots import _read, _style
+from numpyro_bnn.plots._style import Axes
 
 SPREAD = "95 % if calibrated"
 
@@ -17,14 +19,14 @@ SPREAD = "95 % if calibrated"
 @checked("plots.calibration")
 @_style.styled
 def calibration(
-    idata: Any,
+    idata: InferenceData,
     *,
     site: str | None = None,
     group: str | None = None,
     target: str | None = None,
     bins: PositiveInt = 10,
     seed: Natural = 0,
-    ax: Any = None,
+    ax: Axes = None,
 ) -> "NDArray[Any]":
     """Check the calibration of predictions in two views; gray bands contain 95 % of
     what a calibrated model gives.
@@ -83,14 +85,14 @@ def calibration(
 @checked("plots.reliability_diagram")
 @_style.styled
 def reliability_diagram(
-    idata: Any,
+    idata: InferenceData,
     *,
     site: str | None = None,
     group: str | None = None,
     target: str | None = None,
     bins: PositiveInt = 15,
-    ax: Any = None,
-) -> Any:
+    ax: Axes = None,
+) -> Axes:
     """Reliability diagram: accuracy of the most probable class by its probability, and
     the fraction of points there.
 
@@ -148,7 +150,7 @@ def reliability_diagram(
     return axis
 
 
-def _binomial_band(count: Any, share: Any) -> NDArray[np.float64]:
+def _binomial_band(count: Any, share: Any) -> Floats:
     """Central 95 % interval of the fraction of successes among ``count`` trials with
     probability ``share``.
     """
@@ -160,7 +162,7 @@ def _binomial_band(count: Any, share: Any) -> NDArray[np.float64]:
     )
 
 
-def _pit_panel(axis: Any, values: NDArray[np.float64], bins: int) -> None:
+def _pit_panel(axis: Axes, values: Floats, bins: int) -> None:
     counts, edges = np.histogram(values, bins=bins, range=(0.0, 1.0))
     if bins > 1:
         band = bins * _binomial_band(values.size, 1 / bins)
@@ -177,9 +179,7 @@ def _pit_panel(axis: Any, values: NDArray[np.float64], bins: int) -> None:
     axis.legend(loc="upper left", borderaxespad=0.2)
 
 
-def _coverage_panel(
-    axis: Any, draws: NDArray[np.float64], observed: NDArray[np.float64]
-) -> None:
+def _coverage_panel(axis: Axes, draws: Floats, observed: Floats) -> None:
     levels = np.linspace(0.05, 0.95, 19)
     # those that so few draws reach
     levels = levels[levels <= (len(draws) - 1) / (len(draws) + 1) + 1e-9]
@@ -211,7 +211,7 @@ def _coverage_panel(
     axis.legend(loc="upper left", borderaxespad=0.2)
 
 
-def _confidence_panel(axis: Any, table: Reliability) -> None:
+def _confidence_panel(axis: Axes, table: Reliability) -> None:
     share = table.counts / table.counts.sum()
     width, color = np.diff(table.edges), _style.FUNCTION
     axis.bar(
@@ -227,7 +227,7 @@ def _confidence_panel(axis: Any, table: Reliability) -> None:
     axis.set(xlabel="confidence", ylabel="share of points", xlim=(0, 1))
 
 
-def _reliability_curve(axis: Any, table: Reliability) -> None:
+def _reliability_curve(axis: Axes, table: Reliability) -> None:
     """Accuracy by confidence, over the band of a calibrated model."""
     filled = table.counts > 0
     confidence = table.confidence[filled]

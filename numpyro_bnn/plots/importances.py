@@ -1,13 +1,14 @@
 """Importances: which columns the predictions depend on."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, PositiveInt, checked
 from numpyro_bnn.plots import _style
+from numpyro_bnn.plots._style import Axes
 
 BAR = 0.2  # height in inches of a bar and its gap
 
@@ -20,8 +21,8 @@ def importances(
     ],
     *,
     max_columns: PositiveInt = 20,
-    ax: Any = None,
-) -> Any:
+    ax: Axes = None,
+) -> Axes:
     """The share of the variance of the predictions that each column has, the largest
     first.
 

@@ -9,12 +9,14 @@ from numpy.typing import ArrayLike, NDArray
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, Level, Number, checked
+from numpyro_bnn._types import Floats, InferenceData
 from numpyro_bnn.plots import _read, _style
+from numpyro_bnn.plots._style import Axes
 
 
 @_style.styled
 def predictive_band(
-    idata: Any,
+    idata: InferenceData,
     x: str | ArrayLike | None = None,
     levels: Sequence[float] = (0.5, 0.9),
     *,
@@ -103,7 +105,7 @@ def predictive_band(
 @checked("plots.predicted_vs_observed")
 @_style.styled
 def predicted_vs_observed(
-    idata: Any,
+    idata: InferenceData,
     level: Level = 0.9,
     *,
     site: str | None = None,
@@ -111,8 +113,8 @@ def predicted_vs_observed(
     target: str | None = None,
     xlabel: str | None = None,
     ylabel: str | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: Axes = None,
+) -> Axes:
     """Predictive mean and central interval of every target, against its observed value.
 
     Intervals that miss the target are orange. The legend has the RMSE with its standard
@@ -200,7 +202,7 @@ def predicted_vs_observed(
     return axis
 
 
-def _central(draws: NDArray[np.float64], level: float) -> tuple[NDArray, NDArray]:
+def _central(draws: Floats, level: float) -> tuple[NDArray, NDArray]:
     """Lower and upper bounds of the central interval over the first axis, with
     probability ``level`` inside.
     """
@@ -210,7 +212,7 @@ def _central(draws: NDArray[np.float64], level: float) -> tuple[NDArray, NDArray
     return low, high
 
 
-def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+def _flat(call: str, draws: Floats) -> Floats:
     """Draws (C, S, N) or (C, S, N, 1), as (C S, N)."""
     if draws[0, 0].size != draws.shape[2]:
         instead = "Bands are for one output: draw each output separately."
@@ -221,7 +223,7 @@ def _flat(call: str, draws: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _bands(
-    axis: Any,
+    axis: Axes,
     x: NDArray,
     draws: NDArray,
     levels: Sequence[float],

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
+from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import AffineTransform
 from numpyro.infer.reparam import TransformReparam
 from numpyro.primitives import _PYRO_STACK
@@ -29,6 +31,7 @@ from numpyro_bnn._options import (
     check_fields,
     checked,
 )
+from numpyro_bnn._types import Site
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.layouts import layout
 
@@ -110,7 +113,7 @@ ScalePrior: TypeAlias = Annotated[dist.Distribution, PositiveScalar(fixed=False)
 Scale: TypeAlias = Annotated[float | dist.Distribution, PositiveScalar(fixed=True)]
 
 
-def is_positive(support: Any) -> bool:
+def is_positive(support: Constraint) -> bool:
     """Whether all values of a support are positive (or 0)."""
     support = getattr(support, "base_constraint", support)
     if support is dist.constraints.positive or support is dist.constraints.nonnegative:
@@ -133,9 +136,7 @@ def unit_shape(name: str, shape: Shape, unit: str) -> Shape:
     return tuple(size if axis in axes else 1 for axis, size in enumerate(shape))
 
 
-def gaussian(
-    shape: Shape, scale: jax.Array | float, centered: bool
-) -> dist.Distribution:
+def gaussian(shape: Shape, scale: Array | float, centered: bool) -> dist.Distribution:
     """Independent N(0, scale^2) of ``shape``; non-centered by default."""
     if centered:
         return dist.Normal(0.0, scale)
@@ -155,7 +156,7 @@ class Constant(dist.Delta):
     """
 
     @property
-    def support(self) -> Any:
+    def support(self) -> Constraint:
         instead = (
             "Wrap the model once, `NUTS(priors.noncenter(model))`, which takes such "
             "weights out of the sites."
@@ -168,7 +169,7 @@ class Constant(dist.Delta):
         )
 
 
-def _noncenter_config(site: dict[str, Any]) -> TransformReparam | None:
+def _noncenter_config(site: Site) -> TransformReparam | None:
     if isinstance(unwrapped(site["fn"]), NonCentered) and not site["is_observed"]:
         return TransformReparam()
     return None
@@ -179,7 +180,7 @@ class _NonCenter(handlers.reparam):
     ``<name>_base`` site twice.
     """
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] != "sample":
             return
         if isinstance(msg["fn"], Constant):  # outer handlers see no site
@@ -300,7 +301,7 @@ class BySite:
 
 
 def as_prior(
-    prior: Any, call: str = "random_network"
+    prior: PriorLike, call: str = "random_network"
 ) -> Callable[[str, Shape], dist.Distribution]:
     """Convert what NumPyro accepts as ``prior=`` into a callable: a callable, a
     distribution, or a dict of these.

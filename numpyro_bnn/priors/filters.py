@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import Transform
 
@@ -28,8 +29,8 @@ COVARIANCES = {
 
 
 def filter_covariance(
-    window: tuple[int, int], covariance: str, length_scale: float | jax.Array
-) -> jax.Array:
+    window: tuple[int, int], covariance: str, length_scale: float | Array
+) -> Array:
     """Correlation matrix (h*w, h*w) of the positions of a filter, row-major, distances
     in pixels.
     """
@@ -47,15 +48,15 @@ class _CholeskyFilter(Transform):
     domain = constraints.independent(constraints.real, 4)
     codomain = constraints.independent(constraints.real, 4)
 
-    def __init__(self, cholesky: jax.Array) -> None:
+    def __init__(self, cholesky: Array) -> None:
         self.cholesky = cholesky
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return jnp.einsum("pq,...qio->...pio", self.cholesky, self._grid(x)).reshape(
             x.shape
         )
 
-    def _inverse(self, y: jax.Array) -> jax.Array:
+    def _inverse(self, y: Array) -> Array:
         grid = self._grid(y)
         flat = jnp.moveaxis(grid, -3, 0).reshape(grid.shape[-3], -1)
         solved = jax.scipy.linalg.solve_triangular(self.cholesky, flat, lower=True)
@@ -76,7 +77,7 @@ class _CholeskyFilter(Transform):
             jnp.array_equal(self.cholesky, other.cholesky)
         )
 
-    def _grid(self, x: jax.Array) -> jax.Array:
+    def _grid(self, x: Array) -> Array:
         return x.reshape((*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:]))
 
 
@@ -152,7 +153,7 @@ class GPFilters(Prior):
     gain = bias
 
 
-def _value(site: str, prior: float | dist.Distribution) -> jax.Array | float:
+def _value(site: str, prior: float | dist.Distribution) -> Array | float:
     return (
         numpyro.sample(site, prior) if isinstance(prior, dist.Distribution) else prior
     )

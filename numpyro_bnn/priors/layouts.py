@@ -8,9 +8,9 @@ itself is an argument of the call that is running, and is read there.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from numpyro.contrib import module as numpyro_modules
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.nn.base import (
     Role,
     Shape,
@@ -27,6 +28,8 @@ from numpyro_bnn.nn.base import (
     output_axis,
     role,
 )
+
+ForeignLayer: TypeAlias = Any  # of Flax or Equinox
 
 
 class ParameterLayout(NamedTuple):
@@ -82,21 +85,21 @@ def _owner(name: str) -> Any:
     return None
 
 
-def _kinds(layer: Any) -> Iterator[str]:
+def _kinds(layer: ForeignLayer) -> Iterator[str]:
     """Names of the classes of a layer, such as ``flax.nnx.Linear``, its own first."""
     for kind in type(layer).__mro__:
         library = ".".join(kind.__module__.split(".")[:2])
         yield f"{library}.{kind.__name__}"
 
 
-def _nnx_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
+def _nnx_layers(call_locals: Trees) -> dict[str, ForeignLayer]:
     from flax import nnx
 
     layers = nnx.iter_modules(call_locals["nn_module"])
     return {".".join(map(str, path)): layer for path, layer in layers}
 
 
-def _equinox_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
+def _equinox_layers(call_locals: Trees) -> dict[str, Any]:
     layers: dict[str, Any] = {}
 
     def note(path: Any, node: Any) -> bool:
@@ -109,7 +112,7 @@ def _equinox_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     return layers
 
 
-def _linen_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
+def _linen_layers(call_locals: Trees) -> dict[str, ForeignLayer]:
     """Layers of Linen exist only while the module runs: it is run abstractly, once for
     equal modules.
     """
@@ -123,13 +126,13 @@ def _linen_layers(call_locals: Mapping[str, Any]) -> dict[str, Any]:
     )
     if key in _LINEN:
         return _LINEN[key]
-    layers: dict[str, Any] = {}
+    layers: dict[str, ForeignLayer] = {}
 
     def note(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         layers[".".join(context.module.path)] = context.module
         return call(*args, **kwargs)
 
-    def run() -> Any:
+    def run() -> PyTree:
         inputs = args if input_shape is None else (jnp.ones(input_shape),)
         keys = {
             kind: jax.random.key(0)
@@ -177,21 +180,23 @@ def _kernel(
     )
 
 
-def _dense(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _dense(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     """Any axes before those of inputs and outputs belong to layers in parallel."""
     return _kernel(shape, (-2,), (-1,))
 
 
-def _dense_outputs_first(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _dense_outputs_first(
+    layer: ForeignLayer, name: str, shape: Shape
+) -> ParameterLayout:
     return _kernel(shape, (-1,), (-2,))
 
 
-def _lookup(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _lookup(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     """An embedding looks up one row."""
     return _dense(layer, name, shape)._replace(fan_in=1)
 
 
-def _general(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _general(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     """A dense layer with several axes of inputs and outputs."""
     features = layer.features if hasattr(layer, "features") else layer.out_features
     outputs = np.size(features)
@@ -199,7 +204,7 @@ def _general(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     return _kernel(shape, range(-outputs - inputs, -outputs), range(-outputs, 0))
 
 
-def _einsum(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _einsum(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     """Units sum over the letters of the kernel that the result lacks."""
     equation = layer.einsum_str
     operands, _, result = (equation or "").replace(" ", "").partition("->")
@@ -225,13 +230,15 @@ def _einsum(layer: Any, name: str, shape: Shape) -> ParameterLayout:
     return _kernel(shape, inputs, outputs)
 
 
-def _convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _convolution(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     rank = np.size(layer.kernel_size)
     dense = _kernel(shape, (-2,), (-1,), range(-2 - rank, -2))
     return dense._replace(fan_in=dense.fan_in / _per_axis(layer.input_dilation, rank))
 
 
-def _transposed_convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _transposed_convolution(
+    layer: ForeignLayer, name: str, shape: Shape
+) -> ParameterLayout:
     """The window meets an input only once per stride."""
     rank = np.size(layer.kernel_size)
     axes = ((-1,), (-2,)) if layer.transpose_kernel else ((-2,), (-1,))
@@ -244,23 +251,25 @@ def _per_axis(strides: Any, rank: int) -> int:
     return int(np.prod(np.broadcast_to(1 if strides is None else strides, rank)))
 
 
-def _equinox_convolution(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _equinox_convolution(
+    layer: ForeignLayer, name: str, shape: Shape
+) -> ParameterLayout:
     rank = layer.num_spatial_dims
     return _kernel(shape, (-1 - rank,), (-2 - rank,), range(-rank, 0))
 
 
 def _equinox_transposed_convolution(
-    layer: Any, name: str, shape: Shape
+    layer: ForeignLayer, name: str, shape: Shape
 ) -> ParameterLayout:
     dense = _equinox_convolution(layer, name, shape)
     return dense._replace(fan_in=dense.fan_in / prod(layer.stride))
 
 
-def _gain(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _gain(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     return ParameterLayout("scale")
 
 
-def _state(layer: Any, name: str, shape: Shape) -> ParameterLayout:
+def _state(layer: ForeignLayer, name: str, shape: Shape) -> ParameterLayout:
     instead = (
         "Pass the module that `eqx.nn.make_with_state(Net)(...)` returns, whose state "
         "is apart."
@@ -270,7 +279,7 @@ def _state(layer: Any, name: str, shape: Shape) -> ParameterLayout:
 
 # What a weight is called; all other parameters of these layers are told by their names.
 WEIGHTS = ("kernel", "weight", "weight_ih", "weight_hh", "embedding", "g", "init")
-LAYERS: dict[str, Callable[[Any, str, Shape], ParameterLayout]] = {
+LAYERS: dict[str, Callable[[ForeignLayer, str, Shape], ParameterLayout]] = {
     "flax.nnx.Linear": _dense,
     "flax.nnx.LinearGeneral": _general,
     "flax.nnx.Einsum": _einsum,

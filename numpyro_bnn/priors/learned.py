@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import GroupStudentT
@@ -196,7 +196,7 @@ class Horseshoe(Prior):
         scale = self._shrink(name, tau, local) * self.fan_in_factor(name, shape)
         return gaussian(shape, jnp.reshape(scale, units), self.centered)
 
-    def _shrink(self, name: str, tau: jax.Array, local: jax.Array) -> jax.Array:
+    def _shrink(self, name: str, tau: Array, local: Array) -> Array:
         """Scale of the weights, tau * lambda."""
         return tau * local
 
@@ -226,7 +226,7 @@ class RegularizedHorseshoe(Horseshoe):
     slab_scale: Positive = 2.0
     slab_df: Positive = 4.0
 
-    def _shrink(self, name: str, tau: jax.Array, local: jax.Array) -> jax.Array:
+    def _shrink(self, name: str, tau: Array, local: Array) -> Array:
         half = self.slab_df / 2
         slab = numpyro.sample(
             f"{name}_slab", dist.InverseGamma(half, half * self.slab_scale**2)

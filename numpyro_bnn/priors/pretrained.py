@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, is_floating, unknown_name
 from numpyro_bnn._options import Positive
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.nn.base import Shape
 from numpyro_bnn.priors.base import Constant, Prior
 
@@ -24,7 +26,7 @@ ACCEPTED = (
 )
 
 
-def flat_params(call: str, argument: str, params: Any) -> dict[str, Any]:
+def flat_params(call: str, argument: str, params: PyTree) -> dict[str, PyTree]:
     """Parameters by name, as our layers and NumPyro's ``random_*_module`` name them.
 
     >>> flat_params(
@@ -76,7 +78,7 @@ class _Given:
         )
         object.__setattr__(self, "flat", flat)
 
-    def value(self, name: str, shape: Shape) -> jax.Array:
+    def value(self, name: str, shape: Shape) -> Array:
         """The parameter of this name and shape."""
         call = f"priors.{type(self).__name__}"
         if name not in self.flat:
@@ -120,7 +122,7 @@ class Fixed(_Given):
     ['net/Dense_1.kernel', 'net/Dense_1.bias']
     """
 
-    params: Any
+    params: PyTree
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         return Constant(self.value(name, shape), event_dim=len(shape))
@@ -144,7 +146,7 @@ class Centered(_Given, Prior):
     ([1.0], 0.05)
     """
 
-    params: Any
+    params: PyTree
     scale: Positive = 1.0
 
     def __post_init__(self) -> None:
@@ -188,7 +190,7 @@ class Learned(_Given):
     """
 
     argument: ClassVar[str] = "init"
-    init: Any
+    init: PyTree
 
     def __call__(self, name: str, shape: Shape) -> dist.Distribution:
         value = numpyro.param(name, self.value(name, shape), learned=True)

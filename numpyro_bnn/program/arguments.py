@@ -4,7 +4,7 @@ whether data have changed.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, shown
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Kwargs, PyTree, Trees
 from numpyro_bnn.program.rows import Rows
 
 Call = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
@@ -46,9 +47,7 @@ class Arguments:
     (({'a': 'exchanged'}, 3), {})
     """
 
-    def __init__(
-        self, values: Mapping[str, Any], signature: inspect.Signature = _ANY
-    ) -> None:
+    def __init__(self, values: Trees, signature: inspect.Signature = _ANY) -> None:
         self.values = dict(values)
         self.signature = signature
         flat, self._tree = jax.tree_util.tree_flatten_with_path(self.values)
@@ -70,7 +69,7 @@ class Arguments:
                 values |= values.pop(name, {})
         return cls(values, signature)
 
-    def with_values(self, values: Mapping[str, Any]) -> "Arguments":
+    def with_values(self, values: Trees) -> "Arguments":
         """The same call with other values of some arguments."""
         return Arguments({**self.values, **values}, self.signature)
 
@@ -78,13 +77,13 @@ class Arguments:
         """The same with a placeholder for each array, and the arrays by place."""
         arrays = {}
         for place, leaf in self.leaves.items():
-            if isinstance(leaf, jax.Array | np.ndarray):
+            if isinstance(leaf, Array | np.ndarray):
                 check_numeric("model", place, leaf)
                 arrays[place] = leaf
         values = self._exchanged(dict.fromkeys(arrays, _Array))
         return Arguments(values, self.signature), arrays
 
-    def call(self, leaves: Mapping[str, Any] | None = None) -> Call:
+    def call(self, leaves: Trees | None = None) -> Call:
         """Positional and keyword arguments as a model takes them, with other ``leaves``
         at some places.
         """
@@ -95,7 +94,7 @@ class Arguments:
         return bound.args, bound.kwargs | values
 
     @property
-    def optional(self) -> dict[str, Any]:
+    def optional(self) -> Trees:
         """The arguments that may be left out, and their defaults."""
         defaults = {}
         for name, parameter in self.signature.parameters.items():
@@ -104,7 +103,7 @@ class Arguments:
         return defaults
 
     @property
-    def arrays(self) -> dict[str, Any]:
+    def arrays(self) -> Trees:
         """The arguments that are arrays with at least one axis."""
         arrays = {}
         for name, value in self.values.items():
@@ -113,10 +112,10 @@ class Arguments:
         return arrays
 
     @cached_property
-    def _on_device(self) -> dict[str, Any]:
+    def _on_device(self) -> Trees:
         return as_arrays((), self.leaves, "model")[1]
 
-    def _exchanged(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    def _exchanged(self, leaves: Trees) -> dict[str, PyTree]:
         return jax.tree.unflatten(
             self._tree, [leaves.get(place, leaf) for place, leaf in self.leaves.items()]
         )
@@ -128,7 +127,7 @@ class Arguments:
         return isinstance(other, Arguments) and self._key == other._key
 
     @cached_property
-    def _key(self) -> Any:
+    def _key(self) -> Hashable:
         # 1, 1.0 and True are equal but different arguments; a leaf without a hash is
         # identified by its id.
         leaves = []
@@ -147,7 +146,7 @@ def _own_signature(model: Callable, kwargs: Kwargs) -> inspect.Signature:
     return signature.replace(parameters=list(parameters.values()))
 
 
-def _hashable(value: Any) -> bool:
+def _hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:
@@ -155,7 +154,7 @@ def _hashable(value: Any) -> bool:
     return True
 
 
-def check_numeric(call: str, argument: str, array: Any) -> None:
+def check_numeric(call: str, argument: str, array: object) -> None:
     """Refuse arrays of text, dates and Python objects, which no model can
     compute with.
     """
@@ -182,7 +181,7 @@ def as_arrays(args: tuple, kwargs: Kwargs | None, call: str = "MCMC.run") -> Cal
     :raises TypeError: for an array of text, dates or Python objects.
     """
 
-    def converted(path: Any, leaf: Any) -> Any:
+    def converted(path: tuple, leaf: PyTree) -> PyTree:
         array = _values(leaf)
         check_numeric(call, place_of(path), array)
         if array is None or array.dtype.kind not in "biufc":
@@ -196,7 +195,7 @@ def as_arrays(args: tuple, kwargs: Kwargs | None, call: str = "MCMC.run") -> Cal
         )
 
 
-def place_of(path: Any) -> str:
+def place_of(path: tuple) -> str:
     """Where a leaf of (args, kwargs) is: ``args[0]`` or ``x``."""
     if path[0].idx == 0:
         return f"args{jax.tree_util.keystr(path[1:])}"
@@ -208,7 +207,7 @@ def as_numpy(args: tuple, kwargs: Kwargs | None) -> Call:
     arrays keep their precision.
     """
 
-    def converted(leaf: Any) -> Any:
+    def converted(leaf: PyTree) -> PyTree:
         array = _values(leaf)
         return leaf if array is None else array
 
@@ -269,7 +268,7 @@ def with_plain_values(
     """
     places = []
 
-    def restored(path: Any, leaf: Any) -> Any:
+    def restored(path: tuple, leaf: PyTree) -> PyTree:
         place = jax.tree_util.keystr(path)
         if not isinstance(leaf, jax.core.Tracer) or place not in initial:
             return leaf
@@ -310,7 +309,7 @@ def _leaves(args: tuple, kwargs: Kwargs | None) -> Iterator[tuple[str, Any]]:
     return ((jax.tree_util.keystr(path), leaf) for path, leaf in flat)
 
 
-def _values(leaf: Any) -> np.ndarray | None:
+def _values(leaf: PyTree) -> np.ndarray | None:
     """The values of a NumPy array or a table; ``None`` for everything else, also for
     rows of several lengths.
     """
@@ -322,7 +321,7 @@ def _values(leaf: Any) -> np.ndarray | None:
         return None
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """Whether a value is a pandas (or polars, xarray) object, or a nested list of
     numbers.
     """

@@ -2,11 +2,12 @@
 program, never by a length.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._jaxprs.axes import Axis, AxisFollower, LabelPlaces, follow_axes
 from numpyro_bnn._jaxprs.primitives import (
@@ -19,6 +20,7 @@ from numpyro_bnn._jaxprs.primitives import (
     stacked_columns,
 )
 from numpyro_bnn._jaxprs.walk import Equation, scan_starts
+from numpyro_bnn._types import Operand, PyTree, Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites
@@ -30,7 +32,7 @@ ALIGNED = names_of("along") | {"rev"}
 
 
 def axes_of_data(
-    reading: Posterior, quantities: Callable[[Sites], Mapping[Any, jax.Array]]
+    reading: Posterior, quantities: Callable[[Sites], Mapping[Any, Array]]
 ) -> dict[Any, dict[Axis, int | None]]:
     """Where the axes of arguments, and the indices of plates, lie in parts of the
     trace.
@@ -82,7 +84,7 @@ def _program(
         "latent": reading.shapes(),
     }
 
-    def program(arguments: Mapping[str, Any]) -> Any:
+    def program(arguments: Trees) -> PyTree:
         values = {**arguments["latent"], **arguments["plates"]}
         return quantities(reading.with_data(arguments["data"]).at(values))
 
@@ -103,7 +105,7 @@ class Counted(NamedTuple):
     kinds: Mapping[Any, Any] = {}
     unclear: frozenset[Any] = frozenset()
 
-    def alike(self, first: Any, second: Any) -> bool | None:
+    def alike(self, first: Operand, second: Operand) -> bool | None:
         """Whether two of them count the same, ``None`` if the program does not tell."""
         if first not in self.kinds or second not in self.kinds:
             return None
@@ -185,7 +187,7 @@ def counted(reading: Posterior) -> Counted:
 class _Label(NamedTuple):
     """The name of a plate, or place and axis of an argument; and its size."""
 
-    key: Any
+    key: Array
     size: int
 
 
@@ -226,7 +228,7 @@ class _Meetings(AxisFollower):
 
     def meet(self, places: Iterable[tuple[_Label, Place | None]]) -> None:
         """Join the labels that lie at the same place."""
-        by_place: dict[Any, _Label] = {}
+        by_place: dict[Hashable, _Label] = {}
         for label, place in places:
             if place is not SUMMED:
                 root = self.first(label)

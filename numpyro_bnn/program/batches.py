@@ -11,7 +11,7 @@ import hashlib
 import json
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import RLock
@@ -19,9 +19,11 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Kind, Natural, PositiveInt, checked
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.program.rows import HEAD_ROWS, Rows
 
 CALL = "runs.batches"
@@ -31,7 +33,7 @@ MIN_REMEMBERED = 64
 ALL_ROWS = "Pass the rows of one epoch."
 
 
-def _has_batches(value: Any) -> bool:
+def _has_batches(value: object) -> bool:
     if isinstance(value, str) or hasattr(value, "dtype"):
         return False
     return callable(value) or hasattr(value, "__iter__")
@@ -99,7 +101,7 @@ class Column(Rows):
         self.ndim = head.ndim
         self.dtype = jax.dtypes.canonicalize_dtype(head.dtype)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    def __getitem__(self, index: Array) -> Array:
         if np.ndim(index) != 1:
             got = f"indices of shape {np.shape(index)}"
             instead = "Index rows of a loader by the plate's indices alone: `x[i]`."
@@ -130,14 +132,14 @@ class LoadedBatch(NamedTuple):
     """
 
     columns: list[np.ndarray]
-    place: Any
+    place: PyTree
 
 
 class TakenRows(NamedTuple):
     """Rows that were handed out together; they begin ``offset`` rows after a place."""
 
     columns: list[np.ndarray]
-    place: Any
+    place: PyTree
     offset: int
 
 
@@ -148,7 +150,7 @@ class Feed:
     :param num_rows: rows of an epoch; ``prefetch``: batches that are loaded ahead.
     """
 
-    def __init__(self, source: Any, num_rows: int, prefetch: int) -> None:
+    def __init__(self, source: PyTree, num_rows: int, prefetch: int) -> None:
         self.source, self.num_rows, self.prefetch = source, num_rows, prefetch
         self._lock = RLock()
         self._thread: ThreadPoolExecutor | None = None
@@ -165,7 +167,7 @@ class Feed:
     def __reduce__(self) -> tuple:
         return Feed, (self.source, self.num_rows, self.prefetch)
 
-    def __deepcopy__(self, _: Any) -> "Feed":
+    def __deepcopy__(self, _: object) -> "Feed":
         return self
 
     def _begin(self, reader: "_SourceReader") -> None:
@@ -177,7 +179,7 @@ class Feed:
         self._known: OrderedDict[str, TakenRows] = OrderedDict()
         self._remembered = MIN_REMEMBERED
 
-    def _begin_at(self, place: Any) -> None:
+    def _begin_at(self, place: PyTree) -> None:
         if self._thread is not None:  # which may hold the same iterator
             self._thread.shutdown(cancel_futures=True)
         reader = _SourceReader(self.source, self.num_rows, self.structure)
@@ -185,7 +187,7 @@ class Feed:
         self._begin(reader)
 
     @property
-    def structure(self) -> Any:
+    def structure(self) -> PyTree:
         """The tree of a batch."""
         return self._reader.structure
 
@@ -265,7 +267,7 @@ class Feed:
         """Of each column, the smallest and the largest value, NaN if one is NaN; found
         by a pass of its own over one epoch.
         """
-        if self._reader.once:
+        if self._reader.single_pass:
             got = "an iterator that runs once, for a model that checks all values"
             raise argument_error(CALL, "source", got, "Pass a function that makes it.")
         reader = _SourceReader(self.source, self.num_rows, self.structure)
@@ -285,7 +287,7 @@ class Feed:
             if self.has_position:
                 self._begin_at(self._first_place)
 
-    def position(self) -> dict[str, Any] | None:
+    def position(self) -> dict[str, PyTree] | None:
         """Where it is, as JSON; ``None`` if the loader cannot say that."""
         if not self.has_position:
             return None
@@ -301,7 +303,7 @@ class Feed:
                 "remembered": self._remembered,
             }
 
-    def restore(self, position: Mapping[str, Any]) -> None:
+    def restore(self, position: Trees) -> None:
         """Go to a position; minibatches that were remembered there are loaded again."""
         with self._lock:
             self._begin_at(position["place"])
@@ -314,10 +316,10 @@ class Feed:
 class _SourceReader:
     """Batches of a source, epoch after epoch, checked."""
 
-    def __init__(self, source: Any, num_rows: int, structure: Any = None) -> None:
+    def __init__(self, source: PyTree, num_rows: int, structure: PyTree = None) -> None:
         self.source, self.num_rows, self.structure = source, num_rows, structure
         #: Whether it cannot be started again.
-        self.once = hasattr(source, "__next__")
+        self.single_pass = hasattr(source, "__next__")
         self._shapes: list[tuple] = []
         self._epoch = 0
         self._open()
@@ -337,11 +339,11 @@ class _SourceReader:
             self._iterator, "set_state"
         )
 
-    def place(self) -> Any:
+    def place(self) -> PyTree:
         """Where the next batch begins, as JSON; ``None`` if nobody knows."""
         if not self.has_position:
             return None
-        state: Any = self._iterator.get_state()  # type: ignore[attr-defined]
+        state: PyTree = self._iterator.get_state()  # type: ignore[attr-defined]
         if isinstance(state, bytes):
             return [self._epoch, "bytes", state.hex()]
         try:
@@ -351,7 +353,7 @@ class _SourceReader:
             instead = "Return bytes, or numbers, texts, lists and dictionaries of them."
             raise argument_error(CALL, "source", got, instead, TypeError) from cause
 
-    def go_to(self, place: Any) -> None:
+    def go_to(self, place: PyTree) -> None:
         """Continue where :meth:`load` was when it gave this place."""
         self._epoch, kind, state = place
         # What came before in this epoch is not counted.
@@ -402,7 +404,7 @@ class _SourceReader:
         self._epoch += 1
         self._open()
 
-    def _columns(self, batch: Any) -> list[np.ndarray]:
+    def _columns(self, batch: PyTree) -> list[np.ndarray]:
         leaves, structure = jax.tree.flatten(_as_tree(batch))
         columns = [np.array(leaf) for leaf in leaves]  # loaders may reuse memory
         shapes = [(column.shape[1:], column.dtype) for column in columns]
@@ -436,7 +438,7 @@ class _SourceReader:
             warnings.warn(f"{CALL}: {text}", stacklevel=outside())
 
 
-def _as_tree(batch: Any) -> Any:
+def _as_tree(batch: PyTree) -> PyTree:
     """A batch, of which a record batch or a table of pyarrow becomes a dictionary."""
     if not (hasattr(batch, "column_names") and hasattr(batch, "column")):
         return batch
@@ -452,7 +454,7 @@ def _of_arrow(column: Any) -> np.ndarray:
     return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), width)
 
 
-def feeds_in(*trees: Any) -> list[Feed]:
+def feeds_in(*trees: PyTree) -> list[Feed]:
     """The loaders among the arguments of a model."""
     feeds: list[Feed] = []
     for leaf in jax.tree.leaves(trees):
@@ -461,19 +463,19 @@ def feeds_in(*trees: Any) -> list[Feed]:
     return feeds
 
 
-def positions(feeds: Iterable[Feed]) -> list[Any]:
+def positions(feeds: Iterable[Feed]) -> Sequence[PyTree]:
     """Where loaders are, as JSON."""
     return [feed.position() for feed in feeds]
 
 
-def restore(feeds: Iterable[Feed], saved: Iterable[Any]) -> None:
+def restore(feeds: Iterable[Feed], saved: Iterable[PyTree]) -> None:
     """Take loaders to :func:`positions`; those without one stay where they are."""
     for feed, position in zip(feeds, saved, strict=True):
         if position is not None:
             feed.restore(position)
 
 
-def is_fetch(callback: Any) -> bool:
+def is_fetch(callback: object) -> bool:
     """Whether the callback of a program reads rows of a loader."""
     function = getattr(callback, "callback_func", callback)
     return isinstance(getattr(function, "__self__", None), Column)
@@ -483,7 +485,7 @@ def refuse_feeds(
     call: str,
     argument: str,
     reason: str,
-    *trees: Any,
+    *trees: PyTree,
     instead: str = "Pass arrays, or `runs.Rows`.",
 ) -> None:
     """Refuse rows of a loader where a method cannot take them."""

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
+from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.primitives import VIEWS, names_of
 from numpyro_bnn._jaxprs.walk import Equation, Follower, Interpreter, Rule, scan_starts
+from numpyro_bnn._types import Arrays, Operand, Trees
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.rows import Rows
@@ -36,7 +38,7 @@ class _SourcedValue(NamedTuple):
         each index.
     """
 
-    array: Any
+    array: Operand
     places: frozenset[str] = frozenset()
     unchanged: bool = True
     origin: Any = None
@@ -50,7 +52,7 @@ class _Lookup(NamedTuple):
     """
 
     places: frozenset[str]
-    reach: jax.Array
+    reach: Array
     last_levels: np.ndarray
 
 
@@ -74,16 +76,16 @@ class _Lookups(Interpreter):
         }
         super().__init__(rules, lambda value: True, "", self.plain)
 
-    def constant(self, value: Any) -> _SourcedValue:
+    def constant(self, value: Operand) -> _SourcedValue:
         return _SourcedValue(value)
 
     def evaluate(
-        self, program: Any, inputs: Sequence[_SourcedValue]
+        self, program: ClosedJaxpr, inputs: Sequence[_SourcedValue]
     ) -> list[_SourcedValue]:
         return self.run(program.jaxpr, program.consts, inputs)
 
     def _inside(
-        self, program: Any, inputs: Sequence[_SourcedValue]
+        self, program: ClosedJaxpr, inputs: Sequence[_SourcedValue]
     ) -> tuple[list[_SourcedValue], list[_Lookup]]:
         """The outputs of a program in a loop or branch, and what it looks up."""
         outer, self.lookups = self.lookups, []
@@ -91,12 +93,12 @@ class _Lookups(Interpreter):
         inner, self.lookups = self.lookups, outer
         return outputs, inner
 
-    def _note(self, lookups: Sequence[_Lookup], reaches: Sequence[jax.Array]) -> None:
+    def _note(self, lookups: Sequence[_Lookup], reaches: Sequence[Array]) -> None:
         """Note operations in a loop or branch, with the reach that they have in all."""
         for lookup, reach in zip(lookups, reaches, strict=True):
             self.lookups.append(lookup._replace(reach=reach))
 
-    def plain(self, equation: Equation, *operands: _SourcedValue) -> Any:
+    def plain(self, equation: Equation, *operands: _SourcedValue) -> Operand:
         """The rule of all other operations."""
         results = equation.bind(*_arrays(operands))
         places = _places(operands)
@@ -114,7 +116,7 @@ class _Lookups(Interpreter):
             return codes
         return self.plain(equation, *operands)
 
-    def _on_disk(self, equation: Equation, *operands: _SourcedValue) -> Any:
+    def _on_disk(self, equation: Equation, *operands: _SourcedValue) -> Operand:
         """The extremes of a column of integers, in the place of some rows."""
         callback = getattr(equation.params["callback"], "callback_func", None)
         source = getattr(callback, "__self__", None)
@@ -154,7 +156,7 @@ class _Lookups(Interpreter):
         unknown = ((index < 0) | (index > last_levels)).any(axis=-1)
         if equation.name == "gather":
             unknown = jnp.expand_dims(unknown, numbers.offset_dims)
-        answer: Any = self.answer
+        answer: Operand = self.answer
         dtype = equation.outputs[0].dtype
         if not jnp.issubdtype(dtype, jnp.inexact):  # one that no other level has
             answer = 0 if answer == 0 else jnp.iinfo(dtype).max
@@ -180,7 +182,7 @@ class _Lookups(Interpreter):
             )
         return merged
 
-    def _loop(self, equation: Equation, *operands: _SourcedValue) -> Any:
+    def _loop(self, equation: Equation, *operands: _SourcedValue) -> Operand:
         """Every step; extremes are those of all of them."""
         params = equation.params
         body_start = params["cond_nconsts"]
@@ -200,7 +202,7 @@ class _Lookups(Interpreter):
                 places[position] |= output.places
             return _arrays(outputs)
 
-        def goes_on(carry: tuple) -> jax.Array:
+        def goes_on(carry: tuple) -> Array:
             return run("cond_jaxpr", 0, body_start, carry[0])[0].array
 
         def step(carry: tuple) -> tuple[list, list]:
@@ -225,7 +227,7 @@ class _Lookups(Interpreter):
         num_carry = slice_start - carry_start
         places, noted = _places(operands), list[_Lookup]()
 
-        def of_all(arrays: Sequence[Any]) -> list[_SourcedValue]:
+        def of_all(arrays: Sequence[Operand]) -> list[_SourcedValue]:
             return [_SourcedValue(array, places, False) for array in arrays]
 
         def step(carry: list, slices: list) -> tuple[list, Any]:
@@ -264,7 +266,7 @@ def _all_unchanged(values: Sequence[_SourcedValue]) -> bool:
 
 
 def _of_places(
-    arrays: Sequence[Any], places: Sequence[frozenset[str]]
+    arrays: Sequence[Operand], places: Sequence[frozenset[str]]
 ) -> list[_SourcedValue]:
     """Values that are computed from what lies at some places."""
     pairs = zip(arrays, places, strict=True)
@@ -310,7 +312,7 @@ def looks_up_data(reading: Any) -> bool:
     return bool(lookups)
 
 
-def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
+def check_codes(reading: Any, leaves: Trees) -> None:
     """Refuse codes in the arguments of a model that look up a level that is not there.
 
     JAX answers with the last level, or with NaN. What a model masks, replaces or clips
@@ -333,7 +335,7 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
     ]
     key, noted = random.key(0), list[_Lookup]()
 
-    def evaluate(key: jax.Array, arrays: Any, answer: float | None = None) -> list[Any]:
+    def evaluate(key: Array, arrays: Arrays, answer: float | None = None) -> list[Any]:
         evaluator = _Lookups(rows, answer)
         data = map(_SourcedValue, jax.tree.leaves(arrays), places)
         outputs = evaluator.evaluate(
@@ -342,11 +344,11 @@ def check_codes(reading: Any, leaves: Mapping[str, Any]) -> None:
         noted[:] = evaluator.lookups
         return _arrays(outputs)
 
-    def look_up(on_arrays: Any) -> list[jax.Array]:
+    def look_up(on_arrays: Any) -> list[Array]:
         evaluate(key, on_arrays.data)
         return [lookup.reach for lookup in noted]
 
-    def matters(on_arrays: Any) -> jax.Array:
+    def matters(on_arrays: Any) -> Array:
         densities = []
         for answer in (0.0, np.nan):
             changed = copy(on_arrays)

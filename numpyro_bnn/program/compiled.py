@@ -5,7 +5,7 @@ arrays are inputs.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import needed_part
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Atom, Kwargs, PyTree
 from numpyro_bnn.program.arguments import Arguments
 
 # Number of programs kept for later calls: few, since each keeps its guide and the
@@ -46,7 +46,7 @@ NEEDS_VALUES = (
 # do not wait for the fit of another.
 TRACING = RLock()
 
-_SHARED: dict[Any, Callable] = {}
+_SHARED: dict[Hashable, Callable] = {}
 # The process that ran the first program; one that is forked from it inherits the entry,
 # and not the threads of JAX.
 _STARTED: list[int] = []
@@ -54,11 +54,11 @@ _STARTED: list[int] = []
 
 def run(
     fn: Callable,
-    values: Any,
+    values: PyTree,
     args: tuple,
     kwargs: Kwargs,
-    once: bool = False,
-) -> Any:
+    runs_rarely: bool = False,
+) -> PyTree:
     """``fn(given, args, kwargs)`` by one compiled program, which any equal computation
     uses again.
 
@@ -67,44 +67,46 @@ def run(
     in ``args`` and ``kwargs`` are inputs of the program, unless ``fn`` needs their
     values while it is traced.
     """
-    return prepare(fn, args, kwargs, once)(values)
+    return prepare(fn, args, kwargs, runs_rarely)(values)
 
 
 def evaluate(
     fn: Callable,
-    values: Any,
+    values: PyTree,
     args: tuple,
     kwargs: Kwargs,
-    once: bool = False,
-) -> Any:
+    runs_rarely: bool = False,
+) -> PyTree:
     """:func:`run` for a result with leaves that are not computed, which are those of
     ``fn`` as it is traced.
     """
     leaves: list = []
-    tree: Any = None
+    tree: PyTree = None
 
-    def computed(values: Any, args: tuple, kwargs: Kwargs) -> list:
+    def computed(values: PyTree, args: tuple, kwargs: Kwargs) -> list:
         nonlocal leaves, tree
         leaves, tree = jax.tree.flatten(fn(values, args, kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
-    arrays = iter(run(computed, values, args, kwargs, once))
+    arrays = iter(run(computed, values, args, kwargs, runs_rarely))
     return jax.tree.unflatten(
         tree, [next(arrays) if isinstance(x, jax.core.Tracer) else x for x in leaves]
     )
 
 
 def prepare(
-    fn: Callable, args: tuple, kwargs: Kwargs, once: bool = False
-) -> Callable[[Any], Any]:
+    fn: Callable, args: tuple, kwargs: Kwargs, runs_rarely: bool = False
+) -> Callable:
     """:func:`run` as a function of ``values``, which reads ``fn`` once for all values
     of one shape.
     """
     fixed, arrays = Arguments.of(args, kwargs).split()
-    of_arrays = shared(lambda values, arrays: fn(values, *fixed.call(arrays)), once)
-    of_values = shared(lambda values: fn(values, args, kwargs), once)
+    of_arrays = shared(
+        lambda values, arrays: fn(values, *fixed.call(arrays)), runs_rarely
+    )
+    of_values = shared(lambda values: fn(values, args, kwargs), runs_rarely)
 
-    def call(values: Any) -> Any:
+    def call(values: PyTree) -> PyTree:
         try:
             return of_arrays(values, arrays)
         except NEEDS_VALUES:
@@ -113,25 +115,29 @@ def prepare(
     return call
 
 
-def shared(fn: Callable, once: bool = False) -> Callable:
+def shared(fn: Callable, runs_rarely: bool = False) -> Callable:
     """Like ``jax.jit``, but equal functions share their compiled programs, and what
     ``fn`` reads is read once.
 
-    :param once: whether the program runs so rarely that compiling it quickly matters
-        more than its speed.
+    :param runs_rarely: so rarely that compiling the program quickly matters more than
+        its speed.
     """
-    programs: dict[Any, tuple[Callable, Any, bool]] = {}
+    programs: dict[Hashable, tuple[Callable, PyTree, bool]] = {}
 
-    def read(leaves: list, tree: Any, inside: bool) -> tuple[Callable, Any, bool]:
+    def read(leaves: list, tree: PyTree, inside: bool) -> tuple[Callable, PyTree, bool]:
         flat = jax.make_jaxpr(
             lambda *flat: fn(*jax.tree.unflatten(tree, flat)), return_shape=True
         )
         closed, shapes = flat(*leaves)
         closed = closed if closed.effects else needed_part(closed)
         traced = inside or is_traced(closed.consts)
-        return _compiled(closed, traced, once), jax.tree.structure(shapes), traced
+        return (
+            _compiled(closed, traced, runs_rarely),
+            jax.tree.structure(shapes),
+            traced,
+        )
 
-    def call(*values: Any) -> Any:
+    def call(*values: PyTree) -> PyTree:
         refuse_forks("numpyro_bnn")
         if not _STARTED:
             _STARTED.append(os.getpid())
@@ -158,10 +164,10 @@ def shared(fn: Callable, once: bool = False) -> Callable:
     return call
 
 
-def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
+def _compiled(closed: ClosedJaxpr, traced: bool, runs_rarely: bool) -> Callable:
     # Inside another program XLA has only that one's options. Elsewhere than on a CPU
     # this one is unproven.
-    quick = once and not traced and jax.default_backend() == "cpu"
+    quick = runs_rarely and not traced and jax.default_backend() == "cpu"
     options = {"xla_backend_optimization_level": 0} if quick else None
     fingerprint = _fingerprint(closed, traced)
     key = fingerprint and (*fingerprint, bool(options))
@@ -175,7 +181,7 @@ def _compiled(closed: ClosedJaxpr, traced: bool, once: bool) -> Callable:
     return program
 
 
-def _fingerprint(closed: ClosedJaxpr, traced: bool) -> Any:
+def _fingerprint(closed: ClosedJaxpr, traced: bool) -> tuple | None:
     """Equal for programs that compute the same; ``None`` where that cannot be told."""
     text = str(closed.jaxpr)
     if "callback" in text or (traced and "custom_" in text):
@@ -209,11 +215,11 @@ def _constants(program: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
         for inner in jax.tree.leaves(list(equation.params.values())):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
                 yield from _constants(inner)
-            elif isinstance(inner, jax.Array | np.ndarray):
+            elif isinstance(inner, Array | np.ndarray):
                 yield inner
 
 
-def _literals(atoms: Iterable[Any]) -> Iterator[Any]:
+def _literals(atoms: Iterable[Atom]) -> Iterator[Atom]:
     for atom in atoms:
         if isinstance(atom, Literal):
             yield atom.val
@@ -232,12 +238,12 @@ def refuse_forks(call: str) -> None:
         raise argument_error(call, "process", got, instead, RuntimeError)
 
 
-def is_traced(values: Any) -> bool:
+def is_traced(values: PyTree) -> bool:
     """Whether a transformation of JAX traces a leaf of these values."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
-def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
+def refuse_tracers(call: str, instead: str, *trees: PyTree) -> None:
     """Refuse values that JAX is tracing: the call runs on the host."""
     if is_traced(trees):
         raise argument_error(
@@ -245,7 +251,7 @@ def refuse_tracers(call: str, instead: str, *trees: Any) -> None:
         )
 
 
-def draws_per_chunk(fn: Callable, *example: Any) -> int:
+def draws_per_chunk(fn: Callable, *example: PyTree) -> int:
     """Number of draws whose intermediate values fit into the memory of a chunk, even if
     none are freed.
     """
@@ -258,7 +264,7 @@ def draws_per_chunk(fn: Callable, *example: Any) -> int:
     return max(1, CHUNK_BYTES // max(1, num_bytes))
 
 
-def map_keys(fn: Callable, keys: jax.Array, chunk: int | None = None) -> Any:
+def map_keys(fn: Callable, keys: Array, chunk: int | None = None) -> PyTree:
     """Apply a function to every key, (S,) typed or (S, 2) legacy, on the device,
     ``chunk`` draws at a time.
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax import Array
 
 from numpyro_bnn._checks import outside
 from numpyro_bnn._jaxprs.walk import Equation, Follower
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.program.plates import log_densities
 from numpyro_bnn.program.posterior import Posterior
 
@@ -34,7 +36,7 @@ def _looks_up_few(reading: Posterior) -> bool:
     """Whether densities index a latent site with many more indices than it has rows."""
     crowded = False
 
-    def densities(values: dict[str, jax.Array]) -> list[jax.Array]:
+    def densities(values: Arrays) -> list[Array]:
         return log_densities(reading.at(values))
 
     def visit(equation: Equation, *latent: bool) -> bool:

@@ -3,14 +3,14 @@ and guide.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpy.typing import NDArray
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 from numpyro.infer.util import log_density
@@ -23,19 +23,18 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
-from numpyro_bnn._options import Kind, Kwargs
+from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Floats, Kwargs, Sites, Trees
 from numpyro_bnn.program.compiled import run
 from numpyro_bnn.program.plates import check_observations, full_plates, sites_of_type
-
-Trace = Mapping[str, dict[str, Any]]
 
 
 class WeightedDraw(NamedTuple):
     """One draw of a guide."""
 
-    model: Trace  # of the model at the draw, with full plates
-    log_joint: jax.Array  # log p(D, z), ()
-    log_guide: jax.Array  # log q(z), with the auxiliary variables of the guide, ()
+    model: Sites  # of the model at the draw, with full plates
+    log_joint: Array  # log p(D, z), ()
+    log_guide: Array  # log q(z), with the auxiliary variables of the guide, ()
 
 
 def weighted_draw(
@@ -44,7 +43,7 @@ def weighted_draw(
     params: Mapping,
     args: tuple,
     kwargs: Mapping,
-    rng_key: jax.Array,
+    rng_key: Array,
 ) -> WeightedDraw:
     """Draw z from the guide and evaluate both densities on the full data; ``params``
     are those of guide and model.
@@ -60,11 +59,11 @@ def weighted_draw(
     return WeightedDraw(model_trace, log_joint, log_guide)
 
 
-def _latent_values(trace: Trace) -> dict[str, Any]:
+def _latent_values(trace: Sites) -> Trees:
     return {name: site["value"] for name, site in trace.items() if is_latent(site)}
 
 
-def log_jacobian(trace: Trace) -> jax.Array:
+def log_jacobian(trace: Sites) -> Array:
     """log |dz / du| of the latent sites of a trace, with u their
     unconstrained values.
     """
@@ -78,7 +77,7 @@ def log_jacobian(trace: Trace) -> jax.Array:
     return total
 
 
-def weight_statistics(log_weights: NDArray[np.float64]) -> dict[str, float]:
+def weight_statistics(log_weights: Floats) -> dict[str, float]:
     """ELBO, importance-weighted bound, their standard errors, k-hat and effective
     draws.
 
@@ -125,7 +124,7 @@ class WeightedSites(NamedTuple):
     has_density: bool
 
 
-def set_up(guide: Any, args: tuple, kwargs: Kwargs) -> None:
+def set_up(guide: Callable, args: tuple, kwargs: Kwargs) -> None:
     """Let a NumPyro autoguide that has never been called read its model, before
     anything is traced.
     """
@@ -154,9 +153,9 @@ def check(
         call, "params", params
     )
     set_up(guide, args, kwargs)
-    traces: dict[str, Trace] = {}
+    traces: dict[str, Sites] = {}
 
-    def count(key: jax.Array, args: tuple, kwargs: Kwargs) -> jax.Array:
+    def count(key: Array, args: tuple, kwargs: Kwargs) -> Array:
         seeded = handlers.seed(full_plates(guide), key)
         traces["guide"] = handlers.trace(seeded).get_trace(*args, **kwargs)
         seeded = handlers.seed(full_plates(model), key)
@@ -170,7 +169,7 @@ def check(
         return jnp.sum(jnp.array(sizes, int))
 
     with numpyro.validation_enabled(False):  # as above
-        num_observations = run(count, jax.random.key(0), args, kwargs, once=True)
+        num_observations = run(count, jax.random.key(0), args, kwargs, runs_rarely=True)
     _check_params(call, traces, params)
     guided = sites_of_type(traces["guide"], "sample")
     left_out = [name for name in _latent_values(traces["model"]) if name not in guided]
@@ -186,9 +185,7 @@ def check(
     return WeightedSites(int(num_observations), has_density)
 
 
-def _check_params(
-    call: str, traces: Mapping[str, Trace], params: Mapping[str, Any]
-) -> None:
+def _check_params(call: str, traces: Mapping[str, Sites], params: Trees) -> None:
     """Refuse missing parameters: they would silently take their initial values."""
     required: set[str] = set()
     for trace in traces.values():

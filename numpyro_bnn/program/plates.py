@@ -4,12 +4,11 @@ that fit their plates.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 from numpyro.distributions import (
     Distribution,
     ExpandedDistribution,
@@ -20,6 +19,7 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_factor, unwrapped
+from numpyro_bnn._types import Shape, Site, Sites
 
 __all__ = [
     "PARAMETERS",
@@ -61,7 +61,7 @@ class full_plates(Messenger):
         self.sizes = sizes or {}
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "plate":
             size = msg["args"][0]
             num_indices = self.sizes.get(msg["name"], size)
@@ -69,7 +69,7 @@ class full_plates(Messenger):
             msg["value"] = jnp.arange(num_indices)
 
 
-def draw_indices(size: int, subsample_size: int, rng_key: Any = None) -> jax.Array:
+def draw_indices(size: int, subsample_size: int, rng_key: Array) -> Array:
     """B distinct random indices below N, each with probability B/N, at a cost of O(B).
 
     Stratified: a randomly rotated circle of indices is cut into B arcs, and each arc
@@ -96,7 +96,7 @@ class random_indices(Messenger):
     draw costs O(N).
     """
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
             size, subsample_size = msg["args"]
             counted = isinstance(subsample_size, int | np.integer) and not isinstance(
@@ -111,20 +111,18 @@ class random_indices(Messenger):
             msg["fn"] = draw_indices
 
 
-def sites_of_type(
-    trace: Mapping[str, dict[str, Any]], *types: str
-) -> dict[str, dict[str, Any]]:
+def sites_of_type(trace: Sites, *types: str) -> Sites:
     """The sites of some types, such as ``"sample"``, in the order of the model."""
     return {name: site for name, site in trace.items() if site["type"] in types}
 
 
-def log_densities(trace: Mapping[str, dict[str, Any]]) -> list[jax.Array]:
+def log_densities(trace: Sites) -> list[Array]:
     """Log densities of all sampled sites, each of its batch shape."""
     samples = sites_of_type(trace, "sample").values()
     return [site["fn"].log_prob(site["value"]) for site in samples]
 
 
-def subsampled_plates(trace: Mapping[str, dict[str, Any]]) -> dict[str, Plate]:
+def subsampled_plates(trace: Sites) -> dict[str, Plate]:
     """The plates that see a subset of their indices."""
     plates = {}
     for name, site in sites_of_type(trace, "plate").items():
@@ -154,7 +152,7 @@ class unobserved(Messenger):
         self.names = names
         super().__init__(fn)
 
-    def process_message(self, msg: dict[str, Any]) -> None:
+    def process_message(self, msg: Site) -> None:
         if msg["type"] == "sample" and msg["is_observed"] and msg["name"] in self.names:
             msg["is_observed"] = False
             msg["value"] = None
@@ -195,7 +193,7 @@ def _as_written(fn: Distribution, in_plates: bool) -> Distribution:
     )
 
 
-def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
+def _shapes_of(site: Site) -> _Shapes:
     fn, frames = site["fn"], site["cond_indep_stack"]
     written = _as_written(fn, bool(frames))
     own_shape, all_shape, event_dim = written.shape(), fn.shape(), fn.event_dim
@@ -208,7 +206,7 @@ def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
     shapes = own_shape, data or own_shape, scale, all_shape
     rank = max(map(len, shapes))
 
-    def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    def aligned(shape: Shape) -> np.ndarray:
         return np.array((1,) * (rank - len(shape)) + tuple(shape), int)
 
     own_axes, data_axes, scale_axes, all_axes = map(aligned, shapes)
@@ -221,7 +219,7 @@ def _shapes_of(site: Mapping[str, Any]) -> _Shapes:
     return _Shapes(own_axes, data_axes, scale_axes, total, plates, event)
 
 
-def _do_not_fit(site: Mapping[str, Any]) -> bool:
+def _do_not_fit(site: Site) -> bool:
     """Whether data cannot be broadcast to the batch shape of their distribution."""
     fn, shape = site["fn"], np.shape(site["value"])
     rows = shape[: max(len(shape) - fn.event_dim, 0)]
@@ -255,7 +253,7 @@ def _counts_often(shapes: _Shapes) -> bool:
     return bool(repeated.any() and (varied & (shapes.written == 1)).any())
 
 
-def check_observations(sites: Mapping[str, dict[str, Any]]) -> None:
+def check_observations(sites: Sites) -> None:
     """Refuse observed sites of which each value would count many times, because shapes
     were broadcast.
 

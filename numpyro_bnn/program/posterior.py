@@ -24,7 +24,7 @@ the model itself:
   are the data of the model.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from copy import copy
 from itertools import islice
@@ -33,12 +33,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpyro
-from jax import random
+from jax import Array, random
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro import handlers
 from numpyro.distributions import Distribution, biject_to
-from numpyro.distributions.constraints import real
+from numpyro.distributions.constraints import Constraint, real
 from numpyro.distributions.util import is_identically_one, sum_rightmost
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_sample, init_to_uniform
@@ -49,7 +49,8 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import TRACED, argument_error, unknown_name
 from numpyro_bnn._distributions import in_support
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
-from numpyro_bnn._options import Kwargs, Model, checked
+from numpyro_bnn._options import Model, checked
+from numpyro_bnn._types import Arrays, Atom, Kwargs, PyTree, Scalar, Trees
 from numpyro_bnn.program.arguments import Arguments, as_arrays, naming_arguments
 from numpyro_bnn.program.codes import check_codes, looks_up_data
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, evaluate, shared
@@ -78,9 +79,9 @@ from numpyro_bnn.program.sites import (
 
 __all__ = ["Posterior"]
 
-Rows: TypeAlias = Mapping[str, jax.Array]  # indices by plate
+Rows: TypeAlias = Mapping[str, Array]  # indices by plate
 Values: TypeAlias = Mapping[str, ArrayLike]  # of sites
-Key: TypeAlias = jax.Array | int  # or a seed
+Key: TypeAlias = Array | int  # or a seed
 
 
 class Posterior:
@@ -116,7 +117,7 @@ class Posterior:
         self,
         model: Model,
         args: tuple = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Kwargs | None = None,
         *,
         full: bool = True,
     ) -> None:
@@ -171,7 +172,7 @@ class Posterior:
         posterior.held = dict.fromkeys(self.held)
         return posterior
 
-    def with_data(self, data: dict[str, Any]) -> "Posterior":
+    def with_data(self, data: Trees) -> "Posterior":
         """The same model on other arrays of these shapes."""
         posterior = copy(self)
         posterior.data = data
@@ -197,8 +198,8 @@ class Posterior:
         resized.held = self.held
         return resized
 
-    def _trace_on(self, model: Callable, arrays: dict[str, Any]) -> None:
-        self._programs: dict[Any, Callable] = {}
+    def _trace_on(self, model: Callable, arrays: Trees) -> None:
+        self._programs: dict[Hashable, Callable] = {}
         self._array_types = _types(arrays)
         try:
             self._trace(model, arrays, {})
@@ -213,10 +214,8 @@ class Posterior:
             self._trace(model, inputs, constants)
         self._sizes = {name: plate.batch_size for name, plate in self.plates.items()}
 
-    def _trace(
-        self, model: Callable, arrays: dict[str, Any], constants: dict[str, Any]
-    ) -> None:
-        def read(key: jax.Array, values: dict[str, Any]) -> list:
+    def _trace(self, model: Callable, arrays: Trees, constants: Trees) -> None:
+        def read(key: Array, values: Trees) -> list:
             originals = {id(values[place]): array for place, array in arrays.items()}
             token = TRACED.set(originals)
             try:
@@ -234,14 +233,14 @@ class Posterior:
     def _read(
         self,
         model: Callable,
-        rng_key: jax.Array,
+        rng_key: Array,
         args: tuple,
         kwargs: Kwargs,
     ) -> list:
         #: Sites, also parameters, whose values are given inside the model.
         self.fixed: set[str] = set()
 
-        def value(site: Site) -> Any:
+        def value(site: Site) -> PyTree:
             if site["value"] is None:
                 return init_to_sample(site)
             return self.fixed.add(site["name"])
@@ -320,7 +319,7 @@ class Posterior:
             return False
         shapes = self.shapes([*self.latent, *self.plates])
 
-        def computed(values: Mapping[str, jax.Array]) -> dict[str, Any]:
+        def computed(values: Arrays) -> Trees:
             sites = self.at(values, values[""])
             sites = sites_of_type(sites, "sample", "deterministic", "mutable")
             return {name: arrays_of(site) for name, site in sites.items()}
@@ -335,7 +334,7 @@ class Posterior:
         own seed.
         """
 
-        def indices(inputs: Mapping[str, jax.Array]) -> dict[str, Any]:
+        def indices(inputs: Arrays) -> Trees:
             sites = self.at({}, inputs["key"])
             return {name: sites[name]["value"] for name in self.plates}
 
@@ -362,7 +361,7 @@ class Posterior:
             shapes[name] = jax.ShapeDtypeStruct(shape, dtype)
         return shapes
 
-    def zeros(self) -> dict[str, jax.Array]:
+    def zeros(self) -> dict[str, Array]:
         """Zeros shaped like the latent sites, local ones with all their rows."""
         zeros = {}
         for name, value in self.shapes().items():
@@ -375,8 +374,8 @@ class Posterior:
     # -- values of the latent sites ----------------------------------------------------
 
     def initial(
-        self, rng_key: jax.Array, init_strategy: Callable = init_to_uniform
-    ) -> dict[str, jax.Array]:
+        self, rng_key: Array, init_strategy: Callable = init_to_uniform
+    ) -> dict[str, Array]:
         """Search for values at which density and gradient are finite, for one chain or
         for each of a batch of keys.
 
@@ -393,8 +392,8 @@ class Posterior:
         return posterior._search(rng_key, init_strategy)[0]
 
     def prototype(
-        self, rng_key: jax.Array, init_strategy: Callable
-    ) -> tuple[dict[str, jax.Array], Sites]:
+        self, rng_key: Array, init_strategy: Callable
+    ) -> tuple[dict[str, Array], Sites]:
         """Initial values, of local sites those of a minibatch, and the trace with which
         the search for them began.
         """
@@ -402,11 +401,11 @@ class Posterior:
         return z, {name: trace[name] for name in self.sites}  # JAX sorts names
 
     def _search(
-        self, rng_key: jax.Array, init_strategy: Callable, with_trace: bool = False
-    ) -> tuple[dict[str, jax.Array], Sites]:
+        self, rng_key: Array, init_strategy: Callable, with_trace: bool = False
+    ) -> tuple[dict[str, Array], Sites]:
         def search(
-            rng_key: jax.Array, args: tuple, kwargs: Kwargs
-        ) -> tuple[dict, Any, Sites]:
+            rng_key: Array, args: tuple, kwargs: Kwargs
+        ) -> tuple[dict, PyTree, Sites]:
             posterior = self.with_data(*args)
             start, _, _, drawn = initialize_model(
                 rng_key, posterior._replay, init_strategy=init_strategy
@@ -420,15 +419,17 @@ class Posterior:
         call = self._template.call({**self.constants, **self.data})
         # NumPyro draws twice with one key
         with naming_arguments(self.model, *call), jax.debug_key_reuse(False):
-            z, valid, trace = evaluate(search, rng_key, (self.data,), {}, once=True)
+            z, valid, trace = evaluate(
+                search, rng_key, (self.data,), {}, runs_rarely=True
+            )
             if not isinstance(valid, jax.core.Tracer) and not valid:
                 # raises, and warns of values outside of supports
                 z, _, trace = search(rng_key, (self.data,), {})
         return z, trace
 
-    def _trace_of(self, rng_key: jax.Array, drawn: Sites) -> Sites:
+    def _trace_of(self, rng_key: Array, drawn: Sites) -> Sites:
         """The trace of the model at the values that :meth:`_replay` drew by a key."""
-        values: dict[str, Any] = {}
+        values: dict[str, PyTree] = {}
         key = _typed_key(rng_key)
         for name in self._seeded:
             if name in self.plates or name in self.latent:
@@ -448,7 +449,7 @@ class Posterior:
 
         Sites take their random keys in the order of the model.
         """
-        values: dict[str, Any] = {}
+        values: dict[str, PyTree] = {}
         for name in self._seeded:
             if name not in self.sites:  # a key of the model's own
                 numpyro.prng_key()
@@ -476,7 +477,7 @@ class Posterior:
             elif self._loops:
                 numpyro.factor(f"_density of {name}", log_density(site))
 
-    def _support(self, name: str, values: Values) -> Any:
+    def _support(self, name: str, values: Values) -> Constraint:
         """The support of a latent site at values of those before it."""
         support = self.sites[name]["fn"].support
         if not arrays_in(support):
@@ -497,7 +498,7 @@ class Posterior:
             values = {key: values[key] for key in values if key not in self.local}
         return posterior.at(values, only=[name])[name]["fn"].support
 
-    def constrain(self, z: Values, some: bool = False) -> dict[str, jax.Array]:
+    def constrain(self, z: Values, some: bool = False) -> dict[str, Array]:
         """Values of the latent sites at unconstrained values.
 
         :param some: whether sites may be left out that no bounds depend on.
@@ -506,9 +507,9 @@ class Posterior:
 
     def _constrained(
         self, z: Values, some: bool = False
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Values, and log determinants of the Jacobians of constrained sites."""
-        values: dict[str, jax.Array] = {}
+        values: dict[str, Array] = {}
         log_determinants = {}
         missing = set(self.latent).difference(z)
         if missing and some:
@@ -534,7 +535,7 @@ class Posterior:
             log_determinants[name] = sum_rightmost(log_determinant, extra)
         return values, log_determinants
 
-    def unconstrain(self, values: Values) -> dict[str, jax.Array]:
+    def unconstrain(self, values: Values) -> dict[str, Array]:
         """Unconstrained values of the latent sites at their values."""
         unconstrained = {}
         for name in self.latent:
@@ -573,10 +574,10 @@ class Posterior:
         # also those of plates whose rows are all there, in another order
         latent = sites.keys() & set(self.latent)
         if local := [name for name in latent if self.frames(name, rows)]:
-            sites |= self.with_sizes({}).at(values, only=local)
+            return {**sites, **self.with_sizes({}).at(values, only=local)}
         return sites
 
-    def row_values(self, values: Values, rows: Rows) -> dict[str, Any]:
+    def row_values(self, values: Values, rows: Rows) -> Trees:
         """Take the wanted rows of sites that have all rows of these plates: what ``at``
         takes.
         """
@@ -586,7 +587,7 @@ class Posterior:
                 inputs[name] = jnp.take(inputs[name], rows[plate], axis)
         return inputs
 
-    def _own_keys(self, rng_key: Key) -> dict[str, jax.Array]:
+    def _own_keys(self, rng_key: Key) -> Arrays:
         """One key after the other for what the model draws by itself."""
         keys = {}
         rng_key = _typed_key(rng_key)
@@ -600,7 +601,7 @@ class Posterior:
         """Observed sites that no other block of a ``Gibbs`` holds."""
         return tuple(name for name in self.observed if name not in self.held)
 
-    def log_prior(self, z: Values) -> dict[str, jax.Array]:
+    def log_prior(self, z: Values) -> dict[str, Array]:
         """Log density of each latent site at unconstrained values, without Jacobians;
         also of those that other blocks of a ``Gibbs`` hold.
 
@@ -614,14 +615,14 @@ class Posterior:
         sites = self.at_rows(self.constrain(z), only=names)
         return {name: log_density(site) for name, site in sites.items()}
 
-    def log_jacobian(self, z: Values) -> dict[str, jax.Array]:
+    def log_jacobian(self, z: Values) -> dict[str, Array]:
         """Log determinant of the Jacobian of each constrained latent site."""
         log_determinants = self._constrained(z)[1]
         return {name: jnp.sum(entry) for name, entry in log_determinants.items()}
 
     def log_likelihood(
         self, z: Values, rows: Rows | None = None, rng_key: Key = 0
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         """Log density of each observed site, by row: neither scaled to N rows nor by
         ``handlers.scale``; masked rows count 0.
 
@@ -649,7 +650,7 @@ class Posterior:
         sites = self.at_rows(self.constrain(z), rows, rng_key, self._not_held)
         return {name: site["fn"] for name, site in sites.items()}
 
-    def scale(self, rows: Rows | None = None) -> dict[str, Any]:
+    def scale(self, rows: Rows | None = None) -> Trees:
         """The factor of each log density on some rows: N / B of a plate, times that of
         ``handlers.scale``.
         """
@@ -665,7 +666,7 @@ class Posterior:
         rows: Rows | None = None,
         rng_key: Key = 0,
         jacobian_weight: float = 1.0,
-    ) -> jax.Array:
+    ) -> Array:
         """Minus the log density of the unconstrained values, up to a constant; on some
         rows an unbiased estimate of it.
 
@@ -700,7 +701,7 @@ class Posterior:
             total += log_density(site)
         return -(total + self._log_support(sites))
 
-    def _log_support(self, sites: Sites) -> Any:
+    def _log_support(self, sites: Sites) -> Scalar:
         """0 where the distributions of all sites, and the data, are within their
         bounds, and minus infinity elsewhere.
 
@@ -755,7 +756,7 @@ class Posterior:
         variables, outputs = iter(self._closed.jaxpr.outvars), {}
         for name, leaves in zip(self.sites, self._outputs, strict=True):
             outputs[name] = list(islice(variables, len(leaves)))
-        outvars: list[Any] = []
+        outvars: list[Atom] = []
         for name in names:
             outvars += outputs[name]
         jaxpr = self._closed.jaxpr.replace(outvars=outvars)
@@ -765,7 +766,7 @@ class Posterior:
 
     def depends(
         self,
-        quantities: Callable[[Sites], Mapping[Any, Any]],
+        quantities: Callable[[Sites], Mapping],
         on: Iterable[str] | None = None,
     ) -> dict[Any, set[str]]:
         """For each part of a trace, the sites from whose values it is computed; nothing
@@ -780,14 +781,12 @@ class Posterior:
         )
         return {quantity: used & on for quantity, used in sites_used.items()}
 
-    def sources(
-        self, quantities: Callable[[Sites], Mapping[Any, Any]]
-    ) -> dict[Any, set[str]]:
+    def sources(self, quantities: Callable[[Sites], Mapping]) -> dict[Any, set[str]]:
         """For each part of a trace at given latent sites, the places of the arguments
         from which it is computed.
         """
 
-        def program(inputs: Mapping[str, Any]) -> Mapping[Any, Any]:
+        def program(inputs: Trees) -> Mapping:
             posterior = self.with_data({place: inputs[place] for place in self.data})
             return quantities(posterior.at(inputs[""]))
 
@@ -801,10 +800,10 @@ class Posterior:
         Such is a counter of random keys that nobody uses, and not a running mean.
         """
 
-        def quantities(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        def quantities(inputs: Trees) -> Trees:
             states = {place: inputs[place] for place in self._states}
             sites = self.with_data(inputs["data"]).at({**states, **inputs["values"]})
-            arrays: dict[str, Any] = {"used": []}
+            arrays: dict[str, PyTree] = {"used": []}
             for name, site in sites.items():
                 if site["type"] != "mutable":
                     arrays["used"] += arrays_of(site)
@@ -823,24 +822,24 @@ class Posterior:
                 idle.add(place)
         return idle
 
-    def run(self, fn: Callable, *values: Any, once: bool = True) -> Any:
+    def run(self, fn: Callable, *values: PyTree, runs_rarely: bool = True) -> PyTree:
         """``fn(posterior, *values)`` by a compiled program, which equal ones share,
         also with other data.
 
-        :param once: whether it runs so rarely that compiling it quickly matters more
-            than its speed.
+        :param runs_rarely: so rarely that compiling it quickly matters more than its
+            speed.
         """
-        return self.prepare(fn, once)(*values)
+        return self.prepare(fn, runs_rarely)(*values)
 
-    def prepare(self, fn: Callable, once: bool = True) -> Callable:
+    def prepare(self, fn: Callable, runs_rarely: bool = True) -> Callable:
         """:meth:`run` of ``fn`` as a function of ``values`` alone, traced once for all
         values of one shape.
         """
 
-        def on_arrays(arrays: dict, *values: Any) -> Any:
+        def on_arrays(arrays: dict, *values: PyTree) -> PyTree:
             return fn(self.with_data(arrays), *values)
 
-        program = shared(on_arrays, once)
+        program = shared(on_arrays, runs_rarely)
         return lambda *values: program(self.data, *values)
 
     def draw(
@@ -850,7 +849,7 @@ class Posterior:
         from the prior.
         """
 
-        def values(reading: "Posterior", seed: jax.Array) -> dict[str, Any]:
+        def values(reading: "Posterior", seed: Array) -> Trees:
             sites = reading.at({}, random.key(seed))
             values = {}
             for name, site in sites_of_type(sites, *kinds).items():
@@ -862,7 +861,7 @@ class Posterior:
         return [program(jnp.uint32(seed)) for seed in seeds]
 
 
-def log_density(site: Site, within: bool = False) -> jax.Array:
+def log_density(site: Site, within: bool = False) -> Array:
     """The log density of a site as it enters the potential: masked, scaled, summed.
 
     :param within: whether it is minus infinity where a parameter, or the value, leaves
@@ -875,13 +874,13 @@ def log_density(site: Site, within: bool = False) -> jax.Array:
     return jnp.where(jnp.all(in_support(fn, value)), total, -jnp.inf)
 
 
-def _scaled(scale: Any, log_prob: jax.Array) -> jax.Array:
+def _scaled(scale: Scalar, log_prob: Array) -> Array:
     if scale is None or is_identically_one(scale):
         return log_prob
     return scale * log_prob
 
 
-def _sample(site: Site, value: Any) -> Any:
+def _sample(site: Site, value: PyTree) -> PyTree:
     """The value of a sample site that is declared once more."""
     new = {
         "value": value,
@@ -894,7 +893,7 @@ def _sample(site: Site, value: Any) -> Any:
     return apply_stack({**site, **new})["value"]
 
 
-def _typed_key(rng_key: Key) -> jax.Array:
+def _typed_key(rng_key: Key) -> Array:
     """A key, or the key of a seed, in the form that programs take."""
     key = jnp.asarray(rng_key) if is_prng_key(rng_key) else random.key(rng_key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -902,9 +901,9 @@ def _typed_key(rng_key: Key) -> jax.Array:
     return key
 
 
-def _types(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _types(arrays: Trees) -> dict:
     """Shape and dtype of each array, and the precision in which a model computes."""
-    types: dict[str, Any] = {"": jnp.result_type(float)}
+    types: dict = {"": jnp.result_type(float)}
     for place, array in arrays.items():
         aval = jax.typeof(array)
         types[place] = aval.shape, aval.dtype

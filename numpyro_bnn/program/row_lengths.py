@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import indexed_lengths
 from numpyro_bnn._jaxprs.walk import Equation, Follower, scan_starts
 from numpyro_bnn._keys import key_numbers
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Kwargs
 from numpyro_bnn.program.batches import feeds_in, is_fetch, refuse_feeds
 from numpyro_bnn.program.plates import log_densities, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -84,10 +85,10 @@ def _indexed(reading: Posterior, plate: str) -> set[int]:
 
 def _densities(
     reading: Posterior, plate: str
-) -> tuple[Callable[[jax.Array], list[jax.Array]], jax.Array]:
+) -> tuple[Callable[[Array], list[Array]], Array]:
     """The densities as a function of the indices of a plate, and such indices."""
 
-    def densities(indices: jax.Array) -> list[jax.Array]:
+    def densities(indices: Array) -> list[Array]:
         return log_densities(reading.at({plate: indices}))
 
     return densities, jnp.arange(reading.sites[plate]["value"].shape[0])

@@ -3,18 +3,20 @@ of a minibatch are read.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import part_of, reached
 from numpyro_bnn._jaxprs.walk import needed_equations
 from numpyro_bnn._options import Kind, checked
+from numpyro_bnn._types import PyTree, Trees
 
 CALL = "runs.Rows"
 MEMORY_MAP = "Pass a memory map, e.g. `np.load(path, mmap_mode='r')`, or a Zarr array."
@@ -73,8 +75,8 @@ class Rows:
     def __repr__(self) -> str:
         return f"Rows(shape={self.shape}, dtype={self.dtype})"
 
-    def __getitem__(self, index: Any) -> jax.Array:
-        is_index = isinstance(index, jax.Array | np.ndarray | int | np.integer)
+    def __getitem__(self, index: Array) -> Array:
+        is_index = isinstance(index, Array | np.ndarray | int | np.integer)
         if not (is_index and jnp.issubdtype(jnp.result_type(index), jnp.integer)):
             instead = (
                 "Index it by the plate's indices alone: `x[i]`, and then their "
@@ -86,7 +88,7 @@ class Rows:
         shape = jax.ShapeDtypeStruct((*index.shape, *self.shape[1:]), self.dtype)
         return jax.pure_callback(self.fetch, shape, index, vmap_method="broadcast_all")
 
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
         got, instead = f"{self!r} used as an array", "Index it by a plate: `x[i]`."
         raise argument_error(CALL, "source", got, instead, TypeError)
 
@@ -154,14 +156,12 @@ class Ahead(NamedTuple):
     :param finish: from a state, the key and these rows to what the step returns.
     """
 
-    follow: Callable[[Any], Any]
-    read: Callable[[Any], list[jax.Array]]
-    finish: Callable[[Any, Any, list[jax.Array]], Any]
+    follow: Callable
+    read: Callable[[PyTree], list[Array]]
+    finish: Callable[[PyTree, Array, list[Array]], PyTree]
 
 
-def read_ahead(
-    step: Callable[[Any, Any], Any], state: Any, key: jax.Array
-) -> Ahead | None:
+def read_ahead(step: Callable, state: PyTree, key: Array) -> Ahead | None:
     """Split ``step(state, key)``, whose first result is the next key; ``None`` if its
     key alone reads nothing.
     """
@@ -180,18 +180,18 @@ def read_ahead(
     read = part_of(closed, jaxpr.invars[-1:], row_variables)
     after = part_of(closed, [*jaxpr.invars, *row_variables], jaxpr.outvars)
 
-    def finish(state: Any, key: Any, rows: list[jax.Array]) -> Any:
+    def finish(state: PyTree, key: Array, rows: list[Array]) -> PyTree:
         return jax.tree.unflatten(tree, after(*jax.tree.leaves(state), key, *rows))
 
     return Ahead(lambda key: follow(key)[0], read, finish)
 
 
-def rows_in(*trees: Any) -> list[Rows]:
+def rows_in(*trees: PyTree) -> list[Rows]:
     """All rows on disk among the arguments of a model."""
     return [leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, Rows)]
 
 
-def refuse_rows(call: str, reason: str, *trees: Any) -> None:
+def refuse_rows(call: str, reason: str, *trees: PyTree) -> None:
     """Refuse rows on disk where a method needs all of them at once."""
     if disk_rows := rows_in(*trees):
         raise argument_error(
@@ -199,7 +199,7 @@ def refuse_rows(call: str, reason: str, *trees: Any) -> None:
         )
 
 
-def with_head(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_head(values: Trees) -> Trees:
     """Arguments with their first rows in the place of those on disk."""
     return jax.tree.map(
         lambda leaf: leaf.head() if isinstance(leaf, Rows) else leaf, dict(values)

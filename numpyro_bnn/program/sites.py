@@ -4,11 +4,11 @@ arrays that a site holds.
 
 from collections.abc import Callable
 from copy import copy
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from numpyro.distributions import Distribution
 from numpyro.distributions.constraints import Constraint
@@ -16,10 +16,8 @@ from numpyro.distributions.transforms import Transform
 from numpyro.primitives import Messenger
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import PyTree, Site, Sites
 from numpyro_bnn.program.plates import sites_of_type
-
-Site = dict[str, Any]
-Sites = dict[str, Site]
 
 # Names of the values of sites in a program.
 MARK = "numpyro_bnn site "
@@ -58,8 +56,8 @@ class marked(Messenger):
         self.starts &= msg["type"] != "param"
         if msg["type"] == "mutable":
 
-            def marked(path: Any, leaf: Any) -> Any:
-                if not isinstance(leaf, jax.Array | np.ndarray):
+            def marked(path: tuple, leaf: PyTree) -> PyTree:
+                if not isinstance(leaf, Array | np.ndarray):
                     return leaf
                 name = msg["name"] + jax.tree_util.keystr(path)
                 self.states[name] = jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype)
@@ -75,7 +73,7 @@ class marked(Messenger):
             return
         if msg["type"] in ("sample", "plate"):
             self.seeded.append(msg["name"])
-        array = isinstance(msg["value"], jax.Array | np.ndarray)
+        array = isinstance(msg["value"], Array | np.ndarray)
         if msg["type"] == "sample" or (
             msg["type"] in ("deterministic", "plate") and array
         ):
@@ -111,7 +109,7 @@ def check_real(site: Site) -> None:
         raise argument_error("numpyro.sample", "fn", got, instead)
 
 
-def exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
+def exchange(value: PyTree, new: Callable[[Array], PyTree]) -> PyTree:
     """A copy of a value, also of a distribution, with other arrays in the place of
     those that are computed.
     """
@@ -122,7 +120,7 @@ def exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
             exchanged.__dict__[name] = exchange(entry, new)
         return exchanged
 
-    def leaf(entry: Any) -> Any:
+    def leaf(entry: PyTree) -> PyTree:
         if isinstance(entry, objects):
             return exchange(entry, new)
         return new(entry) if isinstance(entry, jax.core.Tracer) else entry
@@ -130,11 +128,11 @@ def exchange(value: Any, new: Callable[[jax.Array], Any]) -> Any:
     return jax.tree.map(leaf, value, is_leaf=lambda entry: isinstance(entry, objects))
 
 
-def arrays_in(value: Any) -> list[jax.Array]:
+def arrays_in(value: PyTree) -> list[Array]:
     """The arrays in a value, also in a distribution, that a trace computes."""
-    arrays: list[jax.Array] = []
+    arrays: list[Array] = []
 
-    def note(leaf: jax.Array) -> jax.Array:
+    def note(leaf: Array) -> Array:
         arrays.append(leaf)
         return leaf
 
@@ -142,7 +140,7 @@ def arrays_in(value: Any) -> list[jax.Array]:
     return arrays
 
 
-def arrays_of(site: Site) -> list[jax.Array]:
+def arrays_of(site: Site) -> list[Array]:
     return arrays_in([site.get(field) for field in fields(site)])
 
 

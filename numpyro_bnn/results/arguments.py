@@ -1,7 +1,6 @@
 """The arguments of a model at which to predict."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from numpyro_bnn._checks import (
     check_same_length,
     unknown_name,
 )
+from numpyro_bnn._types import Shape, Trees
 from numpyro_bnn.program.arguments import Arguments, as_numpy
 from numpyro_bnn.program.axes import Counted
 from numpyro_bnn.results.fit import CALL
@@ -18,7 +18,7 @@ from numpyro_bnn.results.fit import CALL
 
 def for_prediction(
     arguments: Arguments,
-    new: Mapping[str, Any],
+    new: Trees,
     observed: set[str],
     affecting: Callable[[], Collection[str]] = tuple,
     counts: Callable[[], Counted] = Counted,
@@ -87,9 +87,7 @@ class _RowAxes:
     has them along another.
     """
 
-    def __init__(
-        self, arrays: Mapping[str, Any], observed: set[str], counts: Counted
-    ) -> None:
+    def __init__(self, arrays: Trees, observed: set[str], counts: Counted) -> None:
         self.arrays, self.counts = arrays, counts
         self.axes: dict[str, int] = {}
         for name, array in arrays.items():
@@ -104,7 +102,7 @@ class _RowAxes:
             along = [axis for axis, alike in enumerate(answers) if True in alike]
             self.axes[name] = along[0] if along and answers[0] == {False} else 0
 
-    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_shape(self, name: str, shape: Shape) -> None:
         """Refuse a new array that differs from that of the run in more than rows."""
         run_shape = np.shape(self.arrays[name])
         sizes, expected = list(map(str, shape)), list(map(str, run_shape))

@@ -13,7 +13,9 @@ from typing import Annotated, Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import Array
 from numpyro.infer import MCMC
+from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
@@ -26,6 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Attributes, HostArrays, InferenceData, Trees
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.health import MIN_DRAWS, health
@@ -47,7 +50,7 @@ from numpyro_bnn.results.replay import Replay
 from numpyro_bnn.runs import Run
 
 
-def _has_text_keys(value: Any) -> bool:
+def _has_text_keys(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
@@ -65,11 +68,11 @@ Labels: TypeAlias = Annotated[
 
 @checked(CALL)
 def to_inference_data(
-    result: Any,
-    predictions: Mapping[str, Any] | None = None,
+    result: object,
+    predictions: Trees | None = None,
     *,
     members: Switch = False,
-    guide: Any = None,
+    guide: AutoGuide | None = None,
     args: Args = (),
     kwargs: KwargsOption | None = None,
     num_samples: PositiveInt = 1000,
@@ -85,7 +88,7 @@ def to_inference_data(
     ]
     | None = None,
     progress_bar: Switch = True,
-) -> Any:
+) -> InferenceData:
     """Convert an inference result to ArviZ: posterior, predictions, log likelihood,
     data, settings.
 
@@ -211,7 +214,7 @@ def to_inference_data(
 
 
 def _on_disk(
-    result: Any, args: tuple, kwargs: Any, posterior_predictive: bool | None
+    result: object, args: tuple, kwargs: Any, posterior_predictive: bool | None
 ) -> bool:
     """Whether rows stay on disk, of which only parameters and predictions are
     exported.
@@ -232,7 +235,7 @@ def _with_heads(fit: Fit) -> Fit:
 
 
 def _check_result(
-    result: Any, predictions: Any, guide_options: Mapping[str, Any]
+    result: object, predictions: Any, guide_options: Mapping[str, Any]
 ) -> None:
     """Refuse new arguments without names; and a guide and arguments beside a result
     that has its own, which would be ignored.
@@ -254,7 +257,7 @@ def _check_result(
             raise argument_error(CALL, name, got, instead)
 
 
-def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
+def reported(groups: Trees, about: Attributes) -> InferenceData:
     """The result with its health report, chains at fault marked by a coordinate, and a
     warning of what is off.
     """
@@ -276,7 +279,7 @@ def reported(groups: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
     return idata
 
 
-def _starts(mcmc: MCMC, replay: Replay) -> dict[str, np.ndarray]:
+def _starts(mcmc: MCMC, replay: Replay) -> HostArrays:
     """Values (C, 1, ...) by site of the members of a run's warm start, if there are any
     and draws to be compared.
     """
@@ -289,9 +292,7 @@ def _starts(mcmc: MCMC, replay: Replay) -> dict[str, np.ndarray]:
     return member_values if replay.latent.keys() <= member_values.keys() else {}
 
 
-def about(
-    settings: Mapping[str, Any], rng_key: jax.Array, more: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def about(settings: Trees, rng_key: Array, more: Mapping | None) -> Attributes:
     """Attributes of the whole result: versions, settings, key."""
     packages = ("numpyro_bnn", "numpyro", "jax", "arviz", "numpy")
     return {

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside, unknown_name
+from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
@@ -38,7 +40,7 @@ class NewRows(NamedTuple):
 
     read: ReadModel
     sites: Sites
-    arguments: Mapping[str, Any]
+    arguments: Trees
 
 
 class Exporter:
@@ -88,7 +90,7 @@ class Exporter:
             )
             raise argument_error(CALL, "result", got, instead)
 
-    def at_new_rows(self, predictions: Mapping[str, Any]) -> NewRows:
+    def at_new_rows(self, predictions: Trees) -> NewRows:
         """Read the model at new rows."""
         replay, fit = self.replay, self.replay.fit
         arguments = for_prediction(
@@ -111,7 +113,7 @@ class Exporter:
     # -- groups ------------------------------------------------------------------------
 
     def training_groups(
-        self, rng_key: jax.Array, starts: Draws | None = None
+        self, rng_key: Array, starts: Draws | None = None
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Groups of draws and training rows, and attributes for the health report.
 
@@ -133,10 +135,10 @@ class Exporter:
     def prediction_groups(
         self,
         new: NewRows,
-        rng_key: jax.Array,
+        rng_key: Array,
         coords: Mapping[str, Sequence],
         draws: Draws | None = None,
-    ) -> dict[str, Any]:
+    ) -> Trees:
         """Groups of new rows, by default at all draws."""
         replay, arguments = self.replay, Arguments(new.arguments)
         scored = bool(replay.observed) and replay.observed <= new.arguments.keys()
@@ -147,9 +149,7 @@ class Exporter:
             values, new.sites, arguments.arrays, coords
         )
 
-    def _judged_at_some_rows(
-        self, groups: Mapping[str, Any], rng_key: jax.Array
-    ) -> dict[str, str]:
+    def _judged_at_some_rows(self, groups: Trees, rng_key: Array) -> dict[str, str]:
         """What chains and a linear model explain of some rows, where all are too many
         to be predicted.
         """
@@ -208,7 +208,7 @@ class Exporter:
         outline.evaluate, outline.has_many_rows = zero_draws, False
         outline.layout = self.layout.with_coords({})
         training, _ = outline.training_groups(key)
-        predicted: dict[str, Any] = {}
+        predicted: Trees = {}
         if new is not None:
             with naming_new_rows(CALL, "predictions"):
                 predicted = outline.prediction_groups(new, key, {})
@@ -250,7 +250,7 @@ def _check_coords(
             raise argument_error(CALL, argument, got, "Pass one label for each.")
 
 
-def _joined(draws: Draws, starts: Draws) -> dict[str, np.ndarray]:
+def _joined(draws: Draws, starts: Draws) -> HostArrays:
     """Draws (C, S, ...) and members (C, 1, ...) as one chain, evaluated by one
     program.
     """
@@ -261,7 +261,7 @@ def _joined(draws: Draws, starts: Draws) -> dict[str, np.ndarray]:
     return joined
 
 
-def _split(values: Any, draws: Draws) -> tuple[Any, Any]:
+def _split(values: PyTree, draws: Draws) -> tuple[PyTree, PyTree]:
     """Values at the draws and at the members of :func:`_joined`."""
     shape = next(iter(draws.values())).shape[:2]
     total = shape[0] * shape[1]
@@ -273,7 +273,7 @@ def _split(values: Any, draws: Draws) -> tuple[Any, Any]:
     return jax.tree.map(at_draws, values), of_members
 
 
-def _judged(values: Groups, observed: Mapping[str, np.ndarray]) -> dict[str, str]:
+def _judged(values: Groups, observed: HostArrays) -> dict[str, str]:
     """Attributes: how much members explain, and their log likelihoods."""
     means = {}
     for (site, ending), value in values["predictions"].items():

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import tqdm
-from jax import random
+from jax import Array, random
 from numpyro.infer import HMC, MCMC, NUTS
+from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.infer.svi import SVIRunResult
 from numpyro.util import is_prng_key
@@ -19,6 +20,7 @@ from numpyro.util import is_prng_key
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import is_latent
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._types import Arrays, Attributes, HostArrays, Kwargs, PyTree, Trees
 from numpyro_bnn.program import compiled
 from numpyro_bnn.program.arguments import Arguments, as_numpy, fingerprints
 from numpyro_bnn.program.compiled import prepare, run
@@ -66,16 +68,14 @@ class Fit:
 
     model: Callable
     arguments: Arguments
-    posterior: Mapping[str, np.ndarray]
-    sample_stats: Mapping[str, np.ndarray] = field(default_factory=dict)
-    attrs: Mapping[str, Any] = field(default_factory=dict)
-    params: dict[str, Any] = field(default_factory=dict)
+    posterior: HostArrays
+    sample_stats: HostArrays = field(default_factory=dict)
+    attrs: Attributes = field(default_factory=dict)
+    params: dict[str, PyTree] = field(default_factory=dict)
     stat_coords: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
 
 
-def bind(
-    model: Callable, args: tuple, kwargs: Mapping[str, Any], call: str = CALL
-) -> Arguments:
+def bind(model: Callable, args: tuple, kwargs: Kwargs, call: str = CALL) -> Arguments:
     """The arguments of a call by name, in the precision in which they were passed."""
     try:
         return Arguments.of(*as_numpy(args, kwargs), model)
@@ -86,7 +86,7 @@ def bind(
         ) from error
 
 
-def key_text(key: jax.Array) -> str:
+def key_text(key: Array) -> str:
     """The numbers of a random key, legacy or typed, as text."""
     return str(np.asarray(key_numbers(key)).tolist())
 
@@ -160,7 +160,7 @@ def _innermost(kernel: Any) -> Any:
     return kernel
 
 
-def check_complete(mcmc: MCMC, posterior: Mapping[str, Any]) -> None:
+def check_complete(mcmc: MCMC, posterior: Trees) -> None:
     """Refuse to evaluate a model at draws that lack latent sites, whose values would
     come from the prior.
     """
@@ -194,7 +194,7 @@ def _check_unchanged(mcmc: MCMC) -> None:
             state.z,
             mcmc._args,
             mcmc._kwargs,
-            once=True,
+            runs_rarely=True,
         )
         changed = abs(float(new_potential) - old_potential) > 1e-3 * (
             1 + abs(old_potential)
@@ -209,7 +209,7 @@ def _check_unchanged(mcmc: MCMC) -> None:
         )
 
 
-def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
+def members_of(mcmc: MCMC) -> HostArrays:
     """Values (C, 1, ...) by site at the end of each chain's warm start; a ValueError if
     there was none.
     """
@@ -229,11 +229,11 @@ def members_of(mcmc: MCMC) -> dict[str, np.ndarray]:
     }
 
 
-def _described(mcmc: MCMC) -> dict[str, Any]:
+def _described(mcmc: MCMC) -> Attributes:
     """Settings that kernels of :mod:`numpyro_bnn.infer` report, and the largest depth
     of the trees of NUTS.
     """
-    described: dict[str, Any] = {}
+    described: Attributes = {}
     if hasattr(mcmc.sampler, "describe"):
         described = mcmc.sampler.describe(mcmc.last_state)
     kernel = _innermost(mcmc.sampler)
@@ -243,7 +243,7 @@ def _described(mcmc: MCMC) -> dict[str, Any]:
     return described
 
 
-def sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def sample_stats(fields: Trees) -> HostArrays:
     """Fields of a run under the names of ArviZ."""
     stats = {}
     for label, value in fields.items():
@@ -258,10 +258,10 @@ def sample_stats(fields: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def from_guide(
     result: Any,
-    guide: Any,
+    guide: AutoGuide,
     args: tuple,
-    kwargs: Mapping[str, Any],
-    rng_key: jax.Array,
+    kwargs: Kwargs,
+    rng_key: Array,
     num_samples: int,
     weigh: bool = False,
     draws_per_chunk: int | None = None,
@@ -293,7 +293,7 @@ def from_guide(
             settings["elbo_rise"] = _elbo_rise(losses)
         if (last_key := getattr(state, "rng_key", None)) is not None:
             settings["last_rng_key"] = key_text(last_key)
-    stats: dict[str, np.ndarray] = {}
+    stats: HostArrays = {}
     if weigh and check(CALL, guide.model, guide, params, args, kwargs).has_density:
         numbers = {"draw": np.arange(num_samples)[None]}
         call = _GuideCall(guide, params, args, kwargs)
@@ -307,9 +307,7 @@ def from_guide(
     else:
         set_up(guide, args, kwargs)
 
-        def sample(
-            key_and_params: tuple, args: tuple, kwargs: Mapping[str, Any]
-        ) -> dict[str, jax.Array]:
+        def sample(key_and_params: tuple, args: tuple, kwargs: Kwargs) -> Arrays:
             return full_plates(guide.sample_posterior)(
                 *key_and_params, *args, sample_shape=(num_samples,), **kwargs
             )
@@ -329,7 +327,7 @@ def from_guide(
     )
 
 
-def _check_guide(result: Any, guide: Any) -> None:
+def _check_guide(result: object, guide: AutoGuide) -> None:
     if not hasattr(result, "params"):
         instead = (
             "Pass a run `numpyro.infer.MCMC`, or the result of `SVI.run` or "
@@ -364,12 +362,12 @@ def _elbo_rise(losses: np.ndarray) -> float:
 class _GuideCall(NamedTuple):
     """A guide, its parameters, and the arguments of its model."""
 
-    guide: Any
-    params: Mapping[str, Any]
+    guide: AutoGuide
+    params: Trees
     args: tuple
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
 
-    def prepare(self, fn: Callable, once: bool) -> Callable:
+    def prepare(self, fn: Callable, runs_rarely: bool) -> Callable:
         """``fn(call, *values)`` as a compiled program, of which parameters and data are
         inputs.
         """
@@ -377,14 +375,14 @@ class _GuideCall(NamedTuple):
             lambda values, call, _: fn(_GuideCall(self.guide, *call), *values),
             tuple(self[1:]),
             {},
-            once,
+            runs_rarely,
         )
         return lambda *values: program(values)
 
 
 def _weighted(
-    call: _GuideCall, _: Any, key: jax.Array
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    call: _GuideCall, _: object, key: Array
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """One draw of the guide; its log density (of unconstrained values, as in MCMC) and
     its log weight.
     """
@@ -400,7 +398,7 @@ def _weighted(
 # -- functions at all draws -----------------------------------------------------------
 
 
-def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: jax.Array) -> Any:
+def zero_draws(source: Any, fn: Callable, draws: Draws, rng_key: Array) -> PyTree:
     """Zeros shaped as one chain and draw of the results of :func:`map_draws`; nothing
     is computed.
     """
@@ -413,10 +411,10 @@ def map_draws(
     source: Any,
     fn: Callable,
     draws: Draws,
-    rng_key: jax.Array,
+    rng_key: Array,
     draws_per_chunk: int | None = None,
     progress_bar: bool = False,
-) -> Any:
+) -> PyTree:
     """Apply ``fn(source, draw, key)`` to every draw and collect the results in host
     memory.
 
@@ -438,13 +436,13 @@ def map_draws(
     fitting = compiled.draws_per_chunk(partial(fn, source), first, rng_key)
     size = min(total, draws_per_chunk or fitting)
 
-    def at_draws(source: Any, draws: Draws, index: Any, rng_key: jax.Array) -> Any:
+    def at_draws(source: Any, draws: Draws, index: PyTree, rng_key: Array) -> PyTree:
         keys = random.split(rng_key, total)[index]
         return jax.vmap(partial(fn, source))(draws, keys)
 
     # Few draws take less time than a program that is optimized for many.
-    program = source.prepare(at_draws, once=FEW_DRAWS_FACTOR * total <= fitting)
-    results: Any = None
+    program = source.prepare(at_draws, runs_rarely=FEW_DRAWS_FACTOR * total <= fitting)
+    results: PyTree = None
     for start in tqdm.trange(
         0,
         total,

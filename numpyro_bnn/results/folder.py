@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from numpyro_bnn import _arviz
+from numpyro_bnn._types import Sites, Trees
 from numpyro_bnn.results.fit import CALL, sample_stats
 from numpyro_bnn.results.layout import SAMPLE_DIMS, parameter_dims
 from numpyro_bnn.runs.draws import SITES, STATISTICS, StoredDraws, blocks_in
@@ -81,7 +82,7 @@ def from_folder(
     }, attrs
 
 
-def _named(posterior: Any, variables: dict[str, Any]) -> Any:
+def _named(posterior: Any, variables: Trees) -> Any:
     """The draws with the names of axes that exports have; a ``ValueError`` if they do
     not have those of a run.
     """
@@ -97,7 +98,7 @@ def _named(posterior: Any, variables: dict[str, Any]) -> Any:
 
 
 def _likes(
-    variables: dict[str, dict[str, Any]],
+    variables: Sites,
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """Shapes and dtypes of one draw, as the record of a run has them."""
     likes: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}

@@ -10,6 +10,7 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._distributions import is_factor, unwrapped
+from numpyro_bnn._types import HostArrays, PyTree, Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.sites import Site, Sites
 from numpyro_bnn.results.fit import CALL
@@ -42,7 +43,7 @@ class Layout:
         dims: Mapping[str, Sequence[str]],
     ) -> None:
         self.replay = replay
-        self.coords: dict[str, Any] = {}
+        self.coords: dict[str, PyTree] = {}
         self.dims: dict[str, Sequence[str]] = {}
         for stat, (axis, labels) in replay.fit.stat_coords.items():
             self.coords[axis] = labels
@@ -54,7 +55,7 @@ class Layout:
         #: Sites with the values of observations at the training rows.
         self.sites = replay.observations(replay.read)
 
-    def with_coords(self, coords: Mapping[str, Any]) -> "Layout":
+    def with_coords(self, coords: Trees) -> "Layout":
         """The same with other coordinates."""
         layout = copy(self)
         layout.coords = dict(coords)
@@ -74,7 +75,7 @@ class Layout:
 
     # -- groups ------------------------------------------------------------------------
 
-    def training_groups(self, values: Groups) -> dict[str, Any]:
+    def training_groups(self, values: Groups) -> dict:
         """Groups of a fit and of values at its rows."""
         fit, replay = self.replay.fit, self.replay
         posterior = {}
@@ -107,9 +108,9 @@ class Layout:
         self,
         values: Groups,
         sites: Sites,
-        arrays: Mapping[str, Any],
+        arrays: Trees,
         coords: Mapping[str, Sequence],
-    ) -> dict[str, Any]:
+    ) -> dict:
         """Groups of values at new rows.
 
         :param sites: at these rows; ``arrays``: new arguments; ``coords``: of new rows.
@@ -129,7 +130,7 @@ class Layout:
             "predictions_constant_data": layout._constants(arrays, sites),
         }
 
-    def warn_of_missing(self, groups: Mapping[str, Any]) -> None:
+    def warn_of_missing(self, groups: Trees) -> None:
         """Say what a reader of these groups would look for in vain."""
         replay = self.replay
         if "log_likelihood" in groups and replay.without_rows:
@@ -154,7 +155,7 @@ class Layout:
                     warnings.warn(f"{CALL}: {text}.", stacklevel=outside())
                     return
 
-    def observed_values(self) -> dict[str, np.ndarray]:
+    def observed_values(self) -> HostArrays:
         """Data by variable."""
         values = {}
         for name in self.replay.observed_sites:
@@ -171,7 +172,7 @@ class Layout:
                 return passed
         return value
 
-    def _parameters(self, values: Mapping[str, np.ndarray]) -> Any:
+    def _parameters(self, values: HostArrays) -> Any:
         """Dataset of draws (C, S, ...) of parameters or statistics."""
         variables = {}
         for name, value in values.items():
@@ -222,7 +223,7 @@ class Layout:
                 )
         return name
 
-    def _constants(self, arrays: Mapping[str, Any], sites: Sites) -> Any:
+    def _constants(self, arrays: Trees, sites: Sites) -> Any:
         """Dataset of array arguments; an axis that counts the rows of a plate is named
         after it.
         """
@@ -293,8 +294,8 @@ def _plate_sizes(sites: Sites) -> dict[str, int]:
 
 
 def _with_impossible(
-    stats: Mapping[str, np.ndarray], densities: Mapping[Any, np.ndarray]
-) -> dict[str, np.ndarray]:
+    stats: HostArrays, densities: Mapping[Any, np.ndarray]
+) -> HostArrays:
     """Statistics in which draws at which an observation has no density count as
     diverging.
     """

@@ -1,15 +1,16 @@
 """``predict``: predictions for new inputs from exported or saved draws."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._options import Model, RandomKey, Switch, checked
+from numpyro_bnn._types import HostArrays, InferenceData, Trees
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
@@ -30,12 +31,12 @@ TOLERANCE = 0.01
 @checked("predict")
 def predict(
     model: Model,
-    idata: Any,
+    idata: InferenceData,
     *args: Any,
     rng_key: RandomKey | None = None,
     progress_bar: Switch = True,
     **kwargs: Any,
-) -> Any:
+) -> InferenceData:
     """Predictions for new inputs from exported or saved draws: the group
     ``predictions`` of ``to_inference_data``.
 
@@ -107,8 +108,8 @@ def predict(
 def _compared(
     reading: Posterior,
     draws: Draws,
-    idata: Any,
-    observed: Mapping[str, np.ndarray],
+    idata: InferenceData,
+    observed: HostArrays,
 ) -> str:
     """Refuse a model under which stored draws have another log likelihood, or mean, at
     the training rows.
@@ -121,9 +122,9 @@ def _compared(
     }
 
     def at_draw(
-        reading: Posterior, draw: Draws, observed: Mapping[str, Any]
-    ) -> dict[str, dict[str, jax.Array]]:
-        computed: dict[str, dict[str, jax.Array]] = {name: {} for name in stored}
+        reading: Posterior, draw: Draws, observed: Trees
+    ) -> dict[str, dict[str, Array]]:
+        computed: dict[str, dict[str, Array]] = {name: {} for name in stored}
         for name, site in sites_of_type(reading.at(draw), "sample").items():
             y = observed.get(safe(name))
             if y is None or site["fn"].shape() != y.shape:
@@ -161,7 +162,7 @@ def _compared(
 
 
 def _training_rows(
-    replay: Replay, observed: Mapping[str, Any], constants: Mapping[str, Any]
+    replay: Replay, observed: Trees, constants: Trees
 ) -> tuple[ReadModel | None, bool]:
     """The model at the training rows, and whether all its arguments are those of the
     run; ``None`` if they are not, and no batch normalization needs these rows.
@@ -192,7 +193,7 @@ def _training_rows(
     return read, not unknown
 
 
-def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
+def _values(idata: InferenceData, group: str) -> HostArrays:
     """Variables of a group by exported name, chains and draws first; none if there is
     no such group.
     """
@@ -205,7 +206,7 @@ def _values(idata: Any, group: str) -> dict[str, np.ndarray]:
     }
 
 
-def _check_redrawn(reading: Posterior, observed: Mapping[str, np.ndarray]) -> None:
+def _check_redrawn(reading: Posterior, observed: HostArrays) -> None:
     """Refuse observations, drawn here, that the run's data would not fit: (M, M) for
     data (N, 1).
     """
@@ -226,8 +227,8 @@ def _check_redrawn(reading: Posterior, observed: Mapping[str, np.ndarray]) -> No
 
 
 def _draws_of_sites(
-    reading: Posterior, posterior: Mapping[str, np.ndarray], observed: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
+    reading: Posterior, posterior: HostArrays, observed: Trees
+) -> HostArrays:
     """Draws by site: every latent site must have some, and every variable must be a
     site.
     """

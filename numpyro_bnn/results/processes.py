@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Attributes, Trees
 from numpyro_bnn.infinite import GPRegression
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.results.arguments import for_prediction
@@ -20,13 +22,13 @@ SIGNATURE = inspect.signature(lambda x, y=None: None)
 
 def process_groups(
     gp: GPRegression,
-    predictions: Mapping[str, Any] | None,
-    rng_key: jax.Array,
+    predictions: Trees | None,
+    rng_key: Array,
     num_samples: int,
     log_likelihood: bool,
     posterior_predictive: bool,
-    coords: Mapping[str, Any],
-    prediction_coords: Mapping[str, Any],
+    coords: Trees,
+    prediction_coords: Trees,
 ) -> dict[str, Any]:
     """Groups of a :class:`~numpyro_bnn.infinite.GPRegression`: independent draws of the
     function, one chain.
@@ -68,7 +70,7 @@ def process_groups(
 
 def _dataset(
     values: Mapping[str, np.ndarray],
-    coords: Mapping[str, Any],
+    coords: Trees,
     sample_dims: tuple[str, ...] = (),
 ) -> Any:
     variables = {}
@@ -79,7 +81,7 @@ def _dataset(
     return _arviz.dataset(variables, coords)
 
 
-def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
+def process_attrs(gp: GPRegression, num_samples: int) -> Attributes:
     """Algorithm and settings."""
     return {
         "algorithm": type(gp).__name__,
@@ -93,9 +95,7 @@ def process_attrs(gp: GPRegression, num_samples: int) -> dict[str, Any]:
     }
 
 
-def _new_inputs(
-    gp: GPRegression, predictions: Mapping[str, Any]
-) -> dict[str, np.ndarray]:
+def _new_inputs(gp: GPRegression, predictions: Trees) -> dict[str, np.ndarray]:
     new = {name: np.asarray(value) for name, value in predictions.items()}
     for_prediction(Arguments({"x": gp.x, "y": gp.y}, SIGNATURE), new, {"y"})
     if "x" not in new:
@@ -109,7 +109,7 @@ def _new_inputs(
 
 
 def _draws(
-    gp: GPRegression, x: Any, rng_key: jax.Array, num_samples: int
+    gp: GPRegression, x: Any, rng_key: Array, num_samples: int
 ) -> dict[str, np.ndarray]:
     """The function, and observations of it, (1, S, M, ...)."""
     function_key, noise_key = jax.random.split(rng_key)

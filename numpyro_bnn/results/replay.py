@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import random
+from jax import Array, random
 from jax.ad_checkpoint import checkpoint_name
 from numpyro import handlers
 
@@ -24,6 +24,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._types import Arrays, HostArrays, PyTree, Trees
 from numpyro_bnn.networks import RandomNetwork, record_statistics
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.axes import Counted, counted
@@ -43,7 +44,7 @@ CENSORED = (
 # Values by group, and by site and what follows its name in that of the variable.
 Groups = dict[str, dict[tuple[str, str], Any]]
 # Evaluates a function of a reading, a draw and a key at all draws.
-Evaluate = Callable[[Posterior, Callable, Draws, jax.Array], Any]
+Evaluate = Callable[[Posterior, Callable, Draws, Array], Any]
 
 
 class _statistic_sites(record_statistics):
@@ -59,15 +60,15 @@ class _statistic_sites(record_statistics):
         super().__init__(None)
 
     def __enter__(self) -> "_statistic_sites":
-        self.sites: dict[str, jax.Array] = {}
+        self.sites: dict[str, Array] = {}
         super().__enter__()
         return self
 
-    def visit(self, network: RandomNetwork, x: jax.Array) -> Any:
+    def visit(self, network: RandomNetwork, x: Array) -> PyTree:
         """Name the statistics of a call, and return them."""
         statistics = super().visit(network, jnp.stack([x, x]) if self.new_rows else x)
 
-        def named(path: Any, leaf: jax.Array) -> jax.Array:
+        def named(path: tuple, leaf: Array) -> Array:
             name = f"statistics {len(self.calls)}{jax.tree_util.keystr(path)}"
             self.sites[name] = checkpoint_name(leaf, MARK + name)
             return self.sites[name]
@@ -96,7 +97,7 @@ class ReadModel(NamedTuple):
 def read_model(
     model: Callable,
     arguments: Arguments,
-    params: Mapping[str, Any] | None = None,
+    params: Trees | None = None,
     new_rows: bool = False,
 ) -> ReadModel:
     """Read a model at some arguments.
@@ -109,7 +110,7 @@ def read_model(
     # models know by this handler that these are predictions
     model = unobserved(model, ()) if new_rows else model
 
-    def with_statistics(params: Mapping[str, Any], /, **leaves: Any) -> None:
+    def with_statistics(params: Trees, /, **leaves: Any) -> None:
         args, kwargs = arguments.call(leaves)
         with statistics:
             handlers.substitute(model, data=params)(*args, **kwargs)
@@ -147,7 +148,7 @@ class Replay:
         self.read = read or read_model(fit.model, fit.arguments, fit.params)
         self.reading, self.sites = self.read.reading, self.read.sites
         #: Values of the latent sites: all others are computed from them.
-        self.latent: dict[str, np.ndarray] = {}
+        self.latent: HostArrays = {}
         for name in sites_of_type(self.sites, "sample"):
             if name in fit.posterior:
                 self.latent[name] = fit.posterior[name]
@@ -176,7 +177,7 @@ class Replay:
             return
         check_state(CALL, "result", self.reading)
 
-        def values(reading: Posterior, key: jax.Array) -> dict[str, list]:
+        def values(reading: Posterior, key: Array) -> dict[str, list]:
             sites = reading.at(self.first, key, unknown)
             leaves = {name: jax.tree.leaves(sites[name]["value"]) for name in unknown}
             return {name: arrays_in(leaves[name]) for name in sorted(unknown)}
@@ -250,8 +251,8 @@ class Replay:
         a scale of the likelihood.
         """
 
-        def parts(sites: Sites) -> dict[str, Any]:
-            values: dict[str, Any] = {}
+        def parts(sites: Sites) -> Trees:
+            values: dict[str, PyTree] = {}
             for name, site in sites.items():
                 if site["type"] == "deterministic":
                     values[name] = site["value"]
@@ -277,7 +278,7 @@ class Replay:
         observed = dict.fromkeys((*self.observed_sites, *self.redrawn))
         names = [name for name in observed if name in read.sites]
 
-        def values(reading: Posterior, draw: Draws) -> dict[str, dict[str, Any]]:
+        def values(reading: Posterior, draw: Draws) -> Sites:
             sites = reading.at(draw, only=names)
             return {
                 name: {
@@ -295,7 +296,7 @@ class Replay:
         self,
         read: ReadModel,
         draws: Draws,
-        rng_key: jax.Array,
+        rng_key: Array,
         evaluate: Evaluate,
         scored: bool,
         predictive: bool = True,
@@ -313,7 +314,7 @@ class Replay:
             statistics = _batch_statistics(read, training, draws, rng_key, evaluate)
             draws = {**draws, **statistics}
 
-        def at_draw(reading: Posterior, draw: Draws, key: jax.Array) -> Groups:
+        def at_draw(reading: Posterior, draw: Draws, key: Array) -> Groups:
             groups: Groups = {}
             at = partial(reading.at, rng_key=_model_key(key))
             if scored:
@@ -330,10 +331,10 @@ class Replay:
         return evaluate(read.reading, at_draw, draws, rng_key)
 
     def _predicted(
-        self, at: Callable, draw: Draws, key: jax.Array
-    ) -> tuple[dict[str, jax.Array], dict[tuple[str, str], jax.Array]]:
+        self, at: Callable, draw: Draws, key: Array
+    ) -> tuple[dict[str, Array], dict[tuple[str, str], Array]]:
         """Observations that are drawn anew, by site, and with their means."""
-        drawn: dict[str, jax.Array] = {}
+        drawn: dict[str, Array] = {}
         sites = at(draw, only=self.redrawn)
         for name in self.redrawn:
             key, site_key = random.split(key)
@@ -348,7 +349,7 @@ class Replay:
                 values[name, mean[0]] = mean[1]
         return drawn, values
 
-    def _log_likelihood(self, sites: Sites) -> dict[tuple[str, str], jax.Array]:
+    def _log_likelihood(self, sites: Sites) -> dict[tuple[str, str], Array]:
         """Log densities: minus infinity outside of a support."""
         densities = {}
         for name, density in _log_densities(sites, sites).items():
@@ -363,9 +364,9 @@ def _batch_statistics(
     new: ReadModel,
     training: ReadModel,
     draws: Draws,
-    rng_key: jax.Array,
+    rng_key: Array,
     evaluate: Evaluate,
-) -> dict[str, Any]:
+) -> Trees:
     """Statistics of batch normalizations at the training rows, at each draw."""
     if new.statistics != training.statistics:
         got = "a model that normalizes new rows in other calls than training rows"
@@ -375,14 +376,14 @@ def _batch_statistics(
         )
         raise argument_error(CALL, "predictions", got, instead)
 
-    def at_draw(reading: Posterior, draw: Draws, key: jax.Array) -> dict[str, Any]:
+    def at_draw(reading: Posterior, draw: Draws, key: Array) -> Trees:
         sites = reading.at(draw, _model_key(key), new.statistics)
         return {name: site["value"] for name, site in sites.items()}
 
     return evaluate(training.reading, at_draw, draws, rng_key)
 
 
-def _model_key(key: jax.Array) -> jax.Array:
+def _model_key(key: Array) -> Array:
     """The key of random numbers inside of the model, such as those of dropout: of a
     draw it is the same in each call, and not that of an observation.
     """
@@ -394,16 +395,16 @@ def _is_data(site: Site) -> bool:
     return site["is_observed"] and not is_auxiliary
 
 
-def _values(sites: Sites) -> dict[str, Any]:
+def _values(sites: Sites) -> Trees:
     named = sites_of_type(sites, "sample", "deterministic")
     return {name: site["value"] for name, site in named.items()}
 
 
-def _log_densities(sites: Sites, names: Collection[str]) -> dict[str, jax.Array]:
+def _log_densities(sites: Sites, names: Collection[str]) -> Arrays:
     return {name: sites[name]["fn"].log_prob(sites[name]["value"]) for name in names}
 
 
-def observation_mean(fn: dist.Distribution) -> tuple[str, jax.Array] | None:
+def observation_mean(fn: dist.Distribution) -> tuple[str, Array] | None:
     """The mean of an observation, if it has one, or class probabilities (..., K), after
     the ending of its name.
     """

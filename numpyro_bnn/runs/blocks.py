@@ -6,18 +6,20 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatch
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.typing import DTypeLike
 from numpyro.infer import MCMC
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers
+from numpyro_bnn._types import HostArrays, Kwargs, PyTree, Sites, Trees
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.compiled import NEEDS_VALUES, shared
 from numpyro_bnn.runs.draws import MAX_DRAWS_PER_BLOCK, SITES, STATISTICS
@@ -32,7 +34,7 @@ class Recording(NamedTuple):
     """
 
     sites: Collection[str] | None
-    dtype: Any
+    dtype: DTypeLike | None
     fields: tuple[str, ...]
 
 
@@ -77,7 +79,7 @@ class Chains:
                 self.call, "mesh", got, "Give the model a `numpyro.plate` of its rows."
             )
 
-    def start(self, rng_key: jax.Array, init_params: Any) -> Any:
+    def start(self, rng_key: Array, init_params: PyTree) -> PyTree:
         """The states of all chains before the first transition, as ``mcmc.run`` starts
         them.
         """
@@ -85,7 +87,7 @@ class Chains:
         if count > 1 and is_prng_key(rng_key):
             rng_key = jax.random.split(rng_key, count)
 
-        def init(key: jax.Array, params: Any) -> Any:
+        def init(key: Array, params: PyTree) -> PyTree:
             model_arguments = {"model_args": self.args, "model_kwargs": self.kwargs}
             return self.kernel.init(
                 key, self.mcmc.num_warmup, params, **model_arguments
@@ -105,7 +107,7 @@ class Chains:
         self._outline(state)
         return state
 
-    def _outline(self, state: Any) -> None:
+    def _outline(self, state: PyTree) -> None:
         """Shapes of a draw, how many draws a block may hold, and the program."""
         chain_state = _one(state, 0) if self.in_turn else state
         try:
@@ -149,9 +151,7 @@ class Chains:
         """Whether the states of a program have an axis of chains."""
         return self.mcmc.num_chains > 1 and not self.in_turn
 
-    def _kept(
-        self, state: Any, args: tuple, kwargs: Mapping[str, Any]
-    ) -> dict[str, dict[str, Any]]:
+    def _kept(self, state: PyTree, args: tuple, kwargs: Kwargs) -> Sites:
         """What is kept of a state, by group and name."""
         transform = self.mcmc.postprocess_fn or self.kernel.postprocess_fn(args, kwargs)
         values = attrgetter(self.kernel.sample_field)(state)
@@ -166,7 +166,7 @@ class Chains:
             STATISTICS: {n: self._field(state, n) for n in self.recording.fields},
         }
 
-    def _selected(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _selected(self, values: Trees) -> dict:
         patterns = self.recording.sites
         for pattern in patterns or ():
             if not any(fnmatch(name, pattern) for name in values):
@@ -177,13 +177,13 @@ class Chains:
                 selected[name] = self._in_dtype(value)
         return selected
 
-    def _in_dtype(self, value: jax.Array) -> jax.Array:
+    def _in_dtype(self, value: Array) -> Array:
         dtype = self.recording.dtype
         if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
             return value
         return value.astype(dtype)
 
-    def _field(self, state: Any, name: str) -> jax.Array:
+    def _field(self, state: PyTree, name: str) -> Array:
         try:
             value = attrgetter(name)(state)
         except AttributeError as cause:
@@ -202,26 +202,24 @@ class Chains:
 
     # -- programs ----------------------------------------------------------------------
 
-    def _compiled(self, state: Any) -> Callable:
+    def _compiled(self, state: PyTree) -> Callable:
         """Some transitions, of which every ``thinning``-th state after the first ones
         is kept.
         """
         thinning = self.mcmc.thinning
 
-        def advance(
-            state: Any, first: jax.Array, count: jax.Array, inputs: dict
-        ) -> tuple:
+        def advance(state: PyTree, first: Array, count: Array, inputs: dict) -> tuple:
             args, kwargs = self.args, self.kwargs
             arrays = self.spread.cut(inputs, self._rows)
             if arrays:
                 args, kwargs = self._fixed.call(arrays)
 
-            def transition(i: jax.Array, carry: tuple) -> tuple:
+            def transition(i: Array, carry: tuple) -> tuple:
                 state, buffer = carry
                 state = self.kernel.sample(state, args, kwargs)
                 place = i - first
 
-                def write(buffer: Any) -> Any:
+                def write(buffer: PyTree) -> PyTree:
                     new = self._kept(state, args, kwargs)
                     return jax.tree.map(
                         lambda draws, new_draw: draws.at[place // thinning].set(
@@ -251,7 +249,7 @@ class Chains:
             self._fix_inputs(cause)
             return self.spread.compiled(advance, *arguments, self._inputs)
 
-    def advance(self, state: Any, skipped: int, draws: int) -> tuple[Any, Any]:
+    def advance(self, state: PyTree, skipped: int, draws: int) -> tuple[PyTree, PyTree]:
         """Make ``skipped`` transitions, then those of some draws, without waiting for
         them.
 
@@ -270,7 +268,7 @@ class Chains:
             buffers.append(buffer)
         return _stacked(states), buffers
 
-    def fetch(self, buffers: Any, draws: int) -> dict[str, dict[str, np.ndarray]]:
+    def fetch(self, buffers: PyTree, draws: int) -> dict[str, HostArrays]:
         """Wait for the draws of :meth:`advance`, (C, draws, ...) on the host, by group
         and name.
         """
@@ -299,9 +297,9 @@ def fresh(kernel: MCMCKernel) -> MCMCKernel:
     return copy.deepcopy(kernel, models)
 
 
-def _stacked(trees: Sequence[Any]) -> Any:
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _one(tree: Any, chain: int) -> Any:
+def _one(tree: PyTree, chain: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[chain], tree)

@@ -23,10 +23,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import PACKAGE
+from numpyro_bnn._types import Attributes, Trees
 from numpyro_bnn.program.arguments import is_table
 from numpyro_bnn.program.rows import Rows
 from numpyro_bnn.runs.folder import digest
@@ -72,13 +74,13 @@ LEFT_OUT = (
 )
 
 
-def described_value(value: Any) -> Any:
+def described_value(value: object) -> Any:
     """A text, or a list of labeled texts if there are several."""
     texts = _Reader().texts(value)
     return texts[0][1] if len(texts) == 1 else [list(labeled) for labeled in texts]
 
 
-def options_of(method: MCMCKernel | AutoGuide) -> dict[str, Any]:
+def options_of(method: MCMCKernel | AutoGuide) -> Attributes:
     """What a kernel or a guide was made with, by argument, its model too; the same once
     it was used.
     """
@@ -107,7 +109,7 @@ class _Reader:
         ] = {}  # with the object, so that its id stays its own
         self._depth = 0
 
-    def texts(self, value: Any) -> list[LabeledText]:
+    def texts(self, value: object) -> list[LabeledText]:
         if isinstance(value, PLAIN):
             return [("", _short(repr(value)))]
         if is_table(value) and hasattr(value, "to_numpy"):
@@ -115,7 +117,7 @@ class _Reader:
         if isinstance(value, np.ndarray) and value.dtype.kind in "OMm":
             # whose bytes are places in memory, or dates
             value = value.tolist()
-        if isinstance(value, jax.Array | np.ndarray | Rows):
+        if isinstance(value, Array | np.ndarray | Rows):
             return [("", f"{value.dtype}{list(value.shape)} {digest(value)[:16]}")]
         if id(value) in self._known:
             cached = self._known[id(value)][1]
@@ -132,7 +134,7 @@ class _Reader:
         self._known[id(value)] = value, texts
         return texts
 
-    def _read(self, value: Any) -> list[LabeledText]:
+    def _read(self, value: object) -> list[LabeledText]:
         if isinstance(value, FunctionType):
             return self._function(value)
         if isinstance(value, type):
@@ -159,10 +161,10 @@ class _Reader:
             return [("", _short(f"set of {members}"))]
         return self._object(value)
 
-    def _text(self, value: Any) -> str:
+    def _text(self, value: object) -> str:
         return " ".join(text for _, text in self.texts(value))
 
-    def _joined(self, head: str, values: Mapping[str, Any]) -> list[LabeledText]:
+    def _joined(self, head: str, values: Trees) -> list[LabeledText]:
         """The texts of several values by label; ``head`` says what a label would, as
         labels are not compared.
         """
@@ -171,7 +173,7 @@ class _Reader:
             texts += [(label + inner, text) for inner, text in self.texts(value)]
         return texts
 
-    def _object(self, value: Any) -> list[LabeledText]:
+    def _object(self, value: object) -> list[LabeledText]:
         kind = type(value)
         head = _name(kind)
         values = _state(value)
@@ -298,7 +300,7 @@ class _Code:
                 words.append(f"{kind} {step.arg}")
         return words
 
-    def _variables_in(self, code: CodeType, kind: str, names: Any) -> list[str]:
+    def _variables_in(self, code: CodeType, kind: str, names: object) -> list[str]:
         """The words of an instruction that reads or writes one variable, or two."""
         kinds = [kind]
         if isinstance(names, tuple):
@@ -338,7 +340,7 @@ class _Code:
         return f"built in: {name in names} {name}", False
 
 
-def _constant(value: Any) -> str:
+def _constant(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_constant, value))})"
     if isinstance(value, frozenset):
@@ -346,7 +348,7 @@ def _constant(value: Any) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
-def _cells(function: FunctionType) -> dict[str, Any]:
+def _cells(function: FunctionType) -> dict[str, object]:
     """What a function has from the functions around it, by name."""
     values = {}
     for name, cell in zip(
@@ -359,7 +361,7 @@ def _cells(function: FunctionType) -> dict[str, Any]:
     return values
 
 
-def _holds(value: Any, name: str) -> bool:
+def _holds(value: object, name: str) -> bool:
     """Whether an attribute is read without running code: of a module, a class, or what
     holds settings.
     """
@@ -370,7 +372,7 @@ def _holds(value: Any, name: str) -> bool:
     )
 
 
-def _state(value: Any) -> dict[str, Any]:
+def _state(value: object) -> dict[str, object]:
     """The values that make an object what it is, by name; not what it has computed from
     them.
     """
@@ -445,7 +447,7 @@ def _version(module: str | None) -> str:
     )
 
 
-def _prefixed(prefix: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+def _prefixed(prefix: str, values: Mapping[Any, Any]) -> dict[str, object]:
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import HostArrays, PyTree, Shape, Sites
 from numpyro_bnn.runs.folder import DAMAGE, RESTORE, FolderPath, digest, import_extra
 
 SITES, STATISTICS = "posterior", "sample_stats"
@@ -42,7 +43,7 @@ class WrittenBlock(NamedTuple):
     digest: bytes
 
 
-def table(blocks: tuple[WrittenBlock, ...]) -> dict[str, np.ndarray]:
+def table(blocks: tuple[WrittenBlock, ...]) -> HostArrays:
     """Blocks as arrays, which a state holds."""
     digests = np.frombuffer(b"".join(block.digest for block in blocks), np.uint8)
     return {
@@ -51,7 +52,7 @@ def table(blocks: tuple[WrittenBlock, ...]) -> dict[str, np.ndarray]:
     }
 
 
-def blocks_in(arrays: Mapping[str, np.ndarray]) -> tuple[WrittenBlock, ...]:
+def blocks_in(arrays: HostArrays) -> tuple[WrittenBlock, ...]:
     """The blocks of a :func:`table`."""
     digests = arrays["digests"].reshape(-1, DIGEST_BYTES)
     return tuple(
@@ -128,7 +129,7 @@ class StoredDraws:
         earlier = [written for written in self.blocks if written.stop <= start]
         return *earlier, WrittenBlock(stop, _digest(block))
 
-    def _prepared(self, layout: DrawLayout) -> dict[str, dict[str, Any]]:
+    def _prepared(self, layout: DrawLayout) -> Sites:
         """The arrays, made if no block is finished, or lengthened."""
         if self.blocks:
             arrays = self._arrays("r+")
@@ -152,7 +153,7 @@ class StoredDraws:
         for start, stop, expected in self._bounds[blocks]:
             self._block(start, stop, expected)
 
-    def read(self, group: str) -> dict[str, np.ndarray]:
+    def read(self, group: str) -> HostArrays:
         """The draws of a group (C, S, ...) by name; an error if a block is not as it
         was written.
         """
@@ -185,12 +186,12 @@ class StoredDraws:
             instead = f"`runs.start` makes the last block again. {RESTORE}"
         raise self._place.error(got, instead) from cause
 
-    def _arrays(self, mode: str) -> dict[str, dict[str, Any]]:
+    def _arrays(self, mode: str) -> Sites:
         """The arrays by group and name; a ``ValueError`` if reading them could take
         more memory than the draws do.
         """
         root = import_extra(self._place.call, "zarr").open_group(self._path, mode=mode)
-        arrays: dict[str, dict[str, Any]] = {group: {} for group in self._likes}
+        arrays: Sites = {group: {} for group in self._likes}
         for group, name, like in _flat(self._likes):
             array = arrays[group][name] = root[group][name]
             draws_per_block = array.chunks[1]
@@ -207,7 +208,7 @@ class StoredDraws:
         return arrays
 
 
-def _new_array(group: Any, name: str, like: Any, layout: DrawLayout) -> Any:
+def _new_array(group: Any, name: str, like: PyTree, layout: DrawLayout) -> Any:
     return group.create_array(
         name,
         shape=(layout.num_chains, layout.num_draws, *like.shape),
@@ -261,7 +262,7 @@ def _flat(groups: Groups) -> Iterator[tuple[str, str, Any]]:
             yield group, name, value
 
 
-def _chunk_shape(like: Any, draws_per_block: int) -> tuple[int, ...]:
+def _chunk_shape(like: PyTree, draws_per_block: int) -> Shape:
     return (1, draws_per_block, *(max(1, size) for size in like.shape))
 
 

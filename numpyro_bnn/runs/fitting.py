@@ -4,16 +4,15 @@ there.
 
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from numpyro.infer import SVI
 from numpyro.infer.svi import SVIRunResult
 
 from numpyro_bnn import guides
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Positive, PositiveInt, RandomKey, Switch, checked
+from numpyro_bnn._types import Attributes, HostArrays, PyTree, Trees
 from numpyro_bnn.guides import AutoADF
 from numpyro_bnn.guides.adf.guide import ADFResult
 from numpyro_bnn.program.arguments import as_arrays
@@ -40,7 +39,7 @@ def fit(
     rng_key: RandomKey,
     num_steps: PositiveInt,
     *args: Any,
-    init_params: Mapping[str, Any] | None = None,
+    init_params: Trees | None = None,
     block_seconds: Positive = 10.0,
     stable_update: Switch = False,
     progress_bar: Switch = True,
@@ -134,7 +133,7 @@ def fit(
         return guides.fit(method, rng_key, num_steps, *args, **options)
 
 
-def _described_method(method: SVI | AutoADF) -> dict[str, Any]:
+def _described_method(method: SVI | AutoADF) -> Attributes:
     if isinstance(method, AutoADF):
         return described_options("guide", method)
     settings = {
@@ -158,7 +157,7 @@ class _Keeper:
         self._number, self._written = 0, time.monotonic()
         self._positions = positions(feeds)
 
-    def load(self, like: Any) -> tuple[Any, dict[str, np.ndarray]] | None:
+    def load(self, like: PyTree) -> tuple[PyTree, HostArrays] | None:
         saved = self._folder.latest(like)
         if saved is None:
             return None
@@ -166,7 +165,7 @@ class _Keeper:
         restore(self._feeds, self._positions)
         return saved.tree, saved.arrays
 
-    def save(self, state: Any, records: Mapping[str, np.ndarray], last: bool) -> None:
+    def save(self, state: PyTree, records: HostArrays, last: bool) -> None:
         if not last:  # an interrupted step may have taken more rows since
             self._positions = positions(self._feeds)
         if last or time.monotonic() - self._written >= self._seconds:

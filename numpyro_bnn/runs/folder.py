@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 
 from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Attributes, PyTree
 from numpyro_bnn.program.rows import Rows
 
 FORMAT = 2  # 1, of version 0.2.0, had no digests
@@ -47,8 +49,8 @@ class Saved(NamedTuple):
     """
 
     number: int
-    tree: Any
-    notes: dict[str, Any]
+    tree: PyTree
+    notes: Attributes
     arrays: dict[str, np.ndarray]
 
 
@@ -103,7 +105,7 @@ class FolderPath:
             f"which cannot be written ({cause.strerror or cause})", instead, OSError
         )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Attributes:
         """What ``run.json`` says, which is checked.
 
         :raises ValueError: if it is damaged, or of another version;
@@ -152,7 +154,7 @@ class FolderPath:
     def latest(
         self,
         run: str,
-        like: Any = None,
+        like: PyTree = None,
         valid: Callable[[Saved], bool] = lambda saved: True,
     ) -> Saved | None:
         """The last state that is whole; ``None`` before the first. It warns of those
@@ -183,7 +185,7 @@ class FolderPath:
             raise self.error("which has draws, but no state file", RESTORE)
         return None
 
-    def _read(self, number: int, run: str, like: Any) -> Saved | None:
+    def _read(self, number: int, run: str, like: PyTree) -> Saved | None:
         try:
             arrays = _arrays_in(self.state_file(number))
             described = json.loads(bytes(arrays.pop("described")))
@@ -221,11 +223,11 @@ class Folder:
         it, or if it holds other files or another run (the error names what differs).
     """
 
-    def __init__(self, place: FolderPath, description: Mapping[str, Any]) -> None:
+    def __init__(self, place: FolderPath, description: Attributes) -> None:
         self.place, self.path = place, place.path
         self.description = dict(description)
         #: What a new run's record says besides the description, as JSON.
-        self.more: dict[str, Any] = {}
+        self.more: Attributes = {}
         filelock = import_extra(place.call, "filelock")
         self._made = [
             folder for folder in (self.path, *self.path.parents) if not folder.exists()
@@ -302,7 +304,7 @@ class Folder:
         return digest(json.dumps(self.place.record()))
 
     def latest(
-        self, like: Any, valid: Callable[[Saved], bool] = lambda saved: True
+        self, like: PyTree, valid: Callable[[Saved], bool] = lambda saved: True
     ) -> Saved | None:
         """The last state that is whole: :meth:`FolderPath.latest`."""
         try:
@@ -313,8 +315,8 @@ class Folder:
     def commit(
         self,
         number: int,
-        tree: Any,
-        notes: Mapping[str, Any],
+        tree: PyTree,
+        notes: Attributes,
         more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Write a state and more arrays, then remove the states that are no longer
@@ -377,7 +379,7 @@ def _arrays_in(path: Path) -> dict[str, np.ndarray]:
             return {name: file[name] for name in file.files}
 
 
-def import_extra(call: str, name: str) -> Any:
+def import_extra(call: str, name: str) -> PyTree:
     """A package of the extra ``runs``."""
     try:
         return import_module(name)
@@ -398,7 +400,7 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def _differences(recorded: Attributes, expected: Attributes) -> list[str]:
     """The entries that differ, in words; at most three."""
     differing = []
     for name in {**expected, **recorded}:
@@ -411,7 +413,7 @@ def _differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> li
     return differing
 
 
-def _difference(name: str, was: Any, now: Any) -> str:
+def _difference(name: str, was: PyTree, now: PyTree) -> str:
     """How an entry differs, or ``""``; of parts, only the texts count, so that
     variables may be renamed.
     """
@@ -451,7 +453,7 @@ def _close(was: str, now: str) -> bool:
 # -- trees of arrays -------------------------------------------------------------------
 
 
-def digest(tree: Any) -> str:
+def digest(tree: PyTree) -> str:
     """A hash of all arrays, numbers and texts of a tree; of other objects only their
     types enter.
     """
@@ -474,7 +476,7 @@ def digest(tree: Any) -> str:
     return hasher.hexdigest()
 
 
-def _digests_of_parts(array: jax.Array) -> np.ndarray:
+def _digests_of_parts(array: Array) -> np.ndarray:
     """Of an array over several processes, a hash of the part of each."""
     text = f"{array.dtype} {array.shape}".encode()
     hasher = hashlib.sha256(text)
@@ -484,7 +486,7 @@ def _digests_of_parts(array: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(own))
 
 
-def raw(leaf: Any) -> np.ndarray:
+def raw(leaf: PyTree) -> np.ndarray:
     """A leaf as an array that npz can hold: key data for keys, raw bits for bfloat16
     and the like.
     """
@@ -492,7 +494,7 @@ def raw(leaf: Any) -> np.ndarray:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
-def restored(array: np.ndarray, leaf: Any) -> jax.Array:
+def restored(array: np.ndarray, leaf: PyTree) -> Array:
     """The leaf that :func:`raw` was given, of the kind, shape and dtype of ``leaf``;
     else a ``ValueError``.
     """
@@ -504,7 +506,7 @@ def restored(array: np.ndarray, leaf: Any) -> jax.Array:
     return jnp.array(array.view(leaf.dtype) if array.dtype != leaf.dtype else array)
 
 
-def with_keys(numbers: Any, leaf: jax.Array) -> Any:
+def with_keys(numbers: Any, leaf: Array) -> PyTree:
     """The leaf that :func:`~numpyro_bnn._keys.key_numbers` was given."""
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return numbers

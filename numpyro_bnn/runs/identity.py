@@ -6,9 +6,8 @@ densities of their sites as well.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, Trees
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.batches import Feed, feeds_in
 from numpyro_bnn.program.posterior import Posterior
@@ -29,9 +29,7 @@ from numpyro_bnn.runs.folder import DENSITY, FolderPath, digest
 SEEDS = range(3)  # of prior draws at which the densities of a model are compared
 
 
-def read_model(
-    call: str, model: Callable, args: tuple, kwargs: Mapping[str, Any]
-) -> Posterior:
+def read_model(call: str, model: Callable, args: tuple, kwargs: Kwargs) -> Posterior:
     """The model on its data; an error about arguments that it does not take."""
     try:
         return Posterior(model, args, kwargs, full=False)
@@ -42,9 +40,7 @@ def read_model(
         ) from cause
 
 
-def begin_feeds(
-    place: FolderPath, args: tuple, kwargs: Mapping[str, Any]
-) -> list[Feed]:
+def begin_feeds(place: FolderPath, args: tuple, kwargs: Kwargs) -> list[Feed]:
     """The loaders among the arguments, at their begin; refuse to go on with those that
     have no position.
     """
@@ -61,13 +57,11 @@ def begin_feeds(
     return feeds
 
 
-def described_model(
-    reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def described_model(reading: Posterior, args: tuple, kwargs: Kwargs) -> Attributes:
     """Sites by name with shape and support, data by place, and log densities at three
     draws from the prior.
     """
-    description: dict[str, Any] = {}
+    description: Attributes = {}
     for name, site in reading.sites.items():
         if site["type"] == "sample":
             kind = "observed" if site["is_observed"] else "latent"
@@ -97,7 +91,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
     Site by site: a sum over all rows would hide what changes in a prior.
     """
 
-    def sums(reading: Posterior, values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def sums(reading: Posterior, values: Arrays) -> Arrays:
         sums_by_site = {}
         for name, site in reading.at(values).items():
             if site["type"] == "sample":
@@ -118,9 +112,7 @@ def _densities(reading: Posterior) -> dict[str, str]:
     return texts
 
 
-def functions_of_data(
-    reading: Posterior, args: tuple, kwargs: Mapping[str, Any]
-) -> list[str]:
+def functions_of_data(reading: Posterior, args: tuple, kwargs: Kwargs) -> list[str]:
     """Names on disk of the deterministic sites that are functions of the data: the
     export of a run leaves them out.
 
@@ -132,7 +124,7 @@ def functions_of_data(
     if not names:
         return []
 
-    def values(sites: Sites) -> dict[str, Any]:
+    def values(sites: Sites) -> Trees:
         return {name: sites[name]["value"] for name in names}
 
     if rows_in(args, kwargs):  # read by the indices of a plate
@@ -148,14 +140,14 @@ def functions_of_data(
     return [stored(name) for name in names if sources[name] & places]
 
 
-def described_options(role: str, method: Any) -> dict[str, Any]:
+def described_options(role: str, method: object) -> Attributes:
     """Type, options and model of a kernel or a guide, and of the kernels in it.
 
     :param role: ``"kernel"`` or ``"guide"``.
     """
     if not isinstance(method, MCMCKernel | AutoGuide):  # a guide that is a function
         return {role: described_value(method)}
-    description: dict[str, Any] = {role: type(method).__name__}
+    description: Attributes = {role: type(method).__name__}
     for name, value in options_of(method).items():
         if isinstance(value, MCMCKernel):
             for key, text in described_options(role, value).items():

@@ -13,10 +13,12 @@ from typing import Annotated, Any, TypeAlias
 import jax
 import numpy as np
 import tqdm
+from jax import Array
 from numpyro.infer import MCMC
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
+from numpyro_bnn._types import Attributes, HostArrays, PyTree, Sites
 from numpyro_bnn.infer.chain_methods import parallel_vectorized
 from numpyro_bnn.program.arguments import Call, as_arrays
 from numpyro_bnn.program.batches import feeds_in, positions, restore
@@ -73,7 +75,7 @@ class Run:
         self,
         chains: Chains,
         draws: StoredDraws | None,
-        state: Any,
+        state: PyTree,
         num_draws: int,
         complete: bool,
         model_arguments: tuple,
@@ -140,7 +142,7 @@ def start(
     rng_key: RandomKey,
     *args: Any,
     extra_fields: Names = (),
-    init_params: Any = None,
+    init_params: PyTree = None,
     sites: Names | None = None,
     dtype: Annotated[str, Choice(DTYPES)] | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -274,7 +276,7 @@ class _Loop:
         # seconds per transition, and when the last block ended; 0 if not known
         self.pace = self.ended = 0.0
 
-    def begin(self, rng_key: jax.Array, init_params: Any) -> None:
+    def begin(self, rng_key: Array, init_params: PyTree) -> None:
         """The first state, or the last one on disk."""
         self.state = self.chains.start(rng_key, init_params)
         self.draws = self.spread.from_first(self._described)
@@ -295,7 +297,7 @@ class _Loop:
         self.folder.more["variables"] = variables
         return StoredDraws(self.folder.place, self.chains.mcmc.num_chains, likes)
 
-    def _saved(self) -> tuple[np.ndarray, Any]:
+    def _saved(self) -> tuple[np.ndarray, PyTree]:
         """Of the last state on disk: its number, steps of the warm-up, draws, and
         divergences; and that state.
         """
@@ -408,7 +410,7 @@ class _Loop:
             self._show(bar, "sampling", (stop - start) * thinning)
             start = stop
 
-    def _positions_after(self, state: Any) -> list[Any]:
+    def _positions_after(self, state: PyTree) -> Sequence[PyTree]:
         """Where the loaders are when a state is computed."""
         if self.feeds:
             jax.block_until_ready(state)
@@ -426,7 +428,7 @@ class _Loop:
         """Transitions in some seconds; few until their time is known."""
         return max(1, int(seconds / self.pace)) if self.pace else 1
 
-    def _check_range(self, values: Mapping[str, np.ndarray]) -> None:
+    def _check_range(self, values: HostArrays) -> None:
         for name, value in values.items():
             if self.chains.recording.dtype == "float16" and np.isinf(value).any():
                 got = f"'float16', in which a draw of {name!r} would be infinite"
@@ -439,14 +441,14 @@ class _Loop:
 
     def _commit(
         self,
-        state: Any,
+        state: PyTree,
         warmed: int | None = None,
         draws: int = 0,
         blocks: tuple[WrittenBlock, ...] = (),
-        feeds: Sequence[Any] = (),
+        feeds: Sequence[PyTree] = (),
     ) -> None:
         warmed = self.warmed if warmed is None else warmed
-        notes: dict[str, Any] = {
+        notes: Attributes = {
             "warmed": warmed,
             "draws": draws,
             "diverging": self.diverging,
@@ -473,7 +475,7 @@ class _Loop:
         bar.update(steps)
 
 
-def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> Sites:
     """Values by the names that they have on disk."""
     on_disk = {}
     for group, values in groups.items():
@@ -484,7 +486,7 @@ def _on_disk(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
 STEP_SIZES = ("step_size", "adapt_state.step_size")  # where states have it
 
 
-def _value(state: Any, name: str) -> Any:
+def _value(state: PyTree, name: str) -> PyTree:
     for attribute in name.split("."):
         state = getattr(state, attribute, None)
     return state

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
@@ -16,6 +17,7 @@ from numpyro.infer import MCMC
 from numpyro_bnn._checks import argument_error, has_rows_elsewhere, outside
 from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Arrays, PyTree, Trees
 from numpyro_bnn.infer.chain_methods import chain_mesh, parallel_vectorized
 from numpyro_bnn.program.batches import refuse_feeds
 from numpyro_bnn.program.rows import Rows, refuse_rows
@@ -53,14 +55,14 @@ class DeviceSpread:
 
     # -- arrays ------------------------------------------------------------------------
 
-    def chains(self, state: Any) -> Any:
+    def chains(self, state: PyTree) -> PyTree:
         """States of all chains, each on its devices."""
         return state if self.mesh is None else jax.tree.map(self._chain, state)
 
-    def _chain(self, leaf: jax.Array) -> jax.Array:
+    def _chain(self, leaf: Array) -> Array:
         return self._placed(leaf, BY_CHAIN if self.by_chain else SAME)
 
-    def local(self, shapes: Any) -> Any:
+    def local(self, shapes: PyTree) -> PyTree:
         """Shapes of what one device has of arrays (C, ...)."""
         if not self.by_chain:
             return shapes
@@ -70,16 +72,16 @@ class DeviceSpread:
             shapes,
         )
 
-    def same(self, value: Any) -> Any:
+    def same(self, value: PyTree) -> PyTree:
         """An array on all devices."""
         return value if self.mesh is None else self._placed(value, SAME)
 
-    def arguments(self, tree: Any) -> Any:
+    def arguments(self, tree: PyTree) -> PyTree:
         """The arguments of a model, with arrays over several processes as XLA splits
         programs of them.
         """
 
-        def on_mesh(leaf: Any) -> Any:
+        def on_mesh(leaf: PyTree) -> PyTree:
             if not has_rows_elsewhere(leaf):
                 return leaf
             shards = [shard.data for shard in leaf.addressable_shards]
@@ -90,9 +92,7 @@ class DeviceSpread:
 
         return jax.tree.map(on_mesh, tree)
 
-    def rows(
-        self, arrays: Mapping[str, Any], split: Collection[str]
-    ) -> dict[str, jax.Array]:
+    def rows(self, arrays: Trees, split: Collection[str]) -> Arrays:
         """Data by place, some of them in parts, of which the last one is filled up with
         copies of rows.
         """
@@ -103,24 +103,22 @@ class DeviceSpread:
             placed[place] = place_array(array)
         return placed
 
-    def _parts(self, array: Any) -> jax.Array:
+    def _parts(self, array: PyTree) -> Array:
         missing = -len(array) % self.mesh.shape[DATA]
         if missing:
             array = np.resize(array, (len(array) + missing, *np.shape(array)[1:]))
         return self._placed(array, PartitionSpec(DATA))
 
-    def cut(
-        self, arrays: Mapping[str, jax.Array], lengths: Mapping[str, int]
-    ) -> dict[str, jax.Array]:
+    def cut(self, arrays: Arrays, lengths: Mapping[str, int]) -> Arrays:
         """Inside of the program: rows without the copies."""
         return {
             place: array[: lengths[place]] if place in lengths else array
             for place, array in arrays.items()
         }
 
-    def _placed(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
+    def _placed(self, leaf: PyTree, spec: PartitionSpec) -> Array:
         sharding = NamedSharding(self.mesh, spec)
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
+        if isinstance(leaf, Array) and leaf.sharding.is_equivalent_to(
             sharding, leaf.ndim
         ):
             return leaf
@@ -129,7 +127,7 @@ class DeviceSpread:
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
-    def whole(self, tree: Any) -> Any:
+    def whole(self, tree: PyTree) -> PyTree:
         """Arrays on the devices of all processes as arrays of every process."""
         if not self.several:
             return tree
@@ -140,14 +138,14 @@ class DeviceSpread:
 
     # -- programs ----------------------------------------------------------------------
 
-    def compiled(self, advance: Callable, *arguments: Any) -> Callable:
+    def compiled(self, advance: Callable, *arguments: PyTree) -> Callable:
         """``advance(state, first, count, inputs)`` for these shapes, every
         device with its own chains.
 
         Along the axis of the rows, XLA splits the work where the data are split.
         """
         if self.by_chain:
-            specs: dict[str, Any] = {
+            specs: dict[str, PyTree] = {
                 "in_specs": (BY_CHAIN, SAME, SAME, SAME),
                 "out_specs": (BY_CHAIN, BY_DRAW),
             }
@@ -159,7 +157,7 @@ class DeviceSpread:
             self._warn_of_moved_rows(program.as_text() or "", arguments[-1])
         return program
 
-    def _warn_of_moved_rows(self, text: str, inputs: Mapping[str, jax.Array]) -> None:
+    def _warn_of_moved_rows(self, text: str, inputs: Arrays) -> None:
         """Warn of a program that collects all rows on every device, in each step."""
         by_rows = NamedSharding(self.mesh, PartitionSpec(DATA))
         largest = max(
@@ -191,7 +189,7 @@ class DeviceSpread:
 
     # -- agreement ---------------------------------------------------------------------
 
-    def from_first(self, find: Callable[[], Any], like: Any = None) -> Any:
+    def from_first(self, find: Callable[[], Any], like: PyTree = None) -> PyTree:
         """What the first process finds, in all of them.
 
         :param like: a tree of arrays with the shapes and dtypes of what is found; by
@@ -225,12 +223,12 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def with_own_rows(tree: Any) -> Any:
+def with_own_rows(tree: PyTree) -> PyTree:
     """The rows of this process in the place of arrays over several, for an export that
     needs none of the others.
     """
 
-    def own(leaf: Any) -> Any:
+    def own(leaf: PyTree) -> PyTree:
         if not has_rows_elsewhere(leaf):
             return leaf
         parts = {}
@@ -242,7 +240,7 @@ def with_own_rows(tree: Any) -> Any:
     return jax.tree.map(own, tree)
 
 
-def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
+def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: PyTree) -> DeviceSpread:
     """The mesh of a run, as given or for the chain method; refuse one that cannot be
     used.
 
@@ -271,7 +269,7 @@ def spread_of(call: str, mesh: Any, mcmc: MCMC, arguments: Any) -> DeviceSpread:
     return spread
 
 
-def _check(spread: DeviceSpread, num_chains: int, arguments: Any) -> None:
+def _check(spread: DeviceSpread, num_chains: int, arguments: PyTree) -> None:
     call, mesh = spread.call, spread.mesh
     if mesh is not None:
         refuse_feeds(call, "mesh", "devices would take them in no order", arguments)

@@ -3,7 +3,7 @@ and microcanonical.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,7 @@ from numpyro_bnn._options import (
     PositiveOrInfinite,
     Switch,
 )
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
     Dynamics,
@@ -63,16 +64,16 @@ class _Kicked(Dynamics):
         return context.transpose(context.adaptation, gradient)
 
     def _guarded(
-        self, context: StepContext, position: Array, memory: Any, move: StepResult
+        self, context: StepContext, position: Array, memory: PyTree, move: StepResult
     ) -> StepResult:
         """The move, or the way back if it ends where kicks are far too large."""
         if self.max_kick is None:
             return move
-        size, before = position.shape[0], squared_norm(memory.slope)
-        after = squared_norm(move.memory.slope)
-        most = (self.max_kick * size + OF_FEW) * context.temperature
-        steep = context.step_size * after > most
-        steep &= after >= before
+        size, old_norm = position.shape[0], squared_norm(memory.slope)
+        new_norm = squared_norm(move.memory.slope)
+        limit = (self.max_kick * size + OF_FEW) * context.temperature
+        steep = context.step_size * new_norm > limit
+        steep &= new_norm >= old_norm
         back = position, self.turned_back(memory, context.temperature)
         position, memory = select(steep, back, (move.position, move.memory))
         return move._replace(position=position, memory=memory, refused=steep)
@@ -110,15 +111,19 @@ class Overdamped(_Kicked):
         return Slope(self._start(context, position, draw))
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         drift = (-0.5 * context.step_size) * memory.slope
         noise = jnp.sqrt(context.step_size * context.temperature) * draw.noise[0]
-        seen = context.evaluate(
+        evaluation = context.evaluate(
             position + context.root(context.adaptation, drift + noise), draw.batch
         )
-        slope = context.transpose(seen.adaptation, seen.gradient)
-        move = StepResult(seen.position, Slope(slope), seen)
+        slope = context.transpose(evaluation.adaptation, evaluation.gradient)
+        move = StepResult(evaluation.position, Slope(slope), evaluation)
         return self._guarded(context, position, memory, move)
 
 
@@ -143,24 +148,26 @@ def refreshed(momentum: Array, noise: Array, rate: Array, temperature: Array) ->
 class _Underdamped(_Kicked):
     friction: NonNegativeOrInfinite
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> PyTree:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
         return Momentum(start, self._start(context, position, draw))
 
-    def momentum(self, memory: Any) -> Array:
+    def momentum(self, memory: PyTree) -> Array:
         return memory.momentum
 
     def _kick(self, context: StepContext, momentum: Array, slope: Array) -> Array:
         return momentum - 0.5 * jnp.sqrt(context.step_size) * slope
 
     def _last_kick(
-        self, context: StepContext, momentum: Array, seen: Evaluation
+        self, context: StepContext, momentum: Array, evaluation: Evaluation
     ) -> tuple[Array, Array]:
         """The momentum after the last kick of a step, and the slope of the next one's
         first, whose preconditioner has seen this gradient.
         """
-        slope = context.transpose(context.adaptation, seen.gradient)
-        next_slope = context.transpose(seen.adaptation, seen.gradient)
+        slope = context.transpose(context.adaptation, evaluation.gradient)
+        next_slope = context.transpose(evaluation.adaptation, evaluation.gradient)
         return self._kick(context, momentum, slope), next_slope
 
     def _rate(self, context: StepContext) -> Array:
@@ -200,18 +207,24 @@ class BAOAB(_Underdamped):
     """
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         half = 0.5 * jnp.sqrt(context.step_size)
         kicked = self._kick(context, memory.momentum, memory.slope)
-        fresh = refreshed(
+        renewed = refreshed(
             kicked, draw.noise[0], self._rate(context), context.temperature
         )
         # Both half drifts in one product: nothing in between depends on the position.
-        end = position + half * context.root(context.adaptation, kicked + fresh)
-        seen = context.evaluate(end, draw.batch)
-        after = Momentum(*self._last_kick(context, fresh, seen))
-        return self._guarded(context, position, memory, StepResult(end, after, seen))
+        end = position + half * context.root(context.adaptation, kicked + renewed)
+        evaluation = context.evaluate(end, draw.batch)
+        next_memory = Momentum(*self._last_kick(context, renewed, evaluation))
+        return self._guarded(
+            context, position, memory, StepResult(end, next_memory, evaluation)
+        )
 
 
 class Thermostat(NamedTuple):
@@ -262,35 +275,43 @@ class NoseHoover(_Underdamped):
     friction: NonNegative
     mass: Positive = 1.0
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> PyTree:
         start = super().init(context, position, draw)
         return Thermostat(
             start.momentum, start.slope, jnp.asarray(self.friction, position.dtype)
         )
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         h, temperature = jnp.sqrt(context.step_size), context.temperature
         half, size = 0.5 * h, position.shape[0]
-        most = (HOTTEST + OF_FEW / size) * temperature
+        hottest = (HOTTEST + OF_FEW / size) * temperature
 
         def heat(momentum: Array) -> Array:
-            kinetic = jnp.minimum(squared_norm(momentum) / size, most)
+            kinetic = jnp.minimum(squared_norm(momentum) / size, hottest)
             return half / self.mass * (kinetic - temperature)
 
         kicked = self._kick(context, memory.momentum, memory.slope)
         xi = memory.friction + heat(kicked)
         decay = jnp.exp(-xi * h)
-        fresh = (
+        renewed = (
             decay * kicked
             + jnp.sqrt(self._variance(xi, h) * temperature) * draw.noise[0]
         )
-        xi = xi + heat(fresh)
-        end = position + half * context.root(context.adaptation, kicked + fresh)
-        seen = context.evaluate(end, draw.batch)
-        after = Thermostat(*self._last_kick(context, fresh, seen), xi)
-        return self._guarded(context, position, memory, StepResult(end, after, seen))
+        xi = xi + heat(renewed)
+        end = position + half * context.root(context.adaptation, kicked + renewed)
+        evaluation = context.evaluate(end, draw.batch)
+        next_memory = Thermostat(*self._last_kick(context, renewed, evaluation), xi)
+        return self._guarded(
+            context, position, memory, StepResult(end, next_memory, evaluation)
+        )
 
     def in_other_steps(self, memory: Thermostat, ratio: Array) -> Thermostat:
         # friction is per unit of time; that of a step stays
@@ -435,16 +456,20 @@ class Microcanonical(Dynamics):
             raise argument_error(
                 "sgmcmc.Microcanonical", "position", f"shape {position.shape}", instead
             )
-        seen = context.evaluate(position, draw.batch)
+        evaluation = context.evaluate(position, draw.batch)
         length = jnp.asarray(
             position.size**0.5 if self.length is None else self.length, position.dtype
         )
         return Direction(
-            normalized(draw.noise[0]), seen.potential, seen.gradient, length
+            normalized(draw.noise[0]), evaluation.potential, evaluation.gradient, length
         )
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         if self.max_energy_error is not None:
             shorter = 4.0 ** -jnp.ceil(3 * draw.uniform / SHORT)
@@ -456,51 +481,59 @@ class Microcanonical(Dynamics):
         blur = jnp.minimum(2.0 * context.step_size / memory.length, 50.0)
         spread = jnp.sqrt(jnp.expm1(blur) / position.shape[0])
         direction = normalized(memory.direction + spread * draw.noise[0])
-        here = Evaluation(
+        start = Evaluation(
             position, memory.potential, memory.gradient, context.adaptation
         )
         if self.fresh:
-            here = context.evaluate(position, draw.batch)
-        seen, end, error = self._integrate(context, here, direction, draw.batch)
-        taken = jnp.isfinite(error)
+            start = context.evaluate(position, draw.batch)
+        evaluation, end, error = self._integrate(context, start, direction, draw.batch)
+        accepted = jnp.isfinite(error)
         if self.max_energy_error is not None:
             largest = jnp.asarray(self.max_energy_error, error.dtype)
             if self.max_warm_up_error is not None:
                 early = self.max_warm_up_error
                 largest = jnp.where(context.warming, early, largest)
-            descends = context.warming & (seen.potential < here.potential)
-            taken &= descends | (jnp.abs(error) <= largest)
-        seen, end = select(taken, (seen, end), (here, -direction))
-        after = memory._replace(
-            direction=end, potential=seen.potential, gradient=seen.gradient
+            descends = context.warming & (evaluation.potential < start.potential)
+            accepted &= descends | (jnp.abs(error) <= largest)
+        evaluation, end = select(accepted, (evaluation, end), (start, -direction))
+        next_memory = memory._replace(
+            direction=end, potential=evaluation.potential, gradient=evaluation.gradient
         )
         shown = (
-            here if self.fresh else seen
+            start if self.fresh else evaluation
         )  # the end of a step depends on the noise of its minibatch
         return StepResult(
-            seen.position, after, shown, energy_error=error, refused=~taken
+            evaluation.position,
+            next_memory,
+            shown,
+            energy_error=error,
+            refused=~accepted,
         )
 
     def _integrate(
-        self, context: StepContext, here: Evaluation, direction: Array, batch: Any
+        self, context: StepContext, start: Evaluation, direction: Array, batch: PyTree
     ) -> tuple:
         """The deterministic part of a step: the evaluation at its end, direction, and
         energy error.
         """
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature
-        adaptation, seen = context.adaptation, here
+        adaptation, evaluation = context.adaptation, start
 
         def slope(gradient: Array) -> Array:
             return scale * context.transpose(adaptation, gradient)
 
-        direction, kinetic = turn(direction, slope(seen.gradient), turns[0] * eps)
+        direction, kinetic = turn(direction, slope(evaluation.gradient), turns[0] * eps)
         for share, drift in zip(turns[1:], drifts, strict=True):
-            position = seen.position + (drift * eps) * context.root(
+            position = evaluation.position + (drift * eps) * context.root(
                 adaptation, direction
             )
-            seen = context.evaluate(position, batch)
-            direction, change = turn(direction, slope(seen.gradient), share * eps)
+            evaluation = context.evaluate(position, batch)
+            direction, change = turn(direction, slope(evaluation.gradient), share * eps)
             kinetic = kinetic + change
         # A difference of neighbors: that of distant potentials would lose digits.
-        return seen, direction, kinetic - scale * (seen.potential - here.potential)
+        return (
+            evaluation,
+            direction,
+            kinetic - scale * (evaluation.potential - start.potential),
+        )

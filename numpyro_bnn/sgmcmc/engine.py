@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import (
@@ -22,6 +23,7 @@ from numpyro_bnn._options import (
     PositiveInt,
     checked,
 )
+from numpyro_bnn._types import PyTree, Scalar
 from numpyro_bnn.sgmcmc import streams
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -127,9 +129,9 @@ class State(NamedTuple):
     step: Array
     num_warmup: Array
     seeds: Array
-    memory: Any
-    estimator: Any
-    adaptation: Any
+    memory: PyTree
+    estimator: PyTree
+    adaptation: PyTree
     statistics: Statistics
     refused_in_a_row: Array
     first_divergence: Array
@@ -247,12 +249,12 @@ class Sampler:
             self.gradient, "center"
         )
 
-    def unlearned(self, state: State, position: Array) -> Any:
+    def unlearned(self, state: State, position: Array) -> PyTree:
         """The state of the preconditioner of a chain, from its start if it adapts."""
         learns = self.preconditioner.adapts
         return self.preconditioner.init(position) if learns else state.adaptation
 
-    def restart(self, state: State, position: Array, adaptation: Any) -> State:
+    def restart(self, state: State, position: Array, adaptation: PyTree) -> State:
         """Start a chain again at a position, with new momenta and this state of its
         preconditioner.
         """
@@ -311,7 +313,9 @@ class Sampler:
 
         return lax.fori_loop(0, num_blocks, run_block, state)
 
-    def _separated(self, state: State) -> tuple[Callable[[Any], Any], "Sampler", int]:
+    def _separated(
+        self, state: State
+    ) -> tuple[Callable[[PyTree], PyTree], "Sampler", int]:
         """Return a function that prepares the minibatches of a block, the sampler for
         these, and bytes per step.
         """
@@ -325,7 +329,7 @@ class Sampler:
         row_bytes = sum(x.size * x.dtype.itemsize for x in prepared)
         return jax.vmap(prepare), replace(self, gradient=gradient), row_bytes
 
-    def _check_start(self, position: Array, num_warmup: Any) -> Array:
+    def _check_start(self, position: Array, num_warmup: Scalar) -> Array:
         call, position = "sgmcmc.Sampler.init", jnp.asarray(position)
         if position.ndim != 1 or position.shape[0] == 0:
             instead = "Pass one flat vector (P,): see `ravel_pytree`."
@@ -349,8 +353,13 @@ class Sampler:
         return position
 
     def _start_memory(
-        self, position: Array, step: Array, seeds: Array, estimator: Any, learned: Any
-    ) -> Any:
+        self,
+        position: Array,
+        step: Array,
+        seeds: Array,
+        estimator: PyTree,
+        learned: PyTree,
+    ) -> PyTree:
         """Return the initial memory of the dynamics at a position: momenta drawn,
         gradients evaluated.
         """
@@ -377,7 +386,12 @@ class Sampler:
         return StepRandomness(flat.reshape(rows, size), batch, uniform)
 
     def _context(
-        self, estimator: Any, adaptation: Any, step: Array, warming: Any, dtype: Any
+        self,
+        estimator: PyTree,
+        adaptation: PyTree,
+        step: Array,
+        warming: Any,
+        dtype: DTypeLike,
     ) -> StepContext:
         def evaluate(position, batch):
             potential, gradient = self.gradient(estimator, position, batch)

@@ -17,6 +17,7 @@ from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import part_of, reached
 from numpyro_bnn._jaxprs.walk import needed_equations
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc.interfaces import Array, Gradient
 from numpyro_bnn.sgmcmc.streams import FullData, Stream
 
@@ -49,7 +50,9 @@ class Full(Gradient):
     potential_fn: FullPotential
     stream: Stream = field(default=FullData(), init=False)
 
-    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
+    def __call__(
+        self, state: PyTree, position: Array, batch: PyTree
+    ) -> tuple[Array, Array]:
         return jax.value_and_grad(self.potential_fn)(position)
 
 
@@ -77,12 +80,14 @@ class Minibatch(Gradient):
     potential_fn: Potential
     stream: Minibatches
 
-    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
+    def __call__(
+        self, state: PyTree, position: Array, batch: PyTree
+    ) -> tuple[Array, Array]:
         return _value_and_grad(self.potential_fn, position, batch)
 
     def separate(
-        self, position: Array, batch: Any
-    ) -> tuple[Callable[[Any], Any], Gradient]:
+        self, position: Array, batch: PyTree
+    ) -> tuple[Callable[[PyTree], PyTree], Gradient]:
         prepare, finish = separate(self.potential_fn, position, batch)
         return prepare, replace(self, potential_fn=finish)
 
@@ -150,7 +155,7 @@ class ControlVariates(Gradient):
         return Center(center, *jax.value_and_grad(self.full_potential_fn)(center))
 
     def __call__(
-        self, state: Center, position: Array, batch: Any
+        self, state: Center, position: Array, batch: PyTree
     ) -> tuple[Array, Array]:
         here = _value_and_grad(self.potential_fn, position, batch)
         there = _value_and_grad(self.potential_fn, state.position, batch)
@@ -162,11 +167,11 @@ class ControlVariates(Gradient):
 
 
 def _value_and_grad(
-    potential_fn: Potential, position: Array, batch: Any
+    potential_fn: Potential, position: Array, batch: PyTree
 ) -> tuple[Array, Array]:
     # A minibatch (and its key, if it holds one) is deliberately evaluated at several
     # positions.
-    def shared(leaf: Any) -> Any:
+    def shared(leaf: PyTree) -> PyTree:
         return (
             jax.random.clone(leaf)
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -177,7 +182,7 @@ def _value_and_grad(
 
 
 def separate(
-    potential_fn: Potential, position: Array, batch: Any
+    potential_fn: Potential, position: Array, batch: PyTree
 ) -> tuple[Callable, Callable]:
     """Split ``potential_fn(position, batch)`` into ``finish(position,
     prepare(batch))``, from an example of both.
@@ -211,7 +216,7 @@ def separate(
     early = part_of(closed, jaxpr.invars[1:], handed)
     late = part_of(closed, [jaxpr.invars[0], *handed], jaxpr.outvars)
 
-    def prepare(batch: Any) -> list[Array]:
+    def prepare(batch: PyTree) -> list[Array]:
         return early(*jax.tree.leaves(batch))
 
     def finish(position: Array, prepared: list[Array]) -> Array:

@@ -3,14 +3,14 @@ values they exchange.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._options import check_fields
-
-Array = jax.Array
+from numpyro_bnn._types import PyTree
 
 
 class Evaluation(NamedTuple):
@@ -24,7 +24,7 @@ class Evaluation(NamedTuple):
     position: Array
     potential: Array
     gradient: Array
-    adaptation: Any
+    adaptation: PyTree
 
 
 class StepContext(NamedTuple):
@@ -40,10 +40,10 @@ class StepContext(NamedTuple):
         warm-up.
     """
 
-    evaluate: Callable[[Array, Any], Evaluation]
-    root: Callable[[Any, Array], Array]
-    transpose: Callable[[Any, Array], Array]
-    adaptation: Any
+    evaluate: Callable[[Array, PyTree], Evaluation]
+    root: Callable[[PyTree, Array], Array]
+    transpose: Callable[[PyTree, Array], Array]
+    adaptation: PyTree
     step_size: Array
     temperature: Array
     warming: Array
@@ -58,7 +58,7 @@ class StepRandomness(NamedTuple):
     """
 
     noise: Array
-    batch: Any
+    batch: PyTree
     uniform: Array
 
 
@@ -78,7 +78,7 @@ class StepResult(NamedTuple):
     """
 
     position: Array
-    memory: Any
+    memory: PyTree
     evaluation: Evaluation
     accept_prob: Array | None = None
     energy_error: Array | None = None
@@ -91,26 +91,28 @@ class Gradient:
     """
 
     #: The source of minibatches.
-    stream: Any
+    stream: PyTree
     #: Gradients of the minibatch potential per estimate.
     evaluations: int = 1
 
     def __post_init__(self) -> None:
         check_fields(f"sgmcmc.{type(self).__name__}", self)
 
-    def init(self, position: Array) -> Any:
+    def init(self, position: Array) -> PyTree:
         """Return the state of the estimator; by default there is none."""
         return ()
 
     def separate(
-        self, position: Array, batch: Any
-    ) -> tuple[Callable[[Any], Any], "Gradient"]:
+        self, position: Array, batch: PyTree
+    ) -> tuple[Callable[[PyTree], PyTree], "Gradient"]:
         """Return ``prepare``, which can run for many steps at once, and an estimator on
         ``prepare(batch)``.
         """
         return (lambda batch: batch), self
 
-    def __call__(self, state: Any, position: Array, batch: Any) -> tuple[Array, Array]:
+    def __call__(
+        self, state: PyTree, position: Array, batch: PyTree
+    ) -> tuple[Array, Array]:
         """Return estimates of the potential and of its gradient (P,)."""
         raise NotImplementedError
 
@@ -131,23 +133,23 @@ class Preconditioner:
         """Whether it keeps changing after warm-up."""
         return False
 
-    def init(self, position: Array) -> Any:
+    def init(self, position: Array) -> PyTree:
         """Return the state for positions of this shape and type."""
         return ()
 
-    def update(self, state: Any, gradient: Array, warming: Array) -> Any:
+    def update(self, state: PyTree, gradient: Array, warming: Array) -> PyTree:
         """Learn from a gradient; by default nothing."""
         return state
 
-    def root(self, state: Any, v: Array) -> Array:
+    def root(self, state: PyTree, v: Array) -> Array:
         """Multiply by L: standard noise v becomes noise L v of covariance G."""
         raise NotImplementedError
 
-    def transpose(self, state: Any, v: Array) -> Array:
+    def transpose(self, state: PyTree, v: Array) -> Array:
         """Return L' v; by default L is symmetric."""
         return self.root(state, v)
 
-    def whiten(self, state: Any, v: Array) -> Array:
+    def whiten(self, state: PyTree, v: Array) -> Array:
         """Multiply by L^-1: noise v of covariance G becomes standard noise."""
         raise NotImplementedError
 
@@ -185,27 +187,33 @@ class Dynamics:
         none.
         """
 
-    def init(self, context: StepContext, position: Array, draw: StepRandomness) -> Any:
+    def init(
+        self, context: StepContext, position: Array, draw: StepRandomness
+    ) -> PyTree:
         """Return the memory (momenta, cached gradients) of a chain that starts here."""
         return ()
 
     def step(
-        self, context: StepContext, position: Array, memory: Any, draw: StepRandomness
+        self,
+        context: StepContext,
+        position: Array,
+        memory: PyTree,
+        draw: StepRandomness,
     ) -> StepResult:
         """Make one step."""
         raise NotImplementedError
 
-    def momentum(self, memory: Any) -> Array | None:
+    def momentum(self, memory: PyTree) -> Array | None:
         """Return the whitened momentum (P,), or None."""
         return None
 
-    def in_other_steps(self, memory: Any, ratio: Array) -> Any:
+    def in_other_steps(self, memory: PyTree, ratio: Array) -> PyTree:
         """Convert the memory of a chain to another step size: its next steps take other
         times, ``ratio`` = old / new.
         """
         return memory
 
-    def turned_back(self, memory: Any, temperature: Array) -> Any:
+    def turned_back(self, memory: PyTree, temperature: Array) -> PyTree:
         """Return the memory of a chain that stays because its step was not finite: its
         momentum is reversed.
 
@@ -227,6 +235,6 @@ def squared_norm(v: Array) -> Array:
     return jnp.vdot(v, v)
 
 
-def select(condition: Array, new: Any, old: Any) -> Any:
+def select(condition: Array, new: PyTree, old: PyTree) -> PyTree:
     """Return one of two trees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +10,7 @@ from jax.scipy.stats import norm
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Fraction, FractionBelow1, PositiveInt
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc.dynamics import refreshed
 from numpyro_bnn.sgmcmc.interfaces import (
     Array,
@@ -100,8 +101,8 @@ class HMC(Dynamics):
         self, context: StepContext, position: Array, draw: StepRandomness
     ) -> PhasePoint:
         start = jnp.sqrt(context.temperature) * draw.noise[0]
-        seen = context.evaluate(position, draw.batch)
-        return PhasePoint(start, seen.potential, seen.gradient)
+        evaluation = context.evaluate(position, draw.batch)
+        return PhasePoint(start, evaluation.potential, evaluation.gradient)
 
     def step(
         self,
@@ -115,48 +116,48 @@ class HMC(Dynamics):
             math.inf if self.momentum_decay == 1 else -math.log1p(-self.momentum_decay)
         )
         start = refreshed(memory.momentum, draw.noise[0], rate, temperature)
-        here = Evaluation(
+        origin = Evaluation(
             position, memory.potential, memory.gradient, context.adaptation
         )
         h = jnp.sqrt(context.step_size)
         if self.jitter:
             # One uniform number is made from the second row of normals.
             h = h * (1 + self.jitter * (2 * norm.cdf(draw.noise[1, 0]) - 1))
-        there, end = self._leapfrog(context, here, start, h, draw.batch)
+        proposal, end = self._leapfrog(context, origin, start, h, draw.batch)
         error = (
-            there.potential
-            - here.potential
+            proposal.potential
+            - origin.potential
             + 0.5 * (squared_norm(end) - squared_norm(start))
         )
         accepted, probability = accept(-error / temperature, draw.uniform)
-        kept, momentum = select(accepted, (there, end), (here, -start))
-        after = PhasePoint(momentum, kept.potential, kept.gradient)
-        return StepResult(kept.position, after, kept, probability)
+        evaluation, momentum = select(accepted, (proposal, end), (origin, -start))
+        next_memory = PhasePoint(momentum, evaluation.potential, evaluation.gradient)
+        return StepResult(evaluation.position, next_memory, evaluation, probability)
 
     def _leapfrog(
         self,
         context: StepContext,
-        here: Evaluation,
+        origin: Evaluation,
         momentum: Array,
         h: Array,
-        batch: Any,
-    ) -> Any:
+        batch: PyTree,
+    ) -> PyTree:
         adaptation = context.adaptation
 
-        def kick(r: Array, share: float, seen: Evaluation) -> Array:
-            return r - share * h * context.transpose(adaptation, seen.gradient)
+        def kick(r: Array, share: float, evaluation: Evaluation) -> Array:
+            return r - share * h * context.transpose(adaptation, evaluation.gradient)
 
         def leap(_: Array, carry: tuple[Evaluation, Array]) -> tuple[Evaluation, Array]:
-            seen, r = carry
-            seen = context.evaluate(
-                seen.position + h * context.root(adaptation, r), batch
+            evaluation, r = carry
+            evaluation = context.evaluate(
+                evaluation.position + h * context.root(adaptation, r), batch
             )
-            return seen, kick(r, 1.0, seen)
+            return evaluation, kick(r, 1.0, evaluation)
 
-        there, r = lax.fori_loop(
-            0, self.num_steps, leap, (here, kick(momentum, 0.5, here))
+        proposal, r = lax.fori_loop(
+            0, self.num_steps, leap, (origin, kick(momentum, 0.5, origin))
         )
-        return there, kick(r, -0.5, there)
+        return proposal, kick(r, -0.5, proposal)
 
     def momentum(self, memory: PhasePoint) -> Array:
         return memory.momentum

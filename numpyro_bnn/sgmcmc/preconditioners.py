@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, FractionBelow1, Positive, Switch
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.sgmcmc.interfaces import Array, Preconditioner
 
 
@@ -24,10 +26,10 @@ from numpyro_bnn.sgmcmc.interfaces import Array, Preconditioner
 class Identity(Preconditioner):
     """G = I."""
 
-    def root(self, state: Any, v: Array) -> Array:
+    def root(self, state: PyTree, v: Array) -> Array:
         return v
 
-    def whiten(self, state: Any, v: Array) -> Array:
+    def whiten(self, state: PyTree, v: Array) -> Array:
         return v
 
 
@@ -44,7 +46,7 @@ class Diagonal(Preconditioner):
     [2.0, 3.0]
     """
 
-    values: Any
+    values: ArrayLike
 
     def __post_init__(self) -> None:
         if isinstance(self.values, jax.core.Tracer):
@@ -111,7 +113,7 @@ class Dense(Factor):
     [2.0, 3.0]
     """
 
-    matrix: Any
+    matrix: ArrayLike
 
     def __post_init__(self) -> None:
         if isinstance(self.matrix, jax.core.Tracer):
@@ -165,15 +167,15 @@ class Blocks(Preconditioner):
         return jnp.split(v, np.cumsum([size for size, _ in self.parts])[:-1])
 
     def _each(
-        self, method: str, state: tuple[Any, ...], v: Array, *options: Any
-    ) -> list[Any]:
+        self, method: str, state: tuple[PyTree, ...], v: Array, *options: Any
+    ) -> list[PyTree]:
         blocks = zip(self.parts, state, self._split(v), strict=True)
         return [
             getattr(part, method)(own, block, *options)
             for (_, part), own, block in blocks
         ]
 
-    def init(self, position: Array) -> tuple[Any, ...]:
+    def init(self, position: Array) -> tuple[PyTree, ...]:
         total = sum(
             Count().check("sgmcmc.Blocks", "parts", size) for size, _ in self.parts
         )
@@ -188,17 +190,17 @@ class Blocks(Preconditioner):
         )
 
     def update(
-        self, state: tuple[Any, ...], gradient: Array, warming: Array
-    ) -> tuple[Any, ...]:
+        self, state: tuple[PyTree, ...], gradient: Array, warming: Array
+    ) -> tuple[PyTree, ...]:
         return tuple(self._each("update", state, gradient, warming))
 
-    def root(self, state: tuple[Any, ...], v: Array) -> Array:
+    def root(self, state: tuple[PyTree, ...], v: Array) -> Array:
         return jnp.concatenate(self._each("root", state, v))
 
-    def transpose(self, state: tuple[Any, ...], v: Array) -> Array:
+    def transpose(self, state: tuple[PyTree, ...], v: Array) -> Array:
         return jnp.concatenate(self._each("transpose", state, v))
 
-    def whiten(self, state: tuple[Any, ...], v: Array) -> Array:
+    def whiten(self, state: tuple[PyTree, ...], v: Array) -> Array:
         return jnp.concatenate(self._each("whiten", state, v))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import (
@@ -22,10 +22,11 @@ from numpyro_bnn._options import (
     PositiveInt,
     check_fields,
 )
+from numpyro_bnn._types import Scalar
 
 __all__ = ["constant", "polynomial", "cyclical"]
 
-Schedule = Callable[[jax.Array], Any]
+Schedule = Callable[[Array], Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class constant:
     def __post_init__(self) -> None:
         check_fields("schedules.constant", self)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Scalar) -> Any:
         return self.value
 
 
@@ -80,7 +81,7 @@ class polynomial:
                 "Above 1 the chain freezes: pass a value in (0.5, 1].",
             )
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Scalar) -> Any:
         return self.a * (self.b + step) ** -self.gamma
 
 
@@ -127,20 +128,20 @@ class cyclical:
         """L = ceil(K / M)."""
         return math.ceil(self.num_steps / self.num_cycles)
 
-    def collects(self, step: Any) -> Any:
+    def collects(self, step: Scalar) -> Scalar:
         """Return whether the step belongs to the sampling part of its cycle."""
         # Counted in whole steps: a float32 phase may round below `explore`.
         return step % self.cycle_length >= math.ceil(
             self.explore * self.cycle_length - 1e-9
         )
 
-    def temperature(self, step: Any) -> Any:
+    def temperature(self, step: Scalar) -> Scalar:
         """Return 0 while exploring (optimization without noise) and 1 while sampling; a
         schedule of temperatures.
         """
         return jnp.where(self.collects(step), 1.0, 0.0)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Scalar) -> Any:
         phase = (step % self.cycle_length) / self.cycle_length
         return 0.5 * self.initial * (jnp.cos(jnp.pi * phase) + 1.0)
 

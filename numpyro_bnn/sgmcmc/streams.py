@@ -10,16 +10,15 @@ transform to normals.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, check_fields
-
-Array = jax.Array
+from numpyro_bnn._types import PyTree
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -172,7 +171,7 @@ _ROUNDS = 64
 class Stream(Protocol):
     """A source of minibatches."""
 
-    def draw(self, words: Array, step: Array) -> Any:
+    def draw(self, words: Array, step: Array) -> PyTree:
         """Return the minibatch of ``step`` (uint32 scalar) under the seed ``words``
         (uint32, (2,)).
         """
@@ -333,9 +332,9 @@ class ProductStream:
     independent seeds.
     """
 
-    streams: Mapping[str, Any]
+    streams: Mapping[str, Stream]
 
-    def draw(self, words: Array, step: Array) -> dict[str, Any]:
+    def draw(self, words: Array, step: Array) -> dict[str, PyTree]:
         # Steps never reach the last counter, so the words of a part are not among those
         # of any stream.
         parts = [

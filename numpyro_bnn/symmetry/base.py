@@ -6,15 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import fields, replace
 from math import prod
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Arrays, PyTree, Shape, Trees
 
-Values = dict[str, jax.Array]
+Values = dict[str, Array]
+# Sites or (site, axis) pairs as users write them; tuples of `UnitAxis` once checked.
+UnitAxes: TypeAlias = Any
 
 
 class UnitAxis(NamedTuple):
@@ -32,15 +35,15 @@ class UnitAxis(NamedTuple):
     axis: int | None = None
     repeats: int = 1
 
-    def units(self, shape: tuple[int, ...]) -> int:
+    def units(self, shape: Shape) -> int:
         """Number of units U of a site of ``shape``."""
         return 1 if self.axis is None else shape[self.axis] // self.repeats
 
-    def per_unit(self, shape: tuple[int, ...]) -> int:
+    def per_unit(self, shape: Shape) -> int:
         """Number of elements that belong to each unit."""
         return prod(shape) // self.units(shape)
 
-    def by_unit(self, values: Any) -> Any:
+    def by_unit(self, values: PyTree) -> PyTree:
         """The elements of each unit: (N, elements, U) of N values of the site, of NumPy
         or JAX.
         """
@@ -50,11 +53,11 @@ class UnitAxis(NamedTuple):
             values = np.moveaxis(values, self.axis % len(shape) + 1, -1)
         return values.reshape((len(values), self.per_unit(shape), self.units(shape)))
 
-    def over_units(self, elements: jax.Array) -> jax.Array:
+    def over_units(self, elements: Array) -> Array:
         """Sum over the elements of each unit: (U,)."""
         return jnp.sum(self.by_unit(elements[None])[0], axis=0)
 
-    def by_element(self, numbers: jax.Array, ndim: int) -> jax.Array:
+    def by_element(self, numbers: Array, ndim: int) -> Array:
         """Numbers (U,) in a shape that broadcasts against the site."""
         if self.axis is None:
             return numbers.reshape((1,) * ndim)
@@ -63,7 +66,7 @@ class UnitAxis(NamedTuple):
             along, tuple(i for i in range(ndim) if i != self.axis % ndim)
         )
 
-    def permuted(self, value: jax.Array, order: jax.Array) -> jax.Array:
+    def permuted(self, value: Array, order: Array) -> Array:
         """The site with its units in another order (U,)."""
         if self.axis is None:
             return value
@@ -73,7 +76,7 @@ class UnitAxis(NamedTuple):
         return jnp.take(value, index, axis=self.axis)
 
 
-def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
+def as_unit_axes(call: str, argument: str, value: object) -> tuple[UnitAxis, ...]:
     """Unit axes from site names and ``(site, axis)`` or ``(site, axis, repeats)``
     tuples.
     """
@@ -98,7 +101,7 @@ def as_unit_axes(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
     return tuple(axes)
 
 
-def _is_unit_axis(site: Any = None, *numbers: Any) -> bool:
+def _is_unit_axis(site: object = None, *numbers: object) -> bool:
     """Whether these are the fields of a :class:`UnitAxis`, two or three."""
     if not isinstance(site, str) or not 1 <= len(numbers) <= 2:
         return False
@@ -106,7 +109,7 @@ def _is_unit_axis(site: Any = None, *numbers: Any) -> bool:
     return _is_integer(repeats) and (axis is None or _is_integer(axis))
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -145,30 +148,30 @@ class Symmetry(ABC):
         return f"{type(self).__name__}({self.unit_axes[0].site})"
 
     @abstractmethod
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+    def act(self, values: Arrays, g: Array) -> Values:
         """Values of its sites after the group element ``g`` (U,) has acted."""
 
     @abstractmethod
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+    def log_det(self, values: Arrays, g: Array) -> Array:
         """log|det| of the map theta -> g theta in constrained coordinates, by unit
         (U,).
         """
 
     @abstractmethod
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         """A random group element; of a finite group it may be the identity."""
 
-    def identity(self, units: int) -> jax.Array:
+    def identity(self, units: int) -> Array:
         """The group element that changes nothing."""
         return jnp.zeros(units)
 
-    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+    def trials(self, rng_key: Array, units: int) -> list[Array]:
         """Group elements at which an invariance is tested; of a finite group enough to
         imply all of it.
         """
         return [self.random(rng_key, units)]
 
-    def units(self, values: Mapping[str, Any]) -> int:
+    def units(self, values: Trees) -> int:
         """Number of units U.
 
         :raises ValueError: if a site has no such axis, or sites have different numbers
@@ -205,7 +208,7 @@ class Symmetry(ABC):
     def rename(self, names: Mapping[str, str]) -> Self:
         """The symmetry with other site names."""
 
-        def renamed(value: Any) -> Any:
+        def renamed(value: object) -> PyTree:
             if isinstance(value, UnitAxis):
                 return value._replace(site=names.get(value.site, value.site))
             return tuple(map(renamed, value)) if isinstance(value, tuple) else value
@@ -215,12 +218,12 @@ class Symmetry(ABC):
     def without(self, sites: Container[str]) -> Self:
         """The symmetry with some sites left out."""
 
-        def remaining(value: Any) -> Any:
+        def remaining(value: object) -> PyTree:
             return axes_without(value, sites) if isinstance(value, tuple) else value
 
         return self._with_fields(remaining)
 
-    def _with_fields(self, change: Callable[[Any], Any]) -> Self:
+    def _with_fields(self, change: Callable) -> Self:
         changed = {}
         for field in fields(self):  # type: ignore[arg-type]
             changed[field.name] = change(getattr(self, field.name))
@@ -241,7 +244,7 @@ def sites_of(symmetries: Iterable[Symmetry]) -> set[str]:
     return {site for symmetry in symmetries for site in symmetry.sites}
 
 
-def as_symmetries(call: str, symmetries: Any) -> tuple[Symmetry, ...]:
+def as_symmetries(call: str, symmetries: object) -> tuple[Symmetry, ...]:
     """Convert one symmetry or several to a tuple; refuse anything else."""
     if isinstance(symmetries, str) or not isinstance(symmetries, Iterable):
         symmetries = (symmetries,)

@@ -1,14 +1,15 @@
 """Canonical representatives of draws, for meaningful summaries of single weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import PositiveInt, checked
+from numpyro_bnn._types import HostArrays, Trees
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, axes_without, sites_of
 from numpyro_bnn.symmetry.draws import (
     Points,
@@ -27,11 +28,11 @@ CHUNK = 512
 
 @checked("symmetry.canonical")
 def canonical(
-    draws: Mapping[str, Any],
+    draws: Trees,
     symmetries: Sequence[Symmetry],
-    reference: Mapping[str, Any] | None = None,
+    reference: Trees | None = None,
     sweeps: PositiveInt = 10,
-) -> dict[str, np.ndarray]:
+) -> HostArrays:
     r"""Align draws, so that a weight means the same in all of them; the likelihood of
     each draw is unchanged.
 
@@ -108,7 +109,7 @@ def canonical(
 
 def _target(
     call: str,
-    reference: Mapping[str, Any],
+    reference: Trees,
     symmetries: Sequence[Symmetry],
     points: Points,
 ) -> Points:

@@ -4,7 +4,7 @@ along and across orbits.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite, unknown_name
 from numpyro_bnn._options import Kind
+from numpyro_bnn._types import Trees
 from numpyro_bnn.symmetry.base import (
     Symmetry,
     UnitAxis,
@@ -36,7 +37,7 @@ S = TypeVar("S", bound=Symmetry)
 
 def read(
     call: str,
-    draws: Mapping[str, Any],
+    draws: Trees,
     symmetries: Sequence[Symmetry],
     leading: int = 2,
 ) -> tuple[Points, list[Symmetry], tuple[int, ...]]:
@@ -139,9 +140,7 @@ def untouched(
     return waiting[0], axes_of(waiting[0])
 
 
-def invariants(
-    draws: Mapping[str, Any], symmetries: Sequence[Symmetry]
-) -> dict[str, np.ndarray]:
+def invariants(draws: Trees, symmetries: Sequence[Symmetry]) -> dict[str, np.ndarray]:
     r"""Summaries of units that no symmetry changes, so that R-hat and ESS are
     meaningful without relabeling.
 
@@ -186,7 +185,7 @@ def invariants(
 
 
 def orbit_coordinates(
-    draws: Mapping[str, Any], symmetries: Sequence[Symmetry]
+    draws: Trees, symmetries: Sequence[Symmetry]
 ) -> dict[str, np.ndarray]:
     r"""Where on its orbit each draw lies: coordinates that mix slowly under gradient
     samplers, fast by orbit moves.

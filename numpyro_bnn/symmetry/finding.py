@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, is_floating, outside
 from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._options import (
     Args,
-    Kwargs,
     KwargsOption,
     Model,
     NetworkName,
@@ -28,6 +28,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Kwargs, PyTree, Site
 from numpyro_bnn.nn.base import Net, Shape
 from numpyro_bnn.nn.wiring import Segment, Wire, Wiring
 from numpyro_bnn.program.arguments import as_arrays, place_of
@@ -456,7 +457,7 @@ class _Measure:
         def slopes(reading: Posterior, values: dict) -> Any:
             free = {name: v for name, v in values.items() if is_floating(v)}
 
-            def total(free: dict) -> jax.Array:
+            def total(free: dict) -> Array:
                 logs = log_likelihoods(reading, {**values, **free})
                 return sum(map(jnp.sum, logs), jnp.zeros(()))
 
@@ -487,7 +488,7 @@ class _Measure:
         return [entry.symmetry for entry in invariances if entry.error <= TOLERANCE]
 
 
-def _unlearned(site: dict[str, Any]) -> jax.Array | None:
+def _unlearned(site: Site) -> Array | None:
     """Arbitrary values of parameters that will be learned: a symmetry must hold at all
     of them.
     """
@@ -499,13 +500,13 @@ def _unlearned(site: dict[str, Any]) -> jax.Array | None:
     return start + jax.random.normal(rng_key, jnp.shape(start), start.dtype)
 
 
-def _doubled(leaf: Any) -> Any:
+def _doubled(leaf: PyTree) -> PyTree:
     return jnp.asarray(np.asarray(leaf, np.float64)) if is_floating(leaf) else leaf
 
 
 def _changes(
-    moving: Sequence[Symmetry], reading: Posterior, seed: jax.Array, values: dict
-) -> jax.Array:
+    moving: Sequence[Symmetry], reading: Posterior, seed: Array, values: dict
+) -> Array:
     """Largest relative change of a pointwise log likelihood, by symmetry, at a draw
     with its seed.
     """
@@ -516,7 +517,7 @@ def _changes(
             points.append({**values, **symmetry.act(values, g)})
             owner.append(i)
 
-    def logs_at(point: Mapping) -> jax.Array:
+    def logs_at(point: Mapping) -> Array:
         logs = map(jnp.ravel, log_likelihoods(reading, point))
         return jnp.concatenate([jnp.zeros(0), *logs])
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 # Candidates per draw and round: all lanes wait for the slowest, and with 4 candidates a
@@ -18,10 +18,10 @@ class _Shape(NamedTuple):
     1 - x).
     """
 
-    low: jax.Array
-    order: jax.Array
+    low: Array
+    order: Array
 
-    def minus_log_density(self, x: jax.Array) -> jax.Array:
+    def minus_log_density(self, x: Array) -> Array:
         """f(x)."""
         # exp(x) - 1 - x loses all digits near 0, where a narrow density lies: use its
         # series there.
@@ -33,7 +33,7 @@ class _Shape(NamedTuple):
         cosh = jnp.where(self.low > 0.0, self.low * 2.0 * jnp.sinh(0.5 * x) ** 2, 0.0)
         return cosh + self.order * remainder
 
-    def slope(self, x: jax.Array) -> jax.Array:
+    def slope(self, x: Array) -> Array:
         """|f'(x)|."""
         sinh = jnp.where(self.low > 0.0, self.low * jnp.sinh(x), 0.0)
         return jnp.abs(sinh + self.order * jnp.expm1(x))
@@ -44,13 +44,13 @@ class _Envelope(NamedTuple):
     given lengths.
     """
 
-    left: jax.Array
-    right: jax.Array
-    left_tail: jax.Array
-    right_tail: jax.Array
+    left: Array
+    right: Array
+    left_tail: Array
+    right_tail: Array
 
     @property
-    def area(self) -> jax.Array:
+    def area(self) -> Array:
         return self.left + self.right + self.left_tail + self.right_tail
 
 
@@ -76,8 +76,8 @@ def _envelope(shape: _Shape) -> _Envelope:
 
 
 def _candidates(
-    rng_key: jax.Array, shape: _Shape, envelope: _Envelope
-) -> tuple[jax.Array, jax.Array]:
+    rng_key: Array, shape: _Shape, envelope: _Envelope
+) -> tuple[Array, Array]:
     """Draws from the envelope and whether they are accepted: (CANDIDATES, ...)."""
     left, right, left_tail, right_tail = envelope
     u, w = jax.random.uniform(rng_key, (2, CANDIDATES, *left.shape), left.dtype)
@@ -95,7 +95,7 @@ def _candidates(
     return x, height >= shape.minus_log_density(x)
 
 
-def log_gig(rng_key: jax.Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> jax.Array:
+def log_gig(rng_key: Array, p: ArrayLike, a: ArrayLike, b: ArrayLike) -> Array:
     r"""Exact draws of x = log t, where t is generalized inverse Gaussian.
 
     .. math:: p(t) \propto t^{p-1} \exp(-(a t + b / t) / 2)

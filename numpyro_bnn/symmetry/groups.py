@@ -1,17 +1,19 @@
 """The symmetry groups: positive factors, shifts, signs and permutations of units."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Number, check_fields
-from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values, as_unit_axes
+from numpyro_bnn._types import Arrays, Trees
+from numpyro_bnn.symmetry.base import Symmetry, UnitAxes, UnitAxis, Values, as_unit_axes
 
 Powers: TypeAlias = tuple[tuple[UnitAxis, float], ...]
 
@@ -42,7 +44,7 @@ class Multiplicative(Symmetry):
     def unit_axes(self) -> tuple[UnitAxis, ...]:
         return tuple(axis for axis, _ in self.powers)
 
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+    def act(self, values: Arrays, g: Array) -> Values:
         new_values: Values = {}
         for axis, power in self.powers:
             value = new_values.get(axis.site, values[axis.site])
@@ -51,7 +53,7 @@ class Multiplicative(Symmetry):
             )
         return new_values
 
-    def dimension(self, values: Mapping[str, Any]) -> float:
+    def dimension(self, values: Trees) -> float:
         """Sum of the powers over the elements of a unit: log|det| is
         this times log c.
         """
@@ -60,10 +62,10 @@ class Multiplicative(Symmetry):
             for axis, power in self.powers
         )
 
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+    def log_det(self, values: Arrays, g: Array) -> Array:
         return self.dimension(values) * g
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         return jax.random.uniform(rng_key, (units,), minval=-1.5, maxval=1.5)
 
 
@@ -91,7 +93,7 @@ class Scale(Multiplicative):
     ([2.0, 1.0], [3.0, 0.0])
     """
 
-    weights: Any
+    weights: UnitAxes
 
     def __post_init__(self) -> None:
         _convert_fields(self, as_unit_axes, "weights")
@@ -123,8 +125,8 @@ class Rescale(Multiplicative):
     (UnitAxis(site='v', axis=0, repeats=1), -1.0)
     """
 
-    incoming: Any
-    outgoing: Any
+    incoming: UnitAxes
+    outgoing: UnitAxes
 
     def __post_init__(self) -> None:
         _convert_fields(self, as_unit_axes, "incoming", "outgoing")
@@ -153,8 +155,8 @@ class JointScale(Multiplicative):
     ('net/Dense_0.kernel', 'net/Dense_0.kernel_scale')
     """
 
-    weights: Any
-    scale: Any
+    weights: UnitAxes
+    scale: UnitAxes
     power: Annotated[float, Number(-inf)] = 1.0
 
     def __post_init__(self) -> None:
@@ -203,9 +205,9 @@ class JointRescale(Multiplicative):
     [('w_scale', 1.0), ('v_precision', 2.0)]
     """
 
-    incoming: Any
-    outgoing: Any
-    scales: Any
+    incoming: UnitAxes
+    outgoing: UnitAxes
+    scales: UnitAxes
 
     def __post_init__(self) -> None:
         call = "symmetry.JointRescale"
@@ -235,7 +237,7 @@ class JointRescale(Multiplicative):
         return weights + self.scales
 
 
-def _whole_sites(call: str, argument: str, value: Any) -> tuple[UnitAxis, ...]:
+def _whole_sites(call: str, argument: str, value: object) -> tuple[UnitAxis, ...]:
     axes = as_unit_axes(call, argument, value) if value else ()
     if any(axis.axis is not None for axis in axes):
         raise argument_error(
@@ -255,7 +257,7 @@ class OnElements(Symmetry):
     :param elements: sites, or (site, axis) pairs; the axis runs over the units.
     """
 
-    elements: Any
+    elements: UnitAxes
 
     def __post_init__(self) -> None:
         _convert_fields(self, as_unit_axes, "elements")
@@ -265,10 +267,10 @@ class OnElements(Symmetry):
         return self.elements
 
     @abstractmethod
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         """The value of one site after ``g`` (U,) has acted along the axis."""
 
-    def act(self, values: Mapping[str, jax.Array], g: jax.Array) -> Values:
+    def act(self, values: Arrays, g: Array) -> Values:
         new_values: Values = {}
         for axis in self.elements:
             new_values[axis.site] = self.on_site(
@@ -276,7 +278,7 @@ class OnElements(Symmetry):
             )
         return new_values
 
-    def log_det(self, values: Mapping[str, jax.Array], g: jax.Array) -> jax.Array:
+    def log_det(self, values: Arrays, g: Array) -> Array:
         return jnp.zeros(g.shape)
 
 
@@ -303,10 +305,10 @@ class Shift(OnElements):
     [1.0, 2.0]
     """
 
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         return value + axis.by_element(g, jnp.ndim(value))
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         return 3.0 * jax.random.normal(rng_key, (units,))
 
 
@@ -330,16 +332,16 @@ class SignFlip(OnElements):
 
     continuous: ClassVar[bool] = False
 
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         return value * axis.by_element(g, jnp.ndim(value))
 
-    def identity(self, units: int) -> jax.Array:
+    def identity(self, units: int) -> Array:
         return jnp.ones(units)
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         return jnp.where(jax.random.bernoulli(rng_key, 0.5, (units,)), 1.0, -1.0)
 
-    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+    def trials(self, rng_key: Array, units: int) -> list[Array]:
         g = self.random(rng_key, units)
         return [g, -g]  # every unit is flipped in one of them
 
@@ -363,18 +365,18 @@ class Permutation(OnElements):
 
     continuous: ClassVar[bool] = False
 
-    def on_site(self, axis: UnitAxis, value: jax.Array, g: jax.Array) -> jax.Array:
+    def on_site(self, axis: UnitAxis, value: Array, g: Array) -> Array:
         return axis.permuted(value, g)
 
-    def identity(self, units: int) -> jax.Array:
+    def identity(self, units: int) -> Array:
         return jnp.arange(units)
 
-    def random(self, rng_key: jax.Array, units: int) -> jax.Array:
+    def random(self, rng_key: Array, units: int) -> Array:
         # Random 32-bit keys: ties, which would favor the old order, have a probability
         # below U^2 2^-33.
         return jnp.argsort(jax.random.bits(rng_key, (units,)))
 
-    def trials(self, rng_key: jax.Array, units: int) -> list[jax.Array]:
+    def trials(self, rng_key: Array, units: int) -> list[Array]:
         order = self.identity(units)
         return [
             order.at[:2].set(order[:2][::-1]),

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, random
+from jax import Array, lax, random
 
 from numpyro_bnn._distributions import affine_normal, is_affine_normal
+from numpyro_bnn._types import Arrays
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.symmetry.base import Symmetry, UnitAxis, Values
 from numpyro_bnn.symmetry.gig import log_gig
@@ -125,7 +126,7 @@ def _separate(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bool:
     """
     units, symmetry = np.arange(plan.units), plan.symmetry
 
-    def densities(reading: Posterior, values: Values, moving: jax.Array) -> jax.Array:
+    def densities(reading: Posterior, values: Values, moving: Array) -> Array:
         orbit = _Orbit(plan, values, PriorProgram(reading))
         proposals, _ = orbit.proposals(random.key(0), jnp.ones(()))
         g = jnp.where(moving, proposals[0], symmetry.identity(plan.units))
@@ -173,7 +174,7 @@ def _method(
 def _centered(symmetry: Symmetry, prior: PriorProgram, draws: list[Values]) -> bool:
     """Whether the means of its normal sites are 0 at all draws."""
 
-    def means(reading: Posterior, values: Values) -> list[jax.Array]:
+    def means(reading: Posterior, values: Values) -> list[Array]:
         fns = PriorProgram(reading).distributions(values)
         return [affine_normal(fns[name])[0] for name in symmetry.sites]  # type: ignore[index]
 
@@ -192,7 +193,7 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bo
     symmetry = plan.symmetry
     redrawn = symmetry.scale[0].site if isinstance(symmetry, JointScale) else None
 
-    def log_corrections(reading: Posterior, seed: jax.Array, values: Values) -> list:
+    def log_corrections(reading: Posterior, seed: Array, values: Values) -> list:
         prior, rng_key = PriorProgram(reading), random.key(seed)
         proposals = [_Orbit(plan, values, prior).independent_draw(rng_key)]
         if isinstance(symmetry, Permutation):
@@ -223,11 +224,11 @@ def _always_accepted(plan: Plan, prior: PriorProgram, draws: list[Values]) -> bo
 
 def move(
     plan: Plan,
-    rng_key: jax.Array,
-    values: Mapping[str, jax.Array],
+    rng_key: Array,
+    values: Arrays,
     prior: PriorProgram,
-    width: jax.Array,
-) -> tuple[Values, jax.Array]:
+    width: Array,
+) -> tuple[Values, Array]:
     """One move along the orbits of a symmetry, for all its units.
 
     :param values: constrained values of all latent sites.
@@ -242,7 +243,7 @@ def move(
     proposals, correction = orbit.proposals(propose_key, width)
     tests = (len(proposals), plan.units if plan.by_unit else 1)
 
-    def step(site_values: Values, proposed: tuple) -> tuple[Values, jax.Array]:
+    def step(site_values: Values, proposed: tuple) -> tuple[Values, Array]:
         g, uniform = proposed
         orbit_now = orbit._replace(values={**values, **site_values})
         ratio = orbit_now.log_ratio(g) - correction
@@ -265,13 +266,13 @@ class _Orbit(NamedTuple):
     """
 
     plan: Plan
-    values: Mapping[str, jax.Array]
+    values: Arrays
     prior: PriorProgram
 
-    def moved(self, g: jax.Array) -> Values:
+    def moved(self, g: Array) -> Values:
         return self.plan.symmetry.act(self.values, g)
 
-    def log_ratio(self, g: jax.Array) -> jax.Array:
+    def log_ratio(self, g: Array) -> Array:
         """log p(g theta) - log p(theta) + log|det|: by unit (U,) or in total (1,);
         minus infinity if undefined.
         """
@@ -282,7 +283,7 @@ class _Orbit(NamedTuple):
         ratio = new_log_density - self._log_density(self.values) + jacobian
         return jnp.where(jnp.isnan(ratio), -jnp.inf, ratio)
 
-    def _log_density(self, values: Mapping[str, jax.Array]) -> jax.Array:
+    def _log_density(self, values: Arrays) -> Array:
         """The part of the log density that a move changes."""
         plan, prior = self.plan, self.prior
         if not plan.by_unit:
@@ -299,9 +300,7 @@ class _Orbit(NamedTuple):
             by_unit = by_unit + axis.over_units(densities)
         return by_unit
 
-    def proposals(
-        self, rng_key: jax.Array, width: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def proposals(self, rng_key: Array, width: Array) -> tuple[Array, Array]:
         """Group elements to be tried one after the other, (rounds, U), and the log
         ratio of the densities of proposing them there and here.
         """
@@ -321,7 +320,7 @@ class _Orbit(NamedTuple):
             g = jnp.where(one_unit, g, plan.symmetry.identity(plan.units))
         return g, jnp.zeros(())
 
-    def independent_draw(self, rng_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def independent_draw(self, rng_key: Array) -> tuple[Array, Array]:
         """A group element independent of the place on the orbit, and the log ratio of
         its densities there and here.
 
@@ -339,7 +338,7 @@ class _Orbit(NamedTuple):
         log_then = hyperprior.log_prob(then) + jnp.log(then)
         return g, jnp.sum(log_then - hyperprior.log_prob(now) - jnp.log(now))
 
-    def exact_draw(self, rng_key: jax.Array) -> jax.Array:
+    def exact_draw(self, rng_key: Array) -> Array:
         """A group element from the conditional density on the orbit."""
         symmetry, method = self.plan.symmetry, self.plan.method
         if isinstance(symmetry, JointScale):
@@ -364,7 +363,7 @@ class _Orbit(NamedTuple):
         # A unit of zeros has no scale to draw.
         return jnp.where(jnp.isfinite(g), g, 0.0)
 
-    def _inside(self, axis: UnitAxis, g: jax.Array) -> jax.Array:
+    def _inside(self, axis: UnitAxis, g: Array) -> Array:
         """``g``, or the identity for units of a redrawn site that rounding puts on the
         border of its support.
         """
@@ -376,8 +375,8 @@ class _Orbit(NamedTuple):
 
 
 def _normal_shift(
-    symmetry: Symmetry, rng_key: jax.Array, values: Mapping, fns: Mapping
-) -> jax.Array:
+    symmetry: Symmetry, rng_key: Array, values: Mapping, fns: Mapping
+) -> Array:
     precision = weighted = jnp.zeros(symmetry.units(values))
     for axis in symmetry.unit_axes:
         loc, scale = affine_normal(fns[axis.site])  # type: ignore[misc]

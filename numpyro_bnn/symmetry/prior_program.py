@@ -2,19 +2,18 @@
 latent sites, and themselves in terms of these sites.
 """
 
-from collections.abc import Mapping
 from functools import cached_property
 from math import prod
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import biject_to
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._distributions import affine_normal, unwrapped
+from numpyro_bnn._types import Arrays, Trees
 from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import arrays_in
@@ -22,7 +21,7 @@ from numpyro_bnn.symmetry.base import Symmetry, UnitAxis
 from numpyro_bnn.symmetry.groups import JointRescale, JointScale, Permutation
 
 
-def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[jax.Array]:
+def log_likelihoods(reading: Posterior, values: Trees) -> list[Array]:
     """Log density of every observed site at ``values`` of the latent ones, on all data,
     with its masks and scale.
     """
@@ -34,7 +33,7 @@ def log_likelihoods(reading: Posterior, values: Mapping[str, Any]) -> list[jax.A
     return logs
 
 
-def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
+def log_density(fn: dist.Distribution, value: Array) -> Array:
     """Log density of a value; minus infinity outside the support and where its
     unconstrained value is not finite.
     """
@@ -46,7 +45,7 @@ def log_density(fn: dist.Distribution, value: jax.Array) -> jax.Array:
     return jnp.where(inside, fn.log_prob(value), -jnp.inf)
 
 
-def elementwise(fn: dist.Distribution, value: jax.Array) -> jax.Array | None:
+def elementwise(fn: dist.Distribution, value: Array) -> Array | None:
     """Log density of every element of a site; ``None`` if the elements are not
     independent.
     """
@@ -86,12 +85,12 @@ class PriorProgram:
                 )
                 raise argument_error("symmetry", "model", got, instead)
 
-    def distributions(self, values: Mapping[str, Any]) -> dict[str, dist.Distribution]:
+    def distributions(self, values: Trees) -> dict[str, dist.Distribution]:
         """The distribution of every latent site."""
         sites = self.reading.at(values, only=self.sites)
         return {name: site["fn"] for name, site in sites.items()}
 
-    def noncentered(self, values: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def noncentered(self, values: Trees) -> dict[str, Array]:
         """For every site ``w_base`` the parameter ``w`` made from it."""
         names = []
         for name, site in self.reading.sites.items():
@@ -110,9 +109,7 @@ class PriorProgram:
         """Sites whose distribution depends on any of ``sites``."""
         return {name for name, parents in self._parents.items() if parents & sites}
 
-    def total(
-        self, values: Mapping[str, jax.Array], sites: tuple[str, ...]
-    ) -> jax.Array:
+    def total(self, values: Arrays, sites: tuple[str, ...]) -> Array:
         """Sum of the log densities of ``sites``."""
         fns = self.distributions(values)
         values = {**self.reading.held, **values}
@@ -121,7 +118,7 @@ class PriorProgram:
             total = total + jnp.sum(log_density(fns[name], values[name]))
         return total
 
-    def elements(self, values: Mapping[str, jax.Array]) -> dict[str, jax.Array | None]:
+    def elements(self, values: Arrays) -> dict[str, Array | None]:
         """Log density of every element of every latent site; ``None`` if elements are
         not independent.
         """
@@ -129,9 +126,7 @@ class PriorProgram:
         return {name: elementwise(fns[name], value) for name, value in values.items()}
 
 
-def in_latent(
-    symmetry: Symmetry, prior: PriorProgram, values: Mapping[str, jax.Array]
-) -> Symmetry:
+def in_latent(symmetry: Symmetry, prior: PriorProgram, values: Arrays) -> Symmetry:
     """Write a symmetry of parameters in terms of latent sites.
 
     A non-centered parameter ``w`` = s * ``w_base`` moves by its ``w_base``; under a
@@ -162,7 +157,7 @@ def in_latent(
 
 
 def _with_hyper_sites(
-    symmetry: Permutation, prior: PriorProgram, values: Mapping[str, jax.Array]
+    symmetry: Permutation, prior: PriorProgram, values: Arrays
 ) -> Permutation:
     """Let the hyperparameters of single units move with the units.
 
@@ -172,7 +167,8 @@ def _with_hyper_sites(
     axes = list(symmetry.unit_axes)
     units = symmetry.units(values)
     driven = shared(
-        lambda values: prior.elements(values) | prior.noncentered(values), once=True
+        lambda values: prior.elements(values) | prior.noncentered(values),
+        runs_rarely=True,
     )
     elements = driven(values)
     for hyper in sorted(values.keys() - set(symmetry.sites)):
@@ -192,9 +188,7 @@ def _with_hyper_sites(
     return Permutation(tuple(dict.fromkeys(axes)))
 
 
-def _first_slice_changed(
-    elements: Mapping[str, Any], changed: Mapping[str, Any], axis: UnitAxis
-) -> bool:
+def _first_slice_changed(elements: Trees, changed: Trees, axis: UnitAxis) -> bool:
     if elements[axis.site] is None or axis.axis is None:
         return False
     different = np.asarray(elements[axis.site]) != np.asarray(changed[axis.site])

@@ -56,7 +56,10 @@ def test_programs_that_run_once_are_kept_for_themselves(compiled):
         assert float(run(fn, jnp.float32(2.0), (THREE,), {}, once)) == 30.0
         counts.append(len(compiled) - before)
     assert counts == [1, 1, 0]
-    assert float(jax.jit(lambda x: run(fn, x, (THREE,), {}, once=True))(2.0)) == 30.0
+    assert (
+        float(jax.jit(lambda x: run(fn, x, (THREE,), {}, runs_rarely=True))(2.0))
+        == 30.0
+    )
 
 
 CLOSED_OVER = {

@@ -2,7 +2,7 @@
 parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
+from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.util import soft_vmap
 
 from numpyro_bnn._checks import argument_error, probabilities
 from numpyro_bnn._distributions import is_latent
+from numpyro_bnn._types import Arrays, Kwargs, Trees
 from numpyro_bnn.guides.adf.likelihoods import Likelihood
 from numpyro_bnn.guides.adf.moment_matching import ADFState, Gamma
 from numpyro_bnn.guides.adf.problem import first_state, read_problem
@@ -26,7 +29,7 @@ from numpyro_bnn.program.compiled import shared
 from numpyro_bnn.program.posterior import Posterior
 
 # A parameter by site and field.
-Parameter = Callable[[str, str], jax.Array]
+Parameter = Callable[[str, str], Array]
 # Names of the parameters of a site, by the kind of its posterior.
 FIELDS: dict[type, tuple[str, str]] = {
     Gamma: ("concentration", "rate"),
@@ -67,7 +70,7 @@ class ADFPosterior(AutoNormal):
         self._remember(data, reading, args, kwargs)
 
     def _remember(
-        self, data: Data, reading: Posterior, args: tuple, kwargs: Any
+        self, data: Data, reading: Posterior, args: tuple, kwargs: Kwargs
     ) -> None:
         """Keep what the guide needs of a model without its data."""
         self._data, self._prototype_call = data.head(), (args, kwargs)
@@ -84,7 +87,7 @@ class ADFPosterior(AutoNormal):
                 for frame in site["cond_indep_stack"]:
                     self._prototype_frames[frame.name] = frame
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Arrays:
         """Sample the latent sites of the model, from parameters
         ``<site>_<prefix>_...``.
         """
@@ -93,7 +96,7 @@ class ADFPosterior(AutoNormal):
         problem, start = self._known_problem(), self._start_params()
         plates = self._create_plates(*args, **kwargs)
 
-        def parameter(site: str, field: str) -> jax.Array:
+        def parameter(site: str, field: str) -> Array:
             name = f"{site}_{self.prefix}_{field}"
             constraint = (
                 constraints.real if field == "loc" else constraints.softplus_positive
@@ -104,7 +107,7 @@ class ADFPosterior(AutoNormal):
                 name, value, constraint=constraint, event_dim=event_dim
             )
 
-        values: dict[str, jax.Array] = {}
+        values: dict[str, Array] = {}
         weights = problem.roles.weights
         names = {weight.latent: name for name, weight in weights.items()}
         for latent, event_dim in self._event_dims.items():
@@ -121,7 +124,7 @@ class ADFPosterior(AutoNormal):
                 values[latent] = numpyro.sample(latent, fn.to_event(event_dim))
         return values
 
-    def _start_params(self) -> dict[str, Any]:
+    def _start_params(self) -> Trees:
         """Parameters before any data are seen."""
         problem = self._known_problem()
         if self._start is None:
@@ -134,11 +137,11 @@ class ADFPosterior(AutoNormal):
                 self._start = jax.device_get(make(jax.random.key(0)))
         return self._start
 
-    def _to_params(self, state: ADFState) -> dict[str, jax.Array]:
+    def _to_params(self, state: ADFState) -> dict[str, Array]:
         """Parameters ``<site>_<prefix>_loc`` and ``_scale``, for Gamma sites
         ``_concentration`` and ``_rate``.
         """
-        params: dict[str, jax.Array] = {}
+        params: dict[str, Array] = {}
         for name, value in {**state.hyperparameters, **state.weights}.items():
             if isinstance(value, Gaussian):
                 value = Gaussian(value.mean, value.var**0.5)
@@ -166,12 +169,12 @@ class ADFPosterior(AutoNormal):
 
     def sample_posterior(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         params: Values,
         *args: Any,
         sample_shape: tuple = (),
         **kwargs: Any,
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Array]:
         """Posterior draws ``(*sample_shape, ...)`` of the latent and deterministic
         sites.
 
@@ -188,7 +191,7 @@ class ADFPosterior(AutoNormal):
             values[name] = fn.sample(key, sample_shape)
         return self._complete(values, sample_shape, args, kwargs)
 
-    def median(self, params: Values) -> dict[str, jax.Array]:
+    def median(self, params: Values) -> dict[str, Array]:
         """Posterior medians of the latent and deterministic sites; bases of
         non-centered weights follow from them.
 
@@ -196,7 +199,9 @@ class ADFPosterior(AutoNormal):
         """
         return {name: value[0] for name, value in self.quantiles(params, [0.5]).items()}
 
-    def quantiles(self, params: Values, quantiles: Any) -> dict[str, jax.Array]:
+    def quantiles(
+        self, params: Values, quantiles: ArrayLike | Sequence[float]
+    ) -> dict[str, Array]:
         """Posterior quantiles (Q, ...) of the latent and deterministic sites.
 
         :param params: parameters from a run.
@@ -215,21 +220,21 @@ class ADFPosterior(AutoNormal):
 
     def _complete(
         self,
-        values: dict[str, jax.Array],
+        values: Arrays,
         sample_shape: tuple,
         args: tuple,
-        kwargs: Any,
-    ) -> dict[str, jax.Array]:
+        kwargs: Kwargs,
+    ) -> dict[str, Array]:
         """Add the bases of non-centered weights and the deterministic sites of the
         model.
         """
         assert self.prototype_trace is not None
         weights = self._known_problem().roles.weights
 
-        def each_draw(fn: Callable) -> dict[str, jax.Array]:
+        def each_draw(fn: Callable) -> dict[str, Array]:
             return soft_vmap(fn, values, len(sample_shape), chunk_size=1)
 
-        def bases(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def bases(draw: Arrays) -> dict[str, Array]:
             standardized = {}
             for name, weight in weights.items():
                 if weight.latent != name:
@@ -248,7 +253,7 @@ class ADFPosterior(AutoNormal):
         call = (args, kwargs) if args or kwargs else self._prototype_call
         reading = read(self.model, *as_arrays(*call))
 
-        def deterministic(draw: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def deterministic(draw: Arrays) -> dict[str, Array]:
             sites = reading.at(draw, only=missing).items()
             return {name: site["value"] for name, site in sites}
 
@@ -268,7 +273,7 @@ def _distribution(
     return dist.TransformedDistribution(normal, hyper.transform)
 
 
-def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
+def _quantile(fn: dist.Distribution, probability: Array) -> Array:
     if isinstance(fn, dist.TransformedDistribution):
         return dist.transforms.ComposeTransform(fn.transforms)(
             fn.base_dist.icdf(probability)
@@ -278,7 +283,7 @@ def _quantile(fn: dist.Distribution, probability: jax.Array) -> jax.Array:
     return fn.icdf(probability)
 
 
-def _gamma_quantile(gamma: dist.Gamma, probability: jax.Array) -> jax.Array:
+def _gamma_quantile(gamma: dist.Gamma, probability: Array) -> Array:
     """Inverse cdf of a Gamma distribution, which JAX leaves to SciPy."""
     from scipy.special import gammaincinv
 

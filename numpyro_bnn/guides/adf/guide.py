@@ -1,12 +1,14 @@
 """AutoADF: assumed density filtering as a NumPyro guide."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, check_finite
 from numpyro_bnn._keys import split
@@ -21,6 +23,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Arrays, Attributes, Kwargs, PyTree, Trees
 from numpyro_bnn.guides.adf.approximation import ADFPosterior
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point
 from numpyro_bnn.guides.adf.moment_matching import ADFState
@@ -52,10 +55,10 @@ class ADFResult(NamedTuple):
     :param refused: fraction of refused updates in each epoch, (E,) or (R, E).
     """
 
-    params: dict[str, jax.Array]
+    params: dict[str, Array]
     state: ADFState
-    losses: jax.Array
-    refused: jax.Array
+    losses: Array
+    refused: Array
 
 
 class AutoADF(ADFPosterior):
@@ -124,9 +127,9 @@ class AutoADF(ADFPosterior):
     @checked("guides.{}")
     def __init__(self, model: Model, *, prefix: Prefix = "auto") -> None:
         super().__init__(model, prefix=prefix)
-        self._programs: dict[Any, Any] = {}
+        self._programs: dict[Hashable, Any] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         # Compiled JAX programs cannot be pickled, so the model is read again.
         return super().__getstate__() | {"_programs": {}, "_problem": None}
 
@@ -143,7 +146,7 @@ class AutoADF(ADFPosterior):
             Kind(ADFState, "Pass the `state` of an earlier run of this guide."),
         ]
         | None = None,
-        orders: Any = None,
+        orders: ArrayLike | None = None,
         progress_bar: Switch = True,
         max_refused: Fraction = 0.05,
         keeper: Keeper | None = None,
@@ -181,7 +184,7 @@ class AutoADF(ADFPosterior):
         with jax.enable_x64(True):
             program, data, num_rows = self._prepare(args, kwargs, batched, in_axes)
             start_key, order_key = split(rng_key)
-            state: Any = init_state
+            state: PyTree = init_state
             if state is None:
                 means = {}
                 for name, mean in (init_means or {}).items():
@@ -223,7 +226,7 @@ class AutoADF(ADFPosterior):
         )
         return ADFResult(params, state, losses, refused)
 
-    def update(self, params: Values, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
+    def update(self, params: Values, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Learn from further data, in the order given: the current posterior becomes
         the prior.
 
@@ -234,7 +237,7 @@ class AutoADF(ADFPosterior):
             those of the run.
         """
 
-        def learned(likelihood: Likelihood, *inputs: Any) -> dict[str, jax.Array]:
+        def learned(likelihood: Likelihood, *inputs: PyTree) -> Arrays:
             return self._to_params(sweep(likelihood, *inputs)[0])
 
         new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
@@ -246,7 +249,7 @@ class AutoADF(ADFPosterior):
     @checked(f"{CALL}.predictive_moments")
     def predictive_moments(
         self, params: Values, *args: Any, noise: Switch = True, **kwargs: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Array, Array]:
         """Mean and variance of each observation under the posterior, without sampling.
 
         For a Categorical observation these are moments of the K class indicators, or
@@ -266,7 +269,7 @@ class AutoADF(ADFPosterior):
 
     def log_predictive_density(
         self, params: Values, *args: Any, **kwargs: Any
-    ) -> jax.Array:
+    ) -> Array:
         """log p(y_n | x_n) of each data point: the likelihood averaged over the
         posterior, without sampling.
 
@@ -279,8 +282,8 @@ class AutoADF(ADFPosterior):
         return jnp.asarray(density, float)
 
     def _prepare(
-        self, args: tuple, kwargs: Any, batched: bool, in_axes: Any
-    ) -> tuple[Program, tuple[Any, Any], int]:
+        self, args: tuple, kwargs: Kwargs, batched: bool, in_axes: PyTree
+    ) -> tuple[Program, tuple[Trees, Trees], int]:
         """The compiled run of these arguments, its data, and the number of rows."""
         call = f"{CALL}.run"
         args, kwargs = as_arrays(args, kwargs, call)
@@ -310,8 +313,8 @@ class AutoADF(ADFPosterior):
         return program, (every.rows, every.arrays), data.num_rows
 
     def _prepare_fed(
-        self, args: tuple, kwargs: Any
-    ) -> tuple[Program, tuple[Any, Any], int]:
+        self, args: tuple, kwargs: Kwargs
+    ) -> tuple[Program, tuple[Trees, Trees], int]:
         """:meth:`_prepare` for rows of a loader, of which the first ones are read."""
         call, columns = f"{CALL}.run", {}
         for place, leaf in Arguments.of(args, kwargs, self.model).leaves.items():
@@ -339,13 +342,13 @@ class AutoADF(ADFPosterior):
     def _on_new_data(
         self,
         method: str,
-        params: Any,
+        params: PyTree,
         args: tuple,
-        kwargs: Any,
+        kwargs: Kwargs,
         fn: Callable,
-        option: Any = None,
+        option: PyTree = None,
         more: tuple = (),
-    ) -> Any:
+    ) -> PyTree:
         """``fn(likelihood, state, rows, arrays, *more)`` of new data, compiled in
         float64.
 
@@ -368,11 +371,13 @@ class AutoADF(ADFPosterior):
             return self._programs[key](state, data.rows, data.arrays, *more)
 
 
-def _by_row(fn: Callable[[Likelihood, Point], Any]) -> Callable:
+def _by_row(fn: Callable[[Likelihood, Point], PyTree]) -> Callable:
     """A function of one data point, for each row."""
 
-    def of_rows(likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any) -> Any:
-        def of_row(row: Any) -> Any:
+    def of_rows(
+        likelihood: Likelihood, state: ADFState, rows: PyTree, arrays: PyTree
+    ) -> PyTree:
+        def of_row(row: PyTree) -> PyTree:
             return fn(likelihood, likelihood.point(state, (row, arrays)))
 
         return jax.vmap(of_row)(rows)
@@ -380,7 +385,7 @@ def _by_row(fn: Callable[[Likelihood, Point], Any]) -> Callable:
     return of_rows
 
 
-def _check_staged(method: str, *values: Any) -> None:
+def _check_staged(method: str, *values: PyTree) -> None:
     """Refuse to be compiled into a float32 program, which would silently truncate
     float64 numbers.
     """
@@ -411,7 +416,7 @@ def _set_axes(of_one: Values, of_all: Values) -> dict[str, int | None]:
     return axes
 
 
-def _narrow(value: Any) -> jax.Array:
+def _narrow(value: object) -> Array:
     """In the precision of the session, converted on the host where the
     number is known.
     """
@@ -421,7 +426,7 @@ def _narrow(value: Any) -> jax.Array:
     )
 
 
-def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
+def _axes(args: tuple, in_axes: PyTree, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
     one_each = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
@@ -437,8 +442,8 @@ def _axes(args: tuple, in_axes: Any, batched: bool) -> tuple[int | None, ...]:
 
 
 def _checked_orders(
-    orders: Any, num_epochs: int, num_rows: int, batched: bool
-) -> jax.Array | None:
+    orders: ArrayLike | None, num_epochs: int, num_rows: int, batched: bool
+) -> Array | None:
     """Orders with the epoch as the first axis."""
     if orders is None:
         return None

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from jax.scipy.special import logsumexp
 from numpyro.distributions import constraints
 
 from numpyro_bnn import moments
 from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs.slices import dependence
+from numpyro_bnn._types import PyTree, Shape, Trees
 from numpyro_bnn.guides.adf.moment_matching import (
     NORMAL_CONSTANT,
     ADFState,
@@ -39,10 +41,10 @@ class Point(NamedTuple):
 
     quantities: Gaussians  # moments of the Gaussian quantities of the network
     states: Values  # of the hyperparameters
-    data: tuple[Any, Any]  # its row, and the other arrays
+    data: tuple[Trees, Trees]  # its row, and the other arrays
 
     @property
-    def means(self) -> dict[str, Any]:
+    def means(self) -> Trees:
         """Means of the quantities."""
         return {name: quantity.mean for name, quantity in self.quantities.items()}
 
@@ -58,7 +60,7 @@ class Likelihood:
     roles: Roles
     hyperparameters: Mapping[str, Hyperparameter]
     base: dist.Distribution  # without values
-    shape: tuple[int, ...]  # of one observation
+    shape: Shape  # of one observation
     cut: Cut  # of the program of the parameters, the observed `value`, and its `mask`
 
     #: The distribution that has these formulas, by default every one, and the parameter
@@ -67,7 +69,7 @@ class Likelihood:
     predictor: ClassVar[str | None] = None
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, Any]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> Trees:
         """Parameters by name; a number distinguishes two parameters of the same name
         (in an inner distribution).
         """
@@ -101,7 +103,7 @@ class Likelihood:
         """The quantities that are integrated numerically."""
         return [name for name in self.cut.quantities if name != self.predictor]
 
-    def typical_values(self, states: Values) -> dict[str, jax.Array]:
+    def typical_values(self, states: Values) -> dict[str, Array]:
         """Typical values of the hyperparameters."""
         hypers = self.hyperparameters.items()
         return {name: hyper.value(states[name]) for name, hyper in hypers}
@@ -114,7 +116,7 @@ class Likelihood:
         of_row, hypers = data.read_row(), self.hyperparameters
         return read_likelihood(data, of_row, self.roles, hypers, with_value)
 
-    def point(self, state: ADFState, data: Any) -> Point:
+    def point(self, state: ADFState, data: tuple[Trees, Trees]) -> Point:
         """Propagate the moments of the weights to those of the quantities.
 
         :param data: a row, and the other arrays.
@@ -127,14 +129,14 @@ class Likelihood:
                 quantities[name] = Gaussian(value, jnp.zeros_like(value))
         return Point(quantities, state.hyperparameters, data)
 
-    def log_z(self, point: Point, order: int = 0) -> jax.Array:
+    def log_z(self, point: Point, order: int = 0) -> Array:
         """log Z of one observation, with ``order`` added to the shape of the noise
         precision; 0 where it is masked.
 
         Elements that share no random number have their own log Z.
         """
 
-        def log_prob(values: Values) -> jax.Array:
+        def log_prob(values: Values) -> Array:
             parameters = self._parameters(values, point)
             fn = self.build(parameters).mask(parameters["mask"])
             return fn.log_prob(parameters["value"])
@@ -148,7 +150,7 @@ class Likelihood:
 
         gaussians = self._gaussians(point)
 
-        def moments_at(values: Values) -> tuple[jax.Array, jax.Array]:
+        def moments_at(values: Values) -> tuple[Array, Array]:
             fn = self.build(self._parameters(values, point))
             if isinstance(fn, dist.CategoricalProbs | dist.CategoricalLogits):
                 return fn.probs, fn.probs * (1 - fn.probs)
@@ -181,7 +183,7 @@ class Likelihood:
         gaussians = {name: point.quantities[name] for name in self.integrated}
         return gaussians | {f"site {name}": point.states[name] for name in self.noise}
 
-    def _parameters(self, values: Values, point: Point) -> dict[str, Any]:
+    def _parameters(self, values: Values, point: Point) -> Trees:
         """Parameters of the distribution and observed value at these quantities and
         noise sites; a Gamma is 1.
         """
@@ -210,19 +212,19 @@ class NormalLikelihood(Likelihood):
     predictor = "loc"
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, Any]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> Trees:
         """Mean and scale, shaped like the observation."""
         return {
             "loc": jnp.broadcast_to(base.loc, shape),
             "scale": jnp.broadcast_to(base.scale, shape),
         }
 
-    def log_z(self, point: Point, order: int = 0) -> jax.Array:
+    def log_z(self, point: Point, order: int = 0) -> Array:
         parameters = self._parameters(point.means, point)
         mean, var = point.quantities["loc"]
         residual = parameters["value"] - mean
 
-        def log_density(values: Values) -> jax.Array:
+        def log_density(values: Values) -> Array:
             total = var + self._noise_variance(values, point, order)
             density = normal_log_density(residual, total) + NORMAL_CONSTANT
             return jnp.where(parameters["mask"], density, 0.0)
@@ -236,7 +238,7 @@ class NormalLikelihood(Likelihood):
             var = var + expectations(variance, self._gaussians(point))
         return self._of_row(Gaussian(mean, var))
 
-    def _noise_variance(self, values: Values, point: Point, order: int) -> jax.Array:
+    def _noise_variance(self, values: Values, point: Point, order: int) -> Array:
         scale = self._parameters({**point.means, **values}, point)["scale"]
         if self.gamma is None:
             return scale * scale
@@ -251,13 +253,13 @@ class CategoricalLikelihood(Likelihood):
     predictor = "logits"
 
     @staticmethod
-    def parameters_of(base: dist.Distribution, shape: tuple) -> dict[str, Any]:
+    def parameters_of(base: dist.Distribution, shape: tuple) -> Trees:
         """One logit for each class."""
         return {
             "logits": jnp.broadcast_to(base.logits, (*shape, base.logits.shape[-1]))
         }
 
-    def log_z(self, point: Point, order: int = 0) -> jax.Array:
+    def log_z(self, point: Point, order: int = 0) -> Array:
         parameters = self._parameters(point.means, point)
         value = jnp.where(parameters["mask"], parameters["value"], 0)
         log_mean = softmax_log_mean(point.quantities["logits"], value)
@@ -273,7 +275,7 @@ class CategoricalLikelihood(Likelihood):
         logits = jax.tree.map(lambda moment: moment[0], point.quantities["logits"])
         classes = logits.mean.shape[-1]
 
-        def log_p(k: jax.Array) -> jax.Array:
+        def log_p(k: Array) -> Array:
             return softmax_log_mean(logits, jnp.full(logits.mean.shape[:-1], k))
 
         log_probs = jax.vmap(log_p, out_axes=-1)(jnp.arange(classes))
@@ -323,7 +325,9 @@ def read_likelihood(
         if kind.family is not None and type(base) is not kind.family:
             continue
 
-        def program(weights: Any, hypers: Any, row: Any, kind: Any = kind) -> Values:
+        def program(
+            weights: PyTree, hypers: PyTree, row: PyTree, kind: Any = kind
+        ) -> Values:
             sites = reading.with_arguments(*data.row_call(*row)).at(
                 {**weights, **hypers}, only=[name]
             )
@@ -369,7 +373,9 @@ def _check_observed(
         refuse(name, f"of shape {shape} for one row of the data", instead)
 
 
-def _check_cut(cut: Cut, base: dist.Distribution, roles: Roles, example: Any) -> None:
+def _check_cut(
+    cut: Cut, base: dist.Distribution, roles: Roles, example: PyTree
+) -> None:
     """Refuse predictors that depend on hyperparameters, and bounded parameters that
     would be treated as Gaussian.
     """
@@ -397,7 +403,7 @@ def _check_cut(cut: Cut, base: dist.Distribution, roles: Roles, example: Any) ->
         refuse(roles.observed, reason, instead)
 
 
-def softmax_log_mean(logits: Gaussian, value: jax.Array) -> jax.Array:
+def softmax_log_mean(logits: Gaussian, value: Array) -> Array:
     r"""Approximate log E[softmax(f)_k] for independent f_j ~ N(m_j, v_j).
 
     .. math:: E[\mathrm{softmax}(f)_k] \approx

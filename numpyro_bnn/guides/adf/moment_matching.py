@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax import lax
+from jax import Array, lax
 from numpyro.distributions.transforms import Transform, biject_to
 
 from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.adf.reading import Weight, refuse
 from numpyro_bnn.moments import Gaussian
 
@@ -36,22 +37,22 @@ GRIDS, POINTS, WIDTHS = 3, 64, 8.0
 class Gamma(NamedTuple):
     """Gamma distribution of a precision, by shape and rate, named as in NumPyro."""
 
-    concentration: jax.Array
-    rate: jax.Array
+    concentration: Array
+    rate: Array
 
-    def variance(self, order: int = 0) -> jax.Array:
+    def variance(self, order: int = 0) -> Array:
         """rate / (concentration - 1 + order): replaces 1 / precision in the normalizer
         Z_order.
         """
         return self.rate / (self.concentration + (order - 1))
 
 
-def normal_log_density(residual: jax.Array, var: jax.Array) -> jax.Array:
+def normal_log_density(residual: Array, var: Array) -> Array:
     """log N(residual; 0, var) without its constant, -(log 2 pi) / 2."""
     return -0.5 * (jnp.log(var) + residual * residual / var)
 
 
-def gaussian_update(prior: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.Array]:
+def gaussian_update(prior: Gaussian, gradient: Gaussian) -> tuple[Gaussian, Array]:
     r"""Moments of a Gaussian after a factor with normalizer Z, and a mask of the
     refused updates.
 
@@ -74,13 +75,13 @@ def gaussian_update(prior: Gaussian, gradient: Gaussian) -> tuple[Gaussian, jax.
     return _where(good, Gaussian(mean + var * d_mean, new_var), prior), ~good
 
 
-def _where(good: jax.Array, new: Any, previous: Any) -> Any:
+def _where(good: Array, new: PyTree, previous: PyTree) -> PyTree:
     return jax.tree.map(
         lambda new, previous: jnp.where(good, new, previous), new, previous
     )
 
 
-def gamma_update(prior: Gamma, log_z: jax.Array) -> Gamma:
+def gamma_update(prior: Gamma, log_z: Array) -> Gamma:
     r"""Shape a and rate b of a Gamma after a factor with normalizers Z_k = Z(a + k, b),
     k = 0, 1, 2.
 
@@ -145,20 +146,18 @@ class Hyperparameter:
 
         return cls(fn, transform, jax.tree.map(full, prior))
 
-    def value(self, state: Gamma | Gaussian) -> jax.Array:
+    def value(self, state: Gamma | Gaussian) -> Array:
         """A typical value: 1 / E[1 / precision], or the median."""
         if isinstance(state, Gamma):
             return 1 / state.variance()
         return self.transform(state.mean)
 
-    def log_prior(self, u: jax.Array) -> jax.Array:
+    def log_prior(self, u: Array) -> Array:
         """Log density in unconstrained space, elementwise."""
         return _log_density(unwrapped(self.fn, masked=True), self.transform, u)
 
 
-def _log_density(
-    base: dist.Distribution, transform: Transform, u: jax.Array
-) -> jax.Array:
+def _log_density(base: dist.Distribution, transform: Transform, u: Array) -> Array:
     value = transform(u)
     return base.log_prob(value) + transform.log_abs_det_jacobian(u, value)
 
@@ -184,10 +183,10 @@ class PriorFactor(NamedTuple):
     that scales the weights.
     """
 
-    precision: jax.Array
-    shift: jax.Array
-    concentration: jax.Array
-    rate: jax.Array
+    precision: Array
+    shift: Array
+    concentration: Array
+    rate: Array
 
 
 class ADFState(NamedTuple):
@@ -201,7 +200,7 @@ class ADFState(NamedTuple):
     """
 
     weights: dict[str, Gaussian]
-    hyperparameters: dict[str, Any]
+    hyperparameters: dict[str, PyTree]
     factors: dict[str, PriorFactor]
 
 
@@ -225,7 +224,9 @@ def refine_gamma(sites: Mapping[str, WeightSite], state: Gamma) -> Refined:
     :return: weights and factors by site, and the new state of the precision.
     """
 
-    def body(gamma: Gamma, inputs: Any) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
+    def body(
+        gamma: Gamma, inputs: PyTree
+    ) -> tuple[Gamma, tuple[Gaussian, PriorFactor]]:
         element, *weight = inputs
         current = jax.tree.map(lambda leaf: leaf[element], gamma)
         new, factor, updated = _refine_one(current, *weight)
@@ -242,14 +243,14 @@ def refine_gamma(sites: Mapping[str, WeightSite], state: Gamma) -> Refined:
     return refined, _shaped_like(state.concentration, gamma)
 
 
-def _shaped_like(array: Any, tree: Any) -> Any:
+def _shaped_like(array: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.reshape(np.shape(array)), tree)
 
 
 def _refine_one(
     gamma: Gamma,
-    loc: jax.Array,
-    scale: jax.Array,
+    loc: Array,
+    scale: Array,
     weight: Gaussian,
     factor: PriorFactor,
 ) -> tuple[Gaussian, PriorFactor, Gamma]:
@@ -261,7 +262,7 @@ def _refine_one(
     )
     unit = scale * scale
 
-    def log_z(cavity: Gaussian, order: int) -> jax.Array:
+    def log_z(cavity: Gaussian, order: int) -> Array:
         return normal_log_density(
             cavity.mean - loc, cavity.var + unit * cavity_gamma.variance(order)
         )
@@ -307,11 +308,11 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
         mean = (posterior.mean / posterior.var - factor.shift) / precision
         cavities[name] = good, mean, precision
 
-    def prior_var(prior: Weight, u: jax.Array) -> jax.Array:
+    def prior_var(prior: Weight, u: Array) -> Array:
         """(G, count) -> (G, ...)."""
         return jax.vmap(prior.sd_at)(hyper.transform(u)) ** 2
 
-    def log_posterior(u: jax.Array) -> jax.Array:
+    def log_posterior(u: Array) -> Array:
         total = hyper.log_prior(u.reshape((-1, *shape))).reshape(u.shape)
         for name, (good, mean, precision) in cavities.items():
             prior = sites[name].prior
@@ -321,7 +322,7 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
             total += jax.ops.segment_sum(by_weight, jnp.ravel(prior.element), count).T
         return total
 
-    def narrow(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def narrow(_: object, grid: tuple[Array, ...]) -> tuple[Array, ...]:
         center, half = grid[:2]
         u = center + half * np.linspace(-1.0, 1.0, POINTS)[:, None]
         share = jax.nn.softmax(log_posterior(u), axis=0)

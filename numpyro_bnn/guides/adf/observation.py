@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.flatten_util import ravel_pytree
 
@@ -21,6 +22,7 @@ from numpyro_bnn._distributions import unmasked_elements, unwrapped
 from numpyro_bnn._jaxprs.primitives import ELEMENTWISE, SHAPING, is_affine
 from numpyro_bnn._jaxprs.slices import reached
 from numpyro_bnn._jaxprs.walk import needed_equations, variables_of
+from numpyro_bnn._types import Atom, PyTree, Trees
 from numpyro_bnn.guides.adf.reading import CALL, Data, Roles, Values, refuse
 from numpyro_bnn.moments import Equation
 from numpyro_bnn.program.compiled import is_traced, shared
@@ -36,7 +38,7 @@ def rewritten(fn: Callable, rules: Mapping[str, Callable]) -> Callable:
     rules = {"name": lambda equation, value: value, **rules}  # a mark of a site
     walk = moments.Interpreter(rules, lambda value: True, CALL, default=Equation.bind)
 
-    def inlined(*arguments: Any) -> Any:
+    def inlined(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arguments)
         outputs = walk.run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -61,10 +63,10 @@ class Cut:
 
     def __init__(
         self,
-        fn: Callable[[Any, Any, Any], Values],
-        weights: Any,
-        hypers: Any,
-        data: Any,
+        fn: Callable,
+        weights: PyTree,
+        hypers: PyTree,
+        data: tuple[Trees, Trees],
         keep: str | None,
     ) -> None:
         program = jax.make_jaxpr(rewritten(fn, {}), return_shape=True)
@@ -78,12 +80,12 @@ class Cut:
         self._on_hypers = reached(jaxpr.eqns, self._others[:num_hypers])
         sources = _sources(jaxpr, self._depends)
         #: For each random output, the quantity of which it is an elementwise function.
-        self.sources: dict[str, Any] = {}
+        self.sources: dict[str, PyTree] = {}
         for name, var in self._outputs.items():
             if not isinstance(var, Literal) and var in self._depends:
                 self.sources[name] = sources.get(var, var)
         #: The Gaussian quantities, by the name of the first output computed from each.
-        self.quantities: dict[str, Any] = {}
+        self.quantities: dict[str, PyTree] = {}
         for name, source in self.sources.items():
             is_kept = name == keep and self.is_direct(name)
             quantity = self._outputs[name] if is_kept else source
@@ -118,20 +120,24 @@ class Cut:
                 return False
         return True
 
-    def head(self, weights: Any, hypers: Any, data: Any) -> dict[str, Any]:
+    def head(self, weights: PyTree, hypers: PyTree, data: tuple[Trees, Trees]) -> Trees:
         """The quantities, from weights, hyperparameters and data."""
         inputs, values = self._closed.jaxpr.invars, (weights, hypers, data)
         outputs = self._evaluate(inputs, values, list(self.quantities.values()))
         return dict(zip(self.quantities, outputs, strict=True))
 
-    def tail(self, quantities: Values, hypers: Any, data: Any) -> dict[str, Any]:
+    def tail(
+        self, quantities: Values, hypers: PyTree, data: tuple[Trees, Trees]
+    ) -> Trees:
         """All outputs, from the quantities, hyperparameters and data."""
         inputs = [*self.quantities.values(), *self._others]
         values = [quantities[name] for name in self.quantities], hypers, data
         outputs = self._evaluate(inputs, values, list(self._outputs.values()))
         return dict(zip(self._outputs, outputs, strict=True))
 
-    def _evaluate(self, inputs: list[Any], values: Any, outputs: list[Any]) -> list:
+    def _evaluate(
+        self, inputs: list[Atom], values: PyTree, outputs: list[Atom]
+    ) -> list:
         jaxpr = self._closed.jaxpr
         needed = needed_equations(jaxpr, outputs, frozenset(inputs))
         equations = [equation for equation, _ in needed]
@@ -161,7 +167,7 @@ def _sources(jaxpr: Any, random: set) -> dict[Any, Any]:
     return sources
 
 
-def check_quantities(cut: Cut, roles: Roles, data: Any) -> None:
+def check_quantities(cut: Cut, roles: Roles, data: tuple[Trees, Trees]) -> None:
     """Refuse quantities of one row that are functions of fewer: they are integrated as
     if they were independent.
 
@@ -171,17 +177,17 @@ def check_quantities(cut: Cut, roles: Roles, data: Any) -> None:
     values = roles.random_values()
     weights = {name: values.pop(name) for name in roles.weights}
 
-    def flat(weights: Any) -> jax.Array:
+    def flat(weights: PyTree) -> Array:
         return ravel_pytree(cut.head(weights, values, data))[0]
 
     count = jax.eval_shape(flat, weights).size
     if count == 1:
         return
 
-    def slopes_at(weights: Any) -> jax.Array:
+    def slopes_at(weights: PyTree) -> Array:
         point, unflatten = ravel_pytree(weights)
 
-        def slope(key: jax.Array) -> jax.Array:
+        def slope(key: Array) -> Array:
             direction = unflatten(jax.random.normal(key, point.shape))
             return jax.jvp(flat, (weights,), (direction,))[1]
 
@@ -216,12 +222,12 @@ def check_rows(data: Data, reading: Posterior, of_row: Posterior, roles: Roles) 
     values, name = roles.random_values(), roles.observed
     row_indices = np.unique(np.linspace(0, data.num_rows - 1, CHECKED_ROWS).astype(int))
 
-    def parameters(reading: Posterior, call: Any) -> list[jax.Array]:
+    def parameters(reading: Posterior, call: PyTree) -> list[Array]:
         site = reading.with_arguments(*call).at(values, only=[name])[name]
         base, mask = unwrapped(site["fn"], masked=True), unmasked_elements(site["fn"])
         return jax.tree.leaves((base, mask, site["value"]))
 
-    def both(rows: Any) -> list[tuple[jax.Array, jax.Array]]:
+    def both(rows: PyTree) -> list[tuple[Array, Array]]:
         separately = jax.vmap(
             lambda row: parameters(of_row, data.row_call(row, data.arrays))
         )(jax.tree.map(lambda leaf: leaf[row_indices], rows))
@@ -236,7 +242,7 @@ def check_rows(data: Data, reading: Posterior, of_row: Posterior, roles: Roles) 
 
     if data.num_rows < 2 or is_traced(data.rows):
         return
-    for together, separate in shared(both, once=True)(data.rows):
+    for together, separate in shared(both, runs_rarely=True)(data.rows):
         if not np.allclose(together, separate, rtol=1e-6, atol=1e-9, equal_nan=True):
             instead = (
                 f"Data points are learned one at a time, each with its own row of "

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tqdm
-from jax import lax
+from jax import Array, lax
 
 from numpyro_bnn._checks import outside
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
 from numpyro_bnn.guides.adf.moment_matching import (
     ADFState,
@@ -46,9 +47,9 @@ class Records(NamedTuple):
     # Sum over the data of log Z, the log density of each point just before it is
     # absorbed. In the first epoch it estimates the log evidence, log p(y); later epochs
     # have already seen the data.
-    log_z: jax.Array
+    log_z: Array
     # fraction of refused updates of single weights, counted on a sample of the weights
-    refused: jax.Array
+    refused: Array
 
 
 def read_problem(data: Data, reading: Posterior) -> Likelihood:
@@ -70,7 +71,7 @@ def read_problem(data: Data, reading: Posterior) -> Likelihood:
     return likelihood
 
 
-def first_state(likelihood: Likelihood, rng_key: jax.Array, means: Values) -> ADFState:
+def first_state(likelihood: Likelihood, rng_key: Array, means: Values) -> ADFState:
     """The prior, but with these means of the weights, and others at random: N(loc,
     prior variance / fan-in), which breaks the symmetry of the hidden units.
     """
@@ -96,14 +97,14 @@ def first_state(likelihood: Likelihood, rng_key: jax.Array, means: Values) -> AD
 
 def learn(
     likelihood: Likelihood, state: ADFState, data: Any
-) -> tuple[ADFState, jax.Array, jax.Array]:
+) -> tuple[ADFState, Array, Array]:
     """Absorb one data point, ``data`` being its row and the other arrays; also
     returns its log Z and the number of refused updates of weights.
     """
     hypers = dict(state.hyperparameters)
     noise = {name: hypers[name] for name in likelihood.noise}
 
-    def log_z(weights: Any, noise: Any) -> tuple[jax.Array, Point]:
+    def log_z(weights: Any, noise: Any) -> tuple[Array, Point]:
         point = likelihood.point(state._replace(weights=weights), data)
         # Only the likelihood depends on the noise, not the quantities.
         noisy = point._replace(states=hypers | noise)
@@ -129,14 +130,18 @@ def learn(
 
 
 def sweep(
-    likelihood: Likelihood, state: ADFState, rows: Any, arrays: Any, divisor: Any
+    likelihood: Likelihood,
+    state: ADFState,
+    rows: PyTree,
+    arrays: PyTree,
+    divisor: Array,
 ) -> tuple[ADFState, Records]:
     """One pass over rows in the order given; for ``divisor`` see
     :func:`fusion_barrier`.
     """
     absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
-    def body(state: ADFState, row: Any) -> tuple[ADFState, Any]:
+    def body(state: ADFState, row: PyTree) -> tuple[ADFState, PyTree]:
         updated, *records = absorb(state, (row, arrays))
         return updated, records
 
@@ -164,7 +169,7 @@ def refine(likelihood: Likelihood, state: ADFState) -> ADFState:
     return ADFState(weights, hypers, factors)
 
 
-def _sampled_mean(mask: jax.Array) -> jax.Array:
+def _sampled_mean(mask: Array) -> Array:
     """Fraction of True, counted on some slices of the first axis: counting all would
     take a fifth of the time.
     """
@@ -174,7 +179,7 @@ def _sampled_mean(mask: jax.Array) -> jax.Array:
     return mask[:: -(-mask.shape[0] // slices)].astype(float).mean()
 
 
-def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
+def fusion_barrier(fn: Callable, divisor: Array) -> Callable:
     """The same function with the operands of outer products divided by one: faster,
     with the same numbers.
 
@@ -199,12 +204,16 @@ def fusion_barrier(fn: Callable, divisor: jax.Array) -> Callable:
 class Program(NamedTuple):
     """Compiled parts of a run, for one run or for several at once."""
 
-    start: Callable[[jax.Array, Any], ADFState]
+    start: Callable[[Array, Trees], ADFState]
     epoch: Callable[..., tuple[ADFState, Records]]
 
 
 def build(
-    likelihood: Likelihood, batched: bool, row_axes: Any, array_axes: Any, num_rows: int
+    likelihood: Likelihood,
+    batched: bool,
+    row_axes: PyTree,
+    array_axes: PyTree,
+    num_rows: int,
 ) -> Program:
     """Compiled functions of keys, rows and arrays; an epoch is one pass and the
     refinement of the prior.
@@ -212,12 +221,12 @@ def build(
 
     def epoch(
         state: ADFState,
-        rows: Any,
-        arrays: Any,
-        rng_key: jax.Array,
-        order: Any,
-        divisor: Any,
-    ) -> Any:
+        rows: PyTree,
+        arrays: PyTree,
+        rng_key: Array,
+        order: Array,
+        divisor: Array,
+    ) -> PyTree:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
         state, record = sweep(likelihood, state, shuffled, arrays, divisor)
@@ -228,7 +237,7 @@ def build(
         begin = jax.vmap(begin)
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
 
-    return Program(shared(begin, once=True), shared(epoch))
+    return Program(shared(begin, runs_rarely=True), shared(epoch))
 
 
 def build_fed(
@@ -244,11 +253,11 @@ def build_fed(
 
     @shared
     def absorbed(
-        state: ADFState, rows: Any, count: Any, arrays: Any, divisor: Any
-    ) -> tuple[ADFState, jax.Array, jax.Array]:
+        state: ADFState, rows: PyTree, count: Array, arrays: PyTree, divisor: Array
+    ) -> tuple[ADFState, Array, Array]:
         absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
-        def body(n: jax.Array, carry: tuple) -> tuple:
+        def body(n: Array, carry: tuple) -> tuple:
             state, log_z, refused = carry
             row = {place: column[n] for place, column in rows.items()}
             updated, value, bad = absorb(state, (row, arrays))
@@ -259,7 +268,7 @@ def build_fed(
 
     refined = shared(partial(refine, likelihood))
 
-    def epoch(state: ADFState, _: Any, arrays: Any, *rest: Any) -> Any:
+    def epoch(state: ADFState, _: object, arrays: PyTree, *rest: PyTree) -> PyTree:
         updated, sums = state._replace(factors={}), np.zeros(2)
         for start in range(0, num_rows, size):
             count = min(size, num_rows - start)
@@ -277,14 +286,14 @@ def build_fed(
         record = Records(jnp.asarray(sums[0]), sums[1] / num_rows / num_weights)
         return refined(updated._replace(factors=state.factors)), record
 
-    return Program(shared(partial(first_state, likelihood), once=True), epoch)
+    return Program(shared(partial(first_state, likelihood), runs_rarely=True), epoch)
 
 
 def run_epochs(
     program: Program,
     state: ADFState,
     data: tuple[Any, Any],
-    keys: jax.Array,
+    keys: Array,
     orders: Any,
     progress_bar: bool,
     max_refused: float,

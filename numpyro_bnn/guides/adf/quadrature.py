@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.scipy.special import logsumexp
 
+from numpyro_bnn._types import PyTree, Shape
 from numpyro_bnn.guides.adf.moment_matching import NORMAL_CONSTANT, normal_log_density
 from numpyro_bnn.guides.adf.reading import Values
 from numpyro_bnn.moments import Gaussian
@@ -35,7 +36,7 @@ WIDE, ALLOWED = 1e-6, 0.05
 
 def log_expectation(
     fn: Callable[[Values], Any], gaussians: Mapping[str, Gaussian]
-) -> jax.Array:
+) -> Array:
     """log E[exp(fn(x))] over independent Gaussians by name.
 
     Elements of ``fn`` that share an element of a Gaussian are summed, and integrated
@@ -56,19 +57,19 @@ def log_expectation(
     # The smallest Gaussian is the outermost integral.
     order = sorted(gaussians, key=lambda n: gaussians[n].mean.size)
 
-    def integral(nodes: Values, names: list[str], values: Values) -> jax.Array:
+    def integral(nodes: Values, names: list[str], values: Values) -> Array:
         if not names:
             log_value = fn(values)
             return jnp.where(jnp.isnan(log_value), -jnp.inf, log_value)
         outer, *inner = names
 
-        def at(x: jax.Array) -> jax.Array:
+        def at(x: Array) -> Array:
             return sum_to(integral(nodes, inner, {**values, outer: x}), x.shape)
 
         x, log_weights = nodes[outer]
         return logsumexp(jax.vmap(at)(x) + log_weights, axis=0)
 
-    def both(z: jax.Array, spacing: Any) -> jax.Array:
+    def both(z: Array, spacing: Array) -> Array:
         x, log_weights = _points(first, z, spacing)
         every_other = np.where(np.arange(len(z)) % 2, -np.inf, np.log(2.0))
         rules = jnp.stack([log_weights, log_weights + _column(every_other, first)])
@@ -76,11 +77,11 @@ def log_expectation(
             rules
         )
 
-    def log_integrand(z: jax.Array) -> jax.Array:
+    def log_integrand(z: Array) -> Array:
         x, log_weights = _points(first, z, 0.0)
         means = {n: g.mean for n, g in others.items()}
 
-        def at(x: jax.Array) -> jax.Array:
+        def at(x: Array) -> Array:
             return sum_to(integral({}, [], {**means, name: x}), x.shape)
 
         return jax.vmap(at)(x) + log_weights
@@ -88,7 +89,7 @@ def log_expectation(
     wide = both(*_grid(*FIRST, first))
     enough = (jnp.abs(wide[0] - wide[1]) < WIDE).all()
 
-    def narrow() -> jax.Array:
+    def narrow() -> Array:
         z, spacing = _around_the_mode(log_integrand, first)
         by_all, by_half = both(z, spacing)
         num_far = sum_to(
@@ -101,14 +102,14 @@ def log_expectation(
     return _trusted(log_mean, jnp.abs(log_mean - half) < ALLOWED)
 
 
-def _column(values: np.ndarray, like: Gaussian) -> jax.Array:
+def _column(values: np.ndarray, like: Gaussian) -> Array:
     """The same values for every element: (Q, ...)."""
     return jnp.broadcast_to(
         values.reshape(-1, *(1,) * like.mean.ndim), (len(values), *like.mean.shape)
     )
 
 
-def _grid(points: int, reach: float, like: Gaussian) -> tuple[jax.Array, Any]:
+def _grid(points: int, reach: float, like: Gaussian) -> tuple[Array, Array]:
     """Points of the trapezoidal rule for a standard normal, and the logarithm of their
     distance.
     """
@@ -116,9 +117,7 @@ def _grid(points: int, reach: float, like: Gaussian) -> tuple[jax.Array, Any]:
     return _column(z, like), np.log(step)
 
 
-def _points(
-    gaussian: Gaussian, z: jax.Array, spacing: Any
-) -> tuple[jax.Array, jax.Array]:
+def _points(gaussian: Gaussian, z: Array, spacing: Any) -> tuple[Array, Array]:
     """Fixed points, ``z`` sd from the mean, and their log weights, which carry the
     gradients.
 
@@ -132,8 +131,8 @@ def _points(
 
 
 def _around_the_mode(
-    log_integrand: Callable[[jax.Array], jax.Array], like: Gaussian
-) -> tuple[jax.Array, jax.Array]:
+    log_integrand: Callable[[Array], Array], like: Gaussian
+) -> tuple[Array, Array]:
     """Points and the logarithms of their distances, which grow with the distance from
     the mode on both sides.
 
@@ -142,12 +141,12 @@ def _around_the_mode(
     that of the last grid and that of the prior are resolved.
     """
 
-    def zoom(_: Any, grid: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def zoom(_: object, grid: tuple[Array, ...]) -> tuple[Array, ...]:
         z, _, width = grid
         values = lax.stop_gradient(log_integrand(z))
         best = jnp.argmax(values, axis=0)[None]
 
-        def beside_best(array: jax.Array, step: int) -> jax.Array:
+        def beside_best(array: Array, step: int) -> Array:
             place = jnp.clip(best + step, 0, len(z) - 1)
             return jnp.take_along_axis(array, place, axis=0)[0]
 
@@ -168,7 +167,7 @@ def _around_the_mode(
     return points, jnp.concatenate([spacing[::-1], spacing])
 
 
-def sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def sum_to(value: Array, shape: Shape) -> Array:
     """Sum over the elements for which ``shape`` was broadcast."""
     if value.size == np.prod(shape):
         return value.reshape(shape)
@@ -180,24 +179,26 @@ def sum_to(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 @jax.custom_jvp
-def _trusted(value: jax.Array, good: jax.Array) -> jax.Array:
+def _trusted(value: Array, good: Array) -> Array:
     """The value; its gradient is NaN where it is not good."""
     return value
 
 
 @_trusted.defjvp
-def _trusted_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+def _trusted_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     value, good = primals
     return value, jnp.where(good, 1.0, jnp.nan) * tangents[0]
 
 
-def expectations(fn: Callable[[Values], Any], gaussians: Mapping[str, Gaussian]) -> Any:
+def expectations(
+    fn: Callable[[Values], PyTree], gaussians: Mapping[str, Gaussian]
+) -> PyTree:
     """E[fn(x)] for every leaf of ``fn``, element by element."""
     z = np.linspace(-8.0, 8.0, 257 if len(gaussians) == 1 else 33)
     grid = np.array(list(itertools.product(z, repeat=len(gaussians))))
     weights = np.exp(-0.5 * (grid**2).sum(axis=-1))
 
-    def at(node: jax.Array) -> Any:
+    def at(node: Array) -> PyTree:
         values = {}
         for z, (name, (mean, var)) in zip(node, gaussians.items(), strict=True):
             values[name] = mean + jnp.sqrt(jnp.maximum(var, SMALLEST)) * z

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 from numpyro.distributions import constraints
 
@@ -26,6 +27,7 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
+from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.initialization import base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
@@ -97,8 +99,8 @@ class Data:
 
     model: Callable
     fixed: Arguments  # without arrays
-    rows: dict[str, Any]  # arrays with one row per data point, by place
-    arrays: dict[str, Any]  # all other arrays
+    rows: dict[str, PyTree]  # arrays with one row per data point, by place
+    arrays: dict[str, PyTree]  # all other arrays
 
     @classmethod
     def of(
@@ -176,7 +178,7 @@ class Data:
         return replace(self, rows={name: leaf[:2] for name, leaf in self.rows.items()})
 
     @property
-    def first(self) -> tuple[Any, Any]:
+    def first(self) -> tuple[Trees, Trees]:
         """The first data point, without the leading axis, and the other arrays."""
         return {name: leaf[0] for name, leaf in self.rows.items()}, self.arrays
 
@@ -200,13 +202,13 @@ class Data:
             arrays.append((name, np.shape(leaf), values))
         return self.fixed, tuple(shapes), tuple(arrays)
 
-    def call(self, rows: Any = None, arrays: Any = None) -> Call:
+    def call(self, rows: PyTree = None, arrays: PyTree = None) -> Call:
         """Positional and keyword arguments, by default with its own rows and arrays."""
         rows = self.rows if rows is None else rows
         arrays = self.arrays if arrays is None else arrays
         return self.fixed.call({**rows, **arrays})
 
-    def row_call(self, row: Any, arrays: Any) -> Call:
+    def row_call(self, row: PyTree, arrays: PyTree) -> Call:
         """The call for one data point, without the leading axis."""
         return self.call(jax.tree.map(lambda leaf: leaf[None], row), arrays)
 
@@ -237,13 +239,13 @@ class Weight:
         None
     )
 
-    def prior_sd(self, hypers: Values) -> jax.Array:
+    def prior_sd(self, hypers: Values) -> Array:
         """Prior sd at values of the hyperparameters."""
         if self.hyper is None:
             return jnp.asarray(self.scale, float)
         return self.sd_at(hypers[self.hyper])
 
-    def sd_at(self, hyper: jax.Array) -> jax.Array:
+    def sd_at(self, hyper: Array) -> Array:
         """Prior sd at a value of its hyperparameter."""
         growth = jnp.ravel(hyper)[self.element] ** self.power
         return jnp.asarray(self.scale, float) * growth
@@ -342,7 +344,7 @@ def _is_weight(fn: dist.Distribution) -> bool:
     )
 
 
-def _projected(fn: dist.Distribution) -> tuple[jax.Array, jax.Array]:
+def _projected(fn: dist.Distribution) -> tuple[Array, Array]:
     """Mean and sd of the prior of a weight site."""
     loc, scale = affine_normal(fn) or (fn.mean, jnp.sqrt(fn.variance))
     return jnp.asarray(loc, float), jnp.asarray(scale, float)
@@ -355,15 +357,15 @@ def _parents(
     computed.
     """
 
-    def priors(sites: Sites) -> dict[str, Any]:
+    def priors(sites: Sites) -> Trees:
         quantities = {}
         for name, latent in weights.items():
             value = 0.0 if name == latent else sites[name]["value"]
             quantities[name] = [_projected(sites[latent]["fn"]), value]
         return quantities
 
-    def others(sites: Sites) -> dict[str, Any]:
-        quantities: dict[str, Any] = {}
+    def others(sites: Sites) -> Trees:
+        quantities: dict[str, PyTree] = {}
         for name in hypers:
             quantities[name] = jax.tree.leaves(sites[name]["fn"])
         fn = sites[observed]["fn"]
@@ -403,7 +405,7 @@ def _priors(
         zeros, draw = np.zeros(shape.shape), random.normal(size=shape.shape)
         probes[weights[w]] = zeros, zeros + 1, draw
 
-    def prior(reading: Posterior, values: dict) -> dict[str, Any]:
+    def prior(reading: Posterior, values: dict) -> Trees:
         at_zeros, at_ones, at_draws = (
             reading.at(values | {base: probe[k] for base, probe in probes.items()})
             for k in range(3)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
+from jax.extend.core import ClosedJaxpr
 from numpyro import handlers
 from numpyro.distributions.kl import kl_divergence
 from numpyro.distributions.util import scale_and_mask
@@ -24,12 +26,10 @@ from numpyro_bnn._distributions import (
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.slices import dependence, program_dependence
 from numpyro_bnn._options import PositiveInt, Switch, checked
+from numpyro_bnn._types import Arrays, Operand, PyTree, Site, Sites, Trees
 from numpyro_bnn.guides.elbo.row_independence import WeightUses, find_uses
 from numpyro_bnn.guides.elbo.weight_uses import draw_noise, run
 from numpyro_bnn.program.plates import check_observations
-
-Site = dict[str, Any]
-Trace = dict[str, Site]
 
 
 class Terms(NamedTuple):
@@ -37,13 +37,13 @@ class Terms(NamedTuple):
 
     # closed jaxpr from the values of the latent sites, in the order of ``values``, to
     # terms that add up, with ``guide_terms``, to the bound
-    program: Any
-    values: dict[str, jax.Array]  # one draw of every latent site of the guide
+    program: ClosedJaxpr
+    values: dict[str, Array]  # one draw of every latent site of the guide
     sites: list[str]  # latent sites of the model, in the order of the guide
     # loc and scale of sites that may be drawn for each row
-    normals: dict[str, tuple[jax.Array, jax.Array]]
+    normals: dict[str, tuple[Array, Array]]
     plain: dict[str, str]  # why the other sites are drawn once
-    guide_terms: jax.Array  # terms of the guide alone
+    guide_terms: Array  # terms of the guide alone
 
 
 class _RowwiseELBO(ELBO):
@@ -64,16 +64,16 @@ class _RowwiseELBO(ELBO):
 
     def loss_with_mutable_state(
         self,
-        rng_key: jax.Array,
+        rng_key: Array,
         param_map: dict,
         model: Callable,
         guide: Callable,
         *args: Any,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Trees:
         """Minus the estimate of the bound; see :meth:`numpyro.infer.elbo.ELBO.loss`."""
 
-        def particle(key: jax.Array) -> jax.Array:
+        def particle(key: Array) -> Array:
             run_key, noise_key = jax.random.split(key)
             return self._estimate(
                 noise_key,
@@ -94,7 +94,7 @@ class _RowwiseELBO(ELBO):
         self,
         model: Callable,
         guide: Callable,
-        params: Mapping[str, jax.Array],
+        params: Arrays,
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, str]:
@@ -131,12 +131,12 @@ class _RowwiseELBO(ELBO):
                 methods[name] = "flipout"
         return methods
 
-    def _estimate(self, rng_key: jax.Array, terms: Terms) -> jax.Array:
+    def _estimate(self, rng_key: Array, terms: Terms) -> Array:
         weight_uses = self._uses(terms)
         uses = weight_uses.uses
         if not uses:
             self._warn(self._methods(terms, weight_uses))
-        inputs: dict[str, Any] = dict(terms.values)
+        inputs: dict[str, PyTree] = dict(terms.values)
         for name in uses:
             inputs[name] = SiteImage(name, *terms.normals[name])
         noise = draw_noise(rng_key, uses, self.local)
@@ -283,7 +283,7 @@ class TraceFlipout_ELBO(_RowwiseELBO):
 
 
 def read_terms(
-    rng_key: Any,
+    rng_key: Array,
     params: Mapping,
     model: Callable,
     guide: Callable,
@@ -294,11 +294,11 @@ def read_terms(
     """Run the guide once, and read the program of the model."""
     guide_key, model_key = jax.random.split(rng_key)
 
-    def trace(program: Callable, values: Mapping[str, Any]) -> Trace:
+    def trace(program: Callable, values: Trees) -> Sites:
         filled = handlers.substitute(program, data={**params, **values})
         return _checked(handlers.trace(filled).get_trace(*args, **kwargs), call)
 
-    def run_guide(values: Mapping[str, Any]) -> Trace:
+    def run_guide(values: Trees) -> Sites:
         return trace(handlers.seed(guide, guide_key), values)
 
     guide_trace = run_guide({})
@@ -307,7 +307,7 @@ def read_terms(
     values = {name: latent[name]["value"] for name in sorted(latent)}
     followers = _followers(run_guide, values)
 
-    def terms(values: Mapping[str, Any]) -> dict[Any, jax.Array]:
+    def terms(values: Trees) -> dict[Any, Array]:
         guide_sites = dict(guide_trace)
         for name, value in values.items():
             guide_sites[name] = {**guide_sites[name], "value": value}
@@ -345,7 +345,7 @@ def read_terms(
     return Terms(program, values, list(priors), normals, plain, -guide_terms)
 
 
-def _checked(trace: Trace, call: str) -> Trace:
+def _checked(trace: Sites, call: str) -> Sites:
     for name, site in trace.items():
         if site["type"] == "mutable":
             instead = "Use `Trace_ELBO`, or a layer without running state."
@@ -353,7 +353,7 @@ def _checked(trace: Trace, call: str) -> Trace:
     return trace
 
 
-def _log_prob(site: Site, value: Any = None) -> jax.Array:
+def _log_prob(site: Site, value: Operand = None) -> Array:
     """Scaled log density of a site, elementwise."""
     if value is None and site["intermediates"]:
         density = site["fn"].log_prob(site["value"], site["intermediates"])
@@ -363,13 +363,13 @@ def _log_prob(site: Site, value: Any = None) -> jax.Array:
 
 
 def _followers(
-    run_guide: Callable[[Any], Trace], values: Mapping[str, Any]
+    run_guide: Callable[[Arrays], Sites], values: Trees
 ) -> dict[str, set[str]]:
     """For each latent site of the guide, the others whose draw or density in the guide
     depends on its value.
     """
 
-    def sites(values: Mapping[str, Any]) -> dict[str, Any]:
+    def sites(values: Trees) -> Trees:
         draws = {}
         for name, site in run_guide(values).items():
             if is_latent(site):
@@ -384,7 +384,7 @@ def _followers(
 
 
 def _plain(
-    latent: Trace, followers: Mapping[str, set], priors: Mapping[str, set]
+    latent: Sites, followers: Mapping[str, set], priors: Mapping[str, set]
 ) -> dict[str, str]:
     """Why sites of the model cannot be redrawn for every term of the likelihood."""
     reasons = {}
@@ -402,11 +402,11 @@ def _plain(
     return reasons
 
 
-def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]:
+def _model_terms(trace: Sites, latent: Sites, call: str) -> dict[Any, Array]:
     """Terms by kind and site: likelihoods elementwise; E_q[log p - log q] from a draw,
     and by formula.
     """
-    terms: dict[Any, jax.Array] = {}
+    terms: dict[Any, Array] = {}
     for name, site in trace.items():
         if site["type"] != "sample":
             continue
@@ -431,7 +431,7 @@ def _model_terms(trace: Trace, latent: Trace, call: str) -> dict[Any, jax.Array]
     return terms
 
 
-def _divergence(guide: Site, model: Site) -> jax.Array | None:
+def _divergence(guide: Site, model: Site) -> Array | None:
     """KL(q || p) summed over a site, with its scale; ``None`` if there is
     no formula.
     """
@@ -441,7 +441,7 @@ def _divergence(guide: Site, model: Site) -> jax.Array | None:
         return None
     event_dim = model["fn"].event_dim
 
-    def normal(loc: jax.Array, scale: jax.Array) -> dist.Distribution:
+    def normal(loc: Array, scale: Array) -> dist.Distribution:
         return dist.Normal(loc, scale, validate_args=False).to_event(event_dim)
 
     guide_fn, model_fn = guide["fn"], model["fn"]
@@ -455,7 +455,7 @@ def _divergence(guide: Site, model: Site) -> jax.Array | None:
     return jnp.sum(scale_and_mask(each, scale=model["scale"]))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Operand, b: Operand) -> bool:
     """Whether two scales are known to be equal."""
     if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
         return a is b

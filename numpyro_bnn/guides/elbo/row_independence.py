@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from numpyro_bnn._jaxprs.axes import LabelPlaces
 from numpyro_bnn._jaxprs.primitives import (
@@ -26,6 +28,7 @@ from numpyro_bnn._jaxprs.primitives import (
     stacked_columns,
 )
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Arrays, Operand
 from numpyro_bnn.guides.elbo.weight_uses import (
     Piece,
     Use,
@@ -60,8 +63,8 @@ class WeightUses(NamedTuple):
 
 
 def find_uses(
-    program: Any,
-    values: Mapping[str, jax.Array],
+    program: ClosedJaxpr,
+    values: Arrays,
     candidates: Collection[str],
     call: str,
 ) -> WeightUses:
@@ -76,7 +79,7 @@ def find_uses(
     search = _UseSearch(values, candidates, call)
     constants = list(map(_counting, program.consts))
     while search.changed:
-        search.once(program.jaxpr, constants)
+        search.pass_through(program.jaxpr, constants)
     return search.result()
 
 
@@ -104,13 +107,13 @@ class _Index:
 FREE = LabelPlaces()  # a value that depends on no weight under consideration
 
 
-def _is_followed(value: Any) -> bool:
+def _is_followed(value: Operand) -> bool:
     return isinstance(value, _WeightImage | LabelPlaces | _Index)
 
 
-def _counting(value: Any) -> Any:
+def _counting(value: Operand) -> Any:
     """A constant that is 0, 1, 2, ...; the values of other constants do not matter."""
-    has_values = isinstance(value, np.ndarray | jax.Array) and not isinstance(
+    has_values = isinstance(value, np.ndarray | Array) and not isinstance(
         value, jax.core.Tracer
     )
     integers = (
@@ -120,9 +123,7 @@ def _counting(value: Any) -> Any:
 
 
 class _UseSearch(Interpreter):
-    def __init__(
-        self, values: Mapping[str, jax.Array], candidates: Collection[str], call: str
-    ) -> None:
+    def __init__(self, values: Arrays, candidates: Collection[str], call: str) -> None:
         super().__init__({}, _is_followed, call, self.visit)
         self.values, self.sites = values, set(candidates)
         self.plain_sites: dict[str, str] = {}
@@ -130,7 +131,7 @@ class _UseSearch(Interpreter):
         self.reasons: dict[str, str] = {}
         self.changed = True
 
-    def once(self, jaxpr: Any, consts: Sequence[Any]) -> None:
+    def pass_through(self, jaxpr: Jaxpr, consts: Sequence[Operand]) -> None:
         """One pass over the program; ``changed`` says whether something was dropped."""
         self.uses: dict[str, Use] = {}
         self.mixed: set[Label] = set()
@@ -185,11 +186,11 @@ class _UseSearch(Interpreter):
             else:
                 yield piece
 
-    def plain(self, equation: Equation, *operands: Any) -> Any:
+    def plain(self, equation: Equation, *operands: Operand) -> Operand:
         """Equations without random operands are skipped, except those computed from
         counting (``arange``).
         """
-        value: Any = FREE
+        value: Operand = FREE
         outputs = equation.outputs
         counts = equation.name == "iota" or any(
             isinstance(operand, np.ndarray) for operand in operands
@@ -200,7 +201,7 @@ class _UseSearch(Interpreter):
             value = np.asarray(results[0] if equation.several else results)
         return [value] * len(outputs) if equation.several else value
 
-    def visit(self, equation: Equation, *operands: Any) -> Any:
+    def visit(self, equation: Equation, *operands: Operand) -> Operand:
         """The rule of every primitive: a weight stays one, becomes rows, or is
         dropped.
         """
@@ -210,7 +211,7 @@ class _UseSearch(Interpreter):
             result = self._flow(equation, values) or _stacked(equation, values)
         return [result] * len(equation.outputs) if equation.several else result
 
-    def _flow(self, equation: Equation, values: Sequence[Any]) -> LabelPlaces:
+    def _flow(self, equation: Equation, values: Sequence[Operand]) -> LabelPlaces:
         """Where the labels lie in the output; a label is dropped if one element needs
         several of its numbers.
         """
@@ -260,7 +261,7 @@ class _UseSearch(Interpreter):
                 self.divided[label] = inner  # the search starts again with both parts
         return output
 
-    def _weights(self, equation: Equation, values: list[Any]) -> Any:
+    def _weights(self, equation: Equation, values: list[Operand]) -> Operand:
         """The output if a weight stays one or enters as a whole; otherwise weights in
         ``values`` become values.
         """
@@ -276,7 +277,7 @@ class _UseSearch(Interpreter):
             values[i] = self._value(equation, values[i], i)
         return None
 
-    def _settle(self, equation: Equation, values: list[Any]) -> None:
+    def _settle(self, equation: Equation, values: list[Operand]) -> None:
         """If two weights meet, one is drawn once: the one that is spread over the
         other, or the smaller.
         """
@@ -290,7 +291,7 @@ class _UseSearch(Interpreter):
         )
         values[:] = [FREE if value.site == first.site else value for value in values]
 
-    def _one_weight(self, equation: Equation, values: list[Any], i: int) -> Any:
+    def _one_weight(self, equation: Equation, values: list[Operand], i: int) -> Operand:
         weight, out = values[i], equation.outputs[0]
         shape = equation.jaxpr_equation.invars[i].aval.shape
         keeps = out.shape == shape and jnp.issubdtype(out.dtype, jnp.floating)
@@ -368,11 +369,11 @@ class _UseSearch(Interpreter):
         return rows
 
 
-def _weights_among(values: Sequence[Any]) -> list[int]:
+def _weights_among(values: Sequence[Operand]) -> list[int]:
     return [i for i, value in enumerate(values) if isinstance(value, _WeightImage)]
 
 
-def _stacked(equation: Equation, values: Sequence[Any]) -> _Index | LabelPlaces:
+def _stacked(equation: Equation, values: Sequence[Operand]) -> _Index | LabelPlaces:
     """The indices of a lookup, one column per indexed axis."""
     columns = {}
     for i, value in enumerate(stacked_columns(equation.jaxpr_equation, values)):

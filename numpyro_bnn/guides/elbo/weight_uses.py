@@ -8,13 +8,14 @@ from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import random
+from jax import Array, random
+from jax.extend.core import ClosedJaxpr
 
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import dot_axes
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Operand, Shape
 from numpyro_bnn.guides.blocks import cut
 
 
@@ -40,19 +41,19 @@ class Use:
     """The one place where a weight enters a program."""
 
     kind: str  # name of the primitive, or "broadcast"
-    shape: tuple[int, ...]  # of the weight there
-    out_shape: tuple[int, ...]
+    shape: Shape  # of the weight there
+    out_shape: Shape
     rows: dict[int, list[Piece]]  # output axes that index rows, with their pieces
     outputs: tuple[int, ...]  # output axes that index weights
     where: str  # the line of the program
-    other_shape: tuple[int, ...] = ()  # of the operand that multiplies the weight
+    other_shape: Shape = ()  # of the operand that multiplies the weight
     # output axis of rows -> axis of that operand
     links: Mapping[int, int] = field(default_factory=dict)
     inputs: tuple[
         int, ...
     ] = ()  # axes of that operand which index inputs of the weight
     # the equations of the program where it enters
-    entries: list[Any] = field(default_factory=list)
+    entries: list = field(default_factory=list)
 
     @property
     def local(self) -> bool:
@@ -105,12 +106,12 @@ def enters_as(equation: Equation, operand: int) -> Use | None:
     )
 
 
-def axes_except(shape: tuple[int, ...], axes: Container[int]) -> tuple[int, ...]:
+def axes_except(shape: Shape, axes: Container[int]) -> tuple[int, ...]:
     """The other axes of a shape."""
     return tuple(axis for axis in range(len(shape)) if axis not in axes)
 
 
-def whole_axes(shape: tuple[int, ...], axes: Iterable[int]) -> dict[int, list[Piece]]:
+def whole_axes(shape: Shape, axes: Iterable[int]) -> dict[int, list[Piece]]:
     """Axes of a shape, in one piece each."""
     return {axis: [Piece(shape[axis], True)] for axis in axes}
 
@@ -127,7 +128,7 @@ def grown_axes(equation: Equation) -> tuple[int, ...]:
     return tuple(grown)
 
 
-def is_vector(shape: tuple[int, ...]) -> bool:
+def is_vector(shape: Shape) -> bool:
     """Whether at most one axis is longer than 1: a matrix drawn for each row would cost
     a matrix per row.
     """
@@ -139,15 +140,15 @@ class WeightNoise:
     """Random numbers of one use."""
 
     # N(0, 1): one per weight, or one per output where outputs are drawn
-    normal: jax.Array
+    normal: Array
     # -1 or 1 per row and input, to multiply the other operand
-    signs_in: jax.Array | None = None
+    signs_in: Array | None = None
     # -1 or 1 per row and output; none where outputs are drawn
-    signs_out: jax.Array | None = None
+    signs_out: Array | None = None
 
 
 def draw_noise(
-    rng_key: jax.Array, uses: Mapping[str, Use], local: bool
+    rng_key: Array, uses: Mapping[str, Use], local: bool
 ) -> dict[str, WeightNoise]:
     """Random numbers of all uses; with ``local``, for outputs instead of weights if the
     expectation allows it.
@@ -173,7 +174,7 @@ def draw_noise(
 
 
 def _axes(
-    shape: tuple[int, ...],
+    shape: Shape,
     rows: Mapping[int, list[Piece]],
     weight_axes: tuple[int, ...],
 ) -> Axes:
@@ -189,7 +190,7 @@ def _compact(axes: Axes) -> tuple[int, ...]:
     return tuple(piece.draws for piece in chain(*axes))
 
 
-def _spread(values: jax.Array, axes: Axes) -> jax.Array:
+def _spread(values: Array, axes: Axes) -> Array:
     """Put pieces of axes together; an axis without rows keeps length 1 and is
     broadcast.
     """
@@ -203,17 +204,17 @@ def _spread(values: jax.Array, axes: Axes) -> jax.Array:
     return jnp.broadcast_to(values, shape).reshape(lengths)
 
 
-def _normals(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+def _normals(rng_key: Array, site_axes: Mapping[Any, Axes]) -> dict[Any, Array]:
     shapes = {name: _compact(axes) for name, axes in site_axes.items()}
     normals = cut(random.normal(rng_key, (_total(shapes),)), shapes)
     return {name: _spread(normals[name], axes) for name, axes in site_axes.items()}
 
 
-def _total(shapes: Mapping[Any, tuple[int, ...]]) -> int:
+def _total(shapes: Mapping[Any, Shape]) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def _signs(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.Array]:
+def _signs(rng_key: Array, site_axes: Mapping[Any, Axes]) -> dict[Any, Array]:
     """Random signs, each a bit of a random integer; its 32 bits go to 32 rows, so that
     rows are contiguous.
     """
@@ -225,31 +226,31 @@ def _signs(rng_key: jax.Array, site_axes: Mapping[Any, Axes]) -> dict[Any, jax.A
     return signs
 
 
-def _word_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+def _word_shape(shape: Shape) -> tuple[int, int]:
     rows = next((n for n in shape if n > 1), 1)
     if rows < 32:
         return 1, -(-prod(shape) // 32)
     return -(-rows // 32), prod(shape) // rows
 
 
-def _unpack(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _unpack(words: Array, shape: Shape) -> Array:
     bits = (words[:, None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
     signs = 1 - 2 * bits.astype(jnp.int32)
     return signs.reshape(-1)[: prod(shape)].reshape(shape).astype(float)
 
 
 def run(
-    program: Any,
-    values: Sequence[Any],
+    program: ClosedJaxpr,
+    values: Sequence[Operand],
     uses: Mapping[str, Use],
     noise: Mapping[str, WeightNoise],
     call: str,
-) -> list[Any]:
+) -> list[Operand]:
     """Outputs of a program some of whose inputs are random, with the noise of their
     uses; the image of a weight N(mean, sd^2) is its mean, with the slope sd.
     """
 
-    def visit(equation: Equation, *operands: Any) -> Any:
+    def visit(equation: Equation, *operands: Operand) -> Operand:
         """The rule of every primitive: a weight is drawn where it enters, and until
         then keeps its moments.
         """
@@ -268,7 +269,7 @@ def run(
     return walk.run(program.jaxpr, program.consts, values)
 
 
-def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> jax.Array:
+def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> Array:
     """A broadcast weight, drawn for each row."""
     normal = noise.normal
     if noise.signs_out is not None:
@@ -278,11 +279,11 @@ def _drawn_weight(weight: SiteImage, noise: WeightNoise) -> jax.Array:
 
 def _drawn_outputs(
     equation: Equation, operands: list[Any], i: int, noise: WeightNoise
-) -> jax.Array:
+) -> Array:
     """The output of a product with data, or of a lookup, drawn for each row."""
     weight, data = operands[i], operands[1 - i]
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    def product(x: Array, w: Array) -> Array:
         return equation.bind(*((w, x) if i == 0 else (x, w)))
 
     if noise.signs_out is not None:
@@ -305,7 +306,7 @@ def _drawn_outputs(
 
 
 def _positions(
-    equation: Equation, operand: int, signs_out: jax.Array
+    equation: Equation, operand: int, signs_out: Array
 ) -> tuple[int, int, int] | None:
     """Data of a dense layer at several positions as (rows, positions, inputs), if
     weights are fewer than outputs.
@@ -325,8 +326,8 @@ def _positions(
 
 
 def _product_by_row(
-    equation: Equation, x: jax.Array, mean: jax.Array, change: Any, noise: WeightNoise
-) -> jax.Array:
+    equation: Equation, x: Array, mean: Array, change: Operand, noise: WeightNoise
+) -> Array:
     """Every row with its own weights, mean + r change t: one product forward and
     backward instead of two.
     """
@@ -341,7 +342,7 @@ def _product_by_row(
     return out.reshape(equation.outputs[0].shape).astype(equation.outputs[0].dtype)
 
 
-def _sqrt(var: jax.Array) -> jax.Array:
+def _sqrt(var: Array) -> Array:
     """Square root with derivative 0 at 0: if all inputs are 0 the output
     has no noise.
     """

@@ -1,6 +1,6 @@
 """AutoLaplace: a Gaussian at the mode of a model, as a NumPyro guide."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._checks import argument_error, check_finite, unknown_name
@@ -16,7 +17,6 @@ from numpyro_bnn._options import (
     KEY,
     Choice,
     Kind,
-    Kwargs,
     Model,
     Natural,
     PositiveInt,
@@ -25,6 +25,7 @@ from numpyro_bnn._options import (
     Switch,
     checked,
 )
+from numpyro_bnn._types import Arrays, Kwargs, Optimizer, PyTree, Site, Trees
 from numpyro_bnn.guides.auto_blocks import AutoBlocks, LocScale
 from numpyro_bnn.guides.blocks import Family, Patterns, matches
 from numpyro_bnn.guides.laplace.jacobians import MatrixLayout, OuterJacobian
@@ -62,7 +63,7 @@ from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_rows
 from numpyro_bnn.program.rows import refuse_rows
 
-STRUCTURES: dict[str, Any] = {
+STRUCTURES: dict[str, Callable] = {
     "full": FullStructure,
     "kron": KroneckerStructure,
     "diag": DiagonalStructure,
@@ -71,7 +72,7 @@ STRUCTURES: dict[str, Any] = {
 MAX_FULL_UNKNOWNS = 10_000
 
 
-def _are_patterns(value: Any) -> bool:
+def _are_patterns(value: object) -> bool:
     patterns = [value] if isinstance(value, str) else value
     return (
         isinstance(patterns, Sequence)
@@ -151,7 +152,7 @@ class AutoLaplace(AutoBlocks):
         prefix: Prefix = "auto",
     ) -> None:
         self.structure, self._patterns, self._rank = structure, sites, rank
-        self._model_params: dict[str, Any] = {}
+        self._model_params: dict[str, PyTree] = {}
         super().__init__(model, condition_on_scales=True, prefix=prefix)
 
     # -- reading the model -------------------------------------------------------------
@@ -187,7 +188,7 @@ class AutoLaplace(AutoBlocks):
         self._prototype_posterior = read(
             self._rows, self._transforms, self._scaled, self._chosen, by_products
         )
-        options: dict[str, Any] = {}
+        options: dict = {}
         if by_products:
             options["layouts"] = self._layouts(self._prototype_posterior)
         elif self.structure == "low_rank":
@@ -231,7 +232,7 @@ class AutoLaplace(AutoBlocks):
         )
         return dist.Delta(value, event_dim=self._latent()[name]["fn"].event_dim)
 
-    def _normals(self, params: Mapping[str, jax.Array]) -> dict[str, dist.Normal]:
+    def _normals(self, params: Arrays) -> dict[str, dist.Normal]:
         scales = {}
         for name in self._transforms:
             if name not in self._chosen:
@@ -239,9 +240,9 @@ class AutoLaplace(AutoBlocks):
         with numpyro.validation_enabled(False):  # a point mass is a normal of scale 0
             return super()._normals(scales | dict(params))
 
-    def _gaussian_blocks(self, params: Mapping[str, jax.Array]) -> Blocks:
+    def _gaussian_blocks(self, params: Arrays) -> Blocks:
         """The jointly Gaussian sites, and their distributions."""
-        blocks: list[Any] = []
+        blocks: list = []
         families = self._families(params)
         for (block, _), fn in zip(self._blocks, families, strict=True):
             blocks.append((list(block.shapes), fn))
@@ -258,7 +259,7 @@ class AutoLaplace(AutoBlocks):
         rng_key: RandomKey,
         *args: Any,
         num_epochs: Natural = 1000,
-        optimizer: Any = None,
+        optimizer: Optimizer = None,
         patience: PositiveInt = 20,
         init_params: Annotated[
             Mapping, Kind(Mapping, "Pass a dictionary of values by site.")
@@ -331,7 +332,7 @@ class AutoLaplace(AutoBlocks):
         self._posterior = posterior
         return result._replace(params={**result.params, **self._model_params})
 
-    def _given_params(self, init: Mapping[str, Any]) -> dict[str, Any]:
+    def _given_params(self, init: Trees) -> Trees:
         """Values of the model's own parameters; refuses names that the model lacks, and
         parameters without a value.
         """
@@ -349,7 +350,7 @@ class AutoLaplace(AutoBlocks):
                 raise argument_error(f"{CALL}.run", "init_params", got, instead)
         return {name: init[name] for name in init if name in learned}
 
-    def _started(self, posterior: LaplacePosterior, init: Mapping[str, Any]) -> Values:
+    def _started(self, posterior: LaplacePosterior, init: Trees) -> Values:
         """Coordinates of the start."""
         given = {name: init[name] for name in init if name in self._transforms}
         v = dict(self._init_locs)
@@ -388,12 +389,12 @@ class AutoLaplace(AutoBlocks):
     @checked(f"{CALL}.predictive")
     def predictive(
         self,
-        params: Mapping[str, Any],
+        params: Trees,
         *args: Any,
         linearized: Switch = True,
         link: Annotated[str, Choice(("probit", "sample"))] = "probit",
         covariance: Switch = False,
-        rng_key: jax.Array | None = None,
+        rng_key: Array | None = None,
         num_samples: PositiveInt = 1000,
         site: str | None = None,
         **kwargs: Any,
@@ -421,7 +422,7 @@ class AutoLaplace(AutoBlocks):
         name, posterior = self._for_rows("predictive", params, args, kwargs, site)
         options = PredictiveOptions(name, linearized, link, covariance, num_samples)
 
-        def predicted(batch: Batch, params: Values, key: jax.Array | None) -> dict:
+        def predicted(batch: Batch, params: Values, key: Array) -> dict:
             return predict(self, posterior, batch, params, key, options)._asdict()
 
         prediction = posterior.rows.run_once(predicted, dict(params), rng_key)
@@ -429,11 +430,11 @@ class AutoLaplace(AutoBlocks):
 
     def log_predictive_density(
         self,
-        params: Mapping[str, Any],
+        params: Trees,
         *args: Any,
         site: str | None = None,
         **kwargs: Any,
-    ) -> jax.Array:
+    ) -> Array:
         """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the
         linearized network.
 
@@ -451,13 +452,13 @@ class AutoLaplace(AutoBlocks):
             "log_predictive_density", params, args, kwargs, site
         )
 
-        def score(batch: Batch, params: Mapping[str, Any]) -> jax.Array:
+        def score(batch: Batch, params: Trees) -> Array:
             return log_density(self, posterior, batch, params, name)
 
         return posterior.rows.run_once(score, dict(params))
 
     def _for_rows(
-        self, method: str, params: Any, args: tuple, kwargs: Any, site: str | None
+        self, method: str, params: PyTree, args: tuple, kwargs: Kwargs, site: str | None
     ) -> tuple[str, LaplacePosterior]:
         """The observed site, and the posterior on new rows."""
         call = f"{CALL}.{method}"
@@ -477,7 +478,7 @@ class AutoLaplace(AutoBlocks):
         _check_finite(call, args, kwargs)
         return name, posterior.on(args, kwargs)
 
-    def _coordinates(self, params: Mapping[str, jax.Array]) -> Values:
+    def _coordinates(self, params: Arrays) -> Values:
         """Locations of all sites."""
         locs: Values = {}
         for block, _ in self._blocks:
@@ -493,6 +494,6 @@ def _check_finite(call: str, args: tuple, kwargs: Kwargs) -> None:
             check_finite(call, "args", leaf)
 
 
-def _given_param(params: Mapping[str, Any], site: dict[str, Any]) -> Any:
+def _given_param(params: Trees, site: Site) -> PyTree:
     """Value of a parameter of the model."""
     return params.get(site["name"]) if site["type"] == "param" else None

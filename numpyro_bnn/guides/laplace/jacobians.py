@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from numpyro_bnn._jaxprs.axes import Axis, LabelPlaces, follow_axes, moved
 from numpyro_bnn._jaxprs.entries import SiteImage
 from numpyro_bnn._jaxprs.primitives import SHAPING, Place, dot_axes, is_affine
 from numpyro_bnn._jaxprs.walk import Equation, Interpreter
+from numpyro_bnn._types import Operand, Shape
 from numpyro_bnn.guides.auto_blocks import Values
 
 
@@ -36,7 +38,7 @@ class MatrixLayout(NamedTuple):
     inputs first, and (I, O).
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     axes: tuple[int, ...]
     size: tuple[int, int]
 
@@ -158,7 +160,7 @@ class _Entry(NamedTuple):
     rows; ``None`` for one row.
     """
 
-    equation: Any
+    equation: JaxprEqn
     row: int | None
 
 
@@ -168,7 +170,7 @@ def find_entries(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
     """
     entries: dict[str, list[Any]] = {name: [] for name in names}
 
-    def enter(equation: Any, operands: Sequence[Any]) -> Any:
+    def enter(equation: Any, operands: Sequence[Operand]) -> Any:
         marked, rows = [], []
         for i, operand in enumerate(operands):
             is_marked = isinstance(operand, _Mark)
@@ -207,14 +209,14 @@ def find_entries(jaxpr: Any, names: Sequence[str]) -> dict[str, _Entry]:
 
 
 def _walk(
-    closed: Any, entries: Mapping[str, _Entry], values: Values, shifts: Values
+    closed: ClosedJaxpr, entries: Mapping[str, _Entry], values: Values, shifts: Values
 ) -> tuple[Array, dict[str, _Use]]:
     """The output of a program, with ``shifts`` added to the outputs of the equations
     that sites enter, and how they enter these.
     """
     uses: dict[str, _Use] = {}
 
-    def enter(equation: Equation, *operands: Any) -> Any:
+    def enter(equation: Equation, *operands: Operand) -> Operand:
         marked = [i for i, value in enumerate(operands) if _is_image_of_site(value)]
         plain, weight = list(map(_value, operands)), operands[marked[0]]
         if len(marked) == 1 and is_image(equation.jaxpr_equation, marked[0]):
@@ -235,7 +237,7 @@ def _walk(
     return _value(output), uses
 
 
-def _is_image_of_site(value: Any) -> bool:
+def _is_image_of_site(value: Operand) -> bool:
     return isinstance(value, SiteImage)
 
 
@@ -259,7 +261,7 @@ def _use(
     return _Use(inputs, slope, layout, equation.outputs[0], order)
 
 
-def _value(operand: Any) -> Any:
+def _value(operand: Operand) -> Operand:
     return operand.value if isinstance(operand, SiteImage) else operand
 
 

@@ -34,6 +34,7 @@ from numpyro_bnn._distributions import (
     unmasked_elements,
     unwrapped,
 )
+from numpyro_bnn._types import Shape, Site
 from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import cut
 
@@ -41,8 +42,6 @@ CALL = "guides.AutoLaplace"
 # of an integral over a log scale, log rate or logit; four times as many for several log
 # scales
 QUADRATURE_NODES = 64
-
-Site = dict[str, Any]
 
 
 class ObservedRows(NamedTuple):
@@ -55,7 +54,7 @@ class ObservedRows(NamedTuple):
     """
 
     likelihood: "NaturalOutputs"
-    shape: tuple[int, ...]
+    shape: Shape
     outputs: Values
     used: tuple[str, ...]
     weight: Array

@@ -23,7 +23,7 @@ from numpyro_bnn._distributions import (
     unwrapped,
 )
 from numpyro_bnn._jaxprs.axes import Axis
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Arrays, Kwargs, PyTree, Trees
 from numpyro_bnn.guides.auto_blocks import Values, is_identity
 from numpyro_bnn.guides.blocks import cut
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
@@ -183,10 +183,10 @@ class LaplacePosterior:
         gradient = jnp.einsum("bde,bdf,bf->be", roots, roots, second)
         return jax.vjp(flat, sites)[1](gradient)[0]
 
-    def sweep(self, v: Values, fn: Callable, *extra: Any) -> Any:
+    def sweep(self, v: Values, fn: Callable, *extra: PyTree) -> PyTree:
         """The sum of a function of the Jacobians over all rows."""
 
-        def of_batch(batch: Batch, v: Values, *extra: Any) -> Any:
+        def of_batch(batch: Batch, v: Values, *extra: PyTree) -> PyTree:
             return fn(self.jacobians(batch, v), *extra)
 
         return self.rows.total(of_batch, v, *extra, key=fn)
@@ -194,7 +194,7 @@ class LaplacePosterior:
     # -- densities ---------------------------------------------------------------------
 
     def log_likelihood(
-        self, batch: Batch, v: Values, spread: Mapping[str, Array] | None = None
+        self, batch: Batch, v: Values, spread: Arrays | None = None
     ) -> Array:
         """Sum over these rows; with the variances ``spread`` of loc, averaged over it
         to tune the noise.
@@ -369,7 +369,7 @@ def read(
     )
 
 
-def _normal_moments(reading: Posterior) -> dict[str, Any]:
+def _normal_moments(reading: Posterior) -> Trees:
     """Loc and scale of sites with a Normal prior."""
     trace = reading.at({}, only=reading.latent)
     return {name: affine_normal(site["fn"]) for name, site in trace.items()}

@@ -1,13 +1,14 @@
 """Predictions of a network that is linearized at the mode."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._types import Trees
 from numpyro_bnn.guides.laplace.jacobians import Jacobians
 from numpyro_bnn.guides.laplace.likelihoods import CALL, ObservedRows
 from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Values
@@ -68,10 +69,10 @@ class LinearizedOutputs(NamedTuple):
 
 
 def gaussian_outputs(
-    guide: Any,
+    guide: AutoGuide,
     posterior: LaplacePosterior,
     batch: Batch,
-    params: Mapping[str, Any],
+    params: Trees,
     name: str,
 ) -> LinearizedOutputs:
     """The outputs of an observed site, linearized at the mode."""
@@ -87,10 +88,10 @@ def gaussian_outputs(
 
 
 def log_density(
-    guide: Any,
+    guide: AutoGuide,
     posterior: LaplacePosterior,
     batch: Batch,
-    params: Mapping[str, Any],
+    params: Trees,
     name: str,
 ) -> Array:
     """(N,) log density of the rows of a site, averaged over its outputs."""
@@ -107,11 +108,11 @@ def log_density(
 
 
 def predict(
-    guide: Any,
+    guide: AutoGuide,
     posterior: LaplacePosterior,
     batch: Batch,
-    params: Mapping[str, Any],
-    key: Any,
+    params: Trees,
+    key: Array,
     options: PredictiveOptions,
 ) -> LaplacePredictive:
     """The prediction of :meth:`AutoLaplace.predictive`."""

@@ -1,6 +1,6 @@
 """A model on all its rows or on some of them, and programs and sums over them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jax import Array
 from numpyro import handlers
 
 from numpyro_bnn._distributions import is_latent
-from numpyro_bnn._options import Kwargs
+from numpyro_bnn._types import Attributes, Kwargs, PyTree, Site, Trees
 from numpyro_bnn.networks import record_statistics, use_statistics
 from numpyro_bnn.program.plates import Plate, full_plates, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     reading: Posterior
     indices: Mapping[str, Array] = {}
 
-    def at(self, values: Mapping[str, Any], only: Any = None) -> Sites:
+    def at(self, values: Trees, only: Any = None) -> Sites:
         """The trace of these rows at constrained values; their densities are not scaled
         up to all rows.
         """
@@ -64,14 +64,14 @@ class ModelRows:
         #: Whether the model has batch normalizations.
         self.normalizes = False
         self._reading: Posterior | None = None
-        self._programs: dict[Any, Callable] = {}
+        self._programs: dict[Hashable, Callable] = {}
         if full:
             return
         with record_statistics() as recorded:
             self._reading = self._read()
         self.plates, self.normalizes = self._reading.plates, any(recorded.calls)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Attributes:
         return {**self.__dict__, "_reading": None, "_programs": {}}
 
     def _read(self) -> Posterior:
@@ -124,25 +124,29 @@ class ModelRows:
             reading, {} if index is None else dict.fromkeys(self.plates, index)
         )
 
-    def run(self, fn: Callable, index: Index, *values: Any, key: Any = None) -> Any:
+    def run(
+        self, fn: Callable, index: Index, *values: PyTree, key: Hashable = None
+    ) -> PyTree:
         """``fn(batch, *values)`` by a program that is kept by ``key``, or by ``fn``."""
         number = None if index is None else len(index)
-        key = (key or fn, number)
-        if key not in self._programs:
+        place = (key or fn, number)
+        if place not in self._programs:
 
-            def on_batch(reading: Posterior, index: Index, *values: Any) -> Any:
+            def on_batch(reading: Posterior, index: Index, *values: PyTree) -> PyTree:
                 return fn(self.batch(reading, index), *values)
 
-            self._programs[key] = self.reading(index).prepare(on_batch, once=False)
-        return self._programs[key](index, *values)
+            self._programs[place] = self.reading(index).prepare(
+                on_batch, runs_rarely=False
+            )
+        return self._programs[place](index, *values)
 
-    def run_once(self, fn: Callable, *values: Any) -> Any:
+    def run_once(self, fn: Callable, *values: PyTree) -> PyTree:
         """``fn(batch, *values)``, for what does not depend on the rows."""
         return self.run(fn, self.chunks[0], *values)
 
-    def total(self, fn: Callable, *values: Any, key: Any = None) -> Any:
+    def total(self, fn: Callable, *values: PyTree, key: Hashable = None) -> PyTree:
         """The sum of ``fn(batch, *values)`` over all rows."""
-        total: Any = None
+        total: PyTree = None
         for index in self.chunks:
             term = self.run(fn, index, *values, key=key)
             total = term if total is None else jax.tree.map(jnp.add, total, term)
@@ -176,7 +180,7 @@ def _normalized_by_first(model: Callable) -> Callable:
     return of_both
 
 
-def _is_of_rows(site: dict[str, Any]) -> bool:
+def _is_of_rows(site: Site) -> bool:
     if site["type"] == "sample":
         return site["is_observed"]
     return site["type"] in ("plate", "deterministic")

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._keys import split
+from numpyro_bnn._types import Optimizer, PyTree
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Tuned, Values
 from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
@@ -43,7 +45,7 @@ class Mode(NamedTuple):
 
     v: Values
     tuned: Tuned
-    sums: Any
+    sums: PyTree
     curvature: Values  # of sites without Normal prior, (P_s,)
     coupling: Array | None
     log_likelihood: Array
@@ -60,7 +62,7 @@ class ModeSearch:
     posterior: LaplacePosterior
     structure: Structure
     num_epochs: int
-    optimizer: Any
+    optimizer: Optimizer
     patience: int
     progress_bar: bool
 
@@ -68,7 +70,9 @@ class ModeSearch:
     def rows(self) -> ModelRows:
         return self.posterior.rows
 
-    def descend(self, v: Values, tuned: Tuned, key: Any) -> tuple[Values, list[float]]:
+    def descend(
+        self, v: Values, tuned: Tuned, key: Array
+    ) -> tuple[Values, list[float]]:
         """From a start to the mode, and the losses on the way."""
         import optax
 
@@ -91,7 +95,7 @@ class ModeSearch:
         return -(-plate.size // plate.batch_size) if plate else EPOCHS_PER_PROGRAM
 
     def _epochs(
-        self, optimizer: Any, v: Values, tuned: Tuned, key: Any
+        self, optimizer: Optimizer, v: Values, tuned: Tuned, key: Array
     ) -> tuple[Values, list[float]]:
         import optax
 
@@ -99,7 +103,9 @@ class ModeSearch:
         index = jnp.arange(plate.batch_size) if plate else None
         epochs_per_program = 1 if plate else EPOCHS_PER_PROGRAM
 
-        def program(batch: Batch, v: Values, state: Any, tuned: Tuned, key: Any) -> Any:
+        def program(
+            batch: Batch, v: Values, state: PyTree, tuned: Tuned, key: Array
+        ) -> PyTree:
             def step(carry: tuple, key: Array) -> tuple:
                 v, state = carry
                 index = draw_indices(*plate, key) if plate else None
@@ -367,7 +373,7 @@ class ModeSearch:
             left = 0.0
         return float(np.sqrt((total + left) / len(scale)))
 
-    def _dense_distance(self, mode: Mode, gradient: Any) -> float:
+    def _dense_distance(self, mode: Mode, gradient: ArrayLike) -> float:
         """Not finite if rounding leaves no positive precision."""
         tril = _float64(self.gaussian(mode).params["*", "scale_tril"])
         with np.errstate(invalid="ignore"):
@@ -379,7 +385,7 @@ class ModeSearch:
         return structure.precision(mode.sums, self.prior(mode), mode.coupling)
 
 
-def _float64(values: Any) -> np.ndarray:
+def _float64(values: ArrayLike) -> np.ndarray:
     return np.asarray(values, np.float64)
 
 

@@ -15,6 +15,7 @@ from jax import Array, random
 from numpyro.distributions import constraints
 from numpyro.distributions.util import cholesky_of_inverse
 
+from numpyro_bnn._types import PyTree, Shape
 from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import (
     Block,
@@ -53,7 +54,7 @@ class LaplaceGaussian(NamedTuple):
     params: dict[tuple[str, str], Array]
     variance: Values
     log_det: Array
-    lost: Any = 1.0
+    lost: PyTree = 1.0
 
 
 class AffineNormal(dist.Distribution):
@@ -75,7 +76,7 @@ class AffineNormal(dist.Distribution):
         """M^-1 times (P,), and log |det M|."""
         raise NotImplementedError
 
-    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+    def sample(self, key: Array, sample_shape: Shape = ()) -> Array:
         return self.loc + self.times(
             random.normal(key, (*sample_shape, *self.event_shape))
         )
@@ -273,7 +274,7 @@ def _half(jac: Jacobians, names: Sequence[str], fn: Any) -> Array:
     return dense * jnp.ravel(fn.scale)
 
 
-def _covariance(jac: Jacobians, names: Sequence[str], fn: Any) -> Array:
+def _covariance(jac: Jacobians, names: Sequence[str], fn: Callable) -> Array:
     jacobian = jac[names[0]]
     if isinstance(fn, dist.Normal | KroneckerNormal) and _is_single(jacobian):
         # Elements are independent, of a Kronecker product in its two bases. The
@@ -311,12 +312,12 @@ class Structure(ABC):
         """
 
     @abstractmethod
-    def measure(self, sweep: Sweep, prior: Values) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> PyTree:
         """What the precision needs of J^T J."""
 
     @abstractmethod
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         """The Gaussian of such sums and a prior precision.
 
@@ -342,7 +343,7 @@ class Structure(ABC):
 
     def _products(self, jac: Jacobians, vectors: Array, scale: Array) -> Array:
         by_site = self.split((vectors * scale[:, None]).T)
-        forward: Any = 0.0
+        forward: PyTree = 0.0
         for name in self.sizes:
             forward += jac[name].times(by_site[name].T)
         back = [jac[name].transposed_times(forward) for name in self.sizes]
@@ -391,12 +392,12 @@ class DiagonalStructure(Structure):
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return []
 
-    def measure(self, sweep: Sweep, prior: Values) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> PyTree:
         """The diagonal of J^T J, by site."""
         return sweep(self.squares)
 
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         params, variance = {}, {}
         log_det = jnp.zeros(())
@@ -421,7 +422,7 @@ class KroneckerStructure(Structure):
             (name, (name,), Kronecker(layout)) for name, layout in self.layouts.items()
         ]
 
-    def measure(self, sweep: Sweep, prior: Values) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> PyTree:
         """Eigenvalues and eigenvectors of the factors of each site that is a matrix;
         the diagonal of J^T J for the others.
         """
@@ -431,8 +432,8 @@ class KroneckerStructure(Structure):
             by_site[name] = *jnp.linalg.eigh(left), *jnp.linalg.eigh(right / count)
         return by_site
 
-    def _factors(self, jac: Jacobians) -> Any:
-        by_site: Any = {}
+    def _factors(self, jac: Jacobians) -> PyTree:
+        by_site: PyTree = {}
         for name in self.sizes:
             jacobian = jac[name]
             if name not in self.layouts or not isinstance(jacobian, OuterJacobian):
@@ -446,7 +447,7 @@ class KroneckerStructure(Structure):
         return by_site
 
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         sizes = dict(self.sizes)
         for name in self.layouts:
@@ -479,7 +480,7 @@ class LowRankStructure(Structure):
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return [("*", tuple(self.sizes), LowRankPrecision(self.rank))]
 
-    def measure(self, sweep: Sweep, prior: Values) -> Any:
+    def measure(self, sweep: Sweep, prior: Values) -> PyTree:
         """Diagonal (P,) and columns (P, K) with J^T J about diag + columns columns^T,
         by subspace iteration.
         """
@@ -496,7 +497,7 @@ class LowRankStructure(Structure):
         return jnp.maximum(total - jnp.sum(columns**2, axis=1), 0.0), columns
 
     def gaussian(
-        self, sums: Any, prior: Values, coupling: Array | None = None
+        self, sums: PyTree, prior: Values, coupling: Array | None = None
     ) -> LaplaceGaussian:
         diagonal, columns = sums
         scale = (diagonal + self.flat(prior)) ** -0.5

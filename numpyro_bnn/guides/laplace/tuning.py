@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._keys import split
+from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Tuned, Values
 from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
@@ -74,7 +76,7 @@ class EvidenceTuning:
     :param by_newton: whether steps of Newton follow the search.
     """
 
-    guide: Any
+    guide: AutoGuide
     search: ModeSearch
     groups: list[list[str]]
     num_rounds: int
@@ -87,7 +89,7 @@ class EvidenceTuning:
     def run(self, v: Values, key: Array) -> LaplaceResult:
         """The result of all rounds, from a start."""
         losses: list[float] = []
-        precision: Any = dict.fromkeys(fixed_sites(self.posterior), 1.0)
+        precision: PyTree = dict.fromkeys(fixed_sites(self.posterior), 1.0)
         tuned = Tuned(precision, self._spread(v, None) if self.groups else {})
 
         def searched(v: Values, tuned: Tuned, key: Array) -> Mode:
@@ -218,8 +220,8 @@ class EvidenceTuning:
         mode = mode._replace(tuned=Tuned(precision))
         return Tuned(precision, self._spread(mode.v, self.search.gaussian(mode)))
 
-    def _by_site(self, factors: Any) -> Any:
-        precision: dict[str, Any] = {}
+    def _by_site(self, factors: PyTree) -> PyTree:
+        precision: dict[str, PyTree] = {}
         for i, group in enumerate(self.groups):
             precision |= dict.fromkeys(group, factors[i])
         return precision
@@ -231,8 +233,8 @@ class EvidenceTuning:
         prior = self.search.prior(mode)
         updated = []
         for group in self.groups:
-            gamma: Any = 0.0
-            squares: Any = 0.0
+            gamma: PyTree = 0.0
+            squares: PyTree = 0.0
             for name in group:
                 loc, scale = self.posterior.fixed[name]
                 gamma += jnp.sum(1 - prior[name] * variance[name])
