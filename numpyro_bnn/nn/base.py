@@ -18,6 +18,9 @@ from numpyro_bnn.nn.wiring import Feature, Wiring
 
 Shape = tuple[int, ...]
 Params = Mapping[str, jax.Array]
+# A layer calls its parameters by their role; two of a kind go into sub-layers. Another
+# role needs a start (`Layer.init`), a prior (`priors.Prior`), names of its axes
+# (`results/layout.py`) and what it does to units (`symmetry/finding.py`).
 Role = Literal["kernel", "bias", "scale"]
 
 
