@@ -170,12 +170,14 @@ class NaturalOutputs(ABC):
         nodes, weights = gaussian_nodes(number)
         blocks = cov.reshape(-1, number, elements, number, elements)
         root = covariance_root(jnp.diagonal(blocks, axis1=2, axis2=4).swapaxes(1, 3))
-        changes = jnp.einsum("bmue,qe->uqbm", root, nodes)
+        changes = jnp.einsum("bmue,qe->uqbm", root, jnp.asarray(nodes, float))
         at_nodes = dict(rows.outputs)
         for name, change in zip(rows.used, changes, strict=True):
             at_nodes[name] += change
         density = self.distribution(at_nodes).log_prob(value)
-        return logsumexp(density, axis=0, b=weights[:, None, None])
+        # far nodes too: their weights would be 0 in float32
+        log_weights = jnp.asarray(np.log(weights), float)
+        return logsumexp(density + log_weights[:, None, None], axis=0)
 
 
 class NormalOutputs(NaturalOutputs):
@@ -356,7 +358,7 @@ def covariance_root(cov: Array) -> Array:
     return vectors * jnp.sqrt(jnp.maximum(values, 0.0))[..., None, :]
 
 
-def gaussian_nodes(size: int) -> tuple[Array, Array]:
+def gaussian_nodes(size: int) -> tuple[np.ndarray, np.ndarray]:
     """Nodes (Q, E) of E standard normals, and weights (Q,): of Gauss and Hermite for
     one or two, and of a Sobol sequence for more.
     """
@@ -370,7 +372,7 @@ def gaussian_nodes(size: int) -> tuple[Array, Array]:
         hermite, weights = np.polynomial.hermite_e.hermegauss(count)
         grid = np.stack(np.meshgrid(*[np.arange(count)] * size), -1).reshape(-1, size)
         points, shares = hermite[grid], (weights / weights.sum())[grid]
-    return jnp.asarray(points, float), jnp.asarray(shares.prod(axis=1), float)
+    return points, shares.prod(axis=1)
 
 
 def given_log_scales(
@@ -385,9 +387,10 @@ def given_log_scales(
     """
     loc, log_scale = f["loc"], f["log_scale"]
     size = loc.shape[1]
-    nodes, weights = jnp.zeros((1, size)), jnp.ones(1)
+    points, weights = np.zeros((1, size)), np.ones(1)
     if not fixed:
-        nodes, weights = gaussian_nodes(size)
+        points, weights = gaussian_nodes(size)
+    nodes = jnp.asarray(points, float)
     values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
     values = jnp.maximum(values, 0.0)
     root = vectors * jnp.sqrt(values)[:, None]
@@ -397,4 +400,4 @@ def given_log_scales(
     means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
     noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, nodes)))
     left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)
-    return means, left + noise[..., None] * jnp.eye(size), weights
+    return means, left + noise[..., None] * jnp.eye(size), jnp.asarray(weights, float)
