@@ -29,6 +29,7 @@ def test_answer_is_right_or_refused_as_the_page_says(cell):
     if cell.key in KNOWN_FAILURES:
         assert kind == "wrong", f"no longer wrong: {text}"
     else:
+        assert cell.key in recorded(), f"run `make truth ONLY='{cell.key}'`"
         assert kind == recorded()[cell.key]["outcome"], text
         assert kind in ("right", "refused"), text
 
