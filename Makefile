@@ -55,8 +55,9 @@ unit: $(VENV)/.test
 unit-all: $(VENV)/.test
 	$(PYTEST) $(PYTEST_ARGS)
 
+# ONLY=SGHMC: only the cells whose ways or problems have this in their names.
 truth: $(VENV)/.test
-	PYTHONPATH=tests $(BIN)/python -m truth --workers $(WORKERS)
+	PYTHONPATH=tests $(BIN)/python -m truth --workers $(WORKERS) $(if $(ONLY),"$(ONLY)")
 
 # HAND=1 plants the faults that people chose; MAP=1 measures again which tests run which lines.
 faults: $(VENV)/.test

@@ -178,15 +178,37 @@ def rows(
 # -- SG-MCMC kernels -------------------------------------------------------------------
 
 
-class KernelRow(NamedTuple):
-    """A kernel as a function of its model, and the fields of its states in addition to
-    the common ones.
+class Truth(NamedTuple):
+    """How a kernel meets the exact answers of ``tests/truth``.
+
+    :param options: of the kernel, with a small step size: chains start at exact draws.
+    :param chains: of ``truth.ways.chains``: warm-up, draws, minibatch, allowed bias.
     """
 
-    make: Callable[..., infer.SGMCMCKernel]
+    options: Mapping[str, Any]
+    chains: Mapping[str, Any] = {}
+
+
+class KernelRow(NamedTuple):
+    """A kernel, and what all tests of kernels have to know of it.
+
+    :param usual: as users make it first: the class, with what it requires.
+    :param options: those of the contract tests.
+    :param momentum: whether it has the fields of such states, and so on.
+    :param truth: of one row for each ``usual``.
+    """
+
+    usual: Callable[..., infer.SGMCMCKernel]
+    options: Mapping[str, Any]
+    truth: Truth | None = None
     momentum: bool = False
     exact: bool = False
     microcanonical: bool = False
+
+    @property
+    def make(self) -> Callable[..., infer.SGMCMCKernel]:
+        """The kernel of the contract tests, as a function of its model."""
+        return partial(self.usual, **self.options)
 
 
 # Few steps per draw, every option at least once; all stages of the warm-up for one
@@ -194,46 +216,91 @@ class KernelRow(NamedTuple):
 _SHORT: dict[str, Any] = {"steps_per_draw": 3, "warm_start": 0.0}
 _WARM = _SHORT | {"warm_start": 0.5}
 
+# Steps with little bias, and as many per draw as chains need to forget their start.
+_NOISY = {"allowed": 0.03, "minibatch": True}
+_SLOW = {"warm_start": 0.0, "step_size": 5e-4, "steps_per_draw": 300}
+_INERTIAL = {"warm_start": 0.0, "step_size": 1e-3, "steps_per_draw": 50}
+
 KERNELS: dict[str, KernelRow] = {
-    "SGLD": KernelRow(partial(infer.SGLD, **_WARM)),
-    "PSGLD": KernelRow(partial(infer.PSGLD, step_size=1e-3, **_SHORT)),
-    "PSGLD of the warm start": KernelRow(
-        partial(
-            infer.PSGLD,
-            step_size=infer.schedules.polynomial(1e-3),
-            preconditioner="warm_start",
-            **_WARM,
-        )
+    "SGLD": KernelRow(infer.SGLD, _WARM, Truth(_SLOW, _NOISY)),
+    "PSGLD": KernelRow(
+        infer.PSGLD,
+        {"step_size": 1e-3} | _SHORT,
+        Truth(_SLOW, {"warmup": 5, "draws": 100} | _NOISY),
     ),
-    "SGHMC": KernelRow(partial(infer.SGHMC, step_size=1e-3, **_SHORT), momentum=True),
+    "PSGLD of the warm start": KernelRow(
+        infer.PSGLD,
+        {
+            "step_size": infer.schedules.polynomial(1e-3),
+            "preconditioner": "warm_start",
+            **_WARM,
+        },
+    ),
+    "SGHMC": KernelRow(
+        infer.SGHMC,
+        {"step_size": 1e-3} | _SHORT,
+        Truth(_INERTIAL, _NOISY),
+        momentum=True,
+    ),
     "SGHMC with control variates": KernelRow(
-        partial(infer.SGHMC, gradient="control_variates", **_WARM), momentum=True
+        infer.SGHMC, {"gradient": "control_variates"} | _WARM, momentum=True
     ),
     "SGNHT": KernelRow(
-        partial(infer.SGNHT, minibatches="epochs", **_SHORT), momentum=True
+        infer.SGNHT,
+        {"minibatches": "epochs"} | _SHORT,
+        Truth(_INERTIAL, _NOISY),
+        momentum=True,
     ),
     "CyclicalSGLD": KernelRow(
-        partial(infer.CyclicalSGLD, step_size=1e-3, cycle_length=12, draws_per_cycle=2)
+        partial(infer.CyclicalSGLD, step_size=1e-3),
+        {"cycle_length": 12, "draws_per_cycle": 2},
+        Truth({"cycle_length": 400, "draws_per_cycle": 4}, _NOISY),
     ),
-    "MALA": KernelRow(partial(mala, **_WARM), momentum=True, exact=True),
-    "GHMC": KernelRow(
-        partial(infer.GHMC, step_size=1e-3, num_steps=3, momentum_decay=0.5, **_SHORT),
+    "MALA": KernelRow(
+        mala,
+        _WARM,
+        Truth({"step_size": 0.05, "warm_start": 0.0, "steps_per_draw": 20}),
         momentum=True,
         exact=True,
     ),
-    "MCLMC": KernelRow(partial(infer.MCLMC, **_WARM), microcanonical=True),
-    "MCLMC with noise preconditioning": KernelRow(
-        partial(
-            infer.MCLMC,
-            integrator="leapfrog",
-            preconditioner="gradient_noise",
-            decoherence_length=2.0,
-            energy_variance=(0.1, 0.01),
-            steps_per_draw=12,
+    "GHMC": KernelRow(
+        infer.GHMC,
+        {"step_size": 1e-3, "num_steps": 3, "momentum_decay": 0.5} | _SHORT,
+        Truth(
+            {"step_size": 0.1, "num_steps": 3, "warm_start": 0.0}
+            | {"steps_per_draw": 5}
+        ),
+        momentum=True,
+        exact=True,
+    ),
+    "MCLMC": KernelRow(
+        infer.MCLMC,
+        _WARM,
+        Truth(
+            {
+                "warm_start": 0.0,
+                "step_size": 0.025,
+                "decoherence_length": 1.0,
+                "steps_per_draw": 120,
+            },
+            {"allowed": 0.05, "minibatch": True},
         ),
         microcanonical=True,
     ),
+    "MCLMC with noise preconditioning": KernelRow(
+        infer.MCLMC,
+        {
+            "integrator": "leapfrog",
+            "preconditioner": "gradient_noise",
+            "decoherence_length": 2.0,
+            "energy_variance": (0.1, 0.01),
+            "steps_per_draw": 12,
+        },
+        microcanonical=True,
+    ),
 }
+# Every kernel with its defaults, once.
+USUAL = {name: row.usual for name, row in KERNELS.items() if row.truth is not None}
 
 # -- symmetries ------------------------------------------------------------------------
 

@@ -241,6 +241,9 @@ def _checked_shape(input_shape: Shape) -> Shape:
     return shape
 
 
+# A layer calls its parameters by their role; two of a kind go into sub-layers. Another
+# role needs a start (`Layer.init`), a prior (`priors.Prior`), names of its axes
+# (`results/layout.py`) and what it does to units (`symmetry/finding.py`).
 def role(name: str, shape: Shape) -> Role:
     """Role of a parameter, read from its name and shape in the conventions of Flax, NNX
     and Equinox.

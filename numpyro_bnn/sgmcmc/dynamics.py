@@ -55,7 +55,7 @@ class _Kicked(Dynamics):
 
     max_kick: PositiveOrInfinite | None = field(default=None, kw_only=True)
 
-    cached = 1
+    cached_fields = ("slope",)
 
     def _start(
         self, context: StepContext, position: Array, draw: StepRandomness
@@ -434,16 +434,12 @@ class Microcanonical(Dynamics):
     max_energy_error: PositiveOrInfinite | None = None
     max_warm_up_error: PositiveOrInfinite | None = None
 
-    cached = 1
+    cached_fields = ("potential", "gradient")
     reports_energy = True
 
     @property
     def evaluations(self) -> int:
         return len(INTEGRATORS[self.integrator][1]) + self.fresh
-
-    @property
-    def persistent_fields(self) -> tuple[str, ...]:
-        return ("direction", "length")
 
     def init(
         self, context: StepContext, position: Array, draw: StepRandomness

@@ -234,20 +234,18 @@ class Sampler:
         fresh = self._start_memory(
             state.position, state.step, state.seeds, estimator, state.adaptation
         )
-        memory, fields = state.memory, self.dynamics.persistent_fields
-        kept = {name: getattr(memory, name) for name in fields if hasattr(memory, name)}
-        return state._replace(
-            estimator=estimator, memory=fresh._replace(**kept) if kept else fresh
-        )
+        memory = state.memory
+        for name in self.dynamics.cached_fields:
+            memory = memory._replace(**{name: getattr(fresh, name)})
+        return state._replace(estimator=estimator, memory=memory)
 
     @property
     def refresh_cost(self) -> int:
         """How many gradients :meth:`refresh` costs: those that the dynamics caches, and
         one at a center.
         """
-        return self.dynamics.cached * self.gradient.evaluations + hasattr(
-            self.gradient, "center"
-        )
+        cached = bool(self.dynamics.cached_fields)
+        return cached * self.gradient.evaluations + hasattr(self.gradient, "center")
 
     def unlearned(self, state: State, position: Array) -> PyTree:
         """The state of the preconditioner of a chain, from its start if it adapts."""
@@ -371,10 +369,11 @@ class Sampler:
         memory = self.dynamics.init(context, position, draw)
         # A minibatch can show a border that the ones before did not: without a
         # gradient, the chain can still leave.
-        for name in {"slope", "gradient"} & set(getattr(memory, "_fields", ())):
+        for name in self.dynamics.cached_fields:
             value = getattr(memory, name)
-            known = jnp.all(jnp.isfinite(value))
-            memory = memory._replace(**{name: jnp.where(known, value, 0.0)})
+            if value.ndim:
+                known = jnp.all(jnp.isfinite(value))
+                memory = memory._replace(**{name: jnp.where(known, value, 0.0)})
         return memory
 
     def _draw(self, seeds: Array, step: Array, position: Array) -> StepRandomness:

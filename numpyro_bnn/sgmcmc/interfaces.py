@@ -159,8 +159,9 @@ class Dynamics:
 
     #: Whether a Metropolis test removes the discretization error.
     exact: bool = False
-    #: Gradient estimates that `init` evaluates.
-    cached: int = 0
+    #: Fields of the memory that `init` computes from the target, by one estimate: they
+    #: are renewed when the target changes, all others (momenta, frictions) stay.
+    cached_fields: tuple[str, ...] = ()
     #: Whether its steps report their energy error.
     reports_energy: bool = False
 
@@ -176,11 +177,6 @@ class Dynamics:
     def evaluations(self) -> int:
         """Gradient estimates per step."""
         return 1
-
-    @property
-    def persistent_fields(self) -> tuple[str, ...]:
-        """Fields of the memory that stay when the target changes."""
-        return ("momentum", "friction")
 
     def check(self, gradient: Gradient) -> None:
         """Refuse gradient estimators for which the dynamics would be wrong; by default

@@ -82,7 +82,7 @@ class HMC(Dynamics):
     jitter: FractionBelow1 = 0.1
 
     exact = True
-    cached = 1
+    cached_fields = ("potential", "gradient")
 
     @property
     def rows(self) -> int:

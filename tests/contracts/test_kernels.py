@@ -15,7 +15,7 @@ import pytest
 from helpers import group, walk
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.gibbs import Gibbs
-from registry import KERNELS, firsts
+from registry import KERNELS, USUAL, firsts
 from zoo import BATCH, ZOO
 
 import numpyro_bnn as bnn
@@ -138,6 +138,21 @@ def test_export_has_the_statistics_of_the_kernel(name):
     assert all(np.isfinite(stats[name]).all() for name in expected)
     assert not stats["diverging"].any()
     assert idata.attrs["first_divergence"] == "[-1, -1]"
+
+
+RULES = ("choose_step_size", "stable_step_size", "steps_to_forget")
+
+
+@pytest.mark.parametrize("name", [name for name in USUAL if KERNELS[name].momentum])
+def test_a_kernel_with_momentum_has_rules_of_its_own_for_the_step_size(name):
+    """Those of the base class are right for overdamped steps. A kernel that adapts to
+    an acceptance needs only the first.
+    """
+    kernel = USUAL[name](MODEL.model)
+    rules = RULES if kernel.target_accept_prob is None else RULES[:1]
+    for rule in rules:
+        inherited = getattr(infer.SGMCMCKernel, rule)
+        assert getattr(type(kernel), rule) is not inherited, rule
 
 
 # Arrays of a state beside the sites, by kernel: with a step size that is given, and

@@ -58,6 +58,8 @@ def test_specification_is_static_and_tells_all_shapes(row):
     assert {
         name: value.shape for name, value in params.items()
     } == row.layer.param_shapes(row.input_shape)
+    names = {name.rpartition(".")[2] for name in params}
+    assert names <= {"kernel", "bias", "scale"}, "prior and start follow from the role"
     for batch in [(4,), (2, 1, 5)]:
         outputs = jax.eval_shape(row.layer.apply, params, inputs_of(row, batch))
         assert outputs.shape == (*batch, *row.layer.output_shape(row.input_shape))
@@ -228,6 +230,16 @@ REFERENCES = {
         ),
     ),
 }
+
+
+def test_every_layer_has_a_reference():
+    """Those without are only shapes, compositions, or have `FORMULAS`."""
+    known = {type(layer) for layer, _, _ in REFERENCES.values()}
+    known |= {nn.Flatten, nn.Sequential, nn.Activation}
+    missing = {type(row.layer).__name__ for row in LAYERS.values()} - {
+        kind.__name__ for kind in known
+    }
+    assert not missing, f"add {missing} to REFERENCES"
 
 
 @pytest.mark.parametrize(

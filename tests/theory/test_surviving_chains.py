@@ -13,9 +13,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import group, mala, refused, run_chains, walk
+from helpers import group, refused, run_chains, walk
 from jax import lax
 from numpyro.infer import MCMC
+from registry import USUAL
 from scipy import stats
 
 import numpyro_bnn as bnn
@@ -398,17 +399,11 @@ BOUNDED = {
         lambda rng: np.linspace(0.0, 0.95, 20),
     ),
 }
-BOUNDED_KERNELS = {
-    "SGLD": infer.SGLD,
-    "PSGLD": infer.PSGLD,
+BOUNDED_KERNELS = USUAL | {
     "CyclicalSGLD": partial(
         infer.CyclicalSGLD, step_size=0.005, cycle_length=600, draws_per_cycle=10
     ),
-    "SGHMC": infer.SGHMC,
-    "SGNHT": infer.SGNHT,
-    "MALA": mala,
     "GHMC": partial(infer.GHMC, num_steps=10),
-    "MCLMC": infer.MCLMC,
 }
 # Every kernel on a likelihood that is NaN behind the border and on one that is finite
 # there; every likelihood.

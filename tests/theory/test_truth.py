@@ -29,6 +29,7 @@ def test_answer_is_right_or_refused_as_the_page_says(cell):
     if cell.key in KNOWN_FAILURES:
         assert kind == "wrong", f"no longer wrong: {text}"
     else:
+        assert cell.key in recorded(), f"run `make truth ONLY='{cell.key}'`"
         assert kind == recorded()[cell.key]["outcome"], text
         assert kind in ("right", "refused"), text
 
@@ -36,6 +37,8 @@ def test_answer_is_right_or_refused_as_the_page_says(cell):
 def test_the_table_explains_itself():
     """Every cell has an outcome, right or refused, or is a known failure."""
     keys = {cell.key for cell in cells()}
+    missing = sorted(keys - set(recorded()))
+    assert not missing, f"run `make truth ONLY=...` for {missing[:3]} ..."
     assert set(recorded()) == keys
     assert keys >= FAST
     unexplained = {

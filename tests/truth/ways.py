@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import registry
 from jax import random
 from numpyro import handlers
 from numpyro.distributions import biject_to
@@ -406,16 +407,6 @@ APPLIES: dict[Callable, Callable[[Problem], bool]] = {
     ),
 }
 
-_NOISY = {"allowed": 0.03, "minibatch": True}
-_SHORT = {"warm_start": 0.0, "step_size": 5e-4, "steps_per_draw": 300}
-_MOMENTUM = {"warm_start": 0.0, "step_size": 1e-3, "steps_per_draw": 50}
-_MICROCANONICAL = {
-    "warm_start": 0.0,
-    "step_size": 0.025,
-    "decoherence_length": 1.0,
-    "steps_per_draw": 120,
-}
-
 
 def blackjax_nuts(problem: Problem, **options: Any) -> Figure:
     """NUTS of BlackJAX with a given step size and metric."""
@@ -439,40 +430,15 @@ KERNELS: dict[str, Callable[[Problem], Figure]] = {
         partial(NUTS, step_size=0.2, adapt_step_size=False, max_tree_depth=4),
         number=512,
     ),
-    "SGLD": partial(chains, partial(infer.SGLD, **_SHORT), **_NOISY),
-    "PSGLD": partial(
-        chains, partial(infer.PSGLD, **_SHORT), warmup=5, draws=100, **_NOISY
-    ),
-    "SGHMC": partial(chains, partial(infer.SGHMC, **_MOMENTUM), **_NOISY),
-    "SGNHT": partial(chains, partial(infer.SGNHT, **_MOMENTUM), **_NOISY),
-    "CyclicalSGLD": partial(
-        chains,
-        partial(
-            infer.CyclicalSGLD, step_size=1e-3, cycle_length=400, draws_per_cycle=4
-        ),
-        **_NOISY,
-    ),
-    "MALA": partial(
-        chains,
-        partial(
-            infer.GHMC,
-            num_steps=1,
-            jitter=0.0,
-            step_size=0.05,
-            warm_start=0.0,
-            steps_per_draw=20,
-        ),
-    ),
-    "GHMC": partial(
-        chains,
-        partial(
-            infer.GHMC, step_size=0.1, num_steps=3, warm_start=0.0, steps_per_draw=5
-        ),
-    ),
     "BlackJAX NUTS": partial(blackjax_nuts, draws=10, number=512),
-    "MCLMC": partial(
-        chains, partial(infer.MCLMC, **_MICROCANONICAL), allowed=0.05, minibatch=True
-    ),
+    **{
+        name: partial(
+            chains,
+            partial(usual, **registry.KERNELS[name].truth.options),
+            **registry.KERNELS[name].truth.chains,
+        )
+        for name, usual in registry.USUAL.items()
+    },
 }
 WRAPPERS: dict[str, Callable[[Problem], Figure]] = {
     "ParallelTempering, likelihood": partial(

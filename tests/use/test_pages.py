@@ -247,7 +247,8 @@ def prose(text):
     """The page without its blocks of code, which may hold what looks like a link or a
     heading.
     """
-    return re.sub(r"^(```+|~~~+)(?!\{).*?^\1\s*$", "", text, flags=re.M | re.S)
+    block = re.compile(r"^(```+|~~~+)(\{)?.*?^\1\s*$", flags=re.M | re.S)
+    return block.sub(lambda found: found[0] if found[2] else "", text)
 
 
 def anchors(text):

@@ -619,31 +619,34 @@ def class_of(make):
     return getattr(make, "func", make).__name__
 
 
-def registered():
-    """Kind -> (room, base class, names of the classes that have rows in
-    `tests/registry.py`).
+class Kind(NamedTuple):
+    """What users extend: its room, its base class, its table in `tests/registry.py`
+    with the classes that have rows there, and the pages that say when to use which.
     """
-    kernels = {class_of(row.make) for row in registry.KERNELS.values()}
-    wrappers = {word for name in registry.WRAPPERS for word in name.split()}
-    symmetries = {type(row.symmetry).__name__ for row in registry.SYMMETRIES.values()}
+
+    room: object
+    base: type
+    table: str
+    rows: set[str]
+    pages: tuple[str, ...]
+
+
+def kinds():
+    kernels = {class_of(usual) for usual in registry.USUAL.values()}
+    kernels |= {word for name in registry.WRAPPERS for word in name.split()}
+    made = {class_of(row.make) for row in registry.GUIDES.values()}
+    drawn = {type(row.prior).__name__ for row in registry.PRIORS.values()}
+    layers = {type(row.layer).__name__ for row in registry.LAYERS.values()}
+    moved = {type(row.symmetry).__name__ for row in registry.SYMMETRIES.values()}
+    fits = ("guides", "laplace", "adf")
     return {
-        "kernel": (infer, MCMCKernel, kernels | wrappers),
-        "guide": (
-            guides,
-            AutoGuide,
-            {class_of(row.make) for row in registry.GUIDES.values()},
+        "kernel": Kind(infer, MCMCKernel, "KERNELS", kernels, ("kernels",)),
+        "guide": Kind(guides, AutoGuide, "GUIDES", made, fits),
+        "prior": Kind(priors, priors.Prior, "PRIORS", drawn, ("models",)),
+        "layer": Kind(nn, nn.Layer, "LAYERS", layers, ("models",)),
+        "symmetry": Kind(
+            symmetry, symmetry.Symmetry, "SYMMETRIES", moved, ("symmetries",)
         ),
-        "prior": (
-            priors,
-            priors.Prior,
-            {type(row.prior).__name__ for row in registry.PRIORS.values()},
-        ),
-        "layer": (
-            nn,
-            nn.Layer,
-            {type(row.layer).__name__ for row in registry.LAYERS.values()},
-        ),
-        "symmetry": (symmetry, symmetry.Symmetry, symmetries),
     }
 
 
@@ -655,29 +658,28 @@ WITHOUT_ROW = {"SGMCMCKernel", "Prior", "Layer", "Symmetry", "Fixed", "Learned"}
 WITHOUT_TRUTH = {"AutoLaplace"}
 
 
-@pytest.mark.parametrize("kind", ["kernel", "guide", "prior", "layer", "symmetry"])
-def test_every_public_class_has_its_row(kind):
+@pytest.mark.parametrize("name", ["kernel", "guide", "prior", "layer", "symmetry"])
+def test_every_public_class_has_its_row(name):
     """The row brings every contract; a kernel and a guide also have a way to the exact
-    answers of `tests/truth`.
+    answers of `tests/truth`. All that is missing is named at once.
     """
-    room, base, rows = registered()[kind]
-    public = {name for name in room.__all__ if isinstance(getattr(room, name), type)}
-    classes = {
-        name for name in public if issubclass(getattr(room, name), base)
-    } - WITHOUT_ROW
-    assert classes - rows == set(), (
-        f"add a row for these to tests/registry.py: {sorted(classes - rows)}"
-    )
-    if kind in ("kernel", "guide"):
-        words = {
-            word.strip(",")
-            for table in GROUPS.values()
-            for way in table
-            for word in way.split()
-        }
-        assert classes - words - WITHOUT_TRUTH == set(), (
-            "add a way for these to tests/truth/ways.py"
-        )
+    kind = kinds()[name]
+    classes = set()
+    for public in set(kind.room.__all__) - WITHOUT_ROW:
+        value = getattr(kind.room, public)
+        if isinstance(value, type) and issubclass(value, kind.base):
+            classes.add(public)
+    texts = [(ROOT / "docs" / f"{page}.md").read_text() for page in kind.pages]
+    documented = set(re.findall(r"\w+", " ".join(texts)))
+    missing = {
+        f"{kind.table} of tests/registry.py": classes - kind.rows,
+        f"docs/{kind.pages[0]}.md": classes - documented,
+    }
+    if name in ("kernel", "guide"):
+        ways = {way for table in GROUPS.values() for way in table}
+        words = {word.strip(",") for way in ways for word in way.split()}
+        missing["tests/truth/ways.py"] = classes - words - WITHOUT_TRUTH
+    assert {place: who for place, who in missing.items() if who} == {}
 
 
 def test_every_test_file_belongs_to_a_room():

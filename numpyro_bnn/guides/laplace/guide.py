@@ -109,8 +109,8 @@ class AutoLaplace(AutoBlocks):
     :meth:`predictive`, which linearizes the network like the precision does: draws of
     the weights pushed through the network itself fit worse, often by far.
 
-    :param model: a NumPyro model with a Normal, Categorical, Bernoulli or Poisson
-        likelihood.
+    :param model: a NumPyro model whose likelihood is in the table of
+        :mod:`numpyro_bnn.guides.laplace.likelihoods`.
     :param structure: ``"full"``, ``"kron"``, ``"diag"`` or ``"low_rank"``.
     :param sites: patterns on site names, e.g. ``"net/Dense_2.*"`` for the last layer.
     :param rank: number of directions of ``"low_rank"``.
@@ -410,7 +410,8 @@ class AutoLaplace(AutoBlocks):
         :param args: arguments of the model; targets may be left out.
         :param linearized: ``False`` draws weights and runs the network itself, for
             comparison: it underfits.
-        :param link: of classes, ``"probit"`` or ``"sample"``, draws of the logits.
+        :param link: ``"probit"`` (closed forms), or ``"sample"``: draws of the outputs,
+            without the error of the probit approximation.
         :param covariance: also covariances between rows.
         :param rng_key: key of the draws, for ``"sample"`` and ``linearized=False``.
         :param num_samples: number of draws.
@@ -438,15 +439,15 @@ class AutoLaplace(AutoBlocks):
         """log p(y_n | x_n) of each row: the likelihood averaged over the outputs of the
         linearized network.
 
-        Numbers in closed form given their log scales, with the covariances of all
-        locations and log scales of a row, classes by the probit approximation, all
-        others by quadrature of 64 nodes over the log rate or logit.
+        Normal numbers in closed form given their log scales, with the covariances of
+        all locations and log scales of a row, classes by the probit approximation, all
+        others by quadrature over the outputs of each element.
 
         :param params: parameters from a run.
         :param args: arguments of the model, targets included.
         :param site: the observed site, if there are several.
-        :return: (N,), of all elements of a row; those of classes, counts and truth
-            values are taken as independent.
+        :return: (N,), of all elements of a row, which are taken as independent unless
+            they are Normal.
         """
         name, posterior = self._for_rows(
             "log_predictive_density", params, args, kwargs, site

@@ -8,6 +8,7 @@ Normal        loc, log scale           :math:`\mathrm{diag}(\sigma^{-2}, 2)`
 Bernoulli     logits                   :math:`p (1 - p)`
 Categorical   logits                   :math:`\mathrm{diag}(p) - p p^\top`
 Poisson       log rate                 the rate
+Gamma         log mean, log shape      :math:`\mathrm{diag}(a, a^2 \psi'(a) - a)`
 ============  =======================  ==========================================
 
 The Fisher information does not depend on how a model writes its parameters, so that
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from jax.scipy.special import logsumexp
+from jax.scipy.special import logsumexp, polygamma
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._distributions import (
@@ -39,8 +40,7 @@ from numpyro_bnn.guides.auto_blocks import Values
 from numpyro_bnn.guides.blocks import cut
 
 CALL = "guides.AutoLaplace"
-# of an integral over a log scale, log rate or logit; four times as many for several log
-# scales
+# of an integral over one output; four times as many for two, or for several log scales
 QUADRATURE_NODES = 64
 
 
@@ -70,13 +70,17 @@ class ObservedRows(NamedTuple):
         """
         return self.likelihood.roots(self)
 
+    def cut(self, flat: Array) -> Values:
+        """(..., E) numbers in the shapes of the used outputs."""
+        shapes = {name: self.outputs[name].shape[1:] for name in self.used}
+        return cut(flat, shapes)
+
     def variances(self, cov: Array) -> Values:
         """Variances of all outputs, shaped like these, from the covariances (B, E, E)
         of the used ones.
         """
         variances = {name: jnp.zeros_like(f) for name, f in self.outputs.items()}
-        shapes = {name: self.outputs[name].shape[1:] for name in self.used}
-        return variances | cut(jnp.diagonal(cov, axis1=1, axis2=2), shapes)
+        return variances | self.cut(jnp.diagonal(cov, axis1=1, axis2=2))
 
     def rows_of(self, value: Array, axis: int | None) -> Array:
         """(B, M) elements of an array that is shaped like the site."""
@@ -109,8 +113,8 @@ def observed_rows(
 
 
 class NaturalOutputs(ABC):
-    """A row of the table. A new likelihood is a subclass, and an entry of
-    :data:`LIKELIHOODS`.
+    """A row of the table. A new likelihood is a subclass with the four abstract
+    methods, and an entry of :data:`LIKELIHOODS`; everything else follows.
 
     :cvar classes: the distributions it knows, without ``to_event``, ``expand`` and
         ``mask``.
@@ -125,7 +129,7 @@ class NaturalOutputs(ABC):
     @abstractmethod
     def natural(self, fn: dist.Distribution) -> Values:
         """The natural outputs by name, each shaped like ``fn.shape()``, with an axis of
-        K for classes.
+        K for classes: a location, then what says how much values vary around it.
         """
 
     @abstractmethod
@@ -154,19 +158,25 @@ class NaturalOutputs(ABC):
         """(B,) log density of the unmasked elements of ``value`` (B, M), averaged over
         Gaussian outputs with these covariances (B, E, E).
         """
-        density = self.averaged(rows.outputs, rows.variances(cov), value)
+        density = self.averaged(rows, cov, value)
         return jnp.sum(jnp.where(rows.weight > 0, density, 0.0), axis=1)
 
-    def averaged(self, f: Values, v: Values, value: Array) -> Array:
-        """log of the likelihood averaged over one Gaussian output per element, by
-        quadrature.
+    def averaged(self, rows: ObservedRows, cov: Array, value: Array) -> Array:
+        """(B, M) log of the likelihood averaged over the Gaussian outputs of each
+        element, by quadrature.
         """
-        points, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
-        log_weights = jnp.log(jnp.asarray(weights / weights.sum(), float))
-        nodes = jnp.asarray(points, float).reshape(-1, 1, 1)
-        at_nodes = {name: f[name] + jnp.sqrt(v[name]) * nodes for name in f}
+        number, elements = len(rows.used), value.shape[1]
+        nodes, weights = gaussian_nodes(number)
+        blocks = cov.reshape(-1, number, elements, number, elements)
+        root = covariance_root(jnp.diagonal(blocks, axis1=2, axis2=4).swapaxes(1, 3))
+        changes = jnp.einsum("bmue,qe->uqbm", root, jnp.asarray(nodes, float))
+        at_nodes = dict(rows.outputs)
+        for name, change in zip(rows.used, changes, strict=True):
+            at_nodes[name] += change
         density = self.distribution(at_nodes).log_prob(value)
-        return logsumexp(density + log_weights.reshape(-1, 1, 1), axis=0)
+        # far nodes too: their weights would be 0 in float32
+        log_weights = jnp.asarray(np.log(weights), float)
+        return logsumexp(density + log_weights[:, None, None], axis=0)
 
 
 class NormalOutputs(NaturalOutputs):
@@ -258,8 +268,9 @@ class CategoricalOutputs(LogitOutputs):
         blocks = jnp.einsum("bmde,mn->bmdne", factors, jnp.eye(elements))
         return blocks.reshape(-1, elements * classes, elements * classes)
 
-    def averaged(self, f: Values, v: Values, value: Array) -> Array:
-        return self.family(self._probit(f, v)).log_prob(value)
+    def averaged(self, rows: ObservedRows, cov: Array, value: Array) -> Array:
+        probit = self._probit(rows.outputs, rows.variances(cov))
+        return self.family(probit).log_prob(value)
 
 
 class PoissonOutputs(NaturalOutputs):
@@ -282,11 +293,44 @@ class PoissonOutputs(NaturalOutputs):
         return rate, rate + rate**2 * jnp.expm1(v["log_rate"])
 
 
+class GammaOutputs(NaturalOutputs):
+    """Positive numbers of mean mu and variance mu^2 / a, for any link; mean and shape a
+    are log-normal.
+    """
+
+    classes = (dist.Gamma,)
+
+    def natural(self, fn: dist.Distribution) -> Values:
+        base = unwrapped(fn, masked=True)
+        log_shape = jnp.log(base.concentration)
+        outputs = {"log_mean": log_shape - jnp.log(base.rate), "log_shape": log_shape}
+        return {name: jnp.broadcast_to(f, fn.shape()) for name, f in outputs.items()}
+
+    def distribution(self, f: Values) -> dist.Distribution:
+        shape = jnp.exp(f["log_shape"])
+        return dist.Gamma(shape, shape * jnp.exp(-f["log_mean"]))
+
+    def information(self, f: Values) -> Values:
+        a = jnp.exp(f["log_shape"])
+        # a^2 psi'(a) - a, of large numbers by its expansion, where digits would cancel
+        small, large = jnp.minimum(a, 30.0), jnp.maximum(a, 30.0)
+        exact = small**2 * polygamma(1, small) - small
+        expansion = 0.5 + (1 - 0.2 / large**2) / (6 * large)
+        of_shape = jnp.where(a < 30.0, exact, expansion)
+        return {"log_mean": jnp.sqrt(a), "log_shape": jnp.sqrt(of_shape)}
+
+    def predicted(self, f: Values, v: Values) -> tuple[Array, Array]:
+        mean = jnp.exp(f["log_mean"] + v["log_mean"] / 2)
+        noise = jnp.exp(v["log_mean"] - f["log_shape"] + v["log_shape"] / 2)
+        return mean, mean**2 * (jnp.expm1(v["log_mean"]) + noise)
+
+
 LIKELIHOODS: tuple[NaturalOutputs, ...] = (
     NormalOutputs(),
     BernoulliOutputs(),
     CategoricalOutputs(),
     PoissonOutputs(),
+    GammaOutputs(),
 )
 
 
@@ -307,38 +351,51 @@ def likelihood_of(site: Site) -> NaturalOutputs:
     raise argument_error(CALL, "model", got, instead)
 
 
+def covariance_root(cov: Array) -> Array:
+    """(..., E, E) roots of covariances, which may be singular."""
+    values, vectors = jnp.linalg.eigh(cov)
+    return vectors * jnp.sqrt(jnp.maximum(values, 0.0))[..., None, :]
+
+
+def gaussian_nodes(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes (Q, E) of E standard normals, and weights (Q,): of Gauss and Hermite for
+    one or two, and of a Sobol sequence for more.
+    """
+    from scipy.stats import norm, qmc
+
+    if size > 2:
+        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * QUADRATURE_NODES))
+        shares = np.full(points.shape, len(points) ** (-1 / size))
+    else:
+        count = QUADRATURE_NODES if size == 1 else round((4 * QUADRATURE_NODES) ** 0.5)
+        hermite, weights = np.polynomial.hermite_e.hermegauss(count)
+        grid = np.stack(np.meshgrid(*[np.arange(count)] * size), -1).reshape(-1, size)
+        points, shares = hermite[grid], (weights / weights.sum())[grid]
+    return points, shares.prod(axis=1)
+
+
 def given_log_scales(
     f: Values, cov: Array, fixed: bool = False
 ) -> tuple[Array, Array, Array]:
     """Observations (R, K) as a mixture of M Gaussians, each given the log scales:
     means, covariances, weights.
 
-    Nodes of the log scales are those of Gauss and Hermite for one target, and of a
-    Sobol sequence for several.
-
     :param f: means ``loc`` and ``log_scale`` (R, K).
     :param cov: (R, 2 K, 2 K) of both.
     :param fixed: whether the log scales are known.
     """
-    from scipy.stats import norm, qmc
-
     loc, log_scale = f["loc"], f["log_scale"]
     size = loc.shape[1]
-    if fixed:
-        points, weights = np.zeros((1, size)), np.ones(1)
-    elif size == 1:
-        hermite, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
-        points, weights = hermite[:, None], weights / weights.sum()
-    else:
-        points = norm.ppf(qmc.Sobol(size, seed=0).random(4 * QUADRATURE_NODES))
-        weights = np.full(len(points), 1 / len(points))
+    points, weights = np.zeros((1, size)), np.ones(1)
+    if not fixed:
+        points, weights = gaussian_nodes(size)
+    nodes = jnp.asarray(points, float)
     values, vectors = jnp.linalg.eigh(cov[:, size:, size:])
     values = jnp.maximum(values, 0.0)
     root = vectors * jnp.sqrt(values)[:, None]
     positive = values > 0
     inverse = jnp.where(positive, 1 / jnp.sqrt(jnp.where(positive, values, 1.0)), 0.0)
     gain = cov[:, :size, size:] @ vectors * inverse[:, None]
-    nodes = jnp.asarray(points, float)
     means = loc + jnp.einsum("rke,me->mrk", gain, nodes)
     noise = jnp.exp(2 * (log_scale + jnp.einsum("rke,me->mrk", root, nodes)))
     left = cov[:, :size, :size] - gain @ jnp.swapaxes(gain, 1, 2)

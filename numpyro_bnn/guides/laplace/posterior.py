@@ -209,9 +209,9 @@ class LaplacePosterior:
                 detached[name] = jax.lax.stop_gradient(v[name])
             outputs = self.outputs(batch, detached)
             for name, variance in spread.items():
-                precision = jnp.exp(-2 * outputs[name].outputs["log_scale"])
-                weight = outputs[name].weight
-                total -= 0.5 * jnp.sum(weight * batch.of(variance) * precision)
+                rows, location = outputs[name], self.observed[name].used[0]
+                slope = rows.likelihood.information(rows.outputs)[location]
+                total -= 0.5 * jnp.sum(rows.weight * batch.of(variance) * slope**2)
         return total
 
     def log_prior(

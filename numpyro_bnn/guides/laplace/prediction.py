@@ -10,7 +10,7 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._types import Trees
 from numpyro_bnn.guides.laplace.jacobians import Jacobians
-from numpyro_bnn.guides.laplace.likelihoods import CALL, ObservedRows
+from numpyro_bnn.guides.laplace.likelihoods import CALL, ObservedRows, covariance_root
 from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Values
 from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.guides.laplace.structures import (
@@ -27,7 +27,7 @@ class LaplacePredictive(NamedTuple):
         of each class (N, ..., K).
     :param variance: its variance, with the noise.
     :param outputs: means of the natural outputs f (``loc``, ``log_scale``, ``logits``,
-        ``log_rate``).
+        ``log_rate``, ``log_mean``, ``log_shape``).
     :param output_variance: variances of these.
     :param covariance: (N, E, E) of the E outputs of a row; (N, E, N, E) with
         ``covariance=True``.
@@ -135,14 +135,10 @@ def predict(
         mean, spread = _mixture(rows, f)
         variance = {name: jnp.var(values, axis=0) for name, values in f.items()}
         f = {name: jnp.mean(values, axis=0) for name, values in f.items()}
-    elif options.link == "sample" and "logits" in f:
-        values, vectors = jnp.linalg.eigh(cov)
-        root = vectors * jnp.sqrt(jnp.maximum(values, 0.0))[:, None]
+    elif options.link == "sample":
         noise = jax.random.normal(key, (options.num_samples, *cov.shape[:2]))
-        logits = rows.flat() + jnp.einsum("bde,sbe->sbd", root, noise)
-        mean, spread = _mixture(
-            rows, {"logits": logits.reshape(-1, *f["logits"].shape)}
-        )
+        flat = rows.flat() + jnp.einsum("bde,sbe->sbd", covariance_root(cov), noise)
+        mean, spread = _mixture(rows, rows.cut(flat))
     else:
         mean, spread = rows.likelihood.predicted(f, variance)
 
@@ -155,6 +151,10 @@ def predict(
 
 def _mixture(rows: ObservedRows, draws: Values) -> tuple[Array, Array]:
     """Mean and variance of an observation, averaged over draws of its outputs."""
-    known = {name: jnp.zeros(()) for name in draws}
-    means, variances = jax.vmap(lambda f: rows.likelihood.predicted(f, known))(draws)
+    known = dict.fromkeys(rows.outputs, jnp.zeros(()))
+
+    def predicted(f: Values) -> tuple[Array, Array]:
+        return rows.likelihood.predicted(rows.outputs | f, known)
+
+    means, variances = jax.vmap(predicted)(draws)
     return jnp.mean(means, 0), jnp.mean(variances, 0) + jnp.var(means, 0)

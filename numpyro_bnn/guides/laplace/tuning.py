@@ -194,14 +194,15 @@ class EvidenceTuning:
         variances = {}
         params = gaussian and self.guide._to_params(v, gaussian)
         for name, site in self.posterior.observed.items():
-            if not {"loc", "log_scale"} <= set(site.used):
+            if len(site.used) < 2:  # a location and its noise
                 continue
             if params is None:
                 rows = self.posterior.outputs(batch, v, name)[name]
                 variances[name] = jnp.zeros_like(rows.weight)
                 continue
             outputs = gaussian_outputs(self.guide, self.posterior, batch, params, name)
-            variances[name] = outputs.rows.variances(outputs.covariance)["loc"]
+            spread = outputs.rows.variances(outputs.covariance)
+            variances[name] = spread[site.used[0]]
         return variances
 
     def _fixed_point(self, mode: Mode) -> Tuned:
