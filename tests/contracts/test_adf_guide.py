@@ -611,10 +611,6 @@ def test_data_it_cannot_use_are_refused(fitted, rows):
     for call, message in (
         (lambda: run(key, x, y, in_axes=(0, 0)), "one key per data set"),
         (lambda: run(jax.random.split(key, 2), x, y, in_axes=(0,)), "an axis or None"),
-        (
-            lambda: run(key, x, y, orders=np.zeros((1, 60), int), num_epochs=1),
-            "permutations",
-        ),
         (lambda: run(key, x, y.at[3].set(jnp.nan)), "NaN or infinite"),
         (lambda: run(key, x), "0 observed sites"),
         (

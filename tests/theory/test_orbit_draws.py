@@ -472,9 +472,7 @@ def two_units(x, y):
     ("make", "argument", "fragment"),
     [
         (lambda: infer.OrbitMoves(lambda: None, []), "kernel", "has `refresh`"),
-        (lambda: started([]), "symmetries", "none"),
         (lambda: started(["w"]), "symmetries", "symmetry.find"),
-        (lambda: started([Scale("ww")]), "site", "Did you mean"),
         (lambda: started([Scale([("w", 5)])]), "unit_axes", "Count the axes"),
         (
             lambda: jax.jit(lambda y: started([SignFlip("w")], y))(jnp.ones(6)),
@@ -482,7 +480,7 @@ def two_units(x, y):
             "outside",
         ),
     ],
-    ids=["no kernel", "none", "no symmetry", "unknown site", "axis", "traced data"],
+    ids=["no kernel", "no symmetry", "axis", "traced data"],
 )
 def test_what_moves_cannot_use_is_refused(make, argument, fragment):
     with refused(argument, fragment):
