@@ -141,7 +141,7 @@ CHAINS, WARMUP, DRAWS = 64, 200, 100
 POSTERIORS = {problem.name: problem for problem in FAMILIES["supports"]}
 # in place of the one of a single parameter, where a velocity needs two
 PAIR = {p.name: p for p in FAMILIES["learned scales"] if p.name == "scale by hand"}
-FAST = {("nuts", "ordered"), ("mclmc", "real")}
+FAST = {("nuts", "ordered")}
 NOT_MEASURED = ("own warm-up",)
 # Hangs: all threads of XLA for CPUs wait, none computes (jaxlib 0.10.2).
 HANGS = {("nuts after pathfinder", "simplex")}
@@ -258,6 +258,7 @@ def test_particles_that_did_not_arrive_are_no_draws():
     assert all(np.isnan(values).all() for values in draws.values())
 
 
+@pytest.mark.slow
 def test_particles_of_density_zero_are_no_draws():
     def model():
         z = numpyro.sample("z", dist.Normal())

@@ -500,6 +500,7 @@ def test_weights_that_are_none_are_refused(weight, words):
         Regressor("laplace", **TINY).fit(X, Y, sample_weight=weight)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_count_say_nothing_of_the_columns():
     rows = pd.DataFrame({"x": [*range(20), 1e9], "c": [*"ab" * 10, "z"]})
     y = np.arange(21.0)

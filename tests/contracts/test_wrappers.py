@@ -68,7 +68,7 @@ OUTER = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if "Tempering" in name else ())
+        pytest.param(name, marks=() if name == "UnitMoves" else pytest.mark.slow)
         for name in OUTER
     ],
 )

@@ -358,11 +358,10 @@ RUNS = {sgld: 2, mclmc: 2, orbit_moves: 3, moves_of_moves: 2}
 @pytest.mark.parametrize(
     "kernel",
     [
-        sgld,
         moves_of_moves,
         *(
             pytest.param(kernel, marks=pytest.mark.slow)
-            for kernel in (mclmc, orbit_moves)
+            for kernel in (sgld, mclmc, orbit_moves)
         ),
     ],
 )
