@@ -179,9 +179,8 @@ def test_parquet_through_pyarrow(tmp_path):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(
-    "kernel", ["SGLD", pytest.param("SGNHT", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["SGLD", "SGNHT"])
 def test_chains_on_a_loader_have_the_posterior(kernel):
     """Means and sds of 8 chains: minibatches add two percent to the variance, and the
     standard errors are three percent of the sd and a twentieth of it.
@@ -271,9 +270,8 @@ def start(path, name):
     return runs.start(path, mcmc, jax.random.key(0), *data, **given)
 
 
-@pytest.mark.parametrize(
-    "name", ["json", pytest.param("bytes", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["json", "bytes"])
 def test_a_run_on_a_loader_with_a_position_goes_on_bit_for_bit(tmp_path, name):
     """Killed in warm-up and between draws; complete runs go on with those of grain."""
     numbers = iter(range(100))

@@ -390,6 +390,7 @@ def test_a_chain_goes_on_from_where_it_was_moved():
     assert state.accept_prob > 0.99
 
 
+@pytest.mark.slow
 def test_a_block_of_gibbs():
     """It follows the other block: the scale of a weight that is known to be large."""
 
@@ -537,6 +538,7 @@ _TWO = {"inverse_mass_matrix": np.ones(2, np.float32)}
             8,
             False,
             id="tempering",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "nuts",
@@ -568,9 +570,8 @@ def test_gradients_of_warm_ups_are_counted(
     assert len(calls) > 25
 
 
-@pytest.mark.parametrize(
-    "fractions", [{}, pytest.param({"frac_tune3": 0.1}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fractions", [{}, {"frac_tune3": 0.1}])
 def test_mams_tunes_for_as_long_as_it_says(fractions):
     calls = []
 
@@ -616,6 +617,7 @@ def scanned(kernel, key, num_warmup, num_samples, **kwargs):
             partial(infer.SGHMC, step_size=1e-3, steps_per_draw=3, warm_start=0.0),
             {"batch_size": BATCH},
             id="SGHMC",
+            marks=pytest.mark.slow,
         ),
         pytest.param(partial(kernel_of, "own warm-up"), {}, id="own warm-up"),
         pytest.param(partial(kernel_of, "nuts"), {}, id="nuts", marks=pytest.mark.slow),

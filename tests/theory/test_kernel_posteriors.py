@@ -275,7 +275,8 @@ def test_noise_of_the_model_inflates_the_variance_of_sgld(scale):
     assert abs(means.mean()) < 4 * means.std(ddof=1) / chains**0.5
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [None, 4])
 def test_unbiased_likelihoods_have_the_bias_of_their_logarithm(batch_size):
     """Kernels and guides follow the mean of the log of the estimate, by Jensen's
     inequality below the log of its mean: here the posterior of noise of variance 1.

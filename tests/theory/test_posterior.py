@@ -358,10 +358,10 @@ RUNS = {sgld: 2, mclmc: 2, orbit_moves: 3, moves_of_moves: 2}
 @pytest.mark.parametrize(
     "kernel",
     [
-        moves_of_moves,
+        sgld,
         *(
             pytest.param(kernel, marks=pytest.mark.slow)
-            for kernel in (sgld, mclmc, orbit_moves)
+            for kernel in (mclmc, orbit_moves, moves_of_moves)
         ),
     ],
 )

@@ -139,10 +139,8 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     assert kernel.describe(end)["restarts"] == "[1, 0]"
 
 
-@pytest.mark.parametrize(
-    "preconditioner",
-    ["gradient_noise", pytest.param("rmsprop", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preconditioner", ["gradient_noise", "rmsprop"])
 def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
     """One of two chains is lost just before step sizes are chosen for the last time.
     Then it has the preconditioner of a chain of the same start, seeds apart: their
