@@ -39,6 +39,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 gc.disable()  # imports make many objects and no garbage
+# Tracing makes many objects that stay: at the usual numbers, looking at all of them
+# again and again is a twentieth of the time.
+OBJECTS_BETWEEN_COLLECTIONS = (50_000, 20, 100)
 
 # What importing the libraries costs on this machine, today: the measure for what the
 # tests may add to it when they are collected.
@@ -87,6 +90,7 @@ def compiled_programs_fit_in_memory():
     yield
     if resident_bytes() > MEMORY_LIMIT_BYTES:
         jax.clear_caches()
+        gc.collect()
 
 
 # -- seconds of a processor, by file and in collection ---------------------------------
@@ -120,6 +124,7 @@ class ProcessorSeconds:
 
     def pytest_collection_finish(self, session):
         gc.freeze()  # what was imported stays
+        gc.set_threshold(*OBJECTS_BETWEEN_COLLECTIONS)
         gc.enable()
         if self.computed and not getattr(session.config, "workerinput", None):
             raise pytest.UsageError(

@@ -141,7 +141,7 @@ CHAINS, WARMUP, DRAWS = 64, 200, 100
 POSTERIORS = {problem.name: problem for problem in FAMILIES["supports"]}
 # in place of the one of a single parameter, where a velocity needs two
 PAIR = {p.name: p for p in FAMILIES["learned scales"] if p.name == "scale by hand"}
-FAST = {("nuts", "ordered"), ("adjusted_mclmc_dynamic", "real"), ("mclmc", "real")}
+FAST = {("nuts", "ordered")}
 NOT_MEASURED = ("own warm-up",)
 # Hangs: all threads of XLA for CPUs wait, none computes (jaxlib 0.10.2).
 HANGS = {("nuts after pathfinder", "simplex")}
@@ -224,7 +224,7 @@ def test_minibatches_are_those_of_the_plate():
         *problem.args,
         num_warmup=20,
         num_samples=40,
-        num_chains=256,
+        num_chains=128,
         batch_size=problem.batch,
     )
     assert_exact(mcmc.get_samples(), problem)
@@ -258,6 +258,7 @@ def test_particles_that_did_not_arrive_are_no_draws():
     assert all(np.isnan(values).all() for values in draws.values())
 
 
+@pytest.mark.slow
 def test_particles_of_density_zero_are_no_draws():
     def model():
         z = numpyro.sample("z", dist.Normal())
@@ -289,7 +290,7 @@ CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": 
     "name",
     [
         "own warm-up",
-        "sgld",
+        pytest.param("sgld", marks=pytest.mark.slow),
         pytest.param("nuts", marks=pytest.mark.slow),
         pytest.param("mclmc", marks=pytest.mark.slow),
         pytest.param("dynamic_hmc", marks=pytest.mark.slow),
@@ -320,16 +321,17 @@ def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
         run("whole", 8)
 
 
-def test_chain_methods_give_the_same_chains():
+@pytest.mark.parametrize(
+    "name", ["own warm-up", pytest.param("nuts", marks=pytest.mark.slow)]
+)
+def test_chain_methods_give_the_same_chains(name):
     """Also `jax.vmap`, under which a branch would run the warm-up in each transition,
     and with a progress bar.
     """
     draws = []
     for method, bar in (("vectorized", False), ("sequential", True), (jax.vmap, False)):
         options = {"num_chains": 2, "chain_method": method, "progress_bar": bar}
-        mcmc = MCMC(
-            kernel_of("nuts"), num_warmup=8, num_samples=4, thinning=2, **options
-        )
+        mcmc = MCMC(kernel_of(name), num_warmup=8, num_samples=4, thinning=2, **options)
         mcmc.run(jax.random.key(3), *SPREAD.args)
         draws.append(mcmc.get_samples()["w"])
     assert draws[0].shape == (4, 2)
@@ -388,6 +390,7 @@ def test_a_chain_goes_on_from_where_it_was_moved():
     assert state.accept_prob > 0.99
 
 
+@pytest.mark.slow
 def test_a_block_of_gibbs():
     """It follows the other block: the scale of a weight that is known to be large."""
 
@@ -535,6 +538,7 @@ _TWO = {"inverse_mass_matrix": np.ones(2, np.float32)}
             8,
             False,
             id="tempering",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "nuts",
@@ -566,6 +570,7 @@ def test_gradients_of_warm_ups_are_counted(
     assert len(calls) > 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fractions", [{}, {"frac_tune3": 0.1}])
 def test_mams_tunes_for_as_long_as_it_says(fractions):
     calls = []
@@ -609,7 +614,10 @@ def scanned(kernel, key, num_warmup, num_samples, **kwargs):
     ("make", "kwargs"),
     [
         pytest.param(
-            partial(infer.SGHMC, steps_per_draw=3), {"batch_size": BATCH}, id="SGHMC"
+            partial(infer.SGHMC, step_size=1e-3, steps_per_draw=3, warm_start=0.0),
+            {"batch_size": BATCH},
+            id="SGHMC",
+            marks=pytest.mark.slow,
         ),
         pytest.param(partial(kernel_of, "own warm-up"), {}, id="own warm-up"),
         pytest.param(partial(kernel_of, "nuts"), {}, id="nuts", marks=pytest.mark.slow),
@@ -640,7 +648,9 @@ def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
     np.testing.assert_array_equal(counts, extra["num_gradients"])
 
 
-@pytest.mark.parametrize("name", ["Gibbs", "ParallelTempering"])
+@pytest.mark.parametrize(
+    "name", ["Gibbs", pytest.param("ParallelTempering", marks=pytest.mark.slow)]
+)
 def test_other_keys_give_other_chains(name):
     """Also of kernels whose inner states have keys; their own are those of `MCMC`."""
     model = SPREAD.model

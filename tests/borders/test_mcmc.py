@@ -1,5 +1,5 @@
 """The borders of kernels to NumPyro: blocks of ``Gibbs``, ``refresh``, data as
-arguments, modules, keys of models.
+arguments, keys of models.
 """
 
 import pickle
@@ -184,7 +184,7 @@ def test_wrap_model_leaves_the_kernel_alone():
     }
 
 
-# -- data, modules ---------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -231,33 +231,6 @@ def test_a_progress_bar_does_not_compile_the_transition_again(caplog):
         if record.getMessage().startswith("Compiling jit(_body_fn)")
     ]
     assert len(compilations) == 1
-
-
-@pytest.mark.slow
-def test_flax_modules():
-    """`net$params` starts at random values; it is no randomness of the potential, and
-    parallel chains share it.
-    """
-    pytest.importorskip("flax.linen")
-    entry = ZOO["flax"]
-    kernel = mala(entry.model, 1e-3, steps_per_draw=5)  # refuses random potentials
-    mcmc = MCMC(
-        kernel,
-        num_warmup=4,
-        num_samples=6,
-        num_chains=2,
-        chain_method="parallel",
-        progress_bar=False,
-    )
-    mcmc.run(jax.random.key(0), *entry.args)
-    draws = mcmc.get_samples()
-    assert {
-        name: value.shape[1:] for name, value in draws.items() if name in entry.shapes
-    } == entry.shapes
-    assert all(
-        np.isfinite(value).all() and len(np.unique(value)) > 2
-        for value in draws.values()
-    )
 
 
 # -- keys of models --------------------------------------------------------------------

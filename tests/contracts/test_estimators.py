@@ -353,7 +353,7 @@ def test_conformal_answers_keep_ties():
     rounding alone decides.
     """
     rng, many = np.random.default_rng(0), np.arange(70) % 2
-    for place, pair in enumerate(ROWS[rng.permutation(24).reshape(12, 2)]):
+    for place, pair in enumerate(ROWS[rng.permutation(24).reshape(12, 2)[:4]]):
         targets = np.exp(rng.normal(6, 0.3, 2))
 
         def interval_covers(kinds, pair=pair, targets=targets, around="mean"):
@@ -369,7 +369,7 @@ def test_conformal_answers_keep_ties():
             return sets[np.arange(70), np.array([1, 0])[many]]
 
         assert coverage_of_two_kinds(interval_covers, rng) == 1 - 2**-10
-        if place < 2:
+        if place == 0:
             around_quantiles = partial(interval_covers, around="quantiles")
             assert coverage_of_two_kinds(around_quantiles, rng) == 1 - 2**-10
         assert coverage_of_two_kinds(set_covers, rng) == 1 - 2**-10

@@ -169,6 +169,7 @@ def test_noise_of_training_and_new_rows_is_standard_and_independent():
     assert abs(np.corrcoef(z)[0, 1]) < bound
 
 
+@pytest.mark.slow
 def test_a_model_runs_once_for_each_shape_of_its_rows():
     runs = []
 

@@ -284,34 +284,18 @@ def test_scales_on_part_of_the_half_line_are_welcome(name):
 
 
 REFUSED = {
-    "scale that may be negative": (
-        lambda: priors.Hierarchical(dist.Normal()),
-        "Pass a scalar distribution on (0, inf), e.g. `dist.HalfNormal(1.0)`",
-    ),
     "interval": (lambda: priors.ARD(dist.Uniform(-1.0, 1.0)), "`scale_prior`"),
     "batch of scales": (
         lambda: priors.ARD(dist.HalfNormal(jnp.ones(3))),
         "scalar distribution",
     ),
-    "centered and integrated": (
-        lambda: priors.GammaPrecision(centered=True, marginal=True),
-        "pass only one of them",
-    ),
     "layout": (
         lambda: priors.GPFilters()("layers[0].weight", (3, 2, 2, 2)),
         "It takes Flax kernels (h, w, in, out), not Equinox ones",
     ),
-    "list of patterns": (
-        lambda: priors.BySite(["*"]),
-        "priors.BySite: argument `patterns`",
-    ),
     "class in patterns": (
         lambda: priors.BySite({"*": priors.Normal}),
         "Pass an object such as",
-    ),
-    "no pattern": (
-        lambda: priors.BySite({"Dense_0.*": priors.Normal()})("Dense_1.bias", (3,)),
-        "no pattern for parameter 'Dense_1.bias' (patterns: Dense_0.*)",
     ),
 }
 

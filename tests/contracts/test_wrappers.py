@@ -55,16 +55,23 @@ def of_mean(y):
 
 
 SGLD_OF_MEAN = infer.SGLD(of_mean, 1e-3, steps_per_draw=1, warm_start=0.0)
+GHMC_OF_MEAN = infer.GHMC(of_mean, 1e-3, num_steps=1, warm_start=0.0)
 OUTER = {
     "UnitMoves": lambda: infer.UnitMoves(SGLD_OF_MEAN, {"w": 0}, num_moves=1),
     "ParallelTempering": lambda: infer.ParallelTempering(SGLD_OF_MEAN, 2),
     "PrecisionGibbs": lambda: Gibbs(
-        [(infer.PrecisionGibbs(of_mean), ["scale"]), (NUTS(of_mean), None)]
+        [(infer.PrecisionGibbs(of_mean), ["scale"]), (GHMC_OF_MEAN, None)]
     ),
 }
 
 
-@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "UnitMoves" else pytest.mark.slow)
+        for name in OUTER
+    ],
+)
 def test_a_new_run_reads_data_that_changed_in_place(name):
     """Also in deterministic sites, which a program computes that ``MCMC`` keeps."""
     y = np.zeros(3, np.float32)

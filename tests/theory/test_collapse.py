@@ -281,7 +281,7 @@ MAPS = {
         ["w"],
     ),
 }
-FAST_MAPS = {"outputs", "hierarchy", "more weights than data", "integers"}
+FAST_MAPS = {"outputs", "hierarchy", "integers"}
 
 
 @pytest.mark.parametrize(

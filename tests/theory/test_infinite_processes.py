@@ -101,7 +101,6 @@ def test_jitter_is_no_more_than_is_needed_and_is_reported():
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("mismatched", lambda: gp_regression(NET, X, np.zeros(3), noise_sd=0.1)),
         (
             "NaN or infinite",
             lambda: gp_regression(NET, X, np.full(25, np.inf), noise_sd=0.1),

@@ -256,8 +256,7 @@ def by_particles(y, batch_size=None):
         numpyro.sample("y", dist.Normal(w + particle, 1.0), obs=y[i])
 
 
-@pytest.mark.optimized
-@pytest.mark.parametrize("scale", [0.0, 2.0])
+@pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 2.0])
 def test_noise_of_the_model_inflates_the_variance_of_sgld(scale):
     """By what theory says for a fresh draw at every gradient: the position of a step
     eps is an autoregression with innovations of variance eps + (eps scale / 2)^2.
@@ -276,7 +275,7 @@ def test_noise_of_the_model_inflates_the_variance_of_sgld(scale):
     assert abs(means.mean()) < 4 * means.std(ddof=1) / chains**0.5
 
 
-@pytest.mark.optimized
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_unbiased_likelihoods_have_the_bias_of_their_logarithm(batch_size):
     """Kernels and guides follow the mean of the log of the estimate, by Jensen's

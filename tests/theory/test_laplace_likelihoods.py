@@ -81,15 +81,17 @@ def test_a_likelihood_is_that_of_its_distribution(likelihood, make):
     log_probs = likelihood.distribution(likelihood.natural(fn)).log_prob(values)
     np.testing.assert_allclose(log_probs, fn.log_prob(values), rtol=1e-9, atol=1e-12)
     information = np.einsum("bde,bdf->bef", rows.roots(), rows.roots())
+    _, back = ravel_pytree({name: rows.outputs[name][0, 0] for name in names})
+
+    @jax.jit
+    @jax.hessian
+    def mean_curvature(flat, values, weights):
+        density = likelihood.distribution(back(flat)).log_prob(values)
+        return -jnp.sum(weights * density)
+
     for row in range(2):
-        f = {name: rows.outputs[name][row, 0] for name in names}
-        flat, back = ravel_pytree(f)
-
-        def mean_density(flat, row=row, back=back):
-            density = likelihood.distribution(back(flat)).log_prob(values[:, row])
-            return -jnp.sum(weights[:, row] * density)
-
-        expected = jax.hessian(mean_density)(flat)
+        flat, _ = ravel_pytree({name: rows.outputs[name][row, 0] for name in names})
+        expected = mean_curvature(flat, values[:, row], weights[:, row])
         np.testing.assert_allclose(information[row], expected, rtol=1e-8, atol=1e-10)
     mean, variance = likelihood.predicted(
         rows.outputs, {name: jnp.zeros(()) for name in names}

@@ -311,9 +311,10 @@ def test_predictions_normalize_by_the_training_rows():
         )
 
     flat = jnp.concatenate([value.ravel() for value in point.values()])
-    jacobian = jax.jacrev(by_hand)(flat, x)
+    slopes = jax.jit(jax.jacrev(by_hand))
+    jacobian = slopes(flat, x)
     covariance = np.linalg.inv(jacobian.T @ jacobian / NOISE**2 + np.eye(6))
-    half = jax.jacrev(by_hand)(flat, new)
+    half = slopes(flat, new)
     with pytest.raises(
         ValueError, match=r"one row changes the outputs of others.*batch normalization"
     ):
@@ -348,6 +349,7 @@ class Normalized(nnx.Module):
 
 
 @pytest.mark.filterwarnings("ignore:scatter inputs", "ignore:guides.AutoLaplace.run")
+@pytest.mark.slow
 def test_state_that_a_module_changes_is_refused():
     """Predictions would normalize by the new rows."""
     x = np.random.default_rng(RANDOM).normal(size=(6, 2))
@@ -372,6 +374,7 @@ def test_state_that_a_module_changes_is_refused():
             guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)
 
 
+@pytest.mark.slow
 def test_a_fit_reads_the_model_once():
     """And once more for the prior scale of weights that it standardizes."""
     runs = []

@@ -321,6 +321,7 @@ def heavy():
     return student(numpyro.sample("scale", dist.HalfNormal(1.0)))
 
 
+@pytest.mark.slow
 def test_a_linen_module_has_the_posterior_of_the_network():
     """It asks for random numbers to start parameters, all of which have priors."""
 

@@ -132,37 +132,46 @@ def test_densities_are_those_of_numpyro(name):
     posterior, key = Posterior(model, args), random.key(3)
     z = posterior.initial(random.key(0))
     seeded = handlers.seed(model, 0)
-    values = constrain_fn(seeded, args, {}, z)
-    constrained = posterior.constrain(z)
-    inverse = posterior.unconstrain(constrained)
-    assert constrained.keys() == z.keys()
-    for site in z:
-        np.testing.assert_allclose(constrained[site], values[site], rtol=1e-6)
-        np.testing.assert_allclose(inverse[site], z[site], rtol=1e-4, atol=1e-5)
 
     def potential(z):
         return posterior.potential(z, rng_key=key)
 
-    expected = expected_potential(model, args, {}, constrained, z, key)
+    def potential_of_numpyro(z):
+        return expected_potential(model, args, {}, posterior.constrain(z), z, key)
+
+    @jax.jit
+    def of_numpyro(z):
+        values = constrain_fn(seeded, args, {}, z)
+        by_row = log_likelihood(seeded, values, *args, batch_ndims=0)
+        return values, by_row, *jax.value_and_grad(potential_of_numpyro)(z)
+
+    @jax.jit
+    def of_posterior(z):
+        constrained = posterior.constrain(z)
+        likelihoods = posterior.log_likelihood(z, rng_key=key)
+        parts = posterior.log_prior(z), posterior.log_jacobian(z)
+        return constrained, posterior.unconstrain(constrained), likelihoods, parts
+
+    values, by_row, expected, gradient = of_numpyro(z)
+    constrained, inverse, likelihoods, parts = of_posterior(z)
+    assert constrained.keys() == z.keys()
+    for site in z:
+        np.testing.assert_allclose(constrained[site], values[site], rtol=1e-6)
+        np.testing.assert_allclose(inverse[site], z[site], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(potential(z), expected, rtol=1e-5)
-    pair = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), z)
+    pair = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), z)
     energies, gradients = jax.jit(jax.vmap(jax.value_and_grad(potential)))(pair)
     np.testing.assert_allclose(energies, expected, rtol=1e-5)
-    gradient = jax.grad(
-        lambda z: expected_potential(model, args, {}, posterior.constrain(z), z, key)
-    )(z)
     for site in z:
         size = 1.0 + np.abs(gradient[site]).max()
         np.testing.assert_allclose(
             gradients[site][0] / size, gradient[site] / size, atol=1e-4
         )
-    likelihoods, scale = posterior.log_likelihood(z, rng_key=key), posterior.scale()
-    total = sum(jnp.sum(value * scale[site]) for site, value in likelihoods.items())
-    total += sum(posterior.log_prior(z).values())
-    total += sum(posterior.log_jacobian(z).values(), 0.0)
+    scale = posterior.scale()
+    total = sum(np.sum(value * scale[site]) for site, value in likelihoods.items())
+    total += sum(float(value) for part in parts for value in part.values())
     np.testing.assert_allclose(-total, expected, rtol=1e-5)
     if name != "random inside":
-        by_row = log_likelihood(seeded, constrained, *args, batch_ndims=0)
         assert by_row.keys() == likelihoods.keys()
         for site, value in by_row.items():
             np.testing.assert_allclose(likelihoods[site], value, rtol=1e-4, atol=1e-5)
@@ -184,23 +193,35 @@ def test_minibatches_are_those_of_numpyro(name):
     if name == "local":
         assert on_batch.local == ("sd", "shift")
         assert on_all.local == ()
-        values = on_all.constrain(z)
-        on_rows = {site: values[site][chosen] for site in ("sd", "shift")}
-        placed = {**values, **on_rows, "data": chosen}
-        _, trace = log_joint(model, args, kwargs, placed, 0)
-        fn, density = trace["y"]["fn"], on_all.log_likelihood(z, {"data": chosen})["y"]
-        np.testing.assert_allclose(density, fn.log_prob(trace["y"]["value"]), rtol=1e-5)
+
+        @jax.jit
+        def expected_density(values):
+            on_rows = {site: values[site][chosen] for site in ("sd", "shift")}
+            placed = {**values, **on_rows, "data": chosen}
+            _, trace = log_joint(model, args, kwargs, placed, 0)
+            return trace["y"]["fn"].log_prob(trace["y"]["value"])
+
+        density = on_all.log_likelihood(z, {"data": chosen})["y"]
+        expected = expected_density(on_all.constrain(z))
+        np.testing.assert_allclose(density, expected, rtol=1e-5)
     else:
-        values = {**on_all.constrain(z), "data": chosen}
-        expected = expected_potential(model, args, kwargs, values, z, 0)
+
+        @jax.jit
+        def expected_at(z):
+            values = {**on_all.constrain(z), "data": chosen}
+            return expected_potential(model, args, kwargs, values, z, 0)
+
+        expected = expected_at(z)
         for posterior in (on_all, on_batch):
             potential = jax.jit(posterior.potential)(z, {"data": chosen})
             np.testing.assert_allclose(potential, expected, rtol=1e-5)
         if name == "line":
             assert on_all.scale() == {"y": 1.0}
             assert on_batch.scale({"data": chosen}) == {"y": N / BATCH}
-    batches = jnp.arange(N).reshape(-1, BATCH)
-    energies = jax.vmap(lambda rows: on_batch.potential(z, {"data": rows}))(batches)
+    batches = np.arange(N).reshape(-1, BATCH)
+    energies = jax.jit(
+        jax.vmap(lambda rows: on_batch.potential(z, {"data": rows})),
+    )(batches)
     whole = on_all.potential(z)
     np.testing.assert_allclose(on_batch.potential(z), whole, rtol=1e-5)
     np.testing.assert_allclose(energies.mean(), whole, rtol=1e-4)
@@ -334,7 +355,16 @@ def moves_of_moves(model):
 RUNS = {sgld: 2, mclmc: 2, orbit_moves: 3, moves_of_moves: 2}
 
 
-@pytest.mark.parametrize("kernel", RUNS, ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        sgld,
+        *(
+            pytest.param(kernel, marks=pytest.mark.slow)
+            for kernel in (mclmc, orbit_moves, moves_of_moves)
+        ),
+    ],
+)
 def test_kernels_run_a_model_to_read_it_and_no_more(kernel):
     runs = []
 

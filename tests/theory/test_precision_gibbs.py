@@ -384,6 +384,7 @@ def test_sites_that_are_not_conjugate_are_refused_with_the_reason(model, reason)
         )
 
 
+@pytest.mark.slow
 def test_blocks_of_a_tempered_model_are_those_of_the_model():
     """Its factor that is zero within the support says nothing of the precision."""
 

@@ -250,6 +250,7 @@ def test_models_that_compute_shapes_from_data():
     np.testing.assert_array_equal(group(exported, "observed_data")["y"], THREE)
 
 
+@pytest.mark.slow
 def test_changed_data_are_read_again():
     """A second run of one ``MCMC`` on other data, and on the same table with other
     values, does not see the first.

@@ -641,12 +641,7 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
-        (
-            "temperature",
-            lambda: build(ALL, MALA, schedule=0.1, temperature=0.0),
-        ),
         ("gradient", lambda: build(PLAIN, MALA, schedule=0.1)),
-        ("gradient", lambda: build(PLAIN, HMC(2), schedule=0.1)),
         (
             "preconditioner",
             lambda: build(ALL, MALA, sgmcmc.RMSProp(running=True), schedule=0.1),
@@ -666,16 +661,11 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
             lambda: SAMPLERS["MALA"][0].init(jnp.arange(3), jax.random.key(0)),
         ),
         (
-            "num_warmup",
-            lambda: SAMPLERS["pSGLD"][0].init(jnp.zeros(3), jax.random.key(0)),
-        ),
-        (
             "rng_key",
             lambda: SAMPLERS["MALA"][0].init(
                 jnp.zeros(3), jax.random.split(jax.random.key(0))
             ),
         ),
-        ("rng_key", lambda: SAMPLERS["MALA"][0].init(jnp.zeros(3), 0)),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(argument, make):

@@ -140,6 +140,7 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     assert kernel.describe(end)["restarts"] == "[1, 0]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preconditioner", ["gradient_noise", "rmsprop"])
 def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
     """One of two chains is lost just before step sizes are chosen for the last time.
@@ -175,7 +176,14 @@ def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
         assert np.abs(np.log(scales[0] / scales[1])).max() < np.log(4)
 
 
-@pytest.mark.parametrize("make", [infer.SGLD, infer.SGHMC, infer.SGNHT])
+@pytest.mark.parametrize(
+    "make",
+    [
+        infer.SGLD,
+        pytest.param(infer.SGHMC, marks=pytest.mark.slow),
+        pytest.param(infer.SGNHT, marks=pytest.mark.slow),
+    ],
+)
 def test_steps_that_would_explode_are_refused_and_get_shorter(make):
     """A step of 200, where 4 is the limit of SGLD, multiplies a position by 99. It is
     refused, and shorter after each such transition. Late in warm-up that lasts.
@@ -218,7 +226,7 @@ def test_a_chain_that_takes_only_tiny_steps_is_marked():
         state = kernel.sample(state._replace(base_step_size=size), (), {})
         return state, state.z["w"]
 
-    end, w = lax.scan(transition, state, jnp.arange(62))
+    end, w = jax.jit(lambda s: lax.scan(transition, s, jnp.arange(62)))(state)
     np.testing.assert_array_equal(end.diverging, [True, False])
     assert np.isnan(w[-1, 0]).all()
     assert np.isfinite(w[:, 1]).all()
@@ -242,7 +250,7 @@ def test_no_step_size_is_chosen_where_a_chain_happens_to_be_last():
         state = kernel.sample(state._replace(engine=engine), (), {})
         return state, state.base_step_size
 
-    _, sizes = lax.scan(transition, state, jnp.arange(42))
+    _, sizes = jax.jit(lambda s: lax.scan(transition, s, jnp.arange(42)))(state)
     assert (np.asarray(sizes[30:]) == sizes[30]).all()
 
 

@@ -99,7 +99,10 @@ def test_moves_stay_where_the_data_are_possible():
     assert np.std(found["w"]) > 0.3
 
 
-@pytest.mark.parametrize("field", ["unit_accept_prob", "swap_accept_prob"])
+@pytest.mark.parametrize(
+    "field",
+    ["unit_accept_prob", pytest.param("swap_accept_prob", marks=pytest.mark.slow)],
+)
 def test_a_missing_datum_behind_a_mask_is_no_border(field):
     """Moves and exchanges of replicas are accepted."""
     y = jnp.array([0.5, jnp.nan])

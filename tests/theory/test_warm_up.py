@@ -546,7 +546,8 @@ def test_gradients_of_measurements_are_counted(
 # chains that move, or say so
 
 
-@pytest.mark.parametrize("name", slow_but(["SGNHT"], ["SGHMC", "SGNHT"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SGHMC", "SGNHT"])
 def test_minibatch_kernels_stay_where_a_rescaling_leaves_the_network_as_it_is(name):
     """The error of a ReLU network with learned scales is below half that of a constant,
     0.86, for each chain.

@@ -226,16 +226,6 @@ ROWS = {
         ),
         (lambda: numbered().score(X, DAYS - DAYS[0]), "y", "as in the fit"),
         (
-            lambda: bnn.estimators.Regressor(widths=50).fit(X, Y),
-            "widths",
-            "Pass the hidden widths, e.g. `(50,)`.",
-        ),
-        (
-            lambda: bnn.estimators.Regressor(prior="normal").fit(X, Y),
-            "prior",
-            "priors.",
-        ),
-        (
             lambda: bnn.estimators.Classifier("nut").fit(X, LABELS),
             "method",
             "Did you mean 'nuts'?",
@@ -404,18 +394,12 @@ ROWS = {
             "layers",
             "Pass layers such as `nn.Dense(8)`",
         ),
-        (lambda: nn.MLP(3), "widths", "Pass a list of positive integers"),
         (
             lambda: nn.MLP([3, 1], "rellu"),
             "name",
             "Did you mean 'relu'? Known: identity, relu, leaky_relu, tanh",
         ),
         (lambda: nn.CNN([4], 10), "widths", "Pass a list of positive integers"),
-        (
-            lambda: NET.output_shape(2),
-            "input_shape",
-            "Pass the shape of one data point as a tuple",
-        ),
         (
             lambda: NET.output_shape((0,)),
             "input_shape",
@@ -574,11 +558,6 @@ ROWS = {
             "Pass the arguments of the model",
         ),
         (lambda: symmetry.check(None, [], (X, Y)), "model", "Pass a NumPyro model"),
-        (
-            lambda: symmetry.check("model", [symmetry.Scale("w")], (X, Y)),
-            "model",
-            "Pass a NumPyro model",
-        ),
         (
             lambda: symmetry.canonical(3, [symmetry.Scale("w")]),
             "draws",
@@ -747,11 +726,6 @@ ROWS = {
             "Pass one row per data point, (N, D), e.g. `x[:",
         ),
         (lambda: infinite.ntk(NET, X[:0]), "x1", "Pass at least one row."),
-        (
-            lambda: infinite.empirical_ntk(NET, {}, X),
-            "params",
-            "Pass one array for each parameter",
-        ),
         (
             lambda: infinite.gp_regression(NET, X, Y[:3], noise_sd=0.1),
             "y",
@@ -1070,11 +1044,6 @@ ROWS = {
             "Pass a dictionary of lists",
         ),
         (
-            lambda: bnn.to_inference_data(None, coords={"data": "ab"}),
-            "coords",
-            "Pass a dictionary of lists",
-        ),
-        (
             lambda: bnn.to_inference_data(None, dims={"w": 3}),
             "dims",
             "Pass a dictionary of lists",
@@ -1194,7 +1163,8 @@ def marks(call):
     """A second fit, of a classifier, is slow: the fit of a regressor goes
     the same way.
     """
-    return pytest.mark.slow if "classifier" in call.__code__.co_names else ()
+    fits = {"classifier", "numbered"} & {*call.__code__.co_names}
+    return pytest.mark.slow if fits else ()
 
 
 @pytest.mark.parametrize(

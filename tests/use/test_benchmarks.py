@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,14 +136,19 @@ def test_demo_prints_the_model_that_its_estimator_fits(monkeypatch):
     fitted = Posterior(task.model, task.data)
     shown = Posterior(demo.model, (x[is_data], y[is_data]))
     z = shown.initial(jax.random.key(0))
-    for part in ("log_prior", "log_jacobian"):
-        by_site = jax.tree.map(float, getattr(shown, part)(z))
-        assert getattr(fitted, part)(z) == pytest.approx(by_site, rel=1e-5)
-    rows = fitted.log_likelihood(z)["y"]
+
+    @partial(jax.jit, static_argnums=0)
+    def densities(posterior, z):
+        rows = posterior.log_likelihood(z)["y"]
+        return rows, posterior.log_prior(z), posterior.log_jacobian(z)
+
+    rows, *by_site = densities(fitted, z)
+    expected, *by_site_shown = densities(shown, z)
+    for found, wanted in zip(by_site, by_site_shown, strict=True):
+        assert found == pytest.approx(jax.tree.map(float, wanted), rel=1e-5)
+    rows = np.asarray(rows)
     np.testing.assert_allclose(rows[~is_data], 0)
-    np.testing.assert_allclose(
-        rows[is_data], shown.log_likelihood(z)["y"], rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(rows[is_data], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_agreement_is_one_of_equal_laws_and_sees_a_shift():

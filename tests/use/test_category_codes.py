@@ -17,10 +17,10 @@ from flax import linen, nnx
 from helpers import refused
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from zoo import BATCH, NET, N, X, Y
+from zoo import BATCH, N, X, Y
 
 import numpyro_bnn as bnn
-from numpyro_bnn import guides, infer, priors
+from numpyro_bnn import guides, infer
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.runs import Rows
 
@@ -33,13 +33,13 @@ UNKNOWN = {
 
 
 def grouped(x, code, y=None, batch_size=None):
-    net = bnn.random_network("net", NET, (2,), priors.Normal())
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     effect = numpyro.sample(
         "effect", dist.Normal(0.0, 1.0).expand([LEVELS]).to_event(1)
     )
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-        f = net(x[i])[..., 0] + effect[code[i]]
+        f = x[i] @ w + effect[code[i]]
         numpyro.sample("y", dist.Normal(f, sigma), obs=None if y is None else y[i])
 
 
@@ -176,6 +176,11 @@ def export(**options):
 
 
 @cache
+def exported():
+    return export()
+
+
+@cache
 def laplace():
     guide = guides.AutoLaplace(grouped, structure="diag")
     return guide, guide.run(jax.random.key(0), X, KNOWN, Y, num_epochs=1).params
@@ -194,7 +199,7 @@ ROOMS = {
     ),
     "collapse": lambda code: infer.collapse(grouped, ["effect"], X, code, Y),
     "export": lambda code: export(predictions={"x": X, "code": code}),
-    "predict": lambda code: bnn.predict(grouped, export(), X, code),
+    "predict": lambda code: bnn.predict(grouped, exported(), X, code),
 }
 
 

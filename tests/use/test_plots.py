@@ -411,10 +411,6 @@ def in_columns(idata):
     [
         (lambda i, c: plots.predictive_band(i, "z"), "`x` got 'z'.*Known: x"),
         (
-            lambda i, c: plots.predictive_band(i, np.zeros(3)),
-            r"shape \(3,\).*each of 120 points",
-        ),
-        (
             lambda i, c: plots.predictive_band(in_columns(i)),
             r"'x' of shape \(120, 2\).*e.g. x\[:, 0\]",
         ),
@@ -439,10 +435,6 @@ def in_columns(idata):
         (
             lambda i, c: plots.calibration(bare(i)),
             "without predictions and their targets",
-        ),
-        (
-            lambda i, c: plots.reliability_diagram(i),
-            "`site` got 'y', which is not a class label",
         ),
     ],
 )
