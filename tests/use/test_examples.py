@@ -26,6 +26,7 @@ PARTS = (
     "loaders",
     "annealing",
     "boosting",
+    "peers",
     "uci_gap",
     "uci_table",
     "__main__",
