@@ -31,6 +31,7 @@ html_math_renderer = "mathml"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+html_search_scorer = str(Path(__file__).parent / "_ext" / "scorer.js")
 smartquotes = False  # a prime is not a quotation mark
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]

@@ -59,6 +59,8 @@ def shown(value: Any) -> str:
     """A value for a message: arrays by shape and dtype, anything else by ``repr``."""
     if hasattr(value, "dtype") and np.ndim(value):
         return f"an array of shape {value.shape} and dtype {value.dtype}"
+    if hasattr(value, "columns"):
+        return f"a table of {len(value.columns)} columns"
     text = repr(value)
     return f"a {type(value).__name__}" if len(text) > MAX_SHOWN_CHARACTERS else text
 

@@ -320,12 +320,21 @@ class CategoryPlan:
         return 0 if joined is None else len(joined)
 
     @property
+    def _is_idle(self) -> bool:
+        """Whether all levels are rare: joined, they say nothing about a row."""
+        return self._num_joined == len(self.encoder.categories_[0])
+
+    @property
     def scales(self) -> np.ndarray:
         return np.full(len(self.encoder.get_feature_names_out()), LEVEL_SCALE)
 
     @property
     def words(self) -> str:
         words = f"{len(self.encoder.categories_[0])} levels"
+        if self._is_idle:
+            return (
+                f"{words}, all of them rare: not used (dates need the form 2026-01-31)"
+            )
         if MISSING in self.encoder.categories_[0]:
             words += ", one of which is that it is missing"
         if self._num_joined:
@@ -338,7 +347,7 @@ class CategoryPlan:
     def notes(self, name: Any, values: Any) -> Iterator[str]:
         levels = values.fillna(MISSING)
         unknown = levels[~levels.isin(self.encoder.categories_[0])]
-        if len(unknown):
+        if len(unknown) and not self._is_idle:
             yield (
                 f"{len(unknown)} rows of column {name!r} have a level that the fit has "
                 f"not seen, such as {unknown.iloc[0]!r}"

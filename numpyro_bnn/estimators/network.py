@@ -604,9 +604,9 @@ class Network(BaseEstimator):
         predictive mean (regression), or is the temperature T of the class
         probabilities, in proportion to p^(1 / T). It maximizes the log density plus
         that of a prior, log factor ~ N(0, 0.5^2): without it a few rows that are all
-        classified right would make it 0. The mean, or the most probable class, stays;
-        all other answers follow, but not ``idata_``, which is the posterior. Rows that
-        the fit has seen make it too small. A further ``fit`` removes it.
+        classified right would make it 0. Means and predicted classes do not change.
+        Intervals and probabilities do, but not ``idata_``, which is the posterior. Use
+        held-out rows: training rows give a factor that is too small. ``fit`` removes it.
 
         :param X: at least ten rows that were not in the fit. :param y: their targets.
         :return: the estimator itself.

@@ -82,8 +82,7 @@ def _check_objects(call: str, argument: str, column: np.ndarray, where: str) -> 
                 float(value)
             except ValueError:
                 instead = (
-                    "Pass numbers: a column of 0 and 1 for each category, as "
-                    "`pandas.get_dummies` makes them."
+                    "Pass numbers, or a frame of pandas or polars, which may hold text."
                 )
                 if argument.startswith("y"):
                     instead = "Pass numbers, or use `Classifier` for classes."

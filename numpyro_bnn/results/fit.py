@@ -449,7 +449,7 @@ def map_draws(
         size,
         desc="predictions",
         delay=SECONDS_WITHOUT_BAR,
-        disable=not progress_bar,
+        disable=not progress_bar or size == total,
     ):
         # The last chunk is padded with the last draw: one shape, one compilation.
         index = np.minimum(np.arange(start, start + size), total - 1)

@@ -268,5 +268,10 @@ def _draws_of_sites(
             "Pass the model of the run; fix parameters by `handlers.substitute(model, "
             "data=...)`."
         )
+        if not observed:
+            instead = (
+                "It has no group `observed_data`, as if read from the folder of a run: "
+                "export what `runs.start` returns."
+            )
         raise argument_error("predict", "idata", got, instead)
     return draws

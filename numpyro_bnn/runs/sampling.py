@@ -87,6 +87,9 @@ class Run:
         self._names = [name for values in chains.shapes.values() for name in values]
         self.last_state, self.num_draws, self.complete = state, num_draws, complete
 
+    def __repr__(self) -> str:
+        return f"Run(num_draws={self.num_draws}, complete={self.complete})"
+
     @checked("Run.get_samples")
     def get_samples(self, group_by_chain: Switch = False) -> dict[str, np.ndarray]:
         """Draws by site as ``MCMC.get_samples`` returns them, read from disk: (C * S,

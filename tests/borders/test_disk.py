@@ -187,7 +187,7 @@ def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path, capsy
         assert shown.count("\n") == 1
     assert same(result(run), result(recorded("Barker").result))
     less = start(tmp_path, mcmc=mcmc, progress_bar=True)
-    assert (less.num_draws, less.complete) == (6, True)
+    assert repr(less) == "Run(num_draws=6, complete=True)"
     assert capsys.readouterr().err == ""
     assert mcmc.last_state is None
     mcmc.run(

@@ -283,6 +283,22 @@ def test_columns_without_a_value():
         assert np.isfinite(model.predict(new)).all()
 
 
+def test_a_column_of_rare_levels_only_is_not_used():
+    """Such as names, or dates in another form: new ones are no news."""
+    rows = pd.DataFrame(
+        {"day": [f"{day}.1.2020" for day in range(1, 21)], "x": range(20)}
+    )
+    model = Regressor("adf", **TINY).fit(rows, np.arange(20.0))
+    assert "day: 20 levels, all of them rare: not used (dates need" in str(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.predict(rows.assign(day="new"))
+    with pytest.raises(
+        ValueError, match="(?s)got a table of 1 columns.*missing.*- day"
+    ):
+        model.predict(rows[["x"]])
+
+
 def test_names_that_are_numbers():
     model = Regressor("adf", **TINY).fit(pd.DataFrame(X), Y)
     assert set(model.importances()) == {"0", "1"}

@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
+import tqdm
 from helpers import group, group_names, results
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, BarkerMH
@@ -245,10 +246,23 @@ def test_files_and_arviz_take_it(tmp_path):
     assert "sigma" in az.summary(idata, var_names=["sigma"]).index
 
 
-def test_results_do_not_depend_on_the_chunk():
+def test_results_do_not_depend_on_the_chunk(monkeypatch):
     megabytes = jax.ShapeDtypeStruct((2**20,), jnp.float32)
     assert draws_per_chunk(jnp.negative, megabytes) == 128 / 4
+    without_bar, trange = [], tqdm.trange
+
+    def watched(*args, disable, **options):
+        without_bar.append(disable)
+        return trange(*args, disable=disable, **options)
+
+    monkeypatch.setattr("tqdm.trange", watched)
+    bnn.to_inference_data(mcmc(), posterior_predictive=False)
+    assert without_bar and all(
+        without_bar
+    )  # a bar of one chunk would appear when all is done
+    without_bar.clear()
     chunked = bnn.to_inference_data(mcmc(), NEW, draws_per_chunk=5)
+    assert not any(without_bar)
     for part in ("predictions", "posterior_predictive", "log_likelihood"):
         for name, values in group(chunked, part).items():
             # One more or fewer draw per call changes how XLA orders sums, nothing else.

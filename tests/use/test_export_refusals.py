@@ -495,6 +495,11 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
         ),
         (learned, idata, "no values of the parameters s"),
         (wide, idata, r"'b' is \(\), not \(2,\)"),
+        (
+            line,
+            results({"posterior": group(idata, "posterior")}),
+            "sites y. It has no group `observed_data`.*what `runs.start` returns",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             bnn.predict(model, result, X[:5])
