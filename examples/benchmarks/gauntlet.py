@@ -391,7 +391,7 @@ METHODS = {
             ),
             full=True,
         )
-        for structure in ("kron", "diag", "lowrank", "full")
+        for structure in ("kron", "diag", "low_rank", "full")
     },
     "ADF": Method(deterministic(bnn.guides.AutoADF)),
     "estimator": Method(estimator, full=True, counts=False),
