@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import NUTS, SVI
 
 from numpyro_bnn import guides, infer, priors, symmetry
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.estimators.modules import random_function
 from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
+from numpyro_bnn.estimators.process import one_blas_thread
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
 from numpyro_bnn.program.compiled import TRACING, prepare, shared
@@ -255,10 +256,12 @@ def _chains(
         draw_shapes,
     )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
+    mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
+    chain, everywhere = PartitionSpec("chain"), PartitionSpec()
+    if devices > 1:  # where they will be: another place would be another program
+        state, draws = jax.device_put((state, draws), NamedSharding(mesh, chain))
 
     def advance(carry: tuple, args: tuple, kwargs: Any) -> tuple:
-        mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
-        chain, everywhere = PartitionSpec("chain"), PartitionSpec()
         specs = (chain, chain, everywhere, everywhere, everywhere)
         run: Callable = partial(_transitions, kernel, num_warmup)
         if devices > 1:  # chains are independent: the devices need not agree
@@ -393,7 +396,7 @@ def laplace(task: Task) -> MethodDraws:
     """A Gaussian at the mode, with prior precisions and noise by the evidence;
     predictions are linearized.
     """
-    with LinearizedPredictive.precision():
+    with LinearizedPredictive.precision(), one_blas_thread():
         x, y, is_data, *weight = task.data
         data = (
             jnp.asarray(x, float),

@@ -68,12 +68,19 @@ def many_rows():
         ),
     ],
 )
-def test_usual_network_and_noise(method, rows, options, kernels, noise):
+def test_usual_network_and_noise(method, rows, options, kernels, noise, compiled):
+    """All is compiled before the first report, and so once for all chains."""
     x, y, _ = many_rows()
+    seen = []
     x, y = (x, x[:, 0].round()) if rows == "ratings" else (x[:rows], y[:rows])
+    options = {"num_chains": 2, "effort": 0.002, "num_samples": 4, **options}
     model = Regressor(
-        method, num_chains=2, effort=0.002, num_samples=4, random_state=0, **options
+        method,
+        callback=lambda *_: seen.append(len(compiled)),
+        random_state=0,
+        **options,
     ).fit(x, y)
+    assert method != "ensemble" or len(set(seen)) == 1
     posterior = group(model.idata_, "posterior")
     names = [str(name) for name in posterior]
     assert [
