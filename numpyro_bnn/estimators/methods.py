@@ -5,6 +5,7 @@ table for each method.
 import ast
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
 from numpyro_bnn.estimators.process import one_blas_thread
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
+from numpyro_bnn.priors.base import gaussian
 from numpyro_bnn.program.compiled import TRACING, prepare, shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import from_guide
@@ -154,6 +156,34 @@ def network_model(
         scale = 1.0 if weight is None else weight[index]
         with numpyro.handlers.scale(scale=scale):
             numpyro.sample("y", fn, obs=None if y is None else y[index])
+
+
+@dataclass(frozen=True)
+class _ByColumn(priors.ARD):
+    """One learned scale for all weights of a column of a table, of which several inputs
+    may be made.
+
+    :param columns: for each input, the place of its column.
+    """
+
+    columns: tuple[int, ...] = ()
+
+    def kernel(self, name: str, shape: tuple[int, ...]) -> dist.Distribution:
+        count = max(self.columns) + 1
+        prior = self.scale_prior.expand((count,)).to_event()
+        scale = numpyro.sample(f"{name}_scale", prior)[jnp.asarray(self.columns)]
+        factor = self.fan_in_factor(name, shape)
+        return gaussian(shape, factor * scale[:, None], self.centered)
+
+
+def prior_by_column(columns: Any) -> Any:
+    """Scales of the first layer that let columns be irrelevant, by the place of the
+    column for each input (D,); one for each other layer.
+    """
+    if max(columns) == 0:
+        return priors.Hierarchical()
+    first = _ByColumn(columns=tuple(map(int, columns)))
+    return priors.BySite({"Dense_0.kernel": first}, default=priors.Hierarchical())
 
 
 def noise_likelihood(
@@ -449,6 +479,8 @@ METHODS: dict[str, Callable] = {
 }
 # Methods whose noise may have heavy tails.
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
+# Methods whose regressions have one scale for each column by default.
+BY_COLUMN = ("ensemble", "nuts")
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could
 # choose to have no noise; learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}

@@ -104,6 +104,25 @@ def test_scales_of_a_classifier_have_the_wider_prior(estimator, family):
     np.testing.assert_array_equal(usual, given)
 
 
+def test_columns_that_say_nothing_cost_little():
+    """Three of 200 columns matter, which scales of their own show."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(700, 200))
+    y = 2 * x[:, 0] + 1.5 * np.sin(2 * x[:, 1]) + 0.7 * x[:, 2] ** 2
+    y += 0.5 * random.normal(size=700)
+    usual, shared = (
+        Regressor(prior=prior, num_chains=4, effort=0.1, random_state=0).fit(
+            x[:200], y[:200]
+        )
+        for prior in (None, bnn.priors.Hierarchical())
+    )
+    gain = np.subtract(
+        *(model.log_predictive_density(x[200:], y[200:]) for model in (usual, shared))
+    )
+    assert gain.mean() > 0.05 + 3 * gain.std() / 500**0.5
+    assert {"x0", "x1"} == set(list(usual.importances())[:2])
+
+
 # -- fits at fault ---------------------------------------------------------------------
 
 

@@ -12,8 +12,10 @@ import time
 from functools import cache, partial
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import group
+from numpyro import handlers
 from scipy import stats
 from scipy.special import entr, log_softmax, logsumexp, softmax
 from sklearn.base import clone
@@ -22,7 +24,7 @@ from sklearn.model_selection import KFold
 from zoo import CLASSES, X, Y
 
 import numpyro_bnn as bnn
-from numpyro_bnn.estimators import Classifier, Regressor
+from numpyro_bnn.estimators import Classifier, Regressor, methods
 
 ROWS = X * np.array([2.0, 16.0]) + np.array([1.0, 20.0])
 TARGETS = 500 + 128 * (Y + np.where(np.arange(24) % 8 == 0, 6.0, 0.0))  # three outliers
@@ -255,6 +257,37 @@ def test_quantiles_of_many_draws_are_quick():
     assert min(seconds(lambda: model.predict_interval(ROWS)) for _ in range(3)) < (
         betas / 2
     )
+
+
+class WasRead(Exception):
+    """The model of an estimator, in the place of its fit."""
+
+
+@pytest.mark.parametrize(
+    ("estimator", "columns", "shape"),
+    [
+        (Regressor, ["a", "b", "kind"], (3,)),  # of five inputs
+        (Regressor, ["a"], ()),
+        (Classifier, ["a", "b"], ()),
+        (
+            partial(Regressor, network=lambda outputs: bnn.nn.MLP([3, outputs])),
+            "ab",
+            (),
+        ),
+    ],
+)
+def test_columns_have_scales_of_their_own(estimator, columns, shape, monkeypatch):
+    def read(task):
+        model = handlers.seed(task.model, 0)
+        raise WasRead(handlers.trace(model).get_trace(*task.data))
+
+    monkeypatch.setitem(methods.METHODS, "ensemble", read)
+    frame = pd.DataFrame({"a": ROWS[:, 0], "b": ROWS[:, 1], "kind": LABELS})
+    with pytest.raises(WasRead) as found:
+        estimator().fit(frame[list(columns)], CLASSES * 1.0)
+    sites = found.value.args[0]
+    assert sites["net/Dense_0.kernel_scale"]["value"].shape == shape
+    assert sites["net/Dense_1.kernel_scale"]["value"].shape == ()
 
 
 # -- calibration and conformal sets ----------------------------------------------------
