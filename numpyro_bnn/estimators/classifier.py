@@ -34,8 +34,8 @@ class Classifier(ClassifierMixin, Network):
     network.
 
     Parameters are those of :class:`Regressor`, without those of the noise. Scales of
-    weights have a wider prior, ``priors.Hierarchical(dist.HalfCauchy(1.0))``: classes
-    that are far apart need large weights.
+    weights have a wider prior, ``priors.Hierarchical(dist.HalfCauchy(1.0))``, which all
+    columns share: classes that are far apart need large weights.
 
     :param class_weight: weights by label, or ``"balanced"``: each row counts as often
         as its class, so probabilities are those of a population that has the classes in
@@ -94,7 +94,7 @@ class Classifier(ClassifierMixin, Network):
         self.progress_bar = progress_bar
         self.random_state = random_state
 
-    def _usual_prior(self) -> priors.Prior:
+    def _usual_prior(self, columns: np.ndarray) -> Any:
         return priors.Hierarchical(dist.HalfCauchy(1.0))
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "Classifier":

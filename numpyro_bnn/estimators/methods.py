@@ -5,6 +5,7 @@ table for each method.
 import ast
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,15 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import NUTS, SVI
 
 from numpyro_bnn import guides, infer, priors, symmetry
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.estimators.modules import random_function
 from numpyro_bnn.estimators.predictive import LinearizedPredictive, Predictive
+from numpyro_bnn.estimators.process import one_blas_thread
 from numpyro_bnn.infer.warm_start import held_out_rows
 from numpyro_bnn.models import noise_family
+from numpyro_bnn.priors.base import gaussian
 from numpyro_bnn.program.compiled import TRACING, prepare, shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.fit import from_guide
@@ -155,6 +158,34 @@ def network_model(
             numpyro.sample("y", fn, obs=None if y is None else y[index])
 
 
+@dataclass(frozen=True)
+class _ByColumn(priors.ARD):
+    """One learned scale for all weights of a column of a table, of which several inputs
+    may be made.
+
+    :param columns: for each input, the place of its column.
+    """
+
+    columns: tuple[int, ...] = ()
+
+    def kernel(self, name: str, shape: tuple[int, ...]) -> dist.Distribution:
+        count = max(self.columns) + 1
+        prior = self.scale_prior.expand((count,)).to_event()
+        scale = numpyro.sample(f"{name}_scale", prior)[jnp.asarray(self.columns)]
+        factor = self.fan_in_factor(name, shape)
+        return gaussian(shape, factor * scale[:, None], self.centered)
+
+
+def prior_by_column(columns: Any) -> Any:
+    """Scales of the first layer that let columns be irrelevant, by the place of the
+    column for each input (D,); one for each other layer.
+    """
+    if max(columns) == 0:
+        return priors.Hierarchical()
+    first = _ByColumn(columns=tuple(map(int, columns)))
+    return priors.BySite({"Dense_0.kernel": first}, default=priors.Hierarchical())
+
+
 def noise_likelihood(
     targets: int, heteroscedastic: bool, heavy_tails: bool, min_sd: float = 0.0
 ) -> Callable:
@@ -255,10 +286,12 @@ def _chains(
         draw_shapes,
     )
     devices = max(n for n in range(1, jax.local_device_count() + 1) if count % n == 0)
+    mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
+    chain, everywhere = PartitionSpec("chain"), PartitionSpec()
+    if devices > 1:  # where they will be: another place would be another program
+        state, draws = jax.device_put((state, draws), NamedSharding(mesh, chain))
 
     def advance(carry: tuple, args: tuple, kwargs: Any) -> tuple:
-        mesh = Mesh(np.asarray(jax.local_devices()[:devices]), ("chain",))
-        chain, everywhere = PartitionSpec("chain"), PartitionSpec()
         specs = (chain, chain, everywhere, everywhere, everywhere)
         run: Callable = partial(_transitions, kernel, num_warmup)
         if devices > 1:  # chains are independent: the devices need not agree
@@ -393,7 +426,7 @@ def laplace(task: Task) -> MethodDraws:
     """A Gaussian at the mode, with prior precisions and noise by the evidence;
     predictions are linearized.
     """
-    with LinearizedPredictive.precision():
+    with LinearizedPredictive.precision(), one_blas_thread():
         x, y, is_data, *weight = task.data
         data = (
             jnp.asarray(x, float),
@@ -446,6 +479,8 @@ METHODS: dict[str, Callable] = {
 }
 # Methods whose noise may have heavy tails.
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
+# Methods whose regressions have one scale for each column by default.
+BY_COLUMN = ("ensemble", "nuts")
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could
 # choose to have no noise; learned scales make the Gaussians of "adf" far too wide.
 PRIORS = {"laplace": priors.Normal, "adf": priors.Normal}

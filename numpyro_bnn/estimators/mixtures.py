@@ -157,9 +157,7 @@ def _cdf(mixture: tuple) -> Callable:
     if len(mixture) == 2:
         return ndtr
     df = mixture[2].reshape((len(mixture[2]), -1))[:, :1]
-    table = dist.StudentT(df).cdf(
-        jnp.sinh(jnp.linspace(-MAX_ASINH, MAX_ASINH, NUM_NODES))
-    )
+    table = _student_t_table(df)
     draw = jnp.arange(len(df)).reshape((-1, *[1] * (mixture[2].ndim - 1)))
 
     def cdf(z: jax.Array) -> jax.Array:
@@ -170,6 +168,18 @@ def _cdf(mixture: tuple) -> Callable:
         return low + (place - below) * (high - low)
 
     return cdf
+
+
+def _student_t_table(df: jax.Array) -> jax.Array:
+    """Distribution functions (M, NUM_NODES) at values whose asinh is equally spaced, by
+    Simpson's rule: a hundredth of the work of an incomplete beta function.
+    """
+    asinh = jnp.linspace(-MAX_ASINH, 0, NUM_NODES)
+    density = jnp.exp(dist.StudentT(df).log_prob(jnp.sinh(asinh))) * jnp.cosh(asinh)
+    ends = density[:, :-2:2] + density[:, 2::2]
+    masses = (asinh[2] - asinh[0]) / 6 * (ends + 4 * density[:, 1::2])
+    below = jnp.pad(jnp.cumsum(masses, 1), ((0, 0), (1, 0)))
+    return jnp.concatenate([below, 1 - below[:, -2::-1]], 1)
 
 
 def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:

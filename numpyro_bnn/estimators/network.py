@@ -176,9 +176,17 @@ class Network(BaseEstimator):
             return methods.ACTIVATIONS.get(self.method, "relu")
         return self.activation
 
-    def _usual_prior(self) -> priors.Prior:
-        """The prior of methods that have none of their own."""
+    def _usual_prior(self, columns: np.ndarray) -> Any:
+        """The prior of methods that have none of their own, by the place of the column
+        for each input (D,).
+        """
         return priors.Hierarchical()
+
+    def _places_of_columns(self, num_inputs: int) -> np.ndarray:
+        """For each input, the place of the column of X from which it was made."""
+        if self._columns_of_x is None:
+            return np.arange(num_inputs)
+        return self._columns_of_x.groups
 
     def _check_settings(self) -> None:
         """Refuse settings before any work."""
@@ -312,7 +320,8 @@ class Network(BaseEstimator):
         net = self._network(outputs, widths)
         prior = self.prior
         if prior is None:
-            prior = methods.PRIORS.get(self.method, self._usual_prior)()
+            usual = partial(self._usual_prior, self._places_of_columns(x.shape[1]))
+            prior = methods.PRIORS.get(self.method, usual)()
         model = partial(
             methods.network_model, net=net, prior=prior, likelihood=likelihood
         )
@@ -576,11 +585,9 @@ class Network(BaseEstimator):
         with taught(f"{self._call}.importances", "random_state", random_state):
             generator = check_random_state(seed)
         rows = self._data[0][:IMPORTANCE_ROWS]
-        if self._columns_of_x is None:
-            groups = np.arange(rows.shape[1])
-            names = [f"x{place}" for place in range(rows.shape[1])]
-        else:
-            groups = self._columns_of_x.groups
+        groups = self._places_of_columns(rows.shape[1])
+        names = [f"x{place}" for place in range(rows.shape[1])]
+        if self._columns_of_x is not None:
             names = self._columns_of_x.names
         predicted = self._answers(self._mean_summary, rows)[0]
         total = 2 * np.sum(np.var(predicted, axis=0))

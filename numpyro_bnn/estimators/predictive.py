@@ -117,7 +117,7 @@ class Predictive:
                 components, jax.tree.map(lambda value: value[0], draws)
             )
             number = len(next(iter(draws.values())))
-            mixture = jax.lax.map(components, draws, batch_size=min(size, number))
+            mixture = jax.lax.map(components, draws, batch_size=even_part(number, size))
             return summarize(mixture, jnp.full(number, 1 / number), *rows[1:], *options)
 
         return program
@@ -125,6 +125,18 @@ class Predictive:
     def model_of(self, params: Any) -> Callable:
         """The model whose observation the draws predict."""
         return self.model
+
+
+def even_part(number: int, most: int) -> int:
+    """The largest part of at most ``most`` that leaves no rest, for which a program
+    would hold the network once more; ``most`` if that is more than twice as large.
+
+    >>> [even_part(2000, 440), even_part(2000, 4000), even_part(1999, 440)]
+    [400, 2000, 440]
+    """
+    most = min(most, number)
+    largest = next(part for part in range(most, 0, -1) if number % part == 0)
+    return largest if 2 * largest >= most else most
 
 
 class LinearizedPredictive(Predictive):

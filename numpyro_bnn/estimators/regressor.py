@@ -56,9 +56,11 @@ class Regressor(RegressorMixin, Network):
     :param network: in place of ``widths`` and ``activation``, a function of the number
         of outputs that returns a specification such as ``nn.MLP([50, outputs])``, or a
         module of Flax, NNX or Equinox that keeps no state.
-    :param prior: as for :func:`~numpyro_bnn.random_network`; by default
-        ``priors.Hierarchical()``, for ``"adf"`` ``priors.Normal()``, and for
-        ``"laplace"`` the same with precisions that maximize the evidence.
+    :param prior: as for :func:`~numpyro_bnn.random_network`. By default
+        ``priors.Hierarchical()``, with ``"ensemble"`` and ``"nuts"`` a scale of its own
+        for each column of X in the first layer of ``widths``, so that columns may be
+        irrelevant; for ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same
+        with precisions that maximize the evidence.
     :param target: kind of the targets, see below; ``"auto"`` takes another one than
         ``"continuous"`` only where at least 100 targets of one column clearly are that.
         ``bounds``: lower and upper bound, which make targets ``"bounded"``.
@@ -217,6 +219,11 @@ class Regressor(RegressorMixin, Network):
         self.attrs_["target"] = name
         self._mean_summary = self._target.mean_summary
         self._check_fit(y, weight)
+
+    def _usual_prior(self, columns: np.ndarray) -> Any:
+        if self.network is None and self.method in methods.BY_COLUMN:
+            return methods.prior_by_column(columns)
+        return super()._usual_prior(columns)
 
     def _with_targets(self, X: Any, y: Any, sample_weight: Any) -> tuple:
         """The rows whose one target is not missing, with a note of the others."""

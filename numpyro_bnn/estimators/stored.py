@@ -9,58 +9,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-MAX_BYTES = 2**28  # of the folder; the programs written first go first
+from numpyro_bnn.estimators.process import ProcessContext
 
-# Guards what follows: the calls in progress of all threads, and what JAX had before.
-_LOCK = Lock()
-_CALLS: list[None] = []
-_BEFORE: dict[str, Any] = {}
+MAX_BYTES = 2**28  # of the folder; the programs written first go first
 
 
 @contextmanager
-def stored_programs() -> Iterator[None]:
+def _stored() -> Iterator[None]:
     """Let JAX keep what is compiled inside, by all threads, unless it has a folder
     already or is told to keep nothing.
     """
-    begun = _begin()
+    config: Any = jax.config
+    chosen = config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache
+    folder = None if chosen else _user_folder()
+    if folder is None or not _ready(folder):
+        yield
+        return
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(config, name) for name in settings}
+    _configure(settings)
     try:
         yield
     finally:
-        if begun:
-            _end()
+        _configure(before)
 
 
-def _begin() -> bool:
-    config: Any = jax.config
-    with _LOCK:
-        if not _CALLS:
-            chosen = config.jax_compilation_cache_dir
-            if chosen or not config.jax_enable_compilation_cache:
-                return False
-            folder = _user_folder()
-            if folder is None or not _ready(folder):
-                return False
-            settings = {
-                "jax_compilation_cache_dir": str(folder),
-                "jax_persistent_cache_min_compile_time_secs": 0.0,
-            }
-            _BEFORE.update({name: getattr(config, name) for name in settings})
-            _configure(settings)
-        _CALLS.append(None)
-    return True
-
-
-def _end() -> None:
-    with _LOCK:
-        _CALLS.pop()
-        if not _CALLS:
-            _configure(_BEFORE)
+stored_programs = ProcessContext(_stored)
 
 
 def _configure(settings: dict[str, Any]) -> None:

@@ -68,12 +68,19 @@ def many_rows():
         ),
     ],
 )
-def test_usual_network_and_noise(method, rows, options, kernels, noise):
+def test_usual_network_and_noise(method, rows, options, kernels, noise, compiled):
+    """All is compiled before the first report, and so once for all chains."""
     x, y, _ = many_rows()
+    seen = []
     x, y = (x, x[:, 0].round()) if rows == "ratings" else (x[:rows], y[:rows])
+    options = {"num_chains": 2, "effort": 0.002, "num_samples": 4, **options}
     model = Regressor(
-        method, num_chains=2, effort=0.002, num_samples=4, random_state=0, **options
+        method,
+        callback=lambda *_: seen.append(len(compiled)),
+        random_state=0,
+        **options,
     ).fit(x, y)
+    assert method != "ensemble" or len(set(seen)) == 1
     posterior = group(model.idata_, "posterior")
     names = [str(name) for name in posterior]
     assert [
@@ -95,6 +102,25 @@ def test_scales_of_a_classifier_have_the_wider_prior(estimator, family):
         for prior in (None, bnn.priors.Hierarchical(family(1.0)))
     )
     np.testing.assert_array_equal(usual, given)
+
+
+def test_columns_that_say_nothing_cost_little():
+    """Three of 200 columns matter, which scales of their own show."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(700, 200))
+    y = 2 * x[:, 0] + 1.5 * np.sin(2 * x[:, 1]) + 0.7 * x[:, 2] ** 2
+    y += 0.5 * random.normal(size=700)
+    usual, shared = (
+        Regressor(prior=prior, num_chains=4, effort=0.1, random_state=0).fit(
+            x[:200], y[:200]
+        )
+        for prior in (None, bnn.priors.Hierarchical())
+    )
+    gain = np.subtract(
+        *(model.log_predictive_density(x[200:], y[200:]) for model in (usual, shared))
+    )
+    assert gain.mean() > 0.05 + 3 * gain.std() / 500**0.5
+    assert {"x0", "x1"} == set(list(usual.importances())[:2])
 
 
 # -- fits at fault ---------------------------------------------------------------------

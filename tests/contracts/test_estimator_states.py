@@ -16,9 +16,11 @@ import pytest
 from numpyro.primitives import Messenger
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
+from threadpoolctl import threadpool_info, threadpool_limits
 from zoo import CLASSES, X, Y
 
 from numpyro_bnn.estimators import Classifier, Regressor
+from numpyro_bnn.estimators.process import one_blas_thread
 from numpyro_bnn.metrics import HealthWarning
 
 pytestmark = pytest.mark.filterwarnings(
@@ -165,6 +167,22 @@ def test_threads_fit_and_predict_as_one_after_the_other(method, readers):
     assert not readers
     for place, found in enumerate(together):
         np.testing.assert_array_equal(found, alone[min(place, 2)])
+
+
+def blas_threads():
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return {pool["num_threads"] for pool in pools}
+
+
+def test_blas_has_one_thread_as_long_as_anybody_needs_that():
+    """Also if whoever came first leaves first; then it has those that it had."""
+    first, second = one_blas_thread(), one_blas_thread()
+    with threadpool_limits(2, "blas"):
+        with first:
+            second.__enter__()
+        assert blas_threads() == {1}
+        second.__exit__(None, None, None)
+        assert blas_threads() == {2}
 
 
 def answer_in_a_process(step, *given):
