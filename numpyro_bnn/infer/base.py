@@ -479,7 +479,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             begin = partial(self._start, args=args, kwargs=kwargs)
             return begin(*values) if single else jax.vmap(begin)(*values)
 
-        return run(start, (z, chain_key), args, kwargs, once=True)
+        return run(start, (z, chain_key), args, kwargs, runs_rarely=True)
 
     def _bound(
         self,

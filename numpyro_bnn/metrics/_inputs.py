@@ -1,7 +1,7 @@
 """Argument checks and shapes of the metrics, and scores with standard errors."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from numpyro_bnn._types import Floats
 # forgotten softmax is larger.
 _SUM_TOLERANCE = 1e-2
 INPUT_ROWS = 10_000  # of inputs that are read for their standard deviations
+# Of each output at least so many rows are read, of more outputs than this only some.
+MIN_ROWS, MAX_OUTPUTS = 4, 64
 
 
 class HealthWarning(UserWarning):
@@ -222,13 +224,44 @@ def columns(values: Iterable[np.ndarray], limit: int) -> np.ndarray:
     return np.concatenate(selected, axis=2) if selected else np.zeros((0, 0, 0))
 
 
-def high(values: np.ndarray) -> float:
-    """The 90 % quantile of the values that are defined (infinite ones too); NaN if none
-    is.
+class Entries(NamedTuple):
+    """Some values of a function.
+
+    :param draws: (C, S, K). :param outputs: (K,) the number of the output, counted over
+        all sites, that each of them belongs to.
     """
-    defined = values[~np.isnan(values)]
-    return (
-        float(np.quantile(defined, 0.9, method="higher"))
-        if defined.size
-        else float("nan")
-    )
+
+    draws: np.ndarray
+    outputs: np.ndarray
+
+    @classmethod
+    def of(cls, values: Collection[np.ndarray], limit: int) -> "Entries":
+        """About ``limit`` entries of arrays (C, S, N, ...), or more: every output is
+        read, and each at other rows than the next one.
+        """
+        if not values:
+            return cls(np.zeros((0, 0, 0)), np.zeros(0, int))
+        draws, outputs, first = [], [], 0
+        for value in values:
+            by_row = value.reshape(*value.shape[:2], *(value.shape[2:3] or (1,)), -1)
+            num_rows, num_outputs = by_row.shape[2:]
+            read = spread(num_outputs, MAX_OUTPUTS)
+            each = max(limit // len(values) // len(read), MIN_ROWS)
+            positions = np.arange(min(each, num_rows) * len(read))
+            rows = positions * num_rows // len(positions)
+            output = read[positions % len(read)]
+            draws.append(by_row[:, :, rows, output])
+            outputs.append(first + output)
+            first += num_outputs
+        return cls(np.concatenate(draws, axis=2), np.concatenate(outputs))
+
+    def worst(self, statistic: Callable[[np.ndarray], np.ndarray]) -> float:
+        """The largest value (K,) of a statistic of draws, for most rows of the worst
+        output: of those that are defined (infinite ones too) the 90 % quantile; NaN if
+        none is.
+        """
+        values, quantiles = statistic(self.draws), []
+        for output in np.unique(self.outputs[~np.isnan(values)]):
+            of_output = values[(self.outputs == output) & ~np.isnan(values)]
+            quantiles.append(np.quantile(of_output, 0.9, method="higher"))
+        return float(max(quantiles, default=np.nan))

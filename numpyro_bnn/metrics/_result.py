@@ -12,16 +12,14 @@ import numpy as np
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._types import InferenceData
-from numpyro_bnn.metrics._inputs import columns, spread, table
+from numpyro_bnn.metrics._inputs import MAX_OUTPUTS, Entries, spread, table
 
 # At most so many rows, and draws of a mean, are read.
 ROWS, DRAWS = 500, 100
 # A linear model is fitted to at least so many rows for each of its coefficients.
 ROWS_PER_COEFFICIENT = 3
-# At most so many values of the function are read.
+# About so many values of the function are read, or some of each output.
 MAX_COLUMNS = 16
-# ... and outputs of a row
-MAX_OUTPUTS = 64
 TINY = 1e-12  # a probability that is next to nothing
 
 
@@ -329,18 +327,19 @@ class Result:
                 means[name] = value
         return means
 
-    def function(self) -> np.ndarray:
-        """Some columns (C, S, K) of the function in sound chains, or of its log
-        likelihood; maybe none.
+    def function(self) -> Entries:
+        """Some entries of the function in sound chains, or of its log likelihood; maybe
+        none.
         """
         means = self.means(self._predicted) or self.arrays("log_likelihood")
-        drawn = columns(means.values(), MAX_COLUMNS)
-        return drawn[self._are_usable(drawn)]
+        entries = Entries.of(means.values(), MAX_COLUMNS)
+        return entries._replace(draws=entries.draws[self._are_usable(entries.draws)])
 
     def halves(self) -> list[Halves]:
         """The halves of the chains of :meth:`function`, of each site with a mean."""
         means, drawn = self.means(self._predicted), self.arrays(self._predicted)
-        usable = np.flatnonzero(self._are_usable(columns(means.values(), MAX_COLUMNS)))
+        entries = Entries.of(means.values(), MAX_COLUMNS)
+        usable = np.flatnonzero(self._are_usable(entries.draws))
         halves = []
         for name, mean in means.items():
             site, suffix = name.rsplit("_", 1)

@@ -14,14 +14,7 @@ from numpy.typing import ArrayLike
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._types import InferenceData
-from numpyro_bnn.metrics._inputs import (
-    INPUT_ROWS,
-    columns,
-    extrapolated,
-    high,
-    spread,
-    table,
-)
+from numpyro_bnn.metrics._inputs import INPUT_ROWS, columns, extrapolated, spread, table
 from numpyro_bnn.metrics._result import Result
 
 # draws of a chain below which R-hat, ESS and averages over draws are mostly noise
@@ -102,9 +95,9 @@ def health(idata: InferenceData) -> Health:
     """Check whether a result can be trusted: its chains, energies, temperatures, mixing
     and fit of the function, its guide, its data.
 
-    R-hat and ESS are those of the function at up to 16 rows, because weights do not mix
-    by symmetry. A check that lacks its numbers is left out; chains that one check finds
-    at fault are left out of those after it.
+    R-hat and ESS are those of the function at some rows, and of its worst output,
+    because weights do not mix by symmetry. A check that lacks its numbers is left out;
+    chains that one check finds at fault are left out of those after it.
 
     :param idata: result of :func:`~numpyro_bnn.to_inference_data`, or the path of a
         netCDF file with one.
@@ -550,13 +543,14 @@ def rhat(result: Result) -> Measurement | None:
     that a prediction by the worst half of a chain costs next to nothing.
     """
     function = result.function()
-    if not function.size or np.isnan(value := high(_arviz.rhat(function))):
+    if not function.draws.size or np.isnan(value := function.worst(_arviz.rhat)):
         return None
     words = f"R-hat of the function is {value:.3g}"
     if value <= MAX_RHAT:
         return at_most(value, MAX_RHAT, words)
-    if len(function) > 1:
-        largest = max(high(_arviz.rhat(chain[None])) for chain in function)
+    if len(function.draws) > 1:
+        chains = [function._replace(draws=chain[None]) for chain in function.draws]
+        largest = max(chain.worst(_arviz.rhat) for chain in chains)
         words += f" (at most {largest:.3g} within a chain)"
     apart = max_of(halves.costs() for halves in result.halves())
     if not apart <= MAX_NATS_APART:
@@ -571,13 +565,12 @@ def ess(result: Result) -> Measurement | None:
     of the mean function is small beside the noise.
     """
     function = result.function()
-    if not function.size or high(_arviz.rhat(function)) > MAX_RHAT:
+    if not function.draws.size or function.worst(_arviz.rhat) > MAX_RHAT:
         return None
-    effective = _arviz.ess(function)
-    value = -high(-effective)
+    value = -function.worst(lambda draws: -_arviz.ess(draws))
     if np.isnan(value):
         return None
-    total = len(function) * result.draws
+    total = len(function.draws) * result.draws
     words = f"{total} draws are worth {value:.0f} independent ones of the function"
     measurement = at_least(value, min(100.0, total / 10), words)
     cost = max_of(halves.costs_of_error(value) for halves in result.halves())

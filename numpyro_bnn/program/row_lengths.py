@@ -68,7 +68,8 @@ def check_rows(
         return
     for name, site in sites_of_type(reading.sites, "plate").items():
         size = site["args"][0]
-        unlike = sorted(_indexed(reading, name) & lengths - {size})
+        indexed = indexed_lengths(*_densities(reading, name))
+        unlike = sorted(indexed & lengths - {size})
         if unlike:
             got = (
                 f"an array of {unlike[0]} rows that plate {name!r} of size {size} "
@@ -76,11 +77,6 @@ def check_rows(
             )
             instead = "Pass one row per data point in each array."
             raise argument_error(call, "args", got, instead)
-
-
-def _indexed(reading: Posterior, plate: str) -> set[int]:
-    """Lengths of the arrays that the indices of a plate select rows of."""
-    return indexed_lengths(*_densities(reading, plate))
 
 
 def _densities(
@@ -95,8 +91,8 @@ def _densities(
 
 
 def _other_use(reading: Posterior, plate: str) -> str:
-    """What the densities do with the indices of a plate but read rows of a loader by
-    all of them; empty if nothing.
+    """What else the densities do with the indices of a plate than read rows of a loader
+    by all of them; empty if nothing.
     """
     densities, indices = _densities(reading, plate)
     others: list[str] = []
@@ -112,8 +108,10 @@ def _other_use(reading: Posterior, plate: str) -> str:
         as_wide = jnp.issubdtype(out.dtype, jnp.integer) and out.dtype.itemsize >= 4
         if equation.name in _KEEPING and as_wide and out.size == indices.size:
             return True
+        if equation.name == "gather":  # after what JAX computes for `x[i]`
+            others.insert(0, "they also select rows of an array")
         others.append(f"`{equation.name}` uses them")
-        return False
+        return True
 
     def scan(equation: Equation, *operands: bool) -> Any:
         if not any(operands[scan_starts(equation.jaxpr_equation)[0] :]):
@@ -160,9 +158,7 @@ def check_feeds(
             )
             instead = "Pass arrays: so few rows fit in memory."
             refuse_feeds(call, "args", reason, args, kwargs, instead=instead)
-        if _indexed(reading, name):
-            reason = f"the indices of plate {name!r} also select rows of an array"
-        elif other := _other_use(reading, name):
+        if other := _other_use(reading, name):
             reason = (
                 f"the indices of plate {name!r} may only read rows, all at once and "
                 f"unchanged (`x[i]`), but {other}"

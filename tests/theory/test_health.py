@@ -672,6 +672,18 @@ def test_chains_keep_their_names_when_some_are_selected():
     assert off(made.idata().sel(chain=[0, 3])) == []
 
 
+def test_every_output_is_judged():
+    """One of ten, at all rows, whose chains differ."""
+    draws = np.random.default_rng(0).normal(size=(2, 100, N, 10))
+    for bad in (None, *range(10)):
+        means = draws + 3 * (np.arange(10) == bad) * np.arange(2)[:, None, None, None]
+        dims = (*SAMPLE, "data", "output")
+        groups = {"posterior": {"w": (SAMPLE, draws[..., 0, 0])}}
+        groups["posterior_predictive"] = {"y_mean": (dims, means)}
+        off = [finding.name for finding in health(results(groups)).warnings]
+        assert off == ([] if bad is None else ["rhat"]), bad
+
+
 def test_several_sites_and_classes():
     """The worse of two sites counts; a classifier of one class explains nothing."""
     made = Made()

@@ -330,14 +330,15 @@ class AutoADF(ADFPosterior):
             reason = "other data with one row per data point have another order"
             refuse_feeds(call, "args", reason, list(columns.values()))
         data.check(call)
-        key = "run", feed, data.key
+        numbers = {place: column.number for place, column in columns.items()}
+        key = "fed", feed.num_rows, tuple(numbers.items()), data.key
         if key not in self._programs:
             problem = read_problem(data, reading)
-            numbers = {place: column.number for place, column in columns.items()}
-            self._programs[key] = problem, build_fed(problem, feed, numbers)
-        self._problem, program = self._programs[key]
+            program_of = build_fed(problem, feed.num_rows, numbers)
+            self._programs[key] = problem, program_of
+        self._problem, program_of = self._programs[key]
         self._remember(data, reading, args, kwargs)
-        return program, ({}, data.arrays), feed.num_rows
+        return program_of(feed), ({}, data.arrays), feed.num_rows
 
     def _on_new_data(
         self,

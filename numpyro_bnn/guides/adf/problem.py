@@ -241,14 +241,14 @@ def build(
 
 
 def build_fed(
-    likelihood: Likelihood, feed: Feed, columns: Mapping[str, int]
-) -> Program:
-    """:func:`build` for rows of a loader: an epoch takes as many as there are, in parts
-    of one size, so that the last one needs no program of its own.
+    likelihood: Likelihood, num_rows: int, columns: Mapping[str, int]
+) -> Callable[[Feed], Program]:
+    """:func:`build` for rows of any loader of ``num_rows`` rows: an epoch takes as many
+    as there are, in parts of one size, so that the last one needs no program of its
+    own.
 
     :param columns: numbers of the parts of a batch by the place of their argument.
     """
-    num_rows = feed.num_rows
     size = min(PART_ROWS, num_rows)
 
     @shared
@@ -268,7 +268,9 @@ def build_fed(
 
     refined = shared(partial(refine, likelihood))
 
-    def epoch(state: ADFState, _: object, arrays: PyTree, *rest: PyTree) -> PyTree:
+    def epoch(
+        feed: Feed, state: ADFState, _: object, arrays: PyTree, *rest: PyTree
+    ) -> PyTree:
         updated, sums = state._replace(factors={}), np.zeros(2)
         for start in range(0, num_rows, size):
             count = min(size, num_rows - start)
@@ -286,7 +288,8 @@ def build_fed(
         record = Records(jnp.asarray(sums[0]), sums[1] / num_rows / num_weights)
         return refined(updated._replace(factors=state.factors)), record
 
-    return Program(shared(partial(first_state, likelihood), runs_rarely=True), epoch)
+    start = shared(partial(first_state, likelihood), runs_rarely=True)
+    return lambda feed: Program(start, partial(epoch, feed))
 
 
 def run_epochs(
