@@ -613,7 +613,8 @@ class Network(BaseEstimator):
         that of a prior, log factor ~ N(0, 0.5^2): without it a few rows that are all
         classified right would make it 0. Means and predicted classes do not change.
         Intervals and probabilities do, but not ``idata_``, which is the posterior. Use
-        held-out rows: training rows give a factor that is too small. ``fit`` removes it.
+        held-out rows: training rows give a factor that is too small. A further ``fit``
+        removes it.
 
         :param X: at least ten rows that were not in the fit. :param y: their targets.
         :return: the estimator itself.

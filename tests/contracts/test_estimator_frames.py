@@ -294,7 +294,7 @@ def test_a_column_of_rare_levels_only_is_not_used():
         warnings.simplefilter("error")
         model.predict(rows.assign(day="new"))
     with pytest.raises(
-        ValueError, match="(?s)got a table of 1 columns.*missing.*- day"
+        ValueError, match=r"(?s)got a table of 1 columns.*missing.*- day"
     ):
         model.predict(rows[["x"]])
 
