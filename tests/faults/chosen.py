@@ -178,7 +178,7 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         0,
     ): "every optimizer step sees the same minibatch",
     (
-        "infer.wrapper.Wrapper.sample",
+        "infer.wrapper.Wrapper._transitions",
         "input returned",
         0,
     ): "the inner kernel keeps energies from before the moves",
