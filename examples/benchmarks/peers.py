@@ -419,7 +419,7 @@ def ensemble_outputs(
         )[0]
 
     keys = jax.random.split(jax.random.key(seed), MEMBERS)
-    members = jax.jit(jax.vmap(train))(keys)
+    members = jax.block_until_ready(jax.jit(jax.vmap(train))(keys))
 
     def predict(x_new: Any) -> np.ndarray:
         new_rows = jnp.asarray(numbers(x_new), jnp.float32)

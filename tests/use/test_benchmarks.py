@@ -718,6 +718,7 @@ KEPT = {
     "mixing": "tables/hierarchical.md",
     "orbit_moves": "speed.md",
     "sgld_step": "speed.md",
+    "tables": "tables/real_tables.md",
     "uci": "tables/uci.md",
     "variational_uci": "tables/guides.md",
 }
