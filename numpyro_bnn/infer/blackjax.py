@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
+from numpyro.infer.barker import BarkerMH
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
@@ -706,6 +707,10 @@ def as_blackjax(
     fields = [name for name in kernel.default_fields if name != kernel.sample_field]
 
     def init(position: Any, rng_key: jax.Array) -> Any:
+        if position is not None and isinstance(kernel, BarkerMH):
+            got = "initial values for BarkerMH, which ignores them"
+            instead = "Give it an `init_strategy`, `init_to_value(values=...)`."
+            raise argument_error("infer.as_blackjax", "position", got, instead)
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
     def step(rng_key: jax.Array, state: Any) -> tuple[Any, dict[str, Any]]:

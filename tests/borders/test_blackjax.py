@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 import pytest
 from helpers import group, refused, run_chains
 from jax import lax
-from numpyro.infer import MCMC, NUTS, Gibbs, init_to_uniform, init_to_value
+from numpyro.infer import MCMC, NUTS, BarkerMH, Gibbs, init_to_uniform, init_to_value
 from truth.problems import FAMILIES
 from zoo import BATCH, ZOO
 
@@ -745,6 +745,9 @@ def test_too_few_chains_for_folds_are_refused(chains, folds):
 def test_a_kernel_is_needed_for_functions():
     with refused("kernel", "Pass a kernel"):
         infer.as_blackjax(SPREAD.model)
+    init, _ = infer.as_blackjax(BarkerMH(SPREAD.model), *SPREAD.args)
+    with refused("position", "init_to_value"):  # which it would ignore
+        init({"w": np.ones(2), "sigma": 1.0}, jax.random.key(0))
 
 
 def test_without_blackjax_only_the_kernel_is_missing(monkeypatch):
