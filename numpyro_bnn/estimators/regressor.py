@@ -406,7 +406,8 @@ class Regressor(RegressorMixin, Network):
         """
         call = f"{self._call}.predict_quantiles"
         levels = as_floats(call, "levels", levels)
-        if levels.ndim != 1 or not np.all((levels > 0) & (levels < 1)):
+        is_level = (levels > 0) & (levels < 1)
+        if levels.ndim != 1 or not levels.size or not is_level.all():
             instead = "Pass probabilities between 0 and 1, e.g. `[0.1, 0.5, 0.9]`."
             raise argument_error(call, "levels", levels, instead)
         return self._quantiles(X, levels)

@@ -21,7 +21,15 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers, split
-from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
+from numpyro_bnn._options import (
+    Count,
+    Kind,
+    Model,
+    Natural,
+    Number,
+    PositiveInt,
+    checked,
+)
 from numpyro_bnn.infer.blackjax_warm_up import (
     MANAGED,
     USERS_OWN,
@@ -260,6 +268,10 @@ class BlackJAX(TargetKernel[_Plan]):
                 raise unknown_name(CALL, "options", name, sorted(known))
             if name in POSITIVE and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
+            if name == "num_integration_steps":
+                Count().check(CALL, name, value)
+            if name == "target_acceptance_rate":
+                Number(strict=True, below=1).check(CALL, name, value)
             if name == "inverse_mass_matrix" and isinstance(value, list):
                 raise argument_error(CALL, name, value, "Pass an array of it.")
         missing = sorted(needed - self.options.keys())

@@ -684,6 +684,18 @@ _WINDOWS = {"adaptation": WINDOWS}
         ("adaptation", "`step_size`", "sgld", {"step_size": 1, "adaptation": shrink}),
         ("num_folds", "above 0", "ghmc", {"adaptation": MEADS, "num_folds": 0}),
         ("step_size", "above 0", "nuts", _WHITE | {"step_size": -0.1}),
+        (
+            "num_integration_steps",
+            "integer of at least 1",
+            "hmc",
+            _WHITE | {"num_integration_steps": 1.5},
+        ),
+        (
+            "target_acceptance_rate",
+            "above 0 and below 1",
+            "nuts",
+            _WINDOWS | {"target_acceptance_rate": 2.0},
+        ),
         ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
         ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
         ("adaptation", "of your own", from_builder, _WINDOWS),
