@@ -221,7 +221,6 @@ def measure(
             steps = steps_of(gradients, num_parameters(model, *data), per_step)
             kernel = getattr(infer, method)(model, steps_per_draw=steps)
             idata, spent = sampled(kernel, data, args, args.batch_size, test)
-            spent += num_measurements() * PER_MEASUREMENT
         else:
             fit = ensemble if method == "deep ensemble" else mean_field
             idata, spent = fit(data, gradients, args, test)

@@ -144,14 +144,22 @@ def network_model(
     net: Any,
     prior: Any,
     likelihood: Callable,
+    outputs: int,
+    call: str,
 ) -> None:
     """A NumPyro model: a random network or module, and one observation per row that
-    is data (``is_data``), whose likelihood is to the power of its ``weight``.
+    is data (``is_data``), whose likelihood is to the power of its ``weight``; it
+    refuses a network with other outputs, in the name of ``call``.
     """
     f = random_function(net, x.shape[1:], prior)
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
-        fn = of_output(f(x[index]))
+        out = f(x[index])
+        if out.shape[1:] != (outputs,):
+            got = f"a network with outputs of shape {out.shape[1:]}"
+            instead = f"Let it have as many as your function is told: {outputs}."
+            raise argument_error(call, "network", got, instead)
+        fn = of_output(out)
         fn = fn if is_data is None else fn.mask(is_data[index])
         scale = 1.0 if weight is None else weight[index]
         with numpyro.handlers.scale(scale=scale):

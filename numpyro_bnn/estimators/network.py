@@ -323,7 +323,12 @@ class Network(BaseEstimator):
             usual = partial(self._usual_prior, self._places_of_columns(x.shape[1]))
             prior = methods.PRIORS.get(self.method, usual)()
         model = partial(
-            methods.network_model, net=net, prior=prior, likelihood=likelihood
+            methods.network_model,
+            net=net,
+            prior=prior,
+            likelihood=likelihood,
+            outputs=outputs,
+            call=self._call,
         )
         seed = int(check_random_state(self.random_state).randint(2**31))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:

@@ -29,6 +29,7 @@ from numpyro_bnn.estimators.targets import ROUNDING, TARGETS, Continuous, NoiseS
 from numpyro_bnn.models import repeats_values
 
 EXACT_SD = 1e-3  # of the noise, in standard deviations of the targets
+MIN_DECIDING_DRAWS = 5  # of a mean that is an average over draws
 MAX_EXACT_SHARE = 0.1  # of rows predicted as if their noise were smaller
 TargetName: TypeAlias = Annotated[str, Choice(("auto", *TARGETS))]
 Center: TypeAlias = Annotated[str, Choice(("mean", "quantiles"))]
@@ -350,11 +351,39 @@ class Regressor(RegressorMixin, Network):
 
         The variance is that of a new observation: the mean variance of the noise, plus
         the variance of the function.
+
+        Means of ``"positive"`` targets, ``"zeros"`` and ``"counts"`` grow exponentially
+        with the output of the network. A warning says if few of its draws decide them,
+        as far from the data; medians (``predict_quantiles``) stay sensible there.
+
+        :raises ValueError: for rows where the mean overflows.
         """
         ask = self._asking(X, warn=True)
         mean, noise, spread = self._target.moments(ask, self.calibration_)
+        if self._target.is_exponential:
+            self._check_means(mean, spread)
         mean = self._like_y(mean)
         return (mean, self._like_y(np.sqrt(noise + spread))) if return_std else mean
+
+    def _check_means(self, mean: np.ndarray, spread: np.ndarray) -> None:
+        """Refuse means that overflow; announce those that few draws decide, by Kish's
+        number, for which all are equal.
+        """
+        overflown = np.sum(~np.isfinite(mean))
+        if overflown:
+            got = f"{overflown} rows so far from those of the fit that means overflow"
+            instead = "Leave them out, or ask for medians: `predict_quantiles`."
+            raise argument_error(f"{self._call}.predict", "X", got, instead)
+        number = self._predictive.num_draws
+        with np.errstate(all="ignore"):
+            deciding = number / (1 + spread / mean**2)
+        few = np.sum(deciding < min(MIN_DECIDING_DRAWS, number / 4))
+        if few:
+            warn_of_health(
+                f"{self._call}.predict: the mean of {few} of {len(mean)} rows is "
+                f"decided by fewer than {MIN_DECIDING_DRAWS} of {number} draws of the "
+                f"network: use medians there, `predict_quantiles`."
+            )
 
     @checked("estimators.{}.predict_interval")
     def predict_interval(
@@ -384,7 +413,8 @@ class Regressor(RegressorMixin, Network):
         """
         call = f"{self._call}.predict_quantiles"
         levels = as_floats(call, "levels", levels)
-        if levels.ndim != 1 or not np.all((levels > 0) & (levels < 1)):
+        is_level = (levels > 0) & (levels < 1)
+        if levels.ndim != 1 or not levels.size or not is_level.all():
             instead = "Pass probabilities between 0 and 1, e.g. `[0.1, 0.5, 0.9]`."
             raise argument_error(call, "levels", levels, instead)
         return self._quantiles(X, levels)

@@ -55,6 +55,8 @@ class TargetKind(ABC):
     stretches: ClassVar[bool] = False
     may_have_heavy_tails: ClassVar[bool] = False
     may_be_heteroscedastic: ClassVar[bool] = True
+    #: Whether means grow exponentially with an output of the network.
+    is_exponential: ClassVar[bool] = False
     #: The summary whose first array is what the network says without its noise.
     mean_summary: ClassVar[str] = "moments"
     #: Standardization inside, in whose units the export is, if there is any.
@@ -359,6 +361,7 @@ class Positive(_Curved):
 
     name = "positive"
     may_have_heavy_tails = False
+    is_exponential = True
 
     @classmethod
     def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:
@@ -516,6 +519,7 @@ class Zeros(_Direct):
     """Amounts that are often exactly zero: a chance of zero, and a log-normal part."""
 
     name = "zeros"
+    is_exponential = True
     mean_summary = "zeros_moments"
 
     def __init__(
@@ -589,6 +593,7 @@ class Counts(_Direct):
     """Whole numbers from zero on: Poisson with a learned over-dispersion."""
 
     name = "counts"
+    is_exponential = True
     mean_summary = "counts_moments"
 
     def __init__(

@@ -147,8 +147,8 @@ def fit(
 
 
 class _Chunk(NamedTuple):
-    """State after some steps, their losses (the last may be NaN or infinite), and
-    whether everything is finite.
+    """The last finite state, the losses of the steps, and whether they are finite: if
+    not, the last one is that of the step that failed.
     """
 
     state: PyTree
@@ -198,9 +198,8 @@ class _Run:
             started = time.perf_counter()
             chunk = self.take(self.done[0], number)
             if not chunk.finite:
-                finite_chunk = self._before_failure(chunk)
-                self._add(finite_chunk)
-                return self._failure(chunk.losses[len(finite_chunk.losses)])
+                self._add(chunk._replace(losses=chunk.losses[:-1]))
+                return self._failure(chunk.losses[-1])
             self._add(chunk)
             if number == pace:
                 target = pace * CHUNK_SECONDS / max(time.perf_counter() - started, 1e-9)
@@ -212,14 +211,6 @@ class _Run:
             bar.set_postfix_str(f"loss {mean:.5g}", refresh=False)
             bar.update(number)
         return ""
-
-    def _before_failure(self, failed: _Chunk) -> _Chunk:
-        """The longest finite part of the failed chunk; its steps repeat bit for bit."""
-        for number in range(len(failed.losses) - 1, 0, -1):
-            chunk = self.take(self.done[0], number)
-            if chunk.finite:
-                return chunk
-        return _Chunk(self.done[0], failed.losses[:0], True)
 
     def _add(self, chunk: _Chunk) -> None:
         self.done = chunk.state, np.concatenate([self.done[1], chunk.losses])
@@ -390,45 +381,49 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
 
         def go_on(carry: tuple) -> Array:
             _, _, count, finite = carry
-            return (count < number) & (stable | finite)
+            return (count < number) & finite
 
         def update_once(state: PyTree, key: Array) -> tuple[PyTree, Array, Array]:
             with random_indices():
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss
 
-        advance = partial(_step, update_once)
+        def is_finite(state: Any, loss: jax.Array) -> jax.Array:
+            if stable:
+                return jnp.array(True)
+            params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
+            return jnp.stack([jnp.isfinite(p).all() for p in [loss, *params]]).all()
+
+        advance = partial(_step, update_once, is_finite)
         if rows_in(args, kwargs):
             keyless = state._replace(rng_key=None)
             ahead = read_ahead(update_once, keyless, state.rng_key)
             if ahead is not None:
-                advance = partial(_block, ahead, go_on)
+                advance = partial(_block, ahead, is_finite, go_on)
         begin = state, jnp.zeros(LARGEST_CHUNK, float), jnp.int32(0), True
-        state, losses, count, finite = lax.while_loop(go_on, advance, begin)
-        params = jax.tree.leaves(svi.optim.get_params(state.optim_state))
-        all_finite = jnp.stack([jnp.isfinite(p).all() for p in params]).all()
-        return state, losses, count, finite & all_finite
+        return lax.while_loop(go_on, advance, begin)
 
     def take(arrays: dict, state: PyTree, number: int) -> _Chunk:
         state, *outputs = steps(state, number, arrays)
         losses, count, finite = jax.device_get(outputs)
-        return _Chunk(state, losses[:count], stable or bool(finite))
+        return _Chunk(state, losses[:count], bool(finite))
 
     return take
 
 
-def _step(take: Callable, carry: tuple) -> tuple:
+def _step(take: Callable, is_finite: Callable, carry: tuple) -> tuple:
+    """One step; the state stays as it was if the step is not finite. (It could not be
+    taken again: a loader brings other rows.)
+    """
     state, losses, count, _ = carry
     key, new_state, loss = take(state._replace(rng_key=None), state.rng_key)
-    return (
-        new_state._replace(rng_key=key),
-        losses.at[count].set(loss),
-        count + 1,
-        jnp.isfinite(loss),
-    )
+    new_state = new_state._replace(rng_key=key)
+    finite = is_finite(new_state, loss)
+    state = jax.tree.map(partial(jnp.where, finite), new_state, state)
+    return state, losses.at[count].set(loss), count + 1, finite
 
 
-def _block(ahead: Ahead, go_on: Callable, carry: tuple) -> tuple:
+def _block(ahead: Ahead, is_finite: Callable, go_on: Callable, carry: tuple) -> tuple:
     """Some steps, whose rows are read from disk at once."""
     begin = carry[2]
     keys = lax.scan(
@@ -438,7 +433,11 @@ def _block(ahead: Ahead, go_on: Callable, carry: tuple) -> tuple:
 
     def step(carry: tuple) -> tuple:
         now = [array[carry[2] - begin] for array in rows]
-        return _step(lambda state, key: ahead.finish(state, key, now), carry)
+
+        def take(state: Any, key: Any) -> tuple:
+            return ahead.finish(state, key, now)
+
+        return _step(take, is_finite, carry)
 
     return lax.while_loop(
         lambda carry: go_on(carry) & (carry[2] < begin + AHEAD), step, carry

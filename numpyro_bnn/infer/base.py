@@ -3,6 +3,7 @@ NumPyro's ``MCMCKernel``.
 """
 
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.util import is_prng_key
 
@@ -77,7 +79,7 @@ from numpyro_bnn.infer.warm_start import (
     warm_start_of,
 )
 from numpyro_bnn.program.batches import refuse_feeds
-from numpyro_bnn.program.compiled import run
+from numpyro_bnn.program.compiled import is_traced, run
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
@@ -546,6 +548,18 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             rng_key=rng_key,
         )
 
+    def sample(
+        self,
+        state: SGMCMCState,
+        model_args: tuple,
+        model_kwargs: Kwargs | None,
+    ) -> SGMCMCState:
+        new = self._arguments.run(self._transitions, state, model_args, model_kwargs)
+        if is_traced(state) and self._arguments.are_others(model_args, model_kwargs):
+            announce = partial(_announce, self._call)
+            jax.debug.callback(announce, state.diverging, new.diverging)
+        return new
+
     def _transitions(
         self, state: SGMCMCState, args: tuple, kwargs: Kwargs
     ) -> SGMCMCState:
@@ -607,13 +621,19 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
     ) -> SGMCMCState:
         """Adopt ``state.z`` and the arguments: recompute cached potentials and
         gradients, keep the momentum.
+
+        In a ``Gibbs``, exact kernels only adopt ``z``: it calls ``sample`` next, which
+        recomputes them.
         """
         args, kwargs = self._arguments.restored(model_args, model_kwargs)
+        later = self.exact and GIBBS_SITES_KWARG in kwargs
         evaluate = self.plan.target.evaluator(args, kwargs)
 
         def refreshed(state: SGMCMCState) -> SGMCMCState:
             sampler, state = self._sampler_of(evaluate)(state), _with_seeds(state)
             engine = state.engine._replace(position=ravel_pytree(state.z)[0])
+            if later:
+                return state._replace(engine=engine)
             state = state._replace(engine=sampler.refresh(engine))
             return state.spend(sampler.refresh_cost)
 
@@ -708,6 +728,17 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         steps = np.maximum(jax.device_get(state.base_step_size), even)
         needed = (1 + learned.ratio) * self.steps_to_forget(steps, size)
         return float(FORGOTTEN * np.max(needed))
+
+
+def _announce(call: str, before: np.ndarray, after: np.ndarray) -> None:
+    """Warn when a chain that goes on with other data diverges: its draws are NaN."""
+    if np.any(after) and not np.any(before):
+        warnings.warn(
+            f"{call}: a chain diverged on other data than those of its warm-up, for "
+            "which its step size was chosen. Draws are NaN from there on: run a new "
+            "`MCMC` on these data.",
+            stacklevel=2,
+        )
 
 
 def _with_seeds(state: SGMCMCState) -> SGMCMCState:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
+from numpyro.infer.barker import BarkerMH
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.initialization import init_to_uniform
 from numpyro.infer.mcmc import MCMCKernel
@@ -20,7 +21,15 @@ from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error, unknown_name
 from numpyro_bnn._keys import key_numbers, split
-from numpyro_bnn._options import Kind, Model, Natural, Number, PositiveInt, checked
+from numpyro_bnn._options import (
+    Count,
+    Kind,
+    Model,
+    Natural,
+    Number,
+    PositiveInt,
+    checked,
+)
 from numpyro_bnn._types import Attributes, Kwargs, PyTree, Shape, Trees
 from numpyro_bnn.infer.blackjax_warm_up import (
     MANAGED,
@@ -260,6 +269,10 @@ class BlackJAX(TargetKernel[_Plan]):
                 raise unknown_name(CALL, "options", name, sorted(accepted))
             if name in POSITIVE and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
+            if name == "num_integration_steps":
+                Count().check(CALL, name, value)
+            if name == "target_acceptance_rate":
+                Number(strict=True, below=1).check(CALL, name, value)
             if name == "inverse_mass_matrix" and isinstance(value, list):
                 raise argument_error(CALL, name, value, "Pass an array of it.")
         missing = sorted(needed - self.options.keys())
@@ -697,6 +710,10 @@ def as_blackjax(
     fields = [name for name in kernel.default_fields if name != kernel.sample_field]
 
     def init(position: PyTree, rng_key: Array) -> PyTree:
+        if position is not None and isinstance(kernel, BarkerMH):
+            got = "initial values for BarkerMH, which ignores them"
+            instead = "Give it an `init_strategy`, `init_to_value(values=...)`."
+            raise argument_error("infer.as_blackjax", "position", got, instead)
         return kernel.init(rng_key, num_warmup, position, args, kwargs)
 
     def step(rng_key: Array, state: PyTree) -> tuple[PyTree, dict[str, PyTree]]:

@@ -7,11 +7,13 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._keys import key_numbers
 from numpyro_bnn._options import KEY
 from numpyro_bnn._types import Attributes, Kwargs, PyTree
 from numpyro_bnn.program.arguments import (
@@ -24,6 +26,7 @@ from numpyro_bnn.program.arguments import (
 )
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING, is_traced
 from numpyro_bnn.program.posterior import Posterior
+from numpyro_bnn.program.rows import Rows
 
 M = TypeVar("M", bound=Callable)
 
@@ -58,6 +61,10 @@ class DataVersion(int):
     """
 
 
+def _leaves(args: tuple, kwargs: Kwargs | None) -> list[Any]:
+    return jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table)
+
+
 class ModelArguments:
     """The arguments of a model as JAX arrays, and its integers as integers.
 
@@ -78,6 +85,7 @@ class ModelArguments:
         # whether some program took them in place of traced values
         self._traced = False
         self._digests: dict[str, bytes] = {}
+        self._started: list[Any] = []
         # by identity: data of all runs, and their hashes
         self._seen: dict[int, tuple[Any, bytes]] = {}
         self.version = DataVersion()
@@ -86,7 +94,7 @@ class ModelArguments:
         self._refers = True  # whether programs may read them
 
     def __getstate__(self) -> Attributes:
-        return {**self.__dict__, "_references": {}, "_seen": {}}
+        return {**self.__dict__, "_references": {}, "_seen": {}, "_started": []}
 
     def changed(self, args: tuple, kwargs: Kwargs) -> list[str]:
         """The places of the arguments whose values have changed since the run began."""
@@ -96,6 +104,17 @@ class ModelArguments:
             if now.get(place, digest) != digest:
                 changed.append(place)
         return changed
+
+    def are_others(self, args: tuple, kwargs: Kwargs | None) -> bool:
+        """Whether data differ from those of the last ``init``, as far as is known."""
+        pairs = zip(self._started, _leaves(args, kwargs), strict=False)
+        for started, leaf in pairs:
+            if leaf is started or not hasattr(leaf, "dtype") or is_traced(leaf):
+                continue
+            values = map(key_numbers, (started, leaf))
+            if isinstance(leaf, Rows) or not np.array_equal(*values):
+                return True
+        return bool(self.changed(args, dict(kwargs or {})))
 
     def at_start(self, rng_key: Array, args: tuple, kwargs: Kwargs | None) -> Call:
         """Those of ``init``, which are remembered."""
@@ -113,11 +132,13 @@ class ModelArguments:
             raise argument_error("MCMC.run", "model arguments", got, instead)
         arrays = as_arrays(args, kwargs, self._call)
         self._plain = plain
+        leaves = _leaves(args, kwargs)
+        self._started = [] if is_traced(leaves) else leaves
         self._note_changes(args, kwargs)
         self._refers = not is_traced(rng_key)  # `pmap` takes no references
         # A new run reads its data again: `MCMC` keeps programs by the identity of
         # data; values may change.
-        for leaf in jax.tree.leaves((args, dict(kwargs or {})), is_leaf=is_table):
+        for leaf in leaves:
             if id(leaf) in self._references:
                 self._references[id(leaf)][1][...] = as_arrays((leaf,), None)[0][0]
         return arrays

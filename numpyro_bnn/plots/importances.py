@@ -5,7 +5,7 @@ from typing import Annotated
 
 import numpy as np
 
-from numpyro_bnn._checks import argument_error
+from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Kind, PositiveInt, checked
 from numpyro_bnn.plots import _style
 from numpyro_bnn.plots._style import Axes
@@ -38,8 +38,8 @@ def importances(
     ['staff', 'shop', 'day']
     """
     call = "plots.importances"
-    names, values = list(shares), np.array([*shares.values()], float)
-    if not names or not np.all((values >= 0) & np.isfinite(values)):
+    names, values = list(shares), as_floats(call, "shares", [*shares.values()])
+    if values.ndim != 1 or not names or not np.all((values >= 0) & np.isfinite(values)):
         instead = "Pass `forecaster.importances()`: at least one share, none negative."
         raise argument_error(call, "shares", repr(dict(shares))[:80], instead)
     order = np.argsort(-values, kind="stable")

@@ -183,7 +183,8 @@ class Feed:
         if self._thread is not None:  # which may hold the same iterator
             self._thread.shutdown(cancel_futures=True)
         reader = _SourceReader(self.source, self.num_rows, self.structure)
-        reader.go_to(place)
+        if place is not None:
+            reader.go_to(place)
         self._begin(reader)
 
     @property
@@ -270,12 +271,23 @@ class Feed:
         if self._reader.single_pass:
             got = "an iterator that runs once, for a model that checks all values"
             raise argument_error(CALL, "source", got, "Pass a function that makes it.")
-        reader = _SourceReader(self.source, self.num_rows, self.structure)
-        num_seen, by_batch = 0, []
-        while num_seen < self.num_rows:
-            columns = reader.load().columns
-            by_batch.append([[column.min(), column.max()] for column in columns])
-            num_seen += len(columns[0])
+
+        def pass_over() -> tuple[_SourceReader, list]:
+            reader = _SourceReader(self.source, self.num_rows, self.structure)
+            num_seen, by_batch = 0, []
+            while num_seen < self.num_rows:
+                columns = reader.load().columns
+                by_batch.append([[column.min(), column.max()] for column in columns])
+                num_seen += len(columns[0])
+            return reader, by_batch
+
+        with self._lock:
+            # The thread must not load meanwhile, from what may be the same iterator.
+            thread = self._thread
+            done = pass_over() if thread is None else thread.submit(pass_over).result()
+            reader, by_batch = done
+            if reader.iterator is self._reader.iterator:  # which has ended by this pass
+                self._begin_at(self._first_place)
         by_column = zip(*by_batch, strict=True)
         return [np.array([np.min(pairs), np.max(pairs)]) for pairs in by_column]
 
@@ -326,24 +338,28 @@ class _SourceReader:
 
     def _open(self) -> None:
         source = self.source
-        self._iterator: Iterator = iter(
+        self.iterator: Iterator = iter(
             source if hasattr(source, "__iter__") else source()
         )
         self._whole = True
         #: Numbers of rows of the batches of this epoch.
         self._counts: list[int] = []
 
+    def _has_one_iterator(self) -> bool:
+        again = hasattr(self.source, "__iter__") and not self.single_pass
+        return again and iter(self.source) is self.iterator
+
     @property
     def has_position(self) -> bool:
-        return hasattr(self._iterator, "get_state") and hasattr(
-            self._iterator, "set_state"
+        return hasattr(self.iterator, "get_state") and hasattr(
+            self.iterator, "set_state"
         )
 
     def place(self) -> PyTree:
         """Where the next batch begins, as JSON; ``None`` if nobody knows."""
         if not self.has_position:
             return None
-        state: PyTree = self._iterator.get_state()  # type: ignore[attr-defined]
+        state: PyTree = self.iterator.get_state()  # type: ignore[attr-defined]
         if isinstance(state, bytes):
             return [self._epoch, "bytes", state.hex()]
         try:
@@ -360,14 +376,14 @@ class _SourceReader:
         self._whole = place == self.place()
         if kind == "bytes":
             state = bytes.fromhex(state)
-        self._iterator.set_state(state)  # type: ignore[attr-defined]
+        self.iterator.set_state(state)  # type: ignore[attr-defined]
 
     def load(self) -> LoadedBatch:
         """The next batch that has rows."""
         while True:
             place = self.place()
             try:
-                batch = next(self._iterator)
+                batch = next(self.iterator)
             except StopIteration:
                 self._end()
                 continue
@@ -400,7 +416,14 @@ class _SourceReader:
         dropped = equal and 0 < missing < self._counts[0]
         if self._whole and missing and not dropped:
             got = f"{self.num_rows} for a source with {seen} rows"
-            raise argument_error(CALL, "num_rows", got, ALL_ROWS)
+            instead = ALL_ROWS
+            if self._has_one_iterator():
+                instead = (
+                    "It has one iterator for all passes (`persistent_workers=True` of "
+                    "torch). If another pass took rows of it, pass a function that "
+                    "makes the loader; else the rows of one epoch."
+                )
+            raise argument_error(CALL, "num_rows", got, instead)
         self._epoch += 1
         self._open()
 

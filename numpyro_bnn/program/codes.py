@@ -70,6 +70,7 @@ class _Lookups(Interpreter):
             "scan": self._scan,
             "cond": self._branches,
             "while": self._loop,
+            "shard_map": self._on_devices,
             "select_n": self._select,
             "pure_callback": self._on_disk,
             **dict.fromkeys(LOOKUPS, self._look_up),
@@ -251,6 +252,32 @@ class _Lookups(Interpreter):
         )
         self._note(noted, [reach.max(axis=0) for reach in reaches])
         return of_all([*carry, *stacked])
+
+    def _on_devices(self, equation: Equation, *operands: _SourcedValue) -> Any:
+        """Every device; extremes are those of all of them."""
+        params, noted = equation.params, list[_Lookup]()
+        places: list[frozenset[str]] = []
+
+        def part(*arrays: Any) -> tuple[list, list]:
+            inputs = [
+                operand._replace(array=array, origin=None)
+                for operand, array in zip(operands, arrays, strict=True)
+            ]
+            outputs, noted[:] = self._inside(ClosedJaxpr(params["jaxpr"], ()), inputs)
+            places[:] = [output.places for output in outputs]
+            return _arrays(outputs), [lookup.reach[None] for lookup in noted]
+
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))
+        arrays, reaches = jax.shard_map(
+            part,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=(list(params["out_specs"]), jax.P(tuple(axes))),
+            axis_names=axes,
+            check_vma=params["check_vma"],
+        )(*_arrays(operands))
+        self._note(noted, [reach.max(axis=0) for reach in reaches])
+        return _of_places(arrays, places)
 
 
 def _places(operands: Sequence[_SourcedValue]) -> frozenset[str]:

@@ -18,7 +18,7 @@ from numpyro_bnn.metrics._result import DRAWS, ROWS, Result, losses_by_site
 from numpyro_bnn.program.arguments import Arguments
 from numpyro_bnn.program.sites import Sites
 from numpyro_bnn.results.arguments import for_prediction
-from numpyro_bnn.results.fit import CALL, Draws, Fit, zero_draws
+from numpyro_bnn.results.fit import CALL, DRAW_NEW_SITES, Draws, Fit, zero_draws
 from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
 from numpyro_bnn.results.replay import (
     Evaluate,
@@ -108,6 +108,10 @@ class Exporter:
                 if like.shape != shape:
                     raise ValueError(f"{name!r} is {like.shape}, its draws {shape}")
             sites = replay.observations(read)
+        unknown = [name for name in read.reading.latent if name not in replay.sites]
+        if unknown:
+            got = f"arguments at which the model has sites without draws: {unknown}"
+            raise argument_error(CALL, "predictions", got, DRAW_NEW_SITES)
         return NewRows(read, sites, {n: arguments.values[n] for n in predictions})
 
     # -- groups ------------------------------------------------------------------------

@@ -48,6 +48,10 @@ SAMPLE_STATS = {
     "num_steps": "n_steps",
     "accept_prob": "acceptance_rate",
 }
+DRAW_NEW_SITES = (
+    "`numpyro.infer.Predictive(model, mcmc.get_samples())` draws sites that the run "
+    "does not have, such as the future of a series."
+)
 
 
 Draws = Mapping[str, Any]

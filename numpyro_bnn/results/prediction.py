@@ -13,7 +13,7 @@ from numpyro_bnn._options import Model, RandomKey, Switch, checked
 from numpyro_bnn._types import HostArrays, InferenceData, Trees
 from numpyro_bnn.program.plates import PARAMETERS, check_observations, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
-from numpyro_bnn.results.fit import Draws, Fit, bind, map_draws
+from numpyro_bnn.results.fit import DRAW_NEW_SITES, Draws, Fit, bind, map_draws
 from numpyro_bnn.results.layout import SAMPLE_DIMS, Layout, safe
 from numpyro_bnn.results.replay import (
     ReadModel,
@@ -266,7 +266,7 @@ def _draws_of_sites(
         got = "; ".join(texts)
         instead = (
             "Pass the model of the run; fix parameters by `handlers.substitute(model, "
-            "data=...)`."
+            f"data=...)`. {DRAW_NEW_SITES}"
         )
         if not observed:
             instead = (

@@ -2,7 +2,9 @@
 folders go on bit for bit where the loader has a position.
 """
 
+import gc
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -248,6 +250,46 @@ def test_adf_on_a_loader_is_that_on_arrays_in_its_order():
         strict=True,
     ):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_adf_has_one_program_for_all_loaders_of_a_shape(compiled):
+    guide = guides.AutoADF(line)
+
+    def run(loader):
+        given = {"num_epochs": 1, "progress_bar": False}
+        return guide.run(jax.random.key(0), *arguments(loader), **given)
+
+    first = Loader()
+    run(first)
+    programs, reference = len(compiled), weakref.ref(first)
+    del first
+    run(Loader(seed=1))
+    assert len(compiled) == programs
+    gc.collect()
+    assert reference() is None
+
+
+def test_steps_before_a_failure_are_kept_though_a_loader_brings_its_rows_once():
+    """They are those of a shorter fit; the next one has the row that is not a number,
+    which the loader brings in one epoch only.
+    """
+
+    class Spoiled(Loader):
+        def __iter__(self):
+            for x, y in super().__iter__():
+                spoiled = len(self.orders) == 61
+                yield x, Tensor(np.where(spoiled, np.nan, y.values))
+
+    def fit(steps):
+        data, svi = arguments(Spoiled()), mean_field_svi()
+        given = {"batch_size": BATCH, "progress_bar": False}
+        return guides.fit(svi, jax.random.key(0), steps, *data, **given)
+
+    with pytest.warns(UserWarning, match=r"at step \d+; the result is that of") as seen:
+        result = fit(1000)
+    steps = len(result.losses)
+    assert f"at step {steps + 1};" in str(seen[0].message)
+    assert same((result.params, result.losses), fit(steps)[::2])
 
 
 # -- runs in folders -------------------------------------------------------------------
@@ -528,6 +570,50 @@ def test_values_of_a_loader_are_checked_by_one_pass():
     once = arguments(iter(in_order(X, CLASSES)))
     with refused("source", "Pass a function that makes it"):
         Posterior(model, once, {"batch_size": BATCH}, full=False)
+
+
+class Restarted:
+    """The iterator of :class:`OneIterator`."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+class OneIterator(Loader):
+    """As a loader of torch with ``persistent_workers=True``: each pass starts the same
+    iterator again.
+    """
+
+    def __init__(self, data=(X, Y)):
+        super().__init__(data)
+        self.iterator = Restarted()
+
+    def __iter__(self):
+        self.iterator.batches = super().__iter__()
+        return self.iterator
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_values_of_a_loader_with_one_iterator_are_checked(prefetch):
+    """The pass that checks them does not take rows from the epochs."""
+    x, y = arguments(OneIterator((X, CLASSES)), prefetch=prefetch)
+    model = models.classification(nn.Dense(3), 3)
+    Posterior(model, (x, y), {"batch_size": BATCH}, full=False)
+    draws = np.stack([np.full(BATCH, number) for number in range(3 * N // BATCH)])
+    rows = x.fetch(draws).reshape(-1, X.shape[1])
+    np.testing.assert_array_equal(np.sort(rows, 0), np.sort(np.tile(X, (3, 1)), 0))
+
+
+def test_one_iterator_serves_one_set_of_batches():
+    loader = OneIterator()
+    first, second = (arguments(loader, prefetch=0)[0] for _ in range(2))
+    draws = np.random.default_rng(0).integers(0, N, (4, N - 2))
+    first.fetch(draws[:2])
+    with refused("num_rows", "pass a function that makes the loader"):
+        second.fetch(draws)
 
 
 def test_a_loader_that_does_not_shuffle_is_noticed():

@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 import pytest
 from helpers import group, refused, run_chains
 from jax import lax
-from numpyro.infer import MCMC, NUTS, Gibbs, init_to_uniform, init_to_value
+from numpyro.infer import MCMC, NUTS, BarkerMH, Gibbs, init_to_uniform, init_to_value
 from truth.problems import FAMILIES
 from zoo import BATCH, ZOO
 
@@ -694,6 +694,18 @@ _WINDOWS = {"adaptation": WINDOWS}
         ("adaptation", "`step_size`", "sgld", {"step_size": 1, "adaptation": shrink}),
         ("num_folds", "above 0", "ghmc", {"adaptation": MEADS, "num_folds": 0}),
         ("step_size", "above 0", "nuts", _WHITE | {"step_size": -0.1}),
+        (
+            "num_integration_steps",
+            "integer of at least 1",
+            "hmc",
+            _WHITE | {"num_integration_steps": 1.5},
+        ),
+        (
+            "target_acceptance_rate",
+            "above 0 and below 1",
+            "nuts",
+            _WINDOWS | {"target_acceptance_rate": 2.0},
+        ),
         ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
         ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
         ("adaptation", "of your own", from_builder, _WINDOWS),
@@ -755,6 +767,9 @@ def test_too_few_chains_for_folds_are_refused(chains, folds):
 def test_a_kernel_is_needed_for_functions():
     with refused("kernel", "Pass a kernel"):
         infer.as_blackjax(SPREAD.model)
+    init, _ = infer.as_blackjax(BarkerMH(SPREAD.model), *SPREAD.args)
+    with refused("position", "init_to_value"):  # which it would ignore
+        init({"w": np.ones(2), "sigma": 1.0}, jax.random.key(0))
 
 
 def test_without_blackjax_only_the_kernel_is_missing(monkeypatch):

@@ -270,3 +270,48 @@ def test_a_run_is_exported_after_it_was_pickled():
     ]
     draws = [group(idata, "posterior")["w"].to_numpy() for idata in exports]
     np.testing.assert_array_equal(*draws)
+
+
+def test_a_chain_that_diverges_on_other_data_is_announced():
+    """Where it goes on from the state after a warm-up; near data are no news."""
+    x, y = map(jnp.asarray, ZOO["line"].args)
+    kernel = infer.SGLD(ZOO["line"].model, steps_per_draw=5, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=20, num_samples=45, progress_bar=False)
+    mcmc.warmup(jax.random.key(0), x, y)
+    mcmc.run(jax.random.key(1), x, y + 0.1)
+    assert np.isfinite(mcmc.get_samples()["w"]).all()
+
+    def far():
+        mcmc.run(jax.random.key(1), x, y + 1e8)
+        jax.effects_barrier()
+
+    with pytest.warns(UserWarning, match="diverged on other data") as seen:
+        far()
+    assert len(seen) == 1
+    assert np.isnan(mcmc.get_samples()["w"][-1]).all()
+
+
+def test_a_block_of_gibbs_takes_no_gradient_twice():
+    """A transition beside siblings that have moved costs what it does alone."""
+
+    def pair(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        q = numpyro.sample("q", dist.Normal(0.0, 1.0))
+        numpyro.sample("y", dist.Normal(w + q, 1.0), obs=y)
+
+    def draw(rng_key, gibbs_sites, hmc_sites):
+        return {"q": jax.random.normal(rng_key)}
+
+    gibbs = Gibbs([(CustomGibbs(draw), ["q"]), (mala(pair, 0.1), ["w"])])
+    state = gibbs.init(jax.random.key(0), 0, None, (1.0,), {})
+    after = gibbs.sample(state, (1.0,), {})
+    alone = mala(handlers.condition(pair, {"q": 0.0}), 0.1)
+    first = alone.init(jax.random.key(0), 0, None, (1.0,), {})
+    costs = []
+    for before, end in (
+        (first, alone.sample(first, (1.0,), {})),
+        (state.block_states[1], after.block_states[1]),
+    ):
+        costs.append(int(end.num_gradients - before.num_gradients))
+    assert costs[1] == costs[0]
+    assert after.block_states[1].z["w"] != state.block_states[1].z["w"]

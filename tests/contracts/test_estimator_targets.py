@@ -1,5 +1,6 @@
 """Kinds of targets: all answers of one distribution, which stays in its support."""
 
+import warnings
 from functools import cache
 
 import numpy as np
@@ -177,6 +178,33 @@ def test_nothing_leaves_the_support(kind, outside):
     np.testing.assert_allclose(mirrored.mean(0), mean, rtol=1e-3)
     with pytest.raises(ValueError, match=r"argument `around`"):
         model.conformal_interval(rows, *held_out, around="mean")
+
+
+@pytest.mark.parametrize(
+    "kind", ["positive", pytest.param("zeros", marks=pytest.mark.slow)]
+)
+def test_a_mean_that_few_draws_decide_is_announced_and_never_infinite(kind):
+    """Near the data the mean is near the median; far away a draw of the network is far
+    above all others.
+    """
+    model, said = fitted(kind), []
+    for distance in (1, 3, 10, 100, 1000):
+        far = np.array([[2.0, 2.0], [-2.0, 2.0], [2.0, -2.0]]) * distance
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                mean, sd = model.predict(far, return_std=True)
+            except ValueError as error:
+                said.append("refused" if "overflow" in str(error) else repr(error))
+                continue
+        few = any("use medians there" in str(w.message) for w in caught)
+        said.append("announced" if few else "")
+        assert np.isfinite(mean).all()
+        # all draws agree, or it is said
+        assert few or (sd < 10 * mean).all()
+    assert said[0] == "", said
+    assert set(said) - {""} <= {"announced", "refused"}, said
+    assert said[-1] != "", said
 
 
 @pytest.mark.slow

@@ -189,6 +189,11 @@ ROWS = {
                 ({"random_state": np.nan}, "random_state", "cannot be used to seed"),
                 ({"prior": 0}, "prior", "priors."),
                 ({"network": 3}, "network", "Pass a function of the number of outputs"),
+                (
+                    {"network": lambda outputs: nn.MLP([2, outputs + 1])},
+                    "network",
+                    "as many as your function is told: 1.",
+                ),
                 ({"target": "count"}, "target", "Did you mean 'counts'?"),
                 ({"target": "positive"}, "y", 'Another `target` than "positive"'),
                 ({"target": "bounded"}, "bounds", "Pass the bounds of the targets"),
@@ -216,6 +221,7 @@ ROWS = {
             "X_held_out",
             "inhomogeneous",
         ),
+        (lambda: regressor().predict_quantiles(X, []), "levels", "between 0 and 1"),
         (lambda: regressor().score(X, 3.0), "y", "array-like"),
         (lambda: regressor().calibrate(len, Y), "X", "must be a string or a real"),
         (lambda: regressor().sample(X, random_state="a"), "random_state", "seed"),
@@ -1104,6 +1110,8 @@ ROWS = {
         ),
     ],
     "plots": [
+        (lambda: plots.importances({"a": "b"}), "shares", "Pass an array of numbers"),
+        (lambda: plots.importances({"a": [1, 2]}), "shares", "at least one share"),
         (
             lambda: plots.calibration(idata(), group=np.ones(2)),
             "group",

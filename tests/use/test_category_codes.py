@@ -79,6 +79,12 @@ UNSAFE = {
         ),
         (0, jnp.zeros(N)),
     )[1],
+    "shard_map": lambda table, code, known: jax.shard_map(
+        lambda c: table[c, 0],
+        mesh=jax.sharding.Mesh(jax.devices()[:1], "devices"),
+        in_specs=jax.P("devices"),
+        out_specs=jax.P("devices"),
+    )(code),
     "equinox": lambda table, code, known: jax.vmap(eqx.nn.Embedding(weight=table))(
         code
     )[:, 0],

@@ -530,3 +530,19 @@ def test_state_that_the_model_changes_is_refused(step):
             bnn.to_inference_data(run)
     else:
         assert "y_mean" in names(bnn.to_inference_data(run), "posterior_predictive")
+
+
+def test_sites_that_only_the_prediction_has_are_refused():
+    """The future of a series, which `Predictive` of NumPyro draws."""
+
+    def ahead(x, y=None, steps=0):
+        line(x, y)
+        if steps:
+            numpyro.sample("future", dist.Normal(0.0, 1.0).expand([steps]))
+
+    for options in ({"steps": 3}, {"x": X[:5], "steps": 3}):
+        with pytest.raises(ValueError, match=r"`predictions` .*'future'.*Predictive"):
+            by_guide(ahead, options)
+    exported = by_guide(ahead, None)
+    with pytest.raises(ValueError, match=r"sites future\. .*`numpyro.infer.Predictive"):
+        bnn.predict(ahead, exported, X, steps=3)
