@@ -340,6 +340,33 @@ def test_a_first_run_compiles_few_programs(compiled):
     assert len(compiled) <= 22
 
 
+def test_a_fit_that_gets_worse_warns():
+    """Three layers of ReLU on inputs with heavy tails: the last pass predicts rows that
+    it has seen worse than the first did.
+    """
+
+    def deep(x, y=None):
+        layers = nn.MLP([8, 8, 8, 1], "relu")
+        net = bnn.random_network("net", layers, x.shape[1:], priors.ARD())
+        sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.StudentT(4.0, net(x)[..., 0], sigma), obs=y)
+
+    random = np.random.default_rng(0)
+    x = random.standard_t(2.5, size=(32, 100, 8))
+    x = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+    hidden = x @ (random.normal(size=(32, 8, 4)) / 8**0.5)
+    y = np.sin(2 * hidden) @ random.normal(size=4)
+    y += 0.03 * random.standard_t(3, size=(32, 100))
+    y = (y - y.mean(1, keepdims=True)) / y.std(1, keepdims=True)
+    key = jax.random.split(jax.random.key(0), 32)[28]
+    with pytest.warns(UserWarning, match=r"a row costs 0\.1\d* nats more"):
+        fit = guides.AutoADF(deep).run(
+            key, x[28], y[28], num_epochs=4, progress_bar=False
+        )
+    assert 5 < fit.losses[-1] - fit.losses[0] < 50
+
+
 # -- while it runs ---------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """AutoADF: assumed density filtering as a NumPyro guide."""
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from numpyro_bnn._checks import argument_error, check_finite
+from numpyro_bnn._checks import argument_error, check_finite, outside
 from numpyro_bnn._keys import split
 from numpyro_bnn._options import (
     Choice,
@@ -42,6 +43,8 @@ from numpyro_bnn.program.batches import Column, feeds_in, refuse_feeds
 from numpyro_bnn.program.compiled import is_traced
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import with_head
+
+MAX_RISE_NATS = 0.05  # of a row, from the first epoch to the last
 
 
 class ADFResult(NamedTuple):
@@ -219,6 +222,7 @@ class AutoADF(ADFPosterior):
                     keeper,
                 )
                 state = jax.device_get(state)
+                _warn_of_rise(-records.log_z / num_rows)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.
         params, losses, refused = jax.tree.map(
@@ -440,6 +444,20 @@ def _axes(args: tuple, in_axes: PyTree, batched: bool) -> tuple[int | None, ...]
             f"Pass an axis or None for each of the {len(args)} positional arguments."
         )
     raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
+
+
+def _warn_of_rise(losses: jax.Array) -> None:
+    """Of a fit that predicts its rows, (..., E) nats each, worse than the first pass,
+    which had not seen them.
+    """
+    rise = float(np.max(losses[..., -1] - losses[..., 0]))
+    if rise > MAX_RISE_NATS:
+        message = (
+            f"{CALL}.run: in the last epoch a row costs {rise:.2g} nats more than in "
+            "the first: the fit has failed. Standardize the data, take fewer epochs or "
+            "layers, or use another guide."
+        )
+        warnings.warn(message, stacklevel=outside())
 
 
 def _checked_orders(

@@ -92,8 +92,9 @@ class AutoLaplace(AutoBlocks):
     with f_n the natural outputs of the likelihood (loc and log scale, logits, log rate)
     and F_n their Fisher information: the Hessian without the curvature of the network,
     which is never negative. The coordinates v are unconstrained values; a weight whose
-    prior scale is learned is u = (w - m) / s, so that the joint mode of weights and
-    scales exists (that of w and s has infinite density at s = 0).
+    prior scale s is learned is u = (w - m) / s. The joint density of w and s is
+    infinite at s = 0, and the joint mode of u and s hardly penalizes large weights, so
+    v^* is the mode of u given s, where s has the largest evidence times its prior.
 
     Structures of the precision, each of all sites or of those in ``sites``:
 
@@ -277,6 +278,12 @@ class AutoLaplace(AutoBlocks):
         go from where the optimizer ends to the mode. With nearly exact targets they fit
         a network of about a thousand weights far better than an optimizer can.
 
+        Prior scales that the model learns are found in rounds: each searches for the
+        mode of :math:`\log p(D, v) - \sum_j (\log s_j + V_j / 2 s_j^2)`, with
+        :math:`V_j` the variance of weight j given its scale, from the round before.
+        This is expectation maximization, whose fixed point is the mode of the scales
+        under Laplace's evidence.
+
         With ``tune_prior`` the precisions of fixed Normal priors are multiplied by
         factors that maximize Laplace's evidence (MacKay's fixed point :math:`\delta =
         \gamma / \sum_j (w_j - m_j)^2 / s_j^2` with :math:`\gamma` the effective
@@ -302,7 +309,7 @@ class AutoLaplace(AutoBlocks):
             stay as they are.
         :param tune_prior: ``True`` or ``"site"``: one factor per site, ``"global"``:
             one for all; ``"auto"``: one per site if there are such priors.
-        :param num_rounds: most rounds of tuning.
+        :param num_rounds: most rounds of tuning, and of learning prior scales.
         :param progress_bar: show a progress bar over epochs.
         :param kwargs: keyword arguments of the model.
         :return: a :class:`LaplaceResult`.

@@ -4,6 +4,7 @@ likelihood, in the coordinates of the guide.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from numpyro_bnn._jaxprs.axes import Axis
 from numpyro_bnn._types import Arrays, Kwargs, PyTree, Trees
 from numpyro_bnn.guides.auto_blocks import Values, is_identity
 from numpyro_bnn.guides.blocks import cut
+from numpyro_bnn.guides.initialization import base_sites
 from numpyro_bnn.guides.laplace.jacobians import Jacobians, jacobians
 from numpyro_bnn.guides.laplace.likelihoods import (
     CALL,
@@ -57,13 +59,24 @@ class ObservedSite(NamedTuple):
     used: tuple[str, ...]
 
 
+class LearnedScale(NamedTuple):
+    """The weight that a site is or, non-centered, stands for, and the sites from which
+    its prior is computed.
+    """
+
+    weight: str
+    parents: frozenset[str]
+
+
 class Tuned(NamedTuple):
-    """What rounds of tuning change: factors on prior precisions by site, and variances
-    (N, M) of the loc by observed site whose noise scale is learned.
+    """What rounds of tuning change: factors on prior precisions by site, variances (N,
+    M) of the loc by observed site whose noise scale is learned, and variances of
+    weights by site whose prior scale is learned.
     """
 
     precision: Mapping[str, Array | float] = {}
     spread: Mapping[str, Array] = {}
+    weights: Mapping[str, Array] = {}
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,8 @@ class LaplacePosterior:
     :param observed: the observed sites whose outputs depend on the Gaussian.
     :param data: all observed sites.
     :param sites: the sites of the Gaussian; all others are held.
+    :param learned: those of weights, or of their non-centered bases, whose prior scale
+        is learned.
     """
 
     rows: ModelRows
@@ -87,6 +102,7 @@ class LaplacePosterior:
     observed: Mapping[str, ObservedSite]
     data: Sequence[str]
     sites: Sequence[str]
+    learned: Mapping[str, "LearnedScale"]
 
     def on(self, args: tuple, kwargs: Kwargs) -> "LaplacePosterior":
         """The same for all rows of other arguments."""
@@ -127,6 +143,29 @@ class LaplacePosterior:
         """Values of the sites of the Gaussian, shaped like ``v``, of (P,)."""
         shapes = {name: v[name].shape for name in self.sites}
         return cut(jnp.asarray(vector, float), shapes)
+
+    def prior_scales(self, batch: Batch, v: Values) -> Values:
+        """Of the weights whose prior scale is learned, by site of the Gaussian."""
+        values, scales = self.values(batch, v), {}
+        unit, zero = dict(values), dict(values)
+        for name in self.learned:
+            unit[name], zero[name] = jnp.ones_like(v[name]), jnp.zeros_like(v[name])
+        weights = [of.weight for of in self.learned.values()]
+        ends = [batch.at(point, only=weights) for point in (zero, unit)]
+        for name, (weight, _) in self.learned.items():
+            if name in self.scaled:
+                scales[name] = self._prior_moments(batch, values, name)[1]
+            else:
+                low, high = (sites[weight]["value"] for sites in ends)
+                scales[name] = jnp.abs(high - low)
+        return scales
+
+    def weight_variances(self, batch: Batch, v: Values, of_unit: Values) -> Values:
+        """Of weights whose prior scale is learned, from those of standardized ones."""
+        variances = {}
+        for name, scale in self.prior_scales(batch, v).items():
+            variances[name] = scale**2 * of_unit[name].reshape(v[name].shape)
+        return variances
 
     # -- outputs by row ----------------------------------------------------------------
 
@@ -205,7 +244,8 @@ class LaplacePosterior:
             total += _log_prob(sites[name])
         if spread:
             detached = dict(v)
-            for name in self.fixed.keys() | self.scaled.keys():
+            scales = [learned.parents for learned in self.learned.values()]
+            for name in v.keys() & set().union(self.fixed, self.scaled, *scales):
                 detached[name] = jax.lax.stop_gradient(v[name])
             outputs = self.outputs(batch, detached)
             for name, variance in spread.items():
@@ -215,14 +255,12 @@ class LaplacePosterior:
         return total
 
     def log_prior(
-        self,
-        batch: Batch,
-        v: Values,
-        precision: Mapping[str, Array | float],
-        names: Sequence,
+        self, batch: Batch, v: Values, tuned: Tuned, names: Sequence
     ) -> Array:
-        """Of sites in the coordinates v; ``precision`` divides the prior variances of
-        fixed ones.
+        """Of sites in the coordinates v, with tuned prior precisions of fixed ones.
+
+        With variances of weights it is averaged over these, to learn their scales,
+        which at the joint mode are too large.
         """
         others = [name for name in names if name in self.other_sites]
         sites = batch.at(self.values(batch, v), others) if others else {}
@@ -230,7 +268,7 @@ class LaplacePosterior:
         for name in names:
             if name in self.fixed:
                 loc, scale = self.fixed[name]
-                fn = dist.Normal(loc, scale * precision.get(name, 1.0) ** -0.5)
+                fn = dist.Normal(loc, scale * tuned.precision.get(name, 1.0) ** -0.5)
                 total += jnp.sum(fn.log_prob(v[name]))
             elif name in self.scaled:
                 total += jnp.sum(dist.Normal().log_prob(v[name]))
@@ -238,6 +276,18 @@ class LaplacePosterior:
                 value, transform = sites[name]["value"], self.transforms[name]
                 total += _log_prob(sites[name])
                 total += jnp.sum(transform.log_abs_det_jacobian(v[name], value))
+        return total + self._averaged(batch, v, tuned.weights)
+
+    def _averaged(
+        self, batch: Batch, v: Values, variances: Mapping[str, Array]
+    ) -> Array:
+        """What averaging over weights of these variances adds to the log prior of their
+        scales, with the Jacobian of u = (w - m) / s.
+        """
+        total = jnp.zeros(())
+        if variances:
+            for name, scale in self.prior_scales(batch, v).items():
+                total -= jnp.sum(jnp.log(scale) + 0.5 * variances[name] / scale**2)
         return total
 
     def potential(self, batch: Batch, v: Values, tuned: Tuned) -> Array:
@@ -246,7 +296,7 @@ class LaplacePosterior:
         if batch.indices and self.rows.plate:
             (index,) = batch.indices.values()
             likelihood *= self.rows.plate.size / len(index)
-        prior = self.log_prior(batch, v, tuned.precision, list(self.transforms))
+        prior = self.log_prior(batch, v, tuned, list(self.transforms))
         return -likelihood - prior
 
     def prior_precision(
@@ -364,9 +414,59 @@ def read(
         if not scaled[name].isdisjoint(sites):
             moving.add(name)
     observed = _observed_sites(rows, reading, parents, moving, by_products)
+    learned = {}
+    for name, scale in _learned_scales(reading, scaled, fixed).items():
+        if name in sites:
+            learned[name] = scale
     return LaplacePosterior(
-        rows, transforms, scaled, fixed, other_sites, observed, reading.observed, sites
+        rows,
+        transforms,
+        scaled,
+        fixed,
+        other_sites,
+        observed,
+        reading.observed,
+        sites,
+        learned,
     )
+
+
+def _learned_scales(
+    reading: Posterior, scaled: Scaled, fixed: Mapping[str, Any]
+) -> dict[str, LearnedScale]:
+    learned = {}
+    for name, parents in scaled.items():
+        learned[name] = LearnedScale(name, parents)
+    weights = base_sites(reading.sites)
+    parents_of = reading.depends(
+        lambda sites: {base: sites[name]["value"] for base, name in weights.items()}
+    )
+    noncentered = {}
+    for base, weight in weights.items():
+        others = frozenset(parents_of[base] - {base})
+        if base in fixed and others:
+            noncentered[base] = LearnedScale(weight, others)
+    if noncentered:
+        by_base = {base: scale.weight for base, scale in noncentered.items()}
+        is_affine = reading.run(partial(_are_affine, by_base))
+        learned |= {base: noncentered[base] for base in by_base if is_affine[base]}
+    return learned
+
+
+def _are_affine(weights: Mapping[str, str], reading: Posterior) -> dict[str, Array]:
+    """Whether weights, by base, are affine functions of their bases."""
+    values = []
+    for point in range(3):
+        bases = {
+            base: jnp.full(reading.shapes()[base].shape, float(point))
+            for base in weights
+        }
+        values.append(reading.at(bases, only=list(weights.values())))
+    affine = {}
+    for base, name in weights.items():
+        low, middle, high = (sites[name]["value"] for sites in values)
+        affine[base] = jnp.allclose(high - middle, middle - low, rtol=1e-3)
+    return affine
 
 
 def _normal_moments(reading: Posterior) -> Trees:

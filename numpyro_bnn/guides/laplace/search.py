@@ -32,6 +32,7 @@ MAX_MIXED_SHARE = 1e-3
 MAX_CG_STEPS = 20
 MIN_GAIN_NATS = 1e-6  # nats that a step of Newton must promise
 MAX_DAMPING = 1e12
+HELD_PRECISION = 1e12  # of a site that is conditioned on
 # distance from the mode, as in the result of a run, at which the steps end
 NEWTON_DISTANCE_SDS = 0.01
 # length of the second part of such a step, twice, against the first
@@ -207,6 +208,15 @@ class ModeSearch:
         """:meth:`gaussian` inside a program."""
         return self.structure.gaussian(mode.sums, self.prior(mode), mode.coupling)
 
+    def weight_variances(self, batch: Batch, mode: Mode) -> Values:
+        """Of the weights given their prior scales, inside a program."""
+        prior = self.prior(mode)
+        for _, parents in self.posterior.learned.values():
+            for name in parents & prior.keys():
+                prior[name] = jnp.full_like(prior[name], HELD_PRECISION)
+        gaussian = self.structure.gaussian(mode.sums, prior, mode.coupling)
+        return self.posterior.weight_variances(batch, mode.v, gaussian.variance)
+
     def _prior_curvature(self, v: Values) -> tuple[Values, Array | None]:
         """-d^2 log p / dv^2 of sites whose prior is not Normal: its diagonal and, if
         the precision is dense, all the rest.
@@ -236,7 +246,7 @@ class ModeSearch:
 
         def negative(flat: Array) -> Array:
             values = {**v, **posterior.unflat(flat, v)}
-            return -posterior.log_prior(batch, values, {}, names)
+            return -posterior.log_prior(batch, values, Tuned(), names)
 
         flat = self.structure.flat(v)
         if isinstance(self.structure, FullStructure):

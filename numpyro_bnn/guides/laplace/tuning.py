@@ -89,8 +89,8 @@ class EvidenceTuning:
     def run(self, v: Values, key: Array) -> LaplaceResult:
         """The result of all rounds, from a start."""
         losses: list[float] = []
-        precision: PyTree = dict.fromkeys(fixed_sites(self.posterior), 1.0)
-        tuned = Tuned(precision, self._spread(v, None) if self.groups else {})
+        tuned = self._first(v)
+        in_rounds = bool(self.groups or tuned.weights)
 
         def searched(v: Values, tuned: Tuned, key: Array) -> Mode:
             v, search_losses = self.search.descend(v, tuned, key)
@@ -106,7 +106,7 @@ class EvidenceTuning:
 
         highest, since = -np.inf, 0
         best: Any = None
-        for _ in range(self.num_rounds if self.groups else 1):
+        for _ in range(self.num_rounds if in_rounds else 1):
             key, search_key = split(key)
             mode = polished(searched(v, tuned, search_key), ROUND_NEWTON_STEPS)
             _check_positive(self.search.gaussian(mode))
@@ -114,17 +114,26 @@ class EvidenceTuning:
             since += 1
             if best is None or evidence > highest:
                 highest, since, best = evidence, 0, mode
-            if not self.groups or since == MAX_LOWER_ROUNDS:
+            if not in_rounds or since == MAX_LOWER_ROUNDS:
                 break
-            v, tuned = mode.v, self._fixed_point(mode)
-            changes = [tuned.precision[name] / precision[name] for name in precision]
-            precision = tuned.precision
-            if np.max(np.abs(np.log(changes))) < LOG_PRECISION_TOLERANCE:
+            v, last, tuned = mode.v, tuned, self._fixed_point(mode)
+            if _change(last, tuned) < LOG_PRECISION_TOLERANCE:
                 break
-        if self.groups and not self.by_newton:
+        if in_rounds and not self.by_newton:
             best = searched(best.v, best.tuned, key)
         mode = polished(best, FINAL_NEWTON_STEPS)
         return self._result(mode, losses)
+
+    def _first(self, v: Values) -> Tuned:
+        """As if no data had been seen: weights vary as in their prior."""
+        posterior = self.posterior
+        precision: Any = dict.fromkeys(fixed_sites(posterior), 1.0)
+        weights: Values = {}
+        if self.search.num_epochs and posterior.learned:
+            unit = {name: jnp.ones_like(value) for name, value in v.items()}
+            weights = posterior.rows.run_once(posterior.weight_variances, v, unit)
+        in_rounds = self.groups or weights
+        return Tuned(precision, self._spread(v, None) if in_rounds else {}, weights)
 
     def _result(self, mode: Mode, losses: list[float]) -> LaplaceResult:
         """The Gaussian at the end of the search, its evidence, and how far it is from
@@ -174,7 +183,7 @@ class EvidenceTuning:
 
     def _prior_slope(self, batch: Batch, v: Values, tuned: Tuned) -> Values:
         def density(v: Values) -> Array:
-            return self.posterior.log_prior(batch, v, tuned.precision, list(v))
+            return self.posterior.log_prior(batch, v, tuned, list(v))
 
         return jax.grad(density)(v)
 
@@ -217,9 +226,14 @@ class EvidenceTuning:
                 self._updated, jnp.asarray(logs, float), mode
             )
 
-        precision = self._by_site(np.exp(fixed_point(step, start)).tolist())
-        mode = mode._replace(tuned=Tuned(precision))
-        return Tuned(precision, self._spread(mode.v, self.search.gaussian(mode)))
+        if self.groups:
+            precision = self._by_site(np.exp(fixed_point(step, start)).tolist())
+        mode = mode._replace(tuned=mode.tuned._replace(precision=precision))
+        weights: Values = {}
+        if self.posterior.learned:
+            weights = self.posterior.rows.run_once(self.search.weight_variances, mode)
+        spread = self._spread(mode.v, self.search.gaussian(mode))
+        return Tuned(precision, spread, weights)
 
     def _by_site(self, factors: PyTree) -> PyTree:
         precision: dict[str, PyTree] = {}
@@ -255,14 +269,25 @@ class EvidenceTuning:
         posterior, v = self.posterior, mode.v
         gaussian = self.search.gaussian_of(batch, mode)
         unknowns = sum(v[name].size for name in posterior.sites)
-        precision = mode.tuned.precision
-        prior = posterior.log_prior(batch, v, precision, posterior.sites)
+        tuned = Tuned(mode.tuned.precision)
+        prior = posterior.log_prior(batch, v, tuned, posterior.sites)
         return (
             mode.log_likelihood
             + prior
             + 0.5 * unknowns * jnp.log(2 * jnp.pi)
             - 0.5 * gaussian.log_det
         )
+
+
+def _change(last: Tuned, tuned: Tuned) -> float:
+    """Largest change of a log precision, or of the log variance of a weight."""
+    pairs = [(last.precision, tuned.precision), (last.weights, tuned.weights)]
+    largest = 0.0
+    for before, after in pairs:
+        for name, value in after.items():
+            logs = np.log(np.asarray(value) / np.asarray(before[name]))
+            largest = max(largest, float(np.max(np.abs(logs))))
+    return largest
 
 
 def fixed_point(step: Callable, start: np.ndarray) -> np.ndarray:
