@@ -534,6 +534,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 file=sys.stderr,
                 flush=True,
             )
+        jax.clear_caches()  # hundreds of problems would fill the memory with programs
     print(table(rows), flush=True)
     put_table(args.docs, "gauntlet", table(rows), report)
     return report
