@@ -22,4 +22,10 @@ PRIVATE: dict[str, str] = {
     "numpyro_bnn.estimators.methods": (
         "the model that an estimator hands to its method, which the demo prints"
     ),
+    "numpyro_bnn.estimators.mixtures": (
+        "the program of a quantile, whose cost is that of one function in it"
+    ),
+    "numpyro_bnn.estimators.process.one_blas_thread": (
+        "threads of BLAS while fits overlap, which a fit shows only in seconds"
+    ),
 }
