@@ -11,10 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import chdtri
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._types import InferenceData
-from numpyro_bnn.metrics._inputs import INPUT_ROWS, columns, extrapolated, spread, table
+from numpyro_bnn.metrics._inputs import (
+    INPUT_ROWS,
+    Entries,
+    columns,
+    extrapolated,
+    spread,
+    table,
+)
 from numpyro_bnn.metrics._result import Result
 
 # draws of a chain below which R-hat, ESS and averages over draws are mostly noise
@@ -537,6 +545,17 @@ def max_of(costs: Iterable[np.ndarray]) -> float:
     return float(np.max(largest)) if largest else float("nan")
 
 
+def _largest_rhat(function: Entries) -> float:
+    """The limit, or what the worst of all entries of few independent draws exceeds in
+    one of a hundred results.
+    """
+    chains, draws, entries = function.draws.shape
+    freedom = 2 * chains - 1  # of means of the halves of chains
+    # ranks are compared, and distances from the median
+    chance = chdtri(freedom, 0.01 / (2 * entries)) / freedom
+    return max(MAX_RHAT, float(np.sqrt(1 + chance / (draws / 2))))
+
+
 @check("Take more draws; if chains differ, a longer warm start{}.", MIN_DRAWS)
 def rhat(result: Result) -> Measurement | None:
     """R-hat of the function; a note where chains differ by so little beside the noise
@@ -545,18 +564,18 @@ def rhat(result: Result) -> Measurement | None:
     function = result.function()
     if not function.draws.size or np.isnan(value := function.worst(_arviz.rhat)):
         return None
-    words = f"R-hat of the function is {value:.3g}"
-    if value <= MAX_RHAT:
-        return at_most(value, MAX_RHAT, words)
+    words, limit = f"R-hat of the function is {value:.3g}", _largest_rhat(function)
+    if value <= limit:
+        return at_most(value, limit, words)
     if len(function.draws) > 1:
         chains = [function._replace(draws=chain[None]) for chain in function.draws]
         largest = max(chain.worst(_arviz.rhat) for chain in chains)
         words += f" (at most {largest:.3g} within a chain)"
     apart = max_of(halves.costs() for halves in result.halves())
     if not apart <= MAX_NATS_APART:
-        return at_most(value, MAX_RHAT, words)
+        return at_most(value, limit, words)
     words += f"; no half of a chain costs an observation more than {apart:.2g} nats"
-    return at_most(value, MAX_RHAT, words).as_note()
+    return at_most(value, limit, words).as_note()
 
 
 @check("Take more draws, or more steps per draw (`steps_per_draw`).", MIN_DRAWS)
@@ -565,7 +584,9 @@ def ess(result: Result) -> Measurement | None:
     of the mean function is small beside the noise.
     """
     function = result.function()
-    if not function.draws.size or function.worst(_arviz.rhat) > MAX_RHAT:
+    if not function.draws.size:
+        return None
+    if function.worst(_arviz.rhat) > _largest_rhat(function):
         return None
     value = -function.worst(lambda draws: -_arviz.ess(draws))
     if np.isnan(value):

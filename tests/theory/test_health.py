@@ -684,6 +684,21 @@ def test_every_output_is_judged():
         assert off == ([] if bad is None else ["rhat"]), bad
 
 
+def test_many_outputs_of_few_independent_draws_are_no_alarm():
+    """The worst of forty R-hats is above 1.1 by chance, or far above for a reason."""
+    alarms = []
+    for seed in range(12):
+        draws = np.random.default_rng(seed).normal(size=(1, 100, N, 10))
+        for shift in (0.0, 2.0):
+            draws[:, 50:, :, 3] += shift
+            groups = {"posterior": {"w": (SAMPLE, draws[..., 0, 0])}}
+            dims = (*SAMPLE, "data", "output")
+            groups["posterior_predictive"] = {"y_mean": (dims, draws)}
+            off = [finding.name for finding in health(results(groups)).warnings]
+            alarms.append("rhat" in off)
+    assert alarms == [False, True] * 12
+
+
 def test_several_sites_and_classes():
     """The worse of two sites counts; a classifier of one class explains nothing."""
     made = Made()
