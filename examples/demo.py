@@ -81,8 +81,7 @@ def network(penguins: Penguins, args: argparse.Namespace) -> tuple[np.ndarray, A
     """The table as it is. Leave out `effort` for the best predictions."""
     from numpyro_bnn.estimators import Regressor
 
-    prior = bnn.priors.Hierarchical()  # that of `model` below
-    forecaster = Regressor(prior=prior, effort=args.effort, random_state=args.seed)
+    forecaster = Regressor(effort=args.effort, random_state=args.seed)
     forecaster.fit(penguins.table, penguins.mass)
     return forecaster.predict_quantiles(penguins.new_table, LEVELS), forecaster
 

@@ -58,10 +58,11 @@ class Regressor(RegressorMixin, Network):
         of outputs that returns a specification such as ``nn.MLP([50, outputs])``, or a
         module of Flax, NNX or Equinox that keeps no state.
     :param prior: as for :func:`~numpyro_bnn.random_network`. By default
-        ``priors.Hierarchical()``, with ``"ensemble"`` and ``"nuts"`` a scale of its own
-        for each column of X in the first layer of ``widths``, so that columns may be
-        irrelevant; for ``"adf"`` ``priors.Normal()``, and for ``"laplace"`` the same
-        with precisions that maximize the evidence.
+        ``priors.Hierarchical()``, with ``"ensemble"`` and ``"nuts"`` and at least 20
+        columns of X a scale of its own for each of them in the first layer of
+        ``widths``, so that columns may be irrelevant; for ``"adf"``
+        ``priors.Normal()``, and for ``"laplace"`` the same with precisions that
+        maximize the evidence.
     :param target: kind of the targets, see below; ``"auto"`` takes another one than
         ``"continuous"`` only where at least 100 targets of one column clearly are that.
         ``bounds``: lower and upper bound, which make targets ``"bounded"``.

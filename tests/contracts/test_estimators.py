@@ -256,27 +256,24 @@ class WasRead(Exception):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "columns", "shape"),
+    ("estimator", "count", "shape"),
     [
-        (Regressor, ["a", "b", "kind"], (3,)),  # of five inputs
-        (Regressor, ["a"], ()),
-        (Classifier, ["a", "b"], ()),
-        (
-            partial(Regressor, network=lambda outputs: bnn.nn.MLP([3, outputs])),
-            "ab",
-            (),
-        ),
+        (Regressor, 19, (20,)),  # and the category, of 22 inputs
+        (Regressor, 18, ()),
+        (Classifier, 19, ()),
+        (partial(Regressor, network=lambda outputs: bnn.nn.MLP([3, outputs])), 19, ()),
     ],
 )
-def test_columns_have_scales_of_their_own(estimator, columns, shape, monkeypatch):
+def test_many_columns_have_scales_of_their_own(estimator, count, shape, monkeypatch):
     def read(task):
         model = handlers.seed(task.model, 0)
         raise WasRead(handlers.trace(model).get_trace(*task.data))
 
     monkeypatch.setitem(methods.METHODS, "ensemble", read)
-    frame = pd.DataFrame({"a": ROWS[:, 0], "b": ROWS[:, 1], "kind": LABELS})
+    numbers = np.random.default_rng(0).normal(size=(len(LABELS), count))
+    frame = pd.DataFrame(numbers).add_prefix("c").assign(kind=LABELS)
     with pytest.raises(WasRead) as found:
-        estimator().fit(frame[list(columns)], CLASSES * 1.0)
+        estimator().fit(frame, CLASSES * 1.0)
     sites = found.value.args[0]
     assert sites["net/Dense_0.kernel_scale"]["value"].shape == shape
     assert sites["net/Dense_1.kernel_scale"]["value"].shape == ()
