@@ -17,6 +17,7 @@ import pytest
 from helpers import group, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
+from numpyro.infer import Predictive
 from numpyro.infer.util import log_density
 from scipy import stats
 from scipy.special import expit
@@ -241,6 +242,17 @@ def test_factors_of_a_convolution_are_those_of_all_its_patches():
     place = np.arange(3, 3 + kernel.size)  # behind the bias
     found = covariance(guide, fit.params, x, y)[np.ix_(place, place)]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_draws_from_parameters_vary_also_around_given_weights():
+    """The parameters do not have the weights themselves, which would fix them."""
+    entry = ZOO["line"]
+    guide, fit = run(entry.model, "full", data_of("line"), dict(entry.exact.mean))
+    assert not fit.params.keys() & entry.exact.mean.keys()
+    sampler = Predictive(guide, params=fit.params, num_samples=2000)
+    draws = sampler(jax.random.key(0), *data_of("line"))
+    for name, sd in entry.exact.sd.items():
+        np.testing.assert_allclose(draws[name].std(0), sd, rtol=0.1)
 
 
 @pytest.mark.slow

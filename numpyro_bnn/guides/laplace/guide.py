@@ -326,7 +326,7 @@ class AutoLaplace(AutoBlocks):
         self._model_params = dict(start)
         with TRACING, handlers.block(), handlers.seed(rng_seed=rng_key):
             self._setup_prototype(*args, **kwargs)
-        self._model_params.update(self._given_params(start))
+        self._model_params = self._given_params(start)
         posterior = self._prototype_posterior
         search = ModeSearch(
             posterior, self._structure, num_epochs, optimizer, patience, progress_bar
