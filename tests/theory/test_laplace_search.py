@@ -197,19 +197,19 @@ def test_tuned_prior_maximizes_the_evidence():
 GRID = np.linspace(-0.2, 0.2, 41)
 
 
-@pytest.mark.parametrize("centered", [True, False])
-def test_learned_prior_scales_maximize_the_evidence_and_their_prior(centered):
+@pytest.mark.parametrize("sd", [None, 1.0, 0.3], ids=["centered", "base", "narrow"])
+def test_learned_prior_scales_maximize_the_evidence_and_their_prior(sd):
     """Of the line by five rows; the joint mode of scale and standardized weights is
     elsewhere.
     """
 
     def model(x, y=None):
         scale = numpyro.sample("scale", dist.HalfNormal(1.0))
-        if centered:
+        if sd is None:
             w = numpyro.sample("w", dist.Normal(0.0, scale).expand([2]).to_event(1))
         else:
-            base = numpyro.sample("w_base", dist.Normal().expand([2]).to_event(1))
-            w = numpyro.deterministic("w", scale * base)
+            prior = dist.Normal(0.0, sd).expand([2]).to_event(1)
+            w = numpyro.deterministic("w", scale * numpyro.sample("w_base", prior))
         with numpyro.plate("data", x.shape[0]):
             numpyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
 
@@ -217,7 +217,7 @@ def test_learned_prior_scales_maximize_the_evidence_and_their_prior(centered):
     scale = float(guide.median(fit.params)["scale"])
     # The mode is that of the coordinate log scale.
     densities = [
-        log_marginal(s, rows=5) + stats.halfnorm.logpdf(s) + np.log(s)
+        log_marginal(s * (sd or 1.0), rows=5) + stats.halfnorm.logpdf(s) + np.log(s)
         for s in scale * np.exp(GRID)
     ]
     assert abs(int(np.argmax(densities)) - 20) <= 1

@@ -51,17 +51,19 @@ INSTEAD = (
 
 
 class ObservedSite(NamedTuple):
-    """The axis of its rows (``None``: it is one row), and the names of the outputs that
-    depend on the sites of the Gaussian.
+    """The axis of its rows (``None``: it is one row), the names of the outputs that
+    depend on the sites of the Gaussian, and what its noise, the outputs after the
+    location, is computed from.
     """
 
     axis: int | None
     used: tuple[str, ...]
+    noise: frozenset[str]
 
 
 class LearnedScale(NamedTuple):
     """The weight that a site is or, non-centered, stands for, and the sites from which
-    its prior is computed.
+    its prior scale is computed.
     """
 
     weight: str
@@ -148,16 +150,20 @@ class LaplacePosterior:
         """Of the weights whose prior scale is learned, by site of the Gaussian."""
         values, scales = self.values(batch, v), {}
         unit, zero = dict(values), dict(values)
-        for name in self.learned:
-            unit[name], zero[name] = jnp.ones_like(v[name]), jnp.zeros_like(v[name])
+        for name, (weight, _) in self.learned.items():
+            if weight != name:
+                unit[name], zero[name] = jnp.ones_like(v[name]), jnp.zeros_like(v[name])
         weights = [of.weight for of in self.learned.values()]
         ends = [batch.at(point, only=weights) for point in (zero, unit)]
         for name, (weight, _) in self.learned.items():
             if name in self.scaled:
-                scales[name] = self._prior_moments(batch, values, name)[1]
+                scale: ArrayLike = self._prior_moments(batch, values, name)[1]
             else:
+                scale = self.fixed[name][1]
+            if weight != name:
                 low, high = (sites[weight]["value"] for sites in ends)
-                scales[name] = jnp.abs(high - low)
+                scale = scale * (high - low)
+            scales[name] = jnp.abs(scale)
         return scales
 
     def weight_variances(self, batch: Batch, v: Values, of_unit: Values) -> Values:
@@ -176,7 +182,8 @@ class LaplacePosterior:
         names = [only] if only else list(self.observed)
         sites, outputs = batch.at(self.values(batch, v), names), {}
         for name in names:
-            outputs[name] = observed_rows(sites[name], *self.observed[name])
+            axis, used, _ = self.observed[name]
+            outputs[name] = observed_rows(sites[name], axis, used)
         return outputs
 
     def _flat_outputs(
@@ -244,8 +251,7 @@ class LaplacePosterior:
             total += _log_prob(sites[name])
         if spread:
             detached = dict(v)
-            scales = [learned.parents for learned in self.learned.values()]
-            for name in v.keys() & set().union(self.fixed, self.scaled, *scales):
+            for name in self._held_for_noise():
                 detached[name] = jax.lax.stop_gradient(v[name])
             outputs = self.outputs(batch, detached)
             for name, variance in spread.items():
@@ -253,6 +259,15 @@ class LaplacePosterior:
                 slope = rows.likelihood.information(rows.outputs)[location]
                 total -= 0.5 * jnp.sum(rows.weight * batch.of(variance) * slope**2)
         return total
+
+    def _held_for_noise(self) -> set[str]:
+        """Weights, and their scales, if the noise is computed from weights: averaging
+        over the location is to change nothing but the noise.
+        """
+        weights = self.fixed.keys() | self.scaled.keys()
+        if all(weights.isdisjoint(site.noise) for site in self.observed.values()):
+            return set()
+        return weights.union(*[learned.parents for learned in self.learned.values()])
 
     def log_prior(
         self, batch: Batch, v: Values, tuned: Tuned, names: Sequence
@@ -434,38 +449,48 @@ def read(
 def _learned_scales(
     reading: Posterior, scaled: Scaled, fixed: Mapping[str, Any]
 ) -> dict[str, LearnedScale]:
-    learned = {}
-    for name, parents in scaled.items():
-        learned[name] = LearnedScale(name, parents)
     weights = base_sites(reading.sites)
-    parents_of = reading.depends(
-        lambda sites: {base: sites[name]["value"] for base, name in weights.items()}
-    )
+
+    def computed(sites: Sites) -> dict[tuple[str, str], Array]:
+        arrays = {}
+        for name in scaled:
+            _, arrays[name, "scale"] = affine_normal(sites[name]["fn"], masked=True)  # type: ignore[misc]
+        for base, name in weights.items():
+            arrays[base, "weight"] = sites[name]["value"]
+        return arrays
+
+    parents, learned = reading.depends(computed), {}
+    for name in scaled:
+        learned[name] = LearnedScale(name, frozenset(parents[name, "scale"]))
     noncentered = {}
-    for base, weight in weights.items():
-        others = frozenset(parents_of[base] - {base})
-        if base in fixed and others:
-            noncentered[base] = LearnedScale(weight, others)
+    for base, name in weights.items():
+        others = frozenset(parents[base, "weight"] - {base})
+        if base in fixed.keys() | scaled.keys() and others:
+            noncentered[base] = LearnedScale(name, others)
     if noncentered:
         by_base = {base: scale.weight for base, scale in noncentered.items()}
         is_affine = reading.run(partial(_are_affine, by_base))
-        learned |= {base: noncentered[base] for base in by_base if is_affine[base]}
+        for base, scale in noncentered.items():
+            learned.pop(base, None)
+            if is_affine[base]:
+                learned[base] = scale
     return learned
 
 
 def _are_affine(weights: Mapping[str, str], reading: Posterior) -> dict[str, Array]:
-    """Whether weights, by base, are affine functions of their bases."""
+    """Whether each element of a weight is an affine function of that of its base, by
+    base, and of no other base.
+    """
+    random, shapes = np.random.default_rng(0), reading.shapes()
+    draws = {base: random.normal(size=shapes[base].shape) for base in weights}
     values = []
-    for point in range(3):
-        bases = {
-            base: jnp.full(reading.shapes()[base].shape, float(point))
-            for base in weights
-        }
+    for point in (jnp.zeros_like, jnp.ones_like, jnp.asarray):
+        bases = {base: point(draws[base], float) for base in weights}
         values.append(reading.at(bases, only=list(weights.values())))
     affine = {}
     for base, name in weights.items():
-        low, middle, high = (sites[name]["value"] for sites in values)
-        affine[base] = jnp.allclose(high - middle, middle - low, rtol=1e-3)
+        low, high, drawn = (sites[name]["value"] for sites in values)
+        affine[base] = jnp.allclose(drawn - low, draws[base] * (high - low), rtol=1e-3)
     return affine
 
 
@@ -517,12 +542,13 @@ def _observed_sites(
             continue
         axis = _row_axis(site, rows.plates, _places(data, name))
         _check_rows(_places(mixed, name), axis, rows.plates, by_products)
-        used = []
+        used, noise = [], set()
         for (observed_name, output), latent in by_output.items():
             if observed_name == name and latent & moving:
+                noise |= latent if used else set()
                 used.append(output)
         if used:
-            observed[name] = ObservedSite(axis, tuple(used))
+            observed[name] = ObservedSite(axis, tuple(used), frozenset(noise))
     if not observed:
         got = "a model without observed sites"
         if reading.observed:

@@ -210,12 +210,19 @@ class ModeSearch:
 
     def weight_variances(self, batch: Batch, mode: Mode) -> Values:
         """Of the weights given their prior scales, inside a program."""
-        prior = self.prior(mode)
-        for _, parents in self.posterior.learned.values():
-            for name in parents & prior.keys():
-                prior[name] = jnp.full_like(prior[name], HELD_PRECISION)
-        gaussian = self.structure.gaussian(mode.sums, prior, mode.coupling)
-        return self.posterior.weight_variances(batch, mode.v, gaussian.variance)
+        prior, variance = self.prior(mode), self.given_scales(mode).variance
+        of_unit = {
+            name: prior[name] * variance[name] for name in self.posterior.learned
+        }
+        return self.posterior.weight_variances(batch, mode.v, of_unit)
+
+    def given_scales(self, mode: Mode) -> LaplaceGaussian:
+        """The Gaussian given the prior scales that are learned, inside a program."""
+        prior, learned = self.prior(mode), self.posterior.learned
+        parents = [scale.parents for scale in learned.values()]
+        for name in (set().union(*parents) & prior.keys()) - learned.keys():
+            prior[name] = jnp.full_like(prior[name], HELD_PRECISION)
+        return self.structure.gaussian(mode.sums, prior, mode.coupling)
 
     def _prior_curvature(self, v: Values) -> tuple[Values, Array | None]:
         """-d^2 log p / dv^2 of sites whose prior is not Normal: its diagonal and, if

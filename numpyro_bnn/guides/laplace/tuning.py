@@ -110,7 +110,9 @@ class EvidenceTuning:
             key, search_key = split(key)
             mode = polished(searched(v, tuned, search_key), ROUND_NEWTON_STEPS)
             _check_positive(self.search.gaussian(mode))
-            evidence = self.log_evidence(mode)
+            evidence = float(
+                self.posterior.rows.run_once(self._evidence_of_round, mode)
+            )
             since += 1
             if best is None or evidence > highest:
                 highest, since, best = evidence, 0, mode
@@ -230,7 +232,7 @@ class EvidenceTuning:
             precision = self._by_site(np.exp(fixed_point(step, start)).tolist())
         mode = mode._replace(tuned=mode.tuned._replace(precision=precision))
         weights: Values = {}
-        if self.posterior.learned:
+        if mode.tuned.weights:
             weights = self.posterior.rows.run_once(self.search.weight_variances, mode)
         spread = self._spread(mode.v, self.search.gaussian(mode))
         return Tuned(precision, spread, weights)
@@ -265,9 +267,17 @@ class EvidenceTuning:
         return float(self.posterior.rows.run_once(self._log_evidence, mode))
 
     def _log_evidence(self, batch: Batch, mode: Mode) -> Array:
+        return self._evidence(batch, mode, self.search.gaussian_of(batch, mode))
+
+    def _evidence_of_round(self, batch: Batch, mode: Mode) -> Array:
+        """What rounds raise, up to a constant: the evidence given the prior scales that
+        are learned, times their prior.
+        """
+        return self._evidence(batch, mode, self.search.given_scales(mode))
+
+    def _evidence(self, batch: Batch, mode: Mode, gaussian: LaplaceGaussian) -> Array:
         """log p(D, v) + P / 2 log 2 pi - 1/2 log det of the precision."""
         posterior, v = self.posterior, mode.v
-        gaussian = self.search.gaussian_of(batch, mode)
         unknowns = sum(v[name].size for name in posterior.sites)
         tuned = Tuned(mode.tuned.precision)
         prior = posterior.log_prior(batch, v, tuned, posterior.sites)
