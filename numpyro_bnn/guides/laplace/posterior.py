@@ -542,7 +542,8 @@ def _observed_sites(
             continue
         axis = _row_axis(site, rows.plates, _places(data, name))
         _check_rows(_places(mixed, name), axis, rows.plates, by_products)
-        used, noise = [], set()
+        used: list[str] = []
+        noise: set[str] = set()
         for (observed_name, output), latent in by_output.items():
             if observed_name == name and latent & moving:
                 noise |= latent if used else set()
