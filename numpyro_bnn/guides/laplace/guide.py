@@ -339,7 +339,7 @@ class AutoLaplace(AutoBlocks):
         self._posterior = posterior
         return result._replace(params={**result.params, **self._model_params})
 
-    def _given_params(self, init: Trees) -> Trees:
+    def _given_params(self, init: Trees) -> dict[str, PyTree]:
         """Values of the model's own parameters; refuses names that the model lacks, and
         parameters without a value.
         """
