@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import NUTS, SVI
 
@@ -51,9 +52,9 @@ class Task(NamedTuple):
 
     call: str  # name of the estimator, for messages
     model: Callable
-    data: tuple[jax.Array, ...]  # of the model, from `padded`
+    data: tuple[Array, ...]  # of the model, from `padded`
     num_rows: int  # without padding
-    rng_key: jax.Array
+    rng_key: Array
     effort: float
     num_chains: int | None
     num_samples: int | None
@@ -102,7 +103,7 @@ class MethodDraws(NamedTuple):
 
 def padded(
     x: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Inputs (N', D), targets (N', ...), which rows are data (N',), and how often they
     count if there are weights: up to 15 or 3 % of the rows are padding.
 
@@ -136,7 +137,7 @@ def padded(
 
 
 def network_model(
-    x: jax.Array,
+    x: Array,
     y: Any = None,
     is_data: Any = None,
     weight: Any = None,
@@ -214,7 +215,7 @@ def noise_likelihood(
         )
     family = noise_family(heavy_tails)
 
-    def of_output(out: jax.Array) -> dist.Distribution:
+    def of_output(out: Array) -> dist.Distribution:
         mean = out[..., :targets]
         sd = sigma
         if heteroscedastic:
@@ -349,7 +350,7 @@ def _transitions(
     """
     values = jax.vmap(kernel.postprocess_fn(args, {}))
 
-    def transition(i: jax.Array, carry: tuple) -> tuple:
+    def transition(i: Array, carry: tuple) -> tuple:
         state, draws = carry
         state = kernel.sample(state, args, {})
         # Warm-up writes where the first draw will be.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+from jax import Array
 from jax.scipy.special import betainc, entr, gammainc, logsumexp, ndtr
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
@@ -66,31 +67,31 @@ class Hurdle(dist.Distribution):
     def _positive(self) -> dist.Distribution:
         return dist.LogNormal(self.loc, self.scale)
 
-    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         uniform, normal = jax.random.split(key)
         shape = self.shape(sample_shape)
         is_zero = jax.random.uniform(uniform, shape) < jax.nn.sigmoid(self.zero_logit)
         return jnp.where(is_zero, 0.0, self._positive.sample(normal, sample_shape))
 
     @validate_sample
-    def log_prob(self, value: jax.Array) -> jax.Array:
+    def log_prob(self, value: Array) -> Array:
         is_zero = value == 0
         amount = jnp.where(value > 0, value, 1.0)  # finite gradients at zero
         density = self._positive.log_prob(amount) - jax.nn.softplus(self.zero_logit)
         at_zero = -jax.nn.softplus(-self.zero_logit)
         return jnp.where(is_zero, at_zero, jnp.where(value > 0, density, -jnp.inf))
 
-    def cdf(self, value: jax.Array) -> jax.Array:
+    def cdf(self, value: Array) -> Array:
         zero = jax.nn.sigmoid(self.zero_logit)
         below = ndtr((jnp.log(jnp.maximum(value, 0.0)) - self.loc) / self.scale)
         return jnp.where(value < 0, 0.0, zero + (1 - zero) * below)
 
     @property
-    def mean(self) -> jax.Array:
+    def mean(self) -> Array:
         return jax.nn.sigmoid(-self.zero_logit) * self._positive.mean
 
     @property
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         square = jax.nn.sigmoid(-self.zero_logit) * jnp.exp(
             2 * self.loc + 2 * self.scale**2
         )
@@ -118,7 +119,7 @@ def component_of(fn: Any) -> tuple:
     return component
 
 
-def _moments(mixture: tuple, weights: jax.Array) -> tuple:
+def _moments(mixture: tuple, weights: Array) -> tuple:
     """Mean of an observation, mean variance of the noise, and variance of the function,
     which add up.
     """
@@ -126,13 +127,13 @@ def _moments(mixture: tuple, weights: jax.Array) -> tuple:
     return _total((means, sds**2), weights)
 
 
-def _quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+def _quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     """Quantiles of the mixture at each level, by bisection between bounds of those of
     its components (Cantelli).
     """
     (means, sds), cdf = mixture[:2], _cdf(mixture)
 
-    def at(level: jax.Array) -> jax.Array:
+    def at(level: Array) -> Array:
         def halve(_: Any, bracket: tuple) -> tuple:
             low, high = bracket
             middle = (low + high) / 2
@@ -160,7 +161,7 @@ def _cdf(mixture: tuple) -> Callable:
     table = _student_t_table(df)
     draw = jnp.arange(len(df)).reshape((-1, *[1] * (mixture[2].ndim - 1)))
 
-    def cdf(z: jax.Array) -> jax.Array:
+    def cdf(z: Array) -> Array:
         place = jnp.arcsinh(z / jnp.sqrt(1 - 2 / mixture[2])) / MAX_ASINH
         place = (jnp.clip(place, -1, 1) + 1) * (NUM_NODES - 1) / 2
         below = jnp.clip(place.astype(int), 0, NUM_NODES - 2)
@@ -170,7 +171,7 @@ def _cdf(mixture: tuple) -> Callable:
     return cdf
 
 
-def _student_t_table(df: jax.Array) -> jax.Array:
+def _student_t_table(df: Array) -> Array:
     """Distribution functions (M, NUM_NODES) at values whose asinh is equally spaced, by
     Simpson's rule: a hundredth of the work of an incomplete beta function.
     """
@@ -182,7 +183,7 @@ def _student_t_table(df: jax.Array) -> jax.Array:
     return jnp.concatenate([below, 1 - below[:, -2::-1]], 1)
 
 
-def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _log_density(mixture: tuple, weights: Array, y: Array) -> tuple:
     """Log density of the mixture at y; all outputs of a row together."""
     means, sds = mixture[:2]
     tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
@@ -191,13 +192,13 @@ def _log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     return (logsumexp(each, axis=0, b=weights[:, None]),)
 
 
-def _distribution(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _distribution(mixture: tuple, weights: Array, y: Array) -> tuple:
     """Distribution function of the mixture at y, of each output alone."""
     means, sds = mixture[:2]
     return (jnp.tensordot(weights, _cdf(mixture)((y - means) / sds), 1),)
 
 
-def _crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _crps(mixture: tuple, weights: Array, y: Array) -> tuple:
     """Continuous ranked probability score of the mixture at y, of each output alone:
     see :func:`_integral`.
     """
@@ -208,12 +209,12 @@ def _crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
     return (_integral(tails, jnp.zeros_like, y, mean, sd, reach),)
 
 
-def _tails(mixture: tuple, weights: jax.Array) -> Callable:
+def _tails(mixture: tuple, weights: Array) -> Callable:
     """Probabilities of at most and of more than a value, of each output alone."""
     means, sds = mixture[:2]
     cdf = _cdf(mixture)
 
-    def tails(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def tails(value: Array) -> tuple[Array, Array]:
         unit = (value - means) / sds
         below = jnp.tensordot(weights, cdf(unit), 1)
         return below, jnp.tensordot(weights, cdf(-unit), 1)
@@ -221,7 +222,7 @@ def _tails(mixture: tuple, weights: jax.Array) -> Callable:
     return tails
 
 
-def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
+def _entropies(mixture: tuple, weights: Array) -> tuple:
     """Entropy of the mean probabilities, and mean entropy of the draws."""
     mean = jnp.tensordot(weights, mixture[0], 1)
     return entr(mean).sum(-1), jnp.tensordot(weights, entr(mixture[0]).sum(-1), 1)
@@ -230,17 +231,17 @@ def _entropies(mixture: tuple, weights: jax.Array) -> tuple:
 # -- targets on another scale: the components of z, and y = g(z) ---------------------
 
 
-def _stretched(mixture: tuple, weights: jax.Array, factor: jax.Array) -> tuple:
+def _stretched(mixture: tuple, weights: Array, factor: Array) -> tuple:
     """Components with this many times their distance from the mean of the mixture."""
     return _around(jnp.tensordot(weights, mixture[0], 1), mixture, factor)
 
 
-def _around(mean: jax.Array, mixture: tuple, factor: jax.Array) -> tuple:
+def _around(mean: Array, mixture: tuple, factor: Array) -> tuple:
     means, sds = mixture[:2]
     return mean + factor * (means - mean), factor * sds, *mixture[2:]
 
 
-def _total(components: tuple, weights: jax.Array) -> tuple:
+def _total(components: tuple, weights: Array) -> tuple:
     """:func:`_moments` from the means and variances of the components."""
     means, variances = components
     mean = jnp.tensordot(weights, means, 1)
@@ -248,7 +249,7 @@ def _total(components: tuple, weights: jax.Array) -> tuple:
     return mean, jnp.tensordot(weights, variances, 1), spread
 
 
-def _log_normal_moments(loc: jax.Array, sd: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _log_normal_moments(loc: Array, sd: Array) -> tuple[Array, Array]:
     mean = jnp.exp(loc + sd**2 / 2)
     return mean, mean**2 * jnp.expm1(sd**2)
 
@@ -258,7 +259,7 @@ def _of_exp(mixture: tuple, _: Any, scale: Any) -> tuple:
     return _log_normal_moments(scale * mixture[0], scale * mixture[1])
 
 
-def _of_logistic(mixture: tuple, center: jax.Array, scale: jax.Array) -> tuple:
+def _of_logistic(mixture: tuple, center: Array, scale: Array) -> tuple:
     """Mean and variance of 1 / (1 + exp(-center - scale z)) of each component.
 
     By the trapezoidal rule in asinh of the standardized value, whose error vanishes
@@ -269,7 +270,7 @@ def _of_logistic(mixture: tuple, center: jax.Array, scale: jax.Array) -> tuple:
     units = jnp.asarray(np.sinh(places))
     steps = jnp.asarray(np.cosh(places) * (places[1] - places[0]))
 
-    def add(totals: tuple, node: tuple[jax.Array, jax.Array]) -> tuple:
+    def add(totals: tuple, node: tuple[Array, Array]) -> tuple:
         unit, step = node
         if len(mixture) == 2:
             density = jnp.exp(dist.Normal(0.0, 1.0).log_prob(unit))
@@ -293,10 +294,10 @@ def _moments_of(of: Callable) -> Callable:
 
     def moments(
         mixture: tuple,
-        weights: jax.Array,
-        factor: jax.Array,
-        center: jax.Array,
-        scale: jax.Array,
+        weights: Array,
+        factor: Array,
+        center: Array,
+        scale: Array,
     ) -> tuple:
         mixture = _stretched(mixture, weights, factor)
         return _total(of(mixture, center, scale), weights)
@@ -311,24 +312,22 @@ def _components_of(of: Callable) -> Callable:
 
     def components(
         mixture: tuple,
-        _: jax.Array,
-        middle: jax.Array,
-        factor: jax.Array,
-        center: jax.Array,
-        scale: jax.Array,
+        _: Array,
+        middle: Array,
+        factor: Array,
+        center: Array,
+        scale: Array,
     ) -> tuple:
         return of(_around(middle, mixture, factor), center, scale)
 
     return components
 
 
-def _log_slope_of_exp(z: jax.Array, _: jax.Array, scale: jax.Array) -> jax.Array:
+def _log_slope_of_exp(z: Array, _: Array, scale: Array) -> Array:
     return jnp.log(scale) + scale * z
 
 
-def _log_slope_of_logistic(
-    z: jax.Array, center: jax.Array, scale: jax.Array
-) -> jax.Array:
+def _log_slope_of_logistic(z: Array, center: Array, scale: Array) -> Array:
     logit = center + scale * z
     return jnp.log(scale) - jax.nn.softplus(logit) - jax.nn.softplus(-logit)
 
@@ -338,16 +337,16 @@ def _crps_of(log_slope: Callable) -> Callable:
 
     def crps(
         mixture: tuple,
-        weights: jax.Array,
-        z: jax.Array,
-        factor: jax.Array,
-        center: jax.Array,
-        scale: jax.Array,
+        weights: Array,
+        z: Array,
+        factor: Array,
+        center: Array,
+        scale: Array,
     ) -> tuple:
         mixture = _stretched(mixture, weights, factor)
         mean, noise, spread = _moments(mixture, weights)
 
-        def log_weight(value: jax.Array) -> jax.Array:
+        def log_weight(value: Array) -> Array:
             return log_slope(value, center, scale)
 
         sd = jnp.sqrt(noise + spread)
@@ -358,7 +357,7 @@ def _crps_of(log_slope: Callable) -> Callable:
     return crps
 
 
-def _reach_of_logs(sd: jax.Array) -> jax.Array:
+def _reach_of_logs(sd: Array) -> Array:
     """Beyond so many standard deviations an exponential has no mass either."""
     return jnp.maximum(MAX_DISTANCE_SD, 2 * MAX_LOG / sd)
 
@@ -366,11 +365,11 @@ def _reach_of_logs(sd: jax.Array) -> jax.Array:
 def _integral(
     tails: Callable,
     log_slope: Callable,
-    z: jax.Array,
-    mean: jax.Array,
-    sd: jax.Array,
-    reach: jax.Array,
-) -> jax.Array:
+    z: Array,
+    mean: Array,
+    sd: Array,
+    reach: Array,
+) -> Array:
     """The integral of F^2 below z, and of (1 - F)^2 above it, times the slope g'.
 
     Gauss-Legendre on both sides of z, in asinh of the distance from the mean in
@@ -381,7 +380,7 @@ def _integral(
     middle = jnp.clip(jnp.arcsinh((z - mean) / sd), -limit, limit)
     places, node_weights = np.polynomial.legendre.leggauss(NUM_CRPS_NODES)
 
-    def add(total: jax.Array, node: tuple[jax.Array, jax.Array]) -> tuple:
+    def add(total: Array, node: tuple[Array, Array]) -> tuple:
         place, weight = node
         for side, (low, high) in enumerate([(-limit, middle), (middle, limit)]):
             at = low + (high - low) * place
@@ -398,17 +397,17 @@ def _integral(
 # -- zeros and amounts -----------------------------------------------------------------
 
 
-def _hurdle_moments(mixture: tuple, weights: jax.Array) -> tuple:
+def _hurdle_moments(mixture: tuple, weights: Array) -> tuple:
     return _total(_hurdle_components(mixture, weights), weights)
 
 
-def _hurdle_components(mixture: tuple, _: jax.Array) -> tuple:
+def _hurdle_components(mixture: tuple, _: Array) -> tuple:
     zero, loc, scale = mixture
     mean, variance = _log_normal_moments(loc, scale)
     return (1 - zero) * mean, (1 - zero) * (variance + zero * mean**2)
 
 
-def _hurdle_tails(mixture: tuple, weights: jax.Array, log_y: jax.Array) -> tuple:
+def _hurdle_tails(mixture: tuple, weights: Array, log_y: Array) -> tuple:
     """Probabilities of at most and of more than a positive amount."""
     zero, loc, scale = mixture
     unit = (log_y - loc) / scale
@@ -416,25 +415,25 @@ def _hurdle_tails(mixture: tuple, weights: jax.Array, log_y: jax.Array) -> tuple
     return below, jnp.tensordot(weights, (1 - zero) * ndtr(-unit), 1)
 
 
-def _hurdle_cdf(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _hurdle_cdf(mixture: tuple, weights: Array, y: Array) -> tuple:
     below = _hurdle_tails(mixture, weights, jnp.log(jnp.maximum(y, 0.0)))[0]
     return (jnp.where(y < 0, 0.0, below),)
 
 
-def _hurdle_log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _hurdle_log_density(mixture: tuple, weights: Array, y: Array) -> tuple:
     zero, loc, scale = mixture
     log_odds = jnp.log(zero) - jnp.log1p(-zero)
     each = Hurdle(log_odds, loc, scale).log_prob(y)
     return (logsumexp(each, axis=0, b=weights[:, None]),)
 
 
-def _hurdle_quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+def _hurdle_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     zero, loc, scale = mixture
     zeros = jnp.tensordot(weights, zero, 1)
     lowest = (loc - MAX_NORMAL_SD * scale).min(0)
     highest = (loc + MAX_NORMAL_SD * scale).max(0)
 
-    def at(level: jax.Array) -> jax.Array:
+    def at(level: Array) -> Array:
         def halve(_: Any, bracket: tuple) -> tuple:
             low, high = bracket
             middle = (low + high) / 2
@@ -447,7 +446,7 @@ def _hurdle_quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> 
     return tuple(jax.lax.map(at, levels))
 
 
-def _hurdle_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _hurdle_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
     _, loc, scale = mixture
     mean, noise, spread = _total((loc, scale**2), weights)
     sd = jnp.sqrt(noise + spread)
@@ -465,16 +464,16 @@ def _hurdle_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
 # -- counts ----------------------------------------------------------------------------
 
 
-def _count_components(mixture: tuple, _: jax.Array) -> tuple:
+def _count_components(mixture: tuple, _: Array) -> tuple:
     mean, concentration = mixture
     return mean, mean + mean**2 / concentration
 
 
-def _count_moments(mixture: tuple, weights: jax.Array) -> tuple:
+def _count_moments(mixture: tuple, weights: Array) -> tuple:
     return _total(_count_components(mixture, weights), weights)
 
 
-def _count_below(mixture: tuple, weights: jax.Array, count: jax.Array) -> jax.Array:
+def _count_below(mixture: tuple, weights: Array, count: Array) -> Array:
     """Probability of at most a whole number."""
     mean, concentration = mixture
     place = jnp.maximum(count, 0.0)
@@ -482,7 +481,7 @@ def _count_below(mixture: tuple, weights: jax.Array, count: jax.Array) -> jax.Ar
     exact = betainc(concentration, near, concentration / (concentration + mean))
     is_large = place > MAX_BETA_COUNT
 
-    def smooth(exact: jax.Array) -> jax.Array:
+    def smooth(exact: Array) -> Array:
         # a gamma of the same mean and variance, with a correction for continuity
         shape = 1 / (1 / mean + 1 / concentration)
         return jnp.where(is_large, gammainc(shape, shape * (place + 0.5) / mean), exact)
@@ -491,11 +490,11 @@ def _count_below(mixture: tuple, weights: jax.Array, count: jax.Array) -> jax.Ar
     return jnp.where(count < 0, 0.0, jnp.tensordot(weights, each, 1))
 
 
-def _count_cdf(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _count_cdf(mixture: tuple, weights: Array, y: Array) -> tuple:
     return (_count_below(mixture, weights, jnp.floor(y)),)
 
 
-def _count_log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _count_log_density(mixture: tuple, weights: Array, y: Array) -> tuple:
     mean, concentration = mixture
     whole = jnp.maximum(jnp.round(y), 0.0)
     each = dist.NegativeBinomial2(mean, concentration).log_prob(whole)
@@ -503,16 +502,16 @@ def _count_log_density(mixture: tuple, weights: jax.Array, y: jax.Array) -> tupl
     return (jnp.where(whole == y, log_density, -jnp.inf),)
 
 
-def _count_quantiles(mixture: tuple, weights: jax.Array, levels: jax.Array) -> tuple:
+def _count_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     """The smallest whole numbers with at least these probabilities below."""
     mean, variance = _count_components(mixture, weights)
 
-    def is_open(low: jax.Array, high: jax.Array) -> jax.Array:
+    def is_open(low: Array, high: Array) -> Array:
         middle = jnp.floor((low + high) / 2)
         # neighbors of float32 may be whole numbers that differ by more than one
         return (middle > low) & (middle < high)
 
-    def at(level: jax.Array) -> jax.Array:
+    def at(level: Array) -> Array:
         def halve(bracket: tuple) -> tuple:
             low, high = bracket
             middle = jnp.floor((low + high) / 2)
@@ -540,18 +539,18 @@ def _count_distances() -> np.ndarray:
     return np.array(distances)
 
 
-def _count_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
+def _count_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
     """The sum of F^2 below y and of (1 - F)^2 above, over whole numbers until both
     vanish; far from y linear between nodes.
     """
     whole = jnp.floor(y)
     distances = jnp.asarray(_count_distances(), whole.dtype)
 
-    def squares(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def squares(low: Array, high: Array) -> tuple[Array, Array]:
         above = 1 - _count_below(mixture, weights, high)
         return _count_below(mixture, weights, low) ** 2, above**2
 
-    def is_open(state: tuple) -> jax.Array:
+    def is_open(state: tuple) -> Array:
         index, _, (_, tails) = state
         largest = jnp.maximum(tails[0].max(), tails[1].max())
         return (index < len(distances)) & (largest > MIN_SQUARE)
@@ -579,11 +578,11 @@ def _count_crps(mixture: tuple, weights: jax.Array, y: jax.Array) -> tuple:
 # -- ordered levels --------------------------------------------------------------------
 
 
-def _level_moments(mixture: tuple, weights: jax.Array, values: jax.Array) -> tuple:
+def _level_moments(mixture: tuple, weights: Array, values: Array) -> tuple:
     return _total(_level_components(mixture, weights, values), weights)
 
 
-def _level_components(mixture: tuple, _: jax.Array, values: jax.Array) -> tuple:
+def _level_components(mixture: tuple, _: Array, values: Array) -> tuple:
     mean = mixture[0] @ values
     return mean, (mixture[0] * (values - mean[..., None]) ** 2).sum(-1)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from jax import Array
 
 from numpyro_bnn.estimators.mixtures import SUMMARIES, component_of
 from numpyro_bnn.guides.laplace.likelihoods import given_log_scales, likelihood_of
@@ -80,7 +81,7 @@ class Predictive:
                 joined.append(np.concatenate(pieces, axis).astype(np.float64))
             return tuple(joined)
 
-    def _selected(self, draw_index: Any) -> dict[str, jax.Array]:
+    def _selected(self, draw_index: Any) -> dict[str, Array]:
         """The draws of all chains, or those of the indices."""
         draws = {}
         for name, value in self.draws.items():
@@ -103,13 +104,11 @@ class Predictive:
     def _program(self, summary: str) -> Callable:
         summarize = SUMMARIES[summary][1]
 
-        def program(
-            draws: Any, params: Any, rows: list[jax.Array], options: Any
-        ) -> tuple:
+        def program(draws: Any, params: Any, rows: list[Array], options: Any) -> tuple:
             reading = Posterior(self.model_of(params), (rows[0],))
             latent = [name for name in reading.latent if name in draws]
 
-            def components(draw: Mapping[str, jax.Array]) -> Any:
+            def components(draw: Mapping[str, Array]) -> Any:
                 values = {name: draw[name] for name in latent}
                 return component_of(reading.at(values, only=("y",))["y"]["fn"])
 
@@ -162,7 +161,7 @@ class LinearizedPredictive(Predictive):
         if summary not in self.closed_form:
             return super()._program(summary)
 
-        def program(_: Any, params: Any, rows: list[jax.Array], options: Any) -> tuple:
+        def program(_: Any, params: Any, rows: list[Array], options: Any) -> tuple:
             posterior = self.guide._posterior.on((rows[0],), {})
             batch = Batch(posterior.rows.reading())
             outputs = gaussian_outputs(self.guide, posterior, batch, params, "y")
@@ -184,7 +183,7 @@ class LinearizedPredictive(Predictive):
         return program
 
 
-def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) -> None:
+def linearized_model(x: Array, y: Any = None, *, guide: Any, params: Any) -> None:
     """The model of a guide with outputs that are linear in its coordinates, whose
     posterior the Gaussian is.
     """
@@ -197,7 +196,7 @@ def linearized_model(x: jax.Array, y: Any = None, *, guide: Any, params: Any) ->
     difference = {name: coordinates[name] - value for name, value in mode.items()}
     likelihood = likelihood_of(trace["y"])
 
-    def outputs_at(v: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def outputs_at(v: dict[str, Array]) -> dict[str, Array]:
         site = batch.at(posterior.values(batch, v), only=["y"])["y"]
         return likelihood.natural(site["fn"])
 

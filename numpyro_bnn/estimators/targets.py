@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from jax import Array
 from numpyro.distributions import transforms
 from scipy import stats
 from scipy.special import expit, logit
@@ -505,7 +506,7 @@ def zeros_likelihood(
     if not heteroscedastic:
         sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
 
-    def of_output(out: jax.Array) -> dist.Distribution:
+    def of_output(out: Array) -> dist.Distribution:
         sd = sigma
         if heteroscedastic:
             sd = methods.MIN_SD + jax.nn.softplus(out[..., 2])
@@ -580,7 +581,7 @@ def counts_likelihood(center: float, spread: float, heteroscedastic: bool) -> Ca
     if not heteroscedastic:
         dispersion = numpyro.sample("dispersion", dist.HalfNormal(1.0))
 
-    def of_output(out: jax.Array) -> dist.Distribution:
+    def of_output(out: Array) -> dist.Distribution:
         excess = jax.nn.softplus(out[..., 1]) if heteroscedastic else dispersion
         log_mean = center + spread * out[..., 0]
         mean = jnp.exp(jnp.clip(log_mean, -MAX_LOG_MEAN, MAX_LOG_MEAN))
@@ -651,7 +652,7 @@ def ordered_likelihood(num_levels: int) -> Callable:
     above = jnp.cumsum(probs[::-1])[::-1][1:] + tiny
     cuts = jnp.log(below) - jnp.log(above)
 
-    def of_output(out: jax.Array) -> dist.Distribution:
+    def of_output(out: Array) -> dist.Distribution:
         distance = cuts - out[..., :1]
         # sigmoid(b) - sigmoid(a) = sigmoid(b) sigmoid(-a) (1 - e^(a - b))
         first = jax.nn.log_sigmoid(distance[..., :1])
@@ -770,24 +771,24 @@ class Levels(dist.Distribution):
         batch_shape = jnp.shape(probs)[:-1]
         super().__init__(batch_shape, (), validate_args=validate_args)
 
-    def sample(self, key: jax.Array, sample_shape: tuple[int, ...] = ()) -> jax.Array:
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
         codes = dist.Categorical(probs=self.probs).sample(key, sample_shape)
         return self.values[codes]
 
-    def log_prob(self, value: jax.Array) -> jax.Array:
+    def log_prob(self, value: Array) -> Array:
         is_level = jnp.asarray(value)[..., None] == self.values
         return jnp.log(jnp.sum(is_level * self.probs, axis=-1))
 
-    def cdf(self, value: jax.Array) -> jax.Array:
+    def cdf(self, value: Array) -> Array:
         below = self.values <= jnp.asarray(value)[..., None]
         return jnp.sum(below * self.probs, axis=-1)
 
     @property
-    def mean(self) -> jax.Array:
+    def mean(self) -> Array:
         return self.probs @ self.values
 
     @property
-    def variance(self) -> jax.Array:
+    def variance(self) -> Array:
         return self.probs @ self.values**2 - self.mean**2
 
 

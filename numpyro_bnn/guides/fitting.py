@@ -388,7 +388,7 @@ def _compiled(svi: SVI, fixed: Arguments, stable: bool) -> Callable:
                 state, loss = update(state._replace(rng_key=key), *args, **kwargs)
             return state.rng_key, state._replace(rng_key=None), loss
 
-        def is_finite(state: Any, loss: jax.Array) -> jax.Array:
+        def is_finite(state: Any, loss: Array) -> Array:
             if stable:
                 return jnp.array(True)
             params = jax.tree.leaves(svi.optim.get_params(state.optim_state))

@@ -446,7 +446,7 @@ def _axes(args: tuple, in_axes: PyTree, batched: bool) -> tuple[int | None, ...]
     raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
 
 
-def _warn_of_rise(losses: jax.Array) -> None:
+def _warn_of_rise(losses: Array) -> None:
     """Of a fit that predicts its rows, (..., E) nats each, worse than the first pass,
     which had not seen them.
     """
