@@ -173,6 +173,50 @@ def test_a_site_may_have_the_name_of_a_parameter():
     np.testing.assert_allclose(evidence("scale"), evidence("sigma"), rtol=1e-6)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_every_epoch_counts_the_rows_once(scaled):
+    """A normal mean with noise of known sd, where the average factor of the rows is
+    that of each: after any number of epochs the posterior is exact.
+
+    A learned scale has the prior factor to which the rows are added.
+    """
+    y = 1.0 + 0.5 * np.resize([-1.0, 1.0], 20)
+
+    def model(x, y=None):
+        tau = numpyro.sample("tau", dist.HalfNormal(1e-3)) if scaled else 0.0
+        w = numpyro.sample("w", dist.Normal(0.0, jnp.where(scaled, 1e3 * tau, 1.0)))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Normal(x * w, 2.0), obs=y)
+
+    _, fit = learn(model, np.ones(20), y, means={"w": 0.0}, num_epochs=30)
+    weight, factor = fit.state.weights["w"], fit.state.factors.get("w")
+    prior = 1.0 if factor is None else factor.precision
+    np.testing.assert_allclose(1 / weight.var, prior + 20 / 4, rtol=1e-3)
+    _, again = learn(model, np.ones(20), y, num_epochs=30, recount=True)
+    assert again.state.weights["w"].var < weight.var / 5
+
+
+def test_noise_is_not_learned_as_classes():
+    """Classes without signal, 12 columns: new rows cost about what guesses do, and the
+    last loss tells what they cost.
+    """
+    random = np.random.default_rng(5)
+    x, y = random.normal(size=(120, 12)), random.integers(3, size=120)
+
+    def model(x, y=None):
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        normal = dist.Normal(0.0, scale)
+        w = numpyro.sample("w", normal.expand([x.shape[1], 3]).to_event(2))
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+
+    guide, fit = learn(model, x[:60], y[:60], num_epochs=40)
+    scores = guide.log_predictive_density(fit.params, x[60:], y[60:])
+    new = -float(scores.mean())
+    assert new < np.log(3) + 0.15
+    assert fit.losses[-1] / 60 == pytest.approx(new, abs=0.2)
+
+
 # -- many rows: filtering by fine grids ------------------------------------------------
 
 
@@ -503,7 +547,8 @@ def test_a_learned_scale_and_its_weights_have_their_exact_moments():
         )
         numpyro.sample("y", dist.Normal(w[x], 1.0), obs=y)
 
-    _, fit = learn(model, np.arange(4), loc + away, means={"w": loc}, num_epochs=2)
+    options = {"means": {"w": loc}, "num_epochs": 2, "recount": True}
+    _, fit = learn(model, np.arange(4), loc + away, **options)
     u = np.linspace(-5, 3, 8001)  # the logarithm of the scale
     scale = np.exp(u)
     log_density = stats.gamma.logpdf(scale, 5, scale=0.2) + u

@@ -106,7 +106,7 @@ class AutoADF(ADFPosterior):
         message names the site.
 
     Reference: Hernandez-Lobato & Adams (2015), *Probabilistic backpropagation*; Minka
-    (2001) on ADF.
+    (2001) on ADF; Li, Hernandez-Lobato & Turner (2015) on ``recount=False``.
 
     >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist
     >>> def model(x, y=None):
@@ -151,6 +151,7 @@ class AutoADF(ADFPosterior):
         | None = None,
         orders: ArrayLike | None = None,
         progress_bar: Switch = True,
+        recount: Switch | None = None,
         max_refused: Fraction = 0.05,
         keeper: Keeper | None = None,
         **kwargs: Any,
@@ -173,6 +174,12 @@ class AutoADF(ADFPosterior):
         :param orders: order of the rows in each epoch, (E, N), or (R, E, N), instead of
             random ones.
         :param progress_bar: show a progress bar over epochs.
+        :param recount: whether each epoch counts the rows again, as published: it
+            learns more of data with little noise, and is too sure of others. Without,
+            one Nth of the likelihood is taken out before each row of a later epoch
+            (stochastic expectation propagation), and the last of ``losses`` is about
+            that of leaving each row out. By default only for noise with a Gamma
+            precision.
         :param max_refused: warn if a larger fraction of the weight updates is refused
             in an epoch.
         :param keeper: where the epochs are kept; :func:`numpyro_bnn.runs.fit` passes
@@ -202,12 +209,18 @@ class AutoADF(ADFPosterior):
                 reason = "it has its own order"
                 refuse_feeds(f"{CALL}.run", "orders", reason, args, kwargs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
+            if recount is None:  # as published, for the noise that was published
+                recount = self._known_problem().gamma is not None
+            shares = np.full(num_epochs, 0.0 if recount else 1 / num_rows)
+            if init_state is None:
+                shares[0] = 0.0  # no row is counted yet
             if is_traced((data, rng_key)):
-                state, records = jax.lax.scan(
-                    lambda state, of_epoch: program.epoch(state, *data, *of_epoch, 1.0),
-                    state,
-                    (keys, orders),
-                )
+
+                def epoch(state: ADFState, inputs: PyTree) -> PyTree:
+                    key, order, share = inputs
+                    return program.epoch(state, *data, key, order, 1.0, share)
+
+                state, records = jax.lax.scan(epoch, state, (keys, orders, shares))
                 if batched:
                     records = jax.tree.map(jnp.transpose, records)
             else:
@@ -217,6 +230,7 @@ class AutoADF(ADFPosterior):
                     data,
                     keys,
                     orders,
+                    shares,
                     progress_bar,
                     max_refused,
                     keeper,
@@ -244,7 +258,8 @@ class AutoADF(ADFPosterior):
         def learned(likelihood: Likelihood, *inputs: PyTree) -> Arrays:
             return self._to_params(sweep(likelihood, *inputs)[0])
 
-        new = self._on_new_data("update", params, args, kwargs, learned, more=(1.0,))
+        more = 1.0, 0.0
+        new = self._on_new_data("update", params, args, kwargs, learned, more=more)
         return {
             name: jnp.asarray(value, jnp.asarray(params[name]).dtype)
             for name, value in new.items()

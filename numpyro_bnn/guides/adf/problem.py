@@ -95,6 +95,54 @@ def first_state(likelihood: Likelihood, rng_key: Array, means: Values) -> ADFSta
     return state
 
 
+def cavity(
+    likelihood: Likelihood,
+    state: ADFState,
+    factors: Mapping[str, PriorFactor],
+    share: Array,
+) -> ADFState:
+    """The posterior with a share of the likelihood, all but the priors, divided out.
+
+    With one Nth of it the next row is counted once, however often it is seen: the
+    average of the N factors stands for its own (stochastic expectation propagation).
+
+    Reference: Li, Hernandez-Lobato & Turner (2015).
+    """
+    weights, hypers = {}, dict(state.hyperparameters)
+    for name, posterior in state.weights.items():
+        if name in factors:
+            precision, shift = factors[name][:2]
+        else:
+            weight = likelihood.roles.weights[name]
+            precision = jnp.asarray(1 / weight.scale**2)
+            shift = jnp.asarray(weight.loc) * precision
+        weights[name] = _mixed(posterior, precision, shift, share)
+    for name in likelihood.roles.noise:
+        prior, posterior = likelihood.hyperparameters[name].prior, hypers[name]
+        if isinstance(prior, Gamma):
+            hypers[name] = jax.tree.map(
+                lambda own, start: own + share * (start - own), posterior, prior
+            )
+        else:
+            precision = 1 / prior.var
+            hypers[name] = _mixed(posterior, precision, prior.mean * precision, share)
+    return state._replace(weights=weights, hyperparameters=hypers)
+
+
+def _mixed(
+    posterior: Gaussian, precision: Array, shift: Array, share: Array
+) -> Gaussian:
+    """Moments of q^(1 - share) p^share; those of q if this is not proper."""
+    rest = (1 - share) / posterior.var
+    total = rest + share * precision
+    proper = total > 0
+    var = 1 / jnp.where(proper, total, 1.0)
+    mean = var * (rest * posterior.mean + share * shift)
+    return Gaussian(
+        jnp.where(proper, mean, posterior.mean), jnp.where(proper, var, posterior.var)
+    )
+
+
 def learn(
     likelihood: Likelihood, state: ADFState, data: Any
 ) -> tuple[ADFState, Array, Array]:
@@ -135,14 +183,16 @@ def sweep(
     rows: PyTree,
     arrays: PyTree,
     divisor: Array,
+    share: Array,
 ) -> tuple[ADFState, Records]:
-    """One pass over rows in the order given; for ``divisor`` see
-    :func:`fusion_barrier`.
+    """One pass over rows in the order given; for ``share`` see :func:`cavity`, for
+    ``divisor`` :func:`fusion_barrier`.
     """
     absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
-    def body(state: ADFState, row: PyTree) -> tuple[ADFState, PyTree]:
-        updated, *records = absorb(state, (row, arrays))
+    def body(current: ADFState, row: PyTree) -> tuple[ADFState, PyTree]:
+        before = cavity(likelihood, current, state.factors, share)
+        updated, *records = absorb(before, (row, arrays))
         return updated, records
 
     without = state._replace(factors={})
@@ -226,16 +276,17 @@ def build(
         rng_key: Array,
         order: Array,
         divisor: Array,
+        share: Array,
     ) -> PyTree:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
-        state, record = sweep(likelihood, state, shuffled, arrays, divisor)
+        state, record = sweep(likelihood, state, shuffled, arrays, divisor, share)
         return refine(likelihood, state), record
 
     begin = partial(first_state, likelihood)
     if batched:
         begin = jax.vmap(begin)
-        epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None))
+        epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None, None))
 
     return Program(shared(begin, runs_rarely=True), shared(epoch))
 
@@ -253,25 +304,33 @@ def build_fed(
 
     @shared
     def absorbed(
-        state: ADFState, rows: PyTree, count: Array, arrays: PyTree, divisor: Array
+        state: ADFState,
+        rows: PyTree,
+        count: Array,
+        arrays: PyTree,
+        divisor: Array,
+        share: Array,
     ) -> tuple[ADFState, Array, Array]:
         absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
         def body(n: Array, carry: tuple) -> tuple:
             state, log_z, refused = carry
             row = {place: column[n] for place, column in rows.items()}
-            updated, value, bad = absorb(state, (row, arrays))
+            before = cavity(likelihood, state, factors, share)
+            updated, value, bad = absorb(before, (row, arrays))
             return updated, log_z + value, refused + bad
 
-        zero = jnp.zeros(())
-        return lax.fori_loop(0, count, body, (state, zero, zero))
+        zero, factors = jnp.zeros(()), state.factors
+        start = state._replace(factors={}), zero, zero
+        updated, *sums = lax.fori_loop(0, count, body, start)
+        return updated._replace(factors=factors), *sums
 
     refined = shared(partial(refine, likelihood))
 
     def epoch(
         feed: Feed, state: ADFState, _: object, arrays: PyTree, *rest: PyTree
     ) -> PyTree:
-        updated, sums = state._replace(factors={}), np.zeros(2)
+        updated, sums = state, np.zeros(2)
         for start in range(0, num_rows, size):
             count = min(size, num_rows - start)
             parts, rows = feed.take(count).columns, {}
@@ -280,13 +339,13 @@ def build_fed(
                 dtype = np.float64 if part.dtype.kind == "f" else part.dtype
                 rows[place] = np.zeros((size, *part.shape[1:]), dtype)
                 rows[place][:count] = part
-            numbers = np.int32(count), arrays, rest[-1]
+            numbers = np.int32(count), arrays, *rest[-2:]
             updated, *part_sums = absorbed(updated, rows, *numbers)
             sums += np.asarray(part_sums)
         weights = likelihood.roles.weights.values()
         num_weights = sum(weight.loc.size for weight in weights)
         record = Records(jnp.asarray(sums[0]), sums[1] / num_rows / num_weights)
-        return refined(updated._replace(factors=state.factors)), record
+        return refined(updated), record
 
     start = shared(partial(first_state, likelihood), runs_rarely=True)
     return lambda feed: Program(start, partial(epoch, feed))
@@ -298,6 +357,7 @@ def run_epochs(
     data: tuple[Any, Any],
     keys: Array,
     orders: Any,
+    shares: np.ndarray,
     progress_bar: bool,
     max_refused: float,
     keeper: Keeper | None = None,
@@ -305,8 +365,8 @@ def run_epochs(
     """Run one compiled program per epoch, to show progress and lose at most one epoch
     to an interruption.
 
-    ``data`` are rows and other arrays; ``keys`` and ``orders`` (or ``None``) hold one
-    entry per epoch.
+    ``data`` are rows and other arrays; ``keys``, ``orders`` (or ``None``) and
+    ``shares`` hold one entry per epoch.
     """
     num_epochs = keys.shape[0]
     records: list[Records] = []
@@ -328,7 +388,8 @@ def run_epochs(
         try:
             for k in (done + step for step in bar):
                 order = None if orders is None else orders[k]
-                updated, record = program.epoch(state, *data, keys[k], order, 1.0)
+                inputs = keys[k], order, 1.0, shares[k]
+                updated, record = program.epoch(state, *data, *inputs)
                 records.append(jax.device_get(record))
                 state = updated
                 warned = warned or _warn(records[-1], k, max_refused)
