@@ -770,8 +770,8 @@ ROWS = {
         ),
         (
             lambda: adf(X, Y, init_means={"w": np.ones(3)}),
-            "var",
-            "Pass one variance per element of the mean, (3,",
+            "init_means['w']",
+            "Pass a value of shape (2,).",
         ),
         (
             lambda: adf(X, Y, orders=[[0, 1]], num_epochs=1),

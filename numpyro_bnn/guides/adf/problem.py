@@ -11,7 +11,7 @@ import numpy as np
 import tqdm
 from jax import Array, lax
 
-from numpyro_bnn._checks import outside
+from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.adf.likelihoods import Likelihood, Point, read_likelihood
 from numpyro_bnn.guides.adf.moment_matching import (
@@ -26,7 +26,7 @@ from numpyro_bnn.guides.adf.moment_matching import (
 )
 from numpyro_bnn.guides.adf.observation import check_quantities, check_rows, rewritten
 from numpyro_bnn.guides.adf.quadrature import sum_to
-from numpyro_bnn.guides.adf.reading import Data, Values, find_roles
+from numpyro_bnn.guides.adf.reading import CALL, Data, Values, find_roles
 from numpyro_bnn.guides.fitting import Keeper
 from numpyro_bnn.moments import Equation, Gaussian
 from numpyro_bnn.program.batches import Feed
@@ -86,6 +86,10 @@ def first_state(likelihood: Likelihood, rng_key: Array, means: Values) -> ADFSta
         fan_in = np.prod(var.shape[:-1]) if var.ndim > 1 else max(1, var.size)
         noise = jnp.sqrt(var / fan_in) * jax.random.normal(key, var.shape)
         mean = means.get(name, weight.loc + noise)
+        if jnp.shape(mean) != var.shape:
+            got = f"shape {jnp.shape(mean)}"
+            instead = f"Pass a value of shape {var.shape}."
+            raise argument_error(f"{CALL}.run", f"init_means[{name!r}]", got, instead)
         state.weights[name] = Gaussian(jnp.asarray(mean, float), var)
         if weight.hyper is not None:
             zero = jnp.zeros(var.shape)
