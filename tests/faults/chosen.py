@@ -37,7 +37,7 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         0,
     ): "1 / E precision instead of E of 1 / precision",
     (
-        "guides.adf.moment_matching.Hyperparameter.log_prior",
+        "guides.adf.moment_matching._log_density",
         "dropped term",
         0,
     ): "a log scale forgets the Jacobian",
@@ -82,12 +82,12 @@ IMPORTANT: dict[tuple[str, str, int], str] = {
         1,
     ): "draws forget the scale",
     (
-        "guides.laplace.tuning.EvidenceTuning._log_evidence",
+        "guides.laplace.tuning.EvidenceTuning._evidence",
         "sign",
         0,
     ): "the evidence has the wrong sign of the volume",
     (
-        "guides.laplace.tuning.EvidenceTuning._log_evidence",
+        "guides.laplace.tuning.EvidenceTuning._evidence",
         "lost factor",
         1,
     ): "the evidence lacks the constant of the unknowns",
