@@ -370,7 +370,7 @@ class Regressor(RegressorMixin, Network):
         """Refuse means that overflow; announce those that few draws decide, by Kish's
         number, for which all are equal.
         """
-        overflown = np.sum(~np.isfinite(mean))
+        overflown = _rows_with_any(~np.isfinite(mean))
         if overflown:
             got = f"{overflown} rows so far from those of the fit that means overflow"
             instead = "Leave them out, or ask for medians: `predict_quantiles`."
@@ -378,7 +378,7 @@ class Regressor(RegressorMixin, Network):
         number = self._predictive.num_draws
         with np.errstate(all="ignore"):
             deciding = number / (1 + spread / mean**2)
-        few = np.sum(deciding < min(MIN_DECIDING_DRAWS, number / 4))
+        few = _rows_with_any(deciding < min(MIN_DECIDING_DRAWS, number / 4))
         if few:
             warn_of_health(
                 f"{self._call}.predict: the mean of {few} of {len(mean)} rows is "
@@ -629,3 +629,8 @@ class Regressor(RegressorMixin, Network):
             instead = "Use `conformal_interval` for intervals from held-out rows."
             raise argument_error(f"{self._call}.calibrate", "target", got, instead)
         return self._target.log_density(self._asking(X), y)
+
+
+def _rows_with_any(flags: np.ndarray) -> int:
+    """Of flags (N,) or (N, K)."""
+    return int(flags.reshape(len(flags), -1).any(axis=1).sum())

@@ -363,6 +363,20 @@ def test_several_positive_targets_count_alike():
     np.testing.assert_array_equal(model.most_uncertain(rows, 5), expected)
 
 
+@pytest.mark.filterwarnings("ignore::numpyro_bnn.metrics.HealthWarning")
+def test_a_row_is_announced_once_for_all_targets():
+    rows, targets = table(40)
+    y = np.column_stack([targets["positive"], targets["positive"][::-1]])
+    model, said = quick("positive", num_samples=20).fit(rows, y), []
+    for row in 30 * rows[:8]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.predict(row[None])
+        said += [str(w.message) for w in caught if "mean of" in str(w.message)]
+    assert len(said) > 2
+    assert all("mean of 1 of 1 rows" in text for text in said), said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["positive", "zeros", "counts", "ordered"])
 def test_a_column_of_targets_is_one(kind):
