@@ -196,31 +196,24 @@ class AutoADF(ADFPosterior):
             start_key, order_key = split(rng_key)
             state: PyTree = init_state
             if state is None:
-                means = {}
-                for name, mean in (init_means or {}).items():
-                    Choice(self._known_problem().roles.weights).check(
-                        f"{CALL}.run", "init_means", name
-                    )
-                    check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
-                    means[name] = jnp.asarray(mean, jnp.float64)
-                state = program.start(start_key, means)
+                state = program.start(start_key, self._checked_means(init_means or {}))
             keys = split(order_key, num_epochs)
             if orders is not None:
                 reason = "it has its own order"
                 refuse_feeds(f"{CALL}.run", "orders", reason, args, kwargs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
+            shares = None
             if recount is None:  # as published, for the noise that was published
                 recount = self._known_problem().gamma is not None
-            shares = np.full(num_epochs, 0.0 if recount else 1 / num_rows)
-            if init_state is None:
-                shares[0] = 0.0  # no row is counted yet
+            if not recount:
+                shares = np.full(num_epochs, 1 / num_rows)
+                shares[0] *= init_state is not None  # else no row is counted yet
             if is_traced((data, rng_key)):
-
-                def epoch(state: ADFState, inputs: PyTree) -> PyTree:
-                    key, order, share = inputs
-                    return program.epoch(state, *data, key, order, 1.0, share)
-
-                state, records = jax.lax.scan(epoch, state, (keys, orders, shares))
+                state, records = jax.lax.scan(
+                    lambda state, of_epoch: program.epoch(state, *data, *of_epoch, 1.0),
+                    state,
+                    (keys, orders, shares),
+                )
                 if batched:
                     records = jax.tree.map(jnp.transpose, records)
             else:
@@ -244,6 +237,15 @@ class AutoADF(ADFPosterior):
         )
         return ADFResult(params, state, losses, refused)
 
+    def _checked_means(self, init_means: Values) -> Arrays:
+        means = {}
+        known = Choice(self._known_problem().roles.weights)
+        for name, mean in init_means.items():
+            known.check(f"{CALL}.run", "init_means", name)
+            check_finite(f"{CALL}.run", f"init_means[{name!r}]", mean)
+            means[name] = jnp.asarray(mean, jnp.float64)
+        return means
+
     def update(self, params: Values, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """Learn from further data, in the order given: the current posterior becomes
         the prior.
@@ -258,7 +260,7 @@ class AutoADF(ADFPosterior):
         def learned(likelihood: Likelihood, *inputs: PyTree) -> Arrays:
             return self._to_params(sweep(likelihood, *inputs)[0])
 
-        more = 1.0, 0.0
+        more = None, 1.0
         new = self._on_new_data("update", params, args, kwargs, learned, more=more)
         return {
             name: jnp.asarray(value, jnp.asarray(params[name]).dtype)

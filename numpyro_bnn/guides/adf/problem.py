@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -103,15 +104,18 @@ def cavity(
     likelihood: Likelihood,
     state: ADFState,
     factors: Mapping[str, PriorFactor],
-    share: Array,
+    share: Array | None,
 ) -> ADFState:
-    """The posterior with a share of the likelihood, all but the priors, divided out.
+    """The posterior with a share of the likelihood, all but the priors, divided out;
+    the posterior itself for ``None``.
 
     With one Nth of it the next row is counted once, however often it is seen: the
     average of the N factors stands for its own (stochastic expectation propagation).
 
     Reference: Li, Hernandez-Lobato & Turner (2015).
     """
+    if share is None:
+        return state
     weights, hypers = {}, dict(state.hyperparameters)
     for name, posterior in state.weights.items():
         if name in factors:
@@ -186,8 +190,8 @@ def sweep(
     state: ADFState,
     rows: PyTree,
     arrays: PyTree,
+    share: Array | None,
     divisor: Array,
-    share: Array,
 ) -> tuple[ADFState, Records]:
     """One pass over rows in the order given; for ``share`` see :func:`cavity`, for
     ``divisor`` :func:`fusion_barrier`.
@@ -279,12 +283,12 @@ def build(
         arrays: PyTree,
         rng_key: Array,
         order: Array,
+        share: Array | None,
         divisor: Array,
-        share: Array,
     ) -> PyTree:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
-        state, record = sweep(likelihood, state, shuffled, arrays, divisor, share)
+        state, record = sweep(likelihood, state, shuffled, arrays, share, divisor)
         return refine(likelihood, state), record
 
     begin = partial(first_state, likelihood)
@@ -312,8 +316,8 @@ def build_fed(
         rows: PyTree,
         count: Array,
         arrays: PyTree,
+        share: Array | None,
         divisor: Array,
-        share: Array,
     ) -> tuple[ADFState, Array, Array]:
         absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
@@ -361,7 +365,7 @@ def run_epochs(
     data: tuple[Any, Any],
     keys: Array,
     orders: Any,
-    shares: np.ndarray,
+    shares: np.ndarray | None,
     progress_bar: bool,
     max_refused: float,
     keeper: Keeper | None = None,
@@ -369,8 +373,8 @@ def run_epochs(
     """Run one compiled program per epoch, to show progress and lose at most one epoch
     to an interruption.
 
-    ``data`` are rows and other arrays; ``keys``, ``orders`` (or ``None``) and
-    ``shares`` hold one entry per epoch.
+    ``data`` are rows and other arrays; ``keys``, ``orders`` and ``shares`` (or
+    ``None``) hold one entry per epoch.
     """
     num_epochs = keys.shape[0]
     records: list[Records] = []
@@ -391,9 +395,8 @@ def run_epochs(
     ) as bar:
         try:
             for k in (done + step for step in bar):
-                order = None if orders is None else orders[k]
-                inputs = keys[k], order, 1.0, shares[k]
-                updated, record = program.epoch(state, *data, *inputs)
+                of_epoch = jax.tree.map(itemgetter(k), (keys, orders, shares))
+                updated, record = program.epoch(state, *data, *of_epoch, 1.0)
                 records.append(jax.device_get(record))
                 state = updated
                 warned = warned or _warn(records[-1], k, max_refused)
