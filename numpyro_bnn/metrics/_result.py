@@ -331,16 +331,12 @@ class Result:
         """Some entries of the function in sound chains, or of its log likelihood; maybe
         none.
         """
-        means = self.means(self._predicted) or self.arrays("log_likelihood")
-        entries = Entries.of(means.values(), MAX_COLUMNS)
-        return entries._replace(draws=entries.draws[self._are_usable(entries.draws)])
+        return self._entries._replace(draws=self._entries.draws[self._are_usable()])
 
     def halves(self) -> list[Halves]:
         """The halves of the chains of :meth:`function`, of each site with a mean."""
         means, drawn = self.means(self._predicted), self.arrays(self._predicted)
-        entries = Entries.of(means.values(), MAX_COLUMNS)
-        usable = np.flatnonzero(self._are_usable(entries.draws))
-        halves = []
+        usable, halves = np.flatnonzero(self._are_usable()), []
         for name, mean in means.items():
             site, suffix = name.rsplit("_", 1)
             y = drawn.get(site)
@@ -355,10 +351,16 @@ class Result:
         at_data = self.means("posterior_predictive")
         return "posterior_predictive" if at_data else "predictions"
 
-    def _are_usable(self, drawn: np.ndarray) -> np.ndarray:
-        """Which chains are sound and have finite draws (C, S, K)."""
-        finite = np.isfinite(drawn).all(axis=(1, 2))
-        return finite & np.isin(np.arange(len(drawn)), self.sound)
+    @cached_property
+    def _entries(self) -> Entries:
+        """Those of :meth:`function` in all chains."""
+        means = self.means(self._predicted) or self.arrays("log_likelihood")
+        return Entries.of(means.values(), MAX_COLUMNS)
+
+    def _are_usable(self) -> np.ndarray:
+        """Which chains are sound and have finite draws."""
+        finite = np.isfinite(self._entries.draws).all(axis=(1, 2))
+        return finite & np.isin(np.arange(len(finite)), self.sound)
 
     # -- data --------------------------------------------------------------------------
 
