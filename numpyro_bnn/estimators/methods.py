@@ -190,7 +190,7 @@ class _ByColumn(priors.ARD):
         return gaussian(shape, factor * scale[:, None], self.centered)
 
 
-def prior_by_column(columns: Any) -> Any:
+def prior_by_column(columns: np.ndarray) -> Any:
     """Scales of the first layer that let columns be irrelevant if there are many, by
     the place of the column for each input (D,); one for each other layer.
     """

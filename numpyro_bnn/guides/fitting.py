@@ -433,11 +433,7 @@ def _block(ahead: Ahead, is_finite: Callable, go_on: Callable, carry: tuple) -> 
 
     def step(carry: tuple) -> tuple:
         now = [array[carry[2] - begin] for array in rows]
-
-        def take(state: Any, key: Any) -> tuple:
-            return ahead.finish(state, key, now)
-
-        return _step(take, is_finite, carry)
+        return _step(lambda state, key: ahead.finish(state, key, now), is_finite, carry)
 
     return lax.while_loop(
         lambda carry: go_on(carry) & (carry[2] < begin + AHEAD), step, carry

@@ -104,7 +104,7 @@ class LaplacePosterior:
     observed: Mapping[str, ObservedSite]
     data: Sequence[str]
     sites: Sequence[str]
-    learned: Mapping[str, "LearnedScale"]
+    learned: Mapping[str, LearnedScale]
 
     def on(self, args: tuple, kwargs: Kwargs) -> "LaplacePosterior":
         """The same for all rows of other arguments."""
