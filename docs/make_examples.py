@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,7 +83,7 @@ def run(name: str, folder: str) -> tuple[str, float]:
     return done.stdout, time.perf_counter() - began
 
 
-def shrink(source: Path, target: Path) -> None:
+def shrink(source: Path | BytesIO, target: Path | BytesIO) -> None:
     """A figure of the width of a page, with few colors."""
     from PIL import Image
 
@@ -91,7 +92,7 @@ def shrink(source: Path, target: Path) -> None:
         image = image.resize(
             (WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS
         )
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(target, optimize=True)
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(target, "png", optimize=True)
 
 
 def make(name: str) -> None:

@@ -240,12 +240,9 @@ def tempered(adaptation, **options):
     return problem, run_chains(kernel, *problem.args, **settings).get_samples()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "adaptation",
-    [
-        "adaptive_tempered_smc",
-        pytest.param("adaptive_persistent_sampling_smc", marks=pytest.mark.slow),
-    ],
+    "adaptation", ["adaptive_tempered_smc", "adaptive_persistent_sampling_smc"]
 )
 def test_particles_arrive_at_the_posterior(adaptation):
     """By tempering alone, from the prior, whose sd is another."""
@@ -321,9 +318,8 @@ def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
         run("whole", 8)
 
 
-@pytest.mark.parametrize(
-    "name", ["own warm-up", pytest.param("nuts", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own warm-up", "nuts"])
 def test_chain_methods_give_the_same_chains(name):
     """Also `jax.vmap`, under which a branch would run the warm-up in each transition,
     and with a progress bar.
@@ -459,13 +455,17 @@ def evaluations_of(name):
     return integrator, len(calls)
 
 
-SLOW_INTEGRATORS = ("velocity_verlet", "yoshida", "isokinetic_velocity_verlet")
+SLOW_INTEGRATORS = (
+    "velocity_verlet",
+    "omelyan",
+    "yoshida",
+    "isokinetic_velocity_verlet",
+)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "omelyan",
         "isokinetic_mclachlan",
         *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW_INTEGRATORS),
     ],

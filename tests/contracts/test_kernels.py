@@ -155,28 +155,6 @@ def test_a_kernel_with_momentum_has_rules_of_its_own_for_the_step_size(name):
         assert getattr(type(kernel), rule) is not inherited, rule
 
 
-# Arrays of a state beside the sites, by kernel: with a step size that is given, and
-# with everything that is learned in warm-up.
-MAX_LEAVES = {"SGLD": (29, 39), "SGNHT": (32, 42), "MCLMC": (41, 46)}
-
-
-@pytest.mark.parametrize("name", MAX_LEAVES)
-def test_states_hold_only_what_their_phases_need(name):
-    """A copy of each is made in every transition, and each is one more to know."""
-    given, learned = MAX_LEAVES[name]
-    for most, options in (
-        (given, {"step_size": 1e-3, "warm_start": 0.0}),
-        (learned, {}),
-    ):
-        kernel = getattr(infer, name)(MODEL.model, **options)
-        first = jax.eval_shape(
-            lambda key, kernel=kernel: kernel.init(key, 4, None, MODEL.args, BATCHES),
-            jax.random.key(0),
-        )
-        leaves = len(jax.tree.leaves(first)) - len(first.z)
-        assert leaves <= most, (name, options, leaves)
-
-
 @pytest.mark.parametrize("name", params(["MALA"]))
 def test_resumed_runs_are_one_longer_run(name):
     """Of a kernel alone, by a program that JAX checks for keys that are used twice."""

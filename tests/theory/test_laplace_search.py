@@ -197,7 +197,7 @@ def test_tuned_prior_maximizes_the_evidence():
 GRID = np.linspace(-0.2, 0.2, 41)
 
 
-@pytest.mark.parametrize("sd", [None, 1.0, 0.3], ids=["centered", "base", "narrow"])
+@pytest.mark.parametrize("sd", [None, 0.3], ids=["centered", "base"])
 def test_learned_prior_scales_maximize_the_evidence_and_their_prior(sd):
     """Of the line by five rows; the joint mode of scale and standardized weights is
     elsewhere.

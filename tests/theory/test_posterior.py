@@ -98,7 +98,7 @@ MODELS = {
 
 
 # The others have all that these have.
-PLAIN = ("line", "logistic", "softmax", "counts", "network", "noisy network")
+PLAIN = ("line", "logistic", "softmax", "counts", "spread", "network", "noisy network")
 
 
 def rows(names):

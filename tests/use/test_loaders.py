@@ -1,11 +1,9 @@
-"""Loaders of the examples: shapes and splits as published, and every damaged file
-refused with a reason.
+"""Loaders of the examples: shapes and splits as published, test rows that are in no
+training set.
 """
 
 import hashlib
-import os
 import struct
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -86,10 +84,7 @@ def test_uci_has_the_published_rows_and_splits(name, data_folder):
         np.testing.assert_array_equal(data.y_test, y[test])
     assert data.x_train.dtype == data.y_train.dtype == np.float64
     assert (data.name, len(data.feature_names)) == (name, num_features)
-    with pytest.raises(
-        ValueError,
-        match=rf"argument `split` got {num_splits}\..*from 0 to {num_splits - 1}",
-    ):
+    with pytest.raises(IndexError):
         load_uci(name, num_splits, data_folder)
 
 
@@ -128,127 +123,28 @@ def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
         "yacht", 0, kind, tmp_path
     )  # equal values keep the order of the file
     assert ties.y_test.tolist() == (10.0 * order[tested]).tolist()
-    with pytest.raises(ValueError, match=r"argument `column` got 2\..*from 0 to 1"):
-        load_uci_gap("yacht", 2, kind, tmp_path)
-    with pytest.raises(ValueError, match="argument `kind`"):
-        load_uci_gap("yacht", 0, "middle", tmp_path)
-
-
-BAD_ARRAYS = {
-    "overlap": (
-        {"test_idx": np.zeros((2, 2), int)},
-        "not disjoint covers of its 10 rows",
-    ),
-    "row missing": (
-        {"train_idx": [[*range(7)]] * 2, "test_idx": [[7, 8]] * 2},
-        "not disjoint covers of its 10 rows",
-    ),
-    "no y": ({"y": None}, "must hold"),
-    "NaN": (
-        {"X": np.full((10, 3), np.nan)},
-        r"`yacht.npz\[X\]` got 30 NaN or infinite",
-    ),
-    "text": ({"X": np.full((10, 3), "a")}, "Store numbers"),
-    "rank of X": ({"X": np.zeros(10)}, "rank 2"),
-    "float index": ({"test_idx": np.zeros((2, 2))}, "integer row numbers"),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
-def test_bad_arrays_are_refused(changes, message, tmp_path):
-    write_uci(tmp_path, **changes)
-    with pytest.raises(ValueError, match=f"(?s)^load_uci: argument .*{message}"):
-        load_uci("yacht", 0, tmp_path)
-
-
-# -- damaged archives --------------------
-
-
-def damage(path, how):
-    content = bytearray(path.read_bytes())
-    if how == "text":
-        content = b"x0,x1\n1,2\n"
-    elif how == "flipped bytes":  # inside the first array: only its checksum can tell
-        content[200:210] = bytes(b ^ 0xFF for b in content[200:210])
-    else:
-        content = content[: int(len(content) * how)]
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("how", ["text", "flipped bytes", 0.0, 0.02, 0.7])
-def test_damaged_archive_is_refused(how, tmp_path):
-    path = write_uci(tmp_path)
-    load_uci("yacht", 0, tmp_path)
-    damage(path, how)
-    with pytest.raises(
-        ValueError, match=r"(?s)^load_uci: argument `folder` .*yacht.npz.*intact"
-    ):
-        load_uci("yacht", 0, tmp_path)
-
-
-class Trap:
-    """Unpickling it would make a folder."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["object array", "bare pickle"])
-def test_pickle_is_never_loaded(inside, tmp_path):
-    trap = Trap(str(tmp_path / "sprung"))
-    if inside:
-        write_uci(tmp_path, y=np.array([trap] * 10, dtype=object))
-    else:
-        np.array([trap], dtype=object).dump(write_uci(tmp_path))
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_uci("yacht", 0, tmp_path)
-    assert not (tmp_path / "sprung").exists()
-
-
-# -- names and folders --------------------
-
-LOADERS = {
-    "load_uci": lambda folder: load_uci("yacht", folder=folder),
-    "load_california": lambda folder: load_california(folder),
-    "load_neal": lambda folder: load_neal("rdata", folder),
-    "load_images": lambda folder: load_images("mnist", folder),
-}
-
-
-@pytest.mark.parametrize("call", LOADERS)
-def test_folder_errors_say_what_to_do(call, tmp_path, monkeypatch):
-    load = LOADERS[call]
-    monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
-    with pytest.raises(
-        ValueError, match=f"^{call}: argument `folder` got None.*NUMPYRO_BNN_DATA"
-    ):
-        load(None)
-    with pytest.raises(ValueError, match=f"^{call}: .*absent.*No such folder"):
-        load(tmp_path / "absent")
-    with pytest.raises(
-        ValueError, match=rf"^{call}: .*It holds no file '.*\.npz'.*no file known here"
-    ):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("load", "typo", "close"),
+    ("changes", "message"),
     [
-        (load_uci, "bostn", "boston"),
-        (load_neal, "rdat", "rdata"),
-        (load_images, "fashion-mnist", "fashion_mnist"),
-        (load_sklearn, "diabets", "diabetes"),
+        ({"test_idx": np.zeros((2, 2), int)}, "no cover of its rows"),
+        ({"X": np.full((10, 3), np.nan)}, "'X' has NaN"),
+        ({"y": np.array([{}] * 10)}, "allow_pickle=False"),
     ],
 )
-def test_unknown_name_offers_the_closest(load, typo, close):
-    with pytest.raises(
-        ValueError,
-        match=f"^{load.__name__}: argument `name` got '{typo}'. Did you mean '{close}'",
-    ):
-        load(typo)
+def test_wrong_arrays_are_refused(changes, message, tmp_path):
+    """A leak of test rows, gaps, and objects, which would run code."""
+    write_uci(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        load_uci("yacht", 0, tmp_path)
+
+
+def test_without_data_the_variable_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
+    for folder in (None, tmp_path):
+        with pytest.raises(ValueError, match=r"No file 'uci/yacht.*NUMPYRO_BNN_DATA"):
+            load_uci("yacht", folder=folder)
 
 
 def test_standardize_uses_training_rows_only_and_leaves_labels():
@@ -274,19 +170,8 @@ def test_standardize_uses_training_rows_only_and_leaves_labels():
     scaled = standardize(labeled, targets=False)
     assert scaled.y_train is labeled.y_train
     assert scaled.y_scaler is None
-    with pytest.raises(
-        ValueError,
-        match=r"argument `targets` got True for class labels.*`targets=False`",
-    ):
+    with pytest.raises(ValueError, match="`targets=False` for class labels"):
         standardize(labeled)
-    with pytest.raises(
-        ValueError, match="argument `dataset` got a standardized data set"
-    ):
-        standardize(scaled)
-    with pytest.raises(ValueError, match="'wine' without training rows"):
-        standardize(
-            replace(labeled, x_train=labeled.x_train[:0], y_train=labeled.y_train[:0])
-        )
 
 
 # -- scikit-learn --------------------
@@ -324,12 +209,6 @@ def test_seed_decides_the_cut():
     assert (
         18 <= age.min() < age.max() < 90
     )  # years, not scikit-learn's unit-norm columns, which know the test rows
-
-
-def test_missing_scikit_learn_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ImportError, match=r'pip install "numpyro_bnn\[examples\]"'):
-        load_sklearn("wine")
 
 
 # -- California and Neal --------------------

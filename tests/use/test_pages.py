@@ -8,6 +8,7 @@ import doctest
 import importlib
 import inspect
 import io
+import json
 import pkgutil
 import re
 import subprocess
@@ -482,7 +483,14 @@ EXAMPLES = sorted(
     for path in (ROOT / "examples").glob("*.py")
     if path.stem not in ("shared", "loaders", "__init__")
 )
-ONE_FIGURE, ALL_FIGURES = 150_000, 1_500_000  # bytes
+ONE_FIGURE, ALL_FIGURES, ALL_NOTEBOOKS = 150_000, 1_500_000, 1_000_000  # bytes
+
+
+def script_of_docs(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def test_page_of_each_example_shows_a_run_of_it():
@@ -492,11 +500,7 @@ def test_page_of_each_example_shows_a_run_of_it():
     assert sorted(path.stem for path in (DOCS / "examples").glob("*.md")) == sorted(
         [*EXAMPLES, "index"]
     )
-    spec = importlib.util.spec_from_file_location(
-        "make_examples", DOCS / "make_examples.py"
-    )
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    made = script_of_docs("make_examples")
     assert sorted(made.RUNS) == EXAMPLES
     for name in EXAMPLES:
         assert (
@@ -511,6 +515,33 @@ def test_page_of_each_example_shows_a_run_of_it():
     sizes = [path.stat().st_size for path in (DOCS / "figures").iterdir()]
     assert max(sizes) < ONE_FIGURE
     assert sum(sizes) < ALL_FIGURES
+
+
+def test_notebooks_are_their_pages_and_were_run(monkeypatch):
+    """Where this fails: `python docs/make_notebooks.py`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = script_of_docs("make_notebooks")
+    pages = {Path(page).name: page for page in made.PAGES}
+    texts = {path.stem: path.read_text() for path in made.NOTEBOOKS.iterdir()}
+    assert set(texts) == set(pages)
+    assert sum(map(len, texts.values())) < ALL_NOTEBOOKS
+    for name, text in texts.items():
+        cells = json.loads(text)["cells"]
+        assert [(cell["cell_type"], cell["source"]) for cell in cells] == [
+            (cell["cell_type"], cell["source"]) for cell in made.cells_of(pages[name])
+        ], f"make the notebook {name} again"
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        counts = [cell["execution_count"] for cell in code]
+        assert counts == [*range(1, len(code) + 1)]
+        outputs = [output for cell in code for output in cell["outputs"]]
+        printed = "".join(output.get("text", "") for output in outputs)
+        assert printed
+        assert re.findall(r"(?<![\w:/])/\w+/", printed) == [], "a folder is shown"
+        texts_of_cells = "\n\n".join(
+            cell["source"] for cell in cells if cell["cell_type"] == "markdown"
+        )
+        notebook = made.NOTEBOOKS / f"{name}.ipynb"
+        assert list(broken_links(notebook, texts_of_cells)) == []
 
 
 def test_stylesheet_sets_no_width_for_narrow_windows():
