@@ -70,7 +70,9 @@ MEASUREMENTS = {
         "infinite_kernel", "--docs docs/tables/infinite.md", data=False
     ),
     "horseshoe": _json("horseshoe", data=False),
-    "blackjax_ess": _json("blackjax_ess", data=False),
+    "blackjax_ess": _json(
+        "blackjax_ess", "--docs docs/tables/microcanonical.md", continues=True
+    ),
     "california": Measurement("probabilistic_backpropagation", "california"),
     "adf_uci": _json("adf_uci", "--docs docs/tables/adf.md"),
     "hierarchical_hmc": _json(

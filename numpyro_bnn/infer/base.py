@@ -88,6 +88,7 @@ GRADIENTS = ("minibatch", "control_variates")
 MAX_KICK = 3.0  # of steps whose size is chosen; at equilibrium it is a fifth or less
 # Least number of times that a chain should forget its position after warm-up.
 FORGOTTEN = 5
+STANDS = 20  # steps refused in a row, on other data, after which it is announced
 MIN_SECONDS_SHOWN = 0.1  # of a text of the progress bar
 
 StepSize: TypeAlias = Positive | Callable | None
@@ -557,7 +558,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         new = self._arguments.run(self._transitions, state, model_args, model_kwargs)
         if is_traced(state) and self._arguments.are_others(model_args, model_kwargs):
             announce = partial(_announce, self._call)
-            jax.debug.callback(announce, state.diverging, new.diverging)
+            refused = (each.engine.refused_in_a_row for each in (state, new))
+            jax.debug.callback(announce, *refused)
         return new
 
     def _transitions(
@@ -731,12 +733,14 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
 
 
 def _announce(call: str, before: np.ndarray, after: np.ndarray) -> None:
-    """Warn when a chain that goes on with other data diverges: its draws are NaN."""
-    if np.any(after) and not np.any(before):
+    """Warn when a chain that goes on with other data takes no steps any more. After
+    many its draws are NaN.
+    """
+    if np.any(after >= STANDS) and not np.any(before >= STANDS):
         warnings.warn(
-            f"{call}: a chain diverged on other data than those of its warm-up, for "
-            "which its step size was chosen. Draws are NaN from there on: run a new "
-            "`MCMC` on these data.",
+            f"{call}: a chain took none of {STANDS} steps on other data than those of "
+            "its warm-up, for which its step size was chosen. If it goes on so, it "
+            "stays where it is, or its draws are NaN: run a new `MCMC` on these data.",
             stacklevel=2,
         )
 

@@ -150,9 +150,10 @@ class BlackJAX(TargetKernel[_Plan]):
     the first transition of the warm-up does all of it, in ``num_warmup *
     steps_per_draw`` steps, and the others rest; without one the warm-up takes steps
     like those that follow. ``mclmc`` and ``adjusted_mclmc_dynamic`` tune each chain by
-    itself, as Hamiltonian kernels do; ``chees_adaptation`` and ``meads_adaptation``
-    tune one set of arguments from all chains, which must be vectorized: two or more,
-    and four for each of the ``num_folds`` of ``meads_adaptation``. With
+    itself, as Hamiltonian kernels do; ``chees_adaptation``, ``meads_adaptation`` and
+    ``laps`` tune one set of arguments from all chains, which must be vectorized: two or
+    more, four for each of the ``num_folds`` of ``meads_adaptation``, 16 for ``laps``.
+    With
     ``adaptive_tempered_smc`` and ``adaptive_persistent_sampling_smc`` the chains are
     particles: drawn from the prior, tempered to the posterior by the algorithm and
     resampled, so at first they are not independent. The warm-up then has at most
@@ -175,7 +176,8 @@ class BlackJAX(TargetKernel[_Plan]):
         ``random_generator_arg`` stay. Other fields are refused.
     :param adaptation: ``blackjax.window_adaptation``, ``window_adaptation_low_rank``,
         ``staged_adaptation``, ``pathfinder_adaptation``,
-        ``mclmc_find_L_and_step_size``, ``adjusted_mclmc_find_L_and_step_size``,
+        ``mclmc_find_L_and_step_size``, ``mclmc_lrd_warmup``,
+        ``adjusted_mclmc_find_L_and_step_size``, ``blackjax.adaptation.laps.laps``,
         ``chees_adaptation``, ``meads_adaptation``, ``adaptive_tempered_smc`` or
         ``adaptive_persistent_sampling_smc``; or a function ``(rng_key, log_density,
         position, num_steps) -> (position, parameters, num_gradients)``; ``None`` if
@@ -273,8 +275,8 @@ class BlackJAX(TargetKernel[_Plan]):
                 Count().check(CALL, name, value)
             if name == "target_acceptance_rate":
                 Number(strict=True, below=1).check(CALL, name, value)
-            if name == "inverse_mass_matrix" and isinstance(value, list):
-                raise argument_error(CALL, name, value, "Pass an array of it.")
+            if name == "inverse_mass_matrix":
+                _check_metric(name, value)
         missing = sorted(needed - self.options.keys())
         if missing:
             names = ", ".join(map(repr, missing))
@@ -745,6 +747,21 @@ def _with_key(state: PyTree, rng_key: Array) -> PyTree:
 
     inner = jax.tree_util.tree_map_with_path(keyed, state)
     return inner._replace(rng_key=rng_key)
+
+
+def _check_metric(name: str, value: PyTree) -> None:
+    """Refuse variances with which no chain would move; its shape is checked later."""
+    if isinstance(value, list):
+        raise argument_error(CALL, name, value, "Pass an array of it.")
+    for leaf in jax.tree.leaves(value):
+        if not (_is_array(leaf) or np.isscalar(leaf)):
+            continue  # a metric of functions
+        if not np.isfinite(leaf).all():
+            came = "values that are not finite"
+            raise argument_error(CALL, name, came, "Pass finite variances.")
+        if np.ndim(leaf) < 2 and not np.all(np.asarray(leaf) > 0):
+            came = "variances that are 0 or negative"
+            raise argument_error(CALL, name, came, "Pass variances above 0.")
 
 
 def _check_algorithm(algorithm: object, name: str) -> None:

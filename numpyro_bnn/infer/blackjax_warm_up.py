@@ -3,19 +3,21 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._types import Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.target import Target
 from numpyro_bnn.program.posterior import Posterior
 
+DECOMPOSING = ("pathfinder_adaptation", "window_adaptation_low_rank")
 MAX_TEMPERATURES = 100  # of persistent sampling, which keeps the particles of all
 
 
@@ -157,11 +159,26 @@ def by_windows(
 
     The chain goes on from its last state: the center that BlackJAX proposes after a
     low-rank metric would start all chains at one place.
+
+    On a CPU, warm-ups with decompositions take chains one after the other. In jaxlib
+    0.10 a decomposition of several matrices waits for threads of the pool that it runs
+    on: as many of them at once as there are cores wait forever.
     """
     options = {"adaptation_info_fn": _traced, **task.options}
     adaptation = task.adaptation(task.algorithm, log_density, **options)
-    (last, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
-    position = last.position
+    fixed: dict[str, Any] = {}  # numbers and functions
+
+    def run(rng_key: Array, z: PyTree) -> tuple:
+        (last, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
+        tuned = {name: parameters.pop(name) for name in _METRIC}
+        fixed.update(parameters)
+        return last, tuned, trace
+
+    decomposes = name_in(import_module("blackjax"), task.adaptation) in DECOMPOSING
+    if decomposes and jax.default_backend() == "cpu":
+        run = jax.custom_batching.sequential_vmap(run)
+    last, tuned, trace = run(rng_key, z)
+    parameters, position = {**fixed, **tuned}, last.position
     if trace.mu_star is not None:
         position = jax.tree.map(lambda positions: positions[-1], trace.position)
     if "integrator" in task.options:  # which BlackJAX does not hand on
@@ -207,29 +224,107 @@ def of_mclmc(
     return TunedChain(chain, tuned._asdict() | options, per_step * steps + 1)
 
 
+def of_low_rank_mclmc(
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
+) -> TunedChain:
+    """The same with a low-rank metric: a pilot with a diagonal one, the widest and the
+    narrowest directions of its draws, and length and step size in their metric. They
+    take a seventh, four and two sevenths of the steps.
+
+    The rank is at most half of the effective number of draws: of further directions
+    they know nothing. Its eigenvalues are then 1, because the rank of an array is known
+    before the draws.
+    """
+    blackjax, tuning, options = import_module("blackjax"), *task.split()
+    estimators = import_module("blackjax.adaptation.metric_estimators")
+    energy = {n: options.pop(n) for n in ("desired_energy_var",) if n in options}
+    kernel = task.algorithm.build_kernel(**options)  # type: ignore[attr-defined]
+    find = partial(
+        blackjax.mclmc_find_L_and_step_size, logdensity_fn=log_density, **energy
+    )
+    init_key, pilot_key, draw_key, last_key = random.split(rng_key, 4)
+    seventh, num_draws = task.num_steps // 7, max(4 * task.num_steps // 7, 4)
+    chain = task.algorithm.init(z, log_density, init_key)  # type: ignore[attr-defined]
+    # a third of these steps are taken
+    chain, pilot, of_pilot = find(kernel, 3 * seventh, chain, pilot_key)
+
+    def draw(chain: PyTree, rng_key: Array) -> tuple[PyTree, Array]:
+        scales = pilot.inverse_mass_matrix, pilot.L, pilot.step_size
+        chain, _ = kernel(rng_key, chain, log_density, *scales)
+        return chain, ravel_pytree(chain.position)[0]
+
+    chain, draws = lax.scan(draw, chain, random.split(draw_key, num_draws))
+    scales = jnp.std(draws, axis=0)
+    scales = jnp.where(scales > 0, scales, 1.0)
+    _, values, directions = jnp.linalg.svd(
+        (draws - draws.mean(0)) / scales, full_matrices=False
+    )
+    basis, variances = estimators.select_top_eigenvalues_by_informativeness(
+        values**2 / num_draws,
+        directions.T,
+        min(tuning.get("k", 10), len(values)),
+        tail_handling="raw",
+    )
+    known = jnp.min(blackjax.ess(draws[None])) / 2 >= jnp.arange(1, 1 + len(variances))
+    variances = jnp.where(known, jnp.maximum(variances, 1e-6), 1.0)
+    metrics = import_module("blackjax.mcmc.metrics")
+    metric = metrics.LowRankInverseMassMatrix(scales, basis, variances)
+
+    def in_metric(rng_key: Array, state: PyTree, **given: Any) -> PyTree:
+        return kernel(rng_key, state, **{**given, "inverse_mass_matrix": metric})
+
+    chain, tuned, last = find(
+        in_metric, 6 * seventh, chain, last_key, diagonal_preconditioning=False
+    )
+    found = {"L": tuned.L, "step_size": tuned.step_size, "inverse_mass_matrix": metric}
+    per_step = gradients_of_integrator(
+        options.get("integrator"), "isokinetic_mclachlan"
+    )
+    steps = of_pilot + num_draws + last
+    return TunedChain(chain, found | options, per_step * steps + 1)
+
+
 def of_adjusted_mclmc(
     task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
     """The same of the kernel with a Metropolis test and trajectories of random length
     (MAMS).
+
+    A third of the steps go before, without a test. From a far start the trajectories of
+    BlackJAX's first length would have thousands of steps.
     """
     tuning, options = task.split()
     tuning = {"target": 0.9, **tuning}
     first, second, third = _shares(task)
     # step sizes are found again after the second stage, and after the third
     repeats = 1 + bool(second) + bool(third)
-    init_key, rng_key = random.split(rng_key)
+    init_key, before_key, rng_key = random.split(rng_key, 3)
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
     build = {n: options[n] for n in options if n != "L_proposal_factor"}
+    blackjax = import_module("blackjax")
+    integrator = {n: options[n] for n in ("integrator",) if n in options}
+    preconditioned = tuning.get("diagonal_preconditioning", True)
+    # a third of the number of steps that it is given are taken
+    before, start, steps_before = blackjax.mclmc_find_L_and_step_size(
+        blackjax.mclmc.build_kernel(**integrator),
+        task.num_steps,
+        blackjax.mclmc.init(z, log_density, init_key),
+        before_key,
+        log_density,
+        diagonal_preconditioning=preconditioned,
+    )
+    num_steps = task.num_steps - task.num_steps // 3
     chain, tuned, steps = task.adaptation(
         mclmc_kernel=module.build_kernel(integration_steps_fn=steps_fn, **build),
         logdensity_fn=log_density,
-        num_steps=round(task.num_steps / (repeats * first + second + third)),
-        state=module.init(z, log_density, init_key),
+        num_steps=round(num_steps / (repeats * first + second + third)),
+        state=module.init(before.position, log_density, init_key),
         rng_key=rng_key,
+        params=start,
         **tuning,
     )
+    steps += steps_before
     parameters = {
         "step_size": tuned.step_size,
         "inverse_mass_matrix": tuned.inverse_mass_matrix,
@@ -279,6 +374,117 @@ def of_meads(
     )
     (chain, parameters), _ = adaptation.run(rng_key, z, task.num_steps)
     return TunedChain(chain, parameters | options, jnp.int32(task.num_steps + 1))
+
+
+def of_laps(
+    task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
+) -> TunedChain:
+    """Microcanonical chains that learn one length, step size and diagonal metric from
+    all of them, first without a Metropolis test, until their means stand still or half
+    of the gradients are spent, then with one (LAPS).
+    """
+    burn_in = import_module("blackjax.adaptation.laps_burn_in")
+    laps, tuning, options = import_module("blackjax.adaptation.laps"), *task.split()
+    number, flat = _number_of(z), jax.vmap(lambda z: ravel_pytree(z)[0])(z)
+    size, per_sample = flat.shape[1], tuning.get("steps_per_sample", 15)
+    scheme = "omelyan" if size > 200 else "mclachlan"
+    target = tuning.get("acc_prob", 0.7 if scheme == "mclachlan" else 0.9)
+    integrators = import_module("blackjax.mcmc.integrators")
+    options = {
+        "integrator": getattr(integrators, f"isokinetic_{scheme}"),
+        "L_proposal_factor": 1.25,
+        **options,
+    }
+    per_step = gradients_of_integrator(options["integrator"], "")
+    num_samples = -(-task.num_steps // 2)
+    limit = max((task.num_steps - num_samples) * per_sample * per_step, 2)
+    names = {"alpha": 1.9, "C": 0.1, "r_end": 0.01, "bias_type": 3}
+    collective = burn_in.Adaptation(
+        size,
+        True,
+        save_num=max(round(tuning.get("save_frac", 0.2) * limit), 2),
+        **{name: tuning.get(name, default) for name, default in names.items()},
+    )
+    first_key, last_key = random.split(rng_key)
+    step = _of_all(burn_in.build_kernel(log_density, size), collective, number)
+
+    def burn(carry: tuple) -> tuple:
+        state, count, _ = carry
+        state, info = step(state, random.fold_in(first_key, count))
+        return state, count + 1, collective.while_cond(info, count)
+
+    chains = _along_gradients(log_density, z)
+    begin = (chains, collective.initial_state), jnp.int32(0), jnp.array(True)
+    (chains, found), count, _ = lax.while_loop(
+        lambda carry: carry[2] & (carry[1] < limit), burn, begin
+    )
+    metric = jnp.ones_like(found.inverse_mass_matrix)
+    if tuning.get("diagonal_preconditioning", True):
+        metric = found.inverse_mass_matrix
+        scale = jnp.sqrt(jnp.mean(metric))
+        found = found._replace(step_size=found.step_size / scale)
+    adjusted = task.algorithm.build_kernel(  # type: ignore[attr-defined]
+        **{n: options[n] for n in options if n != "L_proposal_factor"}
+    )
+    given = {
+        "inverse_mass_matrix": metric,
+        "L_proposal_factor": options["L_proposal_factor"],
+        "integration_steps_params": (per_sample,),
+    }
+
+    def transition(rng_key: Array, chain: PyTree, found: PyTree) -> tuple:
+        return adjusted(rng_key, chain, log_density, step_size=found.step_size, **given)
+
+    tuner = laps.Adaptation(found, 0, per_sample, target)
+    step = _of_all(transition, tuner, number)
+    chains = jax.vmap(lambda z: task.algorithm.init(z, log_density))(  # type: ignore[attr-defined]
+        chains.position
+    )
+    (chains, found), _ = lax.scan(
+        step, (chains, tuner.initial_state), random.split(last_key, num_samples)
+    )
+    spent = count + num_samples * per_sample * per_step + 2
+    parameters = {**options, **given, "step_size": found.step_size}
+    return TunedChain(chains, parameters, spent)
+
+
+def _along_gradients(log_density: LogDensity, z: PyTree) -> PyTree:
+    """Chains that move up the density in coordinates where they are too wide, and down
+    where they are too narrow.
+    """
+    states = import_module("blackjax.mcmc.integrators")
+    values, gradients = jax.vmap(jax.value_and_grad(log_density))(z)
+    norms = jax.vmap(lambda tree: jnp.linalg.norm(ravel_pytree(tree)[0]))(gradients)
+
+    def velocity(x: Array, gradient: Array) -> Array:
+        too_narrow = jnp.mean(-x * gradient, axis=0) < 1
+        shape = (len(norms), *(1,) * (x.ndim - 1))
+        direction = gradient / jnp.maximum(norms, 1e-30).reshape(shape)
+        return jnp.where(too_narrow, -direction, direction)
+
+    return states.IntegratorState(
+        z, jax.tree.map(velocity, z, gradients), values, gradients
+    )
+
+
+def _of_all(kernel: Callable, adaptation: Any, number: int) -> Callable:
+    """A step of all chains, after which they adapt what they share."""
+    step = import_module("blackjax.eca").eca_step(
+        kernel, adaptation.summary_statistics_fn, adaptation.update, number
+    )
+    # BlackJAX sums over devices: here there is one
+    on_device = jax.vmap(
+        step, ((0, None), (None, 0, None)), ((0, None), None), axis_name="chains"
+    )
+
+    def stepped(carry: tuple, rng_key: Array) -> tuple:
+        chains, found = carry
+        keys = random.split(rng_key, number + 1)
+        chains = jax.tree.map(lambda leaf: leaf[None], chains)
+        (chains, found), info = on_device((chains, found), (0, keys[None, 1:], keys[0]))
+        return (jax.tree.map(lambda leaf: leaf[0], chains), found), info
+
+    return stepped
 
 
 def of_tempering(
@@ -405,6 +611,15 @@ WARM_UPS: dict[str, WarmUpRow] = {
         ("adjusted_mclmc_dynamic",),
         (*_METRIC, "integration_steps_fn", "integration_steps_params"),
     ),
+    "mclmc_lrd_warmup": WarmUpRow(
+        of_low_rank_mclmc, ("mclmc",), ("L", *_METRIC), given=("desired_energy_var",)
+    ),
+    "laps": WarmUpRow(
+        of_laps,
+        ("adjusted_mclmc",),
+        (*_METRIC, "integration_steps_params", "num_integration_steps"),
+        min_chains=16,
+    ),
     "chees_adaptation": WarmUpRow(
         of_chees,
         ("dhmc",),
@@ -446,6 +661,29 @@ MANAGED = {
     "n_chains",
     "adaptation_info_fn",
     "extra_parameters",
+    # of `mclmc_lrd_warmup`
+    "pilot_num_warmup",
+    "pilot_num_samples",
+    "lrd_num_steps",
+    "inner_kernel",
+    "floor_factor",
+    "adjusted_num_steps",
+    "adjusted_target",
+    "warmup_step_init",
+    # of `laps`
+    "sample_init",
+    "ndims",
+    "num_steps1",
+    "num_steps2",
+    "mesh",
+    "microcanonical",
+    "early_stop",
+    "integrator_coefficients",
+    "observables_for_bias",
+    "all_chains_info",
+    "diagnostics",
+    "contract",
+    "superchain_size",
 }
 USERS_OWN = WarmUpRow(of_user, (), ())
 
@@ -466,7 +704,8 @@ def warm_up_row(call: str, adaptation: PyTree, algorithm: str) -> WarmUpRow:
     tunes other algorithms.
     """
     blackjax = package(call, "adaptation")
-    name = name_in(blackjax, adaptation)
+    laps = import_module("blackjax.adaptation.laps")
+    name = name_in(blackjax, adaptation) or name_in(laps, adaptation)
     row = WARM_UPS.get(name)
     if row is None:
         return _users_own(call, adaptation, name)
@@ -494,7 +733,7 @@ def _users_own(call: str, adaptation: PyTree, name: str) -> WarmUpRow:
     if takes_four:
         return USERS_OWN
     instead = (
-        f"Pass one of {', '.join(f'`blackjax.{known}`' for known in WARM_UPS)}, with "
+        f"Pass one of BlackJAX ({', '.join(WARM_UPS)}), with "
         "its options beside it, or a function `(rng_key, log_density, position, "
         "num_steps) -> (position, parameters, num_gradients)`."
     )

@@ -111,8 +111,11 @@ class ModelArguments:
         for started, leaf in pairs:
             if leaf is started or not hasattr(leaf, "dtype") or is_traced(leaf):
                 continue
-            values = map(key_numbers, (started, leaf))
-            if isinstance(leaf, Rows) or not np.array_equal(*values):
+            if isinstance(leaf, Rows):
+                return True
+            before, now = map(key_numbers, (started, leaf))
+            nan_is_nan = jnp.issubdtype(leaf.dtype, jnp.inexact)
+            if not np.array_equal(before, now, equal_nan=nan_is_nan):
                 return True
         return bool(self.changed(args, dict(kwargs or {})))
 

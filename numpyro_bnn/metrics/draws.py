@@ -44,6 +44,14 @@ class Coverage(NamedTuple):
     level: float
     inside: NDArray[np.bool_]
 
+    def __repr__(self) -> str:
+        return (
+            f"Coverage(coverage={self.coverage:.5g}, "
+            f"standard_error={self.standard_error:.2g}, "
+            f"mean_width={self.mean_width:.5g}, level={self.level}, "
+            f"N={len(self.inside)})"
+        )
+
 
 class FunctionSpace(NamedTuple):
     """Convergence of predictions, one value per input (and output).

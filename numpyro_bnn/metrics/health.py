@@ -389,7 +389,8 @@ def restarts(result: Result) -> Measurement | None:
 @check(SMALLER_OR_NON_CENTERED, 1)
 def refused_steps(result: Result) -> Measurement | None:
     words = "chain {1} refused {0:.0%} of its steps"
-    return attribute(result, "refused_steps", 0.1, words)
+    largest = attribute(result, "refused_steps", 0.05, words)
+    return largest.as_note() if largest and largest.value <= 0.1 else largest
 
 
 @check(f"{SMALLER}; take larger batches, and more warm-up.", MIN_DRAWS)

@@ -90,13 +90,11 @@ def axes(
             .ravel()
         )
     array = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
-    if array.size != count:
-        raise argument_error(
-            call,
-            "ax",
-            f"{array.size} axes",
-            f"Pass {count}, e.g. of `plt.subplots{shape}`.",
-        )
+    others = [part for part in array if not isinstance(part, pyplot().Axes)]
+    if others or array.size != count:
+        came = repr(others[0])[:80] if others else f"{array.size} axes"
+        instead = f"Pass {count}, e.g. of `plt.subplots{shape}`."
+        raise argument_error(call, "ax", came, instead)
     return array
 
 

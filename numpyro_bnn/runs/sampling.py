@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import tqdm
 from jax import Array
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, BarkerMH
 
 from numpyro_bnn._checks import argument_error, outside
 from numpyro_bnn._options import Choice, Kind, Positive, RandomKey, Switch, checked
@@ -211,7 +211,7 @@ def start(
         "It runs on the host: call it outside of `jit` and `vmap`.",
         (rng_key, args, kwargs, init_params),
     )
-    _check(mcmc)
+    _check(mcmc, init_params)
     import_extra(CALL, "zarr")
     fields = dict.fromkeys((*mcmc.sampler.default_fields, *extra_fields))
     fields.pop(mcmc.sampler.sample_field, None)
@@ -495,8 +495,12 @@ def _value(state: PyTree, name: str) -> PyTree:
     return state
 
 
-def _check(mcmc: MCMC) -> None:
+def _check(mcmc: MCMC, init_params: PyTree) -> None:
     """Refuse what cannot be run in blocks, before any work."""
+    if init_params is not None and isinstance(mcmc.sampler, BarkerMH):
+        got = "initial values for BarkerMH, which ignores them"
+        instead = "Give it an `init_strategy`, `init_to_value(values=...)`."
+        raise argument_error(CALL, "init_params", got, instead)
     got = instead = ""
     methods = ("sequential", "vectorized", "parallel", parallel_vectorized, jax.vmap)
     if mcmc.sampler.model is None:

@@ -148,7 +148,9 @@ def invariants(draws: Trees, symmetries: Sequence[Symmetry]) -> dict[str, np.nda
     :func:`~numpyro_bnn.symmetry.canonical`), so each is invariant under all the
     symmetries together, signs included.
 
-    - :class:`Rescale`: the effective scale of a unit, :math:`|w_{in}|\,|w_{out}|`.
+    - :class:`Rescale`: the effective scale of a unit, :math:`|w_{in}|\,|w_{out}|`. A
+      unit between units that rescale too may have none of its own, and is left out:
+      theirs contain it.
     - :class:`Scale`: only the direction u of the weights matters; the effective number
       of weights :math:`(\sum_i u_i^2)^2 / \sum_i u_i^4`, from 1 (a single weight) to d
       (all of one size).
@@ -178,6 +180,8 @@ def invariants(draws: Trees, symmetries: Sequence[Symmetry]) -> dict[str, np.nda
     summaries = []
     for s in symmetries:
         summary = _invariant(s, points)
+        if summary is not None and _is_fixed(s, symmetries, summary, points):
+            summary = None
         if summary is not None and not permuted.isdisjoint(s.unit_axes):
             summary = -np.sort(-summary, -1)
         summaries.append(summary)
@@ -236,6 +240,21 @@ def _invariant(s: Symmetry, points: Points) -> np.ndarray | None:
         squares = elements(s.unit_axes, points) ** 2
         return np.sum(squares, 1) ** 2 / np.sum(squares**2, 1)
     return None
+
+
+def _is_fixed(
+    s: Symmetry, symmetries: Sequence[Symmetry], summary: np.ndarray, points: Points
+) -> bool:
+    """Whether the gauge of other groups fixes both sides of a unit: then their
+    summaries say all that is left of its scale.
+    """
+    if not isinstance(s, Rescale):
+        return False
+    others = [t for t in symmetries if isinstance(t, Scale | Rescale) and t is not s]
+    fixed = {axis.site for other in others for axis in _incoming(other)}
+    counts = [elements(axes, points).shape[1] for axes in (s.incoming, s.outgoing)]
+    shared = not fixed.isdisjoint(axis.site for axis in s.outgoing)
+    return shared and np.allclose(summary, prod(counts) ** 0.5, rtol=1e-6)
 
 
 def _coordinate(s: Symmetry, points: Points) -> np.ndarray | None:

@@ -4,6 +4,7 @@ functions.
 
 import copy
 import pickle
+import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -81,6 +82,8 @@ class Row(NamedTuple):
 
 
 def named(value):
+    if value == "laps":
+        return import_module("blackjax.adaptation.laps").laps
     return getattr(blackjax(), value) if isinstance(value, str) else value
 
 
@@ -101,6 +104,10 @@ ALGORITHMS = {
     "mclmc": Row(
         "mclmc", "mclmc_find_L_and_step_size", 10, {"desired_energy_var": 5e-5}
     ),
+    "mclmc, low rank": Row(
+        "mclmc", "mclmc_lrd_warmup", 10, {"desired_energy_var": 5e-5, "k": 1}
+    ),
+    "adjusted_mclmc after laps": Row("adjusted_mclmc", "laps"),
     "barker": Row("barker", None, 20, {"step_size": 0.3}),
     "mala": Row("mala", None, 60, {"step_size": 0.01}),
     "slice": Row("slice_sampling", None, 5),
@@ -143,8 +150,6 @@ POSTERIORS = {problem.name: problem for problem in FAMILIES["supports"]}
 PAIR = {p.name: p for p in FAMILIES["learned scales"] if p.name == "scale by hand"}
 FAST = {("nuts", "ordered")}
 NOT_MEASURED = ("own warm-up",)
-# Hangs: all threads of XLA for CPUs wait, none computes (jaxlib 0.10.2).
-HANGS = {("nuts after pathfinder", "simplex")}
 
 
 def answers():
@@ -154,8 +159,6 @@ def answers():
         if "mclmc" in name:
             posteriors = [*(POSTERIORS.keys() - {"positive"}), *PAIR]
         for posterior in posteriors:
-            if (name, posterior) in HANGS:
-                continue
             marks = () if (name, posterior) in FAST else pytest.mark.slow
             yield pytest.param(name, posterior, id=f"{name}, {posterior}", marks=marks)
 
@@ -191,27 +194,15 @@ def test_algorithms_have_the_exact_posterior(name, posterior):
     assert_exact(mcmc.get_samples(), problem)
 
 
-@pytest.mark.slow
-def test_a_warm_up_that_runs_on_the_host_goes_before():
-    """MCLMC with a low-rank metric, tuned by hand on the density of `Posterior`."""
-    problem, key = POSTERIORS["real"], jax.random.key(0)
-    posterior = Posterior(problem.model, problem.args)
-    found = blackjax().mclmc_lrd_warmup(
-        lambda z: -posterior.potential(z),
-        posterior.initial(key),
-        key,
-        k=1,
-        pilot_num_samples=1000,
-        num_chains=2,
-    )
-    settings = {"L": found.L, "step_size": 0.5 * found.step_size}
-    settings["inverse_mass_matrix"] = found.inverse_mass_matrix
-    kernel = infer.BlackJAX(
-        problem.model, blackjax().mclmc, steps_per_draw=10, **settings
-    )
-    lengths = {"num_warmup": WARMUP, "num_samples": DRAWS, "num_chains": CHAINS}
-    draws = run_chains(kernel, *problem.args, **lengths).get_samples()
-    assert_exact(draws, problem)
+@pytest.mark.parametrize("name", ["nuts after pathfinder", "nuts, low rank"])
+def test_warm_ups_decompose_the_matrices_of_one_chain_at_a_time(name):
+    """On a CPU decompositions of many matrices at once may wait for each other."""
+    kernel, keys = kernel_of(name), jax.random.split(jax.random.key(0), 7)
+    state = kernel.init(keys, 4, None, SPREAD.args, {})
+    program = str(jax.make_jaxpr(lambda s: kernel.sample(s, SPREAD.args, {}))(state))
+    shapes = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd|eigh)\[", program)
+    assert shapes
+    assert not any(shape.startswith("7,") for shape in shapes)
 
 
 def test_minibatches_are_those_of_the_plate():
@@ -588,7 +579,7 @@ def test_mams_tunes_for_as_long_as_it_says(fractions):
         jax.jit(lambda state: kernel.sample(state, SPREAD.args, {}))(state)
     )
     jax.effects_barrier()
-    assert 50 <= len(calls) <= 60
+    assert 34 <= len(calls) <= 40  # two thirds, with a Metropolis test
 
 
 # -- kernels as pairs of functions -----------------------------------------------------
@@ -672,6 +663,8 @@ def test_other_keys_give_other_chains(name):
 
 _WHITE = {"step_size": 0.1, **THREE}
 _LISTED = {"step_size": 0.1, "inverse_mass_matrix": [1.0, 1.0, 1.0]}
+_NO_NUMBERS = {"step_size": 0.1, "inverse_mass_matrix": np.full(3, np.nan)}
+_NEGATIVE = {"step_size": 0.1, "inverse_mass_matrix": np.array([1.0, 0.0, 1.0])}
 _WINDOWS = {"adaptation": WINDOWS}
 
 
@@ -709,7 +702,9 @@ _WINDOWS = {"adaptation": WINDOWS}
         ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
         ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
         ("adaptation", "of your own", from_builder, _WINDOWS),
-        ("adaptation", "mclmc_lrd", "mclmc", {"adaptation": "mclmc_lrd_warmup"}),
+        ("adaptation", "`blackjax.mclmc`", "nuts", {"adaptation": "mclmc_lrd_warmup"}),
+        ("inverse_mass_matrix", "not finite", "nuts", _NO_NUMBERS),
+        ("inverse_mass_matrix", "above 0", "barker", _NEGATIVE),
         ("adaptation", "num_steps", "mala", {"adaptation": lambda key: key}),
         ("steps_per_draw", "at least 1", "barker", {"steps_per_draw": 0}),
     ],

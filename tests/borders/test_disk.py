@@ -706,7 +706,10 @@ def test_another_run_is_refused_by_name(recorded, tmp_path, monkeypatch):
         ({"data": (X[:20], Y[:20])}, r"plate data was \(24, None\), is \(20, None\)"),
         ({"seed": 5}, "rng_key was"),
         (
-            {"init_params": {"w": np.zeros(2, "f4"), "sigma": np.float32(0)}},
+            {
+                "mcmc": mcmc_of(kernel=lambda: NUTS(spread)),
+                "init_params": {"w": np.zeros(2, "f4"), "sigma": np.float32(0)},
+            },
             "init_params was",
         ),
     ]:
@@ -750,6 +753,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
             ("mcmc", {"mcmc": mcmc_of(num_samples=7)}, "Take a multiple of `thinning`"),
             ("mcmc", {"mcmc": mcmc_of(chain_method=jax.pmap)}, "parallel_vectorized"),
             ("mcmc", {"mcmc": warmed}, "the folder keeps the state"),
+            ("init_params", {"init_params": {"v": 0.0}}, "BarkerMH, which ignores"),
         ]
     ):
         with refused(argument, message):

@@ -272,8 +272,10 @@ def test_a_run_is_exported_after_it_was_pickled():
     np.testing.assert_array_equal(*draws)
 
 
-def test_a_chain_that_diverges_on_other_data_is_announced():
-    """Where it goes on from the state after a warm-up; near data are no news."""
+def test_a_chain_that_stands_on_other_data_is_announced():
+    """Where it goes on from the state after a warm-up, also before it is marked; near
+    data are no news.
+    """
     x, y = map(jnp.asarray, ZOO["line"].args)
     kernel = infer.SGLD(ZOO["line"].model, steps_per_draw=5, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=20, num_samples=45, progress_bar=False)
@@ -281,14 +283,38 @@ def test_a_chain_that_diverges_on_other_data_is_announced():
     mcmc.run(jax.random.key(1), x, y + 0.1)
     assert np.isfinite(mcmc.get_samples()["w"]).all()
 
-    def far():
-        mcmc.run(jax.random.key(1), x, y + 1e8)
-        jax.effects_barrier()
+    for num_samples, is_marked in ((10, False), (45, True)):
+        mcmc.num_samples = num_samples
 
-    with pytest.warns(UserWarning, match="diverged on other data") as seen:
-        far()
-    assert len(seen) == 1
-    assert np.isnan(mcmc.get_samples()["w"][-1]).all()
+        def far():
+            mcmc.run(jax.random.key(1), x, y + 1e8)
+            jax.effects_barrier()
+
+        with pytest.warns(UserWarning, match="on other data than") as seen:
+            far()
+        assert len(seen) == 1
+        assert np.isnan(mcmc.get_samples()["w"][-1]).all() == is_marked
+
+
+def test_data_with_gaps_are_the_same_data(monkeypatch):
+    """A copy of them, of which NaN says that nothing was observed."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal())
+        seen = ~jnp.isnan(y)
+        with numpyro.plate("data", 3), numpyro.handlers.mask(mask=seen):
+            numpyro.sample("y", dist.Normal(w, 1.0), obs=jnp.where(seen, y, 0.0))
+
+    y = jnp.array([0.1, jnp.nan, 0.3])
+    kernel = infer.SGLD(model, 1e-2, warm_start=0.0)
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=30, progress_bar=False)
+    mcmc.warmup(jax.random.key(0), y)
+    announced = []
+    monkeypatch.setattr(jax.debug, "callback", lambda *args: announced.append(args))
+    mcmc.run(jax.random.key(1), jnp.array(y))
+    assert not announced
+    mcmc.run(jax.random.key(1), y.at[0].set(jnp.nan))
+    assert announced
 
 
 def test_a_block_of_gibbs_takes_no_gradient_twice():

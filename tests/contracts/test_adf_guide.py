@@ -291,6 +291,9 @@ def test_a_run_continues_from_its_state(fitted, rows, x64):
     options = {"num_epochs": 1, "orders": orders[2:], "progress_bar": False}
     rest = guide.run(jax.random.key(9), *rows, init_state=first.state, **options)
     same(rest.params, whole.params)
+    options |= {"init_state": first.state, "recount": False}
+    with refused("init_state", "on other rows"):
+        guide.run(jax.random.key(9), rows[0], rows[1] + 1.0, **options)
 
 
 def test_float64_inside_and_settings_untouched(fitted, rows):

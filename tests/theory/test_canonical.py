@@ -207,6 +207,15 @@ def test_invariants_of_one_hidden_layer():
     )
     both = symmetry.invariants(draws, [rescale, Permutation(UNITS)])
     np.testing.assert_allclose(both["Rescale(w)"], -np.sort(-product))
+    draws["v"], draws["u"] = rng.normal(size=(1, 4, 2, 2)), rng.normal(size=(1, 4, 2))
+    chain = [Rescale([("w", 1)], [("v", 0)]), Rescale([("v", 1)], [("u", 0)])]
+    assert list(symmetry.invariants(draws, chain)) == ["Rescale(w)", "Rescale(v)"]
+    # of a single unit the next ones have all: |w| |v| |u|
+    single = {"w": draws["w"][..., :1], "v": draws["v"][..., :1, :], "u": draws["u"]}
+    (scales,) = symmetry.invariants(single, chain).values()
+    product = np.linalg.norm(single["w"], axis=2) * np.abs(single["v"][..., 0, :])
+    expected = product * np.abs(single["u"])
+    np.testing.assert_allclose(scales, expected / 3**0.5, rtol=1e-6)
     weights = {"w": np.array([[[[1.0, 2.0], [0.0, -2.0], [0.0, 2.0]]]])}
     np.testing.assert_allclose(
         symmetry.invariants(weights, Scale([("w", 1)]))["Scale(w)"], [[[1.0, 3.0]]]

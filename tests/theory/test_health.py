@@ -405,10 +405,12 @@ def test_small_energy_variances_and_values_of_other_replicas_are_well():
         "[1e-7, 1e-7, 1e-7, 1e-7]"  # above a millionth of its target
     )
     healthy.attrs["refused_steps"] = (
-        "[0, 0.4, 0, 0, 0, 0, 0, 0]"  # two replicas a chain, the first exported
+        "[0.06, 0.4, 0, 0, 0, 0, 0, 0]"  # two replicas a chain, the first exported
     )
     del healthy.attrs["temperature"]  # then it is 1
     assert off(healthy.idata()) == []
+    (found,) = [f for f in health(healthy.idata()).findings if f.verdict == "note"]
+    assert found.what == "chain 0 refused 6% of its steps"
 
 
 @pytest.mark.parametrize(("bias", "expected"), [(0.4, []), (0.6, ["energy_variance"])])

@@ -121,6 +121,7 @@ def test_coverage_of_calibrated_draws_is_the_level_for_few_draws_too(rng, size, 
     assert result.standard_error == pytest.approx(np.sqrt(level * (1 - level) / points))
     assert abs(result.coverage - level) < SIGMAS * result.standard_error + 1e-4
     assert result.coverage == result.inside.mean()
+    assert repr(result).endswith(f"level={level}, N={points})")
 
 
 @pytest.mark.parametrize(("size", "level"), [(1, 0.5), (2, 0.5), (18, 0.9)])

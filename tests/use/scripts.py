@@ -215,8 +215,8 @@ def check_hierarchical_hmc(run):
 
 def check_blackjax_ess(run):
     for row in run.result["rows"]:
-        assert row["smallest"] <= row["median"]
-        assert row["gradients"] >= 2 * 8
+        assert row["ess"]["least"] <= row["ess"]["median"]
+        assert row["gradients"] >= 2 * 200
         assert row["warm-up gradients"] > 0
 
 
@@ -520,9 +520,8 @@ SCRIPTS: dict[str, Script] = {
         check=check_hierarchical_hmc,
     ),
     f"{BENCHMARK}.blackjax_ess": Script(
-        "--num-chains 2 --num-warmup 8 --num-samples 8 --posteriors gaussian --ways "
-        "NUTS MAMS",
-        ("--num-samples 1",),
+        "--num-chains 2 --gradients 200 --posteriors gaussian --ways NUTS MCLMC",
+        ("--gradients 1",),
         check=check_blackjax_ess,
     ),
     f"{BENCHMARK}.horseshoe": Script(

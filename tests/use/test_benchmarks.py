@@ -695,6 +695,7 @@ def test_one_door_to_all_measurements(capsys, tmp_path):
 # Where the figures of a page lie, and what writes its tables; others are of files too
 # large to be kept.
 KEPT = {
+    "blackjax_ess": "tables/microcanonical.md",
     "adf_speed": "tables/adf.md",
     "adf_uci": "tables/adf.md",
     "classification": "tables/estimators.md",

@@ -281,6 +281,8 @@ def test_importances_are_bars_with_the_largest_first():
     for wrong in ({}, {"a": -0.1}, {"a": np.nan}):
         with pytest.raises(ValueError, match="argument `shares`"):
             plots.importances(wrong)
+    with pytest.raises(ValueError, match=r"`ax` got 3\. Pass 1"):
+        plots.importances(shares, ax=3)
 
 
 # --- reliability_diagram

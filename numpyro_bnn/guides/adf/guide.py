@@ -1,5 +1,6 @@
 """AutoADF: assumed density filtering as a NumPyro guide."""
 
+import hashlib
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -131,6 +132,7 @@ class AutoADF(ADFPosterior):
     def __init__(self, model: Model, *, prefix: Prefix = "auto") -> None:
         super().__init__(model, prefix=prefix)
         self._programs: dict[Hashable, Any] = {}
+        self._counted: dict[bytes, bytes] = {}  # digests of states, and of their rows
 
     def __getstate__(self) -> Attributes:
         # Compiled JAX programs cannot be pickled, so the model is read again.
@@ -208,6 +210,7 @@ class AutoADF(ADFPosterior):
             if not recount:
                 shares = np.full(num_epochs, 1 / num_rows)
                 shares[0] *= init_state is not None  # else no row is counted yet
+                self._check_counted(init_state, data)
             if is_traced((data, rng_key)):
                 state, records = jax.lax.scan(
                     lambda state, of_epoch: program.epoch(state, *data, *of_epoch, 1.0),
@@ -229,6 +232,7 @@ class AutoADF(ADFPosterior):
                     keeper,
                 )
                 state = jax.device_get(state)
+                self._counted[_digest(state)] = _digest(data)
                 _warn_of_rise(-records.log_z / num_rows)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.
@@ -236,6 +240,21 @@ class AutoADF(ADFPosterior):
             _narrow, (params, -records.log_z, records.refused)
         )
         return ADFResult(params, state, losses, refused)
+
+    def _check_counted(self, init_state: PyTree, data: PyTree) -> None:
+        """Refuse other rows than those of a state: their likelihood is not in it."""
+        if init_state is None or is_traced((init_state, data)):
+            return
+        counted = self._counted.get(_digest(init_state))
+        if counted is not None and counted != _digest(data):
+            instead = (
+                "Without `recount` a share of their likelihood is taken out first, "
+                "which these rows have not put in: pass `recount=True`, or learn from "
+                "further rows by `update(params, ...)`."
+            )
+            raise argument_error(
+                f"{CALL}.run", "init_state", "the state of a run on other rows", instead
+            )
 
     def _checked_means(self, init_means: Values) -> Arrays:
         means = {}
@@ -391,6 +410,14 @@ class AutoADF(ADFPosterior):
                 self._programs[key] = jax.jit(partial(fn, likelihood))
             state = self._from_params(params)
             return self._programs[key](state, data.rows, data.arrays, *more)
+
+
+def _digest(tree: PyTree) -> bytes:
+    """A digest of the values of arrays."""
+    hashed = hashlib.blake2b()
+    for leaf in jax.tree.leaves(tree):
+        hashed.update(np.ascontiguousarray(leaf).tobytes())
+    return hashed.digest()
 
 
 def _by_row(fn: Callable[[Likelihood, Point], PyTree]) -> Callable:
