@@ -42,6 +42,7 @@ def parallel_vectorized(fn: OneChain) -> Callable:
     [0, 2, 4]
     """
     chunk = jax.vmap(fn)
+    on_one_device = jax.jit(chunk)
 
     @cache
     def program(mesh: Mesh) -> tuple[Callable, NamedSharding]:
@@ -55,7 +56,7 @@ def parallel_vectorized(fn: OneChain) -> Callable:
     def mapped(chains: PyTree) -> PyTree:
         mesh = chain_mesh(jax.tree.leaves(chains)[0].shape[0], jax.local_devices())
         if mesh is None:
-            return chunk(chains)
+            return on_one_device(chains)
         run, placed = program(mesh)
         return jax.device_put(run(jax.device_put(chains, placed)), mesh.devices[0])
 
