@@ -238,7 +238,9 @@ def test_scales_belong_to_the_sites_they_are_given_for():
         np.testing.assert_allclose(draws[name][0], moved, rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size, held_out", [(None, 0.0), (None, 0.2), (9, 0.0)])
+@pytest.mark.parametrize(
+    ("batch_size", "held_out"), [(None, 0.0), (None, 0.2), (9, 0.0)]
+)
 def test_the_optimizer_finds_the_mode_of_standardized_weights(batch_size, held_out):
     """Centered weights have no other: with a scale near 0 their density is unbounded.
     Chains would start there, and not leave.
