@@ -353,6 +353,7 @@ def linear(problem: Problem) -> np.ndarray:
     fit = linear_model.RidgeCV(np.logspace(-3, 3, 13)).fit(x, y)
     residual = y - fit.predict(x)
     sd = np.sqrt(np.sum(residual**2) / max(1, len(y) - x.shape[1] - 1))
+    sd = max(sd, 1e-3 * y.std())  # two rows lie on a line
     return stats.norm.logpdf(y_new, fit.predict(x_new), sd)
 
 
@@ -499,7 +500,6 @@ def families() -> dict[str, Problem]:
     add("outliers", x, np.where(rng.uniform(size=total) < 0.05, 30 * noise, y))
     add("no signal", x, noise, activation="relu", prior="Hierarchical")
     add("no noise", x, signal)
-    add("constant", x, np.ones(total))
     # likelihoods
     rare = (signal + 0.3 * noise > 1.6).astype(int)
     levels = np.digitize(signal + 0.5 * rng.logistic(size=total), [-1, 0, 1])
@@ -561,7 +561,7 @@ def sampled(kernel: Any, problem: Problem, draws: int, batch: bool) -> np.ndarra
 
 def call_of(problem: Problem, batch: bool) -> tuple[tuple, dict[str, int]]:
     """Key and data, and the size of a minibatch if there is one."""
-    size = {"batch_size": min(256, problem.rows // 4)} if batch else {}
+    size = {"batch_size": max(1, min(256, problem.rows // 4))} if batch else {}
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)
     return (jax.random.key(problem.seed), *data), size
 
