@@ -17,6 +17,7 @@ what the file already has.
 
     python -m examples.benchmarks.gauntlet --seeds 0 40 --methods SGNHT "mean field"
     python -m examples.benchmarks.gauntlet --seeds 0 200 --only relu Hierarchical
+    python -m examples.benchmarks.gauntlet --seeds 0 0 --families groups censored
 """
 
 import argparse
@@ -25,7 +26,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,9 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 from jax.scipy.special import logsumexp
-from numpyro.infer import MCMC, NUTS, SVI
+from numpyro.contrib.module import random_flax_module
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, log_likelihood
+from numpyro.infer.autoguide import AutoDelta
 
 import numpyro_bnn as bnn
 from examples.benchmarks.shared import continued_report, put_table, write_report
@@ -45,19 +48,20 @@ from examples.shared import at_least, markdown
 NEW_ROWS = 500
 MOST_ROWS_OF_FULL_GRADIENTS = 2000
 VERDICTS = ("good", "behind", "announced", "SILENT", "crash")
-VARIED = (
-    "methods",
-    "seeds",
-    "only",
-    "docs",
-)  # options in which runs of a file may differ
+# options in which runs of a file may differ
+VARIED = ("methods", "seeds", "families", "only", "docs")
+FAMILY_ROWS, GROUPS = 150, 12
 
 
 # -- problems --------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """What a seed draws; ``new`` rows are those that no method sees."""
+    """What a seed draws; ``new`` rows are those that no method sees.
+
+    :param net: makes a network of its own kind, from its input shape and its number of
+        outputs.
+    """
 
     seed: int
     rows: int
@@ -73,10 +77,17 @@ class Problem(NamedTuple):
     y: np.ndarray
     x_new: np.ndarray
     y_new: np.ndarray
+    family: str = ""
+    net: Callable | None = None
+
+    @property
+    def label(self) -> int | str:
+        """What tells problems apart."""
+        return self.family or self.seed
 
     def describe(self) -> str:
         words = self._asdict()
-        for name in ("x", "y", "x_new", "y_new"):
+        for name in ("x", "y", "x_new", "y_new", "net"):
             del words[name]
         return " ".join(f"{name}={value}" for name, value in words.items())
 
@@ -204,6 +215,60 @@ LIKELIHOODS = {
     ),
 }
 
+
+def cut_points() -> dist.Distribution:
+    return dist.TransformedDistribution(
+        dist.Normal(0.0, 2.0).expand([3]).to_event(1),
+        dist.transforms.OrderedTransform(),
+    )
+
+
+# Those of families. The second output of two of them is a column of the inputs.
+OTHER_LIKELIHOODS = {
+    "two outputs": Likelihood(
+        2,
+        lambda f, s: dist.Normal(f, s["sigma"]).to_event(1),
+        {"sigma": lambda: dist.HalfNormal(1.0).expand([2]).to_event(1)},
+    ),
+    "proportions": Likelihood(
+        1,
+        lambda f, s: dist.BetaProportion(jax.nn.sigmoid(f[..., 0]), s["size"]),
+        {"size": lambda: dist.LogNormal(2.0, 1.0)},
+    ),
+    "binomial": Likelihood(1, lambda f, s: dist.Binomial(20, logits=f[..., 0])),
+    "zero-inflated": Likelihood(
+        1,
+        lambda f, s: dist.ZeroInflatedPoisson(s["gate"], jnp.exp(f[..., 0])),
+        {"gate": lambda: dist.Beta(1.0, 1.0)},
+    ),
+    "ordinal": Likelihood(
+        1, lambda f, s: dist.OrderedLogistic(f[..., 0], s["cuts"]), {"cuts": cut_points}
+    ),
+    "gamma": Likelihood(
+        1,
+        lambda f, s: dist.Gamma(s["shape"], s["shape"] / jnp.exp(f[..., 0])),
+        {"shape": lambda: dist.LogNormal(0.0, 1.0)},
+    ),
+    "vague noise": Likelihood(
+        1,
+        lambda f, s: dist.Normal(f[..., 0], s["precision"] ** -0.5),
+        {"precision": lambda: dist.Gamma(0.01, 0.01)},
+    ),
+    "masked": Likelihood(
+        2,
+        lambda f, s: dist.Normal(f[..., 0], s["sigma"]).mask(f[..., 1] > 0),
+        {"sigma": noise_site},
+    ),
+    "censored": Likelihood(
+        2,
+        lambda f, s: dist.RightCensoredDistribution(
+            dist.Normal(f[..., 0], s["sigma"]), (f[..., 1] > 0).astype(int)
+        ),
+        {"sigma": noise_site},
+    ),
+}
+ALL_LIKELIHOODS = LIKELIHOODS | OTHER_LIKELIHOODS
+
 PRIORS: dict[str, Callable[[], Any]] = {
     "Normal": bnn.priors.Normal,
     "Hierarchical": bnn.priors.Hierarchical,
@@ -211,18 +276,42 @@ PRIORS: dict[str, Callable[[], Any]] = {
     "ARD": bnn.priors.ARD,
     "Laplace": bnn.priors.Laplace,
 }
+OTHER_PRIORS: dict[str, Callable[[], Any]] = {
+    "StudentT": bnn.priors.StudentT,
+    "ScaleMixture": bnn.priors.ScaleMixture,
+    "GammaPrecision": bnn.priors.GammaPrecision,
+    "RegularizedHorseshoe": bnn.priors.RegularizedHorseshoe,
+    "by site": lambda: {
+        "*kernel": bnn.priors.Hierarchical(),
+        "*bias": dist.Cauchy(0.0, 1.0),
+    },
+}
+
+
+def network(layers: Callable[[int], Any], prior: Any) -> Callable:
+    """What makes a network: ``make(input_shape, outputs)``, called in a model."""
+
+    def make(shape: tuple[int, ...], outputs: int) -> Callable:
+        return bnn.random_network("net", layers(outputs), shape, prior)
+
+    return make
 
 
 def network_model(
-    likelihood_name: str, widths: Sequence[int], activation: str, prior_name: str
+    likelihood_name: str,
+    widths: Sequence[int],
+    activation: str,
+    prior_name: str,
+    make_net: Callable | None = None,
 ) -> Callable:
     """The NumPyro model that a user would write."""
-    likelihood = LIKELIHOODS[likelihood_name]
-    layers = bnn.nn.MLP([*widths, likelihood.outputs], activation)
-    prior = PRIORS[prior_name]()
+    likelihood = ALL_LIKELIHOODS[likelihood_name]
+    if make_net is None:
+        prior = (PRIORS | OTHER_PRIORS)[prior_name]()
+        make_net = network(lambda out: bnn.nn.MLP([*widths, out], activation), prior)
 
     def model(x, y=None, batch_size=None):
-        net = bnn.random_network("net", layers, x.shape[1:], prior)
+        net = make_net(x.shape[1:], likelihood.outputs)
         sites = {
             name: numpyro.sample(name, make())
             for name, make in likelihood.sites.items()
@@ -236,7 +325,11 @@ def network_model(
 
 def build(problem: Problem) -> Callable:
     return network_model(
-        problem.likelihood, problem.widths, problem.activation, problem.prior
+        problem.likelihood,
+        problem.widths,
+        problem.activation,
+        problem.prior,
+        problem.net,
     )
 
 
@@ -245,6 +338,8 @@ def linear(problem: Problem) -> np.ndarray:
     from scipy import stats
     from sklearn import linear_model
 
+    if problem.likelihood in OTHER_LIKELIHOODS or problem.x.ndim > 2:
+        return linear_mode(problem)
     x, y, x_new, y_new = problem.x, problem.y, problem.x_new, problem.y_new
     if problem.likelihood in ("bernoulli", "categorical"):
         fit = linear_model.LogisticRegression(max_iter=1000).fit(x, y)
@@ -258,7 +353,184 @@ def linear(problem: Problem) -> np.ndarray:
     fit = linear_model.RidgeCV(np.logspace(-3, 3, 13)).fit(x, y)
     residual = y - fit.predict(x)
     sd = np.sqrt(np.sum(residual**2) / max(1, len(y) - x.shape[1] - 1))
+    sd = max(sd, 1e-3 * y.std())  # two rows lie on a line
     return stats.norm.logpdf(y_new, fit.predict(x_new), sd)
+
+
+def linear_mode(problem: Problem) -> np.ndarray:
+    """The same where scikit-learn has none: the mode of a network without hidden units,
+    on standardized inputs.
+    """
+
+    def make(shape: tuple[int, ...], outputs: int) -> Callable:
+        linear_net = network(lambda out: bnn.nn.MLP([out]), bnn.priors.Normal())
+        if problem.likelihood in ("masked", "censored"):
+            return with_first_column(linear_net)(shape, outputs)
+        return linear_net(shape, outputs)
+
+    x, x_new = (a.reshape(len(a), -1) for a in (problem.x, problem.x_new))
+    start = int(problem.likelihood in ("masked", "censored"))  # of the inputs
+    mean, sd = x.mean(0), np.maximum(x.std(0), 1e-6)
+    mean[:start], sd[:start] = 0.0, 1.0
+    model = network_model(problem.likelihood, (), "", "", make)
+    rows = jnp.asarray((x - mean) / sd), jnp.asarray(problem.y)
+    new_rows = jnp.asarray((x_new - mean) / sd), jnp.asarray(problem.y_new)
+    guide = AutoDelta(model)
+    svi = SVI(model, guide, optax.adam(0.02), Trace_ELBO())
+    fit = svi.run(jax.random.key(0), 2000, *rows, progress_bar=False)
+    mode = {name: value[None] for name, value in guide.median(fit.params).items()}
+    densities = log_likelihood(model, mode, *new_rows)
+    return np.asarray(densities["y"][0], float)
+
+
+# -- families of problems that no seed draws -------------------------------------------
+
+
+def with_first_column(make: Callable) -> Callable:
+    """The network of all inputs but the first, which is an output as it is."""
+
+    def made(shape: tuple[int, ...], outputs: int) -> Callable:
+        net = make((shape[0] - 1,), outputs - 1)
+        return lambda x: jnp.concatenate([net(x[:, 1:]), x[:, :1]], 1)
+
+    return made
+
+
+def with_groups(shape: tuple[int, ...], outputs: int) -> Callable:
+    """Effects of groups, whose codes are the first column."""
+    net = SMALL((shape[0] - 1,), outputs)
+    spread = numpyro.sample("spread", dist.HalfNormal(1.0))
+    with numpyro.plate("groups", GROUPS):
+        effect = numpyro.sample("effect", dist.Normal(0.0, spread))
+    return lambda x: net(x[:, 1:]) + effect[x[:, 0].astype(int)][:, None]
+
+
+def with_embedding(shape: tuple[int, ...], outputs: int) -> Callable:
+    """Codes of categories in the first column, as three numbers each."""
+    table = numpyro.sample("table", dist.Normal().expand([GROUPS, 3]).to_event(2))
+    net = SMALL((shape[0] + 2,), outputs)
+    return lambda x: net(jnp.concatenate([x[:, 1:], table[x[:, 0].astype(int)]], 1))
+
+
+def recurrent(shape: tuple[int, ...], outputs: int) -> Callable:
+    from flax import linen
+
+    class Recurrent(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return linen.Dense(outputs)(linen.RNN(linen.GRUCell(4))(x)[:, -1])
+
+    prior = bnn.priors.Normal()
+    return random_flax_module("net", Recurrent(), prior, input_shape=(1, *shape))
+
+
+def correlated(shape: tuple[int, ...], outputs: int) -> Callable:
+    """Weights that depend on each other a priori."""
+    size = shape[0]
+    covariance = 0.9 * jnp.ones((size, size)) + 0.1 * jnp.eye(size)
+    rows = dist.MultivariateNormal(jnp.zeros(size), covariance).expand([6]).to_event(1)
+    w = numpyro.sample("w", rows)
+    b = numpyro.sample("b", dist.Normal().expand([6]).to_event(1))
+    v = numpyro.sample("v", dist.Normal(0.0, 0.4).expand([6, outputs]).to_event(2))
+    return lambda x: jnp.tanh(x @ w.T + b) @ v
+
+
+def normalized(norm: Any) -> Callable:
+    return network(lambda out: bnn.nn.MLP([8, out], norm=norm), bnn.priors.Normal())
+
+
+SMALL = network(lambda out: bnn.nn.MLP([8, out], "tanh"), bnn.priors.Normal())
+
+
+def families() -> dict[str, Problem]:
+    """Rows, likelihoods, networks and priors that :func:`draw` does not have, a problem
+    of each.
+    """
+    rng = np.random.default_rng(1)
+    total = FAMILY_ROWS + NEW_ROWS
+    x, noise = rng.normal(size=(total, 3)), rng.normal(size=total)
+    signal = np.sin(2 * x[:, 0]) + 0.5 * x[:, 1]
+    y, rate, chance = signal + 0.1 * noise, np.exp(signal), 1 / (1 + np.exp(-signal))
+    codes, effects = rng.integers(0, GROUPS, total), rng.normal(0.0, 0.7, GROUPS)
+    with_codes, of_groups = np.c_[codes, x], y + effects[codes]
+    learned = np.arange(total) < FAMILY_ROWS
+    seen = (rng.uniform(size=total) < 0.7) | ~learned
+    cut = (y > 0.8) & learned
+    images = rng.normal(size=(total, 6, 6, 1))
+    images[signal > 0, :3, :3] += 1.0
+    series = rng.normal(size=(total, 5, 2))
+    few = np.r_[:30, FAMILY_ROWS:total]
+    cnn = network(lambda out: bnn.nn.CNN([3], [out], window=3), bnn.priors.Normal())
+    zeros = rng.uniform(size=total) < 0.3
+    found: dict[str, Problem] = {}
+
+    def add(name: str, x: Any, y: Any, likelihood: str = "normal", **options: Any):
+        rows = len(x) - NEW_ROWS
+        kind = np.float32 if y.dtype.kind == "f" else np.int32
+        x, y = x.astype(np.float32), y.astype(kind)
+        words = {"widths": (8,), "activation": "tanh", "prior": "Normal", **options}
+        found[name] = Problem(
+            seed=1,
+            rows=rows,
+            columns=x.shape[1],
+            inputs=name,
+            function="",
+            noise=0.1,
+            likelihood=likelihood,
+            x=x[:rows],
+            y=y[:rows],
+            x_new=x[rows:],
+            y_new=y[rows:],
+            family=name,
+            **words,
+        )
+
+    # rows and columns
+    add("one column", x[few, :1], np.sin(2 * x[few, 0]) + 0.1 * noise[few])
+    add("30 x 40", rng.normal(size=(len(few), 40)), y[few], prior="Hierarchical")
+    add("two rows", x[FAMILY_ROWS - 2 :], y[FAMILY_ROWS - 2 :])
+    add("same columns", np.c_[x, x[:, :1], 0 * noise + 1], y, prior="Hierarchical")
+    add("nearly equal", x[:, :1] + 0.03 * rng.normal(size=(total, 4)), y, prior="ARD")
+    add("heavy inputs", rng.standard_t(1.5, size=x.shape), y, activation="relu")
+    add("integers", rng.integers(0, 9, size=x.shape), y)
+    add("large inputs", 5000 + 1000 * x, y)
+    add("large targets", x, 1e4 * y)
+    add("small targets", x, 1e-4 * y)
+    add("far targets", x, y + 1e6)
+    add("outliers", x, np.where(rng.uniform(size=total) < 0.05, 30 * noise, y))
+    add("no signal", x, noise, activation="relu", prior="Hierarchical")
+    add("no noise", x, signal)
+    # likelihoods
+    rare = (signal + 0.3 * noise > 1.6).astype(int)
+    levels = np.digitize(signal + 0.5 * rng.logistic(size=total), [-1, 0, 1])
+    share = np.clip(rng.beta(10 * chance, 10 * (1 - chance)), 1e-4, 1 - 1e-4)
+    add("rare class", x, rare, "bernoulli", prior="Hierarchical")
+    add("missing class", x, np.digitize(y, [-0.5, 0.5]), "categorical", prior="ARD")
+    add("large counts", x, rng.poisson(400 * rate), "poisson")
+    add("two outputs", x, np.c_[y, 10 * signal**2 + noise], "two outputs")
+    add("proportions", x, share, "proportions")
+    add("binomial", x, rng.binomial(20, chance), "binomial")
+    add("zero-inflated", x, rng.poisson(3 * rate) * ~zeros, "zero-inflated")
+    add("ordinal", x, levels, "ordinal")
+    add("gamma", x, rng.gamma(3, rate / 3), "gamma", activation="relu")
+    add("vague noise", x, y, "vague noise", prior="Hierarchical")
+    hidden = with_first_column(SMALL)
+    add("masked", np.c_[seen, x], np.where(seen, y, 1e3), "masked", net=hidden)
+    add("censored", np.c_[cut, x], np.where(cut, 0.8, y), "censored", net=hidden)
+    # networks
+    add("one unit", x, y, widths=(1,), prior="Hierarchical")
+    add("no hidden layer", x, y, widths=())
+    add("three layers", x, y, widths=(16, 16, 16), activation="relu")
+    add("layer norm", x, y, net=normalized(bnn.nn.LayerNorm()))
+    add("batch norm", x, y, net=normalized(bnn.nn.BatchNorm()))
+    add("images", images, (signal > 0).astype(int), "bernoulli", net=cnn)
+    add("recurrent", series, np.tanh(series[..., 0]).sum(1) / 2, net=recurrent)
+    add("groups", with_codes, of_groups, net=with_groups)
+    add("embedding", with_codes, of_groups, net=with_embedding)
+    add("correlated prior", x, y, net=correlated)
+    for prior in OTHER_PRIORS:
+        add(f"prior {prior}", x, y, prior=prior)
+    return found
 
 
 # -- methods ---------------------------------------------------------------------------
@@ -289,7 +561,7 @@ def sampled(kernel: Any, problem: Problem, draws: int, batch: bool) -> np.ndarra
 
 def call_of(problem: Problem, batch: bool) -> tuple[tuple, dict[str, int]]:
     """Key and data, and the size of a minibatch if there is one."""
-    size = {"batch_size": min(256, problem.rows // 4)} if batch else {}
+    size = {"batch_size": max(1, min(256, problem.rows // 4))} if batch else {}
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)
     return (jax.random.key(problem.seed), *data), size
 
@@ -423,7 +695,7 @@ def attempt(name: str, problem: Problem, base: np.ndarray) -> dict[str, Any]:
                 ahead_error = float(difference.std() / len(difference) ** 0.5)
     health = [str(w.message) for w in caught if "Health" in w.category.__name__]
     return {
-        "seed": problem.seed,
+        "seed": problem.label,
         "method": name,
         "problem": problem.describe(),
         "score": score,
@@ -446,7 +718,7 @@ def verdict(row: Mapping[str, Any], best: float) -> str:
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
     """By method: the verdict of each run, beside the best score of its problem."""
-    best: dict[int, float] = {}
+    best: dict[int | str, float] = {}
     for row in rows:
         if row["score"] is not None:
             of_linear = row["score"] - row["ahead_of_linear"]
@@ -488,6 +760,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seeds", nargs=2, type=int, default=[0, 200], help="first, and last + 1"
     )
     parser.add_argument(
+        "--families",
+        nargs="*",
+        default=[],
+        help="names of problems that no seed draws, or `all`",
+    )
+    parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to run"
     )
     parser.add_argument(
@@ -506,13 +784,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """Those of the seeds, then the families."""
+    yield from map(draw, range(*args.seeds))
+    by_name = families()
+    for name in by_name if args.families == ["all"] else args.families:
+        yield by_name[name]
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     report = continued_report(args, VARIED)
     rows = report["rows"]
     done = {(row["seed"], row["method"]) for row in rows}
-    for seed in range(*args.seeds):
-        problem = draw(seed)
+    for problem in problems(args):
         words = problem.describe()
         if problem.rows > args.most_rows or any(
             word not in words for word in args.only
@@ -520,7 +805,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             continue
         base = linear(problem)
         for name in args.methods:
-            if (seed, name) in done or not METHODS[name].takes(problem):
+            if (problem.label, name) in done or not METHODS[name].takes(problem):
                 continue
             row = attempt(name, problem, base)
             rows.append(row)

@@ -39,20 +39,10 @@ def scaled_sites(reading: Posterior, local: set[str]) -> Scaled:
     :param local: sites inside subsampled plates; sites that depend on one of them are
         left out.
     """
-
-    def locs_and_scales(sites: Mapping[str, dict]) -> dict[tuple[str, str], Array]:
-        arrays = {}
-        for name, (loc, scale) in _moments(sites, reading.latent).items():
-            arrays[name, "loc"], arrays[name, "scale"] = loc, scale
-        return arrays
-
-    parents = reading.depends(locs_and_scales)
     scaled = {}
-    for (name, field), of_scale in parents.items():
-        if field == "scale" and of_scale:
-            of_both = of_scale | parents[name, "loc"]
-            if not of_both & local:
-                scaled[name] = frozenset(of_both)
+    for name, parents in reading.scaled.items():
+        if not parents & local:
+            scaled[name] = parents
     return scaled
 
 

@@ -91,9 +91,16 @@ class Target:
                 raise argument_error("MCMC.run", "model arguments", got, instead)
         return posterior
 
-    def potential(self, args: tuple, kwargs: Kwargs | None, batch: PyTree) -> Callable:
-        """The function z -> U~ of a minibatch; with ``batch="full"``
-        U on all the data.
+    def potential(
+        self,
+        args: tuple,
+        kwargs: Kwargs | None,
+        batch: PyTree,
+        standardized: bool = False,
+    ) -> Callable:
+        """The function z -> U~ of a minibatch; with ``batch="full"`` U on all the data.
+
+        :param standardized: as for :meth:`Posterior.potential`.
         """
         posterior, rng_key = self.on(args, kwargs), random.key(0)
         rows: Mapping[str, Any] = {}
@@ -102,7 +109,9 @@ class Target:
         elif not isinstance(batch, str):
             rows = {name: batch[name] for name in self.plates}
             rng_key = batch[KEY] if self.stochastic else rng_key
-        return lambda z: posterior.potential(z, rows, rng_key, self.temperature)
+        return lambda z: posterior.potential(
+            z, rows, rng_key, self.temperature, standardized
+        )
 
     def evaluator(self, args: tuple, kwargs: Kwargs | None) -> Callable:
         """:meth:`potential` as ``evaluate(z, batch)``, which reads the model on all the

@@ -46,7 +46,8 @@ class WarmStart:
     held-out rows.
 
     The end points are a deep ensemble, from which ``to_inference_data(mcmc,
-    members=True)`` predicts.
+    members=True)`` predicts. Weights w ~ N(m, s^2) with a random s are at the mode of
+    (w - m) / s, whether or not the model is centered.
 
     :param share: fraction of the warm-up transitions that optimize, in [0, 1); 0 for
         none.
@@ -252,17 +253,24 @@ class Optimize(Phase):
         return state.with_phase(self, new)
 
     def _learning(self, state: SGMCMCState, now: Transition) -> sgmcmc.Sampler:
-        """The engine with gradients from the rows that are not held out."""
+        """The engine with gradients from the rows that are not held out, of the density
+        of standardized weights.
+        """
         sampler, share = now.sampler(state), self.warm_start.held_out
-        gradient = sampler.gradient
-        if isinstance(gradient, sgmcmc.ControlVariates):
-            # their center is far away
-            gradient = sgmcmc.Minibatch(gradient.potential_fn, gradient.stream)
-        if share:
-            unravel = ravel_pytree(state.z)[1]
-            gradient = learning_gradient(
-                self.target, share, unravel, now.args, now.kwargs
+        gradient, unravel = sampler.gradient, ravel_pytree(state.z)[1]
+        call = now.args, now.kwargs
+
+        def potential(position: Array, batch: PyTree = "full") -> Array:
+            return self.target.potential(*call, batch, standardized=True)(
+                unravel(position)
             )
+
+        if share:
+            gradient = learning_gradient(self.target, share, unravel, *call)
+        elif isinstance(gradient, sgmcmc.Full):
+            gradient = sgmcmc.Full(potential)
+        else:  # the center of control variates is far away
+            gradient = sgmcmc.Minibatch(potential, gradient.stream)
         return replace(sampler, gradient=gradient)
 
     def _better(self, state: SGMCMCState, new: Member, now: Transition) -> Member:
@@ -388,7 +396,8 @@ def learning_gradient(
 
     def potential(position: Array, batch: PyTree) -> Array:
         shown = rows | {name: rows[name][batch[name]] for name in target.plates}
-        return target.potential(args, kwargs, RowSubset(shown, batch))(
+        rows_shown = RowSubset(shown, batch)
+        return target.potential(args, kwargs, rows_shown, standardized=True)(
             unravel(position)
         )
 

@@ -103,6 +103,8 @@ def losses_by_site(
             axis=1, dtype=np.float64
         )
         targets = y[rows]
+        if (targets == targets[0]).all():
+            continue  # there is nothing to explain
         if classes:
             labels, counts = np.unique(targets, return_counts=True)
             wrong = mean.argmax(axis=-1) != targets

@@ -339,6 +339,8 @@ def looks_up_data(reading: Any) -> bool:
     return bool(lookups)
 
 
+# a guide reads the prior inside the program that draws from it
+@jax.core.eval_context()
 def check_codes(reading: Any, leaves: Trees) -> None:
     """Refuse codes in the arguments of a model that look up a level that is not there.
 

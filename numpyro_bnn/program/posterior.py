@@ -13,6 +13,7 @@ the model itself:
   without running the model: it evaluates the equations that were read, of which those
   of some sites need few. It can stand in for the model in any function that JAX
   transforms;
+- ``scaled``: the normal sites whose scale is random;
 - ``depends(quantities)``, ``sources(quantities)``: from which latent sites, or indices
   of plates, and from which data, quantities of that trace are computed;
 - ``stochastic``, ``redrawn``, ``idle_states``: whether the model asks for random
@@ -47,7 +48,7 @@ from numpyro.primitives import CondIndepStackFrame, apply_stack
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import TRACED, argument_error, unknown_name
-from numpyro_bnn._distributions import in_support
+from numpyro_bnn._distributions import affine_normal, in_support
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn._types import Arrays, Atom, Kwargs, PyTree, Scalar, Trees
@@ -666,6 +667,7 @@ class Posterior:
         rows: Rows | None = None,
         rng_key: Key = 0,
         jacobian_weight: float = 1.0,
+        standardized: bool = False,
     ) -> Array:
         """Minus the log density of the unconstrained values, up to a constant; on some
         rows an unbiased estimate of it.
@@ -676,6 +678,9 @@ class Posterior:
         :param rows: indices by plate, by default all.
         :param rng_key: a key or seed for the model's own random numbers.
         :param jacobian_weight: factor of the log determinants.
+        :param standardized: the density is that of u = (w - loc) / scale instead for
+            normal w whose scale is random, as functions of w. That of w itself has no
+            mode: it grows without bound where w nears loc and the scale nears 0.
 
         >>> import numpyro, numpyro.distributions as dist
         >>> def model(y, batch_size=None):
@@ -695,6 +700,10 @@ class Posterior:
         values, log_determinants = self._constrained(z)
         sites = self.at_rows(values, rows, rng_key, sites_of_type(self.sites, "sample"))
         total: Any = 0.0
+        for name in self.scaled if standardized else ():
+            if moments := affine_normal(sites[name]["fn"]):
+                log_scale = jnp.log(jnp.abs(moments[1]))
+                total += jnp.sum(_scaled(sites[name]["scale"], log_scale))
         for name, site in sites.items():
             if name in log_determinants:
                 total += jnp.sum(_scaled(jacobian_weight, log_determinants[name]))
@@ -792,6 +801,26 @@ class Posterior:
 
         inputs_used = dependence(program, {**self.data, "": self.shapes()})
         return {quantity: used - {""} for quantity, used in inputs_used.items()}
+
+    @property
+    def scaled(self) -> dict[str, frozenset[str]]:
+        """The normal sites whose scale depends on other latent sites, with all those
+        that their prior depends on.
+        """
+
+        def moments(sites: Sites) -> dict[tuple[str, str], Array]:
+            arrays = {}
+            for name in self.latent:
+                if pair := affine_normal(sites[name]["fn"], masked=True):
+                    arrays[name, "loc"], arrays[name, "scale"] = pair
+            return arrays
+
+        parents, scaled = self.depends(moments), {}
+        for name, field in parents:
+            if field == "scale" and parents[name, field]:
+                both = parents[name, "loc"] | parents[name, "scale"]
+                scaled[name] = frozenset(both)
+        return scaled
 
     def idle_states(self) -> set[str]:
         """The places in ``numpyro.mutable`` state that no site is computed from, and

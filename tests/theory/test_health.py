@@ -459,11 +459,15 @@ def test_what_a_linear_model_explains_is_that_of_refits_without_each_row(classes
 
 
 def test_inputs_without_a_line_are_not_compared():
-    """Where a linear model explains nothing, neither need a network."""
+    """Where a linear model explains nothing, neither need a network; targets that do
+    not vary leave nothing to explain.
+    """
     made = Made()
     made.y = made.rng.normal(size=N)
     made.f = 0.0 * made.f + 0.01 * made.rng.normal(size=made.f.shape)
     assert "linear" not in off(made.idata())
+    made.y = np.full(N, 0.1)
+    assert {"linear", "fit"}.isdisjoint(off(made.idata()))
 
 
 def test_every_check_has_a_failure():

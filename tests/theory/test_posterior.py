@@ -250,6 +250,34 @@ def test_rows_may_be_all_in_another_order(batch_size):
     np.testing.assert_allclose(posterior.potential(z, {"rows": order}), whole)
 
 
+def test_standardized_weights_have_the_density_of_the_non_centered_model():
+    """Also the values of rows, on a minibatch, whose prior follows other weights."""
+
+    def model(y, centered, batch_size=None):
+        def normal(name, loc, scale, shape=()):
+            own = (loc, scale) if centered else (0.0, 1.0)
+            value = numpyro.sample(name, dist.Normal(*own).expand(shape).to_event())
+            return value if centered else loc + scale * value
+
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        w = normal("w", 0.3, s, (3,))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            b = normal("b", w.sum(), 2 * s)
+            numpyro.sample("y", dist.Normal(b, 1.0), obs=y[i])
+
+    y, s = jnp.arange(4.0), 0.2
+    u, v = jnp.array([0.5, -1.0, 2.0]), jnp.array([1.0, 0.0, -0.5, 2.0])
+    w = 0.3 + s * u
+    kept = {"s": jnp.log(s), "w": u, "b": v}
+    moved = {"s": jnp.log(s), "w": w, "b": w.sum() + 2 * s * v}
+    for rows in (None, {"rows": jnp.array([3, 1])}):
+        expected = Posterior(model, (y, False)).potential(kept, rows)
+        posterior = Posterior(model, (y, True))
+        potential = posterior.potential(moved, rows, standardized=True)
+        np.testing.assert_allclose(potential, expected, rtol=1e-5)
+    assert posterior.scaled == {"w": {"s"}, "b": {"s", "w"}}
+
+
 def test_sizes_of_a_model_keep_no_data_of_another():
     """A model that needs values only on all its rows."""
 

@@ -238,6 +238,39 @@ def test_scales_belong_to_the_sites_they_are_given_for():
         np.testing.assert_allclose(draws[name][0], moved, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "held_out"), [(None, 0.0), (None, 0.2), (9, 0.0)]
+)
+def test_the_optimizer_finds_the_mode_of_standardized_weights(batch_size, held_out):
+    """Centered weights have no other: with a scale near 0 their density is unbounded.
+    Chains would start there, and not leave.
+
+    At this mode s maximizes s exp(-s^2 / 2 - |w|^2 / (2 s^2)): s^4 - s^2 = |w|^2.
+    """
+    x = np.random.default_rng(0).normal(size=(10, 20)).astype(np.float32)
+    y = x[:, 0]
+
+    def model(x, y, batch_size):
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
+        w = numpyro.sample("w", dist.Normal(0.0, scale).expand([20]).to_event(1))
+        with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ w, 0.5), obs=y[i])
+
+    warm = infer.WarmStart(0.5, num_steps=3000, held_out=held_out)
+    mcmc = MCMC(
+        infer.SGLD(model, 1e-6, warm_start=warm, steps_per_draw=1),
+        num_warmup=4,
+        num_samples=1,
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(0), x, y, batch_size)
+    member = to_inference_data(mcmc, members=True)["posterior"]
+    scale, w = (np.asarray(member[name]).squeeze() for name in ("scale", "w"))
+    of_w = (1 + (1 + 4 * (w @ w)) ** 0.5) / 2
+    np.testing.assert_allclose(scale**2, of_w, rtol=0.05)
+    assert w @ w > 0.1
+
+
 @pytest.mark.slow
 def test_scales_come_from_the_squared_gradients_of_the_warm_start():
     """An optimizer that stays: G is one over 1e-5 and the root mean square of the

@@ -20,6 +20,7 @@ from scipy import stats
 
 import numpyro_bnn as bnn
 from numpyro_bnn import symmetry
+from numpyro_bnn.program.posterior import Posterior
 from use.scripts import SCRIPTS
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -499,6 +500,16 @@ def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
         "ensemble": ["SILENT"],
     }
     assert "| SGNHT | 1 | 1 | 0 | 0 | 0 | 0 | 1 | 1 |" in gauntlet.table(rows)
+
+
+def test_families_of_the_gauntlet_have_models_and_a_base():
+    """Masked rows, whose targets are 1000, do not count in the base either."""
+    gauntlet = importlib.import_module("examples.benchmarks.gauntlet")
+    families = gauntlet.families()
+    for problem in families.values():
+        posterior = Posterior(gauntlet.build(problem), (problem.x, problem.y))
+        assert posterior.observed == ("y",)
+    assert -1.5 < gauntlet.linear(families["masked"]).mean() < -0.5
 
 
 def test_forecasts_of_peers_are_scored_by_their_definitions():

@@ -156,6 +156,20 @@ def test_codes_without_a_level(name):
                 read()
 
 
+def test_codes_are_known_inside_of_a_traced_program():
+    """Such as that in which the export draws from a guide with learned scales."""
+    z = {"w": jnp.zeros(2), "sigma": 0.0, "effect": jnp.zeros(LEVELS)}
+
+    def read(code):
+        return jax.make_jaxpr(lambda z: Posterior(grouped, (X, code, Y)).potential(z))(
+            z
+        )
+
+    assert read(KNOWN).out_avals[0].shape == ()
+    with refused("code", f"codes from 0 to {LEVELS}"):
+        read(UNKNOWN["high"])
+
+
 def start(*args):
     options = {"gradient": "minibatch"} if len(args) > 3 else {}
     return infer.SGLD(grouped, **options).init(jax.random.key(0), 4, None, args, {})
