@@ -17,9 +17,11 @@ from numpyro.infer.util import (
     log_density,
     potential_energy,
 )
+from scipy import stats
 from zoo import BATCH, NET, ZOO, N, X, Y, line, network
 
 from numpyro_bnn import infer, symmetry
+from numpyro_bnn.models import noise_family
 from numpyro_bnn.program import Posterior
 
 ROWS = np.array([3, 1, 7, 20, 11, 5])
@@ -320,6 +322,15 @@ def test_densities_end_where_distributions_leave_their_bounds():
     posterior = Posterior(model, (jnp.array([0, 2]),))
     assert np.isfinite(posterior.potential({"w": 0.5}))
     assert not np.isfinite(jax.jit(posterior.potential)({"w": -0.5}))
+
+
+@pytest.mark.parametrize("df", [0.5, 2.5, 60.0, 1e6])
+def test_the_density_of_heavy_tails_is_that_of_a_t(df):
+    """Also in float32 near a normal, where log gamma functions cancel."""
+    family = handlers.substitute(noise_family, {"excess_df": jnp.float32(df - 2)})(True)
+    y = jnp.array([-3.0, 0.0, 1e4])
+    expected = stats.t.logpdf(np.asarray(y), df, 1.0, 2.0)
+    np.testing.assert_allclose(family(1.0, 2.0).log_prob(y), expected, rtol=2e-6)
 
 
 def test_what_it_cannot_answer_is_refused():
