@@ -2,6 +2,7 @@
 that it has.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, random
 from jax.scipy.special import gammaln
+from jax.typing import ArrayLike
 from numpyro.distributions import constraints
 from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import (
@@ -174,6 +176,69 @@ def elementwise(transform: Transform) -> Transform:
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     return transform
+
+
+# Of log Gamma(y + 1/2) - log Gamma(y) - log(y) / 2 as a series in odd powers of 1 / y.
+HALF_STEP_SERIES = (-1 / 8, 1 / 192, -1 / 640, 17 / 14336, -31 / 18432)
+HALF_STEP_SHIFT = 8  # steps up, to where the series holds
+
+
+@jax.custom_jvp
+def log_gamma_half_step(x: Array) -> Array:
+    """log Gamma(x + 1/2) - log Gamma(x) for x > 0, without the cancellation of that
+    form, and with much less to compile.
+
+    >>> round(float(log_gamma_half_step(jnp.array(1.0))), 6)  # log(sqrt(pi) / 2)
+    -0.120782
+    """
+    above = x + HALF_STEP_SHIFT
+    series = _odd_powers(HALF_STEP_SERIES, 1 / above)
+    return 0.5 * jnp.log(above) + series - jnp.log1p(0.5 / _steps(x)).sum(-1)
+
+
+@log_gamma_half_step.defjvp
+def _half_step_slope(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    """A formula, since a derivative of the code keeps all its terms."""
+    (x,), (change,) = primals, tangents
+    inverse, steps = 1 / (x + HALF_STEP_SHIFT), _steps(x)
+    terms = [(2 * k + 1) * value for k, value in enumerate(HALF_STEP_SERIES)]
+    slope = 0.5 * inverse - inverse * _odd_powers(terms, inverse)
+    slope = slope + (0.5 / (steps * (steps + 0.5))).sum(-1)
+    return log_gamma_half_step(x), slope * change
+
+
+def _steps(x: Array) -> Array:
+    return x[..., None] + jnp.arange(HALF_STEP_SHIFT, dtype=x.dtype)
+
+
+def _odd_powers(coefficients: Sequence[float], x: Array) -> Array:
+    total = jnp.zeros_like(x)
+    for coefficient in reversed(coefficients):
+        total = total * jnp.square(x) + coefficient
+    return total * x
+
+
+class NoiseStudentT(dist.StudentT):
+    """Student's t for noise whose degrees of freedom are learned: log gamma functions
+    and their derivatives are a quarter of the code of a gradient.
+
+    >>> value = jnp.array([-1.0, 5.0])
+    >>> difference = NoiseStudentT(3.0).log_prob(value) - dist.StudentT(3.0).log_prob(
+    ...     value
+    ... )
+    >>> bool(abs(difference).max() < 1e-6)
+    True
+    """
+
+    @validate_sample
+    def log_prob(self, value: ArrayLike) -> Array:
+        df = jnp.asarray(self.df, float)
+        squares = jnp.square((value - self.loc) / self.scale)
+        constant = log_gamma_half_step(0.5 * df) - 0.5 * jnp.log(jnp.pi * df)
+        tails = 0.5 * (df + 1) * jnp.log1p(squares / df)
+        return constant - jnp.log(self.scale) - tails
 
 
 class GroupStudentT(dist.Distribution):

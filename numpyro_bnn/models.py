@@ -17,6 +17,7 @@ from numpyro.primitives import _PYRO_STACK
 
 from numpyro_bnn import _checks
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._distributions import NoiseStudentT
 from numpyro_bnn._options import Count, Number, Switch, checked
 from numpyro_bnn.networks import random_network
 from numpyro_bnn.nn import Layer
@@ -126,7 +127,7 @@ def noise_family(heavy_tails: bool) -> Callable[..., dist.Distribution]:
     variance; of location and scale.
     """
     df = [2 + numpyro.sample("excess_df", dist.Gamma(2.0, 0.1))] if heavy_tails else []
-    return partial(dist.StudentT, *df) if df else dist.Normal
+    return partial(NoiseStudentT, *df) if df else dist.Normal
 
 
 def repeats_values(y: Any) -> bool:

@@ -260,14 +260,9 @@ class Network(BaseEstimator):
             return None
         call = f"{self._call}.fit"
         weight = as_floats(call, "sample_weight", sample_weight)
-        size = np.asarray(y).shape[:1]
         if weight.ndim == 0:
-            weight = np.full(size, float(weight))
-        if weight.shape != size:
-            # The first words are those that scikit-learn's checks look for.
-            got = f"shape {weight.shape}, for targets of shape {np.asarray(y).shape}"
-            instead = "Sample weights must be 1D array or scalar: one for each row."
-            raise argument_error(call, "sample_weight", got, instead)
+            weight = np.full(np.shape(y)[:1], float(weight))
+        self._check_length(weight, y)
         check_finite(call, "sample_weight", weight)
         if np.any(weight < 0) or np.sum(weight > 0) < 2:
             got = f"{np.sum(weight < 0)} negative and {np.sum(weight > 0)} positive"
@@ -279,6 +274,14 @@ class Network(BaseEstimator):
             )
             raise argument_error(call, "sample_weight", "weights", instead)
         return None if np.all(weight == 1) else weight
+
+    def _check_length(self, weight: Any, y: Any) -> None:
+        if np.shape(weight) == np.shape(y)[:1]:
+            return
+        # The first words are those that scikit-learn's checks look for.
+        got = f"shape {np.shape(weight)}, for targets of shape {np.shape(y)}"
+        instead = "Sample weights must be 1D array or scalar: one for each row."
+        raise argument_error(f"{self._call}.fit", "sample_weight", got, instead)
 
     def _training_rows(
         self, X: Any, y: Any, sample_weight: Any

@@ -238,7 +238,8 @@ class Regressor(RegressorMixin, Network):
             "their rows are left out."
         )
         rows = np.flatnonzero(~missing)
-        if np.shape(sample_weight) == missing.shape:
+        if np.ndim(sample_weight):
+            self._check_length(sample_weight, missing)
             sample_weight = np.asarray(sample_weight)[rows]
         return _safe_indexing(X, rows), np.asarray(y)[rows], sample_weight
 

@@ -569,7 +569,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         # all chains are at the same transition
         i = state.i if is_prng_key(state.rng_key) else state.i[0]
         now = Transition(i, self._sampler_of(evaluate), args, kwargs)
-        return over_chains(lambda chain: self._transition(chain, now), state)
+        return self._transition(state, now)
 
     def _sampler_of(
         self, evaluate: Callable
@@ -577,22 +577,25 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         return lambda state: self.sampler(evaluate, state.z, state.base_step_size)
 
     def _transition(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        """One transition of one chain."""
+        """One transition of all chains."""
         plan, optimize = self.plan, self.plan.optimize
-        state = _with_seeds(state)
+
+        def finished(state: SGMCMCState) -> SGMCMCState:
+            for phase in plan.phases:
+                state = phase.end(state, now)
+            position = jnp.where(state.diverging, jnp.nan, state.engine.position)
+            return state._replace(z=ravel_pytree(state.z)[1](position), i=now.i + 1)
+
+        state = over_chains(_with_seeds, state)
+        sample = partial(over_chains, partial(self._sampled, now=now))
         if optimize is None:
-            state = self._sampled(state, now)
+            state = sample(state)
         else:
-            state = lax.cond(
-                now.i < plan.warm_up.begin,
-                lambda s: optimize.run(s, now),
-                lambda s: self._sampled(s, now),
-                state,
-            )
-        for phase in plan.phases:
-            state = phase.end(state, now)
-        position = jnp.where(state.diverging, jnp.nan, state.engine.position)
-        return state._replace(z=ravel_pytree(state.z)[1](position), i=now.i + 1)
+            # The branches are over chains, not the branching: JAX reads those that it
+            # has to batch several times.
+            learn = partial(over_chains, partial(optimize.run, now=now))
+            state = lax.cond(now.i < plan.warm_up.begin, learn, sample, state)
+        return over_chains(finished, state)
 
     def _sampled(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         for phase in self.plan.phases:

@@ -253,10 +253,8 @@ class Rescue(Phase):
         # the step size is known only after the other phases have chosen it
         origin = self.of(state)._replace(position=state.engine.position)
         state = state.with_phase(self, select(now.i <= begin, origin, self.of(state)))
-        until = jnp.where(
-            self.of(state).has_arrived, end, begin + 3 * (end - begin) // 4
-        )
-        due = (now.i > begin) & (now.i < until) & (now.i % every == 0)
+        # The same for all chains: otherwise both branches would be evaluated.
+        due = (now.i > begin) & (now.i < end) & (now.i % every == 0)
         return when(due, self._looked_at, state, now)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
@@ -288,9 +286,11 @@ class Rescue(Phase):
         return state.with_phase(self, select(arrives, here, origin))
 
     def _looked_at(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        engine = state.engine
+        begin, _, end, _ = self.warm_up
+        engine, latest = state.engine, begin + 3 * (end - begin) // 4
         lost = engine.refused_in_a_row >= self.patience
         lost |= engine.first_divergence >= 0
+        lost &= self.of(state).has_arrived | (now.i < latest)
         return when(lost, self._again, state, now)
 
     def _again(self, state: SGMCMCState, now: Transition) -> SGMCMCState:

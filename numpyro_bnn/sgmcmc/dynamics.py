@@ -514,19 +514,26 @@ class Microcanonical(Dynamics):
         """
         turns, drifts = INTEGRATORS[self.integrator]
         eps, scale = context.step_size, -1.0 / context.temperature
-        adaptation, evaluation = context.adaptation, start
+        adaptation = context.adaptation
 
         def slope(gradient: Array) -> Array:
             return scale * context.transpose(adaptation, gradient)
 
-        direction, kinetic = turn(direction, slope(evaluation.gradient), turns[0] * eps)
-        for share, drift in zip(turns[1:], drifts, strict=True):
+        def move(carry: tuple, shares: tuple[Array, Array]) -> tuple[tuple, None]:
+            evaluation, direction, kinetic = carry
+            share, drift = shares
             position = evaluation.position + (drift * eps) * context.root(
                 adaptation, direction
             )
             evaluation = context.evaluate(position, batch)
             direction, change = turn(direction, slope(evaluation.gradient), share * eps)
-            kinetic = kinetic + change
+            return (evaluation, direction, kinetic + change), None
+
+        direction, kinetic = turn(direction, slope(start.gradient), turns[0] * eps)
+        # A loop, so that the gradient is compiled once.
+        shares = (jnp.array(turns[1:], eps.dtype), jnp.array(drifts, eps.dtype))
+        carry, _ = lax.scan(move, (start, direction, kinetic), shares)
+        evaluation, direction, kinetic = carry
         # A difference of neighbors: that of distant potentials would lose digits.
         return (
             evaluation,

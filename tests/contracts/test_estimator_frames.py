@@ -516,6 +516,15 @@ def test_weights_that_are_none_are_refused(weight, words):
         Regressor("laplace", **TINY).fit(X, Y, sample_weight=weight)
 
 
+def test_weights_are_counted_against_all_targets():
+    gaps = np.where(np.arange(24) < 2, np.nan, Y)
+    with (
+        pytest.warns(HealthWarning, match="2 of 24 targets"),
+        pytest.raises(ValueError, match=r"shape \(23,\), for targets of shape \(24,\)"),
+    ):
+        Regressor("laplace", **TINY).fit(X, gaps, sample_weight=np.ones(23))
+
+
 @pytest.mark.slow
 def test_rows_that_do_not_count_say_nothing_of_the_columns():
     rows = pd.DataFrame({"x": [*range(20), 1e9], "c": [*"ab" * 10, "z"]})

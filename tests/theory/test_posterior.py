@@ -17,9 +17,10 @@ from numpyro.infer.util import (
     log_density,
     potential_energy,
 )
+from scipy import stats
 from zoo import BATCH, NET, ZOO, N, X, Y, line, network
 
-from numpyro_bnn import infer, symmetry
+from numpyro_bnn import infer, models, symmetry
 from numpyro_bnn.program import Posterior
 
 ROWS = np.array([3, 1, 7, 20, 11, 5])
@@ -348,6 +349,17 @@ def test_densities_end_where_distributions_leave_their_bounds():
     posterior = Posterior(model, (jnp.array([0, 2]),))
     assert np.isfinite(posterior.potential({"w": 0.5}))
     assert not np.isfinite(jax.jit(posterior.potential)({"w": -0.5}))
+
+
+@pytest.mark.parametrize("df", [2.5, 60.0, 1e6])
+def test_the_density_of_heavy_tails_is_that_of_a_t(df):
+    """Also in float32 near a normal, where log gamma functions cancel."""
+    model = models.regression(NET, noise=2.0, heavy_tails=True)
+    known = handlers.substitute(model, {"excess_df": jnp.float32(df - 2)})
+    fn = handlers.trace(handlers.seed(known, 0)).get_trace(X, Y)["y"]["fn"]
+    y = np.linspace(-30.0, 30.0, N)
+    expected = stats.t.logpdf(y, df, fn.loc, fn.scale)
+    np.testing.assert_allclose(fn.log_prob(y), expected, rtol=1e-5)
 
 
 def test_what_it_cannot_answer_is_refused():

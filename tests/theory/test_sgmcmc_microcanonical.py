@@ -117,6 +117,15 @@ def test_a_step_is_the_published_one(integrator, x64):
     assert abs(error) > 1e-3
 
 
+@BOTH
+def test_a_program_holds_the_gradient_of_a_step_once(integrator):
+    sampler = build(
+        Full(lambda q: jnp.sum(jnp.sin(q))), Microcanonical(2.5, integrator), schedule=1
+    )
+    state = sampler.init(jnp.ones(P), jax.random.key(0))
+    assert str(jax.make_jaxpr(sampler.step)(state)).count("= cos") == 1
+
+
 def test_the_kinetic_energy_is_the_jacobian(x64):
     """Minus the log determinant of a step on (position, sphere), by automatic
     differentiation in tangent planes.
