@@ -212,6 +212,7 @@ class AutoADF(ADFPosterior):
                 refuse_feeds(f"{CALL}.run", "orders", reason, args, kwargs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             shares = None
+            records: PyTree
             if recount is None:  # as published, for the noise that was published
                 recount = self._known_problem().gamma is not None
             if not recount:

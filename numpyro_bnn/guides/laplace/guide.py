@@ -297,8 +297,8 @@ class AutoLaplace(AutoBlocks):
         a larger evidence than few long ones.
 
         It warns (:class:`~numpyro_bnn.metrics.HealthWarning`) if it ends far from the
-        mode, loses digits, or predicts left-out rows clearly worse than a constant or a
-        linear model does.
+        mode, or else predicts left-out rows clearly worse than a constant or a linear
+        model does, and if it loses digits.
 
         :param rng_key: key of start and minibatches.
         :param args: arguments of the model, targets included; minibatches by its

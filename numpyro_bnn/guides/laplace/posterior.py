@@ -243,7 +243,7 @@ class LaplacePosterior:
         rows first.
         """
         plate = self.rows.plate
-        everything = None if plate is None else np.arange(plate.size)
+        everything = None if plate is None else jnp.arange(plate.size)
         reading = self.rows.reading(everything)
         site, row_axis = reading.sites[name], self.observed[name].axis
         rank = len(site["fn"].batch_shape)

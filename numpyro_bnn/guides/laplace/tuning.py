@@ -168,7 +168,8 @@ class EvidenceTuning:
         distance = self.search.distance(mode, gradient)
         params = posterior.rows.run_once(self._params, v, gaussian)
         _warn(distance, float(gaussian.lost))
-        self._check_left_out(params)
+        if distance < CONVERGED_DISTANCE_SDS:  # else it has warned, and is no mode
+            self._check_left_out(params)
         effective = posterior.rows.run_once(self._effective, mode)
         precision = mode.tuned.precision
         return LaplaceResult(
