@@ -35,8 +35,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         "theory/test_gaussian_guides.py",
         "borders/test_svi.py",
     ),
-    "guides/adf": ("contracts/test_adf_guide.py", "theory/test_adf*.py"),
-    "guides/laplace": ("theory/test_laplace*.py", "theory/test_random_models.py"),
+    "guides/adf": (
+        "contracts/test_adf_guide.py",
+        "theory/test_adf*.py",
+        "theory/test_left_out.py",
+    ),
+    "guides/laplace": (
+        "theory/test_laplace*.py",
+        "theory/test_left_out.py",
+        "theory/test_random_models.py",
+    ),
     "infer": (
         "contracts/test_ensemble.py",
         "contracts/test_kernels.py",

@@ -27,8 +27,8 @@ MIN_ROWS, MAX_OUTPUTS = 4, 64
 
 
 class HealthWarning(UserWarning):
-    """What :func:`health` finds wrong in a result that is exported, and chains that
-    scores and figures leave out.
+    """What :func:`health` finds wrong in a result that is exported, what a run finds
+    wrong in its fit, and chains that scores and figures leave out.
 
     >>> import warnings
     >>> warnings.simplefilter("ignore", HealthWarning)

@@ -13,11 +13,10 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._types import InferenceData
 from numpyro_bnn.metrics._inputs import MAX_OUTPUTS, Entries, spread, table
+from numpyro_bnn.metrics.left_out import left_out_line
 
 # At most so many rows, and draws of a mean, are read.
 ROWS, DRAWS = 500, 100
-# A linear model is fitted to at least so many rows for each of its coefficients.
-ROWS_PER_COEFFICIENT = 3
 # About so many values of the function are read, or some of each output.
 MAX_COLUMNS = 16
 TINY = 1e-12  # a probability that is next to nothing
@@ -128,23 +127,14 @@ def losses_of_linear_model(
 ) -> np.ndarray | None:
     """Losses (n,) of least squares on inputs x (n, D), each row predicted from all
     others; ``None`` for fewer than three rows for each coefficient.
-
-    With the leverage h of a row the residual that it has when it is left out is
-    (y - fitted) / (1 - h).
     """
     targets = y.reshape(len(y), -1).astype(np.float64)
     if classes:
         targets = (y.reshape(-1, 1) == np.unique(y)).astype(np.float64)
-    sd = x.std(axis=0)
-    scaled = (x - x.mean(axis=0)) / np.where(sd > 0, sd, 1.0)
-    design = np.column_stack([np.ones(len(x)), scaled])
-    basis, singular, _ = np.linalg.svd(design, full_matrices=False)
-    basis = basis[:, singular > 1e-6 * singular[0]]
-    if basis.shape[1] * ROWS_PER_COEFFICIENT > len(x):
+    line = left_out_line(x, targets)
+    if line is None:
         return None
-    leverage = (basis**2).sum(axis=1, keepdims=True)
-    residual = targets - basis @ (basis.T @ targets)
-    left_out = residual / np.maximum(1 - leverage, 1e-6)
+    left_out = line.residuals
     if classes:
         scores = targets - left_out
         return (scores.argmax(axis=1) != targets.argmax(axis=1)).astype(np.float64)

@@ -197,30 +197,77 @@ def test_tuned_prior_maximizes_the_evidence():
 GRID = np.linspace(-0.2, 0.2, 41)
 
 
-@pytest.mark.parametrize("sd", [None, 0.3], ids=["centered", "base"])
-def test_learned_prior_scales_maximize_the_evidence_and_their_prior(sd):
-    """Of the line by five rows; the joint mode of scale and standardized weights is
-    elsewhere.
+def normal(name, loc, scale, size=2):
+    return numpyro.sample(name, dist.Normal(loc, scale).expand([size]).to_event(1))
+
+
+def by_parents():
+    """A scale whose own prior has a scale."""
+    top = numpyro.sample("top", dist.HalfNormal(1.0))
+    return numpyro.sample("scale", dist.HalfNormal(top))
+
+
+def one_scale():
+    return numpyro.sample("scale", dist.HalfNormal(1.0))
+
+
+def base(scale, sd=1.0):
+    return numpyro.deterministic("w", scale * normal("w_base", 0.0, sd))
+
+
+def half_centered(scale):
+    return numpyro.deterministic("w", scale**0.5 * normal("w_base", 0.0, scale**0.5))
+
+
+def shared(scale):
+    first = normal("first", 0.0, scale, 1)
+    second = numpyro.deterministic("second", scale * normal("second_base", 0.0, 1.0, 1))
+    return jnp.concatenate([first, second])
+
+
+# Weights from their scale, what these have for a scale of 1, and the scales.
+LEARNED = {
+    "centered": (lambda scale: normal("w", 0.0, scale), 1.0, one_scale),
+    "base": (base, 1.0, one_scale),
+    "narrow": (lambda scale: base(scale, 0.3), 0.3, one_scale),
+    "half": (half_centered, 1.0, one_scale),
+    "shared": (shared, 1.0, one_scale),
+    "parents": (lambda scale: normal("w", 0.0, scale), 1.0, by_parents),
+    "base, parents": (base, 1.0, by_parents),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_prior_scales_maximize_the_evidence_and_their_prior(name):
+    """Of the line by five rows, whose weights are integrated exactly; the joint mode of
+    scales and standardized weights is elsewhere.
     """
+    weights, sd, scales = LEARNED[name]
 
     def model(x, y=None):
-        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
-        if sd is None:
-            w = numpyro.sample("w", dist.Normal(0.0, scale).expand([2]).to_event(1))
-        else:
-            prior = dist.Normal(0.0, sd).expand([2]).to_event(1)
-            w = numpyro.deterministic("w", scale * numpyro.sample("w_base", prior))
+        f = x @ weights(scales())
         with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(x @ w, NOISE), obs=y)
+            numpyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
-    guide, fit = run(model, "full", *[part[:5] for part in data()], num_rounds=50)
-    scale = float(guide.median(fit.params)["scale"])
-    # The mode is that of the coordinate log scale.
-    densities = [
-        log_marginal(s * (sd or 1.0), rows=5) + stats.halfnorm.logpdf(s) + np.log(s)
-        for s in scale * np.exp(GRID)
-    ]
-    assert abs(int(np.argmax(densities)) - 20) <= 1
+    guide, fit = run(model, "full", *[part[:5] for part in data()], num_rounds=100)
+    median = guide.median(fit.params)
+    learned = {site: float(median[site]) for site in ("scale", "top") if site in median}
+
+    def log_density(values):
+        """In the coordinates log scale, of which the mode is."""
+        total = log_marginal(values["scale"] * sd, rows=5) + sum(
+            map(np.log, values.values())
+        )
+        top = values.get("top", 1.0)
+        if "top" in values:
+            total += stats.halfnorm.logpdf(top)
+        return total + stats.halfnorm.logpdf(values["scale"], scale=top)
+
+    for site, value in learned.items():
+        densities = []
+        for factor in np.exp(GRID):
+            densities.append(log_density(learned | {site: value * factor}))
+        assert abs(int(np.argmax(densities)) - 20) <= 1, site
 
 
 @pytest.mark.slow

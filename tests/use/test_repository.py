@@ -69,7 +69,7 @@ ROOMS = {
     "results": "runs program infinite networks priors nn metrics",
     "runs": "infer guides program",
     "metrics": "",
-    "guides": "program networks moments priors nn",
+    "guides": "program networks moments priors nn metrics",
     "infer": "program sgmcmc symmetry",
     "models": "program networks priors nn",
     "networks": "nn priors",

@@ -39,13 +39,18 @@ from numpyro_bnn.guides.adf.problem import (
 )
 from numpyro_bnn.guides.adf.reading import CALL, Data, Values
 from numpyro_bnn.guides.fitting import Keeper
+from numpyro_bnn.guides.left_out import warn_if_behind
+from numpyro_bnn.metrics import HealthWarning
+from numpyro_bnn.metrics._inputs import spread
+from numpyro_bnn.metrics.left_out import MAX_ROWS, MIN_ROWS
 from numpyro_bnn.program.arguments import Arguments, as_arrays
 from numpyro_bnn.program.batches import Column, feeds_in, refuse_feeds
-from numpyro_bnn.program.compiled import is_traced
+from numpyro_bnn.program.compiled import is_traced, shared
 from numpyro_bnn.program.row_lengths import check_row_lengths
 from numpyro_bnn.program.rows import with_head
 
 MAX_RISE_NATS = 0.05  # of a row, from the first epoch to the last
+INSTEAD_OF_MISFIT = "Take `priors.Normal()` or fewer layers, or use another guide."
 
 
 class ADFResult(NamedTuple):
@@ -165,6 +170,10 @@ class AutoADF(ADFPosterior):
         data sets of the same shape. A keyboard interrupt returns the result of the
         finished epochs.
 
+        It warns (:class:`~numpyro_bnn.metrics.HealthWarning`) if the last epoch
+        predicts its rows clearly worse than the first, or than a constant or a linear
+        model predicts them from the others.
+
         :param rng_key: a key for the start and the order of the data, or R keys.
         :param args: arguments of the model, targets included.
         :param num_epochs: passes over the data.
@@ -205,6 +214,7 @@ class AutoADF(ADFPosterior):
                 refuse_feeds(f"{CALL}.run", "orders", reason, args, kwargs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
             shares = None
+            records: PyTree
             if recount is None:  # as published, for the noise that was published
                 recount = self._known_problem().gamma is not None
             if not recount:
@@ -212,15 +222,15 @@ class AutoADF(ADFPosterior):
                 shares[0] *= init_state is not None  # else no row is counted yet
                 self._check_counted(init_state, data)
             if is_traced((data, rng_key)):
-                state, records = jax.lax.scan(
-                    lambda state, of_epoch: program.epoch(state, *data, *of_epoch, 1.0),
-                    state,
-                    (keys, orders, shares),
-                )
+
+                def epoch(state: ADFState, of_epoch: tuple) -> tuple:
+                    return program.epoch(state, *data, *of_epoch, 1.0)[:2]
+
+                state, records = jax.lax.scan(epoch, state, (keys, orders, shares))
                 if batched:
                     records = jax.tree.map(jnp.transpose, records)
             else:
-                state, records = run_epochs(
+                state, records, by_row = run_epochs(
                     program,
                     state,
                     data,
@@ -233,7 +243,8 @@ class AutoADF(ADFPosterior):
                 )
                 state = jax.device_get(state)
                 self._counted[_digest(state)] = _digest(data)
-                _warn_of_rise(-records.log_z / num_rows)
+                if not _warn_of_rise(-records.log_z / num_rows) and by_row is not None:
+                    self._check_rows(by_row, *data)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.
         params, losses, refused = jax.tree.map(
@@ -255,6 +266,36 @@ class AutoADF(ADFPosterior):
             raise argument_error(
                 f"{CALL}.run", "init_state", "the state of a run on other rows", instead
             )
+
+    def _check_rows(self, scores: np.ndarray, rows: Trees, arrays: Trees) -> None:
+        """Warn of a run that predicts its rows, (N,) or (R, N) log scores, worse than
+        the simplest models predict them from the others.
+        """
+        likelihood, head = self._known_problem(), self._data
+        chosen = spread(scores.shape[-1], MAX_ROWS)
+        if head is None or len(chosen) < MIN_ROWS:
+            return
+        names = likelihood.inputs(head.first)
+        observed = shared(
+            jax.vmap(lambda *row: likelihood.observed(row), in_axes=(0, None)),
+            runs_rarely=True,
+        )
+        for run, by_row in enumerate(np.atleast_2d(scores)):
+            one = partial(_of_run, run)
+            run_rows = {
+                place: leaf[chosen] for place, leaf in one(rows, head.rows).items()
+            }
+            value, mask = observed(run_rows, one(arrays, head.arrays))
+            complete = np.asarray(mask).reshape(len(chosen), -1).all(axis=1)
+            if warn_if_behind(
+                f"{CALL}.run",
+                by_row[chosen][complete],
+                [np.asarray(run_rows[name])[complete] for name in sorted(names)],
+                np.asarray(value)[complete],
+                likelihood.base,
+                INSTEAD_OF_MISFIT,
+            ):
+                return
 
     def _checked_means(self, init_means: Values) -> Arrays:
         means = {}
@@ -475,6 +516,15 @@ def _narrow(value: object) -> Array:
     )
 
 
+def _of_run(run: int, leaves: Trees, of_one: Trees) -> dict[str, Array]:
+    """The arrays of one of several runs."""
+    arrays = {}
+    for place, leaf in leaves.items():
+        shared_by_runs = np.ndim(leaf) == np.ndim(of_one[place])
+        arrays[place] = leaf if shared_by_runs else leaf[run]
+    return arrays
+
+
 def _axes(args: tuple, in_axes: PyTree, batched: bool) -> tuple[int | None, ...]:
     if in_axes is None:
         return (None,) * len(args)
@@ -490,9 +540,9 @@ def _axes(args: tuple, in_axes: PyTree, batched: bool) -> tuple[int | None, ...]
     raise argument_error(f"{CALL}.run", "in_axes", repr(in_axes), instead)
 
 
-def _warn_of_rise(losses: Array) -> None:
+def _warn_of_rise(losses: Array) -> bool:
     """Of a fit that predicts its rows, (..., E) nats each, worse than the first pass,
-    which had not seen them.
+    which had not seen them; whether it does.
     """
     rise = float(np.max(losses[..., -1] - losses[..., 0]))
     if rise > MAX_RISE_NATS:
@@ -501,7 +551,8 @@ def _warn_of_rise(losses: Array) -> None:
             "the first: the fit has failed. Standardize the data, take fewer epochs or "
             "layers, or use another guide."
         )
-        warnings.warn(message, stacklevel=outside())
+        warnings.warn(message, HealthWarning, stacklevel=outside())
+    return rise > MAX_RISE_NATS
 
 
 def _checked_orders(

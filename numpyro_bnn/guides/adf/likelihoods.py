@@ -129,6 +129,25 @@ class Likelihood:
                 quantities[name] = Gaussian(value, jnp.zeros_like(value))
         return Point(quantities, state.hyperparameters, data)
 
+    def observed(self, data: tuple[Trees, Trees]) -> tuple[Array, Array]:
+        """Value and mask of one observation."""
+        states = {name: hyper.prior for name, hyper in self.hyperparameters.items()}
+        zeros = {}
+        for name, quantity in self.cut.quantities.items():
+            zeros[name] = jnp.zeros(quantity.aval.shape, quantity.aval.dtype)
+        parameters = self._parameters(zeros, Point({}, states, data))
+        return parameters["value"], parameters["mask"]
+
+    def inputs(self, data: tuple[Trees, Trees]) -> set[str]:
+        """The arrays of a row from which the quantities are computed."""
+        values, (row, arrays) = self.roles.random_values(), data
+        weights = {name: values.pop(name) for name in self.roles.weights}
+
+        def head(row: Trees) -> Trees:
+            return self.cut.head(weights, values, (row, arrays))
+
+        return set().union(*dependence(head, row).values())
+
     def log_z(self, point: Point, order: int = 0) -> Array:
         """log Z of one observation, with ``order`` added to the shape of the noise
         precision; 0 where it is masked.

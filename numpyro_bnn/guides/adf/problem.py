@@ -192,9 +192,9 @@ def sweep(
     arrays: PyTree,
     share: Array | None,
     divisor: Array,
-) -> tuple[ADFState, Records]:
-    """One pass over rows in the order given; for ``share`` see :func:`cavity`, for
-    ``divisor`` :func:`fusion_barrier`.
+) -> tuple[ADFState, Records, Array]:
+    """One pass over rows in the order given, and log Z of each; for ``share`` see
+    :func:`cavity`, for ``divisor`` :func:`fusion_barrier`.
     """
     absorb = fusion_barrier(partial(learn, likelihood), divisor)
 
@@ -207,7 +207,7 @@ def sweep(
     updated, (log_z, refused) = lax.scan(body, without, rows)
     size = sum(weight.loc.size for weight in likelihood.roles.weights.values())
     record = Records(log_z.sum(), refused.mean() / size)
-    return updated._replace(factors=state.factors), record
+    return updated._replace(factors=state.factors), record, log_z
 
 
 def refine(likelihood: Likelihood, state: ADFState) -> ADFState:
@@ -260,10 +260,12 @@ def fusion_barrier(fn: Callable, divisor: Array) -> Callable:
 
 
 class Program(NamedTuple):
-    """Compiled parts of a run, for one run or for several at once."""
+    """Compiled parts of a run, for one run or for several at once; an epoch also gives
+    log Z of each row, (N,) or (R, N), if it has all rows at once.
+    """
 
     start: Callable[[Array, Trees], ADFState]
-    epoch: Callable[..., tuple[ADFState, Records]]
+    epoch: Callable[..., tuple[ADFState, Records, Array | None]]
 
 
 def build(
@@ -288,8 +290,11 @@ def build(
     ) -> PyTree:
         order = jax.random.permutation(rng_key, num_rows) if order is None else order
         shuffled = jax.tree.map(lambda leaf: jnp.asarray(leaf)[order], rows)
-        state, record = sweep(likelihood, state, shuffled, arrays, share, divisor)
-        return refine(likelihood, state), record
+        state, record, log_z = sweep(
+            likelihood, state, shuffled, arrays, share, divisor
+        )
+        by_row = jnp.zeros_like(log_z).at[order].set(log_z)
+        return refine(likelihood, state), record, by_row
 
     begin = partial(first_state, likelihood)
     if batched:
@@ -353,7 +358,7 @@ def build_fed(
         weights = likelihood.roles.weights.values()
         num_weights = sum(weight.loc.size for weight in weights)
         record = Records(jnp.asarray(sums[0]), sums[1] / num_rows / num_weights)
-        return refined(updated), record
+        return refined(updated), record, None
 
     start = shared(partial(first_state, likelihood), runs_rarely=True)
     return lambda feed: Program(start, partial(epoch, feed))
@@ -369,14 +374,16 @@ def run_epochs(
     progress_bar: bool,
     max_refused: float,
     keeper: Keeper | None = None,
-) -> tuple[ADFState, Records]:
+) -> tuple[ADFState, Records, np.ndarray | None]:
     """Run one compiled program per epoch, to show progress and lose at most one epoch
     to an interruption.
 
     ``data`` are rows and other arrays; ``keys``, ``orders`` and ``shares`` (or
-    ``None``) hold one entry per epoch.
+    ``None``) hold one entry per epoch. The last part of the result is log Z of each row
+    in the last epoch, if one was made on all rows at once.
     """
     num_epochs = keys.shape[0]
+    by_row: Array | None = None
     records: list[Records] = []
     warned = False
 
@@ -396,9 +403,9 @@ def run_epochs(
         try:
             for k in (done + step for step in bar):
                 of_epoch = jax.tree.map(itemgetter(k), (keys, orders, shares))
-                updated, record = program.epoch(state, *data, *of_epoch, 1.0)
+                updated, record, last = program.epoch(state, *data, *of_epoch, 1.0)
                 records.append(jax.device_get(record))
-                state = updated
+                state, by_row = updated, last
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
                     keeper.save(state, stacked_records()._asdict(), last=False)
@@ -414,7 +421,7 @@ def run_epochs(
             )
     if keeper is not None:
         keeper.save(state, stacked_records()._asdict(), last=True)
-    return state, stacked_records()
+    return state, stacked_records(), jax.device_get(by_row)
 
 
 def _warn(record: Records, epoch: int, max_refused: float) -> bool:

@@ -296,6 +296,10 @@ class AutoLaplace(AutoBlocks):
         effective parameters. Many short rounds (``num_epochs=20, num_rounds=100``) find
         a larger evidence than few long ones.
 
+        It warns (:class:`~numpyro_bnn.metrics.HealthWarning`) if it ends far from the
+        mode, or else predicts left-out rows clearly worse than a constant or a linear
+        model does, and if it loses digits.
+
         :param rng_key: key of start and minibatches.
         :param args: arguments of the model, targets included; minibatches by its
             subsampled plate.

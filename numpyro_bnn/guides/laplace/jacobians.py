@@ -59,6 +59,13 @@ class OuterJacobian(NamedTuple):
     layout: MatrixLayout
     has_data: Array
 
+    def at(self, index: np.ndarray) -> "OuterJacobian":
+        """Of some rows."""
+        inputs, grads, has_data = self.inputs, self.grads, self.has_data
+        return self._replace(
+            inputs=inputs[index], grads=grads[index], has_data=has_data[index]
+        )
+
     def dense(self) -> Array:
         """(B, D, P) in the order of the site."""
         matrices = jnp.einsum("bti,bdto->bdio", self.inputs, self.grads) * self.slope
@@ -89,6 +96,10 @@ class DenseJacobian(NamedTuple):
     """The Jacobian (B, D, P) with respect to any other site."""
 
     matrix: Array
+
+    def at(self, index: np.ndarray) -> "DenseJacobian":
+        """Of some rows."""
+        return DenseJacobian(self.matrix[index])
 
     def dense(self) -> Array:
         """(B, D, P)."""

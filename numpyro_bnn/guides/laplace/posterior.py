@@ -39,7 +39,8 @@ from numpyro_bnn.guides.laplace.likelihoods import (
 from numpyro_bnn.guides.laplace.rows import Batch, ModelRows
 from numpyro_bnn.guides.scale_conditioning import Scaled
 from numpyro_bnn.networks import placeholder_statistics
-from numpyro_bnn.program.axes import axes_of_data
+from numpyro_bnn.program.arguments import Arguments
+from numpyro_bnn.program.axes import axes_of_data, counted
 from numpyro_bnn.program.plates import Plate, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import check_state
@@ -236,6 +237,35 @@ class LaplacePosterior:
             return fn(self.jacobians(batch, v), *extra)
 
         return self.rows.total(of_batch, v, *extra, key=fn)
+
+    def inputs(self, name: str) -> list[Array]:
+        """Arguments from which the outputs of an observed site are computed row by row,
+        rows first.
+        """
+        plate = self.rows.plate
+        everything = None if plate is None else jnp.arange(plate.size)
+        reading = self.rows.reading(everything)
+        site, row_axis = reading.sites[name], self.observed[name].axis
+        rank = len(site["fn"].batch_shape)
+        plates = []
+        for frame in site["cond_indep_stack"]:
+            if rank + frame.dim == row_axis:
+                plates.append(frame.name)
+        natural = likelihood_of(site).natural
+        labels: dict[Axis, int | None] = {}
+        for places in axes_of_data(
+            reading, lambda sites: natural(sites[name]["fn"])
+        ).values():
+            labels |= places
+        counts, leaves = counted(reading), Arguments.of(*self.rows.call).leaves
+        arrays = []
+        for label, place in labels.items():
+            if label.source not in leaves:
+                continue
+            key = label.source, label.axis
+            if place == row_axis or any(counts.alike(key, plate) for plate in plates):
+                arrays.append(jnp.moveaxis(leaves[label.source], label.axis, 0))
+        return arrays
 
     # -- densities ---------------------------------------------------------------------
 

@@ -14,14 +14,23 @@ from jax import Array
 from numpyro.infer.autoguide import AutoGuide
 
 from numpyro_bnn._checks import argument_error, outside
+from numpyro_bnn._distributions import unwrapped
 from numpyro_bnn._keys import split
 from numpyro_bnn._types import PyTree
 from numpyro_bnn.guides.laplace.likelihoods import CALL
 from numpyro_bnn.guides.laplace.posterior import LaplacePosterior, Tuned, Values
-from numpyro_bnn.guides.laplace.prediction import gaussian_outputs
+from numpyro_bnn.guides.laplace.prediction import (
+    LeftOutRows,
+    gaussian_outputs,
+    left_out,
+)
 from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.guides.laplace.search import Mode, ModeSearch, finite
 from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
+from numpyro_bnn.guides.left_out import warn_if_behind
+from numpyro_bnn.metrics import HealthWarning
+from numpyro_bnn.metrics._inputs import spread
+from numpyro_bnn.metrics.left_out import MIN_ROWS
 
 LOG_PRECISION_TOLERANCE = 1e-3  # change of a log precision below which tuning ends
 MAX_LOG_PRECISION = 15.0
@@ -36,6 +45,10 @@ MAX_FLOAT64_EPS = 1e-12  # the rounding of float32 is above
 # distance from the mode, in posterior standard deviations, below which a run has
 # converged
 CONVERGED_DISTANCE_SDS = 0.1
+MAX_LEFT_OUT_ROWS = 500  # that are predicted from all others
+INSTEAD_OF_OVERFIT = (
+    "Pass `tune_prior=True`, take a narrower prior or fewer weights, or use chains."
+)
 
 
 class LaplaceResult(NamedTuple):
@@ -153,11 +166,14 @@ class EvidenceTuning:
         sizes = self.search.structure.sizes
         gradient = np.concatenate([np.ravel(grads[name]) for name in sizes])
         distance = self.search.distance(mode, gradient)
+        params = posterior.rows.run_once(self._params, v, gaussian)
         _warn(distance, float(gaussian.lost))
+        if distance < CONVERGED_DISTANCE_SDS:  # else it has warned, and is no mode
+            self._check_left_out(params)
         effective = posterior.rows.run_once(self._effective, mode)
         precision = mode.tuned.precision
         return LaplaceResult(
-            params=posterior.rows.run_once(self._params, v, gaussian),
+            params=params,
             losses=jax.device_put(np.asarray(losses, jnp.result_type(float))),
             log_evidence=finite(self.log_evidence(mode)),
             prior_precision={name: float(value) for name, value in precision.items()},
@@ -166,6 +182,44 @@ class EvidenceTuning:
             distance=distance,
             converged=distance < CONVERGED_DISTANCE_SDS,
         )
+
+    def _check_left_out(self, params: Values) -> None:
+        """Warn of a fit that predicts rows without their part in it worse than the
+        simplest models.
+        """
+        rows, plate = self.posterior.rows, self.posterior.rows.plate
+        reading = rows.reading(rows.chunks[0])
+        for name, (axis, *_) in self.posterior.observed.items():
+            fn = reading.sites[name]["fn"]
+            number = 1 if axis is None else fn.shape()[axis]
+            number = number if plate is None else plate.size
+            if number < MIN_ROWS:
+                continue
+            chosen = within = spread(number, MAX_LEFT_OUT_ROWS)
+            index = None
+            if plate is not None:
+                index, within = jnp.asarray(chosen), np.arange(len(chosen))
+
+            def predicted(
+                batch: Batch, params: Values, name: Any = name, within: Any = within
+            ) -> LeftOutRows:
+                return left_out(self.guide, self.posterior, batch, params, name, within)
+
+            scores, value, complete = map(
+                np.asarray, rows.run(predicted, index, params)
+            )
+            inputs = []
+            for array in self.posterior.inputs(name):
+                if len(array) == number:
+                    inputs.append(np.asarray(array)[chosen][complete])
+            warn_if_behind(
+                f"{CALL}.run",
+                scores[complete],
+                inputs,
+                value[complete],
+                unwrapped(fn, masked=True),
+                INSTEAD_OF_OVERFIT,
+            )
 
     def _params(self, batch: Batch, v: Values, gaussian: LaplaceGaussian) -> Values:
         return self.guide._to_params(v, gaussian)
@@ -385,7 +439,7 @@ def _warn(distance: float, lost: float) -> None:
         )
     else:
         return
-    warnings.warn(message, stacklevel=outside())
+    warnings.warn(message, HealthWarning, stacklevel=outside())
 
 
 def _check_positive(gaussian: LaplaceGaussian) -> None:

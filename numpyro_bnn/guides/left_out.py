@@ -1,0 +1,50 @@
+"""Rows that a guide predicts from all others, against the simplest models: what a run
+says of a fit that they beat.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import numpyro.distributions as dist
+from numpy.typing import ArrayLike
+
+from numpyro_bnn._checks import outside
+from numpyro_bnn.metrics import HealthWarning
+from numpyro_bnn.metrics.left_out import behind
+
+
+def warn_if_behind(
+    call: str,
+    scores: ArrayLike,
+    inputs: Sequence[ArrayLike],
+    targets: ArrayLike,
+    fn: dist.Distribution,
+    instead: str,
+) -> bool:
+    """Warn if a constant or a linear model predicts rows that were left out better, and
+    return whether it does.
+
+    :param scores: (n,) log scores of the fit, without each row or with more.
+    :param inputs: arrays (n, ...) of which numbers are used; maybe none.
+    :param targets: (n, ...).
+    :param fn: a distribution of the targets.
+    :param instead: what to do about it.
+    """
+    y = np.asarray(targets, np.float64)
+    y = y.reshape(len(y), -1)
+    tables = [np.zeros((len(y), 0))]
+    for array in map(np.asarray, inputs):
+        if array.dtype.kind in "fiub":
+            tables.append(array.reshape(len(y), -1).astype(np.float64))
+    kind = "numbers"
+    if fn.support.is_discrete:
+        kind = "classes" if fn.has_enumerate_support else "counts"
+    found = behind(np.asarray(scores, np.float64), np.column_stack(tables), y, kind)
+    if found is not None:
+        message = (
+            f"{call}: {found.model}, which predicts each row from the others, is "
+            f"better by {found.nats:.2g} nats a row: do not rely on this fit. {instead}"
+        )
+        warnings.warn(message, HealthWarning, stacklevel=outside())
+    return found is not None

@@ -1,0 +1,144 @@
+"""What a fit has to beat: rows predicted from all others by a constant and by least
+squares, and their log scores.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import gammaln
+
+from numpyro_bnn._types import Floats
+
+# A linear model is fitted to at least so many rows for each of its coefficients.
+ROWS_PER_COEFFICIENT = 3
+MIN_ROWS = 50  # below, two standard errors of a score mean little
+MAX_ROWS = 2000  # that are read
+# Of an observation, beyond two standard errors. Half of what a score of predictions
+# must fall behind to matter.
+MAX_NATS_BEHIND = 0.1
+MIN_RELATIVE_SCALE = 1e-3  # of the targets that a density resolves
+MIN_SHARE = 0.1  # of a class, against equal ones, where least squares gives less
+
+
+class LeftOutLine(NamedTuple):
+    """Least squares with an intercept, on n rows.
+
+    :param residuals: (n, K) of each row, predicted from all others.
+    :param leverage: (n, 1).
+    :param freedom: rows that are left of n - 1 after the coefficients.
+    """
+
+    residuals: Floats
+    leverage: Floats
+    freedom: int
+
+
+def left_out_line(x: Floats, targets: Floats) -> LeftOutLine | None:
+    """Least squares of targets (n, K) on inputs (n, D); ``None`` for fewer than three
+    rows for each coefficient.
+
+    With the leverage h of a row the residual that it has when it is left out is
+    (y - fitted) / (1 - h).
+    """
+    sd = x.std(axis=0)
+    scaled = (x - x.mean(axis=0)) / np.where(sd > 0, sd, 1.0)
+    design = np.column_stack([np.ones(len(x)), scaled])
+    basis, singular, _ = np.linalg.svd(design, full_matrices=False)
+    basis = basis[:, singular > 1e-6 * singular[0]]
+    if basis.shape[1] * ROWS_PER_COEFFICIENT > len(x):
+        return None
+    leverage = (basis**2).sum(axis=1, keepdims=True)
+    residuals = targets - basis @ (basis.T @ targets)
+    residuals = residuals / np.maximum(1 - leverage, 1e-6)
+    return LeftOutLine(residuals, leverage, len(x) - 1 - basis.shape[1])
+
+
+def _of_numbers(x: Floats, y: Floats) -> Floats | None:
+    """Student's t around the line: the predictive density without prior knowledge."""
+    line, spread = left_out_line(x, y[:, None]), y.std()
+    if line is None or spread == 0:
+        return None
+    residual, left = line.residuals[:, 0], 1 - line.leverage[:, 0]
+    squares = np.sum((residual * left) ** 2) - residual**2 * left
+    scale = np.sqrt(np.maximum(squares, 0.0) / line.freedom / left)
+    scale = np.maximum(scale, MIN_RELATIVE_SCALE * spread)
+    half = line.freedom / 2
+    tails = np.log1p((residual / scale) ** 2 / line.freedom)
+    norm = gammaln(half + 0.5) - gammaln(half) - 0.5 * np.log(2 * half * np.pi)
+    return norm - np.log(scale) - (half + 0.5) * tails
+
+
+def _of_classes(x: Floats, y: Floats) -> Floats | None:
+    """Shares by least squares on indicators, bounded from below."""
+    labels = np.unique(y)
+    indicators = (y[:, None] == labels).astype(np.float64)
+    line = left_out_line(x, indicators)
+    if line is None:
+        return None
+    shares = np.maximum(indicators - line.residuals, MIN_SHARE / len(labels))
+    own = np.sum(indicators * shares, axis=1)
+    return np.log(own / shares.sum(axis=1))
+
+
+def _of_counts(x: Floats, y: Floats) -> Floats | None:
+    """Poisson with a rate that is log-linear, and has the mean of the other counts."""
+    logs = np.log(y + 0.5)[:, None]
+    line = left_out_line(x, logs)
+    if line is None:
+        return None
+    rate = np.exp(logs - line.residuals)[:, 0]
+    rate *= (y.sum() - y) / (rate.sum() - rate)
+    rate = np.maximum(rate, 0.5 / len(y))
+    return y * np.log(rate) - rate - gammaln(y + 1)
+
+
+#: Log scores by the kind of the targets.
+KINDS: Mapping[str, Callable[[Floats, Floats], Floats | None]] = {
+    "numbers": _of_numbers,
+    "classes": _of_classes,
+    "counts": _of_counts,
+}
+
+
+class Behind(NamedTuple):
+    """How far a fit is behind a simple model.
+
+    :param nats: of a row, on average; not a number if a score of the fit is not.
+    :param model: what predicts better.
+    """
+
+    nats: float
+    model: str
+
+
+def behind(scores: Floats, x: Floats, y: Floats, kind: str) -> Behind | None:
+    """Whether rows that were left out are predicted clearly worse by a fit than by a
+    constant or a linear model; the better one, or ``None``.
+
+    :param scores: (n,) log score of each row under the fit without it.
+    :param x: inputs (n, D), maybe none; ``y``: targets (n, M).
+    :param kind: of the targets, in :data:`KINDS`.
+
+    >>> rng = np.random.default_rng(0)
+    >>> x = rng.normal(size=(200, 1))
+    >>> y = 2 * x + rng.normal(size=(200, 1))
+    >>> found = behind(-2 * np.square(y[:, 0]), x, y, "numbers")
+    >>> found.model, behind(-1 - np.square(y - 2 * x)[:, 0] / 2, x, y, "numbers")
+    ('a linear model', None)
+    """
+    if len(scores) < MIN_ROWS:
+        return None
+    if not np.isfinite(scores).all():
+        return Behind(float("nan"), "any other model")
+    largest, worst = MAX_NATS_BEHIND, None
+    for name, inputs in (("a constant", x[:, :0]), ("a linear model", x)):
+        by_column = [KINDS[kind](inputs, column) for column in y.T]
+        simple = [column for column in by_column if column is not None]
+        if len(simple) < len(by_column):
+            continue
+        more = np.sum(simple, axis=0) - scores
+        error = 2 * more.std(ddof=1) / len(more) ** 0.5
+        if more.mean() > max(largest, error):
+            largest, worst = more.mean(), Behind(float(more.mean()), name)
+    return worst
