@@ -13,7 +13,7 @@ import numpy as np
 from numpyro_bnn import _arviz
 from numpyro_bnn._types import InferenceData
 from numpyro_bnn.metrics._inputs import MAX_OUTPUTS, Entries, spread, table
-from numpyro_bnn.metrics.left_out import left_out_line
+from numpyro_bnn.metrics.left_out import least_squares
 
 # At most so many rows, and draws of a mean, are read.
 ROWS, DRAWS = 500, 100
@@ -131,10 +131,10 @@ def losses_of_linear_model(
     targets = y.reshape(len(y), -1).astype(np.float64)
     if classes:
         targets = (y.reshape(-1, 1) == np.unique(y)).astype(np.float64)
-    line = left_out_line(x, targets)
+    line = least_squares(x)
     if line is None:
         return None
-    left_out = line.residuals
+    left_out = line.residuals(targets)
     if classes:
         scores = targets - left_out
         return (scores.argmax(axis=1) != targets.argmax(axis=1)).astype(np.float64)

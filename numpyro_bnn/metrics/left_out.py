@@ -14,33 +14,42 @@ from numpyro_bnn._types import Floats
 ROWS_PER_COEFFICIENT = 3
 MIN_ROWS = 50  # below, two standard errors of a score mean little
 MAX_ROWS = 2000  # that are read
-# Of an observation, beyond two standard errors. Half of what a score of predictions
-# must fall behind to matter.
+# Of an element of an observation, beyond two standard errors. Half of what a score of
+# predictions must fall behind to matter.
 MAX_NATS_BEHIND = 0.1
 MIN_RELATIVE_SCALE = 1e-3  # of the targets that a density resolves
 MIN_SHARE = 0.1  # of a class, against equal ones, where least squares gives less
 
 
-class LeftOutLine(NamedTuple):
+class LeastSquares(NamedTuple):
     """Least squares with an intercept, on n rows.
 
-    :param residuals: (n, K) of each row, predicted from all others.
-    :param leverage: (n, 1).
-    :param freedom: rows that are left of n - 1 after the coefficients.
+    :param basis: (n, R) orthonormal columns.
+    :param left: (n, 1) one minus the leverage of each row.
     """
 
-    residuals: Floats
-    leverage: Floats
-    freedom: int
+    basis: Floats
+    left: Floats
+
+    @property
+    def freedom(self) -> int:
+        """Rows that are left of n - 1 after the coefficients."""
+        return len(self.basis) - 1 - self.basis.shape[1]
+
+    def residuals(self, targets: Floats) -> Floats:
+        """(n, K) of each row, predicted from all others: those of the fit to all rows,
+        divided by one minus the leverage.
+        """
+        return (targets - self.basis @ (self.basis.T @ targets)) / self.left
 
 
-def left_out_line(x: Floats, targets: Floats) -> LeftOutLine | None:
-    """Least squares of targets (n, K) on inputs (n, D); ``None`` for fewer than three
-    rows for each coefficient.
-
-    With the leverage h of a row the residual that it has when it is left out is
-    (y - fitted) / (1 - h).
+def least_squares(x: Floats) -> LeastSquares | None:
+    """Least squares on inputs (n, D); ``None`` for fewer than three rows for each
+    coefficient, and for as many columns that vary as rows.
     """
+    x = x[:, (x != x[:1]).any(axis=0)]
+    if x.shape[1] >= len(x):
+        return None
     sd = x.std(axis=0)
     scaled = (x - x.mean(axis=0)) / np.where(sd > 0, sd, 1.0)
     design = np.column_stack([np.ones(len(x)), scaled])
@@ -49,17 +58,15 @@ def left_out_line(x: Floats, targets: Floats) -> LeftOutLine | None:
     if basis.shape[1] * ROWS_PER_COEFFICIENT > len(x):
         return None
     leverage = (basis**2).sum(axis=1, keepdims=True)
-    residuals = targets - basis @ (basis.T @ targets)
-    residuals = residuals / np.maximum(1 - leverage, 1e-6)
-    return LeftOutLine(residuals, leverage, len(x) - 1 - basis.shape[1])
+    return LeastSquares(basis, np.maximum(1 - leverage, 1e-6))
 
 
-def _of_numbers(x: Floats, y: Floats) -> Floats | None:
+def _of_numbers(line: LeastSquares, y: Floats) -> Floats | None:
     """Student's t around the line: the predictive density without prior knowledge."""
-    line, spread = left_out_line(x, y[:, None]), y.std()
-    if line is None or spread == 0:
+    spread = y.std()
+    if spread == 0:
         return None
-    residual, left = line.residuals[:, 0], 1 - line.leverage[:, 0]
+    residual, left = line.residuals(y[:, None])[:, 0], line.left[:, 0]
     squares = np.sum((residual * left) ** 2) - residual**2 * left
     scale = np.sqrt(np.maximum(squares, 0.0) / line.freedom / left)
     scale = np.maximum(scale, MIN_RELATIVE_SCALE * spread)
@@ -69,32 +76,27 @@ def _of_numbers(x: Floats, y: Floats) -> Floats | None:
     return norm - np.log(scale) - (half + 0.5) * tails
 
 
-def _of_classes(x: Floats, y: Floats) -> Floats | None:
+def _of_classes(line: LeastSquares, y: Floats) -> Floats:
     """Shares by least squares on indicators, bounded from below."""
-    labels = np.unique(y)
+    labels = np.union1d(y, [0, 1])  # which exist, seen or not
     indicators = (y[:, None] == labels).astype(np.float64)
-    line = left_out_line(x, indicators)
-    if line is None:
-        return None
-    shares = np.maximum(indicators - line.residuals, MIN_SHARE / len(labels))
+    shares = indicators - line.residuals(indicators)
+    shares = np.maximum(shares, MIN_SHARE / len(labels))
     own = np.sum(indicators * shares, axis=1)
     return np.log(own / shares.sum(axis=1))
 
 
-def _of_counts(x: Floats, y: Floats) -> Floats | None:
+def _of_counts(line: LeastSquares, y: Floats) -> Floats:
     """Poisson with a rate that is log-linear, and has the mean of the other counts."""
     logs = np.log(y + 0.5)[:, None]
-    line = left_out_line(x, logs)
-    if line is None:
-        return None
-    rate = np.exp(logs - line.residuals)[:, 0]
+    rate = np.exp(logs - line.residuals(logs))[:, 0]
     rate *= (y.sum() - y) / (rate.sum() - rate)
     rate = np.maximum(rate, 0.5 / len(y))
     return y * np.log(rate) - rate - gammaln(y + 1)
 
 
 #: Log scores by the kind of the targets.
-KINDS: Mapping[str, Callable[[Floats, Floats], Floats | None]] = {
+KINDS: Mapping[str, Callable[[LeastSquares, Floats], Floats | None]] = {
     "numbers": _of_numbers,
     "classes": _of_classes,
     "counts": _of_counts,
@@ -131,9 +133,12 @@ def behind(scores: Floats, x: Floats, y: Floats, kind: str) -> Behind | None:
         return None
     if not np.isfinite(scores).all():
         return Behind(float("nan"), "any other model")
-    largest, worst = MAX_NATS_BEHIND, None
+    largest, worst = MAX_NATS_BEHIND * y.shape[1], None
     for name, inputs in (("a constant", x[:, :0]), ("a linear model", x)):
-        by_column = [KINDS[kind](inputs, column) for column in y.T]
+        line = least_squares(inputs)
+        if line is None:
+            continue
+        by_column = [KINDS[kind](line, column) for column in y.T]
         simple = [column for column in by_column if column is not None]
         if len(simple) < len(by_column):
             continue
