@@ -3,7 +3,8 @@ says of a fit that they beat.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpyro.distributions as dist
@@ -12,6 +13,15 @@ from numpy.typing import ArrayLike
 from numpyro_bnn._checks import outside
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.left_out import behind
+
+
+def unless_interrupted(call: str, check: Callable, *values: Any) -> None:
+    """Check a fit, which an interruption of the check does not lose."""
+    try:
+        check(*values)
+    except KeyboardInterrupt:
+        message = f"{call}: interrupted before the fit was compared with simple models."
+        warnings.warn(message, stacklevel=outside())
 
 
 def warn_if_behind(

@@ -252,6 +252,14 @@ def test_adf_on_a_loader_is_that_on_arrays_in_its_order():
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+def test_adf_goes_on_from_arrays_to_a_loader():
+    guide, key = guides.AutoADF(line), jax.random.key(0)
+    options = {"num_epochs": 1, "progress_bar": False}
+    first = guide.run(key, *ZOO["line"].args, **options)
+    rest = guide.run(key, *arguments(Loader()), init_state=first.state, **options)
+    assert rest.losses[0] < first.losses[0]
+
+
 def test_adf_has_one_program_for_all_loaders_of_a_shape(compiled):
     guide = guides.AutoADF(line)
 

@@ -296,6 +296,25 @@ def test_a_run_continues_from_its_state(fitted, rows, x64):
         guide.run(jax.random.key(9), rows[0], rows[1] + 1.0, **options)
 
 
+def test_rows_of_a_state_are_known_by_their_values():
+    """Whatever their types; a random key among the arguments has none."""
+
+    def model(key, x, y=None):
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        shift = jax.random.normal(key)
+        with numpyro.plate("data", len(x)):
+            numpyro.sample("y", dist.Bernoulli(logits=shift + x * w), obs=y)
+
+    guide, key = guides.AutoADF(model), jax.random.key(0)
+    x, y = np.linspace(-1, 1, 8), np.arange(8) % 2
+    options = {"num_epochs": 1, "progress_bar": False}
+    fit = guide.run(key, key, x, y, **options)
+    options["init_state"] = fit.state
+    guide.run(key, key, x, y.astype(bool), **options)
+    with refused("init_state", "on other rows"):
+        guide.run(key, key, x, 1 - y, **options)
+
+
 def test_float64_inside_and_settings_untouched(fitted, rows):
     """With x64 off parameters are float32, the state float64, and the run that of a
     session with x64 on.

@@ -3,7 +3,6 @@ refits without each row.
 """
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from scipy.special import expit, logsumexp
 
 from numpyro_bnn import guides
 from numpyro_bnn.metrics import HealthWarning
+from numpyro_bnn.metrics.left_out import behind as behind_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -153,22 +153,87 @@ def test_laplace_knows_it_of_minibatches_and_masked_rows():
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_adf_knows_how_far_its_rows_are_behind(kind):
-    """In the first epoch each row is predicted before it is learned, and that is the
-    loss. Of two runs at once the warning is that of the first that is behind.
+    """In the second epoch each row is predicted without its share, and that is the
+    loss; the first one has only the rows before. Two equal runs are as far behind.
     """
     key, y = jax.random.key(0), TARGETS[kind]
-    keys, ys = jax.random.split(key), np.stack([y, y])
+    sure = 3.0 if kind == "counts" else 6.0
 
-    def run(key, y, **options):
-        options |= {"kind": kind, "progress_bar": False, "max_refused": 1.0}
-        return guides.AutoADF(model).run(key, X, y, num_epochs=1, **options)
+    def run(key, y, num_epochs=2, sure=sure, **options):
+        options |= {"kind": kind, "progress_bar": False, "sure": sure}
+        guide = guides.AutoADF(model)
+        return guide.run(key, X, y, num_epochs=num_epochs, max_refused=1.0, **options)
 
     behind, fit = nats(lambda: run(key, y))
     simple = of_simple_models(kind, y, X)
-    assert behind == pytest.approx(simple + float(fit.losses[0]) / N, rel=0.06)
-    axes = {"in_axes": (None, 0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HealthWarning)
-        of_both = run(keys, ys, **axes)
-    behind, _ = nats(lambda: run(keys, ys, **axes))
-    assert behind == pytest.approx(simple + float(of_both.losses[0, 0]) / N, rel=0.06)
+    assert behind == pytest.approx(simple + float(fit.losses[1]) / N, rel=0.06)
+    run(key, y, num_epochs=1)
+    keys = jnp.stack([key, key])
+    both, _ = nats(lambda: run(keys, np.stack([y, y]), in_axes=(None, 0)))
+    assert both == behind
+
+
+def of_table(table):
+    """The last column is observed."""
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    with numpyro.plate("data", len(table)):
+        numpyro.sample("y", dist.Normal(table[:, :3] @ w, 0.3), obs=table[:, 3])
+
+
+def scaled_back(x, y):
+    w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    with numpyro.plate("data", len(y)):
+        numpyro.sample("y", dist.Normal(y.mean() + y.std() * (x @ w), 0.3), obs=y)
+
+
+def with_weights(x, y, weights):
+    b = numpyro.sample("b", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", len(y)), numpyro.handlers.scale(scale=weights):
+        numpyro.sample("y", dist.Bernoulli(logits=b * x), obs=y)
+
+
+RARE = np.arange(N) % 10 == 0
+
+
+@pytest.mark.parametrize(
+    ("guide", "data"),
+    [
+        (guides.AutoADF(of_table), [np.c_[X, TARGETS["numbers"]]]),
+        (guides.AutoLaplace(of_table, "full"), [np.c_[X, TARGETS["numbers"]]]),
+        (guides.AutoLaplace(scaled_back, "full"), [X, TARGETS["numbers"]]),
+        (
+            guides.AutoLaplace(with_weights, "full"),
+            [np.ones(N), RARE.astype(int), np.where(RARE, 8.0, 1.0)],
+        ),
+    ],
+)
+def test_no_alarm(guide, data):
+    """What is observed is no input of a linear model, and a fit to weighted rows has
+    not been asked to predict all alike.
+    """
+    guide.run(jax.random.key(0), *data, num_epochs=50, progress_bar=False)
+
+
+def test_what_counts_as_behind():
+    """By an element of an observation; a class that is always seen is not certain."""
+    y = np.repeat(TARGETS["numbers"][:, None], 20, axis=1)
+    linear = 20 * stats.norm.logpdf(y[:, 0], X @ [1.0, -1.0, 0.5], 0.3)
+    assert behind_of(linear - 20 * 0.05, X, y, "numbers") is None
+    assert behind_of(linear - 20 * 0.3, X, y, "numbers").model == "a linear model"
+    assert behind_of(np.full(N, -0.12), X, np.ones((N, 1)), "classes") is None
+    alone = np.c_[X, np.arange(N) == 7]  # a column of one row has a leverage of 1
+    found = behind_of(linear / 20 - 1.0, alone, y[:, :1], "numbers")
+    assert found.model == "a linear model"
+
+
+def test_an_interrupted_comparison_loses_no_fit(monkeypatch):
+    def interrupted(*values):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("numpyro_bnn.guides.left_out.behind", interrupted)
+    options = {"kind": "counts", "num_epochs": 2, "progress_bar": False}
+    for guide in guides.AutoADF(model), guides.AutoLaplace(model, "full"):
+        with pytest.warns(UserWarning, match="interrupted before") as caught:
+            fit = guide.run(jax.random.key(0), X, TARGETS["counts"], sure=0, **options)
+        assert fit.params
+        assert len(caught) >= 1

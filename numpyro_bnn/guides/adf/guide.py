@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, check_finite, outside
-from numpyro_bnn._keys import split
+from numpyro_bnn._keys import key_numbers, split
 from numpyro_bnn._options import (
     Choice,
     Fraction,
@@ -39,7 +39,7 @@ from numpyro_bnn.guides.adf.problem import (
 )
 from numpyro_bnn.guides.adf.reading import CALL, Data, Values
 from numpyro_bnn.guides.fitting import Keeper
-from numpyro_bnn.guides.left_out import warn_if_behind
+from numpyro_bnn.guides.left_out import unless_interrupted, warn_if_behind
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics.left_out import MAX_ROWS, MIN_ROWS
@@ -172,7 +172,8 @@ class AutoADF(ADFPosterior):
 
         It warns (:class:`~numpyro_bnn.metrics.HealthWarning`) if the last epoch
         predicts its rows clearly worse than the first, or than a constant or a linear
-        model predicts them from the others.
+        model predicts them from the others. The first epoch is not compared with these:
+        each of its rows is predicted from those before.
 
         :param rng_key: a key for the start and the order of the data, or R keys.
         :param args: arguments of the model, targets included.
@@ -220,7 +221,7 @@ class AutoADF(ADFPosterior):
             if not recount:
                 shares = np.full(num_epochs, 1 / num_rows)
                 shares[0] *= init_state is not None  # else no row is counted yet
-                self._check_counted(init_state, data)
+                self._check_counted(init_state, data[0])
             if is_traced((data, rng_key)):
 
                 def epoch(state: ADFState, of_epoch: tuple) -> tuple:
@@ -242,9 +243,14 @@ class AutoADF(ADFPosterior):
                     keeper,
                 )
                 state = jax.device_get(state)
-                self._counted[_digest(state)] = _digest(data)
-                if not _warn_of_rise(-records.log_z / num_rows) and by_row is not None:
-                    self._check_rows(by_row, *data)
+                if data[0]:  # a loader's are not known
+                    self._counted[_digest(state)] = _digest(data[0])
+                risen = _warn_of_rise(-records.log_z / num_rows)
+                # The first epoch predicts each row from those before, and not from all.
+                is_later = init_state is not None or records.log_z.shape[-1] > 1
+                if is_later and not risen and by_row is not None:
+                    call = f"{CALL}.run"
+                    unless_interrupted(call, self._check_rows, by_row, *data)
             params = self._to_params(state)
         # Parameters have the session's precision; the state stays in float64.
         params, losses, refused = jax.tree.map(
@@ -252,12 +258,12 @@ class AutoADF(ADFPosterior):
         )
         return ADFResult(params, state, losses, refused)
 
-    def _check_counted(self, init_state: PyTree, data: PyTree) -> None:
+    def _check_counted(self, init_state: PyTree, rows: Trees) -> None:
         """Refuse other rows than those of a state: their likelihood is not in it."""
-        if init_state is None or is_traced((init_state, data)):
+        if init_state is None or not rows or is_traced((init_state, rows)):
             return
         counted = self._counted.get(_digest(init_state))
-        if counted is not None and counted != _digest(data):
+        if counted is not None and counted != _digest(rows):
             instead = (
                 "Without `recount` a share of their likelihood is taken out first, "
                 "which these rows have not put in: pass `recount=True`, or learn from "
@@ -454,10 +460,10 @@ class AutoADF(ADFPosterior):
 
 
 def _digest(tree: PyTree) -> bytes:
-    """A digest of the values of arrays."""
+    """A digest of the values of arrays, whatever their types."""
     hashed = hashlib.blake2b()
     for leaf in jax.tree.leaves(tree):
-        hashed.update(np.ascontiguousarray(leaf).tobytes())
+        hashed.update(np.asarray(key_numbers(leaf), np.float64).tobytes())
     return hashed.digest()
 
 

@@ -139,14 +139,19 @@ class Likelihood:
         return parameters["value"], parameters["mask"]
 
     def inputs(self, data: tuple[Trees, Trees]) -> set[str]:
-        """The arrays of a row from which the quantities are computed."""
+        """The arrays of a row from which the quantities are computed, and not what is
+        observed.
+        """
         values, (row, arrays) = self.roles.random_values(), data
         weights = {name: values.pop(name) for name in self.roles.weights}
 
-        def head(row: Trees) -> Trees:
-            return self.cut.head(weights, values, (row, arrays))
+        def parts(row: Trees) -> Trees:
+            quantities = self.cut.head(weights, values, (row, arrays))
+            return {**quantities, "": self.observed((row, arrays))[0]}
 
-        return set().union(*dependence(head, row).values())
+        used = dependence(parts, row)
+        of_value = used.pop("")
+        return set().union(*used.values()) - of_value
 
     def log_z(self, point: Point, order: int = 0) -> Array:
         """log Z of one observation, with ``order`` added to the shape of the noise

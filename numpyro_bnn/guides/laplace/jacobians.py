@@ -59,7 +59,7 @@ class OuterJacobian(NamedTuple):
     layout: MatrixLayout
     has_data: Array
 
-    def at(self, index: np.ndarray) -> "OuterJacobian":
+    def at(self, index: np.ndarray | slice) -> "OuterJacobian":
         """Of some rows."""
         inputs, grads, has_data = self.inputs, self.grads, self.has_data
         return self._replace(
@@ -97,7 +97,7 @@ class DenseJacobian(NamedTuple):
 
     matrix: Array
 
-    def at(self, index: np.ndarray) -> "DenseJacobian":
+    def at(self, index: np.ndarray | slice) -> "DenseJacobian":
         """Of some rows."""
         return DenseJacobian(self.matrix[index])
 

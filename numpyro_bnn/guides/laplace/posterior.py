@@ -240,7 +240,7 @@ class LaplacePosterior:
 
     def inputs(self, name: str) -> list[Array]:
         """Arguments from which the outputs of an observed site are computed row by row,
-        rows first.
+        rows first, and not what is observed.
         """
         plate = self.rows.plate
         everything = None if plate is None else jnp.arange(plate.size)
@@ -257,10 +257,11 @@ class LaplacePosterior:
             reading, lambda sites: natural(sites[name]["fn"])
         ).values():
             labels |= places
-        counts, leaves = counted(reading), Arguments.of(*self.rows.call).leaves
-        arrays = []
+        leaves = dict(Arguments.of(*self.rows.call).leaves)
+        of_value = reading.sources(lambda sites: {name: sites[name]["value"]})[name]
+        counts, arrays = counted(reading), []
         for label, place in labels.items():
-            if label.source not in leaves:
+            if label.source not in leaves.keys() - of_value:
                 continue
             key = label.source, label.axis
             if place == row_axis or any(counts.alike(key, plate) for plate in plates):

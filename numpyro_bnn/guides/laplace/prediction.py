@@ -21,6 +21,7 @@ from numpyro_bnn.guides.laplace.structures import (
 )
 
 MAX_LEVERAGE = 0.5  # of a row in its own prediction, if it is to be left out
+Rows = np.ndarray | slice  # positions in a batch
 
 
 class LaplacePredictive(NamedTuple):
@@ -65,12 +66,13 @@ class LinearizedOutputs(NamedTuple):
         """(B, E, E) of each row."""
         return output_covariance(self.jacobians, self.blocks)
 
-    def at(self, index: np.ndarray) -> tuple[ObservedRows, Array]:
+    def at(self, index: Rows) -> tuple[ObservedRows, Array]:
         """Some rows, and the covariances of their outputs."""
         rows, jacobians = self.rows, dict(self.jacobians)
         outputs = {name: values[index] for name, values in rows.outputs.items()}
-        shape = (len(index), *rows.shape[1:])
-        rows = rows._replace(shape=shape, outputs=outputs, weight=rows.weight[index])
+        weight = rows.weight[index]
+        shape = (len(weight), *rows.shape[1:])
+        rows = rows._replace(shape=shape, outputs=outputs, weight=weight)
         for name, jacobian in jacobians.items():
             jacobians[name] = jacobian.at(index)
         return rows, output_covariance(jacobians, self.blocks)
@@ -131,12 +133,12 @@ class LeftOutRows(NamedTuple):
 
     :param scores: (n,) log densities.
     :param value: (n, M) what was observed.
-    :param complete: (n,) whether all of it was.
+    :param weight: (n, M) powers of its densities: 0 where it was not.
     """
 
     scores: Array
     value: Array
-    complete: Array
+    weight: Array
 
 
 def left_out(
@@ -145,7 +147,7 @@ def left_out(
     batch: Batch,
     params: Trees,
     name: str,
-    index: np.ndarray,
+    index: Rows,
 ) -> LeftOutRows:
     r"""Rows of a site predicted without their own part of the Gaussian.
 
@@ -183,7 +185,7 @@ def left_out(
     away = rows.flat() - jnp.einsum("bef,bf->be", covariance, slope)
     rows = rows._replace(outputs={**rows.outputs, **rows.cut(away)})
     scores = rows.likelihood.log_density(rows, covariance, value)
-    return LeftOutRows(scores, value, jnp.all(rows.weight > 0, axis=1))
+    return LeftOutRows(scores, value, rows.weight)
 
 
 def predict(

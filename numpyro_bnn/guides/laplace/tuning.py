@@ -5,6 +5,7 @@ evidence.
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from numpyro_bnn.guides.laplace.prediction import (
 from numpyro_bnn.guides.laplace.rows import Batch
 from numpyro_bnn.guides.laplace.search import Mode, ModeSearch, finite
 from numpyro_bnn.guides.laplace.structures import LaplaceGaussian
-from numpyro_bnn.guides.left_out import warn_if_behind
+from numpyro_bnn.guides.left_out import unless_interrupted, warn_if_behind
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics._inputs import spread
 from numpyro_bnn.metrics.left_out import MIN_ROWS
@@ -169,7 +170,7 @@ class EvidenceTuning:
         params = posterior.rows.run_once(self._params, v, gaussian)
         _warn(distance, float(gaussian.lost))
         if distance < CONVERGED_DISTANCE_SDS:  # else it has warned, and is no mode
-            self._check_left_out(params)
+            unless_interrupted(f"{CALL}.run", self._check_left_out, params)
         effective = posterior.rows.run_once(self._effective, mode)
         precision = mode.tuned.precision
         return LaplaceResult(
@@ -195,19 +196,12 @@ class EvidenceTuning:
             number = number if plate is None else plate.size
             if number < MIN_ROWS:
                 continue
-            chosen = within = spread(number, MAX_LEFT_OUT_ROWS)
-            index = None
-            if plate is not None:
-                index, within = jnp.asarray(chosen), np.arange(len(chosen))
-
-            def predicted(
-                batch: Batch, params: Values, name: Any = name, within: Any = within
-            ) -> LeftOutRows:
-                return left_out(self.guide, self.posterior, batch, params, name, within)
-
-            scores, value, complete = map(
-                np.asarray, rows.run(predicted, index, params)
-            )
+            chosen = spread(number, MAX_LEFT_OUT_ROWS)
+            scores, value, weight = self._left_out(params, name, chosen)
+            complete = np.all(weight > 0, axis=1)
+            weights = weight[complete]
+            if not np.allclose(weights, weights.max(initial=0.0)):
+                continue  # the fit was not to predict all rows alike
             inputs = []
             for array in self.posterior.inputs(name):
                 if len(array) == number:
@@ -220,6 +214,21 @@ class EvidenceTuning:
                 unwrapped(fn, masked=True),
                 INSTEAD_OF_OVERFIT,
             )
+
+    def _left_out(self, params: Values, name: str, chosen: np.ndarray) -> LeftOutRows:
+        """Rows of an observed site, in batches as large as those of the fit."""
+        rows, plate = self.posterior.rows, self.posterior.rows.plate
+        positions = chosen if plate is None else slice(None)
+
+        def predicted(batch: Batch, params: Values) -> LeftOutRows:
+            return left_out(self.guide, self.posterior, batch, params, name, positions)
+
+        indices: list[Any] = [None]
+        if plate is not None:
+            number = max(1, min(ceil(len(chosen) / plate.batch_size), len(chosen) // 2))
+            indices = list(map(jnp.asarray, np.array_split(chosen, number)))
+        parts = [rows.run(predicted, index, params) for index in indices]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _params(self, batch: Batch, v: Values, gaussian: LaplaceGaussian) -> Values:
         return self.guide._to_params(v, gaussian)
