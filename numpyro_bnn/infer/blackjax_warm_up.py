@@ -259,9 +259,10 @@ def of_low_rank_mclmc(
     _, values, directions = jnp.linalg.svd(
         (draws - draws.mean(0)) / scales, full_matrices=False
     )
+    values = values[: num_draws - 1]  # without that of the mean
     basis, variances = estimators.select_top_eigenvalues_by_informativeness(
         values**2 / num_draws,
-        directions.T,
+        directions[: len(values)].T,
         min(tuning.get("k", 10), len(values)),
         tail_handling="raw",
     )
@@ -384,12 +385,12 @@ def of_laps(
     of the gradients are spent, then with one (LAPS).
     """
     burn_in = import_module("blackjax.adaptation.laps_burn_in")
-    laps, tuning, options = import_module("blackjax.adaptation.laps"), *task.split()
-    number, flat = _number_of(z), jax.vmap(lambda z: ravel_pytree(z)[0])(z)
-    size, per_sample = flat.shape[1], tuning.get("steps_per_sample", 15)
-    scheme = "omelyan" if size > 200 else "mclachlan"
-    target = tuning.get("acc_prob", 0.7 if scheme == "mclachlan" else 0.9)
+    sizes = import_module("blackjax.adaptation.step_size")
     integrators = import_module("blackjax.mcmc.integrators")
+    tuning, options = task.split()
+    number, size = _number_of(z), sum(x[0].size for x in jax.tree.leaves(z))
+    per_sample = tuning.get("steps_per_sample", 15)
+    scheme, target = ("omelyan", 0.9) if size > 200 else ("mclachlan", 0.7)
     options = {
         "integrator": getattr(integrators, f"isokinetic_{scheme}"),
         "L_proposal_factor": 1.25,
@@ -421,30 +422,38 @@ def of_laps(
     metric = jnp.ones_like(found.inverse_mass_matrix)
     if tuning.get("diagonal_preconditioning", True):
         metric = found.inverse_mass_matrix
-        scale = jnp.sqrt(jnp.mean(metric))
-        found = found._replace(step_size=found.step_size / scale)
-    adjusted = task.algorithm.build_kernel(  # type: ignore[attr-defined]
-        **{n: options[n] for n in options if n != "L_proposal_factor"}
-    )
+    step_size = found.step_size / jnp.sqrt(jnp.mean(metric))
     given = {
         "inverse_mass_matrix": metric,
         "L_proposal_factor": options["L_proposal_factor"],
         "integration_steps_params": (per_sample,),
     }
-
-    def transition(rng_key: Array, chain: PyTree, found: PyTree) -> tuple:
-        return adjusted(rng_key, chain, log_density, step_size=found.step_size, **given)
-
-    tuner = laps.Adaptation(found, 0, per_sample, target)
-    step = _of_all(transition, tuner, number)
-    chains = jax.vmap(lambda z: task.algorithm.init(z, log_density))(  # type: ignore[attr-defined]
-        chains.position
+    adjusted = task.algorithm.build_kernel(  # type: ignore[attr-defined]
+        **{n: options[n] for n in options if n != "L_proposal_factor"}
     )
-    (chains, found), _ = lax.scan(
-        step, (chains, tuner.initial_state), random.split(last_key, num_samples)
+    # BlackJAX's bisection may end at a step size that it has not tried
+    begin_sizes, update, final = sizes.dual_averaging_adaptation(
+        tuning.get("acc_prob", target)
     )
+
+    def transition(carry: tuple, rng_key: Array) -> tuple:
+        chains, tuned = carry
+        step = partial(
+            adjusted,
+            logdensity_fn=log_density,
+            step_size=jnp.exp(tuned.log_step_size),
+            **given,
+        )
+        chains, info = jax.vmap(step)(random.split(rng_key, number), chains)
+        return (chains, update(tuned, jnp.mean(info.acceptance_rate))), None
+
+    init = partial(task.algorithm.init, logdensity_fn=log_density)  # type: ignore[attr-defined]
+    chains = jax.vmap(init)(chains.position)
+    sizes_so_far = begin_sizes(step_size)._replace(mu=jnp.log(step_size))
+    keys = random.split(last_key, num_samples)
+    (chains, tuned), _ = lax.scan(transition, (chains, sizes_so_far), keys)
     spent = count + num_samples * per_sample * per_step + 2
-    parameters = {**options, **given, "step_size": found.step_size}
+    parameters = {**options, **given, "step_size": final(tuned)}
     return TunedChain(chains, parameters, spent)
 
 
@@ -662,6 +671,7 @@ MANAGED = {
     "adaptation_info_fn",
     "extra_parameters",
     # of `mclmc_lrd_warmup`
+    "position",
     "pilot_num_warmup",
     "pilot_num_samples",
     "lrd_num_steps",
