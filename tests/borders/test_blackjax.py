@@ -212,10 +212,17 @@ def test_laps_ends_at_a_step_size_that_it_has_tried():
     assert (np.diff(fields["num_gradients"]) == 5 * 15 + 1).all()
 
 
-@pytest.mark.parametrize("name", ["nuts after pathfinder", "nuts, low rank"])
+@pytest.mark.parametrize("name", ["nuts after pathfinder", "nuts, low rank", "staged"])
 def test_warm_ups_decompose_the_matrices_of_one_chain_at_a_time(name):
     """On a CPU decompositions of many matrices at once may wait for each other."""
-    kernel, keys = kernel_of(name), jax.random.split(jax.random.key(0), 7)
+    if name == "staged":
+        recipes = import_module("blackjax.adaptation.metric_recipes").REGISTRY
+        metric = recipes["fisher_low_rank"].build_core(buffer_size=10)
+        parts = named("nuts"), named("staged_adaptation")
+        kernel = infer.BlackJAX(SPREAD.model, *parts, metric=metric)
+    else:
+        kernel = kernel_of(name)
+    keys = jax.random.split(jax.random.key(0), 7)
     state = kernel.init(keys, 4, None, SPREAD.args, {})
     program = str(jax.make_jaxpr(lambda s: kernel.sample(s, SPREAD.args, {}))(state))
     shapes = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd|eigh)\[", program)
