@@ -300,7 +300,7 @@ def of_adjusted_mclmc(
     first, second, third = _shares(task)
     # step sizes are found again after the second stage, and after the third
     repeats = 1 + bool(second) + bool(third)
-    init_key, before_key, rng_key = random.split(rng_key, 3)
+    before_init, init_key, before_key, rng_key = random.split(rng_key, 4)
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
     build = {n: options[n] for n in options if n != "L_proposal_factor"}
@@ -311,7 +311,7 @@ def of_adjusted_mclmc(
     before, start, steps_before = blackjax.mclmc_find_L_and_step_size(
         blackjax.mclmc.build_kernel(**integrator),
         task.num_steps,
-        blackjax.mclmc.init(z, log_density, init_key),
+        blackjax.mclmc.init(z, log_density, before_init),
         before_key,
         log_density,
         diagonal_preconditioning=preconditioned,

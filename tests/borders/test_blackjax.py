@@ -334,8 +334,9 @@ def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
         run("whole", 8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["own warm-up", "nuts"])
+@pytest.mark.parametrize(
+    "name", ["own warm-up", pytest.param("nuts", marks=pytest.mark.slow)]
+)
 def test_chain_methods_give_the_same_chains(name):
     """Also `jax.vmap`, under which a branch would run the warm-up in each transition,
     and with a progress bar.
