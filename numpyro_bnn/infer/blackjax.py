@@ -84,6 +84,7 @@ ALGORITHMS: dict[str, int | str | None] = {
     **dict.fromkeys(("slice_sampling", "coordinate_slice"), 0),
     **dict.fromkeys(("rmhmc", "gist_step_size", "gist_trajectory_length"), None),
 }
+COUNTS = {"k", "steps_per_sample"}  # of warm-ups
 POSITIVE = ("step_size", "initial_step_size", "temperature", "num_folds")
 # Parts of a chain that follow from its position, and those that stay when it is moved.
 CACHES = ("position", "logdensity", "logdensity_grad")
@@ -153,9 +154,8 @@ class BlackJAX(TargetKernel[_Plan]):
     itself, as Hamiltonian kernels do; ``chees_adaptation``, ``meads_adaptation`` and
     ``laps`` tune one set of arguments from all chains, which must be vectorized: two or
     more, four for each of the ``num_folds`` of ``meads_adaptation``, 16 for ``laps``.
-    With
-    ``adaptive_tempered_smc`` and ``adaptive_persistent_sampling_smc`` the chains are
-    particles: drawn from the prior, tempered to the posterior by the algorithm and
+    With ``adaptive_tempered_smc`` and ``adaptive_persistent_sampling_smc`` the chains
+    are particles: drawn from the prior, tempered to the posterior by the algorithm and
     resampled, so at first they are not independent. The warm-up then has at most
     ``num_warmup * steps_per_draw`` temperatures. Particles that have not arrived, or
     whose density is 0, are not a number.
@@ -257,23 +257,24 @@ class BlackJAX(TargetKernel[_Plan]):
         needed = {p.name for p in parameters if p.default is p.empty and _is_named(p)}
         needed |= {"step_size"} & set(step_arguments)
         accepted = {p.name for p in parameters if _is_named(p)} | set(step_arguments)
+        tunes: set[str] = set()
         if self.adaptation is not None and self._warm_up is not None:
             accepted -= set(self._warm_up.tuned)
             needed -= set(self._warm_up.tuned)
             if self._warm_up is USERS_OWN:  # what it finds is not known yet
                 needed = set()
             else:
-                accepted |= parameters_of(self.adaptation).keys() - MANAGED
-                accepted |= set(self._warm_up.given)
+                tunes = {*parameters_of(self.adaptation)} - MANAGED
+                accepted |= tunes | {*self._warm_up.given}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name, value in self.options.items():
             if name not in accepted and not takes_all:
                 raise unknown_name(CALL, "options", name, sorted(accepted))
             if name in POSITIVE and np.ndim(value) == 0:
                 Number(strict=True).check(CALL, name, value)
-            if name == "num_integration_steps":
+            if name == "num_integration_steps" or name in tunes & COUNTS:
                 Count().check(CALL, name, value)
-            if name == "target_acceptance_rate":
+            if name == "target_acceptance_rate" or name in tunes & {"acc_prob"}:
                 Number(strict=True, below=1).check(CALL, name, value)
             if name == "inverse_mass_matrix":
                 _check_metric(name, value)
@@ -323,30 +324,30 @@ class BlackJAX(TargetKernel[_Plan]):
 
         return Functions(init, step)
 
-    @property
-    def _gradients(self) -> int | None:
+    def _gradients_with(self, options: Mapping[str, Any]) -> int | None:
         """Gradients of a step, or of each of its integration steps; ``None`` if they
         are not known.
         """
         gradients = ALGORITHMS.get(self._algorithm_name)
         if isinstance(gradients, str):
-            integrator = self.options.get("integrator")
+            integrator = options.get("integrator")
             return gradients_of_integrator(integrator, gradients) or None
         if self._algorithm_name == "sghmc":
-            return self.options.get("num_integration_steps", 10)
+            return options.get("num_integration_steps", 10)
         return gradients
 
     @property
     def _gradients_of_caches(self) -> int:
         """Gradients that it takes to compute the caches of a chain."""
-        return int(not self._stochastic and self._gradients != 0)
+        return int(not self._stochastic and self._gradients_with(self.options) != 0)
 
     # -- the contract of MCMCKernel ----------------------------------------------------
 
     @property
     def default_fields(self) -> tuple[str, ...]:
         fields = ("z", "diverging", "accept_prob")
-        return fields if self._gradients is None else (*fields, "num_gradients")
+        known = self._gradients_with(self.options) is not None
+        return (*fields, "num_gradients") if known else fields
 
     def begin(
         self,
@@ -580,7 +581,7 @@ class BlackJAX(TargetKernel[_Plan]):
         if self._warm_up is not None:
             options = _merged(state.tuned, self.plan.fixed)
         functions = self._built(log_density, options)
-        per_step = jnp.int32(self._gradients or 0)
+        per_step = jnp.int32(self._gradients_with(options) or 0)
         chain = self._moved(functions, state, refresh_key)
 
         def step(n: Array, carry: tuple) -> tuple:
@@ -751,15 +752,18 @@ def _with_key(state: PyTree, rng_key: Array) -> PyTree:
 
 def _check_metric(name: str, value: PyTree) -> None:
     """Refuse variances with which no chain would move; its shape is checked later."""
-    if isinstance(value, list):
+    if isinstance(value, list | str):
         raise argument_error(CALL, name, value, "Pass an array of it.")
     for leaf in jax.tree.leaves(value):
-        if not (_is_array(leaf) or np.isscalar(leaf)):
-            continue  # a metric of functions
+        if isinstance(leaf, jax.core.Tracer) or callable(leaf):
+            continue
         if not np.isfinite(leaf).all():
             came = "values that are not finite"
             raise argument_error(CALL, name, came, "Pass finite variances.")
-        if np.ndim(leaf) < 2 and not np.all(np.asarray(leaf) > 0):
+        least = np.min(leaf, initial=np.inf) if np.ndim(leaf) < 2 else np.inf
+        if leaf is value and np.ndim(leaf) == 2:
+            least = np.linalg.eigvalsh(leaf).min()
+        if least <= 0:
             came = "variances that are 0 or negative"
             raise argument_error(CALL, name, came, "Pass variances above 0.")
 

@@ -175,6 +175,7 @@ def by_windows(
         return last, tuned, trace
 
     decomposes = name_in(import_module("blackjax"), task.adaptation) in DECOMPOSING
+    decomposes |= "metric" in task.options  # of `staged_adaptation`
     if decomposes and jax.default_backend() == "cpu":
         run = jax.custom_batching.sequential_vmap(run)
     last, tuned, trace = run(rng_key, z)
@@ -259,9 +260,10 @@ def of_low_rank_mclmc(
     _, values, directions = jnp.linalg.svd(
         (draws - draws.mean(0)) / scales, full_matrices=False
     )
+    values = values[: num_draws - 1]  # without that of the mean
     basis, variances = estimators.select_top_eigenvalues_by_informativeness(
         values**2 / num_draws,
-        directions.T,
+        directions[: len(values)].T,
         min(tuning.get("k", 10), len(values)),
         tail_handling="raw",
     )
@@ -298,7 +300,7 @@ def of_adjusted_mclmc(
     first, second, third = _shares(task)
     # step sizes are found again after the second stage, and after the third
     repeats = 1 + bool(second) + bool(third)
-    init_key, before_key, rng_key = random.split(rng_key, 3)
+    before_init, init_key, before_key, rng_key = random.split(rng_key, 4)
     module = import_module("blackjax.mcmc.adjusted_mclmc_dynamic")
     steps_fn = module.make_random_trajectory_length_fn(True)
     build = {n: options[n] for n in options if n != "L_proposal_factor"}
@@ -309,7 +311,7 @@ def of_adjusted_mclmc(
     before, start, steps_before = blackjax.mclmc_find_L_and_step_size(
         blackjax.mclmc.build_kernel(**integrator),
         task.num_steps,
-        blackjax.mclmc.init(z, log_density, init_key),
+        blackjax.mclmc.init(z, log_density, before_init),
         before_key,
         log_density,
         diagonal_preconditioning=preconditioned,
@@ -383,21 +385,62 @@ def of_laps(
     all of them, first without a Metropolis test, until their means stand still or half
     of the gradients are spent, then with one (LAPS).
     """
-    burn_in = import_module("blackjax.adaptation.laps_burn_in")
-    laps, tuning, options = import_module("blackjax.adaptation.laps"), *task.split()
-    number, flat = _number_of(z), jax.vmap(lambda z: ravel_pytree(z)[0])(z)
-    size, per_sample = flat.shape[1], tuning.get("steps_per_sample", 15)
-    scheme = "omelyan" if size > 200 else "mclachlan"
-    target = tuning.get("acc_prob", 0.7 if scheme == "mclachlan" else 0.9)
+    sizes = import_module("blackjax.adaptation.step_size")
     integrators = import_module("blackjax.mcmc.integrators")
-    options = {
-        "integrator": getattr(integrators, f"isokinetic_{scheme}"),
-        "L_proposal_factor": 1.25,
-        **options,
-    }
+    tuning, options = task.split()
+    number, size = _number_of(z), sum(x[0].size for x in jax.tree.leaves(z))
+    per_sample = tuning.get("steps_per_sample", 15)
+    scheme, target = ("omelyan", 0.9) if size > 200 else ("mclachlan", 0.7)
+    options = {"integrator": getattr(integrators, f"isokinetic_{scheme}"), **options}
     per_step = gradients_of_integrator(options["integrator"], "")
     num_samples = -(-task.num_steps // 2)
     limit = max((task.num_steps - num_samples) * per_sample * per_step, 2)
+    first_key, last_key = random.split(rng_key)
+    chains, found, count = _burnt_in(tuning, log_density, z, limit, first_key)
+    metric = jnp.ones_like(found.inverse_mass_matrix)
+    if tuning.get("diagonal_preconditioning", True):
+        metric = found.inverse_mass_matrix
+    step_size = found.step_size / jnp.sqrt(jnp.mean(metric))
+    of_step = {
+        "inverse_mass_matrix": metric,
+        "L_proposal_factor": options.pop("L_proposal_factor", 1.25),
+        "integration_steps_params": (per_sample,),
+    }
+    algorithm: Any = task.algorithm
+    adjusted = algorithm.build_kernel(**options)
+    # BlackJAX's bisection may end at a step size that it has not tried
+    begin, update, final = sizes.dual_averaging_adaptation(
+        tuning.get("acc_prob", target)
+    )
+
+    def transition(carry: tuple, rng_key: Array) -> tuple:
+        chains, tuned = carry
+        step = partial(
+            adjusted,
+            logdensity_fn=log_density,
+            step_size=jnp.exp(tuned.log_step_size),
+            **of_step,
+        )
+        chains, info = jax.vmap(step)(random.split(rng_key, number), chains)
+        return (chains, update(tuned, jnp.mean(info.acceptance_rate))), None
+
+    init = partial(algorithm.init, logdensity_fn=log_density)
+    first = begin(step_size)._replace(mu=jnp.log(step_size))
+    carry = jax.vmap(init)(chains.position), first
+    keys = random.split(last_key, num_samples)
+    (chains, tuned), _ = lax.scan(transition, carry, keys)
+    spent = count + num_samples * per_sample * per_step + 2
+    parameters = {**options, **of_step, "step_size": final(tuned)}
+    return TunedChain(chains, parameters, spent)
+
+
+def _burnt_in(
+    tuning: Kwargs, log_density: LogDensity, z: PyTree, limit: int, rng_key: Array
+) -> tuple[PyTree, PyTree, Array]:
+    """Chains after steps without a test, what they have learned, and their number."""
+    burn_in = import_module("blackjax.adaptation.laps_burn_in")
+    chains = _along_gradients(log_density, z)
+    number, size = _number_of(z), sum(x[0].size for x in jax.tree.leaves(z))
     names = {"alpha": 1.9, "C": 0.1, "r_end": 0.01, "bias_type": 3}
     collective = burn_in.Adaptation(
         size,
@@ -405,47 +448,21 @@ def of_laps(
         save_num=max(round(tuning.get("save_frac", 0.2) * limit), 2),
         **{name: tuning.get(name, default) for name, default in names.items()},
     )
-    first_key, last_key = random.split(rng_key)
-    step = _of_all(burn_in.build_kernel(log_density, size), collective, number)
+    kernel = jax.vmap(burn_in.build_kernel(log_density, size), (0, 0, None))
+    summaries = jax.vmap(collective.summary_statistics_fn, (0, 0, None))
 
     def burn(carry: tuple) -> tuple:
-        state, count, _ = carry
-        state, info = step(state, random.fold_in(first_key, count))
-        return state, count + 1, collective.while_cond(info, count)
+        chains, found, count, _ = carry
+        keys = random.split(random.fold_in(rng_key, count), number + 1)
+        chains, info = kernel(keys[1:], chains, found)
+        means = jax.tree.map(
+            lambda leaf: jnp.mean(leaf, axis=0), summaries(chains, info, keys[0])
+        )
+        found, info = collective.update(found, means)
+        return chains, found, count + 1, collective.while_cond(info, count)
 
-    chains = _along_gradients(log_density, z)
-    begin = (chains, collective.initial_state), jnp.int32(0), jnp.array(True)
-    (chains, found), count, _ = lax.while_loop(
-        lambda carry: carry[2] & (carry[1] < limit), burn, begin
-    )
-    metric = jnp.ones_like(found.inverse_mass_matrix)
-    if tuning.get("diagonal_preconditioning", True):
-        metric = found.inverse_mass_matrix
-        scale = jnp.sqrt(jnp.mean(metric))
-        found = found._replace(step_size=found.step_size / scale)
-    adjusted = task.algorithm.build_kernel(  # type: ignore[attr-defined]
-        **{n: options[n] for n in options if n != "L_proposal_factor"}
-    )
-    given = {
-        "inverse_mass_matrix": metric,
-        "L_proposal_factor": options["L_proposal_factor"],
-        "integration_steps_params": (per_sample,),
-    }
-
-    def transition(rng_key: Array, chain: PyTree, found: PyTree) -> tuple:
-        return adjusted(rng_key, chain, log_density, step_size=found.step_size, **given)
-
-    tuner = laps.Adaptation(found, 0, per_sample, target)
-    step = _of_all(transition, tuner, number)
-    chains = jax.vmap(lambda z: task.algorithm.init(z, log_density))(  # type: ignore[attr-defined]
-        chains.position
-    )
-    (chains, found), _ = lax.scan(
-        step, (chains, tuner.initial_state), random.split(last_key, num_samples)
-    )
-    spent = count + num_samples * per_sample * per_step + 2
-    parameters = {**options, **given, "step_size": found.step_size}
-    return TunedChain(chains, parameters, spent)
+    begin = chains, collective.initial_state, jnp.int32(0), jnp.array(True)
+    return lax.while_loop(lambda carry: carry[3] & (carry[2] < limit), burn, begin)[:3]
 
 
 def _along_gradients(log_density: LogDensity, z: PyTree) -> PyTree:
@@ -465,26 +482,6 @@ def _along_gradients(log_density: LogDensity, z: PyTree) -> PyTree:
     return states.IntegratorState(
         z, jax.tree.map(velocity, z, gradients), values, gradients
     )
-
-
-def _of_all(kernel: Callable, adaptation: Any, number: int) -> Callable:
-    """A step of all chains, after which they adapt what they share."""
-    step = import_module("blackjax.eca").eca_step(
-        kernel, adaptation.summary_statistics_fn, adaptation.update, number
-    )
-    # BlackJAX sums over devices: here there is one
-    on_device = jax.vmap(
-        step, ((0, None), (None, 0, None)), ((0, None), None), axis_name="chains"
-    )
-
-    def stepped(carry: tuple, rng_key: Array) -> tuple:
-        chains, found = carry
-        keys = random.split(rng_key, number + 1)
-        chains = jax.tree.map(lambda leaf: leaf[None], chains)
-        (chains, found), info = on_device((chains, found), (0, keys[None, 1:], keys[0]))
-        return (jax.tree.map(lambda leaf: leaf[0], chains), found), info
-
-    return stepped
 
 
 def of_tempering(
@@ -662,6 +659,7 @@ MANAGED = {
     "adaptation_info_fn",
     "extra_parameters",
     # of `mclmc_lrd_warmup`
+    "position",
     "pilot_num_warmup",
     "pilot_num_samples",
     "lrd_num_steps",

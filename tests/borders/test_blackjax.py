@@ -194,10 +194,35 @@ def test_algorithms_have_the_exact_posterior(name, posterior):
     assert_exact(mcmc.get_samples(), problem)
 
 
-@pytest.mark.parametrize("name", ["nuts after pathfinder", "nuts, low rank"])
+def test_laps_ends_at_a_step_size_that_it_has_tried():
+    """Also after few steps, and its gradients are those of its own integrator: five for
+    each of 15 steps.
+    """
+
+    def model():
+        numpyro.sample("x", dist.Normal().expand([201]).to_event(1))
+
+    kernel = infer.BlackJAX(model, named("adjusted_mclmc"), named("laps"))
+    options = {"extra_fields": ("num_gradients", "accept_prob")}
+    mcmc = run_chains(
+        kernel, num_warmup=10, num_samples=5, num_chains=16, run_options=options
+    )
+    fields = mcmc.get_extra_fields(group_by_chain=True)
+    assert np.mean(fields["accept_prob"]) > 0.5
+    assert (np.diff(fields["num_gradients"]) == 5 * 15 + 1).all()
+
+
+@pytest.mark.parametrize("name", ["nuts after pathfinder", "nuts, low rank", "staged"])
 def test_warm_ups_decompose_the_matrices_of_one_chain_at_a_time(name):
     """On a CPU decompositions of many matrices at once may wait for each other."""
-    kernel, keys = kernel_of(name), jax.random.split(jax.random.key(0), 7)
+    if name == "staged":
+        recipes = import_module("blackjax.adaptation.metric_recipes").REGISTRY
+        metric = recipes["fisher_low_rank"].build_core(buffer_size=10)
+        parts = named("nuts"), named("staged_adaptation")
+        kernel = infer.BlackJAX(SPREAD.model, *parts, metric=metric)
+    else:
+        kernel = kernel_of(name)
+    keys = jax.random.split(jax.random.key(0), 7)
     state = kernel.init(keys, 4, None, SPREAD.args, {})
     program = str(jax.make_jaxpr(lambda s: kernel.sample(s, SPREAD.args, {}))(state))
     shapes = re.findall(r":f32\[([\d,]+)\] = (?:qr|svd|eigh)\[", program)
@@ -309,8 +334,9 @@ def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
         run("whole", 8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["own warm-up", "nuts"])
+@pytest.mark.parametrize(
+    "name", ["own warm-up", pytest.param("nuts", marks=pytest.mark.slow)]
+)
 def test_chain_methods_give_the_same_chains(name):
     """Also `jax.vmap`, under which a branch would run the warm-up in each transition,
     and with a progress bar.
@@ -665,7 +691,10 @@ _WHITE = {"step_size": 0.1, **THREE}
 _LISTED = {"step_size": 0.1, "inverse_mass_matrix": [1.0, 1.0, 1.0]}
 _NO_NUMBERS = {"step_size": 0.1, "inverse_mass_matrix": np.full(3, np.nan)}
 _NEGATIVE = {"step_size": 0.1, "inverse_mass_matrix": np.array([1.0, 0.0, 1.0])}
+_DENSE = {"step_size": 0.1, "inverse_mass_matrix": np.diag([1.0, -1.0, 1.0])}
+_TEXT = {"step_size": 0.1, "inverse_mass_matrix": "diagonal"}
 _WINDOWS = {"adaptation": WINDOWS}
+_LOW_RANK, _LAPS = {"adaptation": "mclmc_lrd_warmup"}, {"adaptation": "laps"}
 
 
 @pytest.mark.parametrize(
@@ -702,7 +731,18 @@ _WINDOWS = {"adaptation": WINDOWS}
         ("temperature", "above 0", "sgld", {"step_size": 1, "temperature": 0}),
         ("adaptation", "`blackjax.nuts`", "barker", _WINDOWS | {"step_size": 1}),
         ("adaptation", "of your own", from_builder, _WINDOWS),
-        ("adaptation", "`blackjax.mclmc`", "nuts", {"adaptation": "mclmc_lrd_warmup"}),
+        ("adaptation", "`blackjax.mclmc`", "nuts", _LOW_RANK),
+        ("options", "'position'", "mclmc", _LOW_RANK | {"position": {}}),
+        ("k", "at least 1", "mclmc", _LOW_RANK | {"k": -1}),
+        (
+            "steps_per_sample",
+            "at least 1",
+            "adjusted_mclmc",
+            _LAPS | {"steps_per_sample": 0},
+        ),
+        ("acc_prob", "below 1", "adjusted_mclmc", _LAPS | {"acc_prob": 2.0}),
+        ("inverse_mass_matrix", "above 0", "nuts", _DENSE),
+        ("inverse_mass_matrix", "an array", "nuts", _TEXT),
         ("inverse_mass_matrix", "not finite", "nuts", _NO_NUMBERS),
         ("inverse_mass_matrix", "above 0", "barker", _NEGATIVE),
         ("adaptation", "num_steps", "mala", {"adaptation": lambda key: key}),
