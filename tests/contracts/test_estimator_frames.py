@@ -48,7 +48,9 @@ def frame(size=N, seed=0):
 
 
 def targets(rows):
-    return np.nan_to_num(rows["number"]) + 3 * (rows["text"] == "red").to_numpy(float)
+    noise = np.random.default_rng(1).normal(size=len(rows))
+    red = (rows["text"] == "red").to_numpy(float)
+    return np.nan_to_num(rows["number"]) + 3 * red + 0.5 * noise
 
 
 @cache
