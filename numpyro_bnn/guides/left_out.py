@@ -50,11 +50,12 @@ def warn_if_behind(
     kind = "numbers"
     if fn.support.is_discrete:
         kind = "classes" if fn.has_enumerate_support else "counts"
-    found = behind(np.asarray(scores, np.float64), np.column_stack(tables), y, kind)
-    if found is not None:
+    better = behind(np.asarray(scores, np.float64), np.column_stack(tables), y, kind)
+    if better is not None:
         message = (
-            f"{call}: {found.model}, which predicts each row from the others, is "
-            f"better by {found.nats:.2g} nats a row: do not rely on this fit. {instead}"
+            f"{call}: {better.model}, which predicts each row from the others, is "
+            f"better by {better.nats:.2g} nats a row: do not rely on this fit. "
+            f"{instead}"
         )
         warnings.warn(message, HealthWarning, stacklevel=outside())
-    return found is not None
+    return better is not None

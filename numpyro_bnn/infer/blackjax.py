@@ -346,8 +346,8 @@ class BlackJAX(TargetKernel[_Plan]):
     @property
     def default_fields(self) -> tuple[str, ...]:
         fields = ("z", "diverging", "accept_prob")
-        known = self._gradients_with(self.options) is not None
-        return (*fields, "num_gradients") if known else fields
+        counts = self._gradients_with(self.options) is not None
+        return (*fields, "num_gradients") if counts else fields
 
     def begin(
         self,

@@ -82,9 +82,9 @@ def gradients_of_integrator(integrator: object, default: str) -> int:
     """
     integrators = import_module("blackjax.mcmc.integrators")
     name = default if integrator is None else ""
-    for known, value in vars(integrators).items():  # closures without a name
+    for attribute, value in vars(integrators).items():  # closures without a name
         if value is integrator:
-            name = known
+            name = attribute
     scheme = name.removeprefix("isokinetic_") + "_coefficients"
     return len(getattr(integrators, scheme, ())) // 2
 
@@ -169,17 +169,17 @@ def by_windows(
     fixed: dict[str, Any] = {}  # numbers and functions
 
     def run(rng_key: Array, z: PyTree) -> tuple:
-        (last, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
+        (end, parameters), trace = adaptation.run(rng_key, z, task.num_steps)
         tuned = {name: parameters.pop(name) for name in _METRIC}
         fixed.update(parameters)
-        return last, tuned, trace
+        return end, tuned, trace
 
     decomposes = name_in(import_module("blackjax"), task.adaptation) in DECOMPOSING
     decomposes |= "metric" in task.options  # of `staged_adaptation`
     if decomposes and jax.default_backend() == "cpu":
         run = jax.custom_batching.sequential_vmap(run)
-    last, tuned, trace = run(rng_key, z)
-    parameters, position = {**fixed, **tuned}, last.position
+    end, tuned, trace = run(rng_key, z)
+    parameters, position = {**fixed, **tuned}, end.position
     if trace.mu_star is not None:
         position = jax.tree.map(lambda positions: positions[-1], trace.position)
     if "integrator" in task.options:  # which BlackJAX does not hand on
@@ -267,23 +267,29 @@ def of_low_rank_mclmc(
         min(tuning.get("k", 10), len(values)),
         tail_handling="raw",
     )
-    known = jnp.min(blackjax.ess(draws[None])) / 2 >= jnp.arange(1, 1 + len(variances))
-    variances = jnp.where(known, jnp.maximum(variances, 1e-6), 1.0)
+    resolved = jnp.min(blackjax.ess(draws[None])) / 2 >= jnp.arange(
+        1, 1 + len(variances)
+    )
+    variances = jnp.where(resolved, jnp.maximum(variances, 1e-6), 1.0)
     metrics = import_module("blackjax.mcmc.metrics")
     metric = metrics.LowRankInverseMassMatrix(scales, basis, variances)
 
     def in_metric(rng_key: Array, state: PyTree, **given: Any) -> PyTree:
         return kernel(rng_key, state, **{**given, "inverse_mass_matrix": metric})
 
-    chain, tuned, last = find(
+    chain, tuned, num_second = find(
         in_metric, 6 * seventh, chain, last_key, diagonal_preconditioning=False
     )
-    found = {"L": tuned.L, "step_size": tuned.step_size, "inverse_mass_matrix": metric}
+    settings = {
+        "L": tuned.L,
+        "step_size": tuned.step_size,
+        "inverse_mass_matrix": metric,
+    }
     per_step = gradients_of_integrator(
         options.get("integrator"), "isokinetic_mclachlan"
     )
-    steps = of_pilot + num_draws + last
-    return TunedChain(chain, found | options, per_step * steps + 1)
+    steps = of_pilot + num_draws + num_second
+    return TunedChain(chain, settings | options, per_step * steps + 1)
 
 
 def of_adjusted_mclmc(
@@ -396,11 +402,11 @@ def of_laps(
     num_samples = -(-task.num_steps // 2)
     limit = max((task.num_steps - num_samples) * per_sample * per_step, 2)
     first_key, last_key = random.split(rng_key)
-    chains, found, count = _burnt_in(tuning, log_density, z, limit, first_key)
-    metric = jnp.ones_like(found.inverse_mass_matrix)
+    chains, settings, count = _burnt_in(tuning, log_density, z, limit, first_key)
+    metric = jnp.ones_like(settings.inverse_mass_matrix)
     if tuning.get("diagonal_preconditioning", True):
-        metric = found.inverse_mass_matrix
-    step_size = found.step_size / jnp.sqrt(jnp.mean(metric))
+        metric = settings.inverse_mass_matrix
+    step_size = settings.step_size / jnp.sqrt(jnp.mean(metric))
     of_step = {
         "inverse_mass_matrix": metric,
         "L_proposal_factor": options.pop("L_proposal_factor", 1.25),
@@ -452,14 +458,14 @@ def _burnt_in(
     summaries = jax.vmap(collective.summary_statistics_fn, (0, 0, None))
 
     def burn(carry: tuple) -> tuple:
-        chains, found, count, _ = carry
+        chains, settings, count, _ = carry
         keys = random.split(random.fold_in(rng_key, count), number + 1)
-        chains, info = kernel(keys[1:], chains, found)
+        chains, info = kernel(keys[1:], chains, settings)
         means = jax.tree.map(
             lambda leaf: jnp.mean(leaf, axis=0), summaries(chains, info, keys[0])
         )
-        found, info = collective.update(found, means)
-        return chains, found, count + 1, collective.while_cond(info, count)
+        settings, info = collective.update(settings, means)
+        return chains, settings, count + 1, collective.while_cond(info, count)
 
     begin = chains, collective.initial_state, jnp.int32(0), jnp.array(True)
     return lax.while_loop(lambda carry: carry[3] & (carry[2] < limit), burn, begin)[:3]
@@ -539,14 +545,14 @@ def of_tempering(
         return state, sound, rounds + 1, num_gradients + spent + 1
 
     begin = first, jnp.array(True), jnp.int32(0), jnp.int32(1)
-    last, sound, _, num_gradients = lax.while_loop(more, round_, begin)
-    weights, particles = _weighted(last)
+    end, sound, _, num_gradients = lax.while_loop(more, round_, begin)
+    weights, particles = _weighted(end)
     chosen = tuning["resampling_fn"](last_key, weights / jnp.sum(weights), number)
     chain_init = task.algorithm(log_density, **options).init
 
     def arrived(z: PyTree, rng_key: Array) -> PyTree:
         chain = chain_init(z, rng_key)
-        is_draw = sound & (last.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
+        is_draw = sound & (end.tempering_param >= 1) & jnp.isfinite(chain.logdensity)
         return jax.tree.map(lambda leaf: jnp.where(is_draw, leaf, jnp.nan), chain)
 
     position = jax.tree.map(lambda x: x[chosen], particles)
@@ -691,8 +697,8 @@ def name_in(module: Any, value: object) -> str:
     algorithm are equal to it.
     """
     if callable(value):
-        for name, known in vars(module).items():
-            if known == value:
+        for name, attribute in vars(module).items():
+            if attribute == value:
                 return name
     return ""
 
@@ -708,7 +714,7 @@ def warm_up_row(call: str, adaptation: PyTree, algorithm: str) -> WarmUpRow:
     if row is None:
         return _users_own(call, adaptation, name)
     if algorithm not in row.algorithms:
-        tuned = ", ".join(f"`blackjax.{known}`" for known in row.algorithms)
+        tuned = ", ".join(f"`blackjax.{algorithm}`" for algorithm in row.algorithms)
         raise argument_error(
             call,
             "adaptation",

@@ -82,8 +82,8 @@ def _of_classes(line: LeastSquares, y: Floats) -> Floats:
     indicators = (y[:, None] == labels).astype(np.float64)
     shares = indicators - line.residuals(indicators)
     shares = np.maximum(shares, MIN_SHARE / len(labels))
-    own = np.sum(indicators * shares, axis=1)
-    return np.log(own / shares.sum(axis=1))
+    of_label = np.sum(indicators * shares, axis=1)
+    return np.log(of_label / shares.sum(axis=1))
 
 
 def _of_counts(line: LeastSquares, y: Floats) -> Floats:
@@ -125,8 +125,8 @@ def behind(scores: Floats, x: Floats, y: Floats, kind: str) -> Behind | None:
     >>> rng = np.random.default_rng(0)
     >>> x = rng.normal(size=(200, 1))
     >>> y = 2 * x + rng.normal(size=(200, 1))
-    >>> found = behind(-2 * np.square(y[:, 0]), x, y, "numbers")
-    >>> found.model, behind(-1 - np.square(y - 2 * x)[:, 0] / 2, x, y, "numbers")
+    >>> better = behind(-2 * np.square(y[:, 0]), x, y, "numbers")
+    >>> better.model, behind(-1 - np.square(y - 2 * x)[:, 0] / 2, x, y, "numbers")
     ('a linear model', None)
     """
     if len(scores) < MIN_ROWS:

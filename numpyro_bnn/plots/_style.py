@@ -90,9 +90,9 @@ def axes(
             .ravel()
         )
     array = np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
-    others = [part for part in array if not isinstance(part, pyplot().Axes)]
-    if others or array.size != count:
-        came = repr(others[0])[:80] if others else f"{array.size} axes"
+    strangers = [part for part in array if not isinstance(part, pyplot().Axes)]
+    if strangers or array.size != count:
+        came = repr(strangers[0])[:80] if strangers else f"{array.size} axes"
         instead = f"Pass {count}, e.g. of `plt.subplots{shape}`."
         raise argument_error(call, "ax", came, instead)
     return array

@@ -214,14 +214,12 @@ class AutoADF(ADFPosterior):
                 reason = "it has its own order"
                 refuse_feeds(f"{CALL}.run", "orders", reason, args, kwargs)
             orders = _checked_orders(orders, num_epochs, num_rows, batched)
-            shares = None
             records: PyTree
             if recount is None:  # as published, for the noise that was published
                 recount = self._known_problem().gamma is not None
+            shares = None
             if not recount:
-                shares = np.full(num_epochs, 1 / num_rows)
-                shares[0] *= init_state is not None  # else no row is counted yet
-                self._check_counted(init_state, data[0])
+                shares = self._shares(num_epochs, num_rows, init_state, data[0])
             if is_traced((data, rng_key)):
 
                 def epoch(state: ADFState, of_epoch: tuple) -> tuple:
@@ -258,10 +256,20 @@ class AutoADF(ADFPosterior):
         )
         return ADFResult(params, state, losses, refused)
 
-    def _check_counted(self, init_state: PyTree, rows: Trees) -> None:
-        """Refuse other rows than those of a state: their likelihood is not in it."""
-        if init_state is None or not rows or is_traced((init_state, rows)):
-            return
+    def _shares(
+        self, num_epochs: int, num_rows: int, init_state: PyTree, rows: Trees
+    ) -> np.ndarray:
+        """Of the likelihood, taken out before each row of an epoch.
+
+        Other rows than those of the first state are refused: their likelihood is not in
+        it.
+        """
+        shares = np.full(num_epochs, 1 / num_rows)
+        if init_state is None:
+            shares[0] = 0.0  # no row is counted yet
+            return shares
+        if not rows or is_traced((init_state, rows)):
+            return shares
         counted = self._counted.get(_digest(init_state))
         if counted is not None and counted != _digest(rows):
             instead = (
@@ -272,14 +280,15 @@ class AutoADF(ADFPosterior):
             raise argument_error(
                 f"{CALL}.run", "init_state", "the state of a run on other rows", instead
             )
+        return shares
 
     def _check_rows(self, scores: np.ndarray, rows: Trees, arrays: Trees) -> None:
         """Warn of a run that predicts its rows, (N,) or (R, N) log scores, worse than
         the simplest models predict them from the others.
         """
         likelihood, head = self._known_problem(), self._data
-        chosen = spread(scores.shape[-1], MAX_ROWS)
-        if head is None or len(chosen) < MIN_ROWS:
+        places = spread(scores.shape[-1], MAX_ROWS)
+        if head is None or len(places) < MIN_ROWS:
             return
         names = likelihood.inputs(head.first)
         observed = shared(
@@ -287,15 +296,15 @@ class AutoADF(ADFPosterior):
             runs_rarely=True,
         )
         for run, by_row in enumerate(np.atleast_2d(scores)):
-            one = partial(_of_run, run)
+            of_run = partial(_of_run, run)
             run_rows = {
-                place: leaf[chosen] for place, leaf in one(rows, head.rows).items()
+                place: leaf[places] for place, leaf in of_run(rows, head.rows).items()
             }
-            value, mask = observed(run_rows, one(arrays, head.arrays))
-            complete = np.asarray(mask).reshape(len(chosen), -1).all(axis=1)
+            value, mask = observed(run_rows, of_run(arrays, head.arrays))
+            complete = np.asarray(mask).reshape(len(places), -1).all(axis=1)
             if warn_if_behind(
                 f"{CALL}.run",
-                by_row[chosen][complete],
+                by_row[places][complete],
                 [np.asarray(run_rows[name])[complete] for name in sorted(names)],
                 np.asarray(value)[complete],
                 likelihood.base,

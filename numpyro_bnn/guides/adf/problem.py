@@ -403,9 +403,9 @@ def run_epochs(
         try:
             for k in (done + step for step in bar):
                 of_epoch = jax.tree.map(itemgetter(k), (keys, orders, shares))
-                updated, record, last = program.epoch(state, *data, *of_epoch, 1.0)
+                updated, record, log_z = program.epoch(state, *data, *of_epoch, 1.0)
                 records.append(jax.device_get(record))
-                state, by_row = updated, last
+                state, by_row = updated, log_z
                 warned = warned or _warn(records[-1], k, max_refused)
                 if keeper is not None:
                     keeper.save(state, stacked_records()._asdict(), last=False)

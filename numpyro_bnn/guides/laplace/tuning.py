@@ -196,8 +196,8 @@ class EvidenceTuning:
             number = number if plate is None else plate.size
             if number < MIN_ROWS:
                 continue
-            chosen = spread(number, MAX_LEFT_OUT_ROWS)
-            scores, value, weight = self._left_out(params, name, chosen)
+            places = spread(number, MAX_LEFT_OUT_ROWS)
+            scores, value, weight = self._left_out(params, name, places)
             complete = np.all(weight > 0, axis=1)
             weights = weight[complete]
             if not np.allclose(weights, weights.max(initial=0.0)):
@@ -205,7 +205,7 @@ class EvidenceTuning:
             inputs = []
             for array in self.posterior.inputs(name):
                 if len(array) == number:
-                    inputs.append(np.asarray(array)[chosen][complete])
+                    inputs.append(np.asarray(array)[places][complete])
             warn_if_behind(
                 f"{CALL}.run",
                 scores[complete],
@@ -215,20 +215,20 @@ class EvidenceTuning:
                 INSTEAD_OF_OVERFIT,
             )
 
-    def _left_out(self, params: Values, name: str, chosen: np.ndarray) -> LeftOutRows:
+    def _left_out(self, params: Values, name: str, places: np.ndarray) -> LeftOutRows:
         """Rows of an observed site, in batches as large as those of the fit."""
         rows, plate = self.posterior.rows, self.posterior.rows.plate
-        positions = chosen if plate is None else slice(None)
+        positions = places if plate is None else slice(None)
 
         def predicted(batch: Batch, params: Values) -> LeftOutRows:
             return left_out(self.guide, self.posterior, batch, params, name, positions)
 
         indices: list[Any] = [None]
         if plate is not None:
-            number = max(1, min(ceil(len(chosen) / plate.batch_size), len(chosen) // 2))
-            indices = list(map(jnp.asarray, np.array_split(chosen, number)))
-        parts = [rows.run(predicted, index, params) for index in indices]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+            number = max(1, min(ceil(len(places) / plate.batch_size), len(places) // 2))
+            indices = list(map(jnp.asarray, np.array_split(places, number)))
+        batches = [rows.run(predicted, index, params) for index in indices]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)
 
     def _params(self, batch: Batch, v: Values, gaussian: LaplaceGaussian) -> Values:
         return self.guide._to_params(v, gaussian)
