@@ -367,6 +367,8 @@ def test_the_density_of_heavy_tails_is_that_of_a_t(df):
     y = np.linspace(-30.0, 30.0, N)
     expected = stats.t.logpdf(y, df, fn.loc, fn.scale)
     np.testing.assert_allclose(fn.log_prob(y), expected, rtol=1e-5)
+    with jax.enable_x64(True):  # which leaves arrays of float32 what they are
+        assert fn.log_prob(jnp.float32(1.0)).dtype == jnp.float32
 
 
 def test_what_it_cannot_answer_is_refused():
