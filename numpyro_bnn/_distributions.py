@@ -234,7 +234,7 @@ class NoiseStudentT(dist.StudentT):
 
     @validate_sample
     def log_prob(self, value: ArrayLike) -> Array:
-        df = jnp.asarray(self.df, float)
+        df = jnp.asarray(self.df, jnp.result_type(self.df, float))
         squares = jnp.square((value - self.loc) / self.scale)
         constant = log_gamma_half_step(0.5 * df) - 0.5 * jnp.log(jnp.pi * df)
         tails = 0.5 * (df + 1) * jnp.log1p(squares / df)

@@ -763,7 +763,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--families",
         nargs="*",
         default=[],
-        help="names of problems that no seed draws, or `all`",
+        choices=("all", *families()),
+        help="problems that no seed draws",
     )
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to run"
@@ -788,7 +789,7 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
     """Those of the seeds, then the families."""
     yield from map(draw, range(*args.seeds))
     by_name = families()
-    for name in by_name if args.families == ["all"] else args.families:
+    for name in by_name if "all" in args.families else args.families:
         yield by_name[name]
 
 

@@ -701,9 +701,9 @@ class Posterior:
         sites = self.at_rows(values, rows, rng_key, sites_of_type(self.sites, "sample"))
         total: Any = 0.0
         for name in self.scaled if standardized else ():
-            if moments := affine_normal(sites[name]["fn"]):
-                log_scale = jnp.log(jnp.abs(moments[1]))
-                total += jnp.sum(_scaled(sites[name]["scale"], log_scale))
+            if moments := affine_normal(sites[name]["fn"], masked=True):
+                # minus log |scale| where it is not masked, and a constant
+                total -= log_density(sites[name] | {"value": moments[0]})
         for name, site in sites.items():
             if name in log_determinants:
                 total += jnp.sum(_scaled(jacobian_weight, log_determinants[name]))

@@ -429,6 +429,12 @@ REFUSED = {
         {},
         "a Cauchy likelihood.*AutoLaplaceApprox",
     ),
+    "heavy tails": (
+        bnn.models.regression(NET, heavy_tails=True),
+        "full",
+        {},
+        "a StudentT likelihood",
+    ),
     "factor": (
         observed(also=lambda w: numpyro.factor("extra", -jnp.sum(w**4))),
         "full",

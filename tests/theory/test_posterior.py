@@ -252,30 +252,37 @@ def test_rows_may_be_all_in_another_order(batch_size):
 
 
 def test_standardized_weights_have_the_density_of_the_non_centered_model():
-    """Also the values of rows, on a minibatch, whose prior follows other weights."""
+    """Up to a constant, also the values of rows, on a minibatch, whose prior follows
+    other weights, and behind a mask.
+    """
+    seen = jnp.array([True, False, True])
 
     def model(y, centered, batch_size=None):
-        def normal(name, loc, scale, shape=()):
-            own = (loc, scale) if centered else (0.0, 1.0)
-            value = numpyro.sample(name, dist.Normal(*own).expand(shape).to_event())
+        def normal(name, loc, scale, shape=(), mask=True):
+            own = dist.Normal(*((loc, scale) if centered else (0.0, 1.0)))
+            masked = own.expand(shape).mask(mask)
+            value = numpyro.sample(name, masked.to_event(len(shape)))
             return value if centered else loc + scale * value
 
         s = numpyro.sample("s", dist.HalfNormal(1.0))
-        w = normal("w", 0.3, s, (3,))
+        w = normal("w", 0.3, s, (3,), seen)
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
             b = normal("b", w.sum(), 2 * s)
             numpyro.sample("y", dist.Normal(b, 1.0), obs=y[i])
 
-    y, s = jnp.arange(4.0), 0.2
-    u, v = jnp.array([0.5, -1.0, 2.0]), jnp.array([1.0, 0.0, -0.5, 2.0])
-    w = 0.3 + s * u
-    kept = {"s": jnp.log(s), "w": u, "b": v}
-    moved = {"s": jnp.log(s), "w": w, "b": w.sum() + 2 * s * v}
+    y, u = jnp.arange(4.0), jnp.array([0.5, -1.0, 2.0])
+    v = jnp.array([1.0, 0.0, -0.5, 2.0])
     for rows in (None, {"rows": jnp.array([3, 1])}):
-        expected = Posterior(model, (y, False)).potential(kept, rows)
-        posterior = Posterior(model, (y, True))
-        potential = posterior.potential(moved, rows, standardized=True)
-        np.testing.assert_allclose(potential, expected, rtol=1e-5)
+        potentials = []
+        for s in (0.2, 3.0):
+            w = 0.3 + s * u
+            kept = {"s": jnp.log(s), "w": u, "b": v}
+            moved = {"s": jnp.log(s), "w": w, "b": w.sum() + 2 * s * v}
+            expected = Posterior(model, (y, False)).potential(kept, rows)
+            posterior = Posterior(model, (y, True))
+            potential = posterior.potential(moved, rows, standardized=True)
+            potentials.append((potential, expected))
+        np.testing.assert_allclose(*np.diff(potentials, axis=0)[0], rtol=1e-5)
     assert posterior.scaled == {"w": {"s"}, "b": {"s", "w"}}
 
 
@@ -360,6 +367,8 @@ def test_the_density_of_heavy_tails_is_that_of_a_t(df):
     y = np.linspace(-30.0, 30.0, N)
     expected = stats.t.logpdf(y, df, fn.loc, fn.scale)
     np.testing.assert_allclose(fn.log_prob(y), expected, rtol=1e-5)
+    with jax.enable_x64(True):  # which leaves arrays of float32 what they are
+        assert fn.log_prob(jnp.float32(1.0)).dtype == jnp.float32
 
 
 def test_what_it_cannot_answer_is_refused():

@@ -503,13 +503,19 @@ def test_the_gauntlet_judges_against_the_best_and_the_linear_model():
 
 
 def test_families_of_the_gauntlet_have_models_and_a_base():
-    """Masked rows, whose targets are 1000, do not count in the base either."""
+    """Masked rows, whose targets are 1000, do not count in the base either. Unknown
+    names are refused before the seeds run.
+    """
     gauntlet = importlib.import_module("examples.benchmarks.gauntlet")
     families = gauntlet.families()
     for problem in families.values():
         posterior = Posterior(gauntlet.build(problem), (problem.x, problem.y))
         assert posterior.observed == ("y",)
     assert -1.5 < gauntlet.linear(families["masked"]).mean() < -0.5
+    words = ["--seeds", "0", "0", "--families"]
+    assert len([*gauntlet.problems(gauntlet.parse([*words, "all"]))]) == len(families)
+    with pytest.raises(SystemExit):
+        gauntlet.parse([*words, "none"])
 
 
 def test_forecasts_of_peers_are_scored_by_their_definitions():
