@@ -28,4 +28,7 @@ PRIVATE: dict[str, str] = {
     "numpyro_bnn.estimators.process.one_blas_thread": (
         "threads of BLAS while fits overlap, which a fit shows only in seconds"
     ),
+    "numpyro_bnn.metrics.left_out.behind": (
+        "when a fit counts as worse than simple models, against scores that are known"
+    ),
 }
