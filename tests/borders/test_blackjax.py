@@ -256,9 +256,12 @@ def tempered(adaptation, **options):
     return problem, run_chains(kernel, *problem.args, **settings).get_samples()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "adaptation", ["adaptive_tempered_smc", "adaptive_persistent_sampling_smc"]
+    "adaptation",
+    [
+        "adaptive_tempered_smc",
+        pytest.param("adaptive_persistent_sampling_smc", marks=pytest.mark.slow),
+    ],
 )
 def test_particles_arrive_at_the_posterior(adaptation):
     """By tempering alone, from the prior, whose sd is another."""
