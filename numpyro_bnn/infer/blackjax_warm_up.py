@@ -353,6 +353,11 @@ def _number_of(z: PyTree) -> int:
     return jax.tree.leaves(z)[0].shape[0]
 
 
+def _size_of(z: PyTree) -> int:
+    """The parameters of a chain."""
+    return sum(leaf[0].size for leaf in jax.tree.leaves(z))
+
+
 def of_chees(
     task: WarmUpTask, log_density: LogDensity, z: PyTree, rng_key: Array
 ) -> TunedChain:
@@ -394,7 +399,7 @@ def of_laps(
     sizes = import_module("blackjax.adaptation.step_size")
     integrators = import_module("blackjax.mcmc.integrators")
     tuning, options = task.split()
-    number, size = _number_of(z), sum(x[0].size for x in jax.tree.leaves(z))
+    number, size = _number_of(z), _size_of(z)
     per_sample = tuning.get("steps_per_sample", 15)
     scheme, target = ("omelyan", 0.9) if size > 200 else ("mclachlan", 0.7)
     options = {"integrator": getattr(integrators, f"isokinetic_{scheme}"), **options}
@@ -446,7 +451,7 @@ def _burnt_in(
     """Chains after steps without a test, what they have learned, and their number."""
     burn_in = import_module("blackjax.adaptation.laps_burn_in")
     chains = _along_gradients(log_density, z)
-    number, size = _number_of(z), sum(x[0].size for x in jax.tree.leaves(z))
+    number, size = _number_of(z), _size_of(z)
     names = {"alpha": 1.9, "C": 0.1, "r_end": 0.01, "bias_type": 3}
     collective = burn_in.Adaptation(
         size,
