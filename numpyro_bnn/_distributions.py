@@ -241,6 +241,10 @@ class NoiseStudentT(dist.StudentT):
         return constant - jnp.log(self.scale) - tails
 
 
+# Messages name a distribution by its class, and it is a Student's t for users.
+NoiseStudentT.__name__ = "StudentT"
+
+
 class GroupStudentT(dist.Distribution):
     r"""Multivariate Student t with a spherical scale, for an array of weights whose
     common size is heavy-tailed.

@@ -15,7 +15,7 @@ from jax.scipy.special import betainc, entr, gammainc, logsumexp, ndtr
 from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
-from numpyro_bnn._distributions import unwrapped
+from numpyro_bnn._distributions import NoiseStudentT, unwrapped
 
 HALVINGS = 40  # of the bracket of a quantile
 # Of the table of a Student's t: largest asinh of a value, and number of nodes.
@@ -176,7 +176,7 @@ def _student_t_table(df: Array) -> Array:
     Simpson's rule: a hundredth of the work of an incomplete beta function.
     """
     asinh = jnp.linspace(-MAX_ASINH, 0, NUM_NODES)
-    density = jnp.exp(dist.StudentT(df).log_prob(jnp.sinh(asinh))) * jnp.cosh(asinh)
+    density = jnp.exp(NoiseStudentT(df).log_prob(jnp.sinh(asinh))) * jnp.cosh(asinh)
     ends = density[:, :-2:2] + density[:, 2::2]
     masses = (asinh[2] - asinh[0]) / 6 * (ends + 4 * density[:, 1::2])
     below = jnp.pad(jnp.cumsum(masses, 1), ((0, 0), (1, 0)))
@@ -186,7 +186,7 @@ def _student_t_table(df: Array) -> Array:
 def _log_density(mixture: tuple, weights: Array, y: Array) -> tuple:
     """Log density of the mixture at y; all outputs of a row together."""
     means, sds = mixture[:2]
-    tails = [dist.StudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
+    tails = [NoiseStudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
     each = (*tails, dist.Normal(means, sds))[0].log_prob(y)
     each = each.sum(-1) if each.ndim == 3 else each
     return (logsumexp(each, axis=0, b=weights[:, None]),)
@@ -276,7 +276,7 @@ def _of_logistic(mixture: tuple, center: Array, scale: Array) -> tuple:
             density = jnp.exp(dist.Normal(0.0, 1.0).log_prob(unit))
         else:
             shrink = jnp.sqrt(1 - 2 / mixture[2])
-            density = jnp.exp(dist.StudentT(mixture[2], 0.0, shrink).log_prob(unit))
+            density = jnp.exp(NoiseStudentT(mixture[2], 0.0, shrink).log_prob(unit))
         value = jax.nn.sigmoid(center + scale * (means + sds * unit))
         mass, mean, square = totals
         share = step * density

@@ -340,7 +340,7 @@ def likelihood_of(site: Site) -> NaturalOutputs:
     for likelihood in LIKELIHOODS:
         if likelihood.takes(fn):
             return likelihood
-    name = type(unwrapped(fn, masked=True)).__name__.removeprefix("Noise")
+    name = type(unwrapped(fn, masked=True)).__name__
     noun = "factor" if is_factor(fn) else f"{name} likelihood"
     got = f"the observed site {site['name']!r} with a {noun}"
     names = [type(row).__name__.removesuffix("Outputs") for row in LIKELIHOODS]
