@@ -20,7 +20,7 @@ from numpyro_bnn._jaxprs.primitives import (
     stacked_columns,
 )
 from numpyro_bnn._jaxprs.walk import Equation, scan_starts
-from numpyro_bnn._types import Operand, PyTree, Trees
+from numpyro_bnn._types import Operand, PyTree, Site, Trees
 from numpyro_bnn.program.plates import sites_of_type
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.sites import Sites
@@ -142,12 +142,11 @@ def counted(reading: Posterior) -> Counted:
     """
     samples = sites_of_type(reading.sites, "sample")
     jaxpr, densities, arguments = _program(
-        reading,
-        lambda sites: [
-            sites[name]["fn"].log_prob(sites[name]["value"]) for name in samples
-        ],
+        reading, lambda sites: [_log_prob(sites[name]) for name in samples]
     )
-    inputs, followed, labels = [], _Meetings(), set()
+    inputs, followed = [], _Meetings()
+    labels: set[_Label] = set()
+    latent: set[_Label] = set()
     for path, leaf in arguments:
         kind, name = path[0].key, path[1].key
         places = set()
@@ -157,6 +156,8 @@ def counted(reading: Posterior) -> Counted:
                 places.add((_Label(key, size), Place(axis, 1)))
         inputs.append(_LabeledValue(frozenset(places), kind == "plates"))
         labels |= _labels(places)
+        if kind == "latent":
+            latent |= _labels(places)
     arrived, rows = set(), set()
     for (name, site), density, value in zip(
         samples.items(), densities, followed.follow(jaxpr, inputs), strict=True
@@ -174,14 +175,24 @@ def counted(reading: Posterior) -> Counted:
     labels |= arrived
     kinds = {label: followed.first(label) for label in labels}
     kinds_of_rows = set(map(followed.first, rows))
+    kinds_of_latent = {kinds[label] for label in latent}
     unclear = followed.lost | (labels - arrived)
     for label, neighbors in followed.beside.items():
-        if kinds_of_rows.isdisjoint(map(followed.first, neighbors)):
+        beside_rows = not kinds_of_rows.isdisjoint(map(followed.first, neighbors))
+        # elements of a weight are summed by themselves in its density
+        if not beside_rows and kinds[label] not in kinds_of_latent:
             unclear.add(label)
     return Counted(
         {label.key: kinds[label] for label in labels},
         frozenset(label.key for label in unclear),
     )
+
+
+def _log_prob(site: Site) -> Array:
+    value = site["value"]
+    if site["fn"].support.is_discrete:
+        value = value.astype(int)  # classes that are written as 1.0
+    return site["fn"].log_prob(value)
 
 
 class _Label(NamedTuple):

@@ -3,6 +3,7 @@ interruption, export, refusals.
 """
 
 import pickle
+from contextlib import nullcontext
 from functools import cache, partial
 
 import jax
@@ -631,26 +632,35 @@ def test_models_that_cannot_be_handled(name):
         )
 
 
-def test_a_table_as_long_as_the_data_is_not_taken_for_rows():
-    """Each row looks up its group, of which there are as many; the first two groups
-    hide it.
+def test_arrays_as_long_as_the_data_are_not_taken_for_rows():
+    """A table of which each row looks up its group, and a prior scale for each column;
+    the first two groups would hide the table.
     """
 
-    def by_group(x, group, table, y=None):
-        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
-        with numpyro.plate("data", len(x)):
-            numpyro.sample("y", dist.Normal(w * x + table[group], 1.0), obs=y)
+    def by_group(x, group, y=None, *, table, scales, plate=True):
+        w = numpyro.sample("w", dist.Normal(0.0, scales).to_event(1))
+        rows = numpyro.plate("data", len(x)) if plate else nullcontext()
+        with rows:
+            numpyro.sample("y", dist.Normal(x @ w + table[group], 1.0), obs=y)
 
-    x, group, table = (
-        jnp.ones(4),
-        jnp.array([0, 1, 0, 3]),
-        jnp.array([0.0, 5.0, 1.0, -2.0]),
-    )
-    with pytest.raises(
-        ValueError, match=r"rows influence each other.*each with its own row of .*table"
-    ):
-        guides.AutoADF(by_group).run(
-            jax.random.key(0), x, group, table, x, num_epochs=1, progress_bar=False
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
+    rows = (x, jnp.array([0, 1, 0, 3]), x[:, 0])
+    others = {
+        "table": jnp.array([0.0, 5.0, 1.0, -2.0]),
+        "scales": jnp.array([0.1, 1.0, 2.0, 0.5]),
+    }
+    quiet = {"num_epochs": 2, "progress_bar": False}
+    fits = []
+    for model, options in ((by_group, others), (partial(by_group, **others), {})):
+        guide = guides.AutoADF(model)
+        fit = guide.run(jax.random.key(0), *rows, **quiet, **options)
+        mean = guide.predictive_moments(fit.params, *rows[:2], **options)[0]
+        fits.append({"w": fit.params["w_auto_loc"], "mean": mean})
+    same(*fits, rtol=1e-6)
+    # without a plate, the program does not tell that the table has no rows
+    with refused("model", "rows influence each other"):
+        guides.AutoADF(partial(by_group, plate=False)).run(
+            jax.random.key(0), *rows, **quiet, **others
         )
 
 

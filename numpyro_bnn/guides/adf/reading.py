@@ -30,6 +30,7 @@ from numpyro_bnn._distributions import (
 from numpyro_bnn._types import PyTree, Trees
 from numpyro_bnn.guides.initialization import base_sites, check_imputed
 from numpyro_bnn.program.arguments import Arguments, Call
+from numpyro_bnn.program.axes import counted
 from numpyro_bnn.program.compiled import NEEDS_VALUES, TRACING
 from numpyro_bnn.program.plates import PARAMETERS, sites_of_type
 from numpyro_bnn.program.posterior import Posterior
@@ -85,6 +86,21 @@ def observed_site(sites: Sites) -> str:
     return observed[0]
 
 
+def _of_other_things(reading: Posterior, observed: str) -> set[int]:
+    """The ids of arrays whose first axis does not count the rows of an observation:
+    for example one prior scale for each of as many units.
+    """
+    site, counts = reading.sites[observed], counted(reading)
+    targets = reading.sources(lambda sites: {observed: sites[observed]["value"]})
+    rows: list[Any] = [(place, 0) for place in targets[observed]]
+    rows += [frame.name for frame in site["cond_indep_stack"]]
+    others = set()
+    for place, array in reading.data.items():
+        if rows and all(counts.alike((place, 0), axis) is False for axis in rows):
+            others.add(id(array))
+    return others
+
+
 def is_scaled(site: Values) -> bool:
     """Whether the log density of a site has a factor other than 1."""
     scale = site["scale"]
@@ -128,7 +144,7 @@ class Data:
         cls, model: Callable, args: tuple, kwargs: Values
     ) -> tuple["Data", Posterior]:
         """Split the call on a whole data set: arrays as long as the observation are
-        data. Also returns the reading of it.
+        data, unless they count something else. Also returns the reading of it.
         """
         refuse_rows(CALL, "Every epoch takes all rows to the device", args, kwargs)
         data = cls.of(model, args, kwargs)
@@ -140,6 +156,8 @@ class Data:
             instead = "Observe an array with one row per data point."
             refuse(observed, "one number", instead)
         rows = [p for p, leaf in data.arrays.items() if np.shape(leaf)[:1] == length]
+        others = _of_other_things(reading, observed)
+        rows = [place for place in rows if id(data.arrays[place]) not in others]
         if not rows:
             came = f"no array of length {length[0]}, the length of the observation"
             raise argument_error(CALL, "args", came, "Pass the data as arguments.")
