@@ -2,6 +2,7 @@
 and scores.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 
 from numpyro_bnn._distributions import NoiseStudentT, unwrapped
+from numpyro_bnn._types import PyTree
 
 HALVINGS = 40  # of the bracket of a quantile
 # Of the table of a Student's t: largest asinh of a value, and number of nodes.
@@ -25,6 +27,8 @@ MAX_DISTANCE_SD, NUM_CRPS_NODES = 100.0, 256
 MAX_LOG = 45.0  # logs beyond which an exponential or logistic function has no mass
 MAX_NORMAL_SD = 12.0  # beyond which a normal has no mass in float32
 MIN_SQUARE = 1e-9  # of a probability whose square is summed over counts
+MAX_SUMMED_COUNTS = 2000  # probabilities of single counts that are added up
+LOG_UNIT = 40.0  # of numbers that are as small as a probability of zero may be
 MAX_BETA_COUNT = 3000.0  # above, the beta function of a count has no digits in float32
 # Of the moments of a logit: largest asinh of a standardized value, and nodes.
 MAX_MOMENT_ASINH, NUM_MOMENT_NODES = 8.0, 161
@@ -502,8 +506,58 @@ def _count_log_density(mixture: tuple, weights: Array, y: Array) -> tuple:
     return (jnp.where(whole == y, log_density, -jnp.inf),)
 
 
+def _fold_counts(
+    mixture: tuple, weights: Array, carry: PyTree, add: Callable, is_open: Callable
+) -> PyTree:
+    """Fold ``add(carry, k, P(at most k))`` over k = 0, 1, ... while ``is_open(carry)``,
+    but not over very many.
+
+    The probabilities follow from one another. One that is too small for a float is kept
+    as p exp(-40 n), and is added once n is zero.
+    """
+    mean, concentration = mixture
+    factor = mean / (mean + concentration)
+    log_zero = -concentration * jnp.log1p(mean / concentration)
+    units = jnp.maximum(jnp.ceil(-log_zero / LOG_UNIT) - 1, 0.0)
+
+    def is_unfinished(state: tuple) -> Array:
+        count, *_, carry = state
+        return (count < MAX_SUMMED_COUNTS) & is_open(carry)
+
+    def step(state: tuple) -> tuple:
+        count, probability, units, below, carry = state
+        single = jnp.where(units == 0, probability, 0.0)
+        below = below + jnp.tensordot(weights, single, 1)
+        carry = add(carry, count, below)
+        probability *= factor * (count + concentration) / (count + 1)
+        is_due = (units > 0) & (probability > 1.0)
+        probability = jnp.where(is_due, probability * math.exp(-LOG_UNIT), probability)
+        return count + 1, probability, units - is_due, below, carry
+
+    first = jnp.exp(log_zero + units * LOG_UNIT)
+    zero = jnp.zeros((), mean.dtype)
+    state = zero, first, units, jnp.zeros_like(mean[0]), carry
+    return jax.lax.while_loop(is_unfinished, step, state)[-1]
+
+
 def _count_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     """The smallest whole numbers with at least these probabilities below."""
+
+    def add(quantiles: Array, count: Array, below: Array) -> Array:
+        is_new = jnp.isinf(quantiles) & (below >= levels[:, None])
+        return jnp.where(is_new, count, quantiles)
+
+    def is_open(quantiles: Array) -> Array:
+        return jnp.isinf(quantiles).any()
+
+    open_quantiles = jnp.full((len(levels), mixture[0].shape[1]), jnp.inf)
+    quantiles = _fold_counts(mixture, weights, open_quantiles, add, is_open)
+    of_large = partial(_large_quantiles, mixture, weights, levels)
+    return tuple(jax.lax.cond(is_open(quantiles), of_large, lambda: quantiles))
+
+
+def _large_quantiles(mixture: tuple, weights: Array, levels: Array) -> Array:
+    """:func:`_count_quantiles` by halving, also of large counts."""
     mean, variance = _count_components(mixture, weights)
 
     def is_open(low: Array, high: Array) -> Array:
@@ -528,7 +582,7 @@ def _count_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
         )
         return bracket[1]
 
-    return tuple(jax.lax.map(at, levels))
+    return jax.lax.map(at, levels)
 
 
 def _count_distances() -> np.ndarray:
@@ -540,10 +594,27 @@ def _count_distances() -> np.ndarray:
 
 
 def _count_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
-    """The sum of F^2 below y and of (1 - F)^2 above, over whole numbers until both
-    vanish; far from y linear between nodes.
-    """
+    """The sum of F^2 below y and of (1 - F)^2 above, until both vanish."""
     whole = jnp.floor(y)
+    part = y - whole
+
+    def add(carry: tuple, count: Array, below: Array) -> tuple:
+        left, right = below**2, (1 - below) ** 2
+        here = part * left + (1 - part) * right
+        square = jnp.where(count > whole, right, jnp.where(count < whole, left, here))
+        return carry[0] + square, jnp.where(count < whole, 1.0, right)
+
+    def is_open(carry: tuple) -> Array:
+        return carry[1].max() > MIN_SQUARE
+
+    start = jnp.maximum(-y, 0.0), jnp.ones_like(y)  # (1 - F)^2 is 1 below zero
+    score, rest = _fold_counts(mixture, weights, start, add, is_open)
+    of_large = partial(_large_crps, mixture, weights, whole, part)
+    return (jax.lax.cond(is_open((score, rest)), of_large, lambda: score),)
+
+
+def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Array:
+    """:func:`_count_crps` over few counts: far from y linear between them."""
     distances = jnp.asarray(_count_distances(), whole.dtype)
 
     def squares(low: Array, high: Array) -> tuple[Array, Array]:
@@ -569,10 +640,9 @@ def _count_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
         return index + 1, total, (places, tails)
 
     tails = squares(whole, whole)
-    part = y - whole
     total = part * tails[0] + (1 - part) * tails[1]
     start = 1, total, ((0 * whole, 0 * whole), tails)
-    return (jax.lax.while_loop(is_open, add, start)[1],)
+    return jax.lax.while_loop(is_open, add, start)[1]
 
 
 # -- ordered levels --------------------------------------------------------------------

@@ -351,6 +351,17 @@ def test_counts_may_be_large(size):
     assert np.all(reached > levels[:, None] - 1e-3)
     if size > 1000:
         np.testing.assert_allclose(reached, levels[:, None] + 0 * reached, atol=2e-3)
+        return
+    # all probabilities of one row, summed
+    counts = np.arange(2000.0)
+    below = model.cdf(np.repeat(rows[:1], 2000, axis=0), counts)
+    np.testing.assert_array_equal(quantiles[:, 0], (below < levels[:, None]).sum(1))
+    for value in (-2.5, 3.0, 8.25):
+        share = np.clip(value - counts, 0, 1)  # of [count, count + 1] that is below
+        score = (
+            max(-value, 0) + (share * below**2 + (1 - share) * (1 - below) ** 2).sum()
+        )
+        assert model.crps(rows[:1], [value])[0] == pytest.approx(score, rel=1e-4)
 
 
 @pytest.mark.slow
