@@ -482,13 +482,19 @@ def test_all_layers_of_the_library_are_in_the_table(library):
 
 UNITS = {  # of ARD, layer: shape of the scales as they multiply the kernel
     ("nnx", "LinearGeneral"): (2, 3, 1, 1),
-    ("nnx", "ConvTranspose"): (1, 1, 1, 4),
     ("linen", "Einsum"): (1, 2, 1),
+    ("nnx", "ConvTranspose"): (1, 1, 1, 4),
     ("equinox", "Embedding"): (100, 1),
 }
 
 
-@pytest.mark.parametrize(("library", "row"), UNITS)
+@pytest.mark.parametrize(
+    ("library", "row"),
+    [
+        pytest.param(*key, marks=pytest.mark.slow if n > 1 else ())
+        for n, key in enumerate(UNITS)
+    ],
+)
 def test_weights_of_an_input_share_a_scale(library, row):
     shape = UNITS[library, row]
     name, fan_in = next(iter(LAYERS_OF[library][row][-1].items()))

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 
 MODEL, BATCHES = ZOO["spread"], {"batch_size": BATCH}
 WARMUP, DRAWS = 4, 6
-FIELDS = ("base_step_size", "z.sigma")
+FIELDS = ("base_step_size", "z.sigma", "decoherence_length")
 
 
 def params(fast=None):
@@ -94,6 +94,9 @@ def test_draws_are_those_of_the_model(name):
         extra["z.sigma"], np.log(draws["sigma"]), rtol=1e-4, atol=1e-5
     )
     assert set(extra) == {*FIELDS, *mcmc.sampler.default_fields} - {"z"}
+    # a field of other kernels is empty
+    is_empty = extra["decoherence_length"] is None
+    assert is_empty != KERNELS[name].microcanonical
     sizes, counts = extra["base_step_size"], np.asarray(extra["num_gradients"])
     np.testing.assert_array_equal(
         sizes, sizes[:, :1].repeat(DRAWS // 2, 1)
@@ -195,14 +198,6 @@ def test_a_block_of_gibbs_constrains_its_own_sites():
     mcmc = MCMC(gibbs, num_warmup=2, num_samples=3, progress_bar=False)
     mcmc.run(jax.random.key(0))
     assert (mcmc.get_samples()["scale"] > 0).all()
-
-
-def test_fields_of_other_kernels_are_empty():
-    kernel = infer.SGLD(MODEL.model, 1e-3, steps_per_draw=1, warm_start=0.0)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False)
-    length = ("decoherence_length",)
-    mcmc.run(jax.random.key(0), *MODEL.args, **BATCHES, extra_fields=length)
-    assert mcmc.get_extra_fields()[length[0]] is None
 
 
 def test_an_exact_chain_goes_on_with_other_data():

@@ -31,9 +31,9 @@ WARMUP, DRAWS = 4, 6
 HIDDEN = "net/Dense_0.kernel"
 
 
-def params(names=tuple(WRAPPERS)):
+def params(names=tuple(WRAPPERS), fast=FAST_WRAPPERS):
     return [
-        pytest.param(name, marks=() if name in FAST_WRAPPERS else pytest.mark.slow)
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
         for name in names
     ]
 
@@ -126,7 +126,9 @@ def test_all_sites_of_the_model_are_drawn(name):
         assert ((accepted > 0) & (accepted <= 1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("name", params())
+@pytest.mark.parametrize(
+    "name", params(fast=[name for name in FAST_WRAPPERS if "collapse" not in name])
+)
 def test_another_kernel_continues_bit_for_bit_from_a_state(name):
     """As a run does that was stopped: what a kernel knows of its warm-up and of its
     past is in its state.

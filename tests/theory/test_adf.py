@@ -173,7 +173,7 @@ def test_a_site_may_have_the_name_of_a_parameter():
     np.testing.assert_allclose(evidence("scale"), evidence("sigma"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_epoch_counts_the_rows_once(scaled):
     """A normal mean with noise of known sd, where the average factor of the rows is
     that of each: after any number of epochs the posterior is exact.
@@ -452,7 +452,7 @@ def test_predictive_moments_are_exact(name):
         np.testing.assert_allclose(found[1], var, rtol=1e-5)
 
 
-@pytest.mark.parametrize("outputs", [(), (2,)])
+@pytest.mark.parametrize("outputs", [pytest.param((), marks=pytest.mark.slow), (2,)])
 def test_one_number_may_be_the_predictor_of_all(outputs):
     def model(x, y=None):
         rate = jnp.exp(numpyro.sample("b", dist.Normal(0.0, 1.0)))

@@ -237,7 +237,13 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNED)
+FAST = ("half", "shared", "base, parents")  # a centered scale is one of those shared
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LEARNED],
+)
 def test_learned_prior_scales_maximize_the_evidence_and_their_prior(name):
     """Of the line by five rows, whose weights are integrated exactly; the joint mode of
     scales and standardized weights is elsewhere.
@@ -430,7 +436,7 @@ REFUSED = {
         "a Cauchy likelihood.*AutoLaplaceApprox",
     ),
     "heavy tails": (
-        bnn.models.regression(NET, heavy_tails=True),
+        observed(lambda f: dist.StudentT(3.0, f, 1.0)),
         "full",
         {},
         "a StudentT likelihood",

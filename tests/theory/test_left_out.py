@@ -121,9 +121,9 @@ def laplace(kind, structure="full", **options):
     [
         ("numbers", "full"),
         ("numbers", "kron"),
-        ("numbers", "low_rank"),
+        pytest.param("numbers", "low_rank", marks=pytest.mark.slow),
         ("classes", "full"),
-        ("counts", "full"),
+        pytest.param("counts", "full", marks=pytest.mark.slow),
     ],
 )
 def test_laplace_knows_how_far_it_is_behind(kind, structure):
@@ -151,7 +151,9 @@ def test_laplace_knows_it_of_minibatches_and_masked_rows():
     assert of_masked == pytest.approx(behind, rel=0.3)
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(
+    "kind", ["numbers", "classes", pytest.param("counts", marks=pytest.mark.slow)]
+)
 def test_adf_knows_how_far_its_rows_are_behind(kind):
     """In the second epoch each row is predicted without its share, and that is the
     loss; the first one has only the rows before. Two equal runs are as far behind.

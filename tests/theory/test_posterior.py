@@ -98,13 +98,13 @@ MODELS = {
 }
 
 
-# The others have all that these have.
-PLAIN = ("line", "logistic", "softmax", "counts", "spread", "network", "noisy network")
+# Together they have all that the others have.
+FAST = ("hierarchical", "random inside", "several", "bounded", "local", "looped")
 
 
 def rows(names):
     return [
-        pytest.param(name, marks=pytest.mark.slow) if name in PLAIN else name
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
         for name in names
     ]
 

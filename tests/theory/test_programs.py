@@ -359,7 +359,7 @@ READERS = {
         4,
     ),
 }
-SLOW_READERS = {"find", "OrbitMoves"}  # others read in the same ways
+SLOW_READERS = {"find", "MALA", "OrbitMoves"}  # others read in the same ways
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")

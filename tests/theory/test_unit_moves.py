@@ -122,7 +122,9 @@ def test_a_missing_datum_behind_a_mask_is_no_border(field):
     assert (mcmc.get_extra_fields()[field] > 0).any()
 
 
-@pytest.mark.parametrize("wrapper", ["UnitMoves", "OrbitMoves"])
+@pytest.mark.parametrize(
+    "wrapper", ["UnitMoves", pytest.param("OrbitMoves", marks=pytest.mark.slow)]
+)
 def test_sites_with_bounds_that_move_keep_their_values(wrapper):
     """A site that the moves leave alone, between bounds that depend on those that they
     move.

@@ -54,8 +54,6 @@ KNOWN_FAILURES: dict[str, str] = {
 # kernel, one refusal.
 FAST = {
     "density of our kernels | half-line",
-    "density of our kernels | numpyro.subsample",
-    "density of our kernels | centered scale, scaled",
     "SGLD | rows outside of their plate",
     "MALA | ordered",
 }

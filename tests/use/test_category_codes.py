@@ -222,9 +222,17 @@ ROOMS = {
     "predict": lambda code: bnn.predict(grouped, exported(), X, code),
 }
 
+LONGER = ("all rows", "AutoLaplace.predictive", "predict")
+
 
 @pytest.mark.filterwarnings("ignore:guides.AutoLaplace.run")
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(
+    "room",
+    [
+        pytest.param(room, marks=pytest.mark.slow if room in LONGER else ())
+        for room in ROOMS
+    ],
+)
 def test_every_room_refuses_codes_without_a_level(room):
     for code in UNKNOWN.values():
         with refused("code", "Pass codes from 0 to 3"):

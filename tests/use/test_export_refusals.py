@@ -107,7 +107,7 @@ def fixed(guide, *fast):
 
 
 @pytest.mark.parametrize(
-    ("how", "guide"), [*fixed(False, "data"), *fixed(True, "within", "block")[:5]]
+    ("how", "guide"), [*fixed(False, "data"), *fixed(True, "within")[:5]]
 )
 def test_fixed_weights_are_part_of_the_model(how, guide):
     model, new = FIXED[how](), {"x": X[:5], "y": Y[:5]}
@@ -223,8 +223,14 @@ def both(x, y=None):
     [
         (both, r"'a/b' and 'a\.b'.*rename one"),
         (beside("y_mean"), r"site 'y_mean'.*computed from 'y'"),
-        (beside("y_log_likelihood"), r"site 'y_log_likelihood'.*computed from 'y'"),
-        (beside("chain"), r"'chain'.*axis of the draws"),
+        pytest.param(
+            beside("y_log_likelihood"),
+            r"site 'y_log_likelihood'.*computed from 'y'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            beside("chain"), r"'chain'.*axis of the draws", marks=pytest.mark.slow
+        ),
         (beside("f", plate="draw"), r"'draw'.*axis of the draws"),
     ],
     ids=["dots", "y_mean", "y_log_likelihood", "site", "plate"],
@@ -390,7 +396,9 @@ def by_kernel(x, knots, offset, y=None):
     over_time(x, knots, jnp.exp(-((at[:, None] - at) ** 2)) @ offset, y)
 
 
-@pytest.mark.parametrize("model", [over_time, by_mean, by_kernel])
+@pytest.mark.parametrize(
+    "model", [over_time, by_mean, pytest.param(by_kernel, marks=pytest.mark.slow)]
+)
 def test_old_rows_beside_as_many_new_ones_are_refused(model):
     with pytest.raises(
         ValueError, match="no value for 'offset', which has one row per training point"
@@ -510,7 +518,7 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
 # -- what other kernels do not refuse --------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_state_that_the_model_changes_is_refused(step):
     """MCMC held it, and so a key or a count that stays as it is does no harm."""
 

@@ -371,7 +371,7 @@ RIGHT = {
 }
 
 
-LONGER = ("seeded, on all data", "normalized", "compiled parts")
+LONGER = ("seeded, on all data", "normalized", "compiled parts", "factor")
 
 
 @pytest.mark.parametrize(
