@@ -17,6 +17,23 @@ from numpyro_bnn import infer
 from numpyro_bnn.sgmcmc.engine import reset_statistics
 
 
+def each(names, rows, *, fast=None, slow=()):
+    """``parametrize`` by rows, all of which run in `make test-all`.
+
+    :param names: one name, or a tuple of names if rows are tuples.
+    :param fast: the rows that run in `make test`, or how many of the first.
+    :param slow: instead, those that do not.
+    """
+    rows = list(rows)
+    fast = rows[:fast] if isinstance(fast, int) else fast
+    params = []
+    for row in rows:
+        is_slow = row in slow if fast is None else row not in fast
+        values = row if isinstance(names, tuple) else (row,)
+        params.append(pytest.param(*values, marks=pytest.mark.slow if is_slow else ()))
+    return pytest.mark.parametrize(names, params)
+
+
 def run_chains(
     kernel,
     *args,

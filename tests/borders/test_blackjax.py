@@ -17,7 +17,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, refused, run_chains
+from helpers import each, group, refused, run_chains
 from jax import lax
 from numpyro.infer import MCMC, NUTS, BarkerMH, Gibbs, init_to_uniform, init_to_value
 from truth.problems import FAMILIES
@@ -262,12 +262,8 @@ def tempered(adaptation, **options):
     return problem, run_chains(kernel, *problem.args, **settings).get_samples()
 
 
-@pytest.mark.parametrize(
-    "adaptation",
-    [
-        "adaptive_tempered_smc",
-        pytest.param("adaptive_persistent_sampling_smc", marks=pytest.mark.slow),
-    ],
+@each(
+    "adaptation", ["adaptive_tempered_smc", "adaptive_persistent_sampling_smc"], fast=1
 )
 def test_particles_arrive_at_the_posterior(adaptation):
     """By tempering alone, from the prior, whose sd is another."""
@@ -308,16 +304,7 @@ def test_states_that_are_positions_are_moved():
 CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": False}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "own warm-up",
-        pytest.param("sgld", marks=pytest.mark.slow),
-        pytest.param("nuts", marks=pytest.mark.slow),
-        pytest.param("mclmc", marks=pytest.mark.slow),
-        pytest.param("dynamic_hmc", marks=pytest.mark.slow),
-    ],
-)
+@each("name", ["own warm-up", "sgld", "nuts", "mclmc", "dynamic_hmc"], fast=1)
 def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
     """Bit for bit, from a folder: a copy of the kernel goes on, and one of another
     version of BlackJAX does not.
@@ -491,13 +478,7 @@ SLOW_INTEGRATORS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "isokinetic_mclachlan",
-        *(pytest.param(slow, marks=pytest.mark.slow) for slow in SLOW_INTEGRATORS),
-    ],
-)
+@each("name", ["isokinetic_mclachlan", *SLOW_INTEGRATORS], fast=1)
 def test_gradients_of_integrators_are_counted(name):
     """A draw has one for the caches, and those of a step."""
     integrator, evaluations = evaluations_of(name)
@@ -676,9 +657,7 @@ def test_chains_by_hand_are_those_of_mcmc(make, kwargs):
     np.testing.assert_array_equal(counts, extra["num_gradients"])
 
 
-@pytest.mark.parametrize(
-    "name", ["Gibbs", pytest.param("ParallelTempering", marks=pytest.mark.slow)]
-)
+@each("name", ["Gibbs", "ParallelTempering"], fast=1)
 def test_other_keys_give_other_chains(name):
     """Also of kernels whose inner states have keys; their own are those of `MCMC`."""
     model = SPREAD.model

@@ -23,7 +23,7 @@ import optax
 import pytest
 import tqdm
 from disk import at_syncs, blocks, contents, draws_of, python, recorder, same, states
-from helpers import group, mala, refused
+from helpers import each, group, mala, refused
 from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
 from zoo import BATCH, NET, NEW_X, ZOO, X, Y, hierarchical, line, spread
 
@@ -235,9 +235,7 @@ def test_ctrl_c_while_the_bar_closes_loses_nothing(recorded, tmp_path, monkeypat
     assert same(draws_of(finished), draws_of(recorded("Barker").result))
 
 
-@pytest.mark.parametrize(
-    "where", ["draws", pytest.param("state", marks=pytest.mark.slow)]
-)
+@each("where", ["draws", "state"], fast=1)
 def test_a_full_disk_is_reported_and_loses_nothing(
     recorded, tmp_path, monkeypatch, where
 ):

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from disk import recorder, same
-from helpers import group, group_names, mala, refused
+from helpers import each, group, group_names, mala, refused
 from numpyro import handlers
 from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -220,10 +220,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
-)
+@each("name", KERNELS, fast=["SGLD"])
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
 def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     """The rows of all steps of a transition are read by one call into Python."""

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from flax import linen, nnx
-from helpers import group, run_chains, traced_sites
+from helpers import each, group, run_chains, traced_sites
 from numpyro import handlers
 from numpyro.contrib.module import (
     random_eqx_module,
@@ -720,10 +720,7 @@ LEARNED_SCALES = {
 }
 
 
-@pytest.mark.parametrize(
-    "library",
-    [pytest.param(n, marks=[] if n == "nnx" else pytest.mark.slow) for n in NAMES],
-)
+@each("library", NAMES, fast=["nnx"])
 def test_modules_with_learned_scales(library):
     """Sites as documented, named once, non-centered; and a finite log density and
     gradient.
@@ -806,9 +803,7 @@ def test_modules_at_given_parameters(library, kind):
         )
 
 
-@pytest.mark.parametrize(
-    "kernel", [infer.MCLMC, pytest.param(NUTS, marks=pytest.mark.slow)]
-)
+@each("kernel", [infer.MCLMC, NUTS], fast=1)
 def test_modules_that_are_not_wrapped_are_refused(kernel):
     model = classifier(
         "linen",
@@ -875,10 +870,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize(
-    "library",
-    ["linen", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nnx", "equinox"))],
-)
+@each("library", ["linen", "nnx", "equinox"], fast=1)
 def test_an_estimator_takes_a_module(library):
     """The posterior has the parameters of the module, and predictions are those of the
     module at these.

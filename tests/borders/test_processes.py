@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 import pytest
 import zoo
 from disk import blocks, draws_of, python, same
-from helpers import group, group_names
+from helpers import each, group, group_names
 from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.infer import MCMC, NUTS
 from zoo import BATCH, line
@@ -132,10 +132,7 @@ def sent(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=[] if c == "SGHMC" else pytest.mark.slow) for c in CASES],
-)
+@each("case", CASES, fast=["SGHMC"])
 def test_rows_over_two_devices(tmp_path, case, sent):
     """They send each other sums for the gradient, and no rows."""
     spread = start(tmp_path / "spread", case, (1, 2))

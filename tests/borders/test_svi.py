@@ -13,7 +13,7 @@ import optax
 import pytest
 import scipy.stats
 import tqdm
-from helpers import group, group_names, refused
+from helpers import each, group, group_names, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import (
@@ -66,13 +66,7 @@ def equal(tree, other):
 # -- minibatches -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "batch"),
-    [
-        (10, 4),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((10, 10), (5, 1))),
-    ],
-)
+@each(("size", "batch"), [(10, 4), (10, 10), (5, 1)], fast=1)
 def test_rows_of_a_minibatch_are_distinct_and_equally_likely(size, batch):
     number = 20_000
     keys = jax.random.split(jax.random.key(2), number)
@@ -471,13 +465,7 @@ def test_exported_log_density_is_that_of_mcmc():
         )
 
 
-@pytest.mark.parametrize(
-    "guide",
-    [
-        AutoLaplaceApproximation,
-        *(pytest.param(g, marks=pytest.mark.slow) for g in (AutoNormal, AutoDelta)),
-    ],
-)
+@each("guide", [AutoLaplaceApproximation, AutoNormal, AutoDelta], fast=1)
 def test_nothing_is_weighed_without_a_log_likelihood_or_a_density(guide):
     """AutoLaplaceApproximation is fitted as a point, and sampled as a Gaussian."""
     svi = make(numpyro.optim.Adam(0.1), guide)

@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 import pytest
 import scipy.stats
 import tqdm
-from helpers import group, group_names, results
+from helpers import each, group, group_names, results
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, BarkerMH
 from numpyro.infer.autoguide import AutoNormal
@@ -285,7 +285,7 @@ def test_keys_may_be_typed_or_legacy():
     assert found[0].equals(found[1])
 
 
-@pytest.mark.parametrize("plated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@each("plated", [True, False], fast=1)
 def test_classes_have_probabilities_and_new_rows_no_coords_of_training_rows(plated):
     """Also of as many rows; coordinates of classes hold for both."""
 
@@ -426,13 +426,7 @@ def export_of_masked(kept):
 
 
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of both sides alike
-@pytest.mark.parametrize(
-    "kept",
-    [
-        pytest.param(name, marks=[] if name == "some" else pytest.mark.slow)
-        for name in KEPT
-    ],
-)
+@each("kept", KEPT, fast=["some"])
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_observations_are_no_data(name, kept):
     """LOO of the observations that a mask leaves is that of a model that holds nothing

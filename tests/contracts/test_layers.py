@@ -13,6 +13,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from flax import linen
+from helpers import each
 from registry import IMAGE, LAYERS, LayerRow, rows
 
 from numpyro_bnn import nn
@@ -320,9 +321,7 @@ NORMED = {
 
 
 @pytest.mark.parametrize("name", NORMED)
-@pytest.mark.parametrize(
-    "dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)]
-)
+@each("dtype", [np.float32, np.float64], fast=1)
 def test_scaling_what_feeds_a_normalization_changes_nothing(name, dtype):
     """Not a bit for powers of two, rounding for any factor; and the gradient is
     orthogonal to those weights.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import each
 from jax import lax
 from scipy import special, stats
 
@@ -289,9 +290,7 @@ NOT_INTEGRATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)]
-)
+@each("dtype", ["float64", "float32"], fast=1)
 @pytest.mark.parametrize("name", NOT_INTEGRATED)
 def test_what_the_nodes_do_not_resolve_is_refused(name, dtype):
     """1 / x^2 had the mean 200.8, the oscillations half the variance. Compiled programs

@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from helpers import group, run_chains, traced_sites, within_errors
+from helpers import each, group, run_chains, traced_sites, within_errors
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.util import log_density
@@ -162,10 +162,7 @@ WAYS = {  # way -> kernel, and what it does with the body
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(w, marks=[] if w == "SGLD" else [pytest.mark.slow]) for w in WAYS],
-)
+@each("way", WAYS, fast=["SGLD"])
 def test_every_chain_samples_one_model_with_the_fixed_or_learned_body(way):
     """The draws are of the last layer; predictions belong to the body, also where the
     model runs again inside.

@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import each, refused
 from jax.flatten_util import ravel_pytree
 from numpyro.contrib.module import random_flax_module
 from orbits import around, assert_close, outputs_of, scattered
@@ -452,15 +452,7 @@ WRITTEN = {
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=[pytest.mark.slow] if n in ("equal layers", "not odd") else []
-        )
-        for n in WRITTEN
-    ],
-)
+@each("name", WRITTEN, slow=("equal layers", "not odd"))
 def test_hidden_units_of_models_written_by_hand_are_found(name):
     model, orders, signs = WRITTEN[name]
     found = symmetry.find(model, X, Y)
@@ -514,15 +506,7 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=[pytest.mark.slow] if n == "scales of ReLU layers" else []
-        )
-        for n in LEARNED
-    ],
-)
+@each("name", LEARNED, slow=["scales of ReLU layers"])
 def test_learned_scales_are_found(name):
     """With the powers of scales and of precisions, and of those that stand behind the
     units.
@@ -541,15 +525,16 @@ def sums(y=0.3):
     numpyro.sample("y", dist.Normal(w[0] + v[0] + jnp.sum(u) ** 2, 1.0), obs=y)
 
 
-@pytest.mark.parametrize(
+@each(
     ("false", "place"),
     [
         (lambda: SignFlip(["w"]), 10),
         (lambda: SignFlip(["w"]), 2),
-        pytest.param(lambda: Permutation([("v", 0)]), 0, marks=pytest.mark.slow),
-        pytest.param(lambda: SignFlip(["w"]), 0, marks=pytest.mark.slow),
-        pytest.param(lambda: Permutation([("v", 0)]), 34, marks=pytest.mark.slow),
+        (lambda: Permutation([("v", 0)]), 0),
+        (lambda: SignFlip(["w"]), 0),
+        (lambda: Permutation([("v", 0)]), 34),
     ],
+    fast=2,
 )
 def test_false_symmetries_are_refused_wherever_they_stand(false, place):
     """Random elements of such a group are all the identity at one place of the list in

@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group
+from helpers import each, group
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
@@ -65,13 +65,7 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "UnitMoves" else pytest.mark.slow)
-        for name in OUTER
-    ],
-)
+@each("name", OUTER, fast=["UnitMoves"])
 def test_a_new_run_reads_data_that_changed_in_place(name):
     """Also in deterministic sites, which a program computes that ``MCMC`` keeps."""
     y = np.zeros(3, np.float32)

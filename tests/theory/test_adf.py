@@ -15,6 +15,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from published_adf import Published
 from scipy import integrate, stats
 from scipy.special import expit
@@ -173,7 +174,7 @@ def test_a_site_may_have_the_name_of_a_parameter():
     np.testing.assert_allclose(evidence("scale"), evidence("sigma"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("scaled", [pytest.param(False, marks=pytest.mark.slow), True])
+@each("scaled", [True, False], fast=1)
 def test_every_epoch_counts_the_rows_once(scaled):
     """A normal mean with noise of known sd, where the average factor of the rows is
     that of each: after any number of epochs the posterior is exact.
@@ -419,9 +420,7 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["Normal, random noise", pytest.param("Poisson", marks=pytest.mark.slow)]
-)
+@each("name", ["Normal, random noise", "Poisson"], fast=1)
 def test_predictive_moments_are_exact(name):
     """By hand, for parameters of our choice: with the noise of an observation and
     without it.
@@ -452,7 +451,7 @@ def test_predictive_moments_are_exact(name):
         np.testing.assert_allclose(found[1], var, rtol=1e-5)
 
 
-@pytest.mark.parametrize("outputs", [pytest.param((), marks=pytest.mark.slow), (2,)])
+@each("outputs", [(2,), ()], fast=1)
 def test_one_number_may_be_the_predictor_of_all(outputs):
     def model(x, y=None):
         rate = jnp.exp(numpyro.sample("b", dist.Normal(0.0, 1.0)))
@@ -614,10 +613,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "Normal" else pytest.mark.slow) for n in MASKED],
-)
+@each("name", MASKED, fast=["Normal"])
 def test_masked_rows_do_not_count(name):
     """Fitting with masked rows is fitting without them, whatever their values."""
     likelihood, seen, hidden = MASKED[name]

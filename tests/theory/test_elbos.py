@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import each, refused
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
@@ -163,13 +163,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "centered" else pytest.mark.slow)
-        for name in MODELS
-    ],
-)
+@each("name", MODELS, fast=["centered"])
 def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
     """Loss and every gradient component; failure rate 1e-4 per estimator and model."""
     model, data, plain, flipout = MODELS[name]

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import refused
+from helpers import each, refused
 from jax import random
 from numpyro import handlers
 from numpyro.infer import SVI, Predictive, Trace_ELBO
@@ -63,9 +63,7 @@ COUPLINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["random halves", pytest.param("alternating", marks=pytest.mark.slow)]
-)
+@each("name", ["random halves", "alternating"], fast=1)
 def test_a_coupling_flow_is_inverted_and_has_the_density_of_autodiff(name, x64):
     """Density of draws and of other points against the Jacobian of the map from N(0,
     I).

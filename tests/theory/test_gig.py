@@ -12,6 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from jax import random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
@@ -108,7 +109,7 @@ class Quadrature:
         )
 
 
-@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
+@each("double", [False, True], fast=1)
 def test_draws_have_the_distribution_and_the_moments(double):
     """Kolmogorov-Smirnov over the grid; mean and variance of log t within two-sided
     normal quantiles.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from numpyro import handlers
 
 from numpyro_bnn import nn, priors
@@ -178,13 +179,7 @@ PAIRS = np.array(
 )  # covariance, variances
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n in ("leaky_relu", "gelu") else slow)
-        for n in nn.ACTIVATIONS
-    ],
-)
+@each("name", nn.ACTIVATIONS, fast=("leaky_relu", "gelu"))
 def test_activations_agree_with_integration(name, x64):
     """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on
     a fine grid.

@@ -16,7 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import mala, refused, walk
+from helpers import each, mala, refused, walk
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoGuide
@@ -149,10 +149,7 @@ LINEAR = {
 FAST = ("SGLD",)  # an exact kernel is next, at another temperature
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LINEAR],
-)
+@each("name", LINEAR, fast=FAST)
 def test_conjugate_regression_with_minibatches(name):
     """Mean and mean squares of all draws, standardized by the exact ones, chain by
     chain.

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from helpers import each
 from scipy import stats
 from zoo import NET, NOISE, ZOO, X, Y
 
@@ -136,9 +137,7 @@ def precise(x, y=None):
         numpyro.sample("y", dist.Normal(x @ w, 0.01), obs=y)
 
 
-@pytest.mark.parametrize(
-    "structure", ["diag", pytest.param("kron", marks=pytest.mark.slow)]
-)
+@each("structure", ["diag", "kron"], fast=1)
 def test_the_distance_counts_directions_that_a_structure_leaves_out(structure):
     """Twenty sds from the mode where the posterior is wide, which the diagonal of the
     precision does not see.
@@ -240,10 +239,7 @@ LEARNED = {
 FAST = ("half", "shared", "base, parents")  # a centered scale is one of those shared
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LEARNED],
-)
+@each("name", LEARNED, fast=FAST)
 def test_learned_prior_scales_maximize_the_evidence_and_their_prior(name):
     """Of the line by five rows, whose weights are integrated exactly; the joint mode of
     scales and standardized weights is elsewhere.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import each
 from jax import lax
 from scipy import stats
 from scipy.integrate import quad
@@ -318,13 +319,7 @@ def test_larger_of_two_known_numbers_is_exact(x64):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "fn",
-    [
-        jnp.tanh,
-        *(pytest.param(f, marks=pytest.mark.slow) for f in (jax.nn.elu, jnp.exp)),
-    ],
-)
+@each("fn", [jnp.tanh, jax.nn.elu, jnp.exp], fast=1)
 def test_moments_and_gradients_hold_down_to_zero_variance(fn, dtype):
     """To first order in v: E f = f + f'' v / 2 and Var f = f'^2 v, also where sqrt(v)
     is below rounding.

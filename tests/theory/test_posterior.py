@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from jax import random
 from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
@@ -404,16 +405,7 @@ def moves_of_moves(model):
 RUNS = {sgld: 2, mclmc: 2, orbit_moves: 3, moves_of_moves: 2}
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        sgld,
-        *(
-            pytest.param(kernel, marks=pytest.mark.slow)
-            for kernel in (mclmc, orbit_moves, moves_of_moves)
-        ),
-    ],
-)
+@each("kernel", [sgld, mclmc, orbit_moves, moves_of_moves], fast=1)
 def test_kernels_run_a_model_to_read_it_and_no_more(kernel):
     runs = []
 

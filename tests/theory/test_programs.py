@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, mala
+from helpers import each, group, mala
 from jax import lax, random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
@@ -299,10 +299,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
-)
+@each("name", KERNELS, fast=["SGLD"])
 def test_data_are_no_constants_of_the_program(name):
     """Of 300,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
     many times their memory.
@@ -363,13 +360,7 @@ SLOW_READERS = {"find", "MALA", "OrbitMoves"}  # others read in the same ways
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow if n in SLOW_READERS else [])
-        for n in READERS
-    ],
-)
+@each("name", READERS, slow=SLOW_READERS)
 def test_models_are_read_without_running_them(name):
     """No model is run operation by operation, each of which would be compiled; nor is
     it called again and again.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import refused
+from helpers import each, refused
 from scipy import stats
 
 from numpyro_bnn import sgmcmc
@@ -135,10 +135,7 @@ def test_indices_with_replacement_are_uniform_and_independent():
     assert indices.max() == 36
 
 
-@pytest.mark.parametrize(
-    ("num_data", "batch_size"),
-    [(10, 4), pytest.param(1009, 64, marks=pytest.mark.slow)],
-)
+@each(("num_data", "batch_size"), [(10, 4), (1009, 64)], fast=1)
 def test_epochs_cover_the_data_exactly(num_data, batch_size):
     covered = min(math.lcm(num_data, batch_size), 4 * num_data)
     blocks = np.asarray(

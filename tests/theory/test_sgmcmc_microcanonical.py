@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import squares_of
+from helpers import each, squares_of
 
 from numpyro_bnn.infer import MCLMC, implied_bias
 from numpyro_bnn.sgmcmc import Full, Microcanonical, build
@@ -260,7 +260,7 @@ def rounded(q):
     return 0.5 * jnp.vdot(q, q)
 
 
-@pytest.mark.parametrize("bad", [np.nan, pytest.param(1e6, marks=slow)])
+@each("bad", [np.nan, 1e6], fast=1)
 def test_a_refused_step_turns_back(bad):
     """Everything beyond a small ball is impossible: the chain stays, its direction is
     reversed.

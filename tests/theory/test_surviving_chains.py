@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import group, refused, run_chains, walk
+from helpers import each, group, refused, run_chains, walk
 from jax import lax
 from numpyro.infer import MCMC
 from registry import USUAL
@@ -93,15 +93,11 @@ def unit(size=3):
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
 
 
-@pytest.mark.parametrize(
-    ("make", "begin", "back"),
-    [
-        pytest.param(infer.SGLD, 74, 90, marks=pytest.mark.slow),
-        pytest.param(infer.SGNHT, 74, 90, marks=pytest.mark.slow),
-        (infer.SGLD, 165, 180),
-        pytest.param(infer.SGNHT, 165, 180, marks=pytest.mark.slow),
-    ],
-)
+ENDS = [(165, 180), (74, 90)]
+LOST = [(make, *end) for end in ENDS for make in (infer.SGLD, infer.SGNHT)]
+
+
+@each(("make", "begin", "back"), LOST, fast=1)
 def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     """One of two chains gets far too long steps; the other is the same, bit for bit, as
     beside a healthy one. Late in warm-up it returns to its middle.
@@ -176,14 +172,7 @@ def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
         assert np.abs(np.log(scales[0] / scales[1])).max() < np.log(4)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        infer.SGLD,
-        pytest.param(infer.SGHMC, marks=pytest.mark.slow),
-        pytest.param(infer.SGNHT, marks=pytest.mark.slow),
-    ],
-)
+@each("make", [infer.SGLD, infer.SGHMC, infer.SGNHT], fast=1)
 def test_steps_that_would_explode_are_refused_and_get_shorter(make):
     """A step of 200, where 4 is the limit of SGLD, multiplies a position by 99. It is
     refused, and shorter after each such transition. Late in warm-up that lasts.
@@ -458,13 +447,7 @@ def moments_within_bounds(name):
     return mean, ((p / p.sum()) @ (w - mean) ** 2) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name", "batch"),
-    [
-        pytest.param(*cell, marks=() if cell == FAST else pytest.mark.slow)
-        for cell in CELLS
-    ],
-)
+@each(("kernel", "name", "batch"), CELLS, fast=[FAST])
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
     """Right within errors and a bias of .2 sd, or reported; no draw behind the border
     on all data.

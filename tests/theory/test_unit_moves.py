@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 import scipy.integrate
 import scipy.stats
-from helpers import refused
+from helpers import each, refused
 from jax import random
 from numpyro import handlers
 from numpyro.infer import HMC, MCMC
@@ -99,10 +99,7 @@ def test_moves_stay_where_the_data_are_possible():
     assert np.std(found["w"]) > 0.3
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["unit_accept_prob", pytest.param("swap_accept_prob", marks=pytest.mark.slow)],
-)
+@each("field", ["unit_accept_prob", "swap_accept_prob"], fast=1)
 def test_a_missing_datum_behind_a_mask_is_no_border(field):
     """Moves and exchanges of replicas are accepted."""
     y = jnp.array([0.5, jnp.nan])
@@ -122,9 +119,7 @@ def test_a_missing_datum_behind_a_mask_is_no_border(field):
     assert (mcmc.get_extra_fields()[field] > 0).any()
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["UnitMoves", pytest.param("OrbitMoves", marks=pytest.mark.slow)]
-)
+@each("wrapper", ["UnitMoves", "OrbitMoves"], fast=1)
 def test_sites_with_bounds_that_move_keep_their_values(wrapper):
     """A site that the moves leave alone, between bounds that depend on those that they
     move.

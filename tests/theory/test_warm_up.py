@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import mala, walk
+from helpers import each, mala, walk
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 from scipy import linalg
@@ -475,7 +475,7 @@ def measured(y, random=False):
             numpyro.sample("y", dist.Normal(kept * a, 1.0), obs=y[i])
 
 
-@pytest.mark.parametrize("random", [False, pytest.param(True, marks=pytest.mark.slow)])
+@each("random", [False, True], fast=1)
 def test_sampling_starts_where_held_out_rows_were_predicted_best(random):
     """At 3, the mean of the held-out rows, not at that of the others, nor at the last
     step. Masks of a random model are averaged over: with one of them, every second

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import refused
+from helpers import each, refused
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, N, X, Y
@@ -226,13 +226,7 @@ LONGER = ("all rows", "AutoLaplace.predictive", "predict")
 
 
 @pytest.mark.filterwarnings("ignore:guides.AutoLaplace.run")
-@pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(room, marks=pytest.mark.slow if room in LONGER else ())
-        for room in ROOMS
-    ],
-)
+@each("room", ROOMS, slow=LONGER)
 def test_every_room_refuses_codes_without_a_level(room):
     for code in UNKNOWN.values():
         with refused("code", "Pass codes from 0 to 3"):

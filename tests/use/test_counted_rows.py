@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import refused, results
+from helpers import each, refused, results
 from numpyro import handlers
 from numpyro.infer import NUTS, SVI, Gibbs, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -159,13 +159,7 @@ READ_ALIKE -= {"SGLD", "NUTS", "AutoMeanField", "AutoCoupling", "minibatches, SG
 
 
 @pytest.mark.filterwarnings("ignore:Missing a plate")
-@pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(room, marks=pytest.mark.slow if room in READ_ALIKE else ())
-        for room in ROOMS
-    ],
-)
+@each("room", ROOMS, slow=READ_ALIKE)
 def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
     with refused("obs", "the site 'y' with a distribution of shape (") as caught:
         ROOMS[room]()
@@ -255,9 +249,7 @@ def random_case(random):
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 10))]
-)
+@each("seed", [0, *range(1, 10)], fast=1)
 def test_values_that_count_more_often_than_their_plates_say_are_refused(seed):
     """Random shapes: all that count right are accepted, all others refused; NumPy
     counts.

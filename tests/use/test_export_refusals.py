@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from helpers import group, results
+from helpers import each, group, results
 from numpyro import handlers
 from numpyro.infer import MCMC, BarkerMH
 from numpyro.infer.autoguide import AutoNormal
@@ -396,9 +396,7 @@ def by_kernel(x, knots, offset, y=None):
     over_time(x, knots, jnp.exp(-((at[:, None] - at) ** 2)) @ offset, y)
 
 
-@pytest.mark.parametrize(
-    "model", [over_time, by_mean, pytest.param(by_kernel, marks=pytest.mark.slow)]
-)
+@each("model", [over_time, by_mean, by_kernel], fast=2)
 def test_old_rows_beside_as_many_new_ones_are_refused(model):
     with pytest.raises(
         ValueError, match="no value for 'offset', which has one row per training point"
@@ -441,7 +439,7 @@ def test_predictions_of_an_export_are_those_of_the_run(exported, tmp_path):
     )
 
 
-@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@each("masked", [False, True], fast=1)
 def test_another_model_of_the_same_sites_is_refused(masked, exported):
     """By what the result holds of some draws at the training rows, also of a part of
     the draws.
@@ -518,7 +516,7 @@ def test_sites_and_draws_that_do_not_match_are_refused(run, exported):
 # -- what other kernels do not refuse --------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 1])
+@each("step", [1, 0], fast=1)
 def test_state_that_the_model_changes_is_refused(step):
     """MCMC held it, and so a key or a count that stays as it is does no harm."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import mala, refused
+from helpers import each, mala, refused
 from numpyro import handlers
 from numpyro.contrib.module import random_nnx_module
 from numpyro.infer import MCMC, NUTS
@@ -183,9 +183,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "kernel", [infer.SGLD, pytest.param(infer.MCLMC, marks=pytest.mark.slow)]
-)
+@each("kernel", [infer.SGLD, infer.MCLMC], fast=1)
 @pytest.mark.parametrize("name", WRONG)
 def test_models_that_would_be_silently_wrong_are_refused(name, kernel):
     model, message = WRONG[name]
@@ -374,13 +372,7 @@ RIGHT = {
 LONGER = ("seeded, on all data", "normalized", "compiled parts", "factor")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONGER else ())
-        for name in RIGHT
-    ],
-)
+@each("name", RIGHT, slow=LONGER)
 def test_right_models_are_accepted(name):
     state = started(RIGHT[name], *LINE.args)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z))
