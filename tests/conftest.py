@@ -53,9 +53,8 @@ import numpyro_bnn  # noqa: E402, F401
 
 LIBRARIES_SECONDS = time.process_time() - start_of_imports
 
-MEMORY_LIMIT_BYTES = (
-    3 * 2**30
-)  # of a worker: above it, compiled programs are dropped between files
+# of a worker: above it, compiled programs are dropped between files
+MEMORY_LIMIT_BYTES = 3 * 2**30
 SLOWEST_FILES = 10
 
 
@@ -115,9 +114,8 @@ class ProcessorSeconds:
 
     def __init__(self):
         self.by_file = Counter()
-        self.collection = (
-            Counter()
-        )  # file -> the most that any worker took to import it
+        # file -> the most that any worker took to import it
+        self.collection = Counter()
         self.collection_of_worker = 0.0
         self.libraries = LIBRARIES_SECONDS
         self.computed = ""  # the first file that uses a device when it is imported

@@ -40,10 +40,8 @@ def scattered(draws, symmetries, seed=0, by_chain=False):
     other.
     """
     num_chains, num_draws = next(iter(draws.values())).shape[:2]
-    rng, point = (
-        np.random.default_rng(seed),
-        {name: v[0, 0] for name, v in draws.items()},
-    )
+    rng = np.random.default_rng(seed)
+    point = {name: v[0, 0] for name, v in draws.items()}
     chosen = [
         elements(
             s, s.units(point), num_chains if by_chain else num_chains * num_draws, rng

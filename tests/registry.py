@@ -406,13 +406,11 @@ def _before(norm: nn.Layer, activation: str, *counts: int) -> NetRow:
     return _dense([nn.Dense(4), block, block, norm, activation], *counts)
 
 
-_BN, _LN, _RES, _FOUR, _FLAT = (
-    nn.BatchNorm,
-    nn.LayerNorm,
-    nn.Residual,
-    nn.Dense(4),
-    nn.Flatten(),
-)
+_BN = nn.BatchNorm
+_LN = nn.LayerNorm
+_RES = nn.Residual
+_FOUR = nn.Dense(4)
+_FLAT = nn.Flatten()
 _MEAN_TANH: dict[str, Any] = {"pool": nn.AvgPool(2), "activation": "tanh"}
 _ENDS_WITH_NORM = _RES(nn.Sequential([_BN(), "relu", _FOUR, _BN()]))
 
@@ -512,10 +510,8 @@ class WrapperRow(NamedTuple):
 
 
 _ORBIT, _UNIT = {"orbit_accept_prob": ("symmetry",)}, {"unit_accept_prob": ()}
-_HIDDEN, _OUTPUT = (
-    ("net/Dense_0.kernel", "net/Dense_0.bias"),
-    ("net/Dense_1.kernel", "net/Dense_1.bias"),
-)
+_HIDDEN = ("net/Dense_0.kernel", "net/Dense_0.bias")
+_OUTPUT = ("net/Dense_1.kernel", "net/Dense_1.bias")
 _UNITS = [(_HIDDEN[0], 1), (_HIDDEN[1], 0), (_OUTPUT[0], 0)]
 
 

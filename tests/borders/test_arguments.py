@@ -89,10 +89,8 @@ def test_tables_and_lists_are_data(name):
     """Also where a model indexes them by traced indices; NumPy's integers
     are counts.
     """
-    found, expected = (
-        CALLS[name](pd.DataFrame(X), Y.tolist()),
-        CALLS[name](jnp.asarray(X), jnp.asarray(Y)),
-    )
+    found = CALLS[name](pd.DataFrame(X), Y.tolist())
+    expected = CALLS[name](jnp.asarray(X), jnp.asarray(Y))
     if name == "find":
         assert found == expected
         assert found

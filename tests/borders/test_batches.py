@@ -144,10 +144,8 @@ def test_columns_give_the_same_rows():
     seen = []
     for seed in range(40):
         index = jax.random.randint(jax.random.key(seed), (2, BATCH), 0, N)
-        first, rows = (
-            jax.vmap(lambda i: x[i])(index),
-            jax.vmap(lambda i: number[i])(index),
-        )
+        first = jax.vmap(lambda i: x[i])(index)
+        rows = jax.vmap(lambda i: number[i])(index)
         np.testing.assert_array_equal(first, X[np.asarray(rows)])
         seen += rows.ravel().tolist()
     for epoch in np.split(np.array(seen), range(N, len(seen), N)):

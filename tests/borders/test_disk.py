@@ -190,9 +190,8 @@ def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path, capsy
     assert repr(less) == "Run(num_draws=6, complete=True)"
     assert capsys.readouterr().err == ""
     assert mcmc.last_state is None
-    mcmc.run(
-        jax.random.key(1), *ZOO["spread"].args
-    )  # its kernel was not initialized by the run
+    # its kernel was not initialized by the run
+    mcmc.run(jax.random.key(1), *ZOO["spread"].args)
     assert mcmc.get_samples()["w"].shape == (6, 2)
 
 
@@ -799,16 +798,12 @@ def test_a_run_gives_the_results_of_its_mcmc(recorded):
     """With predictions from what ``start`` returns; of the folder alone draws and
     statistics.
     """
-    run, mcmc, new = (
-        recorded("Barker").result,
-        of_mcmc("Barker"),
-        {"predictions": {"x": NEW_X}},
-    )
+    run = recorded("Barker").result
+    mcmc = of_mcmc("Barker")
+    new = {"predictions": {"x": NEW_X}}
     assert same(run.mcmc.get_samples()["w"], run.get_samples()["w"])
-    found, expected = (
-        bnn.to_inference_data(run, **new),
-        bnn.to_inference_data(mcmc, **new),
-    )
+    found = bnn.to_inference_data(run, **new)
+    expected = bnn.to_inference_data(mcmc, **new)
     for name in ("posterior", "predictions", "log_likelihood", "sample_stats"):
         for variable, value in group(expected, name).data_vars.items():
             np.testing.assert_allclose(

@@ -233,18 +233,15 @@ def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     )
     if name in ("SGLD", "epochs"):
         assert sizes.count(20 * BATCH) == 12
-        assert (
-            sizes.count(128 * BATCH) > 0
-        )  # the noise of the gradient is measured on all of its minibatches at once
+        # the noise of the gradient is measured on all of its minibatches at once
+        assert sizes.count(128 * BATCH) > 0
         assert len(sizes) < 50
 
 
 def test_models_of_the_package_take_rows_on_disk(tmp_path):
     """Their checks of values read all rows once."""
-    robust, classes = (
-        models.regression(nn.Dense(1), heavy_tails=True),
-        models.classification(nn.Dense(3), 3),
-    )
+    robust = models.regression(nn.Dense(1), heavy_tails=True)
+    classes = models.classification(nn.Dense(3), 3)
     for model, y, wrong in [
         (robust, Y, np.where(Y > 0, np.nan, Y)),
         (classes, CLASSES, CLASSES + 1),

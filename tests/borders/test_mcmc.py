@@ -255,9 +255,8 @@ def test_models_get_fresh_keys_at_every_step_and_for_every_layer():
         assert len(np.unique(steps.round(5))) > 950
         assert abs(steps.mean()) < 4 / 1000**0.5
         assert abs(steps.var() - 1) < 4 * (2 / 1000) ** 0.5
-    assert (
-        abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5
-    )  # two layers of dropout have two masks
+    # two layers of dropout have two masks
+    assert abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5
 
 
 def test_a_run_is_exported_after_it_was_pickled():

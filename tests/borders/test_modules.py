@@ -726,10 +726,8 @@ def test_modules_with_learned_scales(library):
     gradient.
     """
     make, hyper = LEARNED_SCALES[library]
-    model, kernel = (
-        priors.noncenter(classifier(library, make())),
-        f"net/{NAMES[library][1]}",
-    )
+    model = priors.noncenter(classifier(library, make()))
+    kernel = f"net/{NAMES[library][1]}"
     traced = {
         name: s
         for name, s in traced_sites(model, IMAGES, LABELS).items()
@@ -755,11 +753,12 @@ def test_modules_with_learned_scales(library):
     )
 
 
+# the others are slow
 GIVEN = {
     "linen": priors.Learned,
     "nnx": priors.Fixed,
     "equinox": priors.Centered,
-}  # the others are slow
+}
 
 
 @pytest.mark.parametrize(

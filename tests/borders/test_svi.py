@@ -157,9 +157,8 @@ def test_a_first_fit_compiles_few_programs(compiled):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
-    x = (
-        np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
-    )  # shapes that are new to this process
+    # shapes that are new to this process
+    x = np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
     svi, key = make(guide=guides.AutoMeanField, model=model), jax.random.key(0)
     compiled.clear()
     assert fit(3, svi, x, x[:, 0], key).losses.shape == (3,)
@@ -208,9 +207,8 @@ def test_mutable_state_is_carried_and_the_bar_shows_the_mean_loss(capsys):
     shown = capsys.readouterr().err
     assert "30/30" in shown
     assert f"loss {np.mean(result.losses):.5g}" in shown
-    assert (
-        int(result.state.mutable_state["steps"]["count"]) == 31
-    )  # with that of the start
+    # with that of the start
+    assert int(result.state.mutable_state["steps"]["count"]) == 31
 
 
 # -- interruption and steps that are not finite ----------------------------------------

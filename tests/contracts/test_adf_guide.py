@@ -641,11 +641,9 @@ def test_a_table_as_long_as_the_data_is_not_taken_for_rows():
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(w * x + table[group], 1.0), obs=y)
 
-    x, group, table = (
-        jnp.ones(4),
-        jnp.array([0, 1, 0, 3]),
-        jnp.array([0.0, 5.0, 1.0, -2.0]),
-    )
+    x = jnp.ones(4)
+    group = jnp.array([0, 1, 0, 3])
+    table = jnp.array([0.0, 5.0, 1.0, -2.0])
     with pytest.raises(
         ValueError, match=r"rows influence each other.*each with its own row of .*table"
     ):

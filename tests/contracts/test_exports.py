@@ -136,10 +136,8 @@ def test_predictions_and_densities_are_those_of_the_network_at_the_draws(part):
     assert "f" not in group(idata, "posterior")
     params = {name.removeprefix("net/"): draws[name] for name in ZOO["network"].shapes}
     x, y = (X, Y) if part == "posterior_predictive" else NEW.values()
-    f, sigma = (
-        jax.vmap(jax.vmap(lambda p: NET.apply(p, x)[..., 0]))(params),
-        np.asarray(draws["sigma"])[..., None],
-    )
+    f = jax.vmap(jax.vmap(lambda p: NET.apply(p, x)[..., 0]))(params)
+    sigma = np.asarray(draws["sigma"])[..., None]
     found = group(idata, part)
     for name in ("f", "y_mean"):
         np.testing.assert_allclose(found[name], f, rtol=1e-5, atol=1e-5)
@@ -210,16 +208,13 @@ def test_observations_that_others_depend_on_are_redrawn_before_them():
 
 
 def test_sample_stats_have_arviz_names():
-    stats, fields = (
-        group(exported(), "sample_stats"),
-        mcmc().get_extra_fields(group_by_chain=True),
-    )
+    stats = group(exported(), "sample_stats")
+    fields = mcmc().get_extra_fields(group_by_chain=True)
     np.testing.assert_array_equal(stats["lp"], -np.asarray(fields["potential_energy"]))
     np.testing.assert_array_equal(stats["n_steps"], fields["num_steps"])
     depth, steps = stats["tree_depth"].to_numpy(), stats["n_steps"].to_numpy()
-    assert (
-        (2 ** (depth - 1) <= steps) & (steps < 2**depth)
-    ).all()  # a complete tree has 2^depth - 1 steps
+    # a complete tree has 2^depth - 1 steps
+    assert ((2 ** (depth - 1) <= steps) & (steps < 2**depth)).all()
     assert "acceptance_rate" not in stats  # it was not collected, so it is not there
 
 
@@ -313,10 +308,8 @@ def test_classes_have_probabilities_and_new_rows_no_coords_of_training_rows(plat
         run, {"x": -X}, prediction_coords={row: range(N, 2 * N)}, **options
     )
     assert labels(labeled, "predictions") == [list(range(N, 2 * N))]
-    found, logits = (
-        group(idata, "predictions"),
-        -X[:, :1] * np.asarray(run.get_samples()["w"])[:, None],
-    )
+    found = group(idata, "predictions")
+    logits = -X[:, :1] * np.asarray(run.get_samples()["w"])[:, None]
     np.testing.assert_allclose(found["y_probs"][0], jax.nn.softmax(logits), rtol=1e-4)
     if plated:
         np.testing.assert_allclose(
@@ -386,9 +379,8 @@ MASKED = ["handler", "distribution", "imputed_observed", "events", "elements", "
 
 def masked(x, y, mask):
     f = numpyro.sample("w", dist.Normal(0.0, 1.0)) * x[:, 0]
-    both = jnp.stack(
-        [mask, jnp.zeros(N, bool)], -1
-    )  # the second element is left out everywhere
+    # the second element is left out everywhere
+    both = jnp.stack([mask, jnp.zeros(N, bool)], -1)
     pairs = dist.Normal(f[:, None], 0.5).expand([N, 2])
     with numpyro.plate("data", N):
         numpyro.sample("complete", dist.Normal(f, 1.0), obs=y)

@@ -75,10 +75,8 @@ def test_draws_are_those_of_the_model(name):
     minibatch.
     """
     mcmc = finished(name)
-    draws, extra = (
-        mcmc.get_samples(group_by_chain=True),
-        mcmc.get_extra_fields(group_by_chain=True),
-    )
+    draws = mcmc.get_samples(group_by_chain=True)
+    extra = mcmc.get_extra_fields(group_by_chain=True)
     shapes = {name: value.shape for name, value in draws.items()}
     assert shapes == {
         "w": (2, DRAWS // 2, 2),
@@ -86,9 +84,8 @@ def test_draws_are_those_of_the_model(name):
         "precision": (2, DRAWS // 2),
     }
     assert all(np.isfinite(value).all() for value in draws.values())
-    assert (
-        len(np.unique(draws["sigma"])) > 2
-    )  # chains differ, and move unless all proposals are refused
+    # chains differ, and move unless all proposals are refused
+    assert len(np.unique(draws["sigma"])) > 2
     np.testing.assert_allclose(draws["precision"], draws["sigma"] ** -2.0, rtol=1e-4)
     np.testing.assert_allclose(
         extra["z.sigma"], np.log(draws["sigma"]), rtol=1e-4, atol=1e-5
@@ -98,12 +95,10 @@ def test_draws_are_those_of_the_model(name):
     is_empty = extra["decoherence_length"] is None
     assert is_empty != KERNELS[name].microcanonical
     sizes, counts = extra["base_step_size"], np.asarray(extra["num_gradients"])
-    np.testing.assert_array_equal(
-        sizes, sizes[:, :1].repeat(DRAWS // 2, 1)
-    )  # after warm-up step sizes stay
-    assert (
-        np.diff(counts, axis=1) >= 2 * 3
-    ).all()  # two transitions of three steps and more
+    # after warm-up step sizes stay
+    np.testing.assert_array_equal(sizes, sizes[:, :1].repeat(DRAWS // 2, 1))
+    # two transitions of three steps and more
+    assert (np.diff(counts, axis=1) >= 2 * 3).all()
     assert counts[0, 0] > 3 * WARMUP
     text = mcmc.sampler.get_diagnostics_str(mcmc.last_state)
     assert (
@@ -131,9 +126,8 @@ def test_export_has_the_statistics_of_the_kernel(name):
         {"energy_variance", "decoherence_length"} if row.microcanonical else set()
     )
     stats = group(idata, "sample_stats")
-    assert (
-        set(stats.data_vars) - {*FIELDS} == expected
-    )  # no `lp`: a minibatch potential is not the log density
+    # no `lp`: a minibatch potential is not the log density
+    assert set(stats.data_vars) - {*FIELDS} == expected
     assert set(group(idata, "posterior").data_vars) == {"w", "sigma", "precision"}
     assert idata.attrs["algorithm"] == type(mcmc.sampler).__name__
     assert idata.attrs["biased"] == (not row.exact)

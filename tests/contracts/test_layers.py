@@ -134,10 +134,8 @@ def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
 
     @jax.jit
     def run(draws, x):
-        params, flat = (
-            jax.tree.map(lambda values: values[0], draws),
-            x.reshape((8, *row.input_shape)),
-        )
+        params = jax.tree.map(lambda values: values[0], draws)
+        flat = x.reshape((8, *row.input_shape))
         statistics = layer.statistics(params, flat)
         points = jax.tree.map(
             lambda values: jnp.stack([values, values, 0 * values]), params
@@ -158,9 +156,8 @@ def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
     found = jax.tree.map(np.asarray, run(draws, x))
     close(found["batch axes"], found["flat"])
     close(found["many draws"], found["flat"])
-    close(
-        found["given statistics"], found["flat"], factor=10
-    )  # another order of the same operations
+    # another order of the same operations
+    close(found["given statistics"], found["flat"], factor=10)
     close(found["alone"], found["flat"][:1], factor=10)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found["gradients"]))
 
@@ -187,11 +184,9 @@ def pooled(kind, *geometry, **options):
 
 EXACT_NORM = {"epsilon": 0.0, "use_fast_variance": False}
 BODY = nn.Sequential([nn.Dense(4), "tanh"])
-CONV, MAX, MEAN = (
-    partial(nn.Conv2d, 4, (3, 2), use_bias=False),
-    linen.max_pool,
-    linen.avg_pool,
-)
+CONV = partial(nn.Conv2d, 4, (3, 2), use_bias=False)
+MAX = linen.max_pool
+MEAN = linen.avg_pool
 REFERENCES = {
     "Dense": (nn.Dense(4), (3,), flax(linen.Dense(4))),
     "Conv2d": (nn.Conv2d(4, (3, 2), 2), IMAGE, flax(linen.Conv(4, (3, 2), (2, 2)))),
@@ -376,10 +371,11 @@ def test_constant_feature_is_its_shift(number):
     constant one is normalized.
     """
     constants = np.array([0.0, 1 / 3, -123.4567, 1e-30, 1e30], np.float32)
-    net, params = (
-        nn.BatchNorm(),
-        {"scale": np.full(6, 2.0, np.float32), "bias": np.full(6, 0.25, np.float32)},
-    )
+    net = nn.BatchNorm()
+    params = {
+        "scale": np.full(6, 2.0, np.float32),
+        "bias": np.full(6, 0.25, np.float32),
+    }
     last = 1 + 1e-4 * np.random.default_rng(0).normal(size=number).astype(np.float32)
     x = np.column_stack([np.tile(constants, (number, 1)), last])
 

@@ -571,9 +571,8 @@ def test_the_largest_of_many_is_exact(x64):
     np.testing.assert_allclose(
         np.array(largest_of(x)), [mean, ((t - mean) ** 2 * density).sum()], rtol=1e-7
     )
-    slopes = jax.grad(lambda x: largest_of(x).mean)(
-        x
-    )  # E max is the mean, plus the sd times E max of standard ones
+    # E max is the mean, plus the sd times E max of standard ones
+    slopes = jax.grad(lambda x: largest_of(x).mean)(x)
     np.testing.assert_allclose(slopes.mean, np.full(49, 1 / 49), rtol=1e-6)
     np.testing.assert_allclose(slopes.var, np.full(49, mean / 2 / 49), rtol=1e-6)
 

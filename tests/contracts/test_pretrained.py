@@ -275,10 +275,8 @@ def test_units_with_fixed_weights_do_not_move():
             )
         }
 
-    both, zero = (
-        {symmetry.SignFlip, symmetry.Permutation},
-        {"Dense_0.bias": np.zeros(H, np.float32)},
-    )
+    both = {symmetry.SignFlip, symmetry.Permutation}
+    zero = {"Dense_0.bias": np.zeros(H, np.float32)}
     assert found({"Dense_1.bias": priors.Fixed}) == both
     assert (
         found({"Dense_0.bias": priors.Fixed})

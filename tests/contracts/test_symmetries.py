@@ -102,11 +102,9 @@ def jacobian_errors(s, values, g, positive=()):
 
 @pytest.mark.parametrize("row", rows(SYMMETRIES))
 def test_symmetry_is_a_group_with_its_jacobian(row, x64):
-    s, units = (
-        row.symmetry,
-        row.symmetry.units(
-            {site: np.zeros(shape) for site, shape in row.shapes.items()}
-        ),
+    s = row.symmetry
+    units = row.symmetry.units(
+        {site: np.zeros(shape) for site, shape in row.shapes.items()}
     )
 
     @jax.jit
@@ -321,10 +319,8 @@ def test_logits_shift(net, input_shape, shifts, x64):
         isinstance(s, Shift) and s not in found for s in derived(net, input_shape)
     )
     if shifts > 1:
-        draws, outputs = (
-            drawn(net, input_shape),
-            outputs_of(net, input_shape, jax.nn.log_softmax),
-        )
+        draws = drawn(net, input_shape)
+        outputs = outputs_of(net, input_shape, jax.nn.log_softmax)
         np.testing.assert_allclose(
             outputs(scattered(draws, found)), outputs(draws), rtol=1e-8, atol=1e-8
         )

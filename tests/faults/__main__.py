@@ -112,10 +112,8 @@ def main() -> int:
         room: stored(room, options.workers, options.map)
         for room in sorted({fault.room for fault in faults})
     }
-    trials, started = (
-        [trial_of(fault, maps[fault.room]) for fault in faults],
-        time.perf_counter(),
-    )
+    trials = [trial_of(fault, maps[fault.room]) for fault in faults]
+    started = time.perf_counter()
     untested = [
         Outcome(trial, "no test runs it", 0.0, "")
         for trial in trials

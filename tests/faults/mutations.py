@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "numpyro_bnn"
-Change = Callable[
-    [ast.AST], ast.AST | None
-]  # what stands in a node's place, or None where it does not apply
+# what stands in a node's place, or None where it does not apply
+Change = Callable[[ast.AST], ast.AST | None]
 
 
 class Fault(NamedTuple):

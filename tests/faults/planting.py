@@ -155,11 +155,9 @@ def outcomes(trials: Iterable[Trial], workers: int) -> Iterator[Outcome]:
     os.environ.setdefault("MPLBACKEND", "Agg")
     for name in PRELOADED:
         __import__(name)
-    folder, waiting, running = (
-        Path(tempfile.mkdtemp(prefix="faults_")),
-        list(enumerate(trials))[::-1],
-        {},
-    )
+    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    waiting = list(enumerate(trials))[::-1]
+    running = {}
     while waiting or running:
         while waiting and len(running) < workers:
             number, trial = waiting.pop()

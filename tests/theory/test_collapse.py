@@ -89,10 +89,8 @@ def written(mean, sites, sd=0.5):
     """A model of hidden units h, a latent scale, and linear sites of some shapes."""
 
     def model():
-        h, scale = (
-            jnp.tanh(hidden_units()),
-            numpyro.sample("scale", dist.HalfNormal(1.0)),
-        )
+        h = jnp.tanh(hidden_units())
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
         linear = [
             numpyro.sample(name, dist.Normal(0.1, scale).expand(shape))
             for name, shape in sites.items()
@@ -104,10 +102,8 @@ def written(mean, sites, sd=0.5):
 
 
 def non_centered():
-    h, scale = (
-        jnp.tanh(hidden_units()),
-        numpyro.sample("scale", dist.HalfNormal(1.0).expand([H]).to_event(1)),
-    )
+    h = jnp.tanh(hidden_units())
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0).expand([H]).to_event(1))
     affine = dist.transforms.AffineTransform(0.2, -scale[:, None])
     w = numpyro.sample(
         "w", dist.TransformedDistribution(dist.Normal(0.0, jnp.ones((H, K))), affine)
@@ -341,10 +337,8 @@ def test_prior_scales_of_many_orders_of_magnitude(n, p, orders):
     """Squares of such a condition number do not fit into single precision; exact in
     float64, by singular values.
     """
-    rng, sd = (
-        np.random.default_rng(n),
-        (10.0 ** np.linspace(-orders / 2, orders / 2, p)).astype(np.float32),
-    )
+    rng = np.random.default_rng(n)
+    sd = (10.0 ** np.linspace(-orders / 2, orders / 2, p)).astype(np.float32)
     x, y = (rng.normal(size=size).astype(np.float32) for size in ((n, p), n))
 
     def model():
@@ -499,9 +493,8 @@ def test_single_precision(case):
             for _ in range(4)
         ]
     inherent = np.sqrt(np.mean([(float(at) - float(value)) ** 2 for at, _ in rounded]))
-    digits = (
-        EPS**0.5
-    )  # what the Cholesky decomposition may lose, per weight in the log determinant
+    # what the Cholesky decomposition may lose, per weight in the log determinant
+    digits = EPS**0.5
     assert (
         abs(float(single) - float(value))
         < 10 * inherent + 10 * EPS * abs(float(value)) + digits

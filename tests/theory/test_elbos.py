@@ -223,11 +223,9 @@ def test_report_gives_the_reason_for_every_plain_site():
     def model(x, y):
         hyper = numpyro.sample("hyper", dist.Normal(0.0, 1.0))
         w = numpyro.sample("w", dist.Normal(hyper, 1.0).expand([3, 3]).to_event(2))
-        v, nonlinear, matrix = (
-            weight("v", 3, 3),
-            weight("nonlinear", 3, 3),
-            weight("matrix", 3, 3),
-        )
+        v = weight("v", 3, 3)
+        nonlinear = weight("nonlinear", 3, 3)
+        matrix = weight("matrix", 3, 3)
         left, right = weight("left", 3, 2), weight("right", 2, 3)
         weight("unused", 2)
         h = (
@@ -500,11 +498,12 @@ def seen(elbo, terms, shapes, *args):
 
 
 B, K = 4, 6
+# rows with the same number share a draw
 APART, PAIRS, SHARED = (
     (0, 1, 2, 3),
     (0, 0, 1, 1),
     (0, 0, 0, 0),
-)  # rows with the same number share a draw
+)
 
 # Function of h = x @ w, (4, 6), whose outputs are terms, and the rows that may have
 # draws of their own.

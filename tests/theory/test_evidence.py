@@ -116,9 +116,8 @@ def test_summary_of_known_weights():
     assert found.ess == pytest.approx(64 / 30)
     assert found.iw_se == pytest.approx(weights.std(ddof=1) / 3**0.5 / weights.mean())
     assert found.iw_bound == pytest.approx(np.log(8 / 3) - 700.0)
-    assert found.iw_bias == pytest.approx(
-        -(found.iw_se**2) / 2
-    )  # E log(mean) by the delta method
+    # E log(mean) by the delta method
+    assert found.iw_bias == pytest.approx(-(found.iw_se**2) / 2)
     assert found.elbo_se == pytest.approx(np.log(weights).std(ddof=1) / 3**0.5)
 
 

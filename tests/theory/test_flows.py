@@ -250,13 +250,11 @@ def test_a_flow_of_flowjax_serves_as_a_guide():
         for n in (1, 60)
     )
     arrays = [name for name in result.params if name.startswith("auto_flow")]
-    assert (
-        len(arrays) == 4
-    )  # two layers of a network, stacked over the layers of the flow
+    # two layers of a network, stacked over the layers of the flow
+    assert len(arrays) == 4
     assert all((start.params[name] != result.params[name]).any() for name in arrays)
-    assert jnp.median(result.losses[-20:]) < jnp.median(
-        result.losses[:20]
-    )  # its scales have no bound
+    # its scales have no bound
+    assert jnp.median(result.losses[-20:]) < jnp.median(result.losses[:20])
     draws = Predictive(guide, params=result.params, num_samples=5)(
         random.PRNGKey(1), *SPREAD.args
     )

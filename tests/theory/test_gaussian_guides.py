@@ -52,10 +52,10 @@ def test_a_guide_that_follows_its_scales_contains_them_all():
     """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of
     a minibatch 0.
     """
-    guide, batch_size = (
-        guides.AutoBlocks(levels, {"w": guides.FullRank()}, condition_on_scales=True),
-        2,
+    guide = guides.AutoBlocks(
+        levels, {"w": guides.FullRank()}, condition_on_scales=True
     )
+    batch_size = 2
     params = first_params(guide, batch_size)
     assert params["z_auto_loc"].shape == (6,)
     params = {
@@ -218,10 +218,8 @@ def test_first_scales_by_site():
 
 def test_low_rank_covariance_is_the_published_form():
     """diag(s) (I + F F') diag(s)."""
-    scale, factor = (
-        jnp.array([0.5, 2.0, 1.5]),
-        jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]]),
-    )
+    scale = jnp.array([0.5, 2.0, 1.5])
+    factor = jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]])
     block = guides.Block("b", {"a": (3,)}, jnp.zeros(3), jnp.ones(3))
     given = {"b_scale": scale, "b_cov_factor": factor}
     fn = handlers.seed(handlers.substitute(guides.LowRank(2).distribution, given), 0)(

@@ -50,19 +50,14 @@ def log_draws(p, a, b, prior=dist.Gamma):
             with handlers.scale(scale=count):
                 numpyro.sample("w", dist.Normal(0.0, jnp.sqrt(t)))
 
-    args, held = (
-        tuple(map(jnp.asarray, (concentration, rate, count))),
-        {GIBBS_SITES_KWARG: {"w": jnp.asarray(weights)}},
-    )
+    args = tuple(map(jnp.asarray, (concentration, rate, count)))
+    held = {GIBBS_SITES_KWARG: {"w": jnp.asarray(weights)}}
     kernel = infer.PrecisionGibbs(model)
     state = kernel.init(random.key(0), 0, None, args, held)
-    z, keys = (
-        {"t": jnp.ones((DRAWS, len(GRID)), state.z["t"].dtype)},
-        random.split(random.key(7), DRAWS),
-    )
-    after = jax.jit(kernel.sample)(
-        state._replace(z=z, rng_key=keys), args, held
-    )  # one program for all calls
+    z = {"t": jnp.ones((DRAWS, len(GRID)), state.z["t"].dtype)}
+    keys = random.split(random.key(7), DRAWS)
+    # one program for all calls
+    after = jax.jit(kernel.sample)(state._replace(z=z, rng_key=keys), args, held)
     return np.asarray(jnp.log(after.z["t"]), float)
 
 
@@ -128,9 +123,8 @@ def test_draws_have_the_distribution_and_the_moments(double):
             (fourth - variance**2) / DRAWS
         )
     assert min(p_values) > FAILURE / len(GRID), GRID[int(np.argmin(p_values))]
-    assert (
-        stats.kstest(p_values, "uniform").pvalue > FAILURE
-    )  # and all of them together
+    # and all of them together
+    assert stats.kstest(p_values, "uniform").pvalue > FAILURE
 
 
 @pytest.mark.slow

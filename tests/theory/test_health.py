@@ -642,9 +642,8 @@ def test_checks_need_no_group_and_no_second_chain(group, chains):
     assert off(Made(chains=chains).idata(without=(group,))) == []
     made = Made(chains=chains)
     drifting(made)
-    assert "rhat" in off(
-        made.idata(without=(group,))
-    )  # of the function, or of the log likelihood
+    # of the function, or of the log likelihood
+    assert "rhat" in off(made.idata(without=(group,)))
 
 
 def test_inputs_of_models_without_network_are_their_own_affair():
@@ -876,19 +875,16 @@ def test_healthy_fits_are_silent(name):
         "constant_inputs",
         "few_draws",
     }
-    found = verdicts(
-        bnn.to_inference_data(result, guide=guide, args=(X, Y))
-    )  # no warning
+    # no warning
+    found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))
     assert found == dict.fromkeys(
         expected | (set() if name == "AutoADF" else {"elbo"}), "ok"
     )
 
 
 def test_a_fit_that_is_not_finished_is_reported_once():
-    guide, says = (
-        guides.AutoMeanField(fixed),
-        r"2 of \d+ checks failed:\n- linear: .*\n- elbo: .* by \+[\d.]+ nats",
-    )
+    guide = guides.AutoMeanField(fixed)
+    says = r"2 of \d+ checks failed:\n- linear: .*\n- elbo: .* by \+[\d.]+ nats"
     with pytest.warns(HealthWarning, match=says) as caught:
         idata = bnn.to_inference_data(
             fitted(guide, 300, rate=0.003),
@@ -896,9 +892,8 @@ def test_a_fit_that_is_not_finished_is_reported_once():
             args=(X, Y),
             log_likelihood=False,
         )
-    assert [warning.filename for warning in caught] == [
-        __file__
-    ]  # it points at the user's line
+    # it points at the user's line
+    assert [warning.filename for warning in caught] == [__file__]
     assert verdicts(idata)["elbo"] == "warning"
 
 

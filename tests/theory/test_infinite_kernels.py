@@ -114,9 +114,8 @@ def test_arc_cosine_kernels(x64):
     net = nn.Sequential(
         [nn.Dense(8, use_bias=False), "relu", nn.Dense(1, use_bias=False)]
     )
-    prior = priors.Normal(
-        2**0.5
-    )  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    prior = priors.Normal(2**0.5)
     order1 = 2.0 * 3.0 / np.pi * (np.sin(angles) + (np.pi - angles) * np.cos(angles))
     np.testing.assert_allclose(
         nngp(net, x, prior=prior)[0, 1:], order1, rtol=1e-12, atol=1e-14
@@ -191,13 +190,11 @@ def test_activations_agree_with_integration(name, x64):
         else nn.ACTIVATIONS[name]
     )
     first, last = nn.Dense(8, use_bias=False), nn.Dense(1, use_bias=False)
-    x = np.concatenate(
-        [np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS]
-    )  # rows 2 i and 2 i + 1 are a pair
+    # rows 2 i and 2 i + 1 are a pair
+    x = np.concatenate([np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS])
     at = (np.arange(0, len(x), 2), np.arange(1, len(x), 2))
-    options = {
-        "prior": priors.Normal(2**0.5)
-    }  # the first kernel is x.x', the last weights have variance 2
+    # the first kernel is x.x', the last weights have variance 2
+    options = {"prior": priors.Normal(2**0.5)}
     plain, norm = (
         nn.Sequential([first, layer, *more, last])
         for more in ((), (nn.LayerNorm(False, False),))
@@ -217,9 +214,8 @@ def test_activations_agree_with_integration(name, x64):
         product = (weight * fn(one) * fn(other)).sum()
         np.testing.assert_allclose(kernel[i, j] / 2, product, **tolerance)
         slopes = (weight * slope(one) * slope(other)).sum()
-        loose = (
-            {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance
-        )  # of a function that jumps
+        # of a function that jumps
+        loose = {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance
         np.testing.assert_allclose((tangent - kernel)[i, j] / (2 * k), slopes, **loose)
         if name != "identity":  # with E f and E f^2 of both
             means = [(weight * fn(units)).sum() for units in (one, other)]
@@ -270,9 +266,8 @@ def test_drawn_networks_have_these_kernels_in_the_limit(name, x64):
     )
     allowed = 6 * np.hypot(error, 4 * second) / 3
     assert (np.abs((4 * other - one) / 3 - kernels) < allowed).all()
-    assert (
-        allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))
-    ).all()  # so that it can fail
+    # so that it can fail
+    assert (allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))).all()
 
 
 # -- priors ----------------------------------------------------------------------------

@@ -62,10 +62,8 @@ def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
     """A second output is the first, times -2. Six standard errors of 4000 draws, for
     means and second moments.
     """
-    one, both = (
-        process(),
-        gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR),
-    )
+    one = process()
+    both = gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR)
     mean, covariance = both.predict(NEW)
     np.testing.assert_allclose(
         mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9
@@ -188,15 +186,13 @@ def test_scales_are_found():
     }
     with jax.enable_x64(True):
         k = np.asarray(nngp(net, x, prior=truth))
-    y = np.linalg.cholesky(k + 0.04 * np.eye(60)) @ rng.normal(
-        size=(60, 2)
-    )  # two outputs
+    # two outputs
+    y = np.linalg.cholesky(k + 0.04 * np.eye(60)) @ rng.normal(size=(60, 2))
     found = prior_fit(net, x, y, log_sd=float("inf"))
     true = gp_regression(net, x, y, noise_sd=0.2, prior=truth).log_marginal_likelihood
     assert found.converged
-    assert (
-        found.start < true < found.log_marginal_likelihood < true + 12
-    )  # five parameters: chi^2 / 2, 1e-4
+    # five parameters: chi^2 / 2, 1e-4
+    assert found.start < true < found.log_marginal_likelihood < true + 12
 
     def evidence(noise=1.0, **factors):
         prior = {site: priors.Normal(1.0) for site in ("Dense_0.*", "Dense_1.*")}

@@ -115,9 +115,8 @@ def test_energy_errors_follow_their_target():
     limit = kernel.max_energy_error(size)
     assert limit == pytest.approx(24 * (size * last) ** 0.5)
     assert kernel.max_energy_error(10) == 15
-    given = infer.MCLMC(
-        wide, energy_variance=(0.5, 0.1)
-    )  # in warm-up the limit contains the targets of a user
+    # in warm-up the limit contains the targets of a user
+    given = infer.MCLMC(wide, energy_variance=(0.5, 0.1))
     assert given.max_warm_up_error(1000) == pytest.approx(12 * 500**0.5)
     assert given.max_energy_error(1000) == pytest.approx(24 * 100**0.5)
     first = (limit / 12) ** 2 / size
@@ -127,9 +126,8 @@ def test_energy_errors_follow_their_target():
     assert abs(ratio[12:36].mean() - 1) < 0.5
     assert abs(ratio[36:].mean() - 1) < 0.5
     assert (steps[1:] / steps[:-1]).max() < 1.2501
-    assert (
-        steps[12:].max() < 1.5 * steps[12:].min()
-    )  # errors at other step sizes would lead far off, and back
+    # errors at other step sizes would lead far off, and back
+    assert steps[12:].max() < 1.5 * steps[12:].min()
 
 
 @pytest.mark.optimized
@@ -269,9 +267,8 @@ def test_a_cliff_that_no_gradient_shows_is_not_passed():
     assert set(np.unique(np.round(40 * refused))) >= {0, 1}
     exact, means = stats.truncnorm(-np.inf, 1.0).mean(), x.mean(1)
     error = means.std(ddof=1) / 4
-    assert (
-        abs(means.mean() - exact) < 5 * error
-    )  # t with 15 degrees of freedom: failure rate 2e-4
+    # t with 15 degrees of freedom: failure rate 2e-4
+    assert abs(means.mean() - exact) < 5 * error
     assert error < 0.05
 
 

@@ -174,10 +174,11 @@ def test_gap_of_deep_networks_is_as_documented(name, sd):
 ALPHAS = np.concatenate(
     [[-40, -37, -30.5, -20, -10, 10, 20, 40], np.linspace(-8, 8, 65) + 0.013]
 )
+# means and variances
 AT_ENDS = (
     [-2.0, 3.0, -1e4, 1e4, 1.0],
     [0.0, 0.0, 1e-30, 1e-30, 1e30],
-)  # means and variances
+)
 
 
 def exact_rectifier(alpha, sd):
@@ -283,10 +284,11 @@ def test_rectifier_is_accurate_in_both_tails_and_at_both_ends(dtype, relative):
         [exact_rectifier(*pair) for pair in zip(rounded, sd, strict=True)]
     ).T
     tiny = np.finfo(dtype).tiny / np.finfo(dtype).eps
+    # representable with all their digits
     tails, known = (
         found[:, : len(sd)],
         expected[:2] > tiny,
-    )  # representable with all their digits
+    )
     np.testing.assert_allclose(tails[:2][known], expected[:2][known], rtol=relative)
     assert (tails[:2][~known] <= 16 * tiny).all()
     # Derivatives are of size 1 at most, times the sd; in the upper tail those of the
@@ -571,10 +573,8 @@ def test_interpreter_serves_other_rules():
         "guides.example",
         refuse,
     )
-    weight, x = (
-        Gaussian(jnp.ones((3, 1)), jnp.ones((3, 1))),
-        jnp.array([[2.0, 0.0, 0.0]]),
-    )
+    weight = Gaussian(jnp.ones((3, 1)), jnp.ones((3, 1)))
+    x = jnp.array([[2.0, 0.0, 0.0]])
 
     def run(fn):
         jaxpr = jax.make_jaxpr(fn)(weight.mean)

@@ -351,9 +351,8 @@ def test_dependent_units_keep_their_prior(name):
     )
     changed = np.abs(after - before) > 1e-5
     assert (changed.mean(0)[:2] > 0.2).all()
-    assert (
-        name != "two of three" or changed[:, 2].mean() < 0.01
-    )  # it is 6 sd apart, and keeps its place
+    # it is 6 sd apart, and keeps its place
+    assert name != "two of three" or changed[:, 2].mean() < 0.01
 
 
 @pytest.mark.slow

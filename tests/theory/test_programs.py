@@ -266,9 +266,8 @@ def test_changed_data_are_read_again():
     def check(sign, y):
         mcmc.run(random.key(0), x, y)
         error = np.abs(mcmc.get_samples()["w"].mean(0) - sign * exact.mean["w"])
-        assert np.all(
-            error < 5 * exact.sd["w"] / np.sqrt(20)
-        )  # at least 20 effective draws
+        # at least 20 effective draws
+        assert np.all(error < 5 * exact.sd["w"] / np.sqrt(20))
 
     check(1, Y)
     check(-1, -Y)

@@ -155,9 +155,8 @@ def model_of(spec):
                 if "outputs" in plates
                 else []
             )
-            i = (
-                stack.enter_context(data) if spec.rows % 2 else None
-            )  # around the other plate, or in it
+            # around the other plate, or in it
+            i = stack.enter_context(data) if spec.rows % 2 else None
             for plate in outer:
                 stack.enter_context(plate)
             i = stack.enter_context(data) if i is None else i
@@ -370,9 +369,8 @@ class Case:
         self.data = data_of(self.spec, random, self.spec.rows)
         sizes = [3, self.spec.rows, 7]
         if self.spec.layout in ("nested", "left") or self.spec.net == "times first":
-            sizes = [
-                self.spec.rows
-            ]  # the export takes other numbers of rows along the first axis
+            # the export takes other numbers of rows along the first axis
+            sizes = [self.spec.rows]
         self.new = data_of(self.spec, random, int(random.choice(sizes)))
         self.random = random
 
@@ -451,9 +449,8 @@ def check_export(case):
         joint, _ = log_density(
             handlers.seed(case.model, 0), (), {**case.arguments, "size": None}, weights
         )
-        jacobian = np.log(
-            weights.get("sigma", 1.0)
-        )  # lp is of unconstrained values, as NUTS has it
+        # lp is of unconstrained values, as NUTS has it
+        jacobian = np.log(weights.get("sigma", 1.0))
         near(
             group(idata, "sample_stats")["lp"].to_numpy()[0, s],
             joint + jacobian,
@@ -799,9 +796,8 @@ FAST = {(743, "adf"), (4, "posterior")}
 SLOW = [
     (seed, room) for seed in range(25) for room in ROOMS if (seed, room) not in FAST
 ]
-SLOW += [
-    (seed, "laplace") for seed in (99, 582, 604, 720, 743, 1183, 1357)
-]  # nested plates; where kron is exact
+# nested plates; where kron is exact
+SLOW += [(seed, "laplace") for seed in (99, 582, 604, 720, 743, 1183, 1357)]
 
 
 @pytest.mark.usefixtures("x64")

@@ -164,9 +164,8 @@ def test_orders_places_and_neighbors_of_epochs_are_uniform():
         assert uniform(
             np.bincount((epochs[:, other] - epochs[:, 0]) % 50, minlength=50)[1:]
         )
-    assert uniform(
-        np.bincount((epochs[1:, 0] - epochs[:-1, 0]) % 50, minlength=50)
-    )  # successive epochs
+    # successive epochs
+    assert uniform(np.bincount((epochs[1:, 0] - epochs[:-1, 0]) % 50, minlength=50))
 
 
 def test_several_plates_draw_independently_and_keys_serve_jax():
@@ -291,9 +290,8 @@ def test_variance_of_control_variates_falls_towards_the_center():
 
 ROOT = np.random.default_rng(4).normal(size=(5, 5))
 COVARIANCE = ROOT @ ROOT.T + 0.1 * np.eye(5)
-SEEN = np.array(
-    [[4.0, 30.0, -7.0, 1.0, 2.0], [1.0, 3.0, 500.0, -2.0, 0.5]]
-)  # two gradients
+# two gradients
+SEEN = np.array([[4.0, 30.0, -7.0, 1.0, 2.0], [1.0, 3.0, 500.0, -2.0, 0.5]])
 RMS = np.diag(1 / (0.1 + np.sqrt((SEEN**2).mean(0)) / N))
 BLOCK = np.array([[2.0, 1.0], [1.0, 3.0]])
 PRECONDITIONERS = {
@@ -393,9 +391,8 @@ def test_schedules_follow_their_formulas():
         polynomial(0.3, 2.0, 0.7)(jnp.arange(50)), 0.3 * (2.0 + t) ** -0.7, rtol=1e-5
     )
     assert constant(0.2)(5) == 0.2
-    phase = (
-        t % 13 / 13
-    )  # Zhang et al. (2020), equation 1, with K = 50 steps in M = 4 cycles
+    # Zhang et al. (2020), equation 1, with K = 50 steps in M = 4 cycles
+    phase = t % 13 / 13
     schedule = cyclical(0.5, 50, 4, explore=0.8)
     np.testing.assert_allclose(
         schedule(jnp.arange(50)),

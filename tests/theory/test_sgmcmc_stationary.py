@@ -95,9 +95,8 @@ def test_underdamped_has_the_theoretical_moments():
     eps, friction, variance, temperature = 0.64, 1.5, 3.0, 0.5
     h = eps**0.5
     spread = np.sqrt((1 - np.exp(-2 * friction * h)) * temperature)
-    quiet = solve_discrete_lyapunov(
-        *kernel_of(h, friction * h, 0.0, spread)
-    )  # the published closed forms
+    # the published closed forms
+    quiet = solve_discrete_lyapunov(*kernel_of(h, friction * h, 0.0, spread))
     np.testing.assert_allclose(
         np.diag(quiet)[:2], [temperature / LAM, (1 - eps * LAM / 4) * temperature]
     )
@@ -133,9 +132,8 @@ def test_nose_hoover_corrects_unknown_gradient_noise():
         return cov[0, 0], kicked, (kicked + fresh) / 2 - 1
 
     xi = optimize.brentq(lambda value: theory(value)[2], 0.5, 5)
-    np.testing.assert_allclose(
-        xi, friction + h * variance / 2, rtol=h**2
-    )  # the text-book value, up to order h^2
+    # the text-book value, up to order h^2
+    np.testing.assert_allclose(xi, friction + h * variance / 2, rtol=h**2)
     sampler = build(noisy(gaussian, variance), NoseHoover(friction), schedule=eps)
     squares, state = moments(sampler, 8192, 150, 300)
     position, kicked, _ = theory(xi)

@@ -37,10 +37,11 @@ NOISE = np.random.default_rng(0).normal(size=(3, 3))
 SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
 FAR = 200 * SHIFT  # a minibatch of rows that fit very badly
 MALA = HMC(1, jitter=0.0)
+# uniform numbers: every proposal is accepted, or none that raises the energy
 ALWAYS, NEVER = (
     1e-300,
     1.0,
-)  # uniform numbers: every proposal is accepted, or none that raises the energy
+)
 
 
 def potential(q, batch=0.0):

@@ -128,9 +128,8 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     # failed.
     np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(begin, back))
     assert not end.diverging.any()
-    np.testing.assert_allclose(
-        found[back, 0], 0.5 * sizes[begin, 0], rtol=1e-4
-    )  # the curvature is 1 everywhere
+    # the curvature is 1 everywhere
+    np.testing.assert_allclose(found[back, 0], 0.5 * sizes[begin, 0], rtol=1e-4)
     np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)
     assert np.abs(w[back:, 0]).max() < 6
     assert kernel.describe(end)["restarts"] == "[1, 0]"
@@ -296,10 +295,8 @@ def test_divergence_is_reported_with_chain_and_step():
     mcmc.run(jax.random.key(0), init_params=begin)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
     fields = mcmc.get_extra_fields(group_by_chain=True)
-    diverged, refused = (
-        np.asarray(fields["diverging"]),
-        np.asarray(fields["refused_steps"]),
-    )
+    diverged = np.asarray(fields["diverging"])
+    refused = np.asarray(fields["refused_steps"])
     # After 200 steps that are not taken.
     np.testing.assert_array_equal(
         diverged, [[False, False, True, True], [False, False, True, True], [False] * 4]
@@ -334,10 +331,8 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(w[0] * x, 1.0), obs=y)
 
-    x, start = (
-        jnp.linspace(-1.0, 1.0, 9),
-        {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])},
-    )
+    x = jnp.linspace(-1.0, 1.0, 9)
+    start = {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])}
     options = {
         "num_warmup": 0,
         "num_samples": 30,
@@ -357,9 +352,8 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
         np.testing.assert_array_equal(group(idata, name)["marked"], lost)
     assert metrics.health(idata).marked == (0,)
     predictions = group(idata, "predictions")
-    assert np.isnan(
-        predictions["y_mean"][0, 4:]
-    ).all()  # after 200 steps that were not taken
+    # after 200 steps that were not taken
+    assert np.isnan(predictions["y_mean"][0, 4:]).all()
     assert np.isfinite(predictions["y_mean"][1:]).all()
     densities = predictions["y_log_likelihood"]
     with pytest.warns(metrics.HealthWarning, match="left out chains 0, "):
@@ -467,9 +461,8 @@ def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
         **({} if batch is None else {"batch_size": batch}),
     )
     w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
-    outside = (w < np.float32(low)) | (
-        w > high
-    )  # a chain may stop on the border itself
+    # a chain may stop on the border itself
+    outside = (w < np.float32(low)) | (w > high)
     assert batch is not None or not outside.any()
     mean, sd = moments_within_bounds(name)
     error = w.mean(1).std(ddof=1) / chains**0.5
@@ -478,10 +471,8 @@ def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = metrics.health(bnn.to_inference_data(mcmc))
-        stuck, lost = (
-            {"frozen", "moved", "covered", "rhat"},
-            {"diverged", "support", "refused_steps", "temperature"},
-        )
+        stuck = {"frozen", "moved", "covered", "rhat"}
+        lost = {"diverged", "support", "refused_steps", "temperature"}
         assert {finding.name for finding in report.warnings} & (stuck | lost)
 
 
@@ -519,9 +510,8 @@ def test_an_optimizer_goes_back_where_the_density_ends():
     )
     assert (w > 0).all()
     assert np.isfinite(state.phases["Optimize"].position).all()
-    assert (
-        state.num_gradients >= 2 * 31
-    )  # those that look at the ends of transitions count
+    # those that look at the ends of transitions count
+    assert state.num_gradients >= 2 * 31
 
 
 @pytest.mark.slow
@@ -546,7 +536,6 @@ def test_mclmc_handles_a_mode_on_a_border():
     assert (w >= 0).all()
     assert sizes[-1].min() > 1e-4
     error = w.mean(0).std(ddof=1) / 2
-    assert (
-        abs(w.mean() - 0.0510) < 5.8 * error + 0.005
-    )  # t with 3 degrees of freedom, one in a hundred
+    # t with 3 degrees of freedom, one in a hundred
+    assert abs(w.mean() - 0.0510) < 5.8 * error + 0.005
     assert error < 0.02

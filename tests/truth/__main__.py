@@ -13,9 +13,8 @@ import os
 import sys
 import time
 
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1"
-)  # a process has one core
+# a process has one core
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
 from truth.cells import OUTCOMES, cells, prepare, timed
 from truth.page import write_page

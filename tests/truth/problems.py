@@ -363,10 +363,8 @@ def subsampled(x, y, batch_size=None):
 def subsampled_by_name(x, y, batch_size=None):
     a, b = weights()
     with numpyro.plate("data", len(x), subsample_size=batch_size):
-        few_x, few_y = (
-            numpyro.subsample(x, event_dim=0),
-            numpyro.subsample(y, event_dim=0),
-        )
+        few_x = numpyro.subsample(x, event_dim=0)
+        few_y = numpyro.subsample(y, event_dim=0)
         numpyro.sample("y", dist.Normal(a + b * few_x, SD), obs=few_y)
 
 
@@ -707,12 +705,10 @@ def of_slope(
     return Problem(name, model, ARGS, axes, log_joint, sites)
 
 
-SCALE, SLOPE, TAU, STANDARD = (
-    positive(1e-5, 7, 300),
-    line(-1, 2.5, 300),
-    positive(1e-3, 25, 300),
-    line(-6, 6, 300),
-)
+SCALE = positive(1e-5, 7, 300)
+SLOPE = line(-1, 2.5, 300)
+TAU = positive(1e-3, 25, 300)
+STANDARD = line(-6, 6, 300)
 CUT = {
     "tau": joined(positive(1e-3, 1, 150), positive(1, 25, 150)),
     "w": line(-3, 4, 300),

@@ -335,10 +335,8 @@ def dense_adf(problem: Problem, size: int = 160) -> tuple[np.ndarray, np.ndarray
 
 def adf(problem: Problem) -> Figure:
     """`AutoADF` after one pass in the order of the rows, against the dense one."""
-    guide, options = (
-        guides.AutoADF(problem.model),
-        {"orders": np.arange(6)[None], "progress_bar": False},
-    )
+    guide = guides.AutoADF(problem.model)
+    options = {"orders": np.arange(6)[None], "progress_bar": False}
     result = guide.run(
         random.key(0),
         *problem.args,

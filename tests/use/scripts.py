@@ -94,9 +94,8 @@ def check_microcanonical(run):
     assert case["equal_gradients"]["gradients"] == 2 * 12 * 25 * 2
     assert case["equal_seconds"]["seconds"] >= case["equal_gradients"]["seconds"]
     flops = run.result["step_costs"]["energy, 1x20"]["flops"]
-    assert (
-        flops["step, mclachlan"] < 2.5 * flops["gradient"]
-    )  # not much more arithmetic than two gradients
+    # not much more arithmetic than two gradients
+    assert flops["step, mclachlan"] < 2.5 * flops["gradient"]
 
 
 def check_collapse_cost(run):
@@ -139,9 +138,8 @@ def check_minibatches(run):
         if row["method"] in ("SGNHT", "MCLMC")
     }
     assert len(spent) == 2
-    assert all(
-        0.75 * 4000 < value < 1.25 * 4000 for value in spent.values()
-    )  # what was asked for
+    # what was asked for
+    assert all(0.75 * 4000 < value < 1.25 * 4000 for value in spent.values())
 
 
 def check_variational(run):
@@ -151,13 +149,14 @@ def check_variational(run):
 
 
 def check_last_layer(run):
+    # 64-4-2-10: 260 + 10 + 30
     assert [row.random_weights for row in run.result] == [
         0,
         30,
         30,
         300,
         300,
-    ]  # 64-4-2-10: 260 + 10 + 30
+    ]
 
 
 def check_lotka_volterra(run):
@@ -197,9 +196,8 @@ def check_bayesian_optimization(run):
 def check_coupling_step(run):
     from examples.benchmarks.coupling_step import ratio_to_fastest
 
-    assert (
-        len(set(run.result["rows"][0]["parameters"].values())) == 1
-    )  # the flows compared have the same size
+    # the flows compared have the same size
+    assert len(set(run.result["rows"][0]["parameters"].values())) == 1
     times = {
         "AutoCoupling": [2.0, 2.0, 9.0],
         "a": [4.0, 4.0, 4.0],

@@ -162,10 +162,8 @@ def without_inputs():
 @cache
 def idata():
     xr = pytest.importorskip("xarray")
-    draws, axes = (
-        np.random.default_rng(0).normal(size=(1, 5, N)),
-        ("chain", "draw", "data"),
-    )
+    draws = np.random.default_rng(0).normal(size=(1, 5, N))
+    axes = ("chain", "draw", "data")
     groups = {
         "posterior": {"w": (("chain", "draw", "k"), draws[..., :2])},
         "posterior_predictive": {"y": (axes, draws), "y_mean": (axes, draws)},

@@ -138,9 +138,8 @@ def lookup(name):
 def test_codes_without_a_level(name):
     for code in (KNOWN, *UNKNOWN.values()):
         given = code, (code >= 0) & (code < LEVELS)
-        computed = (
-            name == "counted from 1" and code.min() < 0
-        )  # from the end, as `x[i - 1]`
+        # from the end, as `x[i - 1]`
+        computed = name == "counted from 1" and code.min() < 0
         for options in ({}, {"batch_size": BATCH}):
             read = lambda: Posterior(lookup(name), given, options, full=not options)  # noqa: B023, E731
             if name in SAFE or code is KNOWN or computed:

@@ -231,9 +231,8 @@ def counts_often(case):
 
 def random_case(random):
     """Plates at some dims, and shapes that broadcast against them."""
-    sizes = (
-        random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)
-    )  # lengths may coincide
+    # lengths may coincide
+    sizes = random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)
     dims = random.choice([-1, -2, -3], random.integers(1, 4), replace=False)
 
     def shape(most=4):

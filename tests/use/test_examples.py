@@ -135,10 +135,8 @@ def check_run(script, tmp_path, *options):
     """
     module, row = importlib.import_module(script), SCRIPTS[script]
     of_benchmark = "benchmarks" in script
-    output, page = (
-        tmp_path / "new" / ("out.json" if of_benchmark else ""),
-        page_with(tmp_path),
-    )
+    output = tmp_path / "new" / ("out.json" if of_benchmark else "")
+    page = page_with(tmp_path)
     options = [*options, "--output", output]
     tables = hasattr(
         module.parse([*shlex.split(row.options), *map(str, options)]), "docs"
@@ -220,10 +218,8 @@ def test_a_second_run_keeps_the_rows_of_the_first(script, tmp_path):
 @pytest.mark.slow
 def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
     """Two methods, then two more in a second call, which trains nothing again."""
-    module, page = (
-        importlib.import_module("examples.image_chains"),
-        page_with(tmp_path, "image_chains"),
-    )
+    module = importlib.import_module("examples.image_chains")
+    page = page_with(tmp_path, "image_chains")
     options = ("--output", tmp_path / "out", "--docs", page)
     first = run("examples.image_chains", *options)["rows"]
     monkeypatch.setattr(module, "trained", lambda *_: pytest.fail("trained again"))
@@ -465,11 +461,9 @@ def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
 @pytest.mark.data
 @pytest.mark.slow
 def test_infinite_uci_compares_with_nuts(tmp_path, data_folder):
-    path, nuts, page = (
-        tmp_path / "uci.json",
-        tmp_path / "nuts.json",
-        page_with(tmp_path, "infinite_uci"),
-    )
+    path = tmp_path / "uci.json"
+    nuts = tmp_path / "nuts.json"
+    page = page_with(tmp_path, "infinite_uci")
     scores = {"rmse": [1.0, 3.0], "log_likelihood": [-1.0, -1.0]}
     nuts.write_text(json.dumps({"rows": [{"set": "yacht", "NUTS": scores}]}))
     options = ("--data", data_folder, "--output", path, "--docs", page, "--nuts", nuts)

@@ -246,10 +246,8 @@ def test_a_latent_site_may_be_called_like_a_mean():
         with numpyro.plate("data", len(x)):
             numpyro.sample("w", dist.Normal(mean * x, 0.5), obs=y)
 
-    guide, params = (
-        AutoNormal(model),
-        {"w_mean_auto_loc": 0.2, "w_mean_auto_scale": 0.1},
-    )
+    guide = AutoNormal(model)
+    params = {"w_mean_auto_loc": 0.2, "w_mean_auto_scale": 0.1}
     options = {"guide": guide, "args": (X, Y), "num_samples": DRAWS}
     idata = bnn.to_inference_data(SimpleNamespace(params=params), **options)
     latent, mean = (

@@ -56,10 +56,8 @@ def then(body, outside=False):
     """
 
     def model(x, y):
-        w, plate = (
-            numpyro.sample("w", dist.Normal(0.0, 1.0)),
-            numpyro.plate("data", N, subsample_size=B),
-        )
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        plate = numpyro.plate("data", N, subsample_size=B)
         with plate as i:
             observed("y", w * x[i, 0], y[i])
         if outside:

@@ -94,10 +94,11 @@ NEEDED = {
 }
 # Options of the base class of which a kernel takes one value only.
 NOT_TAKEN = {"CyclicalSGLD": {"steps_per_draw", "warm_start"}}
+# which needs an optional package
 NOT_TAKEN |= {
     "GHMC": {"gradient"},
     "Flowjax": {"standardized"},
-}  # which needs an optional package
+}
 
 
 def taken(name, call):

@@ -551,9 +551,8 @@ def test_stylesheet_sets_no_width_for_narrow_windows():
     assert re.findall(r"\bwidth: [\d.]+(?:em|rem|px)", for_all) == []
 
 
-ELSEWHERE = {
-    "numpyro_bnn.infer.schedules"
-}  # the page of `sgmcmc` shows this module, under its own name
+# the page of `sgmcmc` shows this module, under its own name
+ELSEWHERE = {"numpyro_bnn.infer.schedules"}
 
 
 @pytest.mark.slow

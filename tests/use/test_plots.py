@@ -80,12 +80,13 @@ def test_band_holds_the_quantiles_of_function_and_observation(idata):
     axis = plots.predictive_band(idata, levels=(0.8, 0.5))
     x = values(idata, "predictions_constant_data", "x")
     bands = fills(axis)
+    # the widest at the back
     assert list(bands) == [
         "y, 80 %",
         "y, 50 %",
         "function, 80 %",
         "function, 50 %",
-    ]  # the widest at the back
+    ]
     for name, variable in (("y", "y"), ("function", "y_mean")):
         draws = values(idata, "predictions", variable).reshape(-1, x.size)
         for level in (80, 50):

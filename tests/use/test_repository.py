@@ -335,9 +335,8 @@ def doc_faults(value):
     functions that return them.
     """
     doc = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
-    generated = inspect.isclass(value) and str(doc).startswith(
-        f"{value.__name__}("
-    )  # NamedTuple, dataclass
+    # NamedTuple, dataclass
+    generated = inspect.isclass(value) and str(doc).startswith(f"{value.__name__}(")
     if not doc or generated:
         return ["no docstring"]
     named_tuple = (
@@ -533,11 +532,12 @@ def test_the_package_gets_no_heavier():
 
 # -- tests -----------------------------------------------------------------------------
 
+# rooms whose parts contributors build with, submodules included
 CONTRIBUTORS = {
     "sgmcmc",
     "moments",
     "program",
-}  # rooms whose parts contributors build with, submodules included
+}
 
 
 def private_names(module_tree):

@@ -150,9 +150,8 @@ def test_physical_parameters_stay_calibrated_where_the_physics_is_wrong(tmp_path
     assert covered["with a network"] >= 8
     assert covered["physical"] <= 4
     errors = {kind: np.abs(values) for kind, values in figures["errors"].items()}
-    assert (
-        errors["with a network"].max() < errors["physical"].min()
-    )  # relative errors of the posterior means
+    # relative errors of the posterior means
+    assert errors["with a network"].max() < errors["physical"].min()
 
 
 def test_a_module_predicts_better_if_it_is_sampled(tmp_path):
