@@ -371,6 +371,7 @@ def test_export_says_what_was_run():
     assert f"{sizes.mean():.2e}" in mcmc.sampler.get_diagnostics_str(mcmc.last_state)
 
 
+@pytest.mark.slow
 def test_an_exact_chain_goes_on_with_other_data():
     """The density of the data before would refuse all proposals."""
 
@@ -493,6 +494,7 @@ def test_gradients_of_integrators_are_counted(name):
     assert then.num_gradients - first.num_gradients == 1 + evaluations
 
 
+@pytest.mark.slow
 def test_gradients_of_runs_are_counted():
     """One for the caches of each draw, the others by BlackJAX's own numbers."""
     metric = {"step_size": 0.05, **THREE}

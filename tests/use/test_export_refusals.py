@@ -189,11 +189,13 @@ def inputs_observed(x, y=None):
         numpyro.sample("y", dist.Normal(W * x, 0.5), obs=y)
 
 
-def test_observed_inputs_are_those_that_were_given():
-    idata = by_guide(inputs_observed, {"x": X[:5] + 3})
-    np.testing.assert_allclose(
-        group(idata, "predictions")["y_mean"][0, 0], W * (X[:5] + 3), rtol=1e-6
-    )
+def test_observed_inputs_are_those_that_were_given_and_scored_with_their_targets():
+    x, y = X[:5] + 3, Y[:5]
+    idata = by_guide(inputs_observed, {"x": x, "y": y})
+    found = group(idata, "predictions")
+    np.testing.assert_allclose(found["y_mean"][0, 0], W * x, rtol=1e-6)
+    scores = scipy.stats.norm.logpdf(y, W * x, 0.5)
+    np.testing.assert_allclose(found["y_log_likelihood"][0, 0], scores, rtol=1e-4)
     assert names(idata, "log_likelihood") == {"x", "y"}
 
 
@@ -323,15 +325,6 @@ def test_sites_of_single_training_rows_do_not_fit_others():
     message = r"model fails \('z' is \(5,\), its draws \(12,\)\)"
     with pytest.raises(ValueError, match=message):
         bnn.to_inference_data(sample(model, X, Y), {"x": X[:5]})
-
-
-def test_inputs_that_a_model_observes_are_scored_with_their_targets():
-    idata = by_guide(inputs_observed, {"x": X[:5], "y": Y[:5]})
-    np.testing.assert_allclose(
-        group(idata, "predictions")["y_log_likelihood"][0, 0],
-        scipy.stats.norm.logpdf(Y[:5], W * X[:5], 0.5),
-        rtol=1e-4,
-    )
 
 
 def over_time(x, knots, offset, y=None):
