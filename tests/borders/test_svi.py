@@ -322,47 +322,34 @@ def state_of(name, size):
 
 # What is wrong: argument, part of the message, call.
 WRONG = "in which parameter ['w_auto_loc']"
-REFUSED = {
-    "another model": ("init_state", WRONG, lambda: fit(3, init_state=state_of("v", 2))),
-    "another size": (
-        "init_state",
-        WRONG,
-        lambda: fit(3, make(), init_state=state_of("w", 3)),
-    ),
-    "misspelling": (
+REFUSED = [
+    ("init_state", WRONG, lambda: fit(3, init_state=state_of("v", 2))),
+    ("init_state", WRONG, lambda: fit(3, make(), init_state=state_of("w", 3))),
+    (
         "init_params",
         "Did you mean 'w_auto_loc'",
         lambda: fit(3, init_params={"w_auto_lok": 0.0}),
     ),
-    "shape": (
-        "init_params",
-        "shape",
-        lambda: fit(3, init_params={"w_auto_loc": np.ones(3)}),
-    ),
-    "two starts": (
+    ("init_params", "shape", lambda: fit(3, init_params={"w_auto_loc": np.ones(3)})),
+    (
         "init_params",
         "beside `init_state`",
         lambda: fit(1, init_state=fit(1).state, init_params={"w": 0}),
     ),
-    "batch above the data": (
-        "subsample_size",
-        "of size 24",
-        lambda: fit(3, make(), batch_size=25),
-    ),
-    "jit": (
+    ("subsample_size", "of size 24", lambda: fit(3, make(), batch_size=25)),
+    (
         "args",
         "scan over `svi.update`",
         lambda: jax.jit(lambda y: fit(3, y=y).losses)(Y),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(("argument", "fragment", "call"), REFUSED)
 @pytest.mark.filterwarnings(
     "ignore:subsample_size does not match"
 )  # NumPyro's own, before the refusal
-def test_fits_refuse_what_would_be_ignored_or_wrong(what):
-    argument, fragment, call = REFUSED[what]
+def test_fits_refuse_what_would_be_ignored_or_wrong(argument, fragment, call):
     with refused(argument, fragment):
         call()
 

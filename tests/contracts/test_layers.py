@@ -464,47 +464,41 @@ def applied(net, trained_on, x):
     return net.apply(net.init(jax.random.key(0), (trained_on,)), x)
 
 
-REFUSED = {
-    "params": (
-        lambda: nn.Dense(2).apply({"w": TABLE}, TABLE),
-        "no entry 'kernel'. Present: w",
-    ),
-    "features": (
+REFUSED = [
+    (lambda: nn.Dense(2).apply({"w": TABLE}, TABLE), "no entry 'kernel'. Present: w"),
+    (
         lambda: applied(nn.MLP([4, 1]), 5, TABLE),
         (
             "nn.Dense at 'Dense_0': argument `x` got input shape (4, 3). It takes "
             "(..., 5)."
         ),
     ),
-    "one feature": (
-        lambda: applied(nn.LayerNorm(), 3, TABLE[:, :1]),
-        "It takes (..., 3)",
-    ),
-    "one row": (
+    (lambda: applied(nn.LayerNorm(), 3, TABLE[:, :1]), "It takes (..., 3)"),
+    (
         lambda: applied(nn.MLP([4, 1], norm=nn.BatchNorm()), 3, TABLE[:1]),
         (
             "nn.BatchNorm at 'BatchNorm_0': argument `x` got one value per feature, "
             "shape (1, 4)"
         ),
     ),
-    "statistics": (
+    (
         lambda: PLAIN.apply({}, TABLE, {"other": 1}),
         "Compute them by `net.statistics(params, x_train)`",
     ),
-    "statistics of others": (
+    (
         lambda: PLAIN.apply({}, TABLE[:, :1], PLAIN.statistics({}, TABLE)),
         "It takes (..., 3)",
     ),
-    "sum of two shapes": (
+    (
         lambda: nn.Residual(nn.Dense(1)).apply(
             {"body.kernel": TABLE[:3, :1], "body.bias": TABLE[0, :1]}, TABLE
         ),
         "nn.Residual: argument `x` got input shape (4, 3)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_layers_that_do_not_fit_are_refused(call, message):
     with pytest.raises((ValueError, TypeError)) as error:
         jax.eval_shape(call)

@@ -308,45 +308,40 @@ def huge():
 
 FULL, Blocks, MeanField = guides.FullRank(), guides.AutoBlocks, guides.AutoMeanField
 # What is wrong: argument, part of the message, guide.
-ERRORS = {
-    "pattern": (
-        "blocks",
-        "'b*'. Known: a, s, z",
-        lambda: Blocks(several, {"b*": FULL}),
-    ),
-    "overlap": (
+ERRORS = [
+    ("blocks", "'b*'. Known: a, s, z", lambda: Blocks(several, {"b*": FULL})),
+    (
         "blocks",
         "site 'a' in",
         lambda: Blocks(several, [("a", FULL), (("s", "a"), FULL)]),
     ),
-    "local site": (
+    (
         "blocks",
         "'z' inside the subsampled plate 'data'",
         lambda: Blocks(several, {"*": FULL}),
     ),
-    "family": (
+    (
         "blocks",
         "dictionary from patterns to families",
         lambda: Blocks(several, {"a": "full"}),
     ),
-    "size": ("block", "LowRank", lambda: guides.AutoStructured(huge)),
-    "no site": (
+    ("block", "LowRank", lambda: guides.AutoStructured(huge)),
+    (
         "init_scale",
         "Known: a, s, z",
         lambda: MeanField(several, init_scale={"sigma": 0.1}),
     ),
-    "array": (
+    (
         "init_scale",
         "unconstrained shape (2,)",
         lambda: MeanField(several, init_scale={"a": np.ones(3)}),
     ),
-    "imputed": ("model", "'y_unobserved' of `obs_mask`", lambda: MeanField(imputed)),
-}
+    ("model", "'y_unobserved' of `obs_mask`", lambda: MeanField(imputed)),
+]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_guides_refuse_what_does_not_fit_the_model(name):
-    argument, fragment, make = ERRORS[name]
+@pytest.mark.parametrize(("argument", "fragment", "make"), ERRORS)
+def test_guides_refuse_what_does_not_fit_the_model(argument, fragment, make):
     with refused(argument, fragment):
         handlers.seed(make(), 0)()
     with refused("params", "it reads the model"):
