@@ -53,8 +53,9 @@ import numpyro_bnn  # noqa: E402, F401
 
 LIBRARIES_SECONDS = time.process_time() - start_of_imports
 
-# of a worker: above it, compiled programs are dropped between files
-MEMORY_LIMIT_BYTES = 3 * 2**30
+MEMORY_LIMIT_BYTES = (
+    3 * 2**30
+)  # of a worker: above it, compiled programs are dropped between files
 SLOWEST_FILES = 10
 
 
@@ -114,8 +115,9 @@ class ProcessorSeconds:
 
     def __init__(self):
         self.by_file = Counter()
-        # file -> the most that any worker took to import it
-        self.collection = Counter()
+        self.collection = (
+            Counter()
+        )  # file -> the most that any worker took to import it
         self.collection_of_worker = 0.0
         self.libraries = LIBRARIES_SECONDS
         self.computed = ""  # the first file that uses a device when it is imported

@@ -107,9 +107,7 @@ def walk(
 
 
 def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
-    """Means of x^2 over draws of a pure sampler of `sgmcmc`, by coordinate, and its
-    final state.
-    """
+    """Means of x^2 over draws of a pure sampler, by coordinate, and its last state."""
 
     @jax.jit
     def run(state):

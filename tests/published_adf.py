@@ -11,9 +11,7 @@ from scipy.stats import norm
 
 
 class Published:
-    """One network of ReLU layers with weights (out, in + 1), the last column for the
-    bias unit.
-    """
+    """One network of ReLU layers with weights (out, in + 1), the last for the bias."""
 
     def __init__(self, weights, shape=6.0, rate=6.0):
         self.m = [np.array(w, dtype=float) for w in weights]
@@ -86,9 +84,7 @@ class Published:
         return log_z[0] - 0.5 * np.log(2 * np.pi)
 
     def refine(self):
-        """Every prior factor once, weight after weight, all of them
-        sharing one Gamma.
-        """
+        """Every prior factor once, weight after weight, sharing one Gamma."""
         for m, v, factor in zip(self.m, self.v, self.factor, strict=True):
             for i in np.ndindex(m.shape):
                 precision = 1 / v[i] - factor["v"][i]

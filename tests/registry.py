@@ -17,9 +17,7 @@ from numpyro_bnn import guides, infer, nn, priors, symmetry
 
 
 class LayerRow(NamedTuple):
-    """A layer, an input shape it takes, and one it must refuse (``None``: it takes
-    every shape).
-    """
+    """A layer, an input shape it takes, and one it must refuse (or ``None``)."""
 
     layer: nn.Layer
     input_shape: tuple[int, ...]
@@ -27,9 +25,7 @@ class LayerRow(NamedTuple):
 
 
 class PriorRow(NamedTuple):
-    """A prior, and the hyper-sites (suffix: shape) it adds for the dense kernel of
-    shape (4, 3).
-    """
+    """A prior, and the hyper-sites (suffix: shape) of a dense kernel (4, 3)."""
 
     prior: Any
     hyper_sites: Mapping[str, tuple[int, ...]] = {}
@@ -306,9 +302,7 @@ USUAL = {name: row.usual for name, row in KERNELS.items() if row.truth is not No
 
 
 class SymmetryRow(NamedTuple):
-    """A symmetry, the shapes of the sites of a model that has it, and which of them are
-    positive.
-    """
+    """A symmetry, the shapes of the sites that have it, and the positive ones."""
 
     symmetry: symmetry.Symmetry
     shapes: Mapping[str, tuple[int, ...]]

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from disk import python
 from helpers import each, group, group_names
-from numpyro.infer import MCMC, SVI, BarkerMH, Trace_ELBO
+from numpyro.infer import HMC, MCMC, SVI, BarkerMH, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, ZOO, N, X, Y, line
 
@@ -86,9 +86,7 @@ CALLS = {
 
 @each("name", CALLS, fast=["fit"])
 def test_tables_and_lists_are_data(name):
-    """Also where a model indexes them by traced indices; NumPy's integers
-    are counts.
-    """
+    """Also where a model indexes them by traced indices; NumPy's integers count."""
     found = CALLS[name](pd.DataFrame(X), Y.tolist())
     expected = CALLS[name](jnp.asarray(X), jnp.asarray(Y))
     if name == "find":
@@ -211,7 +209,7 @@ def test_a_batch_size_among_traced_arguments(kernel):
         traced.run(jax.random.key(0), X, Y, batch_size=10)
 
 
-@each("kernel", [BarkerMH, sgld], fast=1)
+@each("kernel", [HMC, sgld], fast=1)
 def test_data_changed_after_the_run_are_refused(kernel):
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))

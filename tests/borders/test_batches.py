@@ -37,9 +37,7 @@ class Tensor:
 
 
 class Loader:
-    """Shuffles in each epoch, as a loader of torch with ``shuffle=True``; it notes the
-    orders.
-    """
+    """Shuffles in each epoch, as a loader of torch does; it notes the orders."""
 
     def __init__(self, data=(X, Y), seed=0):
         self.data, self.random, self.orders = data, np.random.default_rng(seed), []
@@ -589,9 +587,7 @@ class Restarted:
 
 
 class OneIterator(Loader):
-    """As a loader of torch with ``persistent_workers=True``: each pass starts the same
-    iterator again.
-    """
+    """As a loader of torch with ``persistent_workers=True``: one iterator again."""
 
     def __init__(self, data=(X, Y)):
         super().__init__(data)

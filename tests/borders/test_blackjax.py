@@ -172,9 +172,7 @@ def exact_moments(problem):
 
 
 def assert_exact(draws, problem):
-    """Means within a tenth of a standard deviation, standard deviations within a
-    tenth.
-    """
+    """Means and standard deviations within a tenth of a standard deviation."""
     for site, mean, sd in exact_moments(problem):
         values = np.asarray(draws[site], np.float64)
         np.testing.assert_array_less(np.abs(values.mean(0) - mean), 0.1 * sd)

@@ -175,9 +175,7 @@ def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_ki
 
 
 def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path, capsys):
-    """One line of progress counts the steps of all calls; with nothing left to do,
-    there is none.
-    """
+    """One line of progress counts the steps of all calls; without steps, none."""
     mcmc = mcmc_of(num_samples=6)
     for method, steps in ((mcmc, "14/14"), (None, "20/20")):
         run = start(tmp_path, mcmc=method, progress_bar=True)
@@ -478,9 +476,7 @@ def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, da
 
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_lost_draws_are_not_numbers(small, tmp_path):
-    """Of a run that is in memory too; what is lost is not made anew by a
-    refused call.
-    """
+    """Of a run in memory too; what is lost is not made anew by a refused call."""
     path = shutil.copytree(small[0], tmp_path / "run")
     run = start_small(path)
     for lost in ("draws.zarr/posterior/w/c/0/0", "draws.zarr", ""):
@@ -533,9 +529,7 @@ def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
 
 
 def test_a_call_that_fails_leaves_nothing(tmp_path):
-    """The corrected call is not refused: a folder becomes a run with its
-    first state.
-    """
+    """The corrected call is not refused: a run begins with its first state."""
 
     def begin(folder, size):
         mcmc = mcmc_of(
@@ -763,9 +757,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_chosen_sites_in_half_precision(recorded, tmp_path):
-    """Predictions need all latent sites: those that are not kept would be drawn from
-    the prior.
-    """
+    """Predictions need all latent sites: others would be drawn from the prior."""
     run = start(tmp_path / "run", sites=("s*", "prec*"), dtype="float16")
     assert set(run.get_samples()) == {"sigma", "precision"}
     assert run.get_samples()["sigma"].dtype == np.float16
@@ -795,9 +787,7 @@ def test_chosen_sites_in_half_precision(recorded, tmp_path):
 
 
 def test_a_run_gives_the_results_of_its_mcmc(recorded):
-    """With predictions from what ``start`` returns; of the folder alone draws and
-    statistics.
-    """
+    """With predictions of what ``start`` returns; a folder has draws and statistics."""
     run = recorded("Barker").result
     mcmc = of_mcmc("Barker")
     new = {"predictions": {"x": NEW_X}}

@@ -69,9 +69,7 @@ def recorded(tmp_path_factory):
     ],
 )
 def test_a_fit_that_is_killed_anywhere_goes_on_bit_for_bit(recorded, tmp_path, name):
-    """Also one that had all the steps it was asked for; it is what it would be without
-    a folder.
-    """
+    """Also one that had all its steps; it is what it would be without a folder."""
     make, steps, kwargs = FITS[name]
     given = {"progress_bar": False, **kwargs}
     if isinstance(method := make(), SVI):
@@ -182,9 +180,7 @@ class Counted:
 
 
 def on_disk(folder):
-    """Inputs in a Zarr array, targets in a memory map, and how many of them are read at
-    once.
-    """
+    """Inputs in a Zarr array, targets in a memory map; how many are read at once."""
     import zarr
 
     x = zarr.create_array(folder / "x", data=X, chunks=(10, 2), overwrite=True)

@@ -97,9 +97,7 @@ def test_block_of_gibbs_has_the_right_posterior(name):
 
 @pytest.mark.slow
 def test_gibbs_starts_from_constrained_values():
-    """`Gibbs` hands constrained values to `init`, whose unconstrained form may have
-    another shape.
-    """
+    """`Gibbs` hands over constrained values, whose free form may have another shape."""
 
     def probabilities(y):
         p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
@@ -128,9 +126,7 @@ def test_gibbs_starts_from_constrained_values():
     ],
 )
 def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
-    """Caches are those of the new place: the next draws are there, not where the chain
-    was.
-    """
+    """Caches are those of the new place: the next draws are there."""
     kernel = KERNELS[name].make(SPREAD.model)
     x, y = SPREAD.args
 
@@ -189,9 +185,7 @@ def test_wrap_model_leaves_the_kernel_alone():
 
 @pytest.mark.slow
 def test_data_as_arguments(compiled):
-    """`jit_model_args`: one program for all data of a shape; nothing of the first data
-    stays in it.
-    """
+    """`jit_model_args`: one program for all data of a shape, without the first data."""
     options = {
         "num_warmup": 4,
         "num_samples": 6,

@@ -540,9 +540,7 @@ SEQUENCES = np.random.default_rng(1).normal(size=(6, 5, 2)).astype(np.float32)
 
 
 class Readout(nnx.Module):
-    """A dense layer of the last step of a recurrent or attention layer with four
-    outputs.
-    """
+    """A dense layer of the last step of a recurrent or attention layer."""
 
     def __init__(self, layer):
         self.layer, self.out = layer, nnx.Linear(4, 1, rngs=nnx.Rngs(0))
@@ -641,9 +639,7 @@ def sequences(library, layer):
 
 
 def test_a_recurrent_module_starts_a_chain():
-    """The counter of keys of a recurrent module of NNX changes, and nothing depends on
-    it.
-    """
+    """The counter of keys of a recurrent module of NNX changes without effect."""
     kernel = infer.SGLD(sequences("nnx", nnx.RNN(nnx_cell())), 1e-4, warm_start=0.0)
     data = SEQUENCES, SEQUENCES[:, 0, 0]
     state = jax.eval_shape(lambda: kernel.init(jax.random.key(0), 0, None, data, {}))
@@ -722,9 +718,7 @@ LEARNED_SCALES = {
 
 @each("library", NAMES, fast=["nnx"])
 def test_modules_with_learned_scales(library):
-    """Sites as documented, named once, non-centered; and a finite log density and
-    gradient.
-    """
+    """Sites as documented, named once, non-centered; finite density and gradient."""
     make, hyper = LEARNED_SCALES[library]
     model = priors.noncenter(classifier(library, make()))
     kernel = f"net/{NAMES[library][1]}"
@@ -822,9 +816,7 @@ def test_modules_that_are_not_wrapped_are_refused(kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("library", NAMES)
 def test_kernels_sample_what_is_random_and_learn_what_is_learned(library):
-    """Predictions are those of the module with the drawn, the learned and the fixed
-    weights.
-    """
+    """Predictions are the module's with the drawn, learned and fixed weights."""
     (dense, conv, bias, gain), given = NAMES[library], module(library)[1][0]
     smooth = priors.Hierarchical() if library == "equinox" else priors.GPFilters()
     patterns = {conv: smooth, bias: priors.Learned(given), gain: priors.Fixed(given)}

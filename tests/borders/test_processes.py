@@ -35,9 +35,7 @@ X, Y = zoo.X[:23], zoo.Y[:23]  # an odd number of rows: the last device has fewe
 
 
 def masked(x, y=None):
-    """Missing observations, a plate of groups, a value for each group and one for each
-    row.
-    """
+    """Missing observations, plates of groups, a value for each group and row."""
     w = numpyro.sample("w", dist.Normal().expand([2]).to_event(1))
     with numpyro.plate("groups", 3):
         effect = numpyro.sample("effect", dist.Normal())
@@ -95,9 +93,7 @@ def own_rows(mesh):
 
 
 def close(found, expected):
-    """Equal but for the rounding of sums in another order, which the transitions carry
-    on.
-    """
+    """Equal but for the rounding of sums in another order."""
     for name, value in expected.items():
         np.testing.assert_allclose(
             found[name], value, rtol=2e-3, atol=2e-4, err_msg=name

@@ -408,9 +408,7 @@ def test_exported_draws_have_their_log_density_weights_and_judgment():
 
 
 def test_exported_log_density_is_that_of_mcmc():
-    """Of unconstrained values, as ``lp`` of MCMC is: minus NumPyro's
-    potential energy.
-    """
+    """Of unconstrained values, as ``lp`` of MCMC: minus NumPyro's potential energy."""
 
     def positive(x, y=None):
         sigma = numpyro.sample("sigma", dist.HalfNormal(1.0).expand([2]))
@@ -426,9 +424,7 @@ def test_exported_log_density_is_that_of_mcmc():
 
     @jax.jit
     def densities(draw):
-        """Minus the energy, and the log weight: in it, the Jacobians of model and guide
-        cancel.
-        """
+        """Minus the energy, and the log weight, in which Jacobians cancel."""
         u = {"sigma": jnp.log(draw["sigma"]), "shares": to_simplex.inv(draw["shares"])}
         q = {
             name: dist.Normal(

@@ -103,9 +103,7 @@ def same(one, two, rtol=1e-10):
 
 @pytest.mark.slow
 def test_centering_does_not_matter():
-    """The two forms are one posterior to ADF: same start, same weights,
-    up to rounding.
-    """
+    """The two forms are one posterior to ADF, up to rounding."""
     one, two = (
         fit_of(name)[1].state.weights
         for name in ("Hierarchical", "Hierarchical, centered")
@@ -244,9 +242,7 @@ def test_runs_at_once_are_the_runs_one_by_one(fitted, x64):
 
 @pytest.mark.slow
 def test_run_can_be_traced(fitted, rows, x64):
-    """Inside the user's own transformation all epochs are one loop; the result is the
-    same.
-    """
+    """Inside of a user's transformation all epochs are one loop, of the same result."""
 
     def learn(key):
         return fitted[0].run(key, *rows, num_epochs=2, progress_bar=False).losses
@@ -616,9 +612,7 @@ def test_models_that_cannot_be_handled(unfit, message):
 
 
 def test_a_table_as_long_as_the_data_is_not_taken_for_rows():
-    """Each row looks up its group, of which there are as many; the first two groups
-    hide it.
-    """
+    """Each row looks up its group, of which there are as many."""
 
     def by_group(x, group, table, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))

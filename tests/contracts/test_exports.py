@@ -150,9 +150,7 @@ def test_predictions_and_densities_are_those_of_the_network_at_the_draws(part):
 
 
 def test_noise_of_training_and_new_rows_is_standard_and_independent():
-    """Of 24 draws of 24 rows: means, variances and the correlation within five standard
-    errors.
-    """
+    """Of 24 draws of 24 rows: means, variances, correlation within five errors."""
     idata = exported()
     sigma = group(idata, "posterior")["sigma"].to_numpy()[..., None]
     parts = [group(idata, name) for name in ("posterior_predictive", "predictions")]
@@ -340,9 +338,7 @@ def test_coords_of_new_rows_of_processes():
 
 @pytest.mark.slow
 def test_batch_norm_predicts_with_training_statistics_of_each_draw():
-    """A prediction is about one point: alone or among others it is the same, and so is
-    its score.
-    """
+    """A prediction is about one point: alone or among others it is the same."""
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     run = sample(bnn.models.regression(net), *ZOO["network"].args, draws=60, warmup=200)
     draws = {
@@ -421,9 +417,7 @@ def export_of_masked(kept):
 @each("kept", KEPT, fast=["some"])
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_observations_are_no_data(name, kept):
-    """LOO of the observations that a mask leaves is that of a model that holds nothing
-    else.
-    """
+    """LOO of the observations that a mask leaves is that of a model of these."""
     mask, idata = KEPT[kept], export_of_masked(kept)
     found = group(idata, "log_likelihood")
     assert found["complete"].shape == (1, 60, N)
@@ -522,9 +516,7 @@ def test_what_a_log_likelihood_or_a_mean_lacks_is_said():
 
 
 def test_placeholders_behind_a_mask_are_no_targets():
-    """NaN or -999 for a missing target: the scale of the targets is that
-    of the others.
-    """
+    """NaN or -999 for a missing target: the scale is that of the other targets."""
 
     def model(x, y, known):
         net = bnn.random_network("net", NET, x.shape[1:])

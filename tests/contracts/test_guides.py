@@ -288,9 +288,7 @@ def test_guides_can_be_parts_of_a_list(name):
 
 @pytest.mark.slow
 def test_a_list_of_guides_is_fitted():
-    """Its parts read their models in their first call, which is outside
-    of any program.
-    """
+    """Its parts read their models in their first call, outside of any program."""
     full = guides.AutoBlocks(
         handlers.block(spread, hide=["sigma", "mean", "precision"]),
         {"w": guides.FullRank()},

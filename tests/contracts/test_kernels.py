@@ -29,9 +29,7 @@ FIELDS = ("base_step_size", "z.sigma", "decoherence_length")
 
 
 def params(fast=None):
-    """Names of rows; those that are not in ``fast``, by default the first of each
-    class, are slow.
-    """
+    """Names of rows; slow without those in ``fast``, by default one of each class."""
     fast = firsts(KERNELS) if fast is None else fast
     return [
         pytest.param(name, marks=() if name in fast else pytest.mark.slow)
@@ -50,9 +48,7 @@ def mcmc_of(kernel, method="vectorized", **options):
 
 @cache
 def finished(name):
-    """Two vectorized chains of a pickled kernel, with a legacy key, every second draw
-    kept.
-    """
+    """Two vectorized chains of a pickled kernel, with a legacy key, thinned."""
     mcmc = mcmc_of(pickle.loads(pickle.dumps(KERNELS[name].make(MODEL.model))))
     mcmc.run(jax.random.PRNGKey(3), *MODEL.args, **BATCHES, extra_fields=FIELDS)
     return mcmc
@@ -71,9 +67,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", params())
 def test_draws_are_those_of_the_model(name):
-    """Finite, constrained, thinned; without the deterministic site that belongs to one
-    minibatch.
-    """
+    """Finite, constrained, thinned; without the deterministic site of a minibatch."""
     mcmc = finished(name)
     draws = mcmc.get_samples(group_by_chain=True)
     extra = mcmc.get_extra_fields(group_by_chain=True)

@@ -31,9 +31,7 @@ IMAGE, KERNEL, W = random(0, 2, 4, 3, 2), random(1, 3, 2, 2, 3), random(2, 3, 4)
 
 
 def rows(table, fast):
-    """Rows of a table; those of which another row has the same rule run in `make
-    test-all`.
-    """
+    """Rows of a table; those with the rule of another row run in `make test-all`."""
     return [
         pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
         for name in table
@@ -250,9 +248,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", rows(SMALL, {"steep", "kink"}))
 def test_small_variances_do_not_straighten_a_function(name):
-    """In float32, where variances below 2.4e-5 are small: the steep one had the
-    variance 16.
-    """
+    """In float32, where variances below 2.4e-5 are small."""
     fn, var = SMALL[name]
     found = jax.jit(propagate(fn))(
         Gaussian(jnp.zeros((2, 3), "float32"), jnp.full((2, 3), var, "float32"))
@@ -373,9 +369,7 @@ straight.defjvp(lambda primals, tangents: (straight(*primals), tangents[0]))
 
 
 def test_derivatives_of_an_author_survive_broadcasting(x64):
-    """Straight-through signs: the slope is that of the signs alone times the factor,
-    and not 0.
-    """
+    """Straight-through signs: the slope is the factor times that of the signs."""
 
     @jax.jit
     def slope(mean, factor):

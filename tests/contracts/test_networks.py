@@ -318,9 +318,7 @@ STATED = {  # model, targets, log likelihood of outputs and other values
 
 @pytest.mark.parametrize(("make", "y", "log_likelihood"), STATED.values(), ids=STATED)
 def test_density_of_a_model_is_the_one_it_states(make, y, log_likelihood):
-    """Of t noise with 2 + d degrees of freedom, d ~ Gamma(2, 0.1): the noise has a
-    variance.
-    """
+    """Of t noise with 2 + d degrees of freedom, d ~ Gamma(2, 0.1)."""
     model = make()
     values = values_of(model, X, y)
     found = jax.jit(lambda values: log_density(model, (X, y), {}, values)[0])(values)
@@ -380,9 +378,7 @@ TARGETS = {  # name: targets, whether most are a few repeated values
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize(("y", "repeats"), TARGETS.values(), ids=TARGETS)
 def test_heavy_tails_of_repeated_targets_are_refused(y, repeats, columns):
-    """At a value that most rows share the density of a t grows without bound as its
-    scale falls.
-    """
+    """At a value of most rows the density of a t grows without bound."""
     model = models.regression(nn.MLP([4, columns]), heavy_tails=True)
     line = np.linspace(-1, 1, len(y))
     y = y if columns == 1 else np.stack([line, y], 1)
@@ -430,9 +426,7 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fault", WRONG_DATA)
 def test_wrong_data_are_refused_where_they_are_traced(fault, method):
-    """A minibatch need not hold the wrong row, and AutoADF took a label beyond the last
-    class.
-    """
+    """A minibatch need not hold the wrong row."""
     make, y, message = WRONG_DATA[fault]
     with pytest.raises(ValueError, match=message):
         METHODS[method](make(), y)

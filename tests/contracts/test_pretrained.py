@@ -80,9 +80,7 @@ def linear_regression(design, y, prior_variance):
 
 
 def test_last_layer_of_a_fixed_body_has_the_posterior_of_a_linear_regression():
-    """Joint density over the closed-form posterior is the evidence wherever it is
-    computed.
-    """
+    """Joint density over the closed-form posterior is the evidence everywhere."""
     model, prior_variance = model_of(BODY), [1 / H] * H + [1.0]
     sites = traced_sites(model, X, Y)
     assert {name for name in sites if name.startswith("net/")} == LAST
@@ -263,9 +261,7 @@ def test_collapsed_sites_have_the_posterior_given_the_learned_values():
 
 @pytest.mark.filterwarnings("ignore:symmetry.find. found none")
 def test_units_with_fixed_weights_do_not_move():
-    """Unless the values allow it: biases of zero are equal and odd. Learned ones will
-    not stay zero.
-    """
+    """Unless the values allow it: biases of zero are equal and odd."""
 
     def found(kinds, params=PARAMS):
         return {
@@ -288,9 +284,7 @@ def test_units_with_fixed_weights_do_not_move():
 
 
 def test_tangent_kernel_of_fixed_weights_is_that_of_the_rest():
-    """In closed form, on the features; weights around given values are random as any
-    others.
-    """
+    """In closed form, on the features; weights around given values are random."""
     hidden = features(NEW_X)
     found = infinite.empirical_ntk(NET, PARAMS, NEW_X, prior=prior_of(BODY))
     np.testing.assert_allclose(found, hidden @ hidden.T / H + 1, rtol=1e-4)

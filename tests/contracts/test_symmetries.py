@@ -84,9 +84,7 @@ def log_det_by_autodiff(s, values, g, positive=()):
 
 
 def jacobian_errors(s, values, g, positive=()):
-    """Of the stated log determinant, in the coordinates of the model and in those of a
-    sampler.
-    """
+    """Of the log determinant, in the coordinates of the model and of a sampler."""
     stated, moved = jnp.sum(s.log_det(values, g)), {**values, **s.act(values, g)}
     volume = sum(
         (jnp.sum(jnp.log(values[site]) - jnp.log(moved[site])) for site in positive),
@@ -504,9 +502,7 @@ LEARNED = {
 
 @each("name", LEARNED, slow=["scales of ReLU layers"])
 def test_learned_scales_are_found(name):
-    """With the powers of scales and of precisions, and of those that stand behind the
-    units.
-    """
+    """With the powers of scales and precisions, also of those behind the units."""
     net, prior, expected = LEARNED[name]
     model, args = models.regression(net, prior()), (jnp.asarray(X), jnp.asarray(Y))
     found = symmetry.find(model, *args)

@@ -96,9 +96,7 @@ def walked(name):
 
 @pytest.mark.parametrize("name", params())
 def test_all_sites_of_the_model_are_drawn(name):
-    """Those that were integrated out, too: as `MCMC` records them, finite and different
-    in all draws.
-    """
+    """Those that were integrated out, too: finite and different in all draws."""
     row, (kernel, states) = WRAPPERS[name], walked(name)
     entry = ZOO[row.model]
     z = jax.tree.map(
@@ -147,9 +145,7 @@ OF_MODELS = [
 
 @pytest.mark.parametrize("name", params(OF_MODELS))
 def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
-    """By NumPyro's own evaluation of the model at the draw, given what other blocks
-    hold.
-    """
+    """By NumPyro's own evaluation of the model, given what other blocks hold."""
     entry, state, held = ZOO[WRAPPERS[name].model], walked(name)[1][-1], {}
     while "base" in state._fields:
         state = state.base
@@ -240,9 +236,7 @@ SOME = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_chain_methods_and_kinds_of_keys_agree(name):
-    """In what is sampled: draws of the rest take their random numbers from its last
-    bits.
-    """
+    """In what is sampled: other draws take the last bits for random numbers."""
     mcmc = mcmc_of(name, "sequential")
     mcmc.run(jax.random.PRNGKey(3), *ZOO[WRAPPERS[name].model].args)
     sampled = set(mcmc.last_state.z) & set(draws_of(mcmc))

@@ -26,9 +26,7 @@ BUDGET_SECONDS = 150.0  # what the test files that are tried for one fault take 
 
 
 def trial_of(fault: Fault, coverage: CoverageMap) -> Trial:
-    """The tests that run the changed line first, then the other fast tests of their
-    files.
-    """
+    """The tests that run the changed line first, then others of their files."""
     tests = coverage.lines.get(str(fault.file.relative_to(ROOT)), {}).get(
         str(fault.line), []
     )
@@ -49,9 +47,7 @@ def trial_of(fault: Fault, coverage: CoverageMap) -> Trial:
 
 
 def described(outcome: Outcome) -> dict[str, str | float]:
-    """An outcome as the file of results and notes have it: where, what, and which test
-    noticed.
-    """
+    """An outcome as files and notes have it: where, what, which test noticed."""
     fault = outcome.trial.label
     place = (
         f"{fault.file.relative_to(ROOT)}:{fault.function.split('.')[-1]}:{fault.line}"

@@ -358,9 +358,7 @@ def predicts_classes(classes):
 
 
 def test_two_classes_are_exact(x64):
-    """The difference of two independent normal logits is normal: one integral over it,
-    by SciPy.
-    """
+    """A difference of independent normal logits is normal: one integral, by SciPy."""
     guide, mean = predicts_classes(2), np.array([0.3, -0.8])
     for var in ((0.5, 2.0), (3.0, 0.1), (1.0, 0.0)):
         params = {"w_auto_loc": mean, "w_auto_scale": np.sqrt(var)}
@@ -422,9 +420,7 @@ PREDICTED = {
 
 @each("name", ["Normal, random noise", "Poisson"], fast=1)
 def test_predictive_moments_are_exact(name):
-    """By hand, for parameters of our choice: with the noise of an observation and
-    without it.
-    """
+    """By hand, for parameters of our choice, with and without observation noise."""
     likelihood, moments = PREDICTED[name]
 
     def model(x, y=None):
@@ -565,9 +561,7 @@ def test_a_learned_scale_and_its_weights_have_their_exact_moments():
 
 @pytest.mark.slow
 def test_sites_in_their_own_plates():
-    """Weights and scales in plates, written by hand; ARD over the features of a linear
-    model.
-    """
+    """Weights and scales in plates, by hand; ARD over the features of a line."""
 
     def model(x, y=None):
         with numpyro.plate("features", x.shape[1]):

@@ -130,9 +130,7 @@ def of_flax():
 
 
 def heads(shared):
-    """The mean and the log sd have weights of their own, or are two columns of one
-    site.
-    """
+    """Mean and log sd have weights of their own, or are columns of one site."""
 
     def model():
         h = jnp.tanh(hidden_units())
@@ -419,9 +417,7 @@ def slopes_of(shape):
 
 
 def textbook(matrix, residual):
-    """By the covariance of the data, which loses digits and is
-    differentiated by JAX.
-    """
+    """By the covariance of the data, which loses digits; derivatives by JAX."""
     covariance = jnp.eye(matrix.shape[-2]) + matrix @ matrix.mT
     squares = residual.mT @ jnp.linalg.solve(covariance, residual)
     return -0.5 * (jnp.linalg.slogdet(covariance)[1] + squares[..., 0, 0])

@@ -44,9 +44,7 @@ def observe(mean, y):
 
 
 def mean_field(model, *args):
-    """Independent normals, positive where the model is, and parameters away from the
-    prior.
-    """
+    """Independent normals, positive where the model is."""
     trace, draws, params = {}, np.random.default_rng(2), {}
     jax.eval_shape(
         lambda: trace.update(handlers.trace(handlers.seed(model, 0)).get_trace(*args))
@@ -120,9 +118,7 @@ def centered(x, y):
 
 
 def images(x, y):
-    """A module of Flax, then a convolution of ours, which may be a product with
-    patches.
-    """
+    """A module of Flax, then a convolution, which may be a product of patches."""
     linen = pytest.importorskip("flax.linen")
     pool = partial(linen.max_pool, window_shape=(2, 2), strides=(2, 2))
     module = linen.Sequential(
@@ -136,9 +132,7 @@ def images(x, y):
 
 
 def by_hand(x, y):
-    """Likelihood in a factor, group effects, a transposed weight, a loop over one data
-    point.
-    """
+    """Likelihood in a factor, effects, a transposed weight, a loop over one point."""
     w, effect = weight("w", 2, 3), weight("effect", 4)
     logits = (
         jax.vmap(lambda row: w @ row)(x) * 1.5 + effect[jnp.arange(len(x)) % 4][:, None]
@@ -184,9 +178,7 @@ def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
 
 @pytest.mark.slow
 def test_guides_with_factors_have_the_right_expectation():
-    """The factor of the guide depends on `w` and sees its plain draw. Failure rate
-    1e-4.
-    """
+    """The guide's factor depends on `w` and sees its draw. Failure rate 1e-4."""
 
     def model(x, y):
         observe(x @ weight("w", 3), y)
@@ -381,9 +373,7 @@ def test_cost_of_a_step_is_near_that_of_a_deterministic_one():
 
 @pytest.mark.core
 def test_particles_are_averaged():
-    """The mean of particles, vectorized or in a loop, is the mean of losses at their
-    keys.
-    """
+    """The mean of particles, vectorized or looped, is that of losses at their keys."""
     entry = ZOO["line"]
     guide, params = mean_field(entry.model, *entry.args)
     keys = random.split(random.key(3), 4)

@@ -37,9 +37,7 @@ def test_a_structured_guide_has_a_block_for_each_layer():
 
 
 def levels(batch_size=None):
-    """Three levels, all Gaussian given a scale that is log-normal; the last has a site
-    per row.
-    """
+    """Three levels, Gaussian given a log-normal scale; the last has a site per row."""
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
     mu = numpyro.sample("mu", dist.Normal(1.0, tau))
     numpyro.sample("w", dist.Normal(mu, 2 * tau).expand([4]).to_event(1))
@@ -125,9 +123,7 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
 
 @pytest.mark.slow
 def test_wide_layers_start_with_unit_preactivations():
-    """With n = 400 inputs of variance 1: sum w_i^2 is 1, where NumPyro's own start
-    gives n 4 / 3.
-    """
+    """With n = 400 inputs of variance 1 sum w_i^2 is 1; NumPyro's start has n 4 / 3."""
     x = jax.random.normal(jax.random.key(0), (100, 400))
 
     def wide(x):
@@ -231,9 +227,7 @@ def test_low_rank_covariance_is_the_published_form():
 
 @pytest.mark.core
 def test_mean_field_is_numpyros_auto_normal_with_another_start():
-    """The same parameters by the same names, densities and draws, in plates with local
-    sites too.
-    """
+    """The same parameters, densities and draws, in plates with local sites too."""
 
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))

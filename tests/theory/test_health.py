@@ -30,9 +30,7 @@ C, S, N, SAMPLE = 4, 200, 40, ("chain", "draw")
 
 
 class Made:
-    """A healthy result of a linear network, whose parts a test replaces; draws are
-    independent.
-    """
+    """A healthy result of a linear network, whose parts a test replaces."""
 
     def __init__(self, draws=S, chains=C):
         rng = self.rng = np.random.default_rng(0)
@@ -194,9 +192,7 @@ def nearly_frozen(made):
 
 
 def dead(*chains):
-    """As good as constant; with one such chain the mean over the chains still explains
-    most.
-    """
+    """As good as constant; the mean over the chains still explains most."""
 
     def change(made):
         for c in chains:

@@ -88,9 +88,7 @@ def test_kernels_are_symmetric_positive_and_the_same_in_blocks(name, x64):
 
 @EACH
 def test_derivatives_hold_where_inputs_meet(name, x64):
-    """Along a smooth path of inputs, through a kernel whose rows include each input
-    itself.
-    """
+    """Along a smooth path of inputs, with each input itself among the rows."""
     net, (x, direction) = NETWORKS[name](8), (data(name, 4, seed=s) for s in (0, 1))
     wanted = np.random.default_rng(2).normal(size=(4, 4))
     value = jax.jit(
@@ -180,9 +178,7 @@ PAIRS = np.array(
 
 @each("name", nn.ACTIVATIONS, fast=("leaky_relu", "gelu"))
 def test_activations_agree_with_integration(name, x64):
-    """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on
-    a fine grid.
-    """
+    """E f(u) f(v), E f'(u) f'(v) and E f(u), on a fine grid."""
     layer = nn.Activation(name, 0.2) if name == "leaky_relu" else name
     fn = (
         (lambda u: jax.nn.leaky_relu(u, 0.2))

@@ -33,9 +33,7 @@ def process():
 
 
 def test_regression_is_conditioning():
-    """Against the joint normal of training and new targets, conditioned by dense linear
-    algebra.
-    """
+    """Against the joint normal of all targets, conditioned by linear algebra."""
     gp = process()
     with jax.enable_x64(True):
         k = np.asarray(nngp(NET, X, prior=PRIOR))
@@ -80,9 +78,7 @@ def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
 
 
 def test_jitter_is_no_more_than_is_needed_and_is_reported():
-    """Two copies of every input and next to no noise: the kernel is singular to
-    rounding.
-    """
+    """Two copies of every input, hardly noise: the kernel is singular to rounding."""
     double = gp_regression(NET, np.repeat(X, 2, 0), np.repeat(Y, 2), noise_sd=1e-12)
     assert 0 < double.jitter < 1e-10
     # For K = diag(1, 0), the noise being lost to rounding, N rounding errors of the
@@ -219,9 +215,7 @@ def test_scales_are_found():
 
 @pytest.mark.slow
 def test_found_prior_serves_networks():
-    """By input, with a normalization, and nested names: `random_network` takes what is
-    returned.
-    """
+    """By input, with a normalization, and nested names."""
     block = nn.Residual(nn.Sequential([nn.LayerNorm(), "relu", nn.Dense(6)]))
     net = nn.Sequential([nn.Dense(6), block, nn.Dense(1)])
     found = prior_fit(net, X, Y, ard=True, max_steps=3)
@@ -256,9 +250,7 @@ def test_a_strong_prior_holds_the_scales_and_leaves_the_noise():
 
 @pytest.mark.core
 def test_results_hold_the_draws_of_the_process():
-    """Six standard errors of 800 draws; the log density of new points is that of the
-    closed form.
-    """
+    """Six standard errors of 800 draws; the log density is the closed form."""
     gp = process()
     idata = to_inference_data(gp, predictions={"x": NEW, "y": Y[20:]}, num_samples=800)
     names = {

@@ -40,9 +40,7 @@ SLOPES = -INPUTS * (TARGETS - INPUTS @ MEAN)[:, None] / NOISE**2
 
 
 def gradient_noise(position):
-    """Covariance of the minibatch gradient when the position has mean MEAN and this
-    covariance.
-    """
+    """Covariance of the minibatch gradient for a position of this covariance."""
     mean = CURVATURES.mean(0)
     curvature = (
         np.einsum("nij,jk,nlk->il", CURVATURES, position, CURVATURES) / N
@@ -151,9 +149,7 @@ FAST = ("SGLD",)  # an exact kernel is next, at another temperature
 
 @each("name", LINEAR, fast=FAST)
 def test_conjugate_regression_with_minibatches(name):
-    """Mean and mean squares of all draws, standardized by the exact ones, chain by
-    chain.
-    """
+    """Mean and mean squares of all draws over the exact ones, chain by chain."""
     kind, options, theory = LINEAR[name]
     kernel, warmup = kind(LINE.model, temperature=T, **options), 6
     start = {"w": jnp.broadcast_to(jnp.asarray(MEAN, jnp.float32), (CHAINS, P))}

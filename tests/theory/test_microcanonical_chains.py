@@ -248,9 +248,7 @@ def test_tiny_errors_at_the_mode_do_not_lengthen_the_steps_at_once():
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_a_cliff_that_no_gradient_shows_is_not_passed():
-    """Single steps are refused there, and the density up to the edge is the truncated
-    one.
-    """
+    """Single steps are refused there; the density up to the edge is truncated."""
 
     def cliff():
         x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([20]).to_event(1))
@@ -275,9 +273,7 @@ def test_a_cliff_that_no_gradient_shows_is_not_passed():
 @pytest.mark.slow
 @pytest.mark.parametrize("step_size", [1e-9, 1e10])
 def test_a_chain_that_takes_no_step_is_marked(step_size):
-    """Steps so short that they are lost in rounding, or so long that all
-    are refused.
-    """
+    """Steps lost in rounding, or so long that all are refused."""
     mcmc = run(infer.MCLMC(gaussian, step_size, steps_per_draw=10), 40, 20, chains=2)
     assert np.isnan(mcmc.get_samples()["x"]).all()
     with pytest.warns(UserWarning, match=r"diverged \(chain 0 at step"):

@@ -28,9 +28,7 @@ RANDOM_X = Gaussian(X, np.array([[0.3, 1.0, 0.01], [2.0, 0.5, 1e-9]]))
 
 
 def weights(dtype=np.float64):
-    """Gaussian weights of `nn.MLP([4, 3])` on three inputs; one of the
-    biases is known.
-    """
+    """Gaussian weights of `nn.MLP([4, 3])` on three inputs; one bias is known."""
     rng = np.random.default_rng(1)
     shapes = nn.MLP([4, 3]).param_shapes((3,))
     found = {
@@ -45,9 +43,7 @@ def weights(dtype=np.float64):
 
 
 def unit_moments(fn, mean, var):
-    """E f and Var f of normal pre-activations, by the trapezoid rule;
-    3e-7 at a kink.
-    """
+    """E f and Var f of normal inputs, by the trapezoid rule; 3e-7 at a kink."""
     z = np.linspace(-9, 9, 8001)
     weight = np.exp(-0.5 * z * z) / np.exp(-0.5 * z * z).sum()
     values = np.asarray(fn(mean + np.sqrt(var) * z[:, None, None]))
@@ -545,9 +541,7 @@ def test_user_adds_rules():
 
 
 def test_interpreter_serves_other_rules():
-    """Local reparameterization: where a Gaussian weight meets a product, the output is
-    sampled.
-    """
+    """Local reparameterization: where Gaussian weights meet a product."""
     seen = []
 
     def sampled(equation, x, w):

@@ -25,9 +25,7 @@ W = np.array([[0.3, -1.2, 0.7], [2.0, 0.1, -0.4]], np.float32)
 
 
 def sweep(model, held, start=None):
-    """One sweep from each of many states, all given the same values of
-    the other sites.
-    """
+    """One sweep from many states, given the same values of the other sites."""
     kernel, kwargs = infer.PrecisionGibbs(model), {GIBBS_SITES_KWARG: held}
     state = kernel.init(random.key(0), 0, None, (), kwargs)
     z = {

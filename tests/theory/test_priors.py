@@ -37,9 +37,7 @@ BIAS, GAIN = ("Dense_0.bias", (3,)), ("LayerNorm_0.scale", (3,))
 
 
 def scaled(scales, nodes=2000):
-    """Cdf of s z, z ~ N(0, 1), for a distribution of s: the mean of Phi(w
-    / s) over s.
-    """
+    """Cdf of s z, z ~ N(0, 1), for random s: the mean of Phi(w / s)."""
 
     def cdf(w):
         sds = scales.ppf((np.arange(nodes) + 0.5) / nodes)

@@ -37,9 +37,7 @@ def times(factor):
 
 
 def test_equal_computations_share_a_program(compiled):
-    """Another function, other data of the same shape, another value: nothing is
-    compiled.
-    """
+    """Another function, other data of the shape, another value compile nothing."""
     run(times(2.0), jnp.float32(1.0), (THREE,), {})
     before = len(compiled)
     assert float(run(times(2.0), jnp.float32(3.0), (THREE + 1,), {})) == 36.0
@@ -276,9 +274,7 @@ def test_changed_data_are_read_again():
 
 
 def constants_of(closed):
-    """The arrays that a program and its inner programs hold themselves; references are
-    inputs.
-    """
+    """The arrays that a program and its inner programs hold themselves."""
     for const in closed.consts:
         if not isinstance(const, jax.Ref):
             yield const

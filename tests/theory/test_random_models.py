@@ -115,9 +115,7 @@ def layer_of(spec):
 
 
 def forward(net, net_name, x):
-    """(N, width) outputs of rows; times are (N, T, D), or (T, N, D) with the times
-    first.
-    """
+    """(N, width) outputs of rows; times are (N, T, D), or (T, N, D) if first."""
     if net_name == "twice":
         return net(x) + net(-0.5 * x)
     if net_name in ("times", "times first"):
@@ -415,9 +413,7 @@ class Case:
 
 
 def check_export(case):
-    """Log likelihood, mean, predictions and their log likelihood, and the log joint, at
-    two draws.
-    """
+    """Log likelihood, mean, predictions and their density, and the log joint."""
     spec, data, new = case.spec, case.data, case.new
     idata = case.exported()
     mean = "y_probs" if spec.family == "classes" else "y_mean"
@@ -604,9 +600,7 @@ def check_laplace(case):
 
 
 def check_collapse(case):
-    """The density of the model without its last layer, or all but the groups: a normal
-    integral.
-    """
+    """The density without the last layer, or all but the groups: an integral."""
     spec, data, weights = case.spec, case.data, case.point()
     last = HIDDEN if spec.net in ("linear", "no bias") else OUTPUT
     sites = [name for name in weights if name.startswith(last)]
@@ -658,9 +652,7 @@ def check_collapse(case):
 
 
 def check_adf(case):
-    """One pass over a line is exact for one weight; moments at new rows are those of a
-    line.
-    """
+    """One pass over a line is exact for one weight; new moments are of a line."""
     spec = case.spec
     guide = guides.AutoADF(case.model)
     # It starts at random means, which break the symmetry of units; one weight is exact
@@ -719,9 +711,7 @@ def check_adf(case):
 
 
 def check_moments(case, guide, params):
-    """Moments of a network with one hidden layer are exact; five standard errors of
-    4000 draws.
-    """
+    """Moments with one hidden layer are exact; five standard errors of 4000 draws."""
     draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(4000,))
     new = {name: value for name, value in case.new.items() if name not in ("y", "z")}
     mean, variance = (

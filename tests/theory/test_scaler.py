@@ -63,9 +63,7 @@ def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
 
 @pytest.mark.parametrize("exponent", [-1000, 532])
 def test_units_do_not_matter(exponent):
-    """Powers of two from 1e-301 to 1e301: standardized values are the same to the last
-    bit.
-    """
+    """Powers of two from 1e-301 to 1e301: the same to the last bit."""
     values = np.random.default_rng(5).normal(3, 2, (20, 3))
     expected = Scaler.fit(values).transform(values)
     scaled = np.ldexp(values, exponent)

@@ -54,9 +54,7 @@ class Recorder(Dynamics):
 
 
 def recorded(stream, num_steps, size=1, seeds=(0,)):
-    """Start, noise, minibatches and uniform numbers of a chain of each seed, one row
-    per step.
-    """
+    """Start, noise, minibatches and uniform numbers of each chain, a row a step."""
     sampler = build(
         sgmcmc.Minibatch(lambda q, batch: jnp.zeros(()), stream),
         Recorder(),
@@ -81,9 +79,7 @@ def uniform(counts):
 
 
 def test_noise_is_normal_and_independent_of_all_other_randomness():
-    """Also in the tails; rows, coordinates and steps; the start; minibatches and
-    uniform numbers.
-    """
+    """Also in the tails: rows, coordinates, steps, start, minibatches, uniforms."""
     drawn, again, other = recorded(
         WithReplacement(1000, 2), 1000, size=500, seeds=(0, 0, 1)
     )
@@ -430,9 +426,7 @@ def test_any_schedule_drives_the_step():
 
 @pytest.mark.parametrize("bound", [1, 7, 10**6, 2**31 - 1])
 def test_random_rows_are_the_leading_bits_of_an_exact_product(bound):
-    """Of 64 random bits and the number of rows; at the largest one half of them need
-    the carry.
-    """
+    """Of 64 random bits and the number of rows; half of the largest need the carry."""
     high, low = np.random.default_rng(0).integers(2**32, size=(2, 500), dtype=np.uint32)
     exact = [
         (int(upper) << 32 | int(lower)) * bound >> 64

@@ -258,9 +258,7 @@ def rounded(q):
 
 @each("bad", [np.nan, 1e6], fast=1)
 def test_a_refused_step_turns_back(bad):
-    """Everything beyond a small ball is impossible: the chain stays, its direction is
-    reversed.
-    """
+    """Outside of a small ball all is impossible: the chain stays and turns back."""
 
     def walled(q):
         return rounded(q) + jnp.where(jnp.vdot(q, q) > 1e-6, bad, 0.0)

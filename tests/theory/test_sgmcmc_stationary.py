@@ -38,9 +38,7 @@ def quartic(q):
 
 
 def noisy(potential, variance):
-    """An estimator whose gradient has independent noise of the given variance in each
-    coordinate.
-    """
+    """A gradient with independent noise of the given variance in each coordinate."""
 
     def potential_fn(q, key):
         return potential(q) + jnp.sqrt(variance) * jnp.vdot(
@@ -75,9 +73,7 @@ def test_sgld_has_the_theoretical_variance():
 
 
 def kernel_of(h, rate, variance, spread):
-    """(A, noise covariance) of the linear map of (x, r, g), g the gradient shared by
-    two kicks.
-    """
+    """(A, noise covariance) of the linear map of (x, r, g); two kicks share g."""
     x, r, g = np.eye(3)
     kicked = r - h / 2 * g
     fresh = np.exp(-rate) * kicked

@@ -87,9 +87,7 @@ def test_the_density_up_to_a_border_is_the_truncated_one(dynamics, size, eps, bi
 
 
 def unit(size=3):
-    """Full-batch SGLD multiplies the position by 1 - eps / 2: without noise all is
-    known.
-    """
+    """Full-batch SGLD multiplies by 1 - eps / 2: without noise all is known."""
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
 
 
@@ -221,9 +219,7 @@ def test_a_chain_that_takes_only_tiny_steps_is_marked():
 
 
 def test_no_step_size_is_chosen_where_a_chain_happens_to_be_last():
-    """At the flat bottom of a quartic potential the curvature allows steps of any
-    length.
-    """
+    """At the flat bottom of a quartic the curvature allows any step."""
 
     def quartic():
         w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (), ()))
@@ -443,9 +439,7 @@ def moments_within_bounds(name):
 
 @each(("kernel", "name", "batch"), CELLS, fast=[FAST])
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
-    """Right within errors and a bias of .2 sd, or reported; no draw behind the border
-    on all data.
-    """
+    """Right within errors and a bias of .2 sd, or reported; none behind the border."""
     low, high = BOUNDED[name][1]
     chains, options = 8, {"chain_method": "vectorized", "progress_bar": False}
     mcmc = MCMC(
@@ -516,9 +510,7 @@ def test_an_optimizer_goes_back_where_the_density_ends():
 
 @pytest.mark.slow
 def test_mclmc_handles_a_mode_on_a_border():
-    """The density is largest at a rate of 0: steps end behind it as often
-    as in front.
-    """
+    """The density is largest at a rate of 0: half of the steps end behind it."""
 
     def model(y):
         w = numpyro.sample("w", dist.Normal(0.5, 1.0))

@@ -144,9 +144,7 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_set_ladder(
 
 @pytest.mark.slow
 def test_sites_that_other_blocks_hold_are_not_tempered():
-    """As a block of ``Gibbs``, exchanges and replicas agree: what is
-    given is no data.
-    """
+    """As a block of ``Gibbs``, exchanges and replicas agree."""
 
     def model():
         u = numpyro.sample("u", dist.Normal(0.0, 1.0))

@@ -26,9 +26,7 @@ def unit_moves(units, num_moves, **options):
 
 
 def parent():
-    """One weight, whose prior has a scale of its own, and a site below it
-    that stays.
-    """
+    """One weight, whose prior has a scale, and a site below it that stays."""
     with handlers.scale(scale=0.3):
         w = numpyro.sample("w", dist.Normal(0.3, 1.0).expand([1]).to_event(1))
     numpyro.sample("v", dist.Normal(w[0], 10.0))
@@ -68,9 +66,7 @@ def test_moves_leave_an_exact_conditional_as_it_is():
 
 
 def test_moves_of_weights_with_a_common_scale_leave_their_radius():
-    """Without data every move is accepted; sums of squares have the F distribution of
-    their prior.
-    """
+    """Without data every move is accepted; sums of squares have an F distribution."""
 
     def model():
         numpyro.sample("w", priors.GroupStudentT(3.0, 0.5, (4,)))
@@ -121,9 +117,7 @@ def test_a_missing_datum_behind_a_mask_is_no_border(field):
 
 @each("wrapper", ["UnitMoves", "OrbitMoves"], fast=1)
 def test_sites_with_bounds_that_move_keep_their_values(wrapper):
-    """A site that the moves leave alone, between bounds that depend on those that they
-    move.
-    """
+    """A site that moves leave alone, between bounds that depend on moved ones."""
 
     def model(y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([1]).to_event(1))

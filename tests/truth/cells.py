@@ -105,9 +105,7 @@ def cells(group: str | None = None) -> Iterator[Cell]:
 
 
 def outcome(cell: Cell) -> tuple[str, str]:
-    """Run a cell: "right", "refused", "wrong" or "crash", and the figure or the
-    message.
-    """
+    """Run a cell: "right", "refused", "wrong" or "crash", and its figure or message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a way warns of is tested in its own file
         try:

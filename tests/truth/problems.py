@@ -616,9 +616,7 @@ class RowsMasked(handlers.Messenger):
 
 
 def few_rows(problem: Problem, rows: Callable) -> Problem:
-    """The problem with a mask on its rows, of which the log likelihoods
-    are given here.
-    """
+    """The problem with a mask on rows, of which the densities are given here."""
     return replace(
         problem,
         name=f"{problem.name}, rows masked",

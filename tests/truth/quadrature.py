@@ -28,9 +28,7 @@ def joined(first: Axis, second: Axis) -> Axis:
 
 
 def line(low: float, high: float, size: int = 160) -> Axis:
-    """Gauss-Legendre quadrature on an interval, which must hold practically all of the
-    mass.
-    """
+    """Gauss-Legendre quadrature on an interval, which must hold all of the mass."""
     nodes, weights = np.polynomial.legendre.leggauss(size)
     return Axis(
         (high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2)

@@ -759,9 +759,7 @@ ROWS["runs"] = [
 
 
 def marks(call):
-    """A second fit, of a classifier, is slow: the fit of a regressor goes
-    the same way.
-    """
+    """A second fit, of a classifier, is slow: a regressor goes the same way."""
     fits = {"classifier", "numbered"} & {*call.__code__.co_names}
     return pytest.mark.slow if fits else ()
 

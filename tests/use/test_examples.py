@@ -79,9 +79,7 @@ def test_every_script_has_a_row():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_refusals_come_before_the_work(script, tmp_path, monkeypatch, capsys):
-    """Numbers that are too small, and an output where a file is in the place of a
-    folder.
-    """
+    """Numbers that are too small, and a file in the place of a folder."""
     module = importlib.import_module(script)
     for name in ("load_data", "fit_network", "compare", "compare_steps", "learn_set"):
         if hasattr(module, name):
@@ -114,9 +112,7 @@ RANGES |= {
 
 
 def scores_of(value, name=""):
-    """(name, number) of all numbers of a result, named by the key or field that holds
-    them.
-    """
+    """(name, number) of all numbers of a result, named by key or field."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):

@@ -49,9 +49,7 @@ def by_guide(model, predictions):
 
 @pytest.fixture(scope="module")
 def run():
-    """A run, after the tiny programs with which a model is read were compiled by a
-    refusal.
-    """
+    """A run, after a refusal compiled the tiny programs that read a model."""
     done = sample(line, X, Y)
     with pytest.raises(ValueError, match="`dims` got 'v'"):
         bnn.to_inference_data(done, {"x": X[:5]}, dims={"v": ["unit"]})
@@ -137,9 +135,7 @@ def test_fixed_weights_are_part_of_the_model(how, guide):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:init_to_uniform")
 def test_substituted_weights_follow_the_sampler():
-    """NumPyro's kernels sample a site in spite of `substitute`; a parameter keeps the
-    value.
-    """
+    """NumPyro's kernels sample a substituted site; a parameter keeps the value."""
     idata = bnn.to_inference_data(
         sample(handlers.substitute(line, {"w": W}), X, Y), {"x": X[:5]}
     )
@@ -432,9 +428,7 @@ def test_predictions_of_an_export_are_those_of_the_run(exported, tmp_path):
 
 @each("masked", [False, True], fast=1)
 def test_another_model_of_the_same_sites_is_refused(masked, exported):
-    """By what the result holds of some draws at the training rows, also of a part of
-    the draws.
-    """
+    """By what a result holds of some draws at the training rows."""
     known = {"known": jnp.arange(N) > 2}
     idata = (
         bnn.to_inference_data(sample(network(), X[:, None], Y, **known))

@@ -38,9 +38,7 @@ def observed(name, mean, value):
 
 
 def inside(body, size=B, rows=N):
-    """A model with one weight, and what ``body(w, x, y, i)`` does in a subsampled
-    plate.
-    """
+    """A model with one weight, and ``body(w, x, y, i)`` in a subsampled plate."""
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -318,9 +316,7 @@ def test_slow_gathers_of_jaxlib_on_cuda_are_announced(monkeypatch):
 
 
 def groups(w, x, y, i):
-    """The group of a data point is data; an effect by group is shorter than the data,
-    and right.
-    """
+    """The group of a point is data; effects by group are shorter, and right."""
     observed("y", (w * jnp.arange(3.0))[(jnp.arange(N) % 3)[i]], y[i])
 
 
@@ -333,18 +329,14 @@ def table(x, y):
 
 
 def normalized(x, y):
-    """Batch normalization: every row depends on the whole minibatch, whatever its
-    order.
-    """
+    """Batch normalization: every row depends on the whole minibatch."""
     bnn.models.regression(bnn.nn.MLP([4, 1], norm=bnn.nn.BatchNorm()))(
         x, y, batch_size=B
     )
 
 
 def compiled_parts(x, y):
-    """One compiled function gives the mean of the rows and a penalty that does not
-    depend on them.
-    """
+    """One compiled function gives the mean of rows and a penalty without them."""
     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
     with numpyro.plate("data", N, subsample_size=B) as i:
         mean, penalty = jax.jit(lambda x, i, w: (w * x[i, 0], jnp.square(w)))(x, i, w)

@@ -49,9 +49,7 @@ SKLEARN = {
 
 
 def published_splits(num_rows, num_splits):
-    """The generator behind the standard splits: they must not depend on the file that
-    lists them.
-    """
+    """The generator of the standard splits: independent of the file that lists them."""
     state = np.random.RandomState(1)
     cut = round(num_rows * 0.9)
     for _ in range(num_splits):
@@ -89,9 +87,7 @@ def test_uci_has_the_published_rows_and_splits(name, data_folder):
 
 
 def write_uci(folder, **changes):
-    """A yacht file of ten rows and two splits; ``changes`` replace arrays, ``None``
-    leaves one out.
-    """
+    """A yacht file of ten rows and two splits; ``changes`` replace arrays."""
     rng = np.random.default_rng(0)
     order = np.stack([rng.permutation(10), rng.permutation(10)])
     arrays = {"X": rng.normal(size=(10, 3)), "y": rng.normal(size=10)}

@@ -161,9 +161,7 @@ def shown_code(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("shown_code")
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_examples_of_docstrings_run(path):
-    """Examples see the names of their module, and nothing that another docstring
-    defined.
-    """
+    """Examples see the names of their module alone."""
     module = module_of(path)
     runner = doctest.DocTestRunner(
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -245,9 +243,7 @@ def test_pages_say_which_calls_need_jax_arrays():
 
 
 def prose(text):
-    """The page without its blocks of code, which may hold what looks like a link or a
-    heading.
-    """
+    """The page without its blocks of code, which may look like links."""
     block = re.compile(r"^(```+|~~~+)(\{)?.*?^\1\s*$", flags=re.M | re.S)
     return block.sub(lambda found: found[0] if found[2] else "", text)
 
@@ -261,9 +257,7 @@ def anchors(text):
 
 
 def broken_links(path, text):
-    """Links of a page to files that are not there, or to headings that their page does
-    not have.
-    """
+    """Links of a page to files or headings that are not there."""
     for match in LINK.finditer(prose(text)):
         target = (path.parent / unquote(match[1])).resolve() if match[1] else path
         if not target.is_file():
@@ -382,9 +376,7 @@ def exists(dotted, *spaces):
 
 
 def unknown_names(path):
-    """References in a file to names that neither it, its classes, its room nor the
-    package has.
-    """
+    """References to names that file, classes, room and package lack."""
     module = module_of(path)
     room = importlib.import_module(".".join(module.__name__.split(".")[:2]))
     text = path.read_text()
@@ -494,9 +486,7 @@ def script_of_docs(name):
 
 
 def test_page_of_each_example_shows_a_run_of_it():
-    """Of the command that the table holds, which the script understands, with a figure
-    at least.
-    """
+    """Of the command in the table, which the script understands."""
     assert sorted(path.stem for path in (DOCS / "examples").glob("*.md")) == sorted(
         [*EXAMPLES, "index"]
     )

@@ -231,9 +231,7 @@ def test_calibration_holds_the_transform_and_the_coverage(idata):
 
 
 def test_calibration_ends_where_the_draws_end():
-    """Nine draws hold a new one with probability 0.8 at most: curve and intervals stop
-    there.
-    """
+    """Nine draws hold a new one with probability 0.8: curve and intervals stop."""
     idata = example_results(num_points=50, num_samples=9, num_chains=1)
     _, curve = plots.calibration(idata)
     np.testing.assert_allclose(

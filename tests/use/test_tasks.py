@@ -37,9 +37,7 @@ def smooth(key, rows, noise=0.1):
 @pytest.mark.data
 @pytest.mark.filterwarnings(r"ignore:to_inference_data. 1 of \d+ checks failed.\n- ess")
 def test_tabular_with_intervals():
-    """Concrete: better than linear regression by far, intervals that hold what they
-    promise.
-    """
+    """Concrete: far better than a line, with intervals that hold what they promise."""
     data = loaders.standardize(loaders.load_uci("concrete", 0))
     model = bnn.models.regression(nn.MLP([50, 1], "relu"), priors.Hierarchical())
     kernel = infer.MCLMC(
