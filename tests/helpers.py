@@ -125,9 +125,7 @@ def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
 
 
 def traced_sites(model, *args, **kwargs):
-    """The sites of a model as its program is traced: nothing runs; values have shapes
-    and dtypes only.
-    """
+    """The sites of a model as its program is traced: shapes and dtypes only."""
     sites = {}
     jax.eval_shape(
         lambda: sites.update(
@@ -138,9 +136,7 @@ def traced_sites(model, *args, **kwargs):
 
 
 def group(idata, name):
-    """A group of results as an xarray dataset, from ``InferenceData`` (ArviZ 0.x) and
-    ``DataTree`` (1.x).
-    """
+    """A group of results as an xarray dataset, of both versions of ArviZ."""
     found = idata[name]
     return (
         found.to_dataset()

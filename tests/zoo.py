@@ -190,9 +190,7 @@ def counts(x, y=None, batch_size=None):
 
 
 def spread(x, y=None, batch_size=None):
-    """A line whose noise is a positive site, with deterministic sites of all rows and
-    of a minibatch.
-    """
+    """A line with a positive noise site, and deterministic sites of rows."""
     w = _weights()
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     numpyro.deterministic("precision", sigma**-2)

@@ -128,9 +128,7 @@ def test_arguments_become_arrays_and_settings_stay_what_they_are():
 
 
 def test_a_call_is_made_again_with_other_leaves():
-    """Of a model with every kind of parameter; a keyword argument may have the name of
-    none of them.
-    """
+    """Of a model with every kind of parameter; none has the name of an argument."""
 
     def full(x, *more, scale=1.0, **others):
         pass
@@ -196,9 +194,7 @@ def test_plates_name_axes_and_arrays_that_no_plate_indexes_have_any_length():
 
 @each("kernel", [sgld, orbit_moves], fast=1)
 def test_a_batch_size_among_traced_arguments(kernel):
-    """``MCMC(jit_model_args=True)`` passes all numbers as traced arrays; a plate must
-    know its size.
-    """
+    """``MCMC(jit_model_args=True)`` traces all numbers; a plate must know its size."""
     traced = run(kernel(), X, Y, jit=True, batch_size=BATCH)
     np.testing.assert_allclose(
         traced.get_samples()["w"], on_arrays(kernel).get_samples()["w"], rtol=1e-4

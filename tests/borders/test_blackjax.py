@@ -304,9 +304,7 @@ CHAIN_OPTIONS = {"num_chains": 2, "chain_method": "vectorized", "progress_bar": 
 
 @each("name", ["own warm-up", "sgld", "nuts", "mclmc", "dynamic_hmc"], fast=1)
 def test_resumed_runs_are_one_longer_run(name, tmp_path, monkeypatch):
-    """Bit for bit, from a folder: a copy of the kernel goes on, and one of another
-    version of BlackJAX does not.
-    """
+    """Bit for bit, from a folder, but not with another version of BlackJAX."""
     stochastic = {"batch_size": BATCH} if name == "sgld" else {}
 
     def run(folder, num_samples):

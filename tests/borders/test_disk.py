@@ -322,9 +322,7 @@ def start_option(root, option, other=0, seed=1):
 
 
 def begin_and_be_killed(root):
-    """Runs of all options that end with their first state, one of other code, and one
-    that is killed.
-    """
+    """Runs of all options that end with their first state, and one that is killed."""
 
     def end(path):
         if (path / "run.json").exists():
@@ -345,9 +343,7 @@ def begin_and_be_killed(root):
 
 @pytest.mark.slow
 def test_runs_go_on_in_another_process_but_not_with_other_options(recorded, tmp_path):
-    """The locks of a killed process are free; descriptions do not depend on it, such as
-    on its hashes of texts.
-    """
+    """The locks of a killed process are free; descriptions do not depend on hashes."""
     code = (
         f"import pathlib, test_disk; "
         f"test_disk.begin_and_be_killed(pathlib.Path({str(tmp_path)!r}))"
@@ -446,9 +442,7 @@ def result_or_message(call, path):
 )
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, damage):
-    """Every file of a run: reading it and going on with it are refused by name, and
-    change nothing, or are right.
-    """
+    """Reading any damaged file or going on is refused by name, or right."""
     path, whole, exported = small
     refused_by = {}
     for number, name in enumerate(contents(path)):
@@ -503,9 +497,7 @@ def test_lost_draws_are_not_numbers(small, tmp_path):
 
 
 def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
-    """States that are compressed, or draws of shapes that were not declared, may unpack
-    to a thousand times more.
-    """
+    """Compressed states or draws of undeclared shapes may unpack to far more."""
     path = shutil.copytree(small[0], tmp_path / "run")
     last = states(path)[-1]
     with np.load(last) as file:
@@ -907,9 +899,7 @@ def run_of_code(path, changes=(), name="one"):
 
 
 def test_another_code_is_another_run_and_another_text_of_it_is_the_same(tmp_path):
-    """Numbers that 20 draws from a prior do not reach, and a site that is small beside
-    the others.
-    """
+    """Numbers that 20 draws do not reach, and a site that is small beside others."""
     path = tmp_path / "run"
     whole = draws_of(run_of_code(path))
     before = contents(path)

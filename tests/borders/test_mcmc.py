@@ -266,9 +266,7 @@ def test_a_run_is_exported_after_it_was_pickled():
 
 
 def test_a_chain_that_stands_on_other_data_is_announced():
-    """Where it goes on from the state after a warm-up, also before it is marked; near
-    data are no news.
-    """
+    """Also before it is marked; near data are no news."""
     x, y = map(jnp.asarray, ZOO["line"].args)
     kernel = infer.SGLD(ZOO["line"].model, steps_per_draw=5, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=20, num_samples=45, progress_bar=False)

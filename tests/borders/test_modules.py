@@ -75,9 +75,7 @@ NAMES = {
 
 @cache
 def module(library):
-    """How to make it random, its parameters in all forms that priors take, and its
-    function of the images.
-    """
+    """How to make it random, its parameters in all forms, and its function."""
     if library == "linen":
         variables = Linen().init(jax.random.key(0), IMAGES)
         make = partial(random_flax_module, "net", Linen(), input_shape=(1, 6, 5, 2))
@@ -694,9 +692,7 @@ def test_a_counter_that_something_uses_is_refused():
 
 
 def test_symmetries_of_a_module_of_one_precision_are_refused():
-    """Flax starts the state of a recurrent cell in the precision of its parameters,
-    float32 unless told.
-    """
+    """Flax starts the state of a recurrent cell in float32 unless told."""
     message = (
         r"symmetry\.find: argument `model` got a model that does not run in float64"
     )
@@ -863,9 +859,7 @@ TABLES = {
 
 @each("library", ["linen", "nnx", "equinox"], fast=1)
 def test_an_estimator_takes_a_module(library):
-    """The posterior has the parameters of the module, and predictions are those of the
-    module at these.
-    """
+    """The posterior has the module's parameters; predictions are the module's."""
     options = {"effort": 0.02, "num_samples": 5, "random_state": 0}
     model = Regressor("mean_field", network=TABLES[library], **options).fit(X, Y)
     posterior = group(model.idata_, "posterior")

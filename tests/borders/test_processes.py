@@ -109,9 +109,7 @@ COLLECTIVE = re.compile(
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Numbers of elements that the programs compiled for several devices send from one
-    to another at a time.
-    """
+    """Numbers of elements that programs for several devices exchange at a time."""
     sizes, original = [], jax.stages.Lowered.compile
 
     def compiled(self, *given, **options):
@@ -371,9 +369,7 @@ def test_chains_and_rows_over_two_processes_of_two_devices(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["SGHMC", "NUTS"])
 def test_each_process_has_its_own_rows(tmp_path, case):
-    """No process has those of the other; the draws are those of one process that has
-    all, also where the run goes on.
-    """
+    """No process has those of the other; the draws are those of one with all."""
     for samples in (2, 5):
         options = {"processes": 2, "own": True, "samples": samples}
         together(tmp_path / "own", case, (1, 2), **options)
@@ -383,9 +379,7 @@ def test_each_process_has_its_own_rows(tmp_path, case):
 
 @pytest.mark.slow
 def test_chains_over_two_processes(tmp_path):
-    """Bit for bit those of one process with as many devices; a run that ends goes on,
-    in one process too.
-    """
+    """Bit for bit those of one process; a run goes on, in one process too."""
     together(tmp_path / "one", "NUTS", (2, 1), devices=2)
     for path, processes in (("run", 2), ("both", 1)):
         together(tmp_path / path, "NUTS", (2, 1), processes=2, samples=2)

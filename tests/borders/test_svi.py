@@ -134,9 +134,7 @@ class Bounded(AutoNormal):
 
 
 def test_full_batch_steps_are_those_of_numpyro(key):
-    """The same start, keys and updates; only the order of operations in a compiled loop
-    may differ.
-    """
+    """The same start, keys and updates; a loop may change the order of operations."""
     svi, start = make(guide=Bounded), {"w_auto_loc": jnp.array([1.0, -0.5])}
     ours = fit(40, svi, init_params=start)
     theirs = svi.run(key, 40, *LINE.args, progress_bar=False, init_params=start)

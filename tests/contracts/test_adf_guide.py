@@ -214,9 +214,7 @@ def test_svi_starts_at_the_prior_or_at_the_result_of_a_run(fitted, rows):
 
 @pytest.mark.slow
 def test_runs_at_once_are_the_runs_one_by_one(fitted, x64):
-    """Data sets along ``in_axes`` and random starts: the same numbers as single runs
-    with the same keys.
-    """
+    """Data sets along ``in_axes`` and random starts are as single runs."""
     guide, keys = fitted[0], jax.random.split(jax.random.key(5), 2)
     x, y = (
         jnp.stack(parts)

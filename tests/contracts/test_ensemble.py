@@ -22,9 +22,7 @@ def run(entry, num_gradients, **options):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_gradients_are_spent_on_draws_of_the_exact_posterior():
-    """Those of draws and optimizer are exact; curvature and the settling of the step
-    size come on top.
-    """
+    """Those of draws and optimizer are exact; measurements come on top."""
     entry, num_gradients = ZOO["line"], 40_000
     mcmc = run(entry, num_gradients, num_chains=4, num_samples=500)
     spent = np.asarray(mcmc.last_state.num_gradients)

@@ -46,9 +46,7 @@ def sample(
     extra_fields=(),
     **kwargs,
 ):
-    """A short run; Barker's kernel compiles several times faster than NUTS, and the
-    export does not care.
-    """
+    """A short run; Barker's kernel compiles several times faster than NUTS."""
     options = {
         "num_chains": chains,
         "chain_method": "sequential",
@@ -549,9 +547,7 @@ def covariates(x, groups, y=None, weights=None, mask=None, offset=None, **option
 
 
 def test_new_rows_need_the_arguments_that_change_their_prediction():
-    """Weights and masks have their default; `None` is a value; rows that a mask leaves
-    out are not scored.
-    """
+    """Weights and masks have their default; hidden rows are not scored."""
     kind, ones = np.arange(N) % 2, np.ones(N, np.float32)
     extra = {
         "weights": ones + kind,

@@ -67,9 +67,7 @@ def latent():
 
 @cache
 def fitted(name):
-    """A guide after some steps by `guides.fit`, with its draws and summaries from one
-    program, for all tests.
-    """
+    """A fitted guide, with draws and summaries from one program, for all tests."""
     guide, args = GUIDES[name].make(model), ENTRY.args
     svi = SVI(model, guide, optax.adam(1e-2), Trace_ELBO())
     start, fit = (

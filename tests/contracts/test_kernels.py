@@ -136,9 +136,7 @@ RULES = ("choose_step_size", "stable_step_size", "steps_to_forget")
 
 @pytest.mark.parametrize("name", [name for name in USUAL if KERNELS[name].momentum])
 def test_a_kernel_with_momentum_has_rules_of_its_own_for_the_step_size(name):
-    """Those of the base class are right for overdamped steps. A kernel that adapts to
-    an acceptance needs only the first.
-    """
+    """Those of the base class are for overdamped steps; others adapt to acceptance."""
     kernel = USUAL[name](MODEL.model)
     rules = RULES if kernel.target_accept_prob is None else RULES[:1]
     for rule in rules:
@@ -230,9 +228,7 @@ def test_an_exact_chain_goes_on_with_other_data():
     ],
 )
 def test_other_chain_methods_give_the_same_chains(name, method, bar):
-    """Typed keys, with and without progress bar; resumed where the first chains began
-    inside a compiled program.
-    """
+    """Typed keys, with and without progress bar; resumed inside a program."""
     mcmc = mcmc_of(KERNELS[name].make(MODEL.model), method, progress_bar=bar)
     mcmc.run(jax.random.key(3), *MODEL.args, **BATCHES, extra_fields=["~z.precision"])
     assert set(mcmc.get_samples()) == {"w", "sigma"}

@@ -39,9 +39,7 @@ def params(names=tuple(WRAPPERS), fast=FAST_WRAPPERS):
 
 
 def of_row(name):
-    """A new kernel, un-pickled where Python can pickle its model, which is no function
-    made inside of another one.
-    """
+    """A new kernel, un-pickled unless its model was made in a function."""
     entry = ZOO[WRAPPERS[name].model]
     kernel = WRAPPERS[name].make(entry.model, entry.args)
     return kernel if name.startswith("collapse") else pickle.loads(pickle.dumps(kernel))

@@ -66,9 +66,7 @@ def described(outcome: Outcome) -> dict[str, str | float]:
 
 
 def main() -> int:
-    """Run the faults chosen on the command line; the exit status is the number that
-    lived unexplained.
-    """
+    """Run the faults chosen; the exit status is the number that lived unexplained."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         prog="python tests/faults",

@@ -244,9 +244,7 @@ def is_message(node: ast.AST) -> bool:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body in order, without functions inside it, annotations
-    and messages.
-    """
+    """The nodes of a function's body, without inner functions and messages."""
     for name, value in ast.iter_fields(node):
         if name in (
             "annotation",

@@ -65,9 +65,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a trial: "caught", "survived" or "no test ran", the seconds it
-    took, and the last line.
-    """
+    """What became of a trial, the seconds it took, and the last line."""
 
     trial: Trial
     status: str

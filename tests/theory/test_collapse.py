@@ -454,9 +454,7 @@ def test_all_second_derivatives(shape, x64):
 
 
 def features(inputs, noise, prior, rows=1100):
-    """R and r of a network of 50 tanh units in single precision; so many rows are
-    decomposed in chunks.
-    """
+    """R and r of a network of 50 tanh units; so many rows come in chunks."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, inputs))
     h = np.tanh(x @ rng.normal(size=(inputs, 50)) + rng.normal(size=50))
@@ -651,9 +649,7 @@ def test_models_that_do_not_fit_are_refused(model, sites, fragment):
 
 
 def test_linearity_that_is_measured_needs_data():
-    """A linear map is known from the program, whatever the data; one that has to be
-    measured is not.
-    """
+    """A linear map is known from the program; one that is measured is not."""
 
     def measured(x, y):
         c, w = (numpyro.sample(name, dist.Normal(0.0, 1.0)) for name in "cw")

@@ -325,9 +325,7 @@ def test_divergence_from_a_prior_that_is_drawn_from_the_site():
 
 @pytest.mark.slow
 def test_cost_of_a_step_is_near_that_of_a_deterministic_one():
-    """Arithmetic the compiler counts, gradient of a small convolutional network: at
-    most 2.2 times.
-    """
+    """Arithmetic the compiler counts, of a small network: at most 2.2 times."""
     net = nn.Sequential(
         [
             nn.Conv2d(16, 5),

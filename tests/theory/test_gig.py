@@ -106,9 +106,7 @@ class Quadrature:
 
 @each("double", [False, True], fast=1)
 def test_draws_have_the_distribution_and_the_moments(double):
-    """Kolmogorov-Smirnov over the grid; mean and variance of log t within two-sided
-    normal quantiles.
-    """
+    """Kolmogorov-Smirnov; mean and variance of log t within normal quantiles."""
     p, w = np.array(GRID).T
     with jax.enable_x64(double):
         x = log_draws(p, RATIO * w, w / RATIO)

@@ -427,9 +427,7 @@ def test_calls_are_descended_into(wrap):
 
 
 def test_functions_of_one_variable_are_not_products_of_two(x64):
-    """However the function is spread over lines and calls; the affine function of
-    itself is exact as well.
-    """
+    """However the function is spread over lines and calls."""
     gate = jax.jit(jax.nn.sigmoid)
     found = propagate(lambda x: x * gate(x) + x - x)(RANDOM_X)
     for moment, expected in zip(found, propagate(jax.nn.silu)(RANDOM_X), strict=True):

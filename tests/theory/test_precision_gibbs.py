@@ -231,9 +231,7 @@ def test_draws_have_their_exact_conditional(site):
 
 
 def test_two_scales_of_one_site_take_turns():
-    """A sweep from exact draws of both given the weights: product and ratio keep their
-    distribution.
-    """
+    """From exact draws of both: product and ratio keep their distribution."""
 
     def model():
         a = numpyro.sample("a", dist.HalfNormal(1.0))

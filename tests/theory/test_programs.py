@@ -222,9 +222,7 @@ def test_other_data_compile_nothing(call, most, compiled):
 
 @pytest.mark.slow
 def test_models_that_compute_shapes_from_data():
-    """The number of groups follows from values, which a program of the data as inputs
-    does not have.
-    """
+    """The number of groups follows from values, which traced inputs do not have."""
 
     def model(group, y):
         effect = numpyro.sample(
@@ -397,9 +395,7 @@ def test_values_reach_the_inside_of_loops():
 
 
 def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
-    """The sites follow from the data that are inputs; each is known by its place among
-    the arguments.
-    """
+    """The sites follow from the data; each is known by its place."""
 
     def model(group, x, y):
         w = numpyro.sample(

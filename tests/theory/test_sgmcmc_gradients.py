@@ -248,9 +248,7 @@ def variates(stream=None):
     ids=["plain", "variates"],
 )
 def test_mean_over_an_epoch_is_the_full_gradient(estimator):
-    """The prior part is unscaled: were it scaled, or the likelihood not, the averages
-    would differ.
-    """
+    """Were the prior part scaled, or the likelihood not, averages would differ."""
     q = jnp.array([0.3, -1.0, 2.0])
     values, gradients = estimates(
         estimator(), q, np.random.default_rng(2).permutation(N).reshape(-1, B)

@@ -21,9 +21,7 @@ from truth.page import write_page
 
 
 def main() -> int:
-    """Run the chosen cells; the exit status is the number of those that are neither
-    right nor refused.
-    """
+    """Run the chosen cells; the exit status counts those not right or refused."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], prog="python -m truth"
     )

@@ -260,9 +260,7 @@ def with_rows_masked(keep):
 
 
 def fixed(c):
-    """Log joint of a alone, where b is known; its prior density at that value belongs
-    to the model.
-    """
+    """Log joint of a where b is known, with the prior density of that value."""
     return real_density({"a": c["a"], "b": np.full_like(c["a"], 0.8)})
 
 

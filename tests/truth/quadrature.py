@@ -77,9 +77,7 @@ class Problem:
 
     @property
     def args(self) -> tuple:
-        """The arguments of the model; arrays on the device, which are made only when
-        they are asked for.
-        """
+        """The arguments of the model; arrays on the device, made when asked for."""
         return tuple(map(jnp.asarray, self.data))
 
     @cached_property

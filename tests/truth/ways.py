@@ -71,9 +71,7 @@ def beyond_chance(means: np.ndarray, problem: Problem, allowed: float) -> Figure
 
 
 def has_moved(start: dict[str, np.ndarray], samples: dict[str, Any]) -> bool:
-    """Whether the last draws of the chains are little correlated with the first, for
-    every element.
-    """
+    """Whether the last draws of the chains are nearly uncorrelated with the first."""
     for name, value in start.items():
         first, last = (
             np.reshape(v, (len(value), -1)).T

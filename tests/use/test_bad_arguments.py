@@ -141,9 +141,7 @@ def named(name, column):
 
 
 def without_inputs():
-    """A network with batch normalization, and results without the inputs whose
-    statistics it needs.
-    """
+    """A network with batch normalization, and results without its inputs."""
     net = nn.MLP([3, 1], norm=nn.BatchNorm())
     shapes = {
         f"net.{name}": (1, 1, *shape) for name, shape in net.param_shapes((2,)).items()

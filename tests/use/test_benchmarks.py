@@ -738,9 +738,7 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_tables_of_pages_are_those_of_their_files(name):
-    """Nothing is typed: file, table function and page agree, and what the figures are
-    of stands below.
-    """
+    """Nothing is typed: file, table function and page agree."""
     from examples.benchmarks.shared import provenance
 
     script = {

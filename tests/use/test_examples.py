@@ -35,9 +35,7 @@ PARTS = (
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """Scripts set the number of devices through the environment, and may find a data
-    folder there.
-    """
+    """Scripts set the number of devices, and may find a data folder."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -252,9 +250,7 @@ def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_is_set_by_the_draws_alone():
-    """Compiled working memory does not grow with the steps, nor what is kept with the
-    steps per draw.
-    """
+    """Compiled memory does not grow with the steps, in all or per draw."""
     memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(
         640
     )

@@ -134,9 +134,7 @@ def test_blocks_are_found():
 
 @pytest.fixture
 def shown_code(tmp_path, monkeypatch):
-    """A folder with the examples alone, no window, and settings of JAX and rules of
-    moments as they were.
-    """
+    """A folder with the examples alone, no window, and unchanged settings."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -226,9 +224,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def test_pages_say_which_calls_need_jax_arrays():
-    """A model that indexes rows fails on NumPy arrays in NumPyro's own kernels, guides
-    and `Predictive`.
-    """
+    """NumPyro's own kernels, guides and `Predictive` need JAX arrays."""
     texts = {label(path): path.read_text() for path in (README, *PAGES)}
     theirs = re.compile(r"(\(NUTS|Predictive|SVI)\(model")
     indexed = {
