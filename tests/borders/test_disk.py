@@ -383,7 +383,7 @@ def of_other_draws(path):
     zarr.open_group(path.parent / "draws.zarr")["posterior/w"][1, -1] = 0.0
 
 
-@pytest.mark.parametrize("damage", [of_other_numbers, of_other_draws])
+@each("damage", [of_other_numbers, of_other_draws], fast=1)
 def test_a_damaged_last_block_is_made_again(recorded, tmp_path, damage):
     whole = recorded("Barker")
     path = whole.copy(tmp_path / "run")

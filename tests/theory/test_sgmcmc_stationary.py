@@ -59,6 +59,7 @@ def assert_mean(values, expected):
     assert error < 0.02 * expected  # the band is narrow enough to see an error of 10 %
 
 
+@pytest.mark.slow  # theory/test_kernel_posteriors.py: that of the kernel
 def test_sgld_has_the_theoretical_variance():
     eps, variance, temperature = 0.5, 2.0, 0.5
     sampler = build(
