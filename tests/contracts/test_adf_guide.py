@@ -610,16 +610,20 @@ def test_models_that_cannot_be_handled(unfit, message):
 
 
 def test_a_table_as_long_as_the_data_is_not_taken_for_rows():
-    """Each row looks up its group, of which there are as many."""
+    """Each row looks up its group, of which there are as many; the first two groups
+    hide it.
+    """
 
     def by_group(x, group, table, y=None):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(w * x + table[group], 1.0), obs=y)
 
-    x = jnp.ones(4)
-    group = jnp.array([0, 1, 0, 3])
-    table = jnp.array([0.0, 5.0, 1.0, -2.0])
+    x, group, table = (
+        jnp.ones(4),
+        jnp.array([0, 1, 0, 3]),
+        jnp.array([0.0, 5.0, 1.0, -2.0]),
+    )
     with pytest.raises(
         ValueError, match=r"rows influence each other.*each with its own row of .*table"
     ):

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import each, mala, walk
+from helpers import mala, walk
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 from scipy import linalg
@@ -75,10 +75,14 @@ def bias_of_sghmc(eps, curvature, noise):
     of it to the positions.
     """
     h, refresh = eps**0.5, np.diag([1, 1 - DECAY])
-    drift = np.array([[1, h / 2], [0, 1]])
-    kick = np.array([[1, 0], [-h * curvature, 1]])
-    whole = drift @ refresh @ drift
-    source = (1 - (1 - DECAY) ** 2) * HEAT * np.diag([0, 1.0])
+    drift, kick = (
+        np.array([[1, h / 2], [0, 1]]),
+        np.array([[1, 0], [-h * curvature, 1]]),
+    )
+    whole, source = (
+        drift @ refresh @ drift,
+        (1 - (1 - DECAY) ** 2) * HEAT * np.diag([0, 1.0]),
+    )
     added = drift @ source @ drift.T + whole @ np.diag([0, h**2 * noise]) @ whole.T
     variance = linalg.solve_discrete_lyapunov(whole @ kick, added)[0, 0]
     return (variance * curvature / HEAT - 1) / (1 - DECAY / 2) ** 2
@@ -112,8 +116,9 @@ def test_chosen_steps_have_the_bias_they_state(name):
         quadratic, steps_per_draw=1, warm_start=0.0, **options
     )
     state, _ = walk(kernel, 1, in_one_direction(noise, curvature), chains=256)
-    # inverse powers of the step are linear in the noise
-    power = 2 if name == "MCLMC" else 1
+    power = (
+        2 if name == "MCLMC" else 1
+    )  # inverse powers of the step are linear in the noise
     eps = np.mean(np.asarray(state.step_size, float) ** -power) ** (-1 / power)
     assert 0.8 * TOLERANCE < theory(eps, curvature, noise) < 1.03 * TOLERANCE
 
@@ -151,8 +156,9 @@ def test_noise_is_measured_behind_the_preconditioner():
         "steps_per_draw": 1,
         "bias_tolerance": 1e-6,
     }
-    # behind the preconditioner the curvature is 1
-    args = problem(slopes, np.diag(1 / metric))
+    args = problem(
+        slopes, np.diag(1 / metric)
+    )  # behind the preconditioner the curvature is 1
     state, _ = walk(
         infer.SGLD(quadratic, **options),
         1,
@@ -442,8 +448,9 @@ def test_held_out_rows_are_not_learned_and_the_others_weigh_as_much_as_all(batch
     assert moved.sum() == pytest.approx(20, rel=1e-3)
     if batch_size is None:
         np.testing.assert_allclose(moved[moved > 0], 20 / 15, rtol=1e-3)
-    # the same rows in each run
-    np.testing.assert_array_equal(moved == 0, learned_of(20, 0.25) == 0)
+    np.testing.assert_array_equal(
+        moved == 0, learned_of(20, 0.25) == 0
+    )  # the same rows in each run
 
 
 def up(steps):
@@ -468,7 +475,7 @@ def measured(y, random=False):
             numpyro.sample("y", dist.Normal(kept * a, 1.0), obs=y[i])
 
 
-@each("random", [False, True], fast=1)
+@pytest.mark.parametrize("random", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_starts_where_held_out_rows_were_predicted_best(random):
     """At 3, the mean of the held-out rows, not at that of the others, nor at the last
     step. Masks of a random model are averaged over: with one of them, every second
