@@ -64,9 +64,7 @@ SLOWEST_FILES = 10
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Most tests compile far longer than they run; without optimization, compiling
-    takes half the time.
-    """
+    """Most tests compile longer than they run; without optimization half as long."""
     jax.config.update(
         "jax_disable_most_optimizations", item.get_closest_marker("optimized") is None
     )
@@ -109,9 +107,7 @@ def computes():
 
 
 class ProcessorSeconds:
-    """Adds up what the tests of each file take, over all workers; the terminal shows
-    the slowest files.
-    """
+    """Adds up what the tests of each file take; the terminal shows the slowest."""
 
     def __init__(self):
         self.by_file = Counter()
@@ -195,9 +191,7 @@ def key():
 
 @pytest.fixture
 def closed_figures():
-    """Close all figures after the test, and check that it left the settings of
-    Matplotlib unchanged.
-    """
+    """Close all figures after the test; Matplotlib's settings are unchanged."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
@@ -216,9 +210,7 @@ def x64():
 
 @pytest.fixture(scope="session")
 def data_folder():
-    """Folder of the benchmark data; tests that need it are skipped, with the reason, if
-    it does not exist.
-    """
+    """Folder of the benchmark data; tests that need it are skipped without it."""
     folder = os.environ.get("NUMPYRO_BNN_DATA")
     if not folder or not Path(folder).is_dir():
         if os.environ.get("NUMPYRO_BNN_REQUIRE_DATA"):

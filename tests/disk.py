@@ -69,9 +69,7 @@ def blocks(path):
 
 
 class Recorded(NamedTuple):
-    """The folder of a run that was left alone, its result, and copies of the folder
-    from while it ran.
-    """
+    """The folder of a run that was left alone, its result, and earlier copies."""
 
     path: Path
     result: Any
@@ -102,9 +100,7 @@ def recorder(make_folder, run, every):
 
 
 def python(code, devices=2, **environment):
-    """Command and environment of another process, which imports tests and shares the
-    programs compiled here.
-    """
+    """Command and environment of another process that imports tests."""
     known = os.environ.get("PYTHONPATH")  # where planted faults are
     folders = [
         *([known] if known else []),

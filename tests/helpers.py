@@ -17,6 +17,23 @@ from numpyro_bnn import infer
 from numpyro_bnn.sgmcmc.engine import reset_statistics
 
 
+def each(names, rows, *, fast=None, slow=()):
+    """``parametrize`` by rows, all of which run in `make test-all`.
+
+    :param names: one name, or a tuple of names if rows are tuples.
+    :param fast: the rows that run in `make test`, or how many of the first.
+    :param slow: instead, those that do not.
+    """
+    rows = list(rows)
+    fast = rows[:fast] if isinstance(fast, int) else fast
+    params = []
+    for row in rows:
+        is_slow = row in slow if fast is None else row not in fast
+        values = row if isinstance(names, tuple) else (row,)
+        params.append(pytest.param(*values, marks=pytest.mark.slow if is_slow else ()))
+    return pytest.mark.parametrize(names, params)
+
+
 def run_chains(
     kernel,
     *args,
@@ -90,9 +107,7 @@ def walk(
 
 
 def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
-    """Means of x^2 over draws of a pure sampler of `sgmcmc`, by coordinate, and its
-    final state.
-    """
+    """Means of x^2 over draws of a pure sampler, by coordinate, and its last state."""
 
     @jax.jit
     def run(state):
@@ -110,9 +125,7 @@ def squares_of(sampler, start, burn, keep, thin=1, num_warmup=0):
 
 
 def traced_sites(model, *args, **kwargs):
-    """The sites of a model as its program is traced: nothing runs; values have shapes
-    and dtypes only.
-    """
+    """The sites of a model as its program is traced: shapes and dtypes only."""
     sites = {}
     jax.eval_shape(
         lambda: sites.update(
@@ -123,9 +136,7 @@ def traced_sites(model, *args, **kwargs):
 
 
 def group(idata, name):
-    """A group of results as an xarray dataset, from ``InferenceData`` (ArviZ 0.x) and
-    ``DataTree`` (1.x).
-    """
+    """A group of results as an xarray dataset, of both versions of ArviZ."""
     found = idata[name]
     return (
         found.to_dataset()

@@ -59,9 +59,7 @@ def calls(room):
 
 
 def parameters(call):
-    """Parameters by name, those too that a class passes on to its base class as
-    ``**options``.
-    """
+    """Parameters by name, also those passed on to a base class as ``**options``."""
     try:
         found = dict(inspect.signature(call).parameters)
     except ValueError:  # a class of C

@@ -14,9 +14,7 @@ from numpyro_bnn import symmetry
 
 
 def around(shapes, spread, num_draws, seed=0, num_chains=2):
-    """Draws around a random point, as of one mode of a posterior: site ->
-    (C, S, ...).
-    """
+    """Draws around a random point, as of one mode: site -> (C, S, ...)."""
     rng, many = np.random.default_rng(seed), (num_chains, num_draws)
     return {
         n: rng.normal(size=shape) + spread * rng.normal(size=(*many, *shape))
@@ -36,14 +34,10 @@ def elements(s, units, many, rng):
 
 
 def scattered(draws, symmetries, seed=0, by_chain=False):
-    """Every draw, or every chain, moved by random elements of all groups, one after the
-    other.
-    """
+    """Every draw, or every chain, moved by random elements of all groups."""
     num_chains, num_draws = next(iter(draws.values())).shape[:2]
-    rng, point = (
-        np.random.default_rng(seed),
-        {name: v[0, 0] for name, v in draws.items()},
-    )
+    rng = np.random.default_rng(seed)
+    point = {name: v[0, 0] for name, v in draws.items()}
     chosen = [
         elements(
             s, s.units(point), num_chains if by_chain else num_chains * num_draws, rng
@@ -66,9 +60,7 @@ def scattered(draws, symmetries, seed=0, by_chain=False):
 
 
 def outputs_of(net, input_shape, read=lambda y: y):
-    """Outputs of a network at fixed inputs, as a function of draws of its
-    parameters.
-    """
+    """Outputs of a network at fixed inputs, as a function of its parameters."""
     x = np.random.default_rng(1).normal(size=(7, *input_shape))
     apply = jax.jit(jax.vmap(lambda params: read(net.apply(params, x))))
     return lambda draws: np.asarray(

@@ -11,9 +11,7 @@ from scipy.stats import norm
 
 
 class Published:
-    """One network of ReLU layers with weights (out, in + 1), the last column for the
-    bias unit.
-    """
+    """One network of ReLU layers with weights (out, in + 1), the last for the bias."""
 
     def __init__(self, weights, shape=6.0, rate=6.0):
         self.m = [np.array(w, dtype=float) for w in weights]
@@ -72,10 +70,8 @@ class Published:
         noise = [self.b / (self.a + k) for k in (-1, 0, 1)]
         log_z = [-0.5 * (np.log(var + s) + (y - mean) ** 2 / (var + s)) for s in noise]
         total = var + noise[0]
-        d_mean, d_var = (
-            (y - mean) / total,
-            -0.5 / total + 0.5 * (y - mean) ** 2 / total**2,
-        )
+        d_mean = (y - mean) / total
+        d_var = -0.5 / total + 0.5 * (y - mean) ** 2 / total**2
         for layer, (dm, dv) in enumerate(self.backward(tape, d_mean, d_var)):
             m, v = self.m[layer], self.v[layer]
             new_m, new_v = m + v * dm, v - v**2 * (dm**2 - 2 * dv)
@@ -88,9 +84,7 @@ class Published:
         return log_z[0] - 0.5 * np.log(2 * np.pi)
 
     def refine(self):
-        """Every prior factor once, weight after weight, all of them
-        sharing one Gamma.
-        """
+        """Every prior factor once, weight after weight, sharing one Gamma."""
         for m, v, factor in zip(self.m, self.v, self.factor, strict=True):
             for i in np.ndindex(m.shape):
                 precision = 1 / v[i] - factor["v"][i]
@@ -103,10 +97,8 @@ class Published:
                     continue
                 totals = [v_c + b / (a + k) for k in (-1, 0, 1)]
                 log_z = [-0.5 * (np.log(s) + m_c**2 / s) for s in totals]
-                d_m, d_v = (
-                    -m_c / totals[0],
-                    -0.5 / totals[0] + 0.5 * m_c**2 / totals[0] ** 2,
-                )
+                d_m = -m_c / totals[0]
+                d_v = -0.5 / totals[0] + 0.5 * m_c**2 / totals[0] ** 2
                 m[i], v[i] = m_c + v_c * d_m, v_c - v_c**2 * (d_m**2 - 2 * d_v)
                 self.a_w, self.b_w = gamma_update(a, b, *log_z)
                 factor["m"][i], factor["v"][i] = (

@@ -17,9 +17,7 @@ from numpyro_bnn import guides, infer, nn, priors, symmetry
 
 
 class LayerRow(NamedTuple):
-    """A layer, an input shape it takes, and one it must refuse (``None``: it takes
-    every shape).
-    """
+    """A layer, an input shape it takes, and one it must refuse (or ``None``)."""
 
     layer: nn.Layer
     input_shape: tuple[int, ...]
@@ -27,9 +25,7 @@ class LayerRow(NamedTuple):
 
 
 class PriorRow(NamedTuple):
-    """A prior, and the hyper-sites (suffix: shape) it adds for the dense kernel of
-    shape (4, 3).
-    """
+    """A prior, and the hyper-sites (suffix: shape) of a dense kernel (4, 3)."""
 
     prior: Any
     hyper_sites: Mapping[str, tuple[int, ...]] = {}
@@ -306,9 +302,7 @@ USUAL = {name: row.usual for name, row in KERNELS.items() if row.truth is not No
 
 
 class SymmetryRow(NamedTuple):
-    """A symmetry, the shapes of the sites of a model that has it, and which of them are
-    positive.
-    """
+    """A symmetry, the shapes of the sites that have it, and the positive ones."""
 
     symmetry: symmetry.Symmetry
     shapes: Mapping[str, tuple[int, ...]]
@@ -406,13 +400,11 @@ def _before(norm: nn.Layer, activation: str, *counts: int) -> NetRow:
     return _dense([nn.Dense(4), block, block, norm, activation], *counts)
 
 
-_BN, _LN, _RES, _FOUR, _FLAT = (
-    nn.BatchNorm,
-    nn.LayerNorm,
-    nn.Residual,
-    nn.Dense(4),
-    nn.Flatten(),
-)
+_BN = nn.BatchNorm
+_LN = nn.LayerNorm
+_RES = nn.Residual
+_FOUR = nn.Dense(4)
+_FLAT = nn.Flatten()
 _MEAN_TANH: dict[str, Any] = {"pool": nn.AvgPool(2), "activation": "tanh"}
 _ENDS_WITH_NORM = _RES(nn.Sequential([_BN(), "relu", _FOUR, _BN()]))
 
@@ -483,14 +475,7 @@ NETS: dict[str, NetRow] = {
 }
 # Of each way to connect layers one: the others run in `make test-all`.
 FAST_NETS = {
-    *(
-        "linear",
-        "MLP relu",
-        "MLP tanh",
-        "BatchNorm relu",
-        "LayerNorm tanh, no gain",
-        "norms behind Flatten",
-    ),
+    *("linear", "MLP relu", "MLP tanh", "norms behind Flatten"),
     *("pre-activation LayerNorm tanh, no gain", "residual of the inputs"),
 }
 
@@ -512,10 +497,8 @@ class WrapperRow(NamedTuple):
 
 
 _ORBIT, _UNIT = {"orbit_accept_prob": ("symmetry",)}, {"unit_accept_prob": ()}
-_HIDDEN, _OUTPUT = (
-    ("net/Dense_0.kernel", "net/Dense_0.bias"),
-    ("net/Dense_1.kernel", "net/Dense_1.bias"),
-)
+_HIDDEN = ("net/Dense_0.kernel", "net/Dense_0.bias")
+_OUTPUT = ("net/Dense_1.kernel", "net/Dense_1.bias")
 _UNITS = [(_HIDDEN[0], 1), (_HIDDEN[1], 0), (_OUTPUT[0], 0)]
 
 

@@ -96,9 +96,7 @@ def _weights():
 def _gaussian(
     design: np.ndarray, y: np.ndarray, noise: float, prior_sd: np.ndarray
 ) -> tuple[Any, Any, float]:
-    """Mean, covariance and log evidence of a linear model with normal
-    prior and noise.
-    """
+    """Mean, covariance and log evidence of a line with normal prior and noise."""
     precision = design.T @ design / noise**2 + np.diag(prior_sd**-2.0)
     covariance = np.linalg.inv(precision)
     mean = covariance @ design.T @ y / noise**2
@@ -114,9 +112,7 @@ def _moments_of_line(rows: np.ndarray) -> Moments:
 
 
 def _on_a_grid(log_likelihood: Callable[[np.ndarray], np.ndarray]) -> Moments:
-    """Moments of w ~ N(0, 1) in two dimensions by Gauss-Legendre quadrature; takes
-    weights (G, 2).
-    """
+    """Moments of w ~ N(0, 1) in two dimensions by quadrature; takes weights (G, 2)."""
     nodes, weights = np.polynomial.legendre.leggauss(160)
     nodes, log_weights = 6 * nodes, np.log(6 * weights)
     w = np.stack(np.meshgrid(nodes, nodes, indexing="ij"), -1).reshape(-1, 2)
@@ -194,9 +190,7 @@ def counts(x, y=None, batch_size=None):
 
 
 def spread(x, y=None, batch_size=None):
-    """A line whose noise is a positive site, with deterministic sites of all rows and
-    of a minibatch.
-    """
+    """A line with a positive noise site, and deterministic sites of rows."""
     w = _weights()
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     numpyro.deterministic("precision", sigma**-2)
@@ -247,9 +241,7 @@ def several(x, label=None, y=None, batch_size=None):
 
 
 def random_inside(x, y=None):
-    """A line whose inputs are blurred by noise of the model's own: every run draws it
-    anew.
-    """
+    """A line whose inputs have noise of the model's own, drawn anew in each run."""
     w = _weights()
     blur = 0.1 * jax.random.normal(numpyro.prng_key(), x.shape)
     with numpyro.plate("data", x.shape[0]):

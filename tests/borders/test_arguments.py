@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 import pandas as pd
 import pytest
 from disk import python
-from helpers import group, group_names
+from helpers import each, group, group_names
 from numpyro.infer import HMC, MCMC, SVI, BarkerMH, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, ZOO, N, X, Y, line
@@ -84,18 +84,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "fit" else pytest.mark.slow) for n in CALLS],
-)
+@each("name", CALLS, fast=["fit"])
 def test_tables_and_lists_are_data(name):
-    """Also where a model indexes them by traced indices; NumPy's integers
-    are counts.
-    """
-    found, expected = (
-        CALLS[name](pd.DataFrame(X), Y.tolist()),
-        CALLS[name](jnp.asarray(X), jnp.asarray(Y)),
-    )
+    """Also where a model indexes them by traced indices; NumPy's integers count."""
+    found = CALLS[name](pd.DataFrame(X), Y.tolist())
+    expected = CALLS[name](jnp.asarray(X), jnp.asarray(Y))
     if name == "find":
         assert found == expected
         assert found
@@ -135,9 +128,7 @@ def test_arguments_become_arrays_and_settings_stay_what_they_are():
 
 
 def test_a_call_is_made_again_with_other_leaves():
-    """Of a model with every kind of parameter; a keyword argument may have the name of
-    none of them.
-    """
+    """Of a model with every kind of parameter; none has the name of an argument."""
 
     def full(x, *more, scale=1.0, **others):
         pass
@@ -167,13 +158,7 @@ ROWS = {
 FAST_ROWS = ("minibatches", "fit of minibatches", "adf")
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(call, marks=[] if call in FAST_ROWS else pytest.mark.slow)
-        for call in ROWS
-    ],
-)
+@each("call", ROWS, fast=FAST_ROWS)
 def test_targets_with_more_or_fewer_rows_than_inputs_are_refused(call):
     """Surplus rows were ignored; for missing ones JAX repeats the last."""
     for rows in (N - 5, N + 5):
@@ -207,13 +192,9 @@ def test_plates_name_axes_and_arrays_that_no_plate_indexes_have_any_length():
 # -- numbers that MCMC traces, data that change ----------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kernel", [sgld, pytest.param(orbit_moves, marks=pytest.mark.slow)]
-)
+@each("kernel", [sgld, orbit_moves], fast=1)
 def test_a_batch_size_among_traced_arguments(kernel):
-    """``MCMC(jit_model_args=True)`` passes all numbers as traced arrays; a plate must
-    know its size.
-    """
+    """``MCMC(jit_model_args=True)`` traces all numbers; a plate must know its size."""
     traced = run(kernel(), X, Y, jit=True, batch_size=BATCH)
     np.testing.assert_allclose(
         traced.get_samples()["w"], on_arrays(kernel).get_samples()["w"], rtol=1e-4
@@ -224,7 +205,7 @@ def test_a_batch_size_among_traced_arguments(kernel):
         traced.run(jax.random.key(0), X, Y, batch_size=10)
 
 
-@pytest.mark.parametrize("kernel", [HMC, pytest.param(sgld, marks=pytest.mark.slow)])
+@each("kernel", [HMC, sgld], fast=1)
 def test_data_changed_after_the_run_are_refused(kernel):
     def model(x, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))

@@ -37,9 +37,7 @@ class Tensor:
 
 
 class Loader:
-    """Shuffles in each epoch, as a loader of torch with ``shuffle=True``; it notes the
-    orders.
-    """
+    """Shuffles in each epoch, as a loader of torch does; it notes the orders."""
 
     def __init__(self, data=(X, Y), seed=0):
         self.data, self.random, self.orders = data, np.random.default_rng(seed), []
@@ -144,10 +142,8 @@ def test_columns_give_the_same_rows():
     seen = []
     for seed in range(40):
         index = jax.random.randint(jax.random.key(seed), (2, BATCH), 0, N)
-        first, rows = (
-            jax.vmap(lambda i: x[i])(index),
-            jax.vmap(lambda i: number[i])(index),
-        )
+        first = jax.vmap(lambda i: x[i])(index)
+        rows = jax.vmap(lambda i: number[i])(index)
         np.testing.assert_array_equal(first, X[np.asarray(rows)])
         seen += rows.ravel().tolist()
     for epoch in np.split(np.array(seen), range(N, len(seen), N)):
@@ -591,9 +587,7 @@ class Restarted:
 
 
 class OneIterator(Loader):
-    """As a loader of torch with ``persistent_workers=True``: each pass starts the same
-    iterator again.
-    """
+    """As a loader of torch with ``persistent_workers=True``: one iterator again."""
 
     def __init__(self, data=(X, Y)):
         super().__init__(data)

@@ -23,7 +23,7 @@ import optax
 import pytest
 import tqdm
 from disk import at_syncs, blocks, contents, draws_of, python, recorder, same, states
-from helpers import group, mala, refused
+from helpers import each, group, mala, refused
 from numpyro.infer import HMC, MCMC, NUTS, BarkerMH, Gibbs, init_to_value
 from zoo import BATCH, NET, NEW_X, ZOO, X, Y, hierarchical, line, spread
 
@@ -175,9 +175,7 @@ def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_ki
 
 
 def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path, capsys):
-    """One line of progress counts the steps of all calls; with nothing left to do,
-    there is none.
-    """
+    """One line of progress counts the steps of all calls; without steps, none."""
     mcmc = mcmc_of(num_samples=6)
     for method, steps in ((mcmc, "14/14"), (None, "20/20")):
         run = start(tmp_path, mcmc=method, progress_bar=True)
@@ -190,9 +188,8 @@ def test_draws_can_be_added_and_mcmc_is_left_as_it_was(recorded, tmp_path, capsy
     assert repr(less) == "Run(num_draws=6, complete=True)"
     assert capsys.readouterr().err == ""
     assert mcmc.last_state is None
-    mcmc.run(
-        jax.random.key(1), *ZOO["spread"].args
-    )  # its kernel was not initialized by the run
+    # its kernel was not initialized by the run
+    mcmc.run(jax.random.key(1), *ZOO["spread"].args)
     assert mcmc.get_samples()["w"].shape == (6, 2)
 
 
@@ -235,9 +232,7 @@ def test_ctrl_c_while_the_bar_closes_loses_nothing(recorded, tmp_path, monkeypat
     assert same(draws_of(finished), draws_of(recorded("Barker").result))
 
 
-@pytest.mark.parametrize(
-    "where", ["draws", pytest.param("state", marks=pytest.mark.slow)]
-)
+@each("where", ["draws", "state"], fast=1)
 def test_a_full_disk_is_reported_and_loses_nothing(
     recorded, tmp_path, monkeypatch, where
 ):
@@ -327,9 +322,7 @@ def start_option(root, option, other=0, seed=1):
 
 
 def begin_and_be_killed(root):
-    """Runs of all options that end with their first state, one of other code, and one
-    that is killed.
-    """
+    """Runs of all options that end with their first state, and one that is killed."""
 
     def end(path):
         if (path / "run.json").exists():
@@ -350,9 +343,7 @@ def begin_and_be_killed(root):
 
 @pytest.mark.slow
 def test_runs_go_on_in_another_process_but_not_with_other_options(recorded, tmp_path):
-    """The locks of a killed process are free; descriptions do not depend on it, such as
-    on its hashes of texts.
-    """
+    """The locks of a killed process are free; descriptions do not depend on hashes."""
     code = (
         f"import pathlib, test_disk; "
         f"test_disk.begin_and_be_killed(pathlib.Path({str(tmp_path)!r}))"
@@ -392,7 +383,7 @@ def of_other_draws(path):
     zarr.open_group(path.parent / "draws.zarr")["posterior/w"][1, -1] = 0.0
 
 
-@pytest.mark.parametrize("damage", [of_other_numbers, of_other_draws])
+@each("damage", [of_other_numbers, of_other_draws], fast=1)
 def test_a_damaged_last_block_is_made_again(recorded, tmp_path, damage):
     whole = recorded("Barker")
     path = whole.copy(tmp_path / "run")
@@ -451,9 +442,7 @@ def result_or_message(call, path):
 )
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, damage):
-    """Every file of a run: reading it and going on with it are refused by name, and
-    change nothing, or are right.
-    """
+    """Reading any damaged file or going on is refused by name, or right."""
     path, whole, exported = small
     refused_by = {}
     for number, name in enumerate(contents(path)):
@@ -481,9 +470,7 @@ def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, da
 
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_lost_draws_are_not_numbers(small, tmp_path):
-    """Of a run that is in memory too; what is lost is not made anew by a
-    refused call.
-    """
+    """Of a run in memory too; what is lost is not made anew by a refused call."""
     path = shutil.copytree(small[0], tmp_path / "run")
     run = start_small(path)
     for lost in ("draws.zarr/posterior/w/c/0/0", "draws.zarr", ""):
@@ -510,9 +497,7 @@ def test_lost_draws_are_not_numbers(small, tmp_path):
 
 
 def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
-    """States that are compressed, or draws of shapes that were not declared, may unpack
-    to a thousand times more.
-    """
+    """Compressed states or draws of undeclared shapes may unpack to far more."""
     path = shutil.copytree(small[0], tmp_path / "run")
     last = states(path)[-1]
     with np.load(last) as file:
@@ -536,9 +521,7 @@ def test_a_folder_takes_no_more_memory_than_it_is(small, tmp_path):
 
 
 def test_a_call_that_fails_leaves_nothing(tmp_path):
-    """The corrected call is not refused: a folder becomes a run with its
-    first state.
-    """
+    """The corrected call is not refused: a run begins with its first state."""
 
     def begin(folder, size):
         mcmc = mcmc_of(
@@ -766,9 +749,7 @@ def test_what_cannot_be_run_in_blocks_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_chosen_sites_in_half_precision(recorded, tmp_path):
-    """Predictions need all latent sites: those that are not kept would be drawn from
-    the prior.
-    """
+    """Predictions need all latent sites: others would be drawn from the prior."""
     run = start(tmp_path / "run", sites=("s*", "prec*"), dtype="float16")
     assert set(run.get_samples()) == {"sigma", "precision"}
     assert run.get_samples()["sigma"].dtype == np.float16
@@ -798,19 +779,13 @@ def test_chosen_sites_in_half_precision(recorded, tmp_path):
 
 
 def test_a_run_gives_the_results_of_its_mcmc(recorded):
-    """With predictions from what ``start`` returns; of the folder alone draws and
-    statistics.
-    """
-    run, mcmc, new = (
-        recorded("Barker").result,
-        of_mcmc("Barker"),
-        {"predictions": {"x": NEW_X}},
-    )
+    """With predictions of what ``start`` returns; a folder has draws and statistics."""
+    run = recorded("Barker").result
+    mcmc = of_mcmc("Barker")
+    new = {"predictions": {"x": NEW_X}}
     assert same(run.mcmc.get_samples()["w"], run.get_samples()["w"])
-    found, expected = (
-        bnn.to_inference_data(run, **new),
-        bnn.to_inference_data(mcmc, **new),
-    )
+    found = bnn.to_inference_data(run, **new)
+    expected = bnn.to_inference_data(mcmc, **new)
     for name in ("posterior", "predictions", "log_likelihood", "sample_stats"):
         for variable, value in group(expected, name).data_vars.items():
             np.testing.assert_allclose(
@@ -875,45 +850,17 @@ def schedule(step, scale=1.0):
     return settings.shrink * scale * sum(parts, 0.0)
 """
 # What is replaced in the code, and how it is named.
-OTHER_CODE = {
-    "a global": (
-        "RATE = 1e-3",
-        "RATE = 1e-1",
-        r"option step_size, decay.*RATE was 0.001, is 0.1",
-    ),
-    "an object": (
-        "Decay(1.0)",
-        "Decay(0.5)",
-        r"option step_size, decay\.power was 1.0, is 0.5",
-    ),
-    "code of an object": (
-        "(1 + step)",
-        "(2 + step)",
-        r"option step_size, decay.class.__call__ was code",
-    ),
-    "a closure": (
-        "made(0.25)",
-        "made(0.5)",
-        r"option step_size, faster, rate was 0.25, is 0.5",
-    ),
-    "code of a closure": (
-        "(3 + step)",
-        "(3 - step)",
-        r"option step_size, faster was code \w+, is code",
-    ),
-    "a default": (
-        "scale=1.0",
-        "scale=2.0",
-        r"option step_size default 0 was 1.0, is 2.0",
-    ),
-    "a setting": (
-        "shrink=0.5",
-        "shrink=0.1",
-        r"option step_size, settings.shrink was 0.5, is 0.1",
-    ),
-    "a kink": ("> 3.0", "> 4.0", r"model, kink was code"),
-    "a small site": ("-0.5e-3 *", "-0.5e-2 *", r"model was code"),
-}
+OTHER_CODE = [
+    ("RATE = 1e-3", "RATE = 1e-1", r"option step_size, decay.*RATE was 0.001, is 0.1"),
+    ("Decay(1.0)", "Decay(0.5)", r"option step_size, decay\.power was 1.0, is 0.5"),
+    ("(1 + step)", "(2 + step)", r"option step_size, decay.class.__call__ was code"),
+    ("made(0.25)", "made(0.5)", r"option step_size, faster, rate was 0.25, is 0.5"),
+    ("(3 + step)", "(3 - step)", r"option step_size, faster was code \w+, is code"),
+    ("scale=1.0", "scale=2.0", r"option step_size default 0 was 1.0, is 2.0"),
+    ("shrink=0.5", "shrink=0.1", r"option step_size, settings.shrink was 0.5, is 0.1"),
+    ("> 3.0", "> 4.0", r"model, kink was code"),
+    ("-0.5e-3 *", "-0.5e-2 *", r"model was code"),
+]
 SAME_CODE = [  # lines, a text, and what nobody reads; then names of variables
     ("def model", "# a comment\n\n\ndef model"),
     ("(x @ w + bent, 0.5)", "(\n  x @ w\n  + bent,\n  0.5,\n)"),
@@ -952,14 +899,12 @@ def run_of_code(path, changes=(), name="one"):
 
 
 def test_another_code_is_another_run_and_another_text_of_it_is_the_same(tmp_path):
-    """Numbers that 20 draws from a prior do not reach, and a site that is small beside
-    the others.
-    """
+    """Numbers that 20 draws do not reach, and a site that is small beside others."""
     path = tmp_path / "run"
     whole = draws_of(run_of_code(path))
     before = contents(path)
-    for name, (old, new, named) in OTHER_CODE.items():
+    for old, new, named in OTHER_CODE:
         with pytest.raises(ValueError, match=f"the run of something else: .*{named}"):
             run_of_code(path, [(old, new)])
-        assert contents(path) == before, name
+        assert contents(path) == before, new
     assert same(draws_of(run_of_code(path, SAME_CODE, name="two")), whole)

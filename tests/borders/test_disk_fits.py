@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from disk import recorder, same
-from helpers import group, group_names, mala, refused
+from helpers import each, group, group_names, mala, refused
 from numpyro import handlers
 from numpyro.infer import MCMC, SVI, Trace_ELBO, TraceMeanField_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -69,9 +69,7 @@ def recorded(tmp_path_factory):
     ],
 )
 def test_a_fit_that_is_killed_anywhere_goes_on_bit_for_bit(recorded, tmp_path, name):
-    """Also one that had all the steps it was asked for; it is what it would be without
-    a folder.
-    """
+    """Also one that had all its steps; it is what it would be without a folder."""
     make, steps, kwargs = FITS[name]
     given = {"progress_bar": False, **kwargs}
     if isinstance(method := make(), SVI):
@@ -182,9 +180,7 @@ class Counted:
 
 
 def on_disk(folder):
-    """Inputs in a Zarr array, targets in a memory map, and how many of them are read at
-    once.
-    """
+    """Inputs in a Zarr array, targets in a memory map; how many are read at once."""
     import zarr
 
     x = zarr.create_array(folder / "x", data=X, chunks=(10, 2), overwrite=True)
@@ -220,10 +216,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
-)
+@each("name", KERNELS, fast=["SGLD"])
 @pytest.mark.filterwarnings("ignore:Disabling progress bar")
 def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     """The rows of all steps of a transition are read by one call into Python."""
@@ -236,18 +229,15 @@ def test_chains_on_rows_on_disk_are_those_in_memory(tmp_path, name):
     )
     if name in ("SGLD", "epochs"):
         assert sizes.count(20 * BATCH) == 12
-        assert (
-            sizes.count(128 * BATCH) > 0
-        )  # the noise of the gradient is measured on all of its minibatches at once
+        # the noise of the gradient is measured on all of its minibatches at once
+        assert sizes.count(128 * BATCH) > 0
         assert len(sizes) < 50
 
 
 def test_models_of_the_package_take_rows_on_disk(tmp_path):
     """Their checks of values read all rows once."""
-    robust, classes = (
-        models.regression(nn.Dense(1), heavy_tails=True),
-        models.classification(nn.Dense(3), 3),
-    )
+    robust = models.regression(nn.Dense(1), heavy_tails=True)
+    classes = models.classification(nn.Dense(3), 3)
     for model, y, wrong in [
         (robust, Y, np.where(Y > 0, np.nan, Y)),
         (classes, CLASSES, CLASSES + 1),

@@ -97,9 +97,7 @@ def test_block_of_gibbs_has_the_right_posterior(name):
 
 @pytest.mark.slow
 def test_gibbs_starts_from_constrained_values():
-    """`Gibbs` hands constrained values to `init`, whose unconstrained form may have
-    another shape.
-    """
+    """`Gibbs` hands over constrained values, whose free form may have another shape."""
 
     def probabilities(y):
         p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
@@ -128,9 +126,7 @@ def test_gibbs_starts_from_constrained_values():
     ],
 )
 def test_refresh_goes_on_from_the_values_and_data_it_is_given(name, cost):
-    """Caches are those of the new place: the next draws are there, not where the chain
-    was.
-    """
+    """Caches are those of the new place: the next draws are there."""
     kernel = KERNELS[name].make(SPREAD.model)
     x, y = SPREAD.args
 
@@ -189,9 +185,7 @@ def test_wrap_model_leaves_the_kernel_alone():
 
 @pytest.mark.slow
 def test_data_as_arguments(compiled):
-    """`jit_model_args`: one program for all data of a shape; nothing of the first data
-    stays in it.
-    """
+    """`jit_model_args`: one program for all data of a shape, without the first data."""
     options = {
         "num_warmup": 4,
         "num_samples": 6,
@@ -255,9 +249,8 @@ def test_models_get_fresh_keys_at_every_step_and_for_every_layer():
         assert len(np.unique(steps.round(5))) > 950
         assert abs(steps.mean()) < 4 / 1000**0.5
         assert abs(steps.var() - 1) < 4 * (2 / 1000) ** 0.5
-    assert (
-        abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5
-    )  # two layers of dropout have two masks
+    # two layers of dropout have two masks
+    assert abs(np.corrcoef(v, w)[0, 1]) < 4 / 1000**0.5
 
 
 def test_a_run_is_exported_after_it_was_pickled():
@@ -273,9 +266,7 @@ def test_a_run_is_exported_after_it_was_pickled():
 
 
 def test_a_chain_that_stands_on_other_data_is_announced():
-    """Where it goes on from the state after a warm-up, also before it is marked; near
-    data are no news.
-    """
+    """Also before it is marked; near data are no news."""
     x, y = map(jnp.asarray, ZOO["line"].args)
     kernel = infer.SGLD(ZOO["line"].model, steps_per_draw=5, warm_start=0.0)
     mcmc = MCMC(kernel, num_warmup=20, num_samples=45, progress_bar=False)

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from flax import linen, nnx
-from helpers import group, run_chains, traced_sites
+from helpers import each, group, run_chains, traced_sites
 from numpyro import handlers
 from numpyro.contrib.module import (
     random_eqx_module,
@@ -75,9 +75,7 @@ NAMES = {
 
 @cache
 def module(library):
-    """How to make it random, its parameters in all forms that priors take, and its
-    function of the images.
-    """
+    """How to make it random, its parameters in all forms, and its function."""
     if library == "linen":
         variables = Linen().init(jax.random.key(0), IMAGES)
         make = partial(random_flax_module, "net", Linen(), input_shape=(1, 6, 5, 2))
@@ -482,13 +480,19 @@ def test_all_layers_of_the_library_are_in_the_table(library):
 
 UNITS = {  # of ARD, layer: shape of the scales as they multiply the kernel
     ("nnx", "LinearGeneral"): (2, 3, 1, 1),
-    ("nnx", "ConvTranspose"): (1, 1, 1, 4),
     ("linen", "Einsum"): (1, 2, 1),
+    ("nnx", "ConvTranspose"): (1, 1, 1, 4),
     ("equinox", "Embedding"): (100, 1),
 }
 
 
-@pytest.mark.parametrize(("library", "row"), UNITS)
+@pytest.mark.parametrize(
+    ("library", "row"),
+    [
+        pytest.param(*key, marks=pytest.mark.slow if n > 1 else ())
+        for n, key in enumerate(UNITS)
+    ],
+)
 def test_weights_of_an_input_share_a_scale(library, row):
     shape = UNITS[library, row]
     name, fan_in = next(iter(LAYERS_OF[library][row][-1].items()))
@@ -534,9 +538,7 @@ SEQUENCES = np.random.default_rng(1).normal(size=(6, 5, 2)).astype(np.float32)
 
 
 class Readout(nnx.Module):
-    """A dense layer of the last step of a recurrent or attention layer with four
-    outputs.
-    """
+    """A dense layer of the last step of a recurrent or attention layer."""
 
     def __init__(self, layer):
         self.layer, self.out = layer, nnx.Linear(4, 1, rngs=nnx.Rngs(0))
@@ -635,9 +637,7 @@ def sequences(library, layer):
 
 
 def test_a_recurrent_module_starts_a_chain():
-    """The counter of keys of a recurrent module of NNX changes, and nothing depends on
-    it.
-    """
+    """The counter of keys of a recurrent module of NNX changes without effect."""
     kernel = infer.SGLD(sequences("nnx", nnx.RNN(nnx_cell())), 1e-4, warm_start=0.0)
     data = SEQUENCES, SEQUENCES[:, 0, 0]
     state = jax.eval_shape(lambda: kernel.init(jax.random.key(0), 0, None, data, {}))
@@ -692,9 +692,7 @@ def test_a_counter_that_something_uses_is_refused():
 
 
 def test_symmetries_of_a_module_of_one_precision_are_refused():
-    """Flax starts the state of a recurrent cell in the precision of its parameters,
-    float32 unless told.
-    """
+    """Flax starts the state of a recurrent cell in float32 unless told."""
     message = (
         r"symmetry\.find: argument `model` got a model that does not run in float64"
     )
@@ -714,19 +712,12 @@ LEARNED_SCALES = {
 }
 
 
-@pytest.mark.parametrize(
-    "library",
-    [pytest.param(n, marks=[] if n == "nnx" else pytest.mark.slow) for n in NAMES],
-)
+@each("library", NAMES, fast=["nnx"])
 def test_modules_with_learned_scales(library):
-    """Sites as documented, named once, non-centered; and a finite log density and
-    gradient.
-    """
+    """Sites as documented, named once, non-centered; finite density and gradient."""
     make, hyper = LEARNED_SCALES[library]
-    model, kernel = (
-        priors.noncenter(classifier(library, make())),
-        f"net/{NAMES[library][1]}",
-    )
+    model = priors.noncenter(classifier(library, make()))
+    kernel = f"net/{NAMES[library][1]}"
     traced = {
         name: s
         for name, s in traced_sites(model, IMAGES, LABELS).items()
@@ -752,11 +743,12 @@ def test_modules_with_learned_scales(library):
     )
 
 
+# the others are slow
 GIVEN = {
     "linen": priors.Learned,
     "nnx": priors.Fixed,
     "equinox": priors.Centered,
-}  # the others are slow
+}
 
 
 @pytest.mark.parametrize(
@@ -800,9 +792,7 @@ def test_modules_at_given_parameters(library, kind):
         )
 
 
-@pytest.mark.parametrize(
-    "kernel", [infer.MCLMC, pytest.param(NUTS, marks=pytest.mark.slow)]
-)
+@each("kernel", [infer.MCLMC, NUTS], fast=1)
 def test_modules_that_are_not_wrapped_are_refused(kernel):
     model = classifier(
         "linen",
@@ -822,9 +812,7 @@ def test_modules_that_are_not_wrapped_are_refused(kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("library", NAMES)
 def test_kernels_sample_what_is_random_and_learn_what_is_learned(library):
-    """Predictions are those of the module with the drawn, the learned and the fixed
-    weights.
-    """
+    """Predictions are the module's with the drawn, learned and fixed weights."""
     (dense, conv, bias, gain), given = NAMES[library], module(library)[1][0]
     smooth = priors.Hierarchical() if library == "equinox" else priors.GPFilters()
     patterns = {conv: smooth, bias: priors.Learned(given), gain: priors.Fixed(given)}
@@ -869,14 +857,9 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize(
-    "library",
-    ["linen", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nnx", "equinox"))],
-)
+@each("library", ["linen", "nnx", "equinox"], fast=1)
 def test_an_estimator_takes_a_module(library):
-    """The posterior has the parameters of the module, and predictions are those of the
-    module at these.
-    """
+    """The posterior has the module's parameters; predictions are the module's."""
     options = {"effort": 0.02, "num_samples": 5, "random_state": 0}
     model = Regressor("mean_field", network=TABLES[library], **options).fit(X, Y)
     posterior = group(model.idata_, "posterior")

@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 import pytest
 import zoo
 from disk import blocks, draws_of, python, same
-from helpers import group, group_names
+from helpers import each, group, group_names
 from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.infer import MCMC, NUTS
 from zoo import BATCH, line
@@ -35,9 +35,7 @@ X, Y = zoo.X[:23], zoo.Y[:23]  # an odd number of rows: the last device has fewe
 
 
 def masked(x, y=None):
-    """Missing observations, a plate of groups, a value for each group and one for each
-    row.
-    """
+    """Missing observations, plates of groups, a value for each group and row."""
     w = numpyro.sample("w", dist.Normal().expand([2]).to_event(1))
     with numpyro.plate("groups", 3):
         effect = numpyro.sample("effect", dist.Normal())
@@ -95,9 +93,7 @@ def own_rows(mesh):
 
 
 def close(found, expected):
-    """Equal but for the rounding of sums in another order, which the transitions carry
-    on.
-    """
+    """Equal but for the rounding of sums in another order."""
     for name, value in expected.items():
         np.testing.assert_allclose(
             found[name], value, rtol=2e-3, atol=2e-4, err_msg=name
@@ -113,9 +109,7 @@ COLLECTIVE = re.compile(
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Numbers of elements that the programs compiled for several devices send from one
-    to another at a time.
-    """
+    """Numbers of elements that programs for several devices exchange at a time."""
     sizes, original = [], jax.stages.Lowered.compile
 
     def compiled(self, *given, **options):
@@ -132,10 +126,7 @@ def sent(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=[] if c == "SGHMC" else pytest.mark.slow) for c in CASES],
-)
+@each("case", CASES, fast=["SGHMC"])
 def test_rows_over_two_devices(tmp_path, case, sent):
     """They send each other sums for the gradient, and no rows."""
     spread = start(tmp_path / "spread", case, (1, 2))
@@ -378,9 +369,7 @@ def test_chains_and_rows_over_two_processes_of_two_devices(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["SGHMC", "NUTS"])
 def test_each_process_has_its_own_rows(tmp_path, case):
-    """No process has those of the other; the draws are those of one process that has
-    all, also where the run goes on.
-    """
+    """No process has those of the other; the draws are those of one with all."""
     for samples in (2, 5):
         options = {"processes": 2, "own": True, "samples": samples}
         together(tmp_path / "own", case, (1, 2), **options)
@@ -390,9 +379,7 @@ def test_each_process_has_its_own_rows(tmp_path, case):
 
 @pytest.mark.slow
 def test_chains_over_two_processes(tmp_path):
-    """Bit for bit those of one process with as many devices; a run that ends goes on,
-    in one process too.
-    """
+    """Bit for bit those of one process; a run goes on, in one process too."""
     together(tmp_path / "one", "NUTS", (2, 1), devices=2)
     for path, processes in (("run", 2), ("both", 1)):
         together(tmp_path / path, "NUTS", (2, 1), processes=2, samples=2)

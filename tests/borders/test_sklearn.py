@@ -11,12 +11,13 @@ from sklearn.utils.estimator_checks import check_estimator, estimator_checks_gen
 
 from numpyro_bnn.estimators import Classifier, Regressor
 
+# enough for the scores it asks for
 LEARNED = {
     "widths": (4,),
     "effort": 0.1,
     "num_samples": 4,
     "random_state": 0,
-}  # enough for the scores it asks for
+}
 ESTIMATORS = {
     "regressor": lambda: Regressor("mean_field", **LEARNED),
     "classifier": lambda: Classifier("mean_field", **LEARNED),

@@ -13,7 +13,7 @@ import optax
 import pytest
 import scipy.stats
 import tqdm
-from helpers import group, group_names, refused
+from helpers import each, group, group_names, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import (
@@ -66,13 +66,7 @@ def equal(tree, other):
 # -- minibatches -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "batch"),
-    [
-        (10, 4),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((10, 10), (5, 1))),
-    ],
-)
+@each(("size", "batch"), [(10, 4), (10, 10), (5, 1)], fast=1)
 def test_rows_of_a_minibatch_are_distinct_and_equally_likely(size, batch):
     number = 20_000
     keys = jax.random.split(jax.random.key(2), number)
@@ -140,9 +134,7 @@ class Bounded(AutoNormal):
 
 
 def test_full_batch_steps_are_those_of_numpyro(key):
-    """The same start, keys and updates; only the order of operations in a compiled loop
-    may differ.
-    """
+    """The same start, keys and updates; a loop may change the order of operations."""
     svi, start = make(guide=Bounded), {"w_auto_loc": jnp.array([1.0, -0.5])}
     ours = fit(40, svi, init_params=start)
     theirs = svi.run(key, 40, *LINE.args, progress_bar=False, init_params=start)
@@ -163,9 +155,8 @@ def test_a_first_fit_compiles_few_programs(compiled):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
-    x = (
-        np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
-    )  # shapes that are new to this process
+    # shapes that are new to this process
+    x = np.random.default_rng(0).normal(size=(13, 7)).astype("float32")
     svi, key = make(guide=guides.AutoMeanField, model=model), jax.random.key(0)
     compiled.clear()
     assert fit(3, svi, x, x[:, 0], key).losses.shape == (3,)
@@ -214,9 +205,8 @@ def test_mutable_state_is_carried_and_the_bar_shows_the_mean_loss(capsys):
     shown = capsys.readouterr().err
     assert "30/30" in shown
     assert f"loss {np.mean(result.losses):.5g}" in shown
-    assert (
-        int(result.state.mutable_state["steps"]["count"]) == 31
-    )  # with that of the start
+    # with that of the start
+    assert int(result.state.mutable_state["steps"]["count"]) == 31
 
 
 # -- interruption and steps that are not finite ----------------------------------------
@@ -330,47 +320,34 @@ def state_of(name, size):
 
 # What is wrong: argument, part of the message, call.
 WRONG = "in which parameter ['w_auto_loc']"
-REFUSED = {
-    "another model": ("init_state", WRONG, lambda: fit(3, init_state=state_of("v", 2))),
-    "another size": (
-        "init_state",
-        WRONG,
-        lambda: fit(3, make(), init_state=state_of("w", 3)),
-    ),
-    "misspelling": (
+REFUSED = [
+    ("init_state", WRONG, lambda: fit(3, init_state=state_of("v", 2))),
+    ("init_state", WRONG, lambda: fit(3, make(), init_state=state_of("w", 3))),
+    (
         "init_params",
         "Did you mean 'w_auto_loc'",
         lambda: fit(3, init_params={"w_auto_lok": 0.0}),
     ),
-    "shape": (
-        "init_params",
-        "shape",
-        lambda: fit(3, init_params={"w_auto_loc": np.ones(3)}),
-    ),
-    "two starts": (
+    ("init_params", "shape", lambda: fit(3, init_params={"w_auto_loc": np.ones(3)})),
+    (
         "init_params",
         "beside `init_state`",
         lambda: fit(1, init_state=fit(1).state, init_params={"w": 0}),
     ),
-    "batch above the data": (
-        "subsample_size",
-        "of size 24",
-        lambda: fit(3, make(), batch_size=25),
-    ),
-    "jit": (
+    ("subsample_size", "of size 24", lambda: fit(3, make(), batch_size=25)),
+    (
         "args",
         "scan over `svi.update`",
         lambda: jax.jit(lambda y: fit(3, y=y).losses)(Y),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(("argument", "fragment", "call"), REFUSED)
 @pytest.mark.filterwarnings(
     "ignore:subsample_size does not match"
 )  # NumPyro's own, before the refusal
-def test_fits_refuse_what_would_be_ignored_or_wrong(what):
-    argument, fragment, call = REFUSED[what]
+def test_fits_refuse_what_would_be_ignored_or_wrong(argument, fragment, call):
     with refused(argument, fragment):
         call()
 
@@ -429,9 +406,7 @@ def test_exported_draws_have_their_log_density_weights_and_judgment():
 
 
 def test_exported_log_density_is_that_of_mcmc():
-    """Of unconstrained values, as ``lp`` of MCMC is: minus NumPyro's
-    potential energy.
-    """
+    """Of unconstrained values, as ``lp`` of MCMC: minus NumPyro's potential energy."""
 
     def positive(x, y=None):
         sigma = numpyro.sample("sigma", dist.HalfNormal(1.0).expand([2]))
@@ -447,9 +422,7 @@ def test_exported_log_density_is_that_of_mcmc():
 
     @jax.jit
     def densities(draw):
-        """Minus the energy, and the log weight: in it, the Jacobians of model and guide
-        cancel.
-        """
+        """Minus the energy, and the log weight, in which Jacobians cancel."""
         u = {"sigma": jnp.log(draw["sigma"]), "shares": to_simplex.inv(draw["shares"])}
         q = {
             name: dist.Normal(
@@ -471,13 +444,7 @@ def test_exported_log_density_is_that_of_mcmc():
         )
 
 
-@pytest.mark.parametrize(
-    "guide",
-    [
-        AutoLaplaceApproximation,
-        *(pytest.param(g, marks=pytest.mark.slow) for g in (AutoNormal, AutoDelta)),
-    ],
-)
+@each("guide", [AutoLaplaceApproximation, AutoNormal, AutoDelta], fast=1)
 def test_nothing_is_weighed_without_a_log_likelihood_or_a_density(guide):
     """AutoLaplaceApproximation is fitted as a point, and sampled as a Gaussian."""
     svi = make(numpyro.optim.Adam(0.1), guide)

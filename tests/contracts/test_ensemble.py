@@ -22,17 +22,14 @@ def run(entry, num_gradients, **options):
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_gradients_are_spent_on_draws_of_the_exact_posterior():
-    """Those of draws and optimizer are exact; curvature and the settling of the step
-    size come on top.
-    """
+    """Those of draws and optimizer are exact; measurements come on top."""
     entry, num_gradients = ZOO["line"], 40_000
     mcmc = run(entry, num_gradients, num_chains=4, num_samples=500)
     spent = np.asarray(mcmc.last_state.num_gradients)
     assert np.all(spent > 0.95 * num_gradients), spent
     assert np.all(spent < 1.05 * num_gradients + 100), spent
-    assert (
-        np.mean(mcmc.get_extra_fields()["energy_variance"]) < 2 * 0.0005
-    )  # what the recipe ends with
+    # what the recipe ends with
+    assert np.mean(mcmc.get_extra_fields()["energy_variance"]) < 2 * 0.0005
     draws = mcmc.get_samples(group_by_chain=True)["w"]
     assert draws.shape == (4, 500, 2)
     white = (np.asarray(draws, float) - entry.exact.mean["w"]) / entry.exact.sd["w"]

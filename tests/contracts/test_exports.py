@@ -13,7 +13,7 @@ import numpyro.distributions as dist
 import pytest
 import scipy.stats
 import tqdm
-from helpers import group, group_names, results
+from helpers import each, group, group_names, results
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, BarkerMH
 from numpyro.infer.autoguide import AutoNormal
@@ -46,9 +46,7 @@ def sample(
     extra_fields=(),
     **kwargs,
 ):
-    """A short run; Barker's kernel compiles several times faster than NUTS, and the
-    export does not care.
-    """
+    """A short run; Barker's kernel compiles several times faster than NUTS."""
     options = {
         "num_chains": chains,
         "chain_method": "sequential",
@@ -136,10 +134,8 @@ def test_predictions_and_densities_are_those_of_the_network_at_the_draws(part):
     assert "f" not in group(idata, "posterior")
     params = {name.removeprefix("net/"): draws[name] for name in ZOO["network"].shapes}
     x, y = (X, Y) if part == "posterior_predictive" else NEW.values()
-    f, sigma = (
-        jax.vmap(jax.vmap(lambda p: NET.apply(p, x)[..., 0]))(params),
-        np.asarray(draws["sigma"])[..., None],
-    )
+    f = jax.vmap(jax.vmap(lambda p: NET.apply(p, x)[..., 0]))(params)
+    sigma = np.asarray(draws["sigma"])[..., None]
     found = group(idata, part)
     for name in ("f", "y_mean"):
         np.testing.assert_allclose(found[name], f, rtol=1e-5, atol=1e-5)
@@ -152,9 +148,7 @@ def test_predictions_and_densities_are_those_of_the_network_at_the_draws(part):
 
 
 def test_noise_of_training_and_new_rows_is_standard_and_independent():
-    """Of 24 draws of 24 rows: means, variances and the correlation within five standard
-    errors.
-    """
+    """Of 24 draws of 24 rows: means, variances, correlation within five errors."""
     idata = exported()
     sigma = group(idata, "posterior")["sigma"].to_numpy()[..., None]
     parts = [group(idata, name) for name in ("posterior_predictive", "predictions")]
@@ -210,16 +204,13 @@ def test_observations_that_others_depend_on_are_redrawn_before_them():
 
 
 def test_sample_stats_have_arviz_names():
-    stats, fields = (
-        group(exported(), "sample_stats"),
-        mcmc().get_extra_fields(group_by_chain=True),
-    )
+    stats = group(exported(), "sample_stats")
+    fields = mcmc().get_extra_fields(group_by_chain=True)
     np.testing.assert_array_equal(stats["lp"], -np.asarray(fields["potential_energy"]))
     np.testing.assert_array_equal(stats["n_steps"], fields["num_steps"])
     depth, steps = stats["tree_depth"].to_numpy(), stats["n_steps"].to_numpy()
-    assert (
-        (2 ** (depth - 1) <= steps) & (steps < 2**depth)
-    ).all()  # a complete tree has 2^depth - 1 steps
+    # a complete tree has 2^depth - 1 steps
+    assert ((2 ** (depth - 1) <= steps) & (steps < 2**depth)).all()
     assert "acceptance_rate" not in stats  # it was not collected, so it is not there
 
 
@@ -285,7 +276,7 @@ def test_keys_may_be_typed_or_legacy():
     assert found[0].equals(found[1])
 
 
-@pytest.mark.parametrize("plated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@each("plated", [True, False], fast=1)
 def test_classes_have_probabilities_and_new_rows_no_coords_of_training_rows(plated):
     """Also of as many rows; coordinates of classes hold for both."""
 
@@ -313,10 +304,8 @@ def test_classes_have_probabilities_and_new_rows_no_coords_of_training_rows(plat
         run, {"x": -X}, prediction_coords={row: range(N, 2 * N)}, **options
     )
     assert labels(labeled, "predictions") == [list(range(N, 2 * N))]
-    found, logits = (
-        group(idata, "predictions"),
-        -X[:, :1] * np.asarray(run.get_samples()["w"])[:, None],
-    )
+    found = group(idata, "predictions")
+    logits = -X[:, :1] * np.asarray(run.get_samples()["w"])[:, None]
     np.testing.assert_allclose(found["y_probs"][0], jax.nn.softmax(logits), rtol=1e-4)
     if plated:
         np.testing.assert_allclose(
@@ -347,9 +336,7 @@ def test_coords_of_new_rows_of_processes():
 
 @pytest.mark.slow
 def test_batch_norm_predicts_with_training_statistics_of_each_draw():
-    """A prediction is about one point: alone or among others it is the same, and so is
-    its score.
-    """
+    """A prediction is about one point: alone or among others it is the same."""
     net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
     run = sample(bnn.models.regression(net), *ZOO["network"].args, draws=60, warmup=200)
     draws = {
@@ -386,9 +373,8 @@ MASKED = ["handler", "distribution", "imputed_observed", "events", "elements", "
 
 def masked(x, y, mask):
     f = numpyro.sample("w", dist.Normal(0.0, 1.0)) * x[:, 0]
-    both = jnp.stack(
-        [mask, jnp.zeros(N, bool)], -1
-    )  # the second element is left out everywhere
+    # the second element is left out everywhere
+    both = jnp.stack([mask, jnp.zeros(N, bool)], -1)
     pairs = dist.Normal(f[:, None], 0.5).expand([N, 2])
     with numpyro.plate("data", N):
         numpyro.sample("complete", dist.Normal(f, 1.0), obs=y)
@@ -426,18 +412,10 @@ def export_of_masked(kept):
 
 
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of both sides alike
-@pytest.mark.parametrize(
-    "kept",
-    [
-        pytest.param(name, marks=[] if name == "some" else pytest.mark.slow)
-        for name in KEPT
-    ],
-)
+@each("kept", KEPT, fast=["some"])
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_observations_are_no_data(name, kept):
-    """LOO of the observations that a mask leaves is that of a model that holds nothing
-    else.
-    """
+    """LOO of the observations that a mask leaves is that of a model of these."""
     mask, idata = KEPT[kept], export_of_masked(kept)
     found = group(idata, "log_likelihood")
     assert found["complete"].shape == (1, 60, N)
@@ -536,9 +514,7 @@ def test_what_a_log_likelihood_or_a_mean_lacks_is_said():
 
 
 def test_placeholders_behind_a_mask_are_no_targets():
-    """NaN or -999 for a missing target: the scale of the targets is that
-    of the others.
-    """
+    """NaN or -999 for a missing target: the scale is that of the other targets."""
 
     def model(x, y, known):
         net = bnn.random_network("net", NET, x.shape[1:])
@@ -571,9 +547,7 @@ def covariates(x, groups, y=None, weights=None, mask=None, offset=None, **option
 
 
 def test_new_rows_need_the_arguments_that_change_their_prediction():
-    """Weights and masks have their default; `None` is a value; rows that a mask leaves
-    out are not scored.
-    """
+    """Weights and masks have their default; hidden rows are not scored."""
     kind, ones = np.arange(N) % 2, np.ones(N, np.float32)
     extra = {
         "weights": ones + kind,

@@ -25,13 +25,11 @@ pytestmark = pytest.mark.core
 
 MODEL, BATCHES = ZOO["spread"], {"batch_size": BATCH}
 WARMUP, DRAWS = 4, 6
-FIELDS = ("base_step_size", "z.sigma")
+FIELDS = ("base_step_size", "z.sigma", "decoherence_length")
 
 
 def params(fast=None):
-    """Names of rows; those that are not in ``fast``, by default the first of each
-    class, are slow.
-    """
+    """Names of rows; slow without those in ``fast``, by default one of each class."""
     fast = firsts(KERNELS) if fast is None else fast
     return [
         pytest.param(name, marks=() if name in fast else pytest.mark.slow)
@@ -50,9 +48,7 @@ def mcmc_of(kernel, method="vectorized", **options):
 
 @cache
 def finished(name):
-    """Two vectorized chains of a pickled kernel, with a legacy key, every second draw
-    kept.
-    """
+    """Two vectorized chains of a pickled kernel, with a legacy key, thinned."""
     mcmc = mcmc_of(pickle.loads(pickle.dumps(KERNELS[name].make(MODEL.model))))
     mcmc.run(jax.random.PRNGKey(3), *MODEL.args, **BATCHES, extra_fields=FIELDS)
     return mcmc
@@ -71,14 +67,10 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", params())
 def test_draws_are_those_of_the_model(name):
-    """Finite, constrained, thinned; without the deterministic site that belongs to one
-    minibatch.
-    """
+    """Finite, constrained, thinned; without the deterministic site of a minibatch."""
     mcmc = finished(name)
-    draws, extra = (
-        mcmc.get_samples(group_by_chain=True),
-        mcmc.get_extra_fields(group_by_chain=True),
-    )
+    draws = mcmc.get_samples(group_by_chain=True)
+    extra = mcmc.get_extra_fields(group_by_chain=True)
     shapes = {name: value.shape for name, value in draws.items()}
     assert shapes == {
         "w": (2, DRAWS // 2, 2),
@@ -86,21 +78,21 @@ def test_draws_are_those_of_the_model(name):
         "precision": (2, DRAWS // 2),
     }
     assert all(np.isfinite(value).all() for value in draws.values())
-    assert (
-        len(np.unique(draws["sigma"])) > 2
-    )  # chains differ, and move unless all proposals are refused
+    # chains differ, and move unless all proposals are refused
+    assert len(np.unique(draws["sigma"])) > 2
     np.testing.assert_allclose(draws["precision"], draws["sigma"] ** -2.0, rtol=1e-4)
     np.testing.assert_allclose(
         extra["z.sigma"], np.log(draws["sigma"]), rtol=1e-4, atol=1e-5
     )
     assert set(extra) == {*FIELDS, *mcmc.sampler.default_fields} - {"z"}
+    # a field of other kernels is empty
+    is_empty = extra["decoherence_length"] is None
+    assert is_empty != KERNELS[name].microcanonical
     sizes, counts = extra["base_step_size"], np.asarray(extra["num_gradients"])
-    np.testing.assert_array_equal(
-        sizes, sizes[:, :1].repeat(DRAWS // 2, 1)
-    )  # after warm-up step sizes stay
-    assert (
-        np.diff(counts, axis=1) >= 2 * 3
-    ).all()  # two transitions of three steps and more
+    # after warm-up step sizes stay
+    np.testing.assert_array_equal(sizes, sizes[:, :1].repeat(DRAWS // 2, 1))
+    # two transitions of three steps and more
+    assert (np.diff(counts, axis=1) >= 2 * 3).all()
     assert counts[0, 0] > 3 * WARMUP
     text = mcmc.sampler.get_diagnostics_str(mcmc.last_state)
     assert (
@@ -128,9 +120,8 @@ def test_export_has_the_statistics_of_the_kernel(name):
         {"energy_variance", "decoherence_length"} if row.microcanonical else set()
     )
     stats = group(idata, "sample_stats")
-    assert (
-        set(stats.data_vars) - {*FIELDS} == expected
-    )  # no `lp`: a minibatch potential is not the log density
+    # no `lp`: a minibatch potential is not the log density
+    assert set(stats.data_vars) - {*FIELDS[:2]} == expected
     assert set(group(idata, "posterior").data_vars) == {"w", "sigma", "precision"}
     assert idata.attrs["algorithm"] == type(mcmc.sampler).__name__
     assert idata.attrs["biased"] == (not row.exact)
@@ -145,9 +136,7 @@ RULES = ("choose_step_size", "stable_step_size", "steps_to_forget")
 
 @pytest.mark.parametrize("name", [name for name in USUAL if KERNELS[name].momentum])
 def test_a_kernel_with_momentum_has_rules_of_its_own_for_the_step_size(name):
-    """Those of the base class are right for overdamped steps. A kernel that adapts to
-    an acceptance needs only the first.
-    """
+    """Those of the base class are for overdamped steps; others adapt to acceptance."""
     kernel = USUAL[name](MODEL.model)
     rules = RULES if kernel.target_accept_prob is None else RULES[:1]
     for rule in rules:
@@ -197,14 +186,6 @@ def test_a_block_of_gibbs_constrains_its_own_sites():
     assert (mcmc.get_samples()["scale"] > 0).all()
 
 
-def test_fields_of_other_kernels_are_empty():
-    kernel = infer.SGLD(MODEL.model, 1e-3, steps_per_draw=1, warm_start=0.0)
-    mcmc = MCMC(kernel, num_warmup=0, num_samples=1, progress_bar=False)
-    length = ("decoherence_length",)
-    mcmc.run(jax.random.key(0), *MODEL.args, **BATCHES, extra_fields=length)
-    assert mcmc.get_extra_fields()[length[0]] is None
-
-
 def test_an_exact_chain_goes_on_with_other_data():
     """The potential of the data before would refuse all proposals."""
 
@@ -247,9 +228,7 @@ def test_an_exact_chain_goes_on_with_other_data():
     ],
 )
 def test_other_chain_methods_give_the_same_chains(name, method, bar):
-    """Typed keys, with and without progress bar; resumed where the first chains began
-    inside a compiled program.
-    """
+    """Typed keys, with and without progress bar; resumed inside a program."""
     mcmc = mcmc_of(KERNELS[name].make(MODEL.model), method, progress_bar=bar)
     mcmc.run(jax.random.key(3), *MODEL.args, **BATCHES, extra_fields=["~z.precision"])
     assert set(mcmc.get_samples()) == {"w", "sigma"}

@@ -13,6 +13,7 @@ import pytest
 import scipy.special
 import scipy.stats
 from flax import linen
+from helpers import each
 from registry import IMAGE, LAYERS, LayerRow, rows
 
 from numpyro_bnn import nn
@@ -133,10 +134,8 @@ def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
 
     @jax.jit
     def run(draws, x):
-        params, flat = (
-            jax.tree.map(lambda values: values[0], draws),
-            x.reshape((8, *row.input_shape)),
-        )
+        params = jax.tree.map(lambda values: values[0], draws)
+        flat = x.reshape((8, *row.input_shape))
         statistics = layer.statistics(params, flat)
         points = jax.tree.map(
             lambda values: jnp.stack([values, values, 0 * values]), params
@@ -157,9 +156,8 @@ def test_batch_axes_draws_and_statistics_agree_and_gradients_are_finite(row):
     found = jax.tree.map(np.asarray, run(draws, x))
     close(found["batch axes"], found["flat"])
     close(found["many draws"], found["flat"])
-    close(
-        found["given statistics"], found["flat"], factor=10
-    )  # another order of the same operations
+    # another order of the same operations
+    close(found["given statistics"], found["flat"], factor=10)
     close(found["alone"], found["flat"][:1], factor=10)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found["gradients"]))
 
@@ -186,11 +184,9 @@ def pooled(kind, *geometry, **options):
 
 EXACT_NORM = {"epsilon": 0.0, "use_fast_variance": False}
 BODY = nn.Sequential([nn.Dense(4), "tanh"])
-CONV, MAX, MEAN = (
-    partial(nn.Conv2d, 4, (3, 2), use_bias=False),
-    linen.max_pool,
-    linen.avg_pool,
-)
+CONV = partial(nn.Conv2d, 4, (3, 2), use_bias=False)
+MAX = linen.max_pool
+MEAN = linen.avg_pool
 REFERENCES = {
     "Dense": (nn.Dense(4), (3,), flax(linen.Dense(4))),
     "Conv2d": (nn.Conv2d(4, (3, 2), 2), IMAGE, flax(linen.Conv(4, (3, 2), (2, 2)))),
@@ -320,9 +316,7 @@ NORMED = {
 
 
 @pytest.mark.parametrize("name", NORMED)
-@pytest.mark.parametrize(
-    "dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)]
-)
+@each("dtype", [np.float32, np.float64], fast=1)
 def test_scaling_what_feeds_a_normalization_changes_nothing(name, dtype):
     """Not a bit for powers of two, rounding for any factor; and the gradient is
     orthogonal to those weights.
@@ -377,10 +371,11 @@ def test_constant_feature_is_its_shift(number):
     constant one is normalized.
     """
     constants = np.array([0.0, 1 / 3, -123.4567, 1e-30, 1e30], np.float32)
-    net, params = (
-        nn.BatchNorm(),
-        {"scale": np.full(6, 2.0, np.float32), "bias": np.full(6, 0.25, np.float32)},
-    )
+    net = nn.BatchNorm()
+    params = {
+        "scale": np.full(6, 2.0, np.float32),
+        "bias": np.full(6, 0.25, np.float32),
+    }
     last = 1 + 1e-4 * np.random.default_rng(0).normal(size=number).astype(np.float32)
     x = np.column_stack([np.tile(constants, (number, 1)), last])
 
@@ -469,47 +464,41 @@ def applied(net, trained_on, x):
     return net.apply(net.init(jax.random.key(0), (trained_on,)), x)
 
 
-REFUSED = {
-    "params": (
-        lambda: nn.Dense(2).apply({"w": TABLE}, TABLE),
-        "no entry 'kernel'. Present: w",
-    ),
-    "features": (
+REFUSED = [
+    (lambda: nn.Dense(2).apply({"w": TABLE}, TABLE), "no entry 'kernel'. Present: w"),
+    (
         lambda: applied(nn.MLP([4, 1]), 5, TABLE),
         (
             "nn.Dense at 'Dense_0': argument `x` got input shape (4, 3). It takes "
             "(..., 5)."
         ),
     ),
-    "one feature": (
-        lambda: applied(nn.LayerNorm(), 3, TABLE[:, :1]),
-        "It takes (..., 3)",
-    ),
-    "one row": (
+    (lambda: applied(nn.LayerNorm(), 3, TABLE[:, :1]), "It takes (..., 3)"),
+    (
         lambda: applied(nn.MLP([4, 1], norm=nn.BatchNorm()), 3, TABLE[:1]),
         (
             "nn.BatchNorm at 'BatchNorm_0': argument `x` got one value per feature, "
             "shape (1, 4)"
         ),
     ),
-    "statistics": (
+    (
         lambda: PLAIN.apply({}, TABLE, {"other": 1}),
         "Compute them by `net.statistics(params, x_train)`",
     ),
-    "statistics of others": (
+    (
         lambda: PLAIN.apply({}, TABLE[:, :1], PLAIN.statistics({}, TABLE)),
         "It takes (..., 3)",
     ),
-    "sum of two shapes": (
+    (
         lambda: nn.Residual(nn.Dense(1)).apply(
             {"body.kernel": TABLE[:3, :1], "body.bias": TABLE[0, :1]}, TABLE
         ),
         "nn.Residual: argument `x` got input shape (4, 3)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_layers_that_do_not_fit_are_refused(call, message):
     with pytest.raises((ValueError, TypeError)) as error:
         jax.eval_shape(call)

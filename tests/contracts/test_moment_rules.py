@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import each
 from jax import lax
 from scipy import special, stats
 
@@ -30,9 +31,7 @@ IMAGE, KERNEL, W = random(0, 2, 4, 3, 2), random(1, 3, 2, 2, 3), random(2, 3, 4)
 
 
 def rows(table, fast):
-    """Rows of a table; those of which another row has the same rule run in `make
-    test-all`.
-    """
+    """Rows of a table; those with the rule of another row run in `make test-all`."""
     return [
         pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
         for name in table
@@ -249,9 +248,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", rows(SMALL, {"steep", "kink"}))
 def test_small_variances_do_not_straighten_a_function(name):
-    """In float32, where variances below 2.4e-5 are small: the steep one had the
-    variance 16.
-    """
+    """In float32, where variances below 2.4e-5 are small."""
     fn, var = SMALL[name]
     found = jax.jit(propagate(fn))(
         Gaussian(jnp.zeros((2, 3), "float32"), jnp.full((2, 3), var, "float32"))
@@ -289,9 +286,7 @@ NOT_INTEGRATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)]
-)
+@each("dtype", ["float64", "float32"], fast=1)
 @pytest.mark.parametrize("name", NOT_INTEGRATED)
 def test_what_the_nodes_do_not_resolve_is_refused(name, dtype):
     """1 / x^2 had the mean 200.8, the oscillations half the variance. Compiled programs
@@ -374,9 +369,7 @@ straight.defjvp(lambda primals, tangents: (straight(*primals), tangents[0]))
 
 
 def test_derivatives_of_an_author_survive_broadcasting(x64):
-    """Straight-through signs: the slope is that of the signs alone times the factor,
-    and not 0.
-    """
+    """Straight-through signs: the slope is the factor times that of the signs."""
 
     @jax.jit
     def slope(mean, factor):
@@ -572,9 +565,8 @@ def test_the_largest_of_many_is_exact(x64):
     np.testing.assert_allclose(
         np.array(largest_of(x)), [mean, ((t - mean) ** 2 * density).sum()], rtol=1e-7
     )
-    slopes = jax.grad(lambda x: largest_of(x).mean)(
-        x
-    )  # E max is the mean, plus the sd times E max of standard ones
+    # E max is the mean, plus the sd times E max of standard ones
+    slopes = jax.grad(lambda x: largest_of(x).mean)(x)
     np.testing.assert_allclose(slopes.mean, np.full(49, 1 / 49), rtol=1e-6)
     np.testing.assert_allclose(slopes.var, np.full(49, mean / 2 / 49), rtol=1e-6)
 

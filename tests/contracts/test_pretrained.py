@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from helpers import group, run_chains, traced_sites, within_errors
+from helpers import each, group, run_chains, traced_sites, within_errors
 from numpyro import handlers
 from numpyro.infer import MCMC, NUTS, Gibbs
 from numpyro.infer.util import log_density
@@ -80,9 +80,7 @@ def linear_regression(design, y, prior_variance):
 
 
 def test_last_layer_of_a_fixed_body_has_the_posterior_of_a_linear_regression():
-    """Joint density over the closed-form posterior is the evidence wherever it is
-    computed.
-    """
+    """Joint density over the closed-form posterior is the evidence everywhere."""
     model, prior_variance = model_of(BODY), [1 / H] * H + [1.0]
     sites = traced_sites(model, X, Y)
     assert {name for name in sites if name.startswith("net/")} == LAST
@@ -162,10 +160,7 @@ WAYS = {  # way -> kernel, and what it does with the body
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(w, marks=[] if w == "SGLD" else [pytest.mark.slow]) for w in WAYS],
-)
+@each("way", WAYS, fast=["SGLD"])
 def test_every_chain_samples_one_model_with_the_fixed_or_learned_body(way):
     """The draws are of the last layer; predictions belong to the body, also where the
     model runs again inside.
@@ -266,9 +261,7 @@ def test_collapsed_sites_have_the_posterior_given_the_learned_values():
 
 @pytest.mark.filterwarnings("ignore:symmetry.find. found none")
 def test_units_with_fixed_weights_do_not_move():
-    """Unless the values allow it: biases of zero are equal and odd. Learned ones will
-    not stay zero.
-    """
+    """Unless the values allow it: biases of zero are equal and odd."""
 
     def found(kinds, params=PARAMS):
         return {
@@ -278,10 +271,8 @@ def test_units_with_fixed_weights_do_not_move():
             )
         }
 
-    both, zero = (
-        {symmetry.SignFlip, symmetry.Permutation},
-        {"Dense_0.bias": np.zeros(H, np.float32)},
-    )
+    both = {symmetry.SignFlip, symmetry.Permutation}
+    zero = {"Dense_0.bias": np.zeros(H, np.float32)}
     assert found({"Dense_1.bias": priors.Fixed}) == both
     assert (
         found({"Dense_0.bias": priors.Fixed})
@@ -293,9 +284,7 @@ def test_units_with_fixed_weights_do_not_move():
 
 
 def test_tangent_kernel_of_fixed_weights_is_that_of_the_rest():
-    """In closed form, on the features; weights around given values are random as any
-    others.
-    """
+    """In closed form, on the features; weights around given values are random."""
     hidden = features(NEW_X)
     found = infinite.empirical_ntk(NET, PARAMS, NEW_X, prior=prior_of(BODY))
     np.testing.assert_allclose(found, hidden @ hidden.T / H + 1, rtol=1e-4)
@@ -332,8 +321,8 @@ def in_gibbs(model):
 INSIDE = r"learned parameter 'net/Dense_0\.kernel' inside another kernel.*SVI"
 RANDOM = r"parameter 'w', which starts at random values.*priors\.Learned"
 FLIP = [symmetry.SignFlip(["b"])]
-REFUSED = {
-    "symmetries of fixed weights": (
+REFUSED = [
+    (
         lambda: run_chains(
             infer.OrbitMoves(NUTS(model_of(BODY)), symmetry.from_network(NET, (D,))),
             X,
@@ -341,37 +330,34 @@ REFUSED = {
         ),
         r"got 'net/Dense_0\.kernel'.*Known: net/Dense_1\.bias, net/Dense_1\.kernel",
     ),
-    "nothing left to sample": (
+    (
         lambda: infer.collapse(model_of(BODY), sorted(LAST), X, Y),
         r"collapse.*all sites that are sampled.*Leave at least one",
     ),
-    "learning in tempering": (
+    (
         lambda: run_chains(
             infer.ParallelTempering(infer.GHMC(model_of(LEARNED)), 2), X, Y
         ),
         INSIDE,
     ),
-    "learning in Gibbs": (
-        lambda: run_chains(in_gibbs(model_of(LEARNED)), X, Y, num_chains=1),
-        INSIDE,
-    ),
-    "random start": (lambda: run_chains(infer.SGLD(random_start), X, Y), RANDOM),
-    "random start in a wrapper": (
+    (lambda: run_chains(in_gibbs(model_of(LEARNED)), X, Y, num_chains=1), INSIDE),
+    (lambda: run_chains(infer.SGLD(random_start), X, Y), RANDOM),
+    (
         lambda: run_chains(
             infer.OrbitMoves(NUTS(random_start), FLIP, exact=False), X, Y
         ),
         RANDOM,
     ),
-    "learning by ADF": (
+    (
         lambda: guides.AutoADF(model_of(LEARNED)).run(
             jax.random.key(0), X, Y, num_epochs=1, progress_bar=False
         ),
         r"'net/Dense_0\.kernel', a `param` site",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_cannot_be_fixed_or_learned_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

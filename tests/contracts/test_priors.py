@@ -46,9 +46,7 @@ def sites_of(model):
 
 
 def values_of(model, dtype=np.float32):
-    """A positive value of every sample site: inside every support, and no program to
-    draw it.
-    """
+    """A positive value of every site: inside every support, without a program."""
     random = np.random.default_rng(0)
     shapes = {
         name: shape
@@ -104,9 +102,7 @@ def test_prior_takes_equinox_convolutions(row):
     "row", [row for row in rows(PRIORS, fast=PRIORS) if is_noncentered(row.values[0])]
 )
 def test_centered_and_noncentered_forms_agree(row, x64):
-    """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, with the Jacobian from
-    autodiff.
-    """
+    """log p(hyper, z) = log p(hyper, w(z)) + log |dw/dz|, Jacobian by autodiff."""
     name, shape = CONV if isinstance(row.prior, priors.GPFilters) else DENSE
     centered = model_of(row.prior, (name, shape))
     noncentered, base = priors.noncenter(centered), f"{name}_base"

@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import each, refused
 from jax.flatten_util import ravel_pytree
 from numpyro.contrib.module import random_flax_module
 from orbits import around, assert_close, outputs_of, scattered
@@ -84,9 +84,7 @@ def log_det_by_autodiff(s, values, g, positive=()):
 
 
 def jacobian_errors(s, values, g, positive=()):
-    """Of the stated log determinant, in the coordinates of the model and in those of a
-    sampler.
-    """
+    """Of the log determinant, in the coordinates of the model and of a sampler."""
     stated, moved = jnp.sum(s.log_det(values, g)), {**values, **s.act(values, g)}
     volume = sum(
         (jnp.sum(jnp.log(values[site]) - jnp.log(moved[site])) for site in positive),
@@ -102,11 +100,9 @@ def jacobian_errors(s, values, g, positive=()):
 
 @pytest.mark.parametrize("row", rows(SYMMETRIES))
 def test_symmetry_is_a_group_with_its_jacobian(row, x64):
-    s, units = (
-        row.symmetry,
-        row.symmetry.units(
-            {site: np.zeros(shape) for site, shape in row.shapes.items()}
-        ),
+    s = row.symmetry
+    units = row.symmetry.units(
+        {site: np.zeros(shape) for site, shape in row.shapes.items()}
     )
 
     @jax.jit
@@ -321,10 +317,8 @@ def test_logits_shift(net, input_shape, shifts, x64):
         isinstance(s, Shift) and s not in found for s in derived(net, input_shape)
     )
     if shifts > 1:
-        draws, outputs = (
-            drawn(net, input_shape),
-            outputs_of(net, input_shape, jax.nn.log_softmax),
-        )
+        draws = drawn(net, input_shape)
+        outputs = outputs_of(net, input_shape, jax.nn.log_softmax)
         np.testing.assert_allclose(
             outputs(scattered(draws, found)), outputs(draws), rtol=1e-8, atol=1e-8
         )
@@ -452,15 +446,7 @@ WRITTEN = {
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=[pytest.mark.slow] if n in ("equal layers", "not odd") else []
-        )
-        for n in WRITTEN
-    ],
-)
+@each("name", WRITTEN, slow=("equal layers", "not odd"))
 def test_hidden_units_of_models_written_by_hand_are_found(name):
     model, orders, signs = WRITTEN[name]
     found = symmetry.find(model, X, Y)
@@ -514,19 +500,9 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=[pytest.mark.slow] if n == "scales of ReLU layers" else []
-        )
-        for n in LEARNED
-    ],
-)
+@each("name", LEARNED, slow=["scales of ReLU layers"])
 def test_learned_scales_are_found(name):
-    """With the powers of scales and of precisions, and of those that stand behind the
-    units.
-    """
+    """With the powers of scales and precisions, also of those behind the units."""
     net, prior, expected = LEARNED[name]
     model, args = models.regression(net, prior()), (jnp.asarray(X), jnp.asarray(Y))
     found = symmetry.find(model, *args)
@@ -541,15 +517,16 @@ def sums(y=0.3):
     numpyro.sample("y", dist.Normal(w[0] + v[0] + jnp.sum(u) ** 2, 1.0), obs=y)
 
 
-@pytest.mark.parametrize(
+@each(
     ("false", "place"),
     [
         (lambda: SignFlip(["w"]), 10),
         (lambda: SignFlip(["w"]), 2),
-        pytest.param(lambda: Permutation([("v", 0)]), 0, marks=pytest.mark.slow),
-        pytest.param(lambda: SignFlip(["w"]), 0, marks=pytest.mark.slow),
-        pytest.param(lambda: Permutation([("v", 0)]), 34, marks=pytest.mark.slow),
+        (lambda: Permutation([("v", 0)]), 0),
+        (lambda: SignFlip(["w"]), 0),
+        (lambda: Permutation([("v", 0)]), 34),
     ],
+    fast=2,
 )
 def test_false_symmetries_are_refused_wherever_they_stand(false, place):
     """Random elements of such a group are all the identity at one place of the list in

@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group
+from helpers import each, group
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import HMC, MCMC, NUTS, Gibbs
@@ -31,17 +31,15 @@ WARMUP, DRAWS = 4, 6
 HIDDEN = "net/Dense_0.kernel"
 
 
-def params(names=tuple(WRAPPERS)):
+def params(names=tuple(WRAPPERS), fast=FAST_WRAPPERS):
     return [
-        pytest.param(name, marks=() if name in FAST_WRAPPERS else pytest.mark.slow)
+        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
         for name in names
     ]
 
 
 def of_row(name):
-    """A new kernel, un-pickled where Python can pickle its model, which is no function
-    made inside of another one.
-    """
+    """A new kernel, un-pickled unless its model was made in a function."""
     entry = ZOO[WRAPPERS[name].model]
     kernel = WRAPPERS[name].make(entry.model, entry.args)
     return kernel if name.startswith("collapse") else pickle.loads(pickle.dumps(kernel))
@@ -65,13 +63,7 @@ OUTER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "UnitMoves" else pytest.mark.slow)
-        for name in OUTER
-    ],
-)
+@each("name", OUTER, fast=["UnitMoves"])
 def test_a_new_run_reads_data_that_changed_in_place(name):
     """Also in deterministic sites, which a program computes that ``MCMC`` keeps."""
     y = np.zeros(3, np.float32)
@@ -102,9 +94,7 @@ def walked(name):
 
 @pytest.mark.parametrize("name", params())
 def test_all_sites_of_the_model_are_drawn(name):
-    """Those that were integrated out, too: as `MCMC` records them, finite and different
-    in all draws.
-    """
+    """Those that were integrated out, too: finite and different in all draws."""
     row, (kernel, states) = WRAPPERS[name], walked(name)
     entry = ZOO[row.model]
     z = jax.tree.map(
@@ -126,7 +116,9 @@ def test_all_sites_of_the_model_are_drawn(name):
         assert ((accepted > 0) & (accepted <= 1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("name", params())
+@pytest.mark.parametrize(
+    "name", params(fast=[name for name in FAST_WRAPPERS if "collapse" not in name])
+)
 def test_another_kernel_continues_bit_for_bit_from_a_state(name):
     """As a run does that was stopped: what a kernel knows of its warm-up and of its
     past is in its state.
@@ -151,9 +143,7 @@ OF_MODELS = [
 
 @pytest.mark.parametrize("name", params(OF_MODELS))
 def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
-    """By NumPyro's own evaluation of the model at the draw, given what other blocks
-    hold.
-    """
+    """By NumPyro's own evaluation of the model, given what other blocks hold."""
     entry, state, held = ZOO[WRAPPERS[name].model], walked(name)[1][-1], {}
     while "base" in state._fields:
         state = state.base
@@ -244,9 +234,7 @@ SOME = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_chain_methods_and_kinds_of_keys_agree(name):
-    """In what is sampled: draws of the rest take their random numbers from its last
-    bits.
-    """
+    """In what is sampled: other draws take the last bits for random numbers."""
     mcmc = mcmc_of(name, "sequential")
     mcmc.run(jax.random.PRNGKey(3), *ZOO[WRAPPERS[name].model].args)
     sampled = set(mcmc.last_state.z) & set(draws_of(mcmc))

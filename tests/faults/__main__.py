@@ -26,9 +26,7 @@ BUDGET_SECONDS = 150.0  # what the test files that are tried for one fault take 
 
 
 def trial_of(fault: Fault, coverage: CoverageMap) -> Trial:
-    """The tests that run the changed line first, then the other fast tests of their
-    files.
-    """
+    """The tests that run the changed line first, then others of their files."""
     tests = coverage.lines.get(str(fault.file.relative_to(ROOT)), {}).get(
         str(fault.line), []
     )
@@ -49,9 +47,7 @@ def trial_of(fault: Fault, coverage: CoverageMap) -> Trial:
 
 
 def described(outcome: Outcome) -> dict[str, str | float]:
-    """An outcome as the file of results and notes have it: where, what, and which test
-    noticed.
-    """
+    """An outcome as files and notes have it: where, what, which test noticed."""
     fault = outcome.trial.label
     place = (
         f"{fault.file.relative_to(ROOT)}:{fault.function.split('.')[-1]}:{fault.line}"
@@ -70,9 +66,7 @@ def described(outcome: Outcome) -> dict[str, str | float]:
 
 
 def main() -> int:
-    """Run the faults chosen on the command line; the exit status is the number that
-    lived unexplained.
-    """
+    """Run the faults chosen; the exit status is the number that lived unexplained."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         prog="python tests/faults",
@@ -112,10 +106,8 @@ def main() -> int:
         room: stored(room, options.workers, options.map)
         for room in sorted({fault.room for fault in faults})
     }
-    trials, started = (
-        [trial_of(fault, maps[fault.room]) for fault in faults],
-        time.perf_counter(),
-    )
+    trials = [trial_of(fault, maps[fault.room]) for fault in faults]
+    started = time.perf_counter()
     untested = [
         Outcome(trial, "no test runs it", 0.0, "")
         for trial in trials

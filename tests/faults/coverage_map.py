@@ -124,9 +124,7 @@ def measure(room: str, workers: int) -> CoverageMap:
 
 
 def stored(room: str, workers: int, again: bool) -> CoverageMap:
-    """The map of a room as last measured; measured now if there is none, or if
-    ``again``.
-    """
+    """The map of a room as last measured; measured now if none, or if ``again``."""
     path = STORED / f"{room}.json"
     if again or not path.exists():
         STORED.mkdir(parents=True, exist_ok=True)

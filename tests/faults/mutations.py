@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "numpyro_bnn"
-Change = Callable[
-    [ast.AST], ast.AST | None
-]  # what stands in a node's place, or None where it does not apply
+# what stands in a node's place, or None where it does not apply
+Change = Callable[[ast.AST], ast.AST | None]
 
 
 class Fault(NamedTuple):
@@ -127,9 +126,7 @@ def turned_comparison(node: ast.AST) -> ast.AST | None:
 
 
 def called(node: ast.AST) -> str:
-    """Last name of the function that a node calls with positional arguments, or an
-    empty text.
-    """
+    """Last name of the function that a node calls by position, or an empty text."""
     plain = (
         isinstance(node, ast.Call)
         and node.args
@@ -247,9 +244,7 @@ def is_message(node: ast.AST) -> bool:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's body in order, without functions inside it, annotations
-    and messages.
-    """
+    """The nodes of a function's body, without inner functions and messages."""
     for name, value in ast.iter_fields(node):
         if name in (
             "annotation",
@@ -281,9 +276,7 @@ def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef
 
 
 def spliced(source: str, node: ast.AST, text: str) -> str:
-    """The source with other text in the place of a node; its other lines stay where
-    they are.
-    """
+    """The source with other text in the place of a node; other lines stay."""
     whole = source.encode()
     lines = whole.splitlines(keepends=True)
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
@@ -335,9 +328,7 @@ def all_faults(rooms: Sequence[str] = (), root: Path = PACKAGE) -> list[Fault]:
 
 
 def drawn(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
-    """So many faults: a kind first, then a place of that kind, so that rare kinds are
-    seen too.
-    """
+    """So many faults: a kind first, then a place of it, so that rare kinds are seen."""
     generator = random.Random(seed)
     by_kind: dict[str, list[Fault]] = {}
     for fault in faults:

@@ -65,9 +65,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a trial: "caught", "survived" or "no test ran", the seconds it
-    took, and the last line.
-    """
+    """What became of a trial, the seconds it took, and the last line."""
 
     trial: Trial
     status: str
@@ -155,11 +153,9 @@ def outcomes(trials: Iterable[Trial], workers: int) -> Iterator[Outcome]:
     os.environ.setdefault("MPLBACKEND", "Agg")
     for name in PRELOADED:
         __import__(name)
-    folder, waiting, running = (
-        Path(tempfile.mkdtemp(prefix="faults_")),
-        list(enumerate(trials))[::-1],
-        {},
-    )
+    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    waiting = list(enumerate(trials))[::-1]
+    running = {}
     while waiting or running:
         while waiting and len(running) < workers:
             number, trial = waiting.pop()

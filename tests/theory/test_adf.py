@@ -15,6 +15,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from published_adf import Published
 from scipy import integrate, stats
 from scipy.special import expit
@@ -173,7 +174,7 @@ def test_a_site_may_have_the_name_of_a_parameter():
     np.testing.assert_allclose(evidence("scale"), evidence("sigma"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@each("scaled", [True, False], fast=1)
 def test_every_epoch_counts_the_rows_once(scaled):
     """A normal mean with noise of known sd, where the average factor of the rows is
     that of each: after any number of epochs the posterior is exact.
@@ -357,9 +358,7 @@ def predicts_classes(classes):
 
 
 def test_two_classes_are_exact(x64):
-    """The difference of two independent normal logits is normal: one integral over it,
-    by SciPy.
-    """
+    """A difference of independent normal logits is normal: one integral, by SciPy."""
     guide, mean = predicts_classes(2), np.array([0.3, -0.8])
     for var in ((0.5, 2.0), (3.0, 0.1), (1.0, 0.0)):
         params = {"w_auto_loc": mean, "w_auto_scale": np.sqrt(var)}
@@ -419,13 +418,9 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["Normal, random noise", pytest.param("Poisson", marks=pytest.mark.slow)]
-)
+@each("name", ["Normal, random noise", "Poisson"], fast=1)
 def test_predictive_moments_are_exact(name):
-    """By hand, for parameters of our choice: with the noise of an observation and
-    without it.
-    """
+    """By hand, for parameters of our choice, with and without observation noise."""
     likelihood, moments = PREDICTED[name]
 
     def model(x, y=None):
@@ -452,7 +447,7 @@ def test_predictive_moments_are_exact(name):
         np.testing.assert_allclose(found[1], var, rtol=1e-5)
 
 
-@pytest.mark.parametrize("outputs", [(), (2,)])
+@each("outputs", [(2,), ()], fast=1)
 def test_one_number_may_be_the_predictor_of_all(outputs):
     def model(x, y=None):
         rate = jnp.exp(numpyro.sample("b", dist.Normal(0.0, 1.0)))
@@ -566,9 +561,7 @@ def test_a_learned_scale_and_its_weights_have_their_exact_moments():
 
 @pytest.mark.slow
 def test_sites_in_their_own_plates():
-    """Weights and scales in plates, written by hand; ARD over the features of a linear
-    model.
-    """
+    """Weights and scales in plates, by hand; ARD over the features of a line."""
 
     def model(x, y=None):
         with numpyro.plate("features", x.shape[1]):
@@ -614,10 +607,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "Normal" else pytest.mark.slow) for n in MASKED],
-)
+@each("name", MASKED, fast=["Normal"])
 def test_masked_rows_do_not_count(name):
     """Fitting with masked rows is fitting without them, whatever their values."""
     likelihood, seen, hidden = MASKED[name]

@@ -195,9 +195,7 @@ def test_draws_of_mcmc_and_of_a_file_keep_their_form():
 
 
 def test_invariants_of_one_hidden_layer():
-    """Effective scales are products of norms; one weight counts as one, equal weights
-    count all.
-    """
+    """Effective scales are products of norms; equal weights count all."""
     rng = np.random.default_rng(0)
     draws = {"w": rng.normal(size=(1, 4, 3, 2)), "v": rng.normal(size=(1, 4, 2, 1))}
     rescale = Rescale([("w", 1)], [("v", 0)])

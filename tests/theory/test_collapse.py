@@ -89,10 +89,8 @@ def written(mean, sites, sd=0.5):
     """A model of hidden units h, a latent scale, and linear sites of some shapes."""
 
     def model():
-        h, scale = (
-            jnp.tanh(hidden_units()),
-            numpyro.sample("scale", dist.HalfNormal(1.0)),
-        )
+        h = jnp.tanh(hidden_units())
+        scale = numpyro.sample("scale", dist.HalfNormal(1.0))
         linear = [
             numpyro.sample(name, dist.Normal(0.1, scale).expand(shape))
             for name, shape in sites.items()
@@ -104,10 +102,8 @@ def written(mean, sites, sd=0.5):
 
 
 def non_centered():
-    h, scale = (
-        jnp.tanh(hidden_units()),
-        numpyro.sample("scale", dist.HalfNormal(1.0).expand([H]).to_event(1)),
-    )
+    h = jnp.tanh(hidden_units())
+    scale = numpyro.sample("scale", dist.HalfNormal(1.0).expand([H]).to_event(1))
     affine = dist.transforms.AffineTransform(0.2, -scale[:, None])
     w = numpyro.sample(
         "w", dist.TransformedDistribution(dist.Normal(0.0, jnp.ones((H, K))), affine)
@@ -134,9 +130,7 @@ def of_flax():
 
 
 def heads(shared):
-    """The mean and the log sd have weights of their own, or are two columns of one
-    site.
-    """
+    """Mean and log sd have weights of their own, or are columns of one site."""
 
     def model():
         h = jnp.tanh(hidden_units())
@@ -341,10 +335,8 @@ def test_prior_scales_of_many_orders_of_magnitude(n, p, orders):
     """Squares of such a condition number do not fit into single precision; exact in
     float64, by singular values.
     """
-    rng, sd = (
-        np.random.default_rng(n),
-        (10.0 ** np.linspace(-orders / 2, orders / 2, p)).astype(np.float32),
-    )
+    rng = np.random.default_rng(n)
+    sd = (10.0 ** np.linspace(-orders / 2, orders / 2, p)).astype(np.float32)
     x, y = (rng.normal(size=size).astype(np.float32) for size in ((n, p), n))
 
     def model():
@@ -425,9 +417,7 @@ def slopes_of(shape):
 
 
 def textbook(matrix, residual):
-    """By the covariance of the data, which loses digits and is
-    differentiated by JAX.
-    """
+    """By the covariance of the data, which loses digits; derivatives by JAX."""
     covariance = jnp.eye(matrix.shape[-2]) + matrix @ matrix.mT
     squares = residual.mT @ jnp.linalg.solve(covariance, residual)
     return -0.5 * (jnp.linalg.slogdet(covariance)[1] + squares[..., 0, 0])
@@ -464,9 +454,7 @@ def test_all_second_derivatives(shape, x64):
 
 
 def features(inputs, noise, prior, rows=1100):
-    """R and r of a network of 50 tanh units in single precision; so many rows are
-    decomposed in chunks.
-    """
+    """R and r of a network of 50 tanh units; so many rows come in chunks."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, inputs))
     h = np.tanh(x @ rng.normal(size=(inputs, 50)) + rng.normal(size=50))
@@ -499,9 +487,8 @@ def test_single_precision(case):
             for _ in range(4)
         ]
     inherent = np.sqrt(np.mean([(float(at) - float(value)) ** 2 for at, _ in rounded]))
-    digits = (
-        EPS**0.5
-    )  # what the Cholesky decomposition may lose, per weight in the log determinant
+    # what the Cholesky decomposition may lose, per weight in the log determinant
+    digits = EPS**0.5
     assert (
         abs(float(single) - float(value))
         < 10 * inherent + 10 * EPS * abs(float(value)) + digits
@@ -662,9 +649,7 @@ def test_models_that_do_not_fit_are_refused(model, sites, fragment):
 
 
 def test_linearity_that_is_measured_needs_data():
-    """A linear map is known from the program, whatever the data; one that has to be
-    measured is not.
-    """
+    """A linear map is known from the program; one that is measured is not."""
 
     def measured(x, y):
         c, w = (numpyro.sample(name, dist.Normal(0.0, 1.0)) for name in "cw")

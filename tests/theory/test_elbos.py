@@ -11,7 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import refused
+from helpers import each, refused
 from jax import lax, random
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
@@ -44,9 +44,7 @@ def observe(mean, y):
 
 
 def mean_field(model, *args):
-    """Independent normals, positive where the model is, and parameters away from the
-    prior.
-    """
+    """Independent normals, positive where the model is."""
     trace, draws, params = {}, np.random.default_rng(2), {}
     jax.eval_shape(
         lambda: trace.update(handlers.trace(handlers.seed(model, 0)).get_trace(*args))
@@ -120,9 +118,7 @@ def centered(x, y):
 
 
 def images(x, y):
-    """A module of Flax, then a convolution of ours, which may be a product with
-    patches.
-    """
+    """A module of Flax, then a convolution, which may be a product of patches."""
     linen = pytest.importorskip("flax.linen")
     pool = partial(linen.max_pool, window_shape=(2, 2), strides=(2, 2))
     module = linen.Sequential(
@@ -136,9 +132,7 @@ def images(x, y):
 
 
 def by_hand(x, y):
-    """Likelihood in a factor, group effects, a transposed weight, a loop over one data
-    point.
-    """
+    """Likelihood in a factor, effects, a transposed weight, a loop over one point."""
     w, effect = weight("w", 2, 3), weight("effect", 4)
     logits = (
         jax.vmap(lambda row: w @ row)(x) * 1.5 + effect[jnp.arange(len(x)) % 4][:, None]
@@ -163,13 +157,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "centered" else pytest.mark.slow)
-        for name in MODELS
-    ],
-)
+@each("name", MODELS, fast=["centered"])
 def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
     """Loss and every gradient component; failure rate 1e-4 per estimator and model."""
     model, data, plain, flipout = MODELS[name]
@@ -190,9 +178,7 @@ def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
 
 @pytest.mark.slow
 def test_guides_with_factors_have_the_right_expectation():
-    """The factor of the guide depends on `w` and sees its plain draw. Failure rate
-    1e-4.
-    """
+    """The guide's factor depends on `w` and sees its draw. Failure rate 1e-4."""
 
     def model(x, y):
         observe(x @ weight("w", 3), y)
@@ -229,11 +215,9 @@ def test_report_gives_the_reason_for_every_plain_site():
     def model(x, y):
         hyper = numpyro.sample("hyper", dist.Normal(0.0, 1.0))
         w = numpyro.sample("w", dist.Normal(hyper, 1.0).expand([3, 3]).to_event(2))
-        v, nonlinear, matrix = (
-            weight("v", 3, 3),
-            weight("nonlinear", 3, 3),
-            weight("matrix", 3, 3),
-        )
+        v = weight("v", 3, 3)
+        nonlinear = weight("nonlinear", 3, 3)
+        matrix = weight("matrix", 3, 3)
         left, right = weight("left", 3, 2), weight("right", 2, 3)
         weight("unused", 2)
         h = (
@@ -341,9 +325,7 @@ def test_divergence_from_a_prior_that_is_drawn_from_the_site():
 
 @pytest.mark.slow
 def test_cost_of_a_step_is_near_that_of_a_deterministic_one():
-    """Arithmetic the compiler counts, gradient of a small convolutional network: at
-    most 2.2 times.
-    """
+    """Arithmetic the compiler counts, of a small network: at most 2.2 times."""
     net = nn.Sequential(
         [
             nn.Conv2d(16, 5),
@@ -389,9 +371,7 @@ def test_cost_of_a_step_is_near_that_of_a_deterministic_one():
 
 @pytest.mark.core
 def test_particles_are_averaged():
-    """The mean of particles, vectorized or in a loop, is the mean of losses at their
-    keys.
-    """
+    """The mean of particles, vectorized or looped, is that of losses at their keys."""
     entry = ZOO["line"]
     guide, params = mean_field(entry.model, *entry.args)
     keys = random.split(random.key(3), 4)
@@ -506,11 +486,12 @@ def seen(elbo, terms, shapes, *args):
 
 
 B, K = 4, 6
+# rows with the same number share a draw
 APART, PAIRS, SHARED = (
     (0, 1, 2, 3),
     (0, 0, 1, 1),
     (0, 0, 0, 0),
-)  # rows with the same number share a draw
+)
 
 # Function of h = x @ w, (4, 6), whose outputs are terms, and the rows that may have
 # draws of their own.

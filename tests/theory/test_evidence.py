@@ -93,9 +93,7 @@ def test_mean_field_has_the_elbo_of_theory():
 
 
 def test_a_narrow_guide_is_reported():
-    """For one narrower by 0.1 in standard deviation the tail index is 1 - 0.1^2 along
-    each axis.
-    """
+    """For one narrower by 0.1 in sd the tail index is 1 - 0.1^2 along each axis."""
     found = judged(0.1, num_samples=4000)
     assert found.pareto_k > 0.7
     report = str(found)
@@ -108,17 +106,14 @@ def test_a_narrow_guide_is_reported():
 
 
 def test_summary_of_known_weights():
-    """(sum w)^2 / sum w^2, and the standard error of the mean weight over the mean
-    weight.
-    """
+    """(sum w)^2 / sum w^2, and the relative standard error of the mean weight."""
     weights = np.array([1.0, 2.0, 5.0])
     found = summarize(np.log(weights) - 700.0)
     assert found.ess == pytest.approx(64 / 30)
     assert found.iw_se == pytest.approx(weights.std(ddof=1) / 3**0.5 / weights.mean())
     assert found.iw_bound == pytest.approx(np.log(8 / 3) - 700.0)
-    assert found.iw_bias == pytest.approx(
-        -(found.iw_se**2) / 2
-    )  # E log(mean) by the delta method
+    # E log(mean) by the delta method
+    assert found.iw_bias == pytest.approx(-(found.iw_se**2) / 2)
     assert found.elbo_se == pytest.approx(np.log(weights).std(ddof=1) / 3**0.5)
 
 

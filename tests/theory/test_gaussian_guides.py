@@ -37,9 +37,7 @@ def test_a_structured_guide_has_a_block_for_each_layer():
 
 
 def levels(batch_size=None):
-    """Three levels, all Gaussian given a scale that is log-normal; the last has a site
-    per row.
-    """
+    """Three levels, Gaussian given a log-normal scale; the last has a site per row."""
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
     mu = numpyro.sample("mu", dist.Normal(1.0, tau))
     numpyro.sample("w", dist.Normal(mu, 2 * tau).expand([4]).to_event(1))
@@ -52,10 +50,10 @@ def test_a_guide_that_follows_its_scales_contains_them_all():
     """At location 0 and scale 1 it is the model itself: every weight is 1, the loss of
     a minibatch 0.
     """
-    guide, batch_size = (
-        guides.AutoBlocks(levels, {"w": guides.FullRank()}, condition_on_scales=True),
-        2,
+    guide = guides.AutoBlocks(
+        levels, {"w": guides.FullRank()}, condition_on_scales=True
     )
+    batch_size = 2
     params = first_params(guide, batch_size)
     assert params["z_auto_loc"].shape == (6,)
     params = {
@@ -125,9 +123,7 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
 
 @pytest.mark.slow
 def test_wide_layers_start_with_unit_preactivations():
-    """With n = 400 inputs of variance 1: sum w_i^2 is 1, where NumPyro's own start
-    gives n 4 / 3.
-    """
+    """With n = 400 inputs of variance 1 sum w_i^2 is 1; NumPyro's start has n 4 / 3."""
     x = jax.random.normal(jax.random.key(0), (100, 400))
 
     def wide(x):
@@ -218,10 +214,8 @@ def test_first_scales_by_site():
 
 def test_low_rank_covariance_is_the_published_form():
     """diag(s) (I + F F') diag(s)."""
-    scale, factor = (
-        jnp.array([0.5, 2.0, 1.5]),
-        jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]]),
-    )
+    scale = jnp.array([0.5, 2.0, 1.5])
+    factor = jnp.array([[1.0, 0.2], [-0.3, 0.4], [0.0, 2.0]])
     block = guides.Block("b", {"a": (3,)}, jnp.zeros(3), jnp.ones(3))
     given = {"b_scale": scale, "b_cov_factor": factor}
     fn = handlers.seed(handlers.substitute(guides.LowRank(2).distribution, given), 0)(
@@ -233,9 +227,7 @@ def test_low_rank_covariance_is_the_published_form():
 
 @pytest.mark.core
 def test_mean_field_is_numpyros_auto_normal_with_another_start():
-    """The same parameters by the same names, densities and draws, in plates with local
-    sites too.
-    """
+    """The same parameters, densities and draws, in plates with local sites too."""
 
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -310,45 +302,40 @@ def huge():
 
 FULL, Blocks, MeanField = guides.FullRank(), guides.AutoBlocks, guides.AutoMeanField
 # What is wrong: argument, part of the message, guide.
-ERRORS = {
-    "pattern": (
-        "blocks",
-        "'b*'. Known: a, s, z",
-        lambda: Blocks(several, {"b*": FULL}),
-    ),
-    "overlap": (
+ERRORS = [
+    ("blocks", "'b*'. Known: a, s, z", lambda: Blocks(several, {"b*": FULL})),
+    (
         "blocks",
         "site 'a' in",
         lambda: Blocks(several, [("a", FULL), (("s", "a"), FULL)]),
     ),
-    "local site": (
+    (
         "blocks",
         "'z' inside the subsampled plate 'data'",
         lambda: Blocks(several, {"*": FULL}),
     ),
-    "family": (
+    (
         "blocks",
         "dictionary from patterns to families",
         lambda: Blocks(several, {"a": "full"}),
     ),
-    "size": ("block", "LowRank", lambda: guides.AutoStructured(huge)),
-    "no site": (
+    ("block", "LowRank", lambda: guides.AutoStructured(huge)),
+    (
         "init_scale",
         "Known: a, s, z",
         lambda: MeanField(several, init_scale={"sigma": 0.1}),
     ),
-    "array": (
+    (
         "init_scale",
         "unconstrained shape (2,)",
         lambda: MeanField(several, init_scale={"a": np.ones(3)}),
     ),
-    "imputed": ("model", "'y_unobserved' of `obs_mask`", lambda: MeanField(imputed)),
-}
+    ("model", "'y_unobserved' of `obs_mask`", lambda: MeanField(imputed)),
+]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_guides_refuse_what_does_not_fit_the_model(name):
-    argument, fragment, make = ERRORS[name]
+@pytest.mark.parametrize(("argument", "fragment", "make"), ERRORS)
+def test_guides_refuse_what_does_not_fit_the_model(argument, fragment, make):
     with refused(argument, fragment):
         handlers.seed(make(), 0)()
     with refused("params", "it reads the model"):

@@ -12,6 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from jax import random
 from numpyro import handlers
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
@@ -49,19 +50,14 @@ def log_draws(p, a, b, prior=dist.Gamma):
             with handlers.scale(scale=count):
                 numpyro.sample("w", dist.Normal(0.0, jnp.sqrt(t)))
 
-    args, held = (
-        tuple(map(jnp.asarray, (concentration, rate, count))),
-        {GIBBS_SITES_KWARG: {"w": jnp.asarray(weights)}},
-    )
+    args = tuple(map(jnp.asarray, (concentration, rate, count)))
+    held = {GIBBS_SITES_KWARG: {"w": jnp.asarray(weights)}}
     kernel = infer.PrecisionGibbs(model)
     state = kernel.init(random.key(0), 0, None, args, held)
-    z, keys = (
-        {"t": jnp.ones((DRAWS, len(GRID)), state.z["t"].dtype)},
-        random.split(random.key(7), DRAWS),
-    )
-    after = jax.jit(kernel.sample)(
-        state._replace(z=z, rng_key=keys), args, held
-    )  # one program for all calls
+    z = {"t": jnp.ones((DRAWS, len(GRID)), state.z["t"].dtype)}
+    keys = random.split(random.key(7), DRAWS)
+    # one program for all calls
+    after = jax.jit(kernel.sample)(state._replace(z=z, rng_key=keys), args, held)
     return np.asarray(jnp.log(after.z["t"]), float)
 
 
@@ -108,11 +104,9 @@ class Quadrature:
         )
 
 
-@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
+@each("double", [False, True], fast=1)
 def test_draws_have_the_distribution_and_the_moments(double):
-    """Kolmogorov-Smirnov over the grid; mean and variance of log t within two-sided
-    normal quantiles.
-    """
+    """Kolmogorov-Smirnov; mean and variance of log t within normal quantiles."""
     p, w = np.array(GRID).T
     with jax.enable_x64(double):
         x = log_draws(p, RATIO * w, w / RATIO)
@@ -127,9 +121,8 @@ def test_draws_have_the_distribution_and_the_moments(double):
             (fourth - variance**2) / DRAWS
         )
     assert min(p_values) > FAILURE / len(GRID), GRID[int(np.argmin(p_values))]
-    assert (
-        stats.kstest(p_values, "uniform").pvalue > FAILURE
-    )  # and all of them together
+    # and all of them together
+    assert stats.kstest(p_values, "uniform").pvalue > FAILURE
 
 
 @pytest.mark.slow

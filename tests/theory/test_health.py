@@ -30,9 +30,7 @@ C, S, N, SAMPLE = 4, 200, 40, ("chain", "draw")
 
 
 class Made:
-    """A healthy result of a linear network, whose parts a test replaces; draws are
-    independent.
-    """
+    """A healthy result of a linear network, whose parts a test replaces."""
 
     def __init__(self, draws=S, chains=C):
         rng = self.rng = np.random.default_rng(0)
@@ -194,9 +192,7 @@ def nearly_frozen(made):
 
 
 def dead(*chains):
-    """As good as constant; with one such chain the mean over the chains still explains
-    most.
-    """
+    """As good as constant; the mean over the chains still explains most."""
 
     def change(made):
         for c in chains:
@@ -250,145 +246,69 @@ def far(made):
     made.new[:3], made.new[3], made.new[4, 1] = 20.0, -20.0, np.nan
 
 
-FAILURES = {
-    "a diverged chain": (diverged, ["diverged"], "chain 2 at step 17"),
-    "a chain of NaN": (nan_chain, ["diverged"], "chain 1)"),
-    "an observation without a density": (
-        impossible(np.nan),
-        ["support"],
-        "0.50% of the draws of chain 2 have log",
-    ),
-    "an impossible observation": (
-        impossible(-np.inf),
-        ["support"],
-        "that are NaN or infinite",
-    ),
-    "a constant chain": (
-        holds(1, slice(0, S)),
-        ["frozen"],
-        "chain 1 holds one draw for 200 of its 200",
-    ),
-    "a long run of one draw": (
-        holds(3, slice(20, 60)),
-        ["frozen"],
-        "chain 3 holds one draw for 40 of",
-    ),
-    "a tenth at one point": (holds(3, slice(20, 40)), ["frozen"], "chain 3"),
-    "a chain that moves by rounding errors": (nearly_frozen, ["frozen"], "chain 0"),
-    "divergent transitions": (
-        stats("diverging", (1, slice(30)), True),
-        ["divergences"],
-        "15.0%",
-    ),
-    "a chain that hardly moved": (
-        attrs(frozen_chains="[2]"),
-        ["moved"],
-        "chains [2] accept below 1 %",
-    ),
-    "a first replica": (
-        attrs(frozen_chains="[3, 4]", num_replicas=2),
-        ["moved"],
-        "chains [2] accept",
-    ),
-    "a chain that rejects": (
+# What goes wrong, the checks that warn, and words of what they say.
+FAILURES = [
+    (diverged, ["diverged"], "chain 2 at step 17"),
+    (nan_chain, ["diverged"], "chain 1)"),
+    (impossible(np.nan), ["support"], "0.50% of the draws of chain 2 have log"),
+    (impossible(-np.inf), ["support"], "that are NaN or infinite"),
+    (holds(1, slice(0, S)), ["frozen"], "chain 1 holds one draw for 200 of its 200"),
+    (holds(3, slice(20, 60)), ["frozen"], "chain 3 holds one draw for 40 of"),
+    (holds(3, slice(20, 40)), ["frozen"], "chain 3"),
+    (nearly_frozen, ["frozen"], "chain 0"),
+    (stats("diverging", (1, slice(30)), True), ["divergences"], "15.0%"),
+    (attrs(frozen_chains="[2]"), ["moved"], "chains [2] accept below 1 %"),
+    (attrs(frozen_chains="[3, 4]", num_replicas=2), ["moved"], "chains [2] accept"),
+    (
         attrs(mean_accept_prob="[0.6, 0.6, 0.6, 0.04]"),
         ["acceptance"],
         "chain 3 accepts 4.0%",
     ),
-    "a chain that covers little": (
-        attrs(variance_covered="[0.9, 0.21, 0.9, 0.9]"),
-        ["covered"],
-        "1 covers 21%",
-    ),
-    "an energy variance of NaN": (energy("nan"), ["energy_variance"], "chain 1 is nan"),
-    "an energy variance far above": (
-        energy("0.1", 0.4),
-        ["energy_variance"],
-        "(implied error of a variance 0.4)",
-    ),
-    "an energy variance far below": (
-        energy("1e-10"),
-        ["energy_variance"],
-        "chain 1 is 1e-10",
-    ),
-    "an implied bias that is large by design": (
-        energy("0.0004", 1.66),
-        ["energy_variance"],
-        "a variance 1.7",
-    ),
-    "refused steps": (
+    (attrs(variance_covered="[0.9, 0.21, 0.9, 0.9]"), ["covered"], "1 covers 21%"),
+    (energy("nan"), ["energy_variance"], "chain 1 is nan"),
+    (energy("0.1", 0.4), ["energy_variance"], "(implied error of a variance 0.4)"),
+    (energy("1e-10"), ["energy_variance"], "chain 1 is 1e-10"),
+    (energy("0.0004", 1.66), ["energy_variance"], "a variance 1.7"),
+    (
         attrs(refused_steps="[0.0, 0.4, 0.0, 0.0]"),
         ["refused_steps"],
         "chain 1 refused 40%",
     ),
-    "too few steps on minibatches": (
-        attrs(steps_needed=50_000.0),
-        ["steps"],
-        "the gradient noise asks for 5e+04",
-    ),
-    "a configurational temperature": (
+    (attrs(steps_needed=50_000.0), ["steps"], "the gradient noise asks for 5e+04"),
+    (
         attrs(variance_covered="[0.9, 1.4, 0.9, 0.9]"),
         ["temperature"],
         "configurational temperature of chain 1 is 1.40",
     ),
-    "a kinetic temperature": (
-        cold,
-        ["temperature"],
-        "kinetic temperature of chain 1 is 0.30, its target 0.5",
-    ),
-    "nothing was learned": (
-        unlearned,
-        ["fit", "linear"],
-        "a linear model explains 9",
-    ),
-    "a dead chain": (
-        dead(1),
-        ["fit"],
-        "chain 1 explains 0%, its member or the best chain 9",
-    ),
-    "dead chains": (
-        dead(*range(C)),
-        ["fit", "linear"],
-        "its member or the best chain 95%",
-    ),
-    "a chain in another mode": (other_mode, ["linear", "rhat"], "within a chain)"),
-    "chains that drift": (drifting, ["rhat"], "(at most 2"),
-    "correlated draws": (correlated, ["ess"], "800 draws are worth"),
-    "saturated trees": (
+    (cold, ["temperature"], "kinetic temperature of chain 1 is 0.30, its target 0.5"),
+    (unlearned, ["fit", "linear"], "a linear model explains 9"),
+    (dead(1), ["fit"], "chain 1 explains 0%, its member or the best chain 9"),
+    (dead(*range(C)), ["fit", "linear"], "its member or the best chain 95%"),
+    (other_mode, ["linear", "rhat"], "within a chain)"),
+    (drifting, ["rhat"], "(at most 2"),
+    (correlated, ["ess"], "800 draws are worth"),
+    (
         stats("n_steps", (slice(C), slice(0, S, 4)), 1023),
         ["tree_depth"],
         "25% of the trees of",
     ),
-    "a guide that misses the tails": (heavy_weights, ["pareto_k"], "0.90"),
-    "an ELBO that rises": (attrs(elbo_rise=30.0), ["elbo"], "changes by +30 nats"),
-    "an ELBO that falls": (attrs(elbo_rise=-30.0), ["elbo"], "changes by -30 nats"),
-    "inputs far from 0": (
-        years,
-        ["standardized"],
-        "1 of 2 columns of x are off: column 1 has mean 2e+03",
-    ),
-    "an infinite input": (
+    (heavy_weights, ["pareto_k"], "0.90"),
+    (attrs(elbo_rise=30.0), ["elbo"], "changes by +30 nats"),
+    (attrs(elbo_rise=-30.0), ["elbo"], "changes by -30 nats"),
+    (years, ["standardized"], "1 of 2 columns of x are off: column 1 has mean 2e+03"),
+    (
         infinite_input,
         ["standardized", "extrapolation"],
         "1 of 2 columns of x are off: column 1",
     ),
-    "targets on a large scale": (
-        large_targets,
-        ["standardized"],
-        "1 of 1 columns of y are off: column 0",
-    ),
-    "a constant input": (
-        constant_column,
-        ["constant_inputs"],
-        "constant columns: 1 of x",
-    ),
-    "predictions far outside": (far, ["extrapolation"], "5 of 50 new rows of x"),
-}
+    (large_targets, ["standardized"], "1 of 1 columns of y are off: column 0"),
+    (constant_column, ["constant_inputs"], "constant columns: 1 of x"),
+    (far, ["extrapolation"], "5 of 50 new rows of x"),
+]
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_every_check_fires_on_its_failure(failure):
-    change, expected, words = FAILURES[failure]
+@pytest.mark.parametrize(("change", "expected", "words"), FAILURES)
+def test_every_check_fires_on_its_failure(change, expected, words):
     made = Made()
     change(made)
     findings = health(made.idata()).warnings
@@ -471,7 +391,7 @@ def test_inputs_without_a_line_are_not_compared():
 
 
 def test_every_check_has_a_failure():
-    fired = {name for _, names, _ in FAILURES.values() for name in names}
+    fired = {name for _, names, _ in FAILURES for name in names}
     assert fired | {"restarts", "few_draws"} == all_checks()
 
 
@@ -642,9 +562,8 @@ def test_checks_need_no_group_and_no_second_chain(group, chains):
     assert off(Made(chains=chains).idata(without=(group,))) == []
     made = Made(chains=chains)
     drifting(made)
-    assert "rhat" in off(
-        made.idata(without=(group,))
-    )  # of the function, or of the log likelihood
+    # of the function, or of the log likelihood
+    assert "rhat" in off(made.idata(without=(group,)))
 
 
 def test_inputs_of_models_without_network_are_their_own_affair():
@@ -876,19 +795,16 @@ def test_healthy_fits_are_silent(name):
         "constant_inputs",
         "few_draws",
     }
-    found = verdicts(
-        bnn.to_inference_data(result, guide=guide, args=(X, Y))
-    )  # no warning
+    # no warning
+    found = verdicts(bnn.to_inference_data(result, guide=guide, args=(X, Y)))
     assert found == dict.fromkeys(
         expected | (set() if name == "AutoADF" else {"elbo"}), "ok"
     )
 
 
 def test_a_fit_that_is_not_finished_is_reported_once():
-    guide, says = (
-        guides.AutoMeanField(fixed),
-        r"2 of \d+ checks failed:\n- linear: .*\n- elbo: .* by \+[\d.]+ nats",
-    )
+    guide = guides.AutoMeanField(fixed)
+    says = r"2 of \d+ checks failed:\n- linear: .*\n- elbo: .* by \+[\d.]+ nats"
     with pytest.warns(HealthWarning, match=says) as caught:
         idata = bnn.to_inference_data(
             fitted(guide, 300, rate=0.003),
@@ -896,9 +812,8 @@ def test_a_fit_that_is_not_finished_is_reported_once():
             args=(X, Y),
             log_likelihood=False,
         )
-    assert [warning.filename for warning in caught] == [
-        __file__
-    ]  # it points at the user's line
+    # it points at the user's line
+    assert [warning.filename for warning in caught] == [__file__]
     assert verdicts(idata)["elbo"] == "warning"
 
 

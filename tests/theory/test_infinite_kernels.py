@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from numpyro import handlers
 
 from numpyro_bnn import nn, priors
@@ -87,9 +88,7 @@ def test_kernels_are_symmetric_positive_and_the_same_in_blocks(name, x64):
 
 @EACH
 def test_derivatives_hold_where_inputs_meet(name, x64):
-    """Along a smooth path of inputs, through a kernel whose rows include each input
-    itself.
-    """
+    """Along a smooth path of inputs, with each input itself among the rows."""
     net, (x, direction) = NETWORKS[name](8), (data(name, 4, seed=s) for s in (0, 1))
     wanted = np.random.default_rng(2).normal(size=(4, 4))
     value = jax.jit(
@@ -113,9 +112,8 @@ def test_arc_cosine_kernels(x64):
     net = nn.Sequential(
         [nn.Dense(8, use_bias=False), "relu", nn.Dense(1, use_bias=False)]
     )
-    prior = priors.Normal(
-        2**0.5
-    )  # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    # s^2 / D = 1 in the first layer, s^2 = 2 in the second
+    prior = priors.Normal(2**0.5)
     order1 = 2.0 * 3.0 / np.pi * (np.sin(angles) + (np.pi - angles) * np.cos(angles))
     np.testing.assert_allclose(
         nngp(net, x, prior=prior)[0, 1:], order1, rtol=1e-12, atol=1e-14
@@ -178,17 +176,9 @@ PAIRS = np.array(
 )  # covariance, variances
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n in ("leaky_relu", "gelu") else slow)
-        for n in nn.ACTIVATIONS
-    ],
-)
+@each("name", nn.ACTIVATIONS, fast=("leaky_relu", "gelu"))
 def test_activations_agree_with_integration(name, x64):
-    """E f(u) f(v), E f'(u) f'(v) (from the tangent kernel) and E f(u) (from a norm) on
-    a fine grid.
-    """
+    """E f(u) f(v), E f'(u) f'(v) and E f(u), on a fine grid."""
     layer = nn.Activation(name, 0.2) if name == "leaky_relu" else name
     fn = (
         (lambda u: jax.nn.leaky_relu(u, 0.2))
@@ -196,13 +186,11 @@ def test_activations_agree_with_integration(name, x64):
         else nn.ACTIVATIONS[name]
     )
     first, last = nn.Dense(8, use_bias=False), nn.Dense(1, use_bias=False)
-    x = np.concatenate(
-        [np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS]
-    )  # rows 2 i and 2 i + 1 are a pair
+    # rows 2 i and 2 i + 1 are a pair
+    x = np.concatenate([np.linalg.cholesky([[a, k], [k, b]]) for k, a, b in PAIRS])
     at = (np.arange(0, len(x), 2), np.arange(1, len(x), 2))
-    options = {
-        "prior": priors.Normal(2**0.5)
-    }  # the first kernel is x.x', the last weights have variance 2
+    # the first kernel is x.x', the last weights have variance 2
+    options = {"prior": priors.Normal(2**0.5)}
     plain, norm = (
         nn.Sequential([first, layer, *more, last])
         for more in ((), (nn.LayerNorm(False, False),))
@@ -222,9 +210,8 @@ def test_activations_agree_with_integration(name, x64):
         product = (weight * fn(one) * fn(other)).sum()
         np.testing.assert_allclose(kernel[i, j] / 2, product, **tolerance)
         slopes = (weight * slope(one) * slope(other)).sum()
-        loose = (
-            {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance
-        )  # of a function that jumps
+        # of a function that jumps
+        loose = {"rtol": 5e-3, "atol": 5e-3} if "relu" in name else tolerance
         np.testing.assert_allclose((tangent - kernel)[i, j] / (2 * k), slopes, **loose)
         if name != "identity":  # with E f and E f^2 of both
             means = [(weight * fn(units)).sum() for units in (one, other)]
@@ -275,9 +262,8 @@ def test_drawn_networks_have_these_kernels_in_the_limit(name, x64):
     )
     allowed = 6 * np.hypot(error, 4 * second) / 3
     assert (np.abs((4 * other - one) / 3 - kernels) < allowed).all()
-    assert (
-        allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))
-    ).all()  # so that it can fail
+    # so that it can fail
+    assert (allowed.max((1, 2)) < 0.4 * kernels.max((1, 2))).all()
 
 
 # -- priors ----------------------------------------------------------------------------

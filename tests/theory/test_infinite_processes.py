@@ -33,9 +33,7 @@ def process():
 
 
 def test_regression_is_conditioning():
-    """Against the joint normal of training and new targets, conditioned by dense linear
-    algebra.
-    """
+    """Against the joint normal of all targets, conditioned by linear algebra."""
     gp = process()
     with jax.enable_x64(True):
         k = np.asarray(nngp(NET, X, prior=PRIOR))
@@ -62,10 +60,8 @@ def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
     """A second output is the first, times -2. Six standard errors of 4000 draws, for
     means and second moments.
     """
-    one, both = (
-        process(),
-        gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR),
-    )
+    one = process()
+    both = gp_regression(NET, X[:20], Y[:20, None] * [1, -2], noise_sd=0.3, prior=PRIOR)
     mean, covariance = both.predict(NEW)
     np.testing.assert_allclose(
         mean, one.predict(NEW).mean[:, None] * [1, -2], rtol=1e-9
@@ -82,9 +78,7 @@ def test_outputs_share_the_kernel_and_their_draws_have_its_moments():
 
 
 def test_jitter_is_no_more_than_is_needed_and_is_reported():
-    """Two copies of every input and next to no noise: the kernel is singular to
-    rounding.
-    """
+    """Two copies of every input, hardly noise: the kernel is singular to rounding."""
     double = gp_regression(NET, np.repeat(X, 2, 0), np.repeat(Y, 2), noise_sd=1e-12)
     assert 0 < double.jitter < 1e-10
     # For K = diag(1, 0), the noise being lost to rounding, N rounding errors of the
@@ -188,15 +182,13 @@ def test_scales_are_found():
     }
     with jax.enable_x64(True):
         k = np.asarray(nngp(net, x, prior=truth))
-    y = np.linalg.cholesky(k + 0.04 * np.eye(60)) @ rng.normal(
-        size=(60, 2)
-    )  # two outputs
+    # two outputs
+    y = np.linalg.cholesky(k + 0.04 * np.eye(60)) @ rng.normal(size=(60, 2))
     found = prior_fit(net, x, y, log_sd=float("inf"))
     true = gp_regression(net, x, y, noise_sd=0.2, prior=truth).log_marginal_likelihood
     assert found.converged
-    assert (
-        found.start < true < found.log_marginal_likelihood < true + 12
-    )  # five parameters: chi^2 / 2, 1e-4
+    # five parameters: chi^2 / 2, 1e-4
+    assert found.start < true < found.log_marginal_likelihood < true + 12
 
     def evidence(noise=1.0, **factors):
         prior = {site: priors.Normal(1.0) for site in ("Dense_0.*", "Dense_1.*")}
@@ -223,9 +215,7 @@ def test_scales_are_found():
 
 @pytest.mark.slow
 def test_found_prior_serves_networks():
-    """By input, with a normalization, and nested names: `random_network` takes what is
-    returned.
-    """
+    """By input, with a normalization, and nested names."""
     block = nn.Residual(nn.Sequential([nn.LayerNorm(), "relu", nn.Dense(6)]))
     net = nn.Sequential([nn.Dense(6), block, nn.Dense(1)])
     found = prior_fit(net, X, Y, ard=True, max_steps=3)
@@ -260,9 +250,7 @@ def test_a_strong_prior_holds_the_scales_and_leaves_the_noise():
 
 @pytest.mark.core
 def test_results_hold_the_draws_of_the_process():
-    """Six standard errors of 800 draws; the log density of new points is that of the
-    closed form.
-    """
+    """Six standard errors of 800 draws; the log density is the closed form."""
     gp = process()
     idata = to_inference_data(gp, predictions={"x": NEW, "y": Y[20:]}, num_samples=800)
     names = {

@@ -16,7 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import mala, refused, walk
+from helpers import each, mala, refused, walk
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoGuide
@@ -40,9 +40,7 @@ SLOPES = -INPUTS * (TARGETS - INPUTS @ MEAN)[:, None] / NOISE**2
 
 
 def gradient_noise(position):
-    """Covariance of the minibatch gradient when the position has mean MEAN and this
-    covariance.
-    """
+    """Covariance of the minibatch gradient for a position of this covariance."""
     mean = CURVATURES.mean(0)
     curvature = (
         np.einsum("nij,jk,nlk->il", CURVATURES, position, CURVATURES) / N
@@ -146,17 +144,12 @@ LINEAR = {
         exact,
     ),
 }
-FAST = ("SGLD", "MALA")  # a biased and an exact kernel
+FAST = ("SGLD",)  # an exact kernel is next, at another temperature
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LINEAR],
-)
+@each("name", LINEAR, fast=FAST)
 def test_conjugate_regression_with_minibatches(name):
-    """Mean and mean squares of all draws, standardized by the exact ones, chain by
-    chain.
-    """
+    """Mean and mean squares of all draws over the exact ones, chain by chain."""
     kind, options, theory = LINEAR[name]
     kernel, warmup = kind(LINE.model, temperature=T, **options), 6
     start = {"w": jnp.broadcast_to(jnp.asarray(MEAN, jnp.float32), (CHAINS, P))}
@@ -256,7 +249,8 @@ def by_particles(y, batch_size=None):
         numpyro.sample("y", dist.Normal(w + particle, 1.0), obs=y[i])
 
 
-@pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 2.0])
+@pytest.mark.slow  # borders/test_mcmc.py: each step has a fresh key
+@pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_noise_of_the_model_inflates_the_variance_of_sgld(scale):
     """By what theory says for a fresh draw at every gradient: the position of a step
     eps is an autoregression with innovations of variance eps + (eps scale / 2)^2.

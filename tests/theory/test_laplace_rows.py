@@ -9,7 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from flax import nnx
-from helpers import refused
+from helpers import each, refused
 from numpyro.contrib.module import random_nnx_module
 from scipy import stats
 
@@ -197,10 +197,7 @@ def test_a_recurrent_layer_in_minibatches():
 # -- plates ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("structure", "inner"),
-    [("kron", "out"), pytest.param("full", "data", marks=pytest.mark.slow)],
-)
+@each(("structure", "inner"), [("kron", "out"), ("full", "data")], fast=1)
 def test_the_plate_of_the_data_has_the_rows(structure, inner):
     """Of plates in one another; the targets are independent, so that a Kronecker
     product is exact.

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from helpers import each
 from scipy import stats
 from zoo import NET, NOISE, ZOO, X, Y
 
@@ -136,9 +137,7 @@ def precise(x, y=None):
         numpyro.sample("y", dist.Normal(x @ w, 0.01), obs=y)
 
 
-@pytest.mark.parametrize(
-    "structure", ["diag", pytest.param("kron", marks=pytest.mark.slow)]
-)
+@each("structure", ["diag", "kron"], fast=1)
 def test_the_distance_counts_directions_that_a_structure_leaves_out(structure):
     """Twenty sds from the mode where the posterior is wide, which the diagonal of the
     precision does not see.
@@ -237,7 +236,10 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNED)
+FAST = ("half", "shared", "base, parents")  # a centered scale is one of those shared
+
+
+@each("name", LEARNED, fast=FAST)
 def test_learned_prior_scales_maximize_the_evidence_and_their_prior(name):
     """Of the line by five rows, whose weights are integrated exactly; the joint mode of
     scales and standardized weights is elsewhere.
@@ -430,7 +432,7 @@ REFUSED = {
         "a Cauchy likelihood.*AutoLaplaceApprox",
     ),
     "heavy tails": (
-        bnn.models.regression(NET, heavy_tails=True),
+        observed(lambda f: dist.StudentT(3.0, f, 1.0)),
         "full",
         {},
         "a StudentT likelihood",

@@ -10,6 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from scipy import stats
 from scipy.special import expit, logsumexp
 
@@ -116,16 +117,11 @@ def laplace(kind, structure="full", **options):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "structure"),
-    [
-        ("numbers", "full"),
-        ("numbers", "kron"),
-        ("numbers", "low_rank"),
-        ("classes", "full"),
-        ("counts", "full"),
-    ],
-)
+ROWS = [("numbers", "full"), ("numbers", "kron"), ("classes", "full")]
+ROWS += [("numbers", "low_rank"), ("counts", "full")]
+
+
+@each(("kind", "structure"), ROWS, fast=3)
 def test_laplace_knows_how_far_it_is_behind(kind, structure):
     """Two digits are shown. Numbers of known noise are exact; for others a step of
     Newton stands for a refit.
@@ -151,7 +147,7 @@ def test_laplace_knows_it_of_minibatches_and_masked_rows():
     assert of_masked == pytest.approx(behind, rel=0.3)
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@each("kind", ["numbers", "classes", "counts"], fast=2)
 def test_adf_knows_how_far_its_rows_are_behind(kind):
     """In the second epoch each row is predicted without its share, and that is the
     loss; the first one has only the rows before. Two equal runs are as far behind.

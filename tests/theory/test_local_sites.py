@@ -131,9 +131,7 @@ def scoped(inside):
     "make", [several, crossed, missing, scoped], ids=lambda make: make.__name__
 )
 def test_chains_are_those_of_the_model_with_locals_outside(make):
-    """With control variates: the gradient of all groups at the start, then that of
-    minibatches.
-    """
+    """With control variates: all groups at the start, then minibatches."""
     args = data()
 
     def moved(inside):

@@ -24,9 +24,7 @@ def rng():
 
 
 def within(values, expected):
-    """The mean of independent values agrees with ``expected`` to SIGMAS of its standard
-    error.
-    """
+    """The mean of independent values is ``expected`` up to SIGMAS of its error."""
     values = np.asarray(values)
     error = values.std(ddof=1) / np.sqrt(values.size)
     assert abs(values.mean() - expected) < SIGMAS * error, (
@@ -303,14 +301,10 @@ def test_uncertainty_splits_entropy(classes):
 
 
 def test_relative_logit_variance_is_that_of_normal_logits(rng):
-    """For l = m + sd z it is sd^2 (K - 1) / |m centered|^2, whatever shift each draw
-    has.
-    """
-    mean, sd, draws = (
-        np.array([[3.0, 0.0, 0.0], [0.3, 0.0, 0.0]]),
-        np.array([[0.5], [2.0]]),
-        40_000,
-    )
+    """For l = m + sd z it is sd^2 (K - 1) / |m centered|^2, whatever the shift."""
+    mean = np.array([[3.0, 0.0, 0.0], [0.3, 0.0, 0.0]])
+    sd = np.array([[0.5], [2.0]])
+    draws = 40_000
     shift = rng.normal(scale=100.0, size=(draws, 2, 1))
     logits = mean + sd * rng.normal(size=(draws, 2, 3)) + shift
     result = metrics.relative_logit_variance(logits)

@@ -115,9 +115,8 @@ def test_energy_errors_follow_their_target():
     limit = kernel.max_energy_error(size)
     assert limit == pytest.approx(24 * (size * last) ** 0.5)
     assert kernel.max_energy_error(10) == 15
-    given = infer.MCLMC(
-        wide, energy_variance=(0.5, 0.1)
-    )  # in warm-up the limit contains the targets of a user
+    # in warm-up the limit contains the targets of a user
+    given = infer.MCLMC(wide, energy_variance=(0.5, 0.1))
     assert given.max_warm_up_error(1000) == pytest.approx(12 * 500**0.5)
     assert given.max_energy_error(1000) == pytest.approx(24 * 100**0.5)
     first = (limit / 12) ** 2 / size
@@ -127,9 +126,8 @@ def test_energy_errors_follow_their_target():
     assert abs(ratio[12:36].mean() - 1) < 0.5
     assert abs(ratio[36:].mean() - 1) < 0.5
     assert (steps[1:] / steps[:-1]).max() < 1.2501
-    assert (
-        steps[12:].max() < 1.5 * steps[12:].min()
-    )  # errors at other step sizes would lead far off, and back
+    # errors at other step sizes would lead far off, and back
+    assert steps[12:].max() < 1.5 * steps[12:].min()
 
 
 @pytest.mark.optimized
@@ -250,9 +248,7 @@ def test_tiny_errors_at_the_mode_do_not_lengthen_the_steps_at_once():
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_a_cliff_that_no_gradient_shows_is_not_passed():
-    """Single steps are refused there, and the density up to the edge is the truncated
-    one.
-    """
+    """Single steps are refused there; the density up to the edge is truncated."""
 
     def cliff():
         x = numpyro.sample("x", dist.Normal(0.0, 1.0).expand([20]).to_event(1))
@@ -269,18 +265,15 @@ def test_a_cliff_that_no_gradient_shows_is_not_passed():
     assert set(np.unique(np.round(40 * refused))) >= {0, 1}
     exact, means = stats.truncnorm(-np.inf, 1.0).mean(), x.mean(1)
     error = means.std(ddof=1) / 4
-    assert (
-        abs(means.mean() - exact) < 5 * error
-    )  # t with 15 degrees of freedom: failure rate 2e-4
+    # t with 15 degrees of freedom: failure rate 2e-4
+    assert abs(means.mean() - exact) < 5 * error
     assert error < 0.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step_size", [1e-9, 1e10])
 def test_a_chain_that_takes_no_step_is_marked(step_size):
-    """Steps so short that they are lost in rounding, or so long that all
-    are refused.
-    """
+    """Steps lost in rounding, or so long that all are refused."""
     mcmc = run(infer.MCLMC(gaussian, step_size, steps_per_draw=10), 40, 20, chains=2)
     assert np.isnan(mcmc.get_samples()["x"]).all()
     with pytest.warns(UserWarning, match=r"diverged \(chain 0 at step"):

@@ -187,9 +187,7 @@ def test_a_redrawn_precision_keeps_the_standardized_weights():
 
 
 def test_moves_of_one_transition_are_independent_and_follow_one_another():
-    """Signs move after radii of the same site; elements of all symmetries are
-    uncorrelated.
-    """
+    """Signs move after radii of a site; elements of symmetries are uncorrelated."""
     _, after, _ = one_transition()
     signs = np.sign(after["radius w"][:, 0] / W[0])
     np.testing.assert_array_equal(signs, np.sign(after["radius w"][:, 1] / W[1]))
@@ -280,9 +278,7 @@ UNITS = {  # how a site of dependent units, or of units with means of their own,
 
 @cache
 def from_the_prior():
-    """Draws of one model before and after four transitions, and how often moves were
-    accepted.
-    """
+    """Draws of a model before and after four transitions, and acceptances."""
 
     def model(y=None):
         for name, (_, _, loc, covariance) in UNITS.items():
@@ -351,9 +347,8 @@ def test_dependent_units_keep_their_prior(name):
     )
     changed = np.abs(after - before) > 1e-5
     assert (changed.mean(0)[:2] > 0.2).all()
-    assert (
-        name != "two of three" or changed[:, 2].mean() < 0.01
-    )  # it is 6 sd apart, and keeps its place
+    # it is 6 sd apart, and keeps its place
+    assert name != "two of three" or changed[:, 2].mean() < 0.01
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from helpers import each
 from jax import random
 from numpyro import handlers
 from numpyro.contrib.control_flow import cond, scan
@@ -98,13 +99,13 @@ MODELS = {
 }
 
 
-# The others have all that these have.
-PLAIN = ("line", "logistic", "softmax", "counts", "spread", "network", "noisy network")
+# Together they have all that the others have.
+FAST = ("hierarchical", "random inside", "several", "bounded", "local", "looped")
 
 
 def rows(names):
     return [
-        pytest.param(name, marks=pytest.mark.slow) if name in PLAIN else name
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
         for name in names
     ]
 
@@ -404,16 +405,7 @@ def moves_of_moves(model):
 RUNS = {sgld: 2, mclmc: 2, orbit_moves: 3, moves_of_moves: 2}
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        sgld,
-        *(
-            pytest.param(kernel, marks=pytest.mark.slow)
-            for kernel in (mclmc, orbit_moves, moves_of_moves)
-        ),
-    ],
-)
+@each("kernel", [sgld, mclmc, orbit_moves, moves_of_moves], fast=1)
 def test_kernels_run_a_model_to_read_it_and_no_more(kernel):
     runs = []
 

@@ -25,9 +25,7 @@ W = np.array([[0.3, -1.2, 0.7], [2.0, 0.1, -0.4]], np.float32)
 
 
 def sweep(model, held, start=None):
-    """One sweep from each of many states, all given the same values of
-    the other sites.
-    """
+    """One sweep from many states, given the same values of the other sites."""
     kernel, kwargs = infer.PrecisionGibbs(model), {GIBBS_SITES_KWARG: held}
     state = kernel.init(random.key(0), 0, None, (), kwargs)
     z = {
@@ -89,10 +87,11 @@ HYPERPRIORS = {
     ),
 }
 OF_SCALED_PRIOR = ("inverse gamma", "half-normal", "half-Cauchy")
+# scales of two log priors, and of the log density of the weights
 SCALED, OF_WEIGHTS = (
     (0.4, 2.0),
     1.5,
-)  # scales of two log priors, and of the log density of the weights
+)
 SHAPES = {"rows": (2, 1), "columns": (1, 3), "elements": (2, 3)}
 MASK, SEEN = np.array([True, False, True]), np.array([2.0, 100.0, -1.0])
 AT, NOISY = np.linspace(-1, 1, 7), np.array([0.1, 0.4, -0.3, 1.2, 0.8, 0.2, 0.9])
@@ -225,18 +224,14 @@ def test_draws_have_their_exact_conditional(site):
     """From far away in one sweep; half-Cauchy scales from draws of their conditional,
     which must stay such draws.
     """
-    draws, exact = (
-        draws_of_everything()[site].reshape(NUM_DRAWS, -1),
-        conditionals()[0][site],
-    )
+    draws = draws_of_everything()[site].reshape(NUM_DRAWS, -1)
+    exact = conditionals()[0][site]
     for values, cdf in zip(draws.T, exact, strict=True):
         assert stats.kstest(values, cdf).pvalue > FAILURE
 
 
 def test_two_scales_of_one_site_take_turns():
-    """A sweep from exact draws of both given the weights: product and ratio keep their
-    distribution.
-    """
+    """From exact draws of both: product and ratio keep their distribution."""
 
     def model():
         a = numpyro.sample("a", dist.HalfNormal(1.0))

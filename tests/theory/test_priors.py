@@ -27,11 +27,9 @@ pytestmark = pytest.mark.core
 
 NUMBER = 20_000
 RATE = 1e-6
-KERNEL, ONE, WINDOW = (
-    ("Dense_0.kernel", (4, 3)),
-    ("Dense_0.kernel", (1, 1)),
-    ("Conv2d_0.kernel", (3, 3, 2, 3)),
-)
+KERNEL = ("Dense_0.kernel", (4, 3))
+ONE = ("Dense_0.kernel", (1, 1))
+WINDOW = ("Conv2d_0.kernel", (3, 3, 2, 3))
 BIAS, GAIN = ("Dense_0.bias", (3,)), ("LayerNorm_0.scale", (3,))
 
 
@@ -39,9 +37,7 @@ BIAS, GAIN = ("Dense_0.bias", (3,)), ("LayerNorm_0.scale", (3,))
 
 
 def scaled(scales, nodes=2000):
-    """Cdf of s z, z ~ N(0, 1), for a distribution of s: the mean of Phi(w
-    / s) over s.
-    """
+    """Cdf of s z, z ~ N(0, 1), for random s: the mean of Phi(w / s)."""
 
     def cdf(w):
         sds = scales.ppf((np.arange(nodes) + 0.5) / nodes)
@@ -194,9 +190,8 @@ def test_group_student_is_the_integral_over_its_precision():
             > RATE
         )
     share = squares[1][:, 1] / squares[1].sum(1)
-    assert (
-        scipy.stats.kstest(share, scipy.stats.beta(1, 2).cdf).pvalue > RATE
-    )  # directions are uniform
+    # directions are uniform
+    assert scipy.stats.kstest(share, scipy.stats.beta(1, 2).cdf).pvalue > RATE
 
 
 # -- horseshoe -------------------------------------------------------------------------
@@ -322,9 +317,8 @@ def test_draws_of_filters_have_that_covariance_over_channels():
     diagonal = np.diag(expected)
     error = np.sqrt((np.outer(diagonal, diagonal) + expected**2) / samples.shape[1])
     assert (np.abs(samples @ samples.T / samples.shape[1] - expected) < 5 * error).all()
-    assert within_errors(
-        draws[:, 1, 1, 0, 0] * draws[:, 1, 1, 1, 0], 0.0
-    )  # channels do not correlate
+    # channels do not correlate
+    assert within_errors(draws[:, 1, 1, 0, 0] * draws[:, 1, 1, 1, 0], 0.0)
 
 
 @pytest.mark.parametrize(("window", "length_scale"), [(5, 0.1), (11, 1e3)])

@@ -10,7 +10,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, mala
+from helpers import each, group, mala
 from jax import lax, random
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
@@ -37,9 +37,7 @@ def times(factor):
 
 
 def test_equal_computations_share_a_program(compiled):
-    """Another function, other data of the same shape, another value: nothing is
-    compiled.
-    """
+    """Another function, other data of the shape, another value compile nothing."""
     run(times(2.0), jnp.float32(1.0), (THREE,), {})
     before = len(compiled)
     assert float(run(times(2.0), jnp.float32(3.0), (THREE + 1,), {})) == 36.0
@@ -224,9 +222,7 @@ def test_other_data_compile_nothing(call, most, compiled):
 
 @pytest.mark.slow
 def test_models_that_compute_shapes_from_data():
-    """The number of groups follows from values, which a program of the data as inputs
-    does not have.
-    """
+    """The number of groups follows from values, which traced inputs do not have."""
 
     def model(group, y):
         effect = numpyro.sample(
@@ -266,9 +262,8 @@ def test_changed_data_are_read_again():
     def check(sign, y):
         mcmc.run(random.key(0), x, y)
         error = np.abs(mcmc.get_samples()["w"].mean(0) - sign * exact.mean["w"])
-        assert np.all(
-            error < 5 * exact.sd["w"] / np.sqrt(20)
-        )  # at least 20 effective draws
+        # at least 20 effective draws
+        assert np.all(error < 5 * exact.sd["w"] / np.sqrt(20))
 
     check(1, Y)
     check(-1, -Y)
@@ -277,9 +272,7 @@ def test_changed_data_are_read_again():
 
 
 def constants_of(closed):
-    """The arrays that a program and its inner programs hold themselves; references are
-    inputs.
-    """
+    """The arrays that a program and its inner programs hold themselves."""
     for const in closed.consts:
         if not isinstance(const, jax.Ref):
             yield const
@@ -299,10 +292,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "SGLD" else pytest.mark.slow) for n in KERNELS],
-)
+@each("name", KERNELS, fast=["SGLD"])
 def test_data_are_no_constants_of_the_program(name):
     """Of 300,000 rows none stands in what ``MCMC`` compiles; a copy of large data costs
     many times their memory.
@@ -359,17 +349,11 @@ READERS = {
         4,
     ),
 }
-SLOW_READERS = {"find", "OrbitMoves"}  # others read in the same ways
+SLOW_READERS = {"find", "MALA", "OrbitMoves"}  # others read in the same ways
 
 
 @pytest.mark.filterwarnings("ignore:symmetry.find")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.slow if n in SLOW_READERS else [])
-        for n in READERS
-    ],
-)
+@each("name", READERS, slow=SLOW_READERS)
 def test_models_are_read_without_running_them(name):
     """No model is run operation by operation, each of which would be compiled; nor is
     it called again and again.
@@ -411,9 +395,7 @@ def test_values_reach_the_inside_of_loops():
 
 
 def test_data_that_shape_a_model_are_a_part_of_it_and_others_are_inputs():
-    """The sites follow from the data that are inputs; each is known by its place among
-    the arguments.
-    """
+    """The sites follow from the data; each is known by its place."""
 
     def model(group, x, y):
         w = numpyro.sample(

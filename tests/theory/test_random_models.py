@@ -115,9 +115,7 @@ def layer_of(spec):
 
 
 def forward(net, net_name, x):
-    """(N, width) outputs of rows; times are (N, T, D), or (T, N, D) with the times
-    first.
-    """
+    """(N, width) outputs of rows; times are (N, T, D), or (T, N, D) if first."""
     if net_name == "twice":
         return net(x) + net(-0.5 * x)
     if net_name in ("times", "times first"):
@@ -155,9 +153,8 @@ def model_of(spec):
                 if "outputs" in plates
                 else []
             )
-            i = (
-                stack.enter_context(data) if spec.rows % 2 else None
-            )  # around the other plate, or in it
+            # around the other plate, or in it
+            i = stack.enter_context(data) if spec.rows % 2 else None
             for plate in outer:
                 stack.enter_context(plate)
             i = stack.enter_context(data) if i is None else i
@@ -370,9 +367,8 @@ class Case:
         self.data = data_of(self.spec, random, self.spec.rows)
         sizes = [3, self.spec.rows, 7]
         if self.spec.layout in ("nested", "left") or self.spec.net == "times first":
-            sizes = [
-                self.spec.rows
-            ]  # the export takes other numbers of rows along the first axis
+            # the export takes other numbers of rows along the first axis
+            sizes = [self.spec.rows]
         self.new = data_of(self.spec, random, int(random.choice(sizes)))
         self.random = random
 
@@ -417,9 +413,7 @@ class Case:
 
 
 def check_export(case):
-    """Log likelihood, mean, predictions and their log likelihood, and the log joint, at
-    two draws.
-    """
+    """Log likelihood, mean, predictions and their density, and the log joint."""
     spec, data, new = case.spec, case.data, case.new
     idata = case.exported()
     mean = "y_probs" if spec.family == "classes" else "y_mean"
@@ -451,9 +445,8 @@ def check_export(case):
         joint, _ = log_density(
             handlers.seed(case.model, 0), (), {**case.arguments, "size": None}, weights
         )
-        jacobian = np.log(
-            weights.get("sigma", 1.0)
-        )  # lp is of unconstrained values, as NUTS has it
+        # lp is of unconstrained values, as NUTS has it
+        jacobian = np.log(weights.get("sigma", 1.0))
         near(
             group(idata, "sample_stats")["lp"].to_numpy()[0, s],
             joint + jacobian,
@@ -607,9 +600,7 @@ def check_laplace(case):
 
 
 def check_collapse(case):
-    """The density of the model without its last layer, or all but the groups: a normal
-    integral.
-    """
+    """The density without the last layer, or all but the groups: an integral."""
     spec, data, weights = case.spec, case.data, case.point()
     last = HIDDEN if spec.net in ("linear", "no bias") else OUTPUT
     sites = [name for name in weights if name.startswith(last)]
@@ -661,9 +652,7 @@ def check_collapse(case):
 
 
 def check_adf(case):
-    """One pass over a line is exact for one weight; moments at new rows are those of a
-    line.
-    """
+    """One pass over a line is exact for one weight; new moments are of a line."""
     spec = case.spec
     guide = guides.AutoADF(case.model)
     # It starts at random means, which break the symmetry of units; one weight is exact
@@ -722,9 +711,7 @@ def check_adf(case):
 
 
 def check_moments(case, guide, params):
-    """Moments of a network with one hidden layer are exact; five standard errors of
-    4000 draws.
-    """
+    """Moments with one hidden layer are exact; five standard errors of 4000 draws."""
     draws = guide.sample_posterior(jax.random.key(1), params, sample_shape=(4000,))
     new = {name: value for name, value in case.new.items() if name not in ("y", "z")}
     mean, variance = (
@@ -799,9 +786,8 @@ FAST = {(743, "adf"), (4, "posterior")}
 SLOW = [
     (seed, room) for seed in range(25) for room in ROOMS if (seed, room) not in FAST
 ]
-SLOW += [
-    (seed, "laplace") for seed in (99, 582, 604, 720, 743, 1183, 1357)
-]  # nested plates; where kron is exact
+# nested plates; where kron is exact
+SLOW += [(seed, "laplace") for seed in (99, 582, 604, 720, 743, 1183, 1357)]
 
 
 @pytest.mark.usefixtures("x64")

@@ -9,10 +9,8 @@ from numpyro_bnn.datasets import Scaler
 
 def test_scaler_agrees_with_scikit_learn():
     rng = np.random.default_rng(1)
-    train, test = (
-        rng.normal([3, -40, 0.01], [2, 1e-3, 70], (50, 3)),
-        rng.normal(size=(20, 3)),
-    )
+    train = rng.normal([3, -40, 0.01], [2, 1e-3, 70], (50, 3))
+    test = rng.normal(size=(20, 3))
     ours, theirs = Scaler.fit(train), StandardScaler().fit(train)
     np.testing.assert_allclose(ours.mean, theirs.mean_, rtol=1e-13)
     np.testing.assert_allclose(ours.scale_factor, theirs.scale_, rtol=1e-12)
@@ -44,10 +42,8 @@ def test_constant_column_is_centered_exactly(value):
 
 def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
     rng = np.random.default_rng(3)
-    target, inputs = (
-        Scaler.fit(rng.normal(5, 3, 30)),
-        Scaler.fit(rng.normal(5, 3, (30, 4))),
-    )
+    target = Scaler.fit(rng.normal(5, 3, 30))
+    inputs = Scaler.fit(rng.normal(5, 3, (30, 4)))
     draws = rng.normal(size=(2, 5, 7)).astype(np.float32)  # (C, S, N)
     assert target.inverse(draws).dtype == np.float32
     np.testing.assert_allclose(
@@ -67,9 +63,7 @@ def test_inverse_serves_draws_of_any_rank_and_keeps_dtype():
 
 @pytest.mark.parametrize("exponent", [-1000, 532])
 def test_units_do_not_matter(exponent):
-    """Powers of two from 1e-301 to 1e301: standardized values are the same to the last
-    bit.
-    """
+    """Powers of two from 1e-301 to 1e301: the same to the last bit."""
     values = np.random.default_rng(5).normal(3, 2, (20, 3))
     expected = Scaler.fit(values).transform(values)
     scaled = np.ldexp(values, exponent)

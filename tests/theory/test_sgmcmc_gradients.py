@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import refused
+from helpers import each, refused
 from scipy import stats
 
 from numpyro_bnn import sgmcmc
@@ -54,9 +54,7 @@ class Recorder(Dynamics):
 
 
 def recorded(stream, num_steps, size=1, seeds=(0,)):
-    """Start, noise, minibatches and uniform numbers of a chain of each seed, one row
-    per step.
-    """
+    """Start, noise, minibatches and uniform numbers of each chain, a row a step."""
     sampler = build(
         sgmcmc.Minibatch(lambda q, batch: jnp.zeros(()), stream),
         Recorder(),
@@ -81,9 +79,7 @@ def uniform(counts):
 
 
 def test_noise_is_normal_and_independent_of_all_other_randomness():
-    """Also in the tails; rows, coordinates and steps; the start; minibatches and
-    uniform numbers.
-    """
+    """Also in the tails: rows, coordinates, steps, start, minibatches, uniforms."""
     drawn, again, other = recorded(
         WithReplacement(1000, 2), 1000, size=500, seeds=(0, 0, 1)
     )
@@ -135,10 +131,7 @@ def test_indices_with_replacement_are_uniform_and_independent():
     assert indices.max() == 36
 
 
-@pytest.mark.parametrize(
-    ("num_data", "batch_size"),
-    [(10, 4), pytest.param(1009, 64, marks=pytest.mark.slow)],
-)
+@each(("num_data", "batch_size"), [(10, 4), (1009, 64)], fast=1)
 def test_epochs_cover_the_data_exactly(num_data, batch_size):
     covered = min(math.lcm(num_data, batch_size), 4 * num_data)
     blocks = np.asarray(
@@ -167,9 +160,8 @@ def test_orders_places_and_neighbors_of_epochs_are_uniform():
         assert uniform(
             np.bincount((epochs[:, other] - epochs[:, 0]) % 50, minlength=50)[1:]
         )
-    assert uniform(
-        np.bincount((epochs[1:, 0] - epochs[:-1, 0]) % 50, minlength=50)
-    )  # successive epochs
+    # successive epochs
+    assert uniform(np.bincount((epochs[1:, 0] - epochs[:-1, 0]) % 50, minlength=50))
 
 
 def test_several_plates_draw_independently_and_keys_serve_jax():
@@ -256,9 +248,7 @@ def variates(stream=None):
     ids=["plain", "variates"],
 )
 def test_mean_over_an_epoch_is_the_full_gradient(estimator):
-    """The prior part is unscaled: were it scaled, or the likelihood not, the averages
-    would differ.
-    """
+    """Were the prior part scaled, or the likelihood not, averages would differ."""
     q = jnp.array([0.3, -1.0, 2.0])
     values, gradients = estimates(
         estimator(), q, np.random.default_rng(2).permutation(N).reshape(-1, B)
@@ -294,9 +284,8 @@ def test_variance_of_control_variates_falls_towards_the_center():
 
 ROOT = np.random.default_rng(4).normal(size=(5, 5))
 COVARIANCE = ROOT @ ROOT.T + 0.1 * np.eye(5)
-SEEN = np.array(
-    [[4.0, 30.0, -7.0, 1.0, 2.0], [1.0, 3.0, 500.0, -2.0, 0.5]]
-)  # two gradients
+# two gradients
+SEEN = np.array([[4.0, 30.0, -7.0, 1.0, 2.0], [1.0, 3.0, 500.0, -2.0, 0.5]])
 RMS = np.diag(1 / (0.1 + np.sqrt((SEEN**2).mean(0)) / N))
 BLOCK = np.array([[2.0, 1.0], [1.0, 3.0]])
 PRECONDITIONERS = {
@@ -396,9 +385,8 @@ def test_schedules_follow_their_formulas():
         polynomial(0.3, 2.0, 0.7)(jnp.arange(50)), 0.3 * (2.0 + t) ** -0.7, rtol=1e-5
     )
     assert constant(0.2)(5) == 0.2
-    phase = (
-        t % 13 / 13
-    )  # Zhang et al. (2020), equation 1, with K = 50 steps in M = 4 cycles
+    # Zhang et al. (2020), equation 1, with K = 50 steps in M = 4 cycles
+    phase = t % 13 / 13
     schedule = cyclical(0.5, 50, 4, explore=0.8)
     np.testing.assert_allclose(
         schedule(jnp.arange(50)),
@@ -436,9 +424,7 @@ def test_any_schedule_drives_the_step():
 
 @pytest.mark.parametrize("bound", [1, 7, 10**6, 2**31 - 1])
 def test_random_rows_are_the_leading_bits_of_an_exact_product(bound):
-    """Of 64 random bits and the number of rows; at the largest one half of them need
-    the carry.
-    """
+    """Of 64 random bits and the number of rows; half of the largest need the carry."""
     high, low = np.random.default_rng(0).integers(2**32, size=(2, 500), dtype=np.uint32)
     exact = [
         (int(upper) << 32 | int(lower)) * bound >> 64

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import squares_of
+from helpers import each, squares_of
 
 from numpyro_bnn.infer import MCLMC, implied_bias
 from numpyro_bnn.sgmcmc import Full, Microcanonical, build
@@ -137,9 +137,8 @@ def test_the_kinetic_energy_is_the_jacobian(x64):
         return found.position, found.memory.direction
 
     def plane(u):
-        return np.linalg.svd(np.asarray(u)[None])[2][
-            1:
-        ].T  # (P, P - 1), orthogonal to u
+        # (P, P - 1), orthogonal to u
+        return np.linalg.svd(np.asarray(u)[None])[2][1:].T
 
     (qq, qu), (uq, uu) = jax.jit(jax.jacobian(step, (0, 1)))(Q, U)
     q, u = step(Q, U)
@@ -221,9 +220,8 @@ def test_the_implied_bias_is_that_of_leapfrog():
         )
     first, last = MCLMC(lambda: None).energy_targets
     np.testing.assert_allclose(implied_bias(last), 0.05)  # bias_tolerance
-    assert (
-        first == 100 * last
-    )  # or where steps have errors of a quarter of the largest that is taken
+    # or where steps have errors of a quarter of the largest that is taken
+    assert first == 100 * last
     energies = np.geomspace(1e-12, 10, 40)
     bias = implied_bias(energies)
     assert implied_bias(0.0) == 0
@@ -244,10 +242,8 @@ def test_biases_are_within_what_the_energy_error_implies():
         sampler, jax.random.normal(jax.random.key(2), scale.shape) / scale, 100, 150
     )
     by_width = (squares * np.asarray(scale, np.float64) ** 2 - 1).reshape(-1, 8)
-    bias, error = (
-        np.abs(by_width.mean(0)).mean(),
-        (by_width.var(0).sum() / len(by_width)) ** 0.5 / 8,
-    )
+    bias = np.abs(by_width.mean(0)).mean()
+    error = (by_width.var(0).sum() / len(by_width)) ** 0.5 / 8
     assert error < 0.1 * bias
     implied = implied_bias(float(state.statistics.energy_variance))
     assert bias + 4 * error < implied < 4 * (bias - 4 * error)  # failure rates of 3e-5
@@ -260,11 +256,9 @@ def rounded(q):
     return 0.5 * jnp.vdot(q, q)
 
 
-@pytest.mark.parametrize("bad", [np.nan, pytest.param(1e6, marks=slow)])
+@each("bad", [np.nan, 1e6], fast=1)
 def test_a_refused_step_turns_back(bad):
-    """Everything beyond a small ball is impossible: the chain stays, its direction is
-    reversed.
-    """
+    """Outside of a small ball all is impossible: the chain stays and turns back."""
 
     def walled(q):
         return rounded(q) + jnp.where(jnp.vdot(q, q) > 1e-6, bad, 0.0)
@@ -284,9 +278,8 @@ def test_a_refused_step_turns_back(bad):
         1,
         1,
     )
-    assert (
-        float(state.statistics.energy_variance) == 0
-    )  # only steps that were taken count
+    # only steps that were taken count
+    assert float(state.statistics.energy_variance) == 0
     if np.isfinite(bad):  # without a limit only what is not finite is refused
         before, free = after(Microcanonical(float("inf")))
         assert int(free.statistics.num_refused) == 0

@@ -38,9 +38,7 @@ def quartic(q):
 
 
 def noisy(potential, variance):
-    """An estimator whose gradient has independent noise of the given variance in each
-    coordinate.
-    """
+    """A gradient with independent noise of the given variance in each coordinate."""
 
     def potential_fn(q, key):
         return potential(q) + jnp.sqrt(variance) * jnp.vdot(
@@ -61,6 +59,7 @@ def assert_mean(values, expected):
     assert error < 0.02 * expected  # the band is narrow enough to see an error of 10 %
 
 
+@pytest.mark.slow  # theory/test_kernel_posteriors.py: that of the kernel
 def test_sgld_has_the_theoretical_variance():
     eps, variance, temperature = 0.5, 2.0, 0.5
     sampler = build(
@@ -75,9 +74,7 @@ def test_sgld_has_the_theoretical_variance():
 
 
 def kernel_of(h, rate, variance, spread):
-    """(A, noise covariance) of the linear map of (x, r, g), g the gradient shared by
-    two kicks.
-    """
+    """(A, noise covariance) of the linear map of (x, r, g); two kicks share g."""
     x, r, g = np.eye(3)
     kicked = r - h / 2 * g
     fresh = np.exp(-rate) * kicked
@@ -95,9 +92,8 @@ def test_underdamped_has_the_theoretical_moments():
     eps, friction, variance, temperature = 0.64, 1.5, 3.0, 0.5
     h = eps**0.5
     spread = np.sqrt((1 - np.exp(-2 * friction * h)) * temperature)
-    quiet = solve_discrete_lyapunov(
-        *kernel_of(h, friction * h, 0.0, spread)
-    )  # the published closed forms
+    # the published closed forms
+    quiet = solve_discrete_lyapunov(*kernel_of(h, friction * h, 0.0, spread))
     np.testing.assert_allclose(
         np.diag(quiet)[:2], [temperature / LAM, (1 - eps * LAM / 4) * temperature]
     )
@@ -133,9 +129,8 @@ def test_nose_hoover_corrects_unknown_gradient_noise():
         return cov[0, 0], kicked, (kicked + fresh) / 2 - 1
 
     xi = optimize.brentq(lambda value: theory(value)[2], 0.5, 5)
-    np.testing.assert_allclose(
-        xi, friction + h * variance / 2, rtol=h**2
-    )  # the text-book value, up to order h^2
+    # the text-book value, up to order h^2
+    np.testing.assert_allclose(xi, friction + h * variance / 2, rtol=h**2)
     sampler = build(noisy(gaussian, variance), NoseHoover(friction), schedule=eps)
     squares, state = moments(sampler, 8192, 150, 300)
     position, kicked, _ = theory(xi)

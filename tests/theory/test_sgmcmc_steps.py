@@ -37,10 +37,11 @@ NOISE = np.random.default_rng(0).normal(size=(3, 3))
 SHIFT = np.array([0.3, -0.2, 0.1])  # a minibatch
 FAR = 200 * SHIFT  # a minibatch of rows that fit very badly
 MALA = HMC(1, jitter=0.0)
+# uniform numbers: every proposal is accepted, or none that raises the energy
 ALWAYS, NEVER = (
     1e-300,
     1.0,
-)  # uniform numbers: every proposal is accepted, or none that raises the energy
+)
 
 
 def potential(q, batch=0.0):
@@ -130,9 +131,7 @@ def test_momenta_start_at_the_temperature(x64):
 
 @pytest.mark.parametrize("xi", [0.8, -0.5, 0.0])
 def test_thermostat(xi, x64):
-    """Also at xi = 0 after its first half step, where the spread of the refresh is a
-    limit, 2 A h.
-    """
+    """Also at xi = 0 after half a step, where the refresh has a limit, 2 A h."""
     kicked = kick(R, POSITION, H / 2)
     warm = H / 2 / 1.4 * (kicked @ kicked / 3 - TEMPERATURE)
     start = xi if xi else -warm
@@ -370,9 +369,7 @@ def test_float64_stays_float64(name, x64):
 
 @pytest.mark.parametrize("name", rows("BAOAB on epochs", "MALA"))
 def test_refresh_renews_what_is_cached_of_the_target(name):
-    """After a move from outside: gradients and potentials as at a fresh start, momenta
-    kept.
-    """
+    """After a move from outside: caches as at a fresh start, momenta kept."""
     sampler, _ = SAMPLERS[name]
     state = steps(sampler, begin(sampler, START, jax.random.key(0)), 1)
     moved = state._replace(position=state.position + 1.0)
@@ -496,9 +493,7 @@ def test_a_gradient_that_is_not_finite_is_seen(dynamics):
     ids=["overdamped", "BAOAB", "SGNHT"],
 )
 def test_a_potential_that_is_not_finite_is_seen(dynamics, behind):
-    """Behind 0 the potential has no value, and its gradient, which pulls
-    there, does.
-    """
+    """Behind 0 the potential has no value, and its gradient does."""
     pulls = sgmcmc.Full(
         lambda q: (
             jnp.sum(q) + jnp.where(jnp.all(q > 0), 0.0, jax.lax.stop_gradient(behind))

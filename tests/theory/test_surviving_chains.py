@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import group, refused, run_chains, walk
+from helpers import each, group, refused, run_chains, walk
 from jax import lax
 from numpyro.infer import MCMC
 from registry import USUAL
@@ -87,21 +87,15 @@ def test_the_density_up_to_a_border_is_the_truncated_one(dynamics, size, eps, bi
 
 
 def unit(size=3):
-    """Full-batch SGLD multiplies the position by 1 - eps / 2: without noise all is
-    known.
-    """
+    """Full-batch SGLD multiplies by 1 - eps / 2: without noise all is known."""
     numpyro.sample("w", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
 
 
-@pytest.mark.parametrize(
-    ("make", "begin", "back"),
-    [
-        pytest.param(infer.SGLD, 74, 90, marks=pytest.mark.slow),
-        pytest.param(infer.SGNHT, 74, 90, marks=pytest.mark.slow),
-        (infer.SGLD, 165, 180),
-        pytest.param(infer.SGNHT, 165, 180, marks=pytest.mark.slow),
-    ],
-)
+ENDS = [(165, 180), (74, 90)]
+LOST = [(make, *end) for end in ENDS for make in (infer.SGLD, infer.SGNHT)]
+
+
+@each(("make", "begin", "back"), LOST, fast=1)
 def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     """One of two chains gets far too long steps; the other is the same, bit for bit, as
     beside a healthy one. Late in warm-up it returns to its middle.
@@ -132,9 +126,8 @@ def test_a_chain_that_is_lost_in_warm_up_starts_again(make, begin, back):
     # failed.
     np.testing.assert_array_equal(np.flatnonzero(failing[:, 0]), np.arange(begin, back))
     assert not end.diverging.any()
-    np.testing.assert_allclose(
-        found[back, 0], 0.5 * sizes[begin, 0], rtol=1e-4
-    )  # the curvature is 1 everywhere
+    # the curvature is 1 everywhere
+    np.testing.assert_allclose(found[back, 0], 0.5 * sizes[begin, 0], rtol=1e-4)
     np.testing.assert_allclose(found[-1, 0], 0.5 * sizes[-1, 0], rtol=1e-4)
     assert np.abs(w[back:, 0]).max() < 6
     assert kernel.describe(end)["restarts"] == "[1, 0]"
@@ -176,14 +169,7 @@ def test_a_chain_that_is_lost_late_keeps_what_it_has_learned(preconditioner):
         assert np.abs(np.log(scales[0] / scales[1])).max() < np.log(4)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        infer.SGLD,
-        pytest.param(infer.SGHMC, marks=pytest.mark.slow),
-        pytest.param(infer.SGNHT, marks=pytest.mark.slow),
-    ],
-)
+@each("make", [infer.SGLD, infer.SGHMC, infer.SGNHT], fast=1)
 def test_steps_that_would_explode_are_refused_and_get_shorter(make):
     """A step of 200, where 4 is the limit of SGLD, multiplies a position by 99. It is
     refused, and shorter after each such transition. Late in warm-up that lasts.
@@ -233,9 +219,7 @@ def test_a_chain_that_takes_only_tiny_steps_is_marked():
 
 
 def test_no_step_size_is_chosen_where_a_chain_happens_to_be_last():
-    """At the flat bottom of a quartic potential the curvature allows steps of any
-    length.
-    """
+    """At the flat bottom of a quartic the curvature allows any step."""
 
     def quartic():
         w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (), ()))
@@ -307,10 +291,8 @@ def test_divergence_is_reported_with_chain_and_step():
     mcmc.run(jax.random.key(0), init_params=begin)
     draws = np.asarray(mcmc.get_samples(group_by_chain=True)["w"])
     fields = mcmc.get_extra_fields(group_by_chain=True)
-    diverged, refused = (
-        np.asarray(fields["diverging"]),
-        np.asarray(fields["refused_steps"]),
-    )
+    diverged = np.asarray(fields["diverging"])
+    refused = np.asarray(fields["refused_steps"])
     # After 200 steps that are not taken.
     np.testing.assert_array_equal(
         diverged, [[False, False, True, True], [False, False, True, True], [False] * 4]
@@ -345,10 +327,8 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
         with numpyro.plate("data", len(x)):
             numpyro.sample("y", dist.Normal(w[0] * x, 1.0), obs=y)
 
-    x, start = (
-        jnp.linspace(-1.0, 1.0, 9),
-        {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])},
-    )
+    x = jnp.linspace(-1.0, 1.0, 9)
+    start = {"w": jnp.array([[1e19, 0.0], [0.5, 0.0], [0.4, 0.0]])}
     options = {
         "num_warmup": 0,
         "num_samples": 30,
@@ -368,9 +348,8 @@ def test_a_run_with_a_lost_chain_is_of_use(tmp_path):
         np.testing.assert_array_equal(group(idata, name)["marked"], lost)
     assert metrics.health(idata).marked == (0,)
     predictions = group(idata, "predictions")
-    assert np.isnan(
-        predictions["y_mean"][0, 4:]
-    ).all()  # after 200 steps that were not taken
+    # after 200 steps that were not taken
+    assert np.isnan(predictions["y_mean"][0, 4:]).all()
     assert np.isfinite(predictions["y_mean"][1:]).all()
     densities = predictions["y_log_likelihood"]
     with pytest.warns(metrics.HealthWarning, match="left out chains 0, "):
@@ -458,17 +437,9 @@ def moments_within_bounds(name):
     return mean, ((p / p.sum()) @ (w - mean) ** 2) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("kernel", "name", "batch"),
-    [
-        pytest.param(*cell, marks=() if cell == FAST else pytest.mark.slow)
-        for cell in CELLS
-    ],
-)
+@each(("kernel", "name", "batch"), CELLS, fast=[FAST])
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
-    """Right within errors and a bias of .2 sd, or reported; no draw behind the border
-    on all data.
-    """
+    """Right within errors and a bias of .2 sd, or reported; none behind the border."""
     low, high = BOUNDED[name][1]
     chains, options = 8, {"chain_method": "vectorized", "progress_bar": False}
     mcmc = MCMC(
@@ -484,9 +455,8 @@ def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
         **({} if batch is None else {"batch_size": batch}),
     )
     w = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
-    outside = (w < np.float32(low)) | (
-        w > high
-    )  # a chain may stop on the border itself
+    # a chain may stop on the border itself
+    outside = (w < np.float32(low)) | (w > high)
     assert batch is not None or not outside.any()
     mean, sd = moments_within_bounds(name)
     error = w.mean(1).std(ddof=1) / chains**0.5
@@ -495,10 +465,8 @@ def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = metrics.health(bnn.to_inference_data(mcmc))
-        stuck, lost = (
-            {"frozen", "moved", "covered", "rhat"},
-            {"diverged", "support", "refused_steps", "temperature"},
-        )
+        stuck = {"frozen", "moved", "covered", "rhat"}
+        lost = {"diverged", "support", "refused_steps", "temperature"}
         assert {finding.name for finding in report.warnings} & (stuck | lost)
 
 
@@ -536,16 +504,13 @@ def test_an_optimizer_goes_back_where_the_density_ends():
     )
     assert (w > 0).all()
     assert np.isfinite(state.phases["Optimize"].position).all()
-    assert (
-        state.num_gradients >= 2 * 31
-    )  # those that look at the ends of transitions count
+    # those that look at the ends of transitions count
+    assert state.num_gradients >= 2 * 31
 
 
 @pytest.mark.slow
 def test_mclmc_handles_a_mode_on_a_border():
-    """The density is largest at a rate of 0: steps end behind it as often
-    as in front.
-    """
+    """The density is largest at a rate of 0: half of the steps end behind it."""
 
     def model(y):
         w = numpyro.sample("w", dist.Normal(0.5, 1.0))
@@ -563,7 +528,6 @@ def test_mclmc_handles_a_mode_on_a_border():
     assert (w >= 0).all()
     assert sizes[-1].min() > 1e-4
     error = w.mean(0).std(ddof=1) / 2
-    assert (
-        abs(w.mean() - 0.0510) < 5.8 * error + 0.005
-    )  # t with 3 degrees of freedom, one in a hundred
+    # t with 3 degrees of freedom, one in a hundred
+    assert abs(w.mean() - 0.0510) < 5.8 * error + 0.005
     assert error < 0.02

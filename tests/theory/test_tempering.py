@@ -67,12 +67,10 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_set_ladder(
     The ladder is spaced after 2, 4, 8 and 16 transitions by the rejections since the
     last time, and never afterwards.
     """
-    kernel, chains, warmup, size = (
-        infer.ParallelTempering(still(bordered), 4),
-        64,
-        20,
-        4,
-    )
+    kernel = infer.ParallelTempering(still(bordered), 4)
+    chains = 64
+    warmup = 20
+    size = 4
     places = np.tile(np.array([1.6, 0.7, 0.3, -0.4], np.float32), (chains, 1))
     places[: chains // 2, 2] = 3.5
 
@@ -100,12 +98,10 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_set_ladder(
     assert not swapped[~turn[:, None].repeat(chains, 1)].any()
     due = turn[:, None].repeat(chains, 1)
     error = np.sqrt((accepted * (1 - accepted))[due].sum())
-    assert (
-        abs(swapped[due].sum() - accepted[due].sum()) < 5 * error
-    )  # failure rate 6e-7
-    np.testing.assert_array_equal(
-        np.sort(w, -1), np.sort(before, -1)
-    )  # nothing but exchanges
+    # failure rate 6e-7
+    assert abs(swapped[due].sum() - accepted[due].sum()) < 5 * error
+    # nothing but exchanges
+    np.testing.assert_array_equal(np.sort(w, -1), np.sort(before, -1))
     assert swapped[due & (accepted > 0.9999)].all()
     assert not swapped[accepted == 0].any()
 
@@ -148,9 +144,7 @@ def test_neighbors_exchange_by_turns_with_the_right_probability_on_a_set_ladder(
 
 @pytest.mark.slow
 def test_sites_that_other_blocks_hold_are_not_tempered():
-    """As a block of ``Gibbs``, exchanges and replicas agree: what is
-    given is no data.
-    """
+    """As a block of ``Gibbs``, exchanges and replicas agree."""
 
     def model():
         u = numpyro.sample("u", dist.Normal(0.0, 1.0))

@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 import scipy.integrate
 import scipy.stats
-from helpers import refused
+from helpers import each, refused
 from jax import random
 from numpyro import handlers
 from numpyro.infer import HMC, MCMC
@@ -26,9 +26,7 @@ def unit_moves(units, num_moves, **options):
 
 
 def parent():
-    """One weight, whose prior has a scale of its own, and a site below it
-    that stays.
-    """
+    """One weight, whose prior has a scale, and a site below it that stays."""
     with handlers.scale(scale=0.3):
         w = numpyro.sample("w", dist.Normal(0.3, 1.0).expand([1]).to_event(1))
     numpyro.sample("v", dist.Normal(w[0], 10.0))
@@ -68,9 +66,7 @@ def test_moves_leave_an_exact_conditional_as_it_is():
 
 
 def test_moves_of_weights_with_a_common_scale_leave_their_radius():
-    """Without data every move is accepted; sums of squares have the F distribution of
-    their prior.
-    """
+    """Without data every move is accepted; sums of squares have an F distribution."""
 
     def model():
         numpyro.sample("w", priors.GroupStudentT(3.0, 0.5, (4,)))
@@ -99,10 +95,7 @@ def test_moves_stay_where_the_data_are_possible():
     assert np.std(found["w"]) > 0.3
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["unit_accept_prob", pytest.param("swap_accept_prob", marks=pytest.mark.slow)],
-)
+@each("field", ["unit_accept_prob", "swap_accept_prob"], fast=1)
 def test_a_missing_datum_behind_a_mask_is_no_border(field):
     """Moves and exchanges of replicas are accepted."""
     y = jnp.array([0.5, jnp.nan])
@@ -122,11 +115,9 @@ def test_a_missing_datum_behind_a_mask_is_no_border(field):
     assert (mcmc.get_extra_fields()[field] > 0).any()
 
 
-@pytest.mark.parametrize("wrapper", ["UnitMoves", "OrbitMoves"])
+@each("wrapper", ["UnitMoves", "OrbitMoves"], fast=1)
 def test_sites_with_bounds_that_move_keep_their_values(wrapper):
-    """A site that the moves leave alone, between bounds that depend on those that they
-    move.
-    """
+    """A site that moves leave alone, between bounds that depend on moved ones."""
 
     def model(y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([1]).to_event(1))

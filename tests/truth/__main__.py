@@ -13,18 +13,15 @@ import os
 import sys
 import time
 
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1"
-)  # a process has one core
+# a process has one core
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
 from truth.cells import OUTCOMES, cells, prepare, timed
 from truth.page import write_page
 
 
 def main() -> int:
-    """Run the chosen cells; the exit status is the number of those that are neither
-    right nor refused.
-    """
+    """Run the chosen cells; the exit status counts those not right or refused."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], prog="python -m truth"
     )

@@ -54,8 +54,6 @@ KNOWN_FAILURES: dict[str, str] = {
 # kernel, one refusal.
 FAST = {
     "density of our kernels | half-line",
-    "density of our kernels | numpyro.subsample",
-    "density of our kernels | centered scale, scaled",
     "SGLD | rows outside of their plate",
     "MALA | ordered",
 }
@@ -107,9 +105,7 @@ def cells(group: str | None = None) -> Iterator[Cell]:
 
 
 def outcome(cell: Cell) -> tuple[str, str]:
-    """Run a cell: "right", "refused", "wrong" or "crash", and the figure or the
-    message.
-    """
+    """Run a cell: "right", "refused", "wrong" or "crash", and its figure or message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a way warns of is tested in its own file
         try:

@@ -81,10 +81,8 @@ def write_page(found: Mapping[str, Mapping]) -> None:
         key: "known failure" if key in KNOWN_FAILURES else row["outcome"]
         for key, row in found.items()
     }
-    minutes, counts = (
-        sum(row["seconds"] for row in found.values()) / 60,
-        Counter(kinds.values()),
-    )
+    minutes = sum(row["seconds"] for row in found.values()) / 60
+    counts = Counter(kinds.values())
     shown = ", ".join(
         f"{counts[kind]} {kind}{'s' * (kind == 'known failure')}" for kind in MARKS
     )

@@ -260,9 +260,7 @@ def with_rows_masked(keep):
 
 
 def fixed(c):
-    """Log joint of a alone, where b is known; its prior density at that value belongs
-    to the model.
-    """
+    """Log joint of a where b is known, with the prior density of that value."""
     return real_density({"a": c["a"], "b": np.full_like(c["a"], 0.8)})
 
 
@@ -363,10 +361,8 @@ def subsampled(x, y, batch_size=None):
 def subsampled_by_name(x, y, batch_size=None):
     a, b = weights()
     with numpyro.plate("data", len(x), subsample_size=batch_size):
-        few_x, few_y = (
-            numpyro.subsample(x, event_dim=0),
-            numpyro.subsample(y, event_dim=0),
-        )
+        few_x = numpyro.subsample(x, event_dim=0)
+        few_y = numpyro.subsample(y, event_dim=0)
         numpyro.sample("y", dist.Normal(a + b * few_x, SD), obs=few_y)
 
 
@@ -618,9 +614,7 @@ class RowsMasked(handlers.Messenger):
 
 
 def few_rows(problem: Problem, rows: Callable) -> Problem:
-    """The problem with a mask on its rows, of which the log likelihoods
-    are given here.
-    """
+    """The problem with a mask on rows, of which the densities are given here."""
     return replace(
         problem,
         name=f"{problem.name}, rows masked",
@@ -707,12 +701,10 @@ def of_slope(
     return Problem(name, model, ARGS, axes, log_joint, sites)
 
 
-SCALE, SLOPE, TAU, STANDARD = (
-    positive(1e-5, 7, 300),
-    line(-1, 2.5, 300),
-    positive(1e-3, 25, 300),
-    line(-6, 6, 300),
-)
+SCALE = positive(1e-5, 7, 300)
+SLOPE = line(-1, 2.5, 300)
+TAU = positive(1e-3, 25, 300)
+STANDARD = line(-6, 6, 300)
 CUT = {
     "tau": joined(positive(1e-3, 1, 150), positive(1, 25, 150)),
     "w": line(-3, 4, 300),

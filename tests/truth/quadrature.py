@@ -28,9 +28,7 @@ def joined(first: Axis, second: Axis) -> Axis:
 
 
 def line(low: float, high: float, size: int = 160) -> Axis:
-    """Gauss-Legendre quadrature on an interval, which must hold practically all of the
-    mass.
-    """
+    """Gauss-Legendre quadrature on an interval, which must hold all of the mass."""
     nodes, weights = np.polynomial.legendre.leggauss(size)
     return Axis(
         (high + low) / 2 + (high - low) / 2 * nodes, np.log(weights * (high - low) / 2)
@@ -79,9 +77,7 @@ class Problem:
 
     @property
     def args(self) -> tuple:
-        """The arguments of the model; arrays on the device, which are made only when
-        they are asked for.
-        """
+        """The arguments of the model; arrays on the device, made when asked for."""
         return tuple(map(jnp.asarray, self.data))
 
     @cached_property

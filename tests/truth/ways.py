@@ -71,9 +71,7 @@ def beyond_chance(means: np.ndarray, problem: Problem, allowed: float) -> Figure
 
 
 def has_moved(start: dict[str, np.ndarray], samples: dict[str, Any]) -> bool:
-    """Whether the last draws of the chains are little correlated with the first, for
-    every element.
-    """
+    """Whether the last draws of the chains are nearly uncorrelated with the first."""
     for name, value in start.items():
         first, last = (
             np.reshape(v, (len(value), -1)).T
@@ -197,18 +195,14 @@ def density(problem: Problem) -> Figure:
 
 
 def inner_kernel(model: Callable) -> infer.GHMC:
-    """Hamiltonian Monte Carlo with a step size that suits all problems, inside of the
-    wrappers.
-    """
+    """Hamiltonian Monte Carlo with a step size that suits all problems."""
     return infer.GHMC(
         model, step_size=0.03, num_steps=6, warm_start=0.0, steps_per_draw=1
     )
 
 
 def symmetries_of(problem: Problem) -> list[symmetry.Symmetry]:
-    """Symmetries of a problem: those found in a network, or orders of units written by
-    hand.
-    """
+    """Symmetries of a problem: found in a network, or written by hand."""
     return (
         [symmetry.Permutation([("w", 0)])]
         if "w" in problem.nodes
@@ -232,9 +226,7 @@ def tempered(
 
 
 def moved(problem: Problem, exact: bool, temper: str | None = None) -> Figure:
-    """Moves along the symmetries after each transition, alone or inside of parallel
-    tempering.
-    """
+    """Moves along symmetries after each transition, alone or in tempering."""
     symmetries = symmetries_of(problem)
 
     def make(model):
@@ -258,9 +250,7 @@ def redrawn_units(problem: Problem) -> Figure:
 
 
 def collapsed(problem: Problem) -> Figure:
-    """A sampler of the sites that remain without one that enters linearly; the draws
-    have it back.
-    """
+    """A sampler without one linear site, which the draws have again."""
     linear = "w" if "w" in problem.site_names else "b"
     free = infer.collapse(problem.model, [linear], *problem.args)
     return chains(inner_kernel, problem, model=free, number=1024, without=linear)
@@ -335,10 +325,8 @@ def dense_adf(problem: Problem, size: int = 160) -> tuple[np.ndarray, np.ndarray
 
 def adf(problem: Problem) -> Figure:
     """`AutoADF` after one pass in the order of the rows, against the dense one."""
-    guide, options = (
-        guides.AutoADF(problem.model),
-        {"orders": np.arange(6)[None], "progress_bar": False},
-    )
+    guide = guides.AutoADF(problem.model)
+    options = {"orders": np.arange(6)[None], "progress_bar": False}
     result = guide.run(
         random.key(0),
         *problem.args,
@@ -364,9 +352,7 @@ def adf(problem: Problem) -> Figure:
 
 
 def exported(problem: Problem) -> Figure:
-    """Log likelihoods in ArviZ's format against those by hand, at the draws of a short
-    run.
-    """
+    """Log likelihoods in ArviZ's format against those by hand, of a short run."""
     mcmc = MCMC(NUTS(problem.model), num_warmup=2, num_samples=10, progress_bar=False)
     mcmc.run(random.key(0), *problem.args)
     idata = to_inference_data(mcmc)

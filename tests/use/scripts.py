@@ -94,9 +94,8 @@ def check_microcanonical(run):
     assert case["equal_gradients"]["gradients"] == 2 * 12 * 25 * 2
     assert case["equal_seconds"]["seconds"] >= case["equal_gradients"]["seconds"]
     flops = run.result["step_costs"]["energy, 1x20"]["flops"]
-    assert (
-        flops["step, mclachlan"] < 2.5 * flops["gradient"]
-    )  # not much more arithmetic than two gradients
+    # not much more arithmetic than two gradients
+    assert flops["step, mclachlan"] < 2.5 * flops["gradient"]
 
 
 def check_collapse_cost(run):
@@ -139,9 +138,8 @@ def check_minibatches(run):
         if row["method"] in ("SGNHT", "MCLMC")
     }
     assert len(spent) == 2
-    assert all(
-        0.75 * 4000 < value < 1.25 * 4000 for value in spent.values()
-    )  # what was asked for
+    # what was asked for
+    assert all(0.75 * 4000 < value < 1.25 * 4000 for value in spent.values())
 
 
 def check_variational(run):
@@ -151,13 +149,14 @@ def check_variational(run):
 
 
 def check_last_layer(run):
+    # 64-4-2-10: 260 + 10 + 30
     assert [row.random_weights for row in run.result] == [
         0,
         30,
         30,
         300,
         300,
-    ]  # 64-4-2-10: 260 + 10 + 30
+    ]
 
 
 def check_lotka_volterra(run):
@@ -197,9 +196,8 @@ def check_bayesian_optimization(run):
 def check_coupling_step(run):
     from examples.benchmarks.coupling_step import ratio_to_fastest
 
-    assert (
-        len(set(run.result["rows"][0]["parameters"].values())) == 1
-    )  # the flows compared have the same size
+    # the flows compared have the same size
+    assert len(set(run.result["rows"][0]["parameters"].values())) == 1
     times = {
         "AutoCoupling": [2.0, 2.0, 9.0],
         "a": [4.0, 4.0, 4.0],
@@ -292,10 +290,8 @@ SCRIPTS: dict[str, Script] = {
         check=check_ensembles,
     ),
     "examples.symmetries": Script(
-        (
-            "--nets relu --ways non-centered moves --width 3 --num-warmup 6"
-            " --num-samples 8 --max-tree-depth 2"
-        ),
+        "--nets relu --ways non-centered moves --width 3 --num-warmup 6"
+        " --num-samples 8 --max-tree-depth 2",
         ("--num-chains 1",),
         check=check_symmetries,
     ),
@@ -342,17 +338,13 @@ SCRIPTS: dict[str, Script] = {
         check=check_bayesian_optimization,
     ),
     "examples.nnx_module": Script(
-        (
-            "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 "
-            "--num-chains 2 --steps-per-draw 3"
-        ),
+        "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 "
+        "--num-chains 2 --steps-per-draw 3",
         ("--splits 1",),
     ),
     "examples.groups": Script(
-        (
-            "--groups 4 --batch-size 10 --steps-per-draw 3 --num-warmup 8 "
-            "--num-samples 6 --num-chains 2"
-        ),
+        "--groups 4 --batch-size 10 --steps-per-draw 3 --num-warmup 8 "
+        "--num-samples 6 --num-chains 2",
         ("--groups 2",),
         warnings=(SHORT_CHAINS,),
     ),
@@ -363,18 +355,14 @@ SCRIPTS: dict[str, Script] = {
         warnings=(SHORT_CHAINS,),
     ),
     "examples.variational": Script(
-        (
-            "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 "
-            "--num-samples 8"
-        ),
+        "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 "
+        "--num-samples 8",
         ("--points 3",),
         check=check_variational,
     ),
     "examples.image_classification": Script(
-        (
-            "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1 "
-            "--test-images 40"
-        ),
+        "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1 "
+        "--test-images 40",
         ("--num-epochs 0",),
         says="small digits instead",
     ),
@@ -385,25 +373,19 @@ SCRIPTS: dict[str, Script] = {
         runs=False,
     ),
     "examples.infinite_width": Script(
-        (
-            "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 "
-            "--nuts-warmup 5 --nuts-samples 5"
-        ),
+        "--widths 2 4 --networks 20 --trained 2 --steps 2 --nuts-width 3 "
+        "--nuts-warmup 5 --nuts-samples 5",
         ("--widths 4 0",),
     ),
     f"{BENCHMARK}.microcanonical": Script(
-        (
-            "--sets energy --nets 1x20 --methods MCLMC --gradients 1200 --draws 12 "
-            "--num-chains 2 --rounds 1 --steps 4"
-        ),
+        "--sets energy --nets 1x20 --methods MCLMC --gradients 1200 --draws 12 "
+        "--num-chains 2 --rounds 1 --steps 4",
         ("--gradients 10",),
         check=check_microcanonical,
     ),
     f"{BENCHMARK}.function_agreement": Script(
-        (
-            "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4 "
-            "--max-tree-depth 3"
-        ),
+        "--sets energy --methods MCLMC --gradients 600 --draws 6 --num-chains 4 "
+        "--max-tree-depth 3",
         ("--num-chains 2",),
     ),
     f"{BENCHMARK}.gradient_cost": Script(
@@ -453,17 +435,13 @@ SCRIPTS: dict[str, Script] = {
     ),
     f"{BENCHMARK}.scale": Script("--rows 60 --rounds 1 --draws 2", ("--rounds 0",)),
     f"{BENCHMARK}.sgld_step": Script(
-        (
-            "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20 "
-            "--sizes 64 640"
-        ),
+        "--rounds 1 --steps 20 --run-rounds 1 --run-steps 40 --steps-per-draw 20 "
+        "--sizes 64 640",
         ("--rounds 0", "--run-steps 3", "--sizes 3"),
     ),
     f"{BENCHMARK}.variational_uci": Script(
-        (
-            "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6 "
-            "--num-samples 6 --max-tree-depth 2"
-        ),
+        "--sets yacht --splits 1 --width 3 --num-steps 20 --num-warmup 6 "
+        "--num-samples 6 --max-tree-depth 2",
         ("--splits 0",),
         needs_data=True,
     ),
@@ -501,10 +479,8 @@ SCRIPTS: dict[str, Script] = {
         "--rounds 1 --splits 2 --rows 30 --width 4", ("--rounds 0",)
     ),
     f"{BENCHMARK}.gradient_variance": Script(
-        (
-            "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1 "
-            "--networks mlp"
-        ),
+        "--batch-sizes 8 --width 3 --draws 4 --steps 2 --rounds 1 --calls 1 "
+        "--networks mlp",
         ("--draws 1", "--rounds 0"),
     ),
     f"{BENCHMARK}.orbit_moves": Script(
@@ -513,10 +489,8 @@ SCRIPTS: dict[str, Script] = {
         ("--tree-depth 0", "--batches 65"),
     ),
     f"{BENCHMARK}.hierarchical_hmc": Script(
-        (
-            "--sets boston --ways long persistent --num-chains 2 --num-warmup 8 "
-            "--num-samples 8 --num-steps 4"
-        ),
+        "--sets boston --ways long persistent --num-chains 2 --num-warmup 8 "
+        "--num-samples 8 --num-steps 4",
         check=check_hierarchical_hmc,
     ),
     f"{BENCHMARK}.blackjax_ess": Script(
@@ -525,10 +499,8 @@ SCRIPTS: dict[str, Script] = {
         check=check_blackjax_ess,
     ),
     f"{BENCHMARK}.horseshoe": Script(
-        (
-            "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "
-            "--nuts-draws 8 --max-tree-depth 2"
-        ),
+        "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "
+        "--nuts-draws 8 --max-tree-depth 2",
         ("--inputs 5", "--sweeps 3"),
         check=check_horseshoe,
     ),
@@ -537,10 +509,8 @@ SCRIPTS: dict[str, Script] = {
     ),
     f"{BENCHMARK}.uci": Script("--sets yacht --splits 1 --no-progress-bar", runs=False),
     f"{BENCHMARK}.coupling_step": Script(
-        (
-            "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2 "
-            "--rows 3"
-        ),
+        "--rounds 1 --steps 2 --widths 1 --particles 1 --num-flows 1 --hidden 2 "
+        "--rows 3",
         ("--widths 3 0",),
         check=check_coupling_step,
     ),

@@ -57,10 +57,8 @@ def test_members_are_observed_several_times():
     assert y.shape == (24, 20)
     assert len(np.unique(y)) == y.size
     members = bnn.to_inference_data(mcmc, {"x": x}, members=True)
-    mean, sd = (
-        members["predictions"]["y_mean"].to_numpy()[:, 0],
-        members["posterior"]["sigma"].to_numpy()[:, :1],
-    )
+    mean = members["predictions"]["y_mean"].to_numpy()[:, 0]
+    sd = members["posterior"]["sigma"].to_numpy()[:, :1]
     scaled = (y.reshape(12, 2, 20) - mean) / sd
     assert abs(scaled.mean()) < 4 / 480**0.5  # fails for one seed in 16,000
     assert abs((scaled**2).mean() - 1) < 4 * (2 / 480) ** 0.5
@@ -72,9 +70,8 @@ def test_interval_score_is_smallest_for_the_true_quantiles():
     """
     from examples.tabular import interval_score
 
-    y = stats.norm.ppf(
-        (np.arange(20_000) + 0.5) / 20_000
-    )  # the distribution itself, without noise
+    # the distribution itself, without noise
+    y = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000)
     z = stats.norm.ppf(0.95)
     found = {
         ends: interval_score(np.float64(ends[0]), np.float64(ends[1]), y).mean()
@@ -385,9 +382,8 @@ def test_uci_tables_compare_with_boosting_split_by_split():
     row = made["uci_summary"].splitlines()[2]
     assert "MCLMC, hetero (2)" in row
     assert row.endswith("| 0.400, NGBoost | +0.150 ± 0.150 (2) |")
-    assert (
-        "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]
-    )  # of two splits, not of three
+    # of two splits, not of three
+    assert "| NGBoost, hetero | 0.400 ± 0.200 |" in made["uci_log_likelihood"]
     expected = "| yacht | MCLMC, hetero | - | +0.150 ± 0.150 (2) | +9.550 ± 0.050 (2) |"
     assert made["uci_paired_log_likelihood"].splitlines()[2] == expected
     assert made["uci_paired_rmse"].splitlines()[2] == expected.replace(
@@ -412,11 +408,9 @@ def test_scores_of_a_mixture_of_normal_densities():
     data = loaders.standardize(loaders.Dataset(x[:40], y[:40], x[40:], y[40:], "mine"))
     mean, variance = rng.normal(size=(2, 20)), rng.gamma(3.0, size=(2, 20)) / 3
     one = mixture_scores(mean[:1], variance[:1], data)
-    scale, errors, sd = (
-        data.y_scaler.scale_factor,
-        data.y_test - mean[0],
-        np.sqrt(variance[0]),
-    )
+    scale = data.y_scaler.scale_factor
+    errors = data.y_test - mean[0]
+    sd = np.sqrt(variance[0])
     expected = {
         "rmse": scale * np.sqrt(np.mean(errors**2)),
         "log_likelihood": stats.norm.logpdf(errors, scale=sd).mean() - np.log(scale),
@@ -744,9 +738,7 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_tables_of_pages_are_those_of_their_files(name):
-    """Nothing is typed: file, table function and page agree, and what the figures are
-    of stands below.
-    """
+    """Nothing is typed: file, table function and page agree."""
     from examples.benchmarks.shared import provenance
 
     script = {

@@ -14,7 +14,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import refused
+from helpers import each, refused
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, N, X, Y
@@ -138,9 +138,8 @@ def lookup(name):
 def test_codes_without_a_level(name):
     for code in (KNOWN, *UNKNOWN.values()):
         given = code, (code >= 0) & (code < LEVELS)
-        computed = (
-            name == "counted from 1" and code.min() < 0
-        )  # from the end, as `x[i - 1]`
+        # from the end, as `x[i - 1]`
+        computed = name == "counted from 1" and code.min() < 0
         for options in ({}, {"batch_size": BATCH}):
             read = lambda: Posterior(lookup(name), given, options, full=not options)  # noqa: B023, E731
             if name in SAFE or code is KNOWN or computed:
@@ -222,9 +221,11 @@ ROOMS = {
     "predict": lambda code: bnn.predict(grouped, exported(), X, code),
 }
 
+LONGER = ("all rows", "AutoLaplace.predictive", "predict")
+
 
 @pytest.mark.filterwarnings("ignore:guides.AutoLaplace.run")
-@pytest.mark.parametrize("room", ROOMS)
+@each("room", ROOMS, slow=LONGER)
 def test_every_room_refuses_codes_without_a_level(room):
     for code in UNKNOWN.values():
         with refused("code", "Pass codes from 0 to 3"):

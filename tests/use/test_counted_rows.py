@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import refused, results
+from helpers import each, refused, results
 from numpyro import handlers
 from numpyro.infer import NUTS, SVI, Gibbs, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
@@ -36,9 +36,7 @@ UNITS = [("net/Dense_0.kernel", 1), ("net/Dense_0.bias", 0), (OUTPUT[0], 0)]
 
 
 def doubled(x, y=None, batch_size=None):
-    """The most common mistake: outputs (N, 1) and targets (N, 1) in a plate of N rows
-    are N x N terms.
-    """
+    """Outputs (N, 1) and targets (N, 1) in a plate of N rows are N x N terms."""
     net = bnn.random_network("net", NET, (2,), priors.Normal())
     sigma = numpyro.sample("sigma", dist.HalfNormal(1.0))
     with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
@@ -159,13 +157,7 @@ READ_ALIKE -= {"SGLD", "NUTS", "AutoMeanField", "AutoCoupling", "minibatches, SG
 
 
 @pytest.mark.filterwarnings("ignore:Missing a plate")
-@pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(room, marks=pytest.mark.slow if room in READ_ALIKE else ())
-        for room in ROOMS
-    ],
-)
+@each("room", ROOMS, slow=READ_ALIKE)
 def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
     with refused("obs", "the site 'y' with a distribution of shape (") as caught:
         ROOMS[room]()
@@ -180,9 +172,7 @@ def test_rows_that_would_count_many_times_are_refused_in_every_room(room):
 
 
 class Shapes(NamedTuple):
-    """An observed site; ``plates`` maps dims to sizes, ``own`` is the shape of the
-    location.
-    """
+    """An observed site; ``plates``: dims to sizes, ``own``: shape of the location."""
 
     plates: dict[int, int]
     own: tuple[int, ...]
@@ -208,9 +198,7 @@ def model_of(case):
 
 
 def counts_often(case):
-    """Whether some value is in more terms than the plates say along which all values
-    are repeated.
-    """
+    """Whether values are in more terms than the plates of their repetitions say."""
     rank = max(
         map(
             len,
@@ -237,9 +225,8 @@ def counts_often(case):
 
 def random_case(random):
     """Plates at some dims, and shapes that broadcast against them."""
-    sizes = (
-        random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)
-    )  # lengths may coincide
+    # lengths may coincide
+    sizes = random.choice([2, 3, 4], 4) if random.random() < 0.7 else np.full(4, 3)
     dims = random.choice([-1, -2, -3], random.integers(1, 4), replace=False)
 
     def shape(most=4):
@@ -255,13 +242,9 @@ def random_case(random):
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 10))]
-)
+@each("seed", [0, *range(1, 10)], fast=1)
 def test_values_that_count_more_often_than_their_plates_say_are_refused(seed):
-    """Random shapes: all that count right are accepted, all others refused; NumPy
-    counts.
-    """
+    """Random shapes: right counts are accepted, others refused; NumPy counts."""
     random, wrong = np.random.default_rng(seed), 0
     for _ in range(30):
         case = random_case(random)

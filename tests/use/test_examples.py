@@ -35,9 +35,7 @@ PARTS = (
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """Scripts set the number of devices through the environment, and may find a data
-    folder there.
-    """
+    """Scripts set the number of devices, and may find a data folder."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     monkeypatch.delenv("NUMPYRO_BNN_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -79,9 +77,7 @@ def test_every_script_has_a_row():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_refusals_come_before_the_work(script, tmp_path, monkeypatch, capsys):
-    """Numbers that are too small, and an output where a file is in the place of a
-    folder.
-    """
+    """Numbers that are too small, and a file in the place of a folder."""
     module = importlib.import_module(script)
     for name in ("load_data", "fit_network", "compare", "compare_steps", "learn_set"):
         if hasattr(module, name):
@@ -114,9 +110,7 @@ RANGES |= {
 
 
 def scores_of(value, name=""):
-    """(name, number) of all numbers of a result, named by the key or field that holds
-    them.
-    """
+    """(name, number) of all numbers of a result, named by key or field."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -135,10 +129,8 @@ def check_run(script, tmp_path, *options):
     """
     module, row = importlib.import_module(script), SCRIPTS[script]
     of_benchmark = "benchmarks" in script
-    output, page = (
-        tmp_path / "new" / ("out.json" if of_benchmark else ""),
-        page_with(tmp_path),
-    )
+    output = tmp_path / "new" / ("out.json" if of_benchmark else "")
+    page = page_with(tmp_path)
     options = [*options, "--output", output]
     tables = hasattr(
         module.parse([*shlex.split(row.options), *map(str, options)]), "docs"
@@ -220,10 +212,8 @@ def test_a_second_run_keeps_the_rows_of_the_first(script, tmp_path):
 @pytest.mark.slow
 def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
     """Two methods, then two more in a second call, which trains nothing again."""
-    module, page = (
-        importlib.import_module("examples.image_chains"),
-        page_with(tmp_path, "image_chains"),
-    )
+    module = importlib.import_module("examples.image_chains")
+    page = page_with(tmp_path, "image_chains")
     options = ("--output", tmp_path / "out", "--docs", page)
     first = run("examples.image_chains", *options)["rows"]
     monkeypatch.setattr(module, "trained", lambda *_: pytest.fail("trained again"))
@@ -260,9 +250,7 @@ def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_is_set_by_the_draws_alone():
-    """Compiled working memory does not grow with the steps, nor what is kept with the
-    steps per draw.
-    """
+    """Compiled memory does not grow with the steps, in all or per draw."""
     memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(
         640
     )
@@ -465,11 +453,9 @@ def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
 @pytest.mark.data
 @pytest.mark.slow
 def test_infinite_uci_compares_with_nuts(tmp_path, data_folder):
-    path, nuts, page = (
-        tmp_path / "uci.json",
-        tmp_path / "nuts.json",
-        page_with(tmp_path, "infinite_uci"),
-    )
+    path = tmp_path / "uci.json"
+    nuts = tmp_path / "nuts.json"
+    page = page_with(tmp_path, "infinite_uci")
     scores = {"rmse": [1.0, 3.0], "log_likelihood": [-1.0, -1.0]}
     nuts.write_text(json.dumps({"rows": [{"set": "yacht", "NUTS": scores}]}))
     options = ("--data", data_folder, "--output", path, "--docs", page, "--nuts", nuts)

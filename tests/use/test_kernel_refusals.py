@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import mala, refused
+from helpers import each, mala, refused
 from numpyro import handlers
 from numpyro.contrib.module import random_nnx_module
 from numpyro.infer import MCMC, NUTS
@@ -38,9 +38,7 @@ def observed(name, mean, value):
 
 
 def inside(body, size=B, rows=N):
-    """A model with one weight, and what ``body(w, x, y, i)`` does in a subsampled
-    plate.
-    """
+    """A model with one weight, and ``body(w, x, y, i)`` in a subsampled plate."""
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0.0, 1.0))
@@ -56,10 +54,8 @@ def then(body, outside=False):
     """
 
     def model(x, y):
-        w, plate = (
-            numpyro.sample("w", dist.Normal(0.0, 1.0)),
-            numpyro.plate("data", N, subsample_size=B),
-        )
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0))
+        plate = numpyro.plate("data", N, subsample_size=B)
         with plate as i:
             observed("y", w * x[i, 0], y[i])
         if outside:
@@ -183,9 +179,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "kernel", [infer.SGLD, pytest.param(infer.MCLMC, marks=pytest.mark.slow)]
-)
+@each("kernel", [infer.SGLD, infer.MCLMC], fast=1)
 @pytest.mark.parametrize("name", WRONG)
 def test_models_that_would_be_silently_wrong_are_refused(name, kernel):
     model, message = WRONG[name]
@@ -322,9 +316,7 @@ def test_slow_gathers_of_jaxlib_on_cuda_are_announced(monkeypatch):
 
 
 def groups(w, x, y, i):
-    """The group of a data point is data; an effect by group is shorter than the data,
-    and right.
-    """
+    """The group of a point is data; effects by group are shorter, and right."""
     observed("y", (w * jnp.arange(3.0))[(jnp.arange(N) % 3)[i]], y[i])
 
 
@@ -337,18 +329,14 @@ def table(x, y):
 
 
 def normalized(x, y):
-    """Batch normalization: every row depends on the whole minibatch, whatever its
-    order.
-    """
+    """Batch normalization: every row depends on the whole minibatch."""
     bnn.models.regression(bnn.nn.MLP([4, 1], norm=bnn.nn.BatchNorm()))(
         x, y, batch_size=B
     )
 
 
 def compiled_parts(x, y):
-    """One compiled function gives the mean of the rows and a penalty that does not
-    depend on them.
-    """
+    """One compiled function gives the mean of rows and a penalty without them."""
     w = numpyro.sample("w", dist.Normal(0.0, 1.0))
     with numpyro.plate("data", N, subsample_size=B) as i:
         mean, penalty = jax.jit(lambda x, i, w: (w * x[i, 0], jnp.square(w)))(x, i, w)
@@ -371,16 +359,10 @@ RIGHT = {
 }
 
 
-LONGER = ("seeded, on all data", "normalized", "compiled parts")
+LONGER = ("seeded, on all data", "normalized", "compiled parts", "factor")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in LONGER else ())
-        for name in RIGHT
-    ],
-)
+@each("name", RIGHT, slow=LONGER)
 def test_right_models_are_accepted(name):
     state = started(RIGHT[name], *LINE.args)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.z))

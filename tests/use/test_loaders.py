@@ -49,9 +49,7 @@ SKLEARN = {
 
 
 def published_splits(num_rows, num_splits):
-    """The generator behind the standard splits: they must not depend on the file that
-    lists them.
-    """
+    """The generator of the standard splits: independent of the file that lists them."""
     state = np.random.RandomState(1)
     cut = round(num_rows * 0.9)
     for _ in range(num_splits):
@@ -89,9 +87,7 @@ def test_uci_has_the_published_rows_and_splits(name, data_folder):
 
 
 def write_uci(folder, **changes):
-    """A yacht file of ten rows and two splits; ``changes`` replace arrays, ``None``
-    leaves one out.
-    """
+    """A yacht file of ten rows and two splits; ``changes`` replace arrays."""
     rng = np.random.default_rng(0)
     order = np.stack([rng.permutation(10), rng.permutation(10)])
     arrays = {"X": rng.normal(size=(10, 3)), "y": rng.normal(size=10)}
@@ -109,9 +105,8 @@ def write_uci(folder, **changes):
 )
 def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
     order = np.random.default_rng(1).permutation(10)
-    x = np.stack(
-        [np.zeros(10), order], axis=1
-    )  # the row with the smallest value is tested or not by its place
+    # the row with the smallest value is tested or not by its place
+    x = np.stack([np.zeros(10), order], axis=1)
     write_uci(tmp_path, X=x, y=10.0 * order)
     data = load_uci_gap("yacht", 1, kind, tmp_path)
     assert data.x_test[:, 1].tolist() == tested
@@ -119,9 +114,8 @@ def test_gap_and_tail_splits_sort_by_one_input(kind, tested, tmp_path):
     assert data.x_train[:, 1].tolist() == [
         value for value in range(10) if value not in tested
     ]
-    ties = load_uci_gap(
-        "yacht", 0, kind, tmp_path
-    )  # equal values keep the order of the file
+    # equal values keep the order of the file
+    ties = load_uci_gap("yacht", 0, kind, tmp_path)
     assert ties.y_test.tolist() == (10.0 * order[tested]).tolist()
 
 
@@ -206,9 +200,8 @@ def test_seed_decides_the_cut():
     np.testing.assert_array_equal(first.x_test, again.x_test)
     assert not np.array_equal(first.x_test, other.x_test)
     age = first.x_train[:, first.feature_names.index("age")]
-    assert (
-        18 <= age.min() < age.max() < 90
-    )  # years, not scikit-learn's unit-norm columns, which know the test rows
+    # years, not scikit-learn's unit-norm columns, which know the test rows
+    assert 18 <= age.min() < age.max() < 90
 
 
 # -- California and Neal --------------------
@@ -283,12 +276,13 @@ def test_images_are_the_originals(name, data_folder):
     )
     assert (data.x_test.dtype, data.y_train.dtype) == (np.float32, np.int32)
     assert (data.x_train.min(), data.x_train.max()) == (0, 1)
+    # it has test rows only
     assert load_images("kmnist", data_folder).x_train.shape == (
         0,
         28,
         28,
         1,
-    )  # it has test rows only
+    )
     pixels = np.rint(data.x_test[..., 0] * 255).astype(np.uint8)
     contents = as_idx(pixels), as_idx(data.y_test.astype(np.uint8))
     assert (

@@ -19,10 +19,8 @@ def faulty(value=np.nan, marked=False):
     """
     rng = np.random.default_rng(0)
     y = rng.normal(size=ROWS)
-    draws, probs = (
-        y + rng.normal(size=(3, 50, ROWS)),
-        rng.dirichlet(np.ones(3), size=(3, 50, ROWS)),
-    )
+    draws = y + rng.normal(size=(3, 50, ROWS))
+    probs = rng.dirichlet(np.ones(3), size=(3, 50, ROWS))
     draws[1, 20:], probs[1, 3] = value, value
     dims = ("chain", "draw", "data")
     predictions = xr.Dataset(

@@ -94,10 +94,11 @@ NEEDED = {
 }
 # Options of the base class of which a kernel takes one value only.
 NOT_TAKEN = {"CyclicalSGLD": {"steps_per_draw", "warm_start"}}
+# which needs an optional package
 NOT_TAKEN |= {
     "GHMC": {"gradient"},
     "Flowjax": {"standardized"},
-}  # which needs an optional package
+}
 
 
 def taken(name, call):
@@ -134,9 +135,7 @@ def test_every_plain_option_is_declared():
 
 
 def range_of(option):
-    """The numbers that an option allows, in words; none for flags, names
-    and objects.
-    """
+    """The numbers that an option allows, in words, if it is a number."""
     if type(option).__name__ == "Count":
         return f"integer from {option.minimum}"
     if type(option).__name__ == "Number":
@@ -198,9 +197,7 @@ def is_right(option, value):
 
 
 def wrong_values(option, classes):
-    """Values of all kinds, and numbers around the limits, of which the option allows
-    none.
-    """
+    """Values of all kinds, and around the limits, that the option forbids."""
     random = np.random.default_rng(0)
     values = [
         None,
@@ -250,9 +247,7 @@ def wrong_values(option, classes):
 
 
 def right_value(option, random):
-    """One of the values that an option allows; of numbers one that is neither huge nor
-    tiny.
-    """
+    """One of the values that an option allows, neither huge nor tiny."""
     kind = type(option).__name__
     if kind == "Count":
         return int(option.minimum + random.integers(0, 4))

@@ -134,9 +134,7 @@ def test_blocks_are_found():
 
 @pytest.fixture
 def shown_code(tmp_path, monkeypatch):
-    """A folder with the examples alone, no window, and settings of JAX and rules of
-    moments as they were.
-    """
+    """A folder with the examples alone, no window, and unchanged settings."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -161,9 +159,7 @@ def shown_code(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("shown_code")
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_examples_of_docstrings_run(path):
-    """Examples see the names of their module, and nothing that another docstring
-    defined.
-    """
+    """Examples see the names of their module alone."""
     module = module_of(path)
     runner = doctest.DocTestRunner(
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -228,9 +224,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 def test_pages_say_which_calls_need_jax_arrays():
-    """A model that indexes rows fails on NumPy arrays in NumPyro's own kernels, guides
-    and `Predictive`.
-    """
+    """NumPyro's own kernels, guides and `Predictive` need JAX arrays."""
     texts = {label(path): path.read_text() for path in (README, *PAGES)}
     theirs = re.compile(r"(\(NUTS|Predictive|SVI)\(model")
     indexed = {
@@ -245,9 +239,7 @@ def test_pages_say_which_calls_need_jax_arrays():
 
 
 def prose(text):
-    """The page without its blocks of code, which may hold what looks like a link or a
-    heading.
-    """
+    """The page without its blocks of code, which may look like links."""
     block = re.compile(r"^(```+|~~~+)(\{)?.*?^\1\s*$", flags=re.M | re.S)
     return block.sub(lambda found: found[0] if found[2] else "", text)
 
@@ -261,9 +253,7 @@ def anchors(text):
 
 
 def broken_links(path, text):
-    """Links of a page to files that are not there, or to headings that their page does
-    not have.
-    """
+    """Links of a page to files or headings that are not there."""
     for match in LINK.finditer(prose(text)):
         target = (path.parent / unquote(match[1])).resolve() if match[1] else path
         if not target.is_file():
@@ -382,9 +372,7 @@ def exists(dotted, *spaces):
 
 
 def unknown_names(path):
-    """References in a file to names that neither it, its classes, its room nor the
-    package has.
-    """
+    """References to names that file, classes, room and package lack."""
     module = module_of(path)
     room = importlib.import_module(".".join(module.__name__.split(".")[:2]))
     text = path.read_text()
@@ -494,9 +482,7 @@ def script_of_docs(name):
 
 
 def test_page_of_each_example_shows_a_run_of_it():
-    """Of the command that the table holds, which the script understands, with a figure
-    at least.
-    """
+    """Of the command in the table, which the script understands."""
     assert sorted(path.stem for path in (DOCS / "examples").glob("*.md")) == sorted(
         [*EXAMPLES, "index"]
     )
@@ -551,9 +537,8 @@ def test_stylesheet_sets_no_width_for_narrow_windows():
     assert re.findall(r"\bwidth: [\d.]+(?:em|rem|px)", for_all) == []
 
 
-ELSEWHERE = {
-    "numpyro_bnn.infer.schedules"
-}  # the page of `sgmcmc` shows this module, under its own name
+# the page of `sgmcmc` shows this module, under its own name
+ELSEWHERE = {"numpyro_bnn.infer.schedules"}
 
 
 @pytest.mark.slow

@@ -80,12 +80,13 @@ def test_band_holds_the_quantiles_of_function_and_observation(idata):
     axis = plots.predictive_band(idata, levels=(0.8, 0.5))
     x = values(idata, "predictions_constant_data", "x")
     bands = fills(axis)
+    # the widest at the back
     assert list(bands) == [
         "y, 80 %",
         "y, 50 %",
         "function, 80 %",
         "function, 50 %",
-    ]  # the widest at the back
+    ]
     for name, variable in (("y", "y"), ("function", "y_mean")):
         draws = values(idata, "predictions", variable).reshape(-1, x.size)
         for level in (80, 50):
@@ -230,9 +231,7 @@ def test_calibration_holds_the_transform_and_the_coverage(idata):
 
 
 def test_calibration_ends_where_the_draws_end():
-    """Nine draws hold a new one with probability 0.8 at most: curve and intervals stop
-    there.
-    """
+    """Nine draws hold a new one with probability 0.8: curve and intervals stop."""
     idata = example_results(num_points=50, num_samples=9, num_chains=1)
     _, curve = plots.calibration(idata)
     np.testing.assert_allclose(

@@ -97,9 +97,7 @@ IMPORT_CALLS = ("__import__", "import_module", "importlib.import_module")
 
 
 def imports_of(module_tree, module, is_package):
-    """Every absolute module name that a module imports, at the top or inside a
-    function.
-    """
+    """Every absolute module name that a module imports anywhere."""
     for node in ast.walk(module_tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -280,9 +278,7 @@ print(json.dumps({"changed": changed, "devices": jax.local_device_count("cpu")})
 
 
 def test_import_is_quick_changes_nothing_global_and_needs_no_optional_package():
-    """A user may still choose platform, devices and precision after importing this
-    package.
-    """
+    """A user may still choose platform, devices and precision afterwards."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     modules = [
         module
@@ -335,9 +331,8 @@ def doc_faults(value):
     functions that return them.
     """
     doc = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
-    generated = inspect.isclass(value) and str(doc).startswith(
-        f"{value.__name__}("
-    )  # NamedTuple, dataclass
+    # NamedTuple, dataclass
+    generated = inspect.isclass(value) and str(doc).startswith(f"{value.__name__}(")
     if not doc or generated:
         return ["no docstring"]
     named_tuple = (
@@ -533,17 +528,16 @@ def test_the_package_gets_no_heavier():
 
 # -- tests -----------------------------------------------------------------------------
 
+# rooms whose parts contributors build with, submodules included
 CONTRIBUTORS = {
     "sgmcmc",
     "moments",
     "program",
-}  # rooms whose parts contributors build with, submodules included
+}
 
 
 def private_names(module_tree):
-    """Names of the package that a test imports although no room lists them in
-    ``__all__``.
-    """
+    """Names that a test imports although no room lists them in ``__all__``."""
     for node in ast.walk(module_tree):
         if isinstance(node, ast.Import):
             names = [(alias.name, "") for alias in node.names]
@@ -600,9 +594,7 @@ def test_tests_use_public_names():
 
 
 def test_tests_evaluate_no_text():
-    """A call as text is seen by no linter and no rename; pages are run by one function
-    alone.
-    """
+    """A call as text is seen by no linter; one function runs pages."""
     evaluations = [
         f"{path.relative_to(ROOT)}: {node.func.id}"
         for path in TEST_FILES
@@ -741,9 +733,7 @@ def faults(monkeypatch):
 
 @pytest.mark.slow
 def test_chosen_faults_have_their_place(faults):
-    """A function that moved or went takes its faults along: mend the row,
-    or delete it.
-    """
+    """A function that moved takes its faults along: mend the row, or delete it."""
     mutations, chosen = faults
     places = {fault.key for fault in mutations.all_faults()}
     assert chosen.IMPORTANT.keys() - places == set()

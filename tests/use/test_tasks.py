@@ -37,9 +37,7 @@ def smooth(key, rows, noise=0.1):
 @pytest.mark.data
 @pytest.mark.filterwarnings(r"ignore:to_inference_data. 1 of \d+ checks failed.\n- ess")
 def test_tabular_with_intervals():
-    """Concrete: better than linear regression by far, intervals that hold what they
-    promise.
-    """
+    """Concrete: far better than a line, with intervals that hold what they promise."""
     data = loaders.standardize(loaders.load_uci("concrete", 0))
     model = bnn.models.regression(nn.MLP([50, 1], "relu"), priors.Hierarchical())
     kernel = infer.MCLMC(
@@ -150,9 +148,8 @@ def test_physical_parameters_stay_calibrated_where_the_physics_is_wrong(tmp_path
     assert covered["with a network"] >= 8
     assert covered["physical"] <= 4
     errors = {kind: np.abs(values) for kind, values in figures["errors"].items()}
-    assert (
-        errors["with a network"].max() < errors["physical"].min()
-    )  # relative errors of the posterior means
+    # relative errors of the posterior means
+    assert errors["with a network"].max() < errors["physical"].min()
 
 
 def test_a_module_predicts_better_if_it_is_sampled(tmp_path):
