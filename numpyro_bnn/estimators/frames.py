@@ -78,7 +78,6 @@ class Columns:
     :param categories: names of columns whose numbers are names.
     :param dates: names of columns whose text or numbers are dates.
     :param counted: rows (N,) from which is learned what columns are, by default all.
-    :param effects: whether levels may have effects.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Columns:
         categories: Sequence[str] | None = None,
         dates: Sequence[str] | None = None,
         counted: np.ndarray | None = None,
-        effects: bool = True,
     ) -> None:
         self._plans: dict[Any, ColumnPlan] = {}
         names = list(frame.columns)
@@ -118,11 +116,8 @@ class Columns:
         # places and plans of columns whose levels have effects
         self._with_effects: dict[Any, tuple[int, CategoryPlan]] = {}
         for place, (name, fitted) in enumerate(self._plans.items()):
-            if isinstance(fitted, CategoryPlan):
-                fitted = fitted if effects else replace(fitted, levels=())
-                self._plans[name] = fitted
-                if fitted.levels:
-                    self._with_effects[name] = (place, fitted)
+            if isinstance(fitted, CategoryPlan) and fitted.levels:
+                self._with_effects[name] = (place, fitted)
 
     @property
     def described(self) -> dict[str, str]:

@@ -546,8 +546,6 @@ METHODS: dict[str, Callable] = {
 }
 # Methods whose noise may have heavy tails.
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
-# Methods in whose models levels of a column may have effects.
-WITH_EFFECTS = ("ensemble", "nuts", "laplace", "mean_field", "adf")
 # Methods that take several targets of which some are missing.
 WITH_GAPS = ("ensemble", "nuts", "mean_field")
 # Methods whose regressions have one scale for each column by default.

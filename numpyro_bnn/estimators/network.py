@@ -491,9 +491,8 @@ class Network(BaseEstimator):
             self._columns_of_x = None
             if is_frame(X):
                 validate_data(self, X, skip_check_array=True)
-                effects = self.method in methods.WITH_EFFECTS
                 self._columns_of_x = Columns(
-                    call, X, self.categories, self.dates, counted, effects
+                    call, X, self.categories, self.dates, counted
                 )
                 return self._columns_of_x.numbers(call, X)
             for option in ("categories", "dates"):
@@ -783,9 +782,8 @@ class Network(BaseEstimator):
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
                 in_units(name, scaler)
             # the model has zeros where targets are missing
-            missing = np.isnan(self._data[1])
-            observed = groups["observed_data"]
-            groups["observed_data"] = observed.where(("y" not in observed) or ~missing)
+            known = ~np.isnan(self._data[1])
+            groups["observed_data"] = groups["observed_data"].where(known)
             slopes = self._log_slopes()
             log_likelihood = groups["log_likelihood"]
             values = {name: log_likelihood[name] + slopes for name in log_likelihood}

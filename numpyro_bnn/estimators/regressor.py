@@ -120,9 +120,9 @@ class Regressor(RegressorMixin, Network):
     joined). Where 20 or more levels would be joined, and there are two rows for each
     level, each level also has an effect of its own on the mean, a random effect whose
     spread is learned; that of a level that is new is a draw from its distribution.
-    Dates become days and their place in year and week, missing values the
-    median and a column that marks them, and numbers with a heavy tail are compressed by
-    asinh. ``repr`` of a fit, and ``attrs_["columns"]``, say what was done.
+    Dates become days and their place in year and week, missing values the median and a
+    column that marks them, and numbers with a heavy tail are compressed by asinh.
+    ``repr`` of a fit, and ``attrs_["columns"]``, say what was done.
 
     >>> import numpy as np
     >>> from numpyro_bnn.estimators import Regressor
@@ -207,6 +207,8 @@ class Regressor(RegressorMixin, Network):
         self._check_size(len(X), len(widths))
         self._target_shape = y.shape[1:]
         y = y[:, 0] if self._target_shape == (1,) else y
+        if y.ndim == 2:
+            self._check_known(y)
         name, self._choice = self.target, ""
         if name == "auto":
             seed = check_random_state(self.random_state).randint(2**31)
@@ -239,7 +241,13 @@ class Regressor(RegressorMixin, Network):
         with taught(f"{self._call}.fit", "y", y):
             missing = missing_values(np.asarray(y))
         if missing.ndim == 2 and missing.any():
-            self._check_gaps(missing)
+            if missing.shape[1] > 1 and self.method not in methods.WITH_GAPS:
+                got = (
+                    f'{missing.sum()} missing values, which "{self.method}" cannot have'
+                )
+                known = ", ".join(methods.WITH_GAPS)
+                instead = f"Drop their rows, or use another `method`: {known}."
+                raise argument_error(f"{self._call}.fit", "y", got, instead)
             missing = missing.all(axis=1)
         if not missing.any() or missing.all() or _num_samples(X) != len(missing):
             return X, y, sample_weight
@@ -253,20 +261,14 @@ class Regressor(RegressorMixin, Network):
             sample_weight = np.asarray(sample_weight)[rows]
         return _safe_indexing(X, rows), np.asarray(y)[rows], sample_weight
 
-    def _check_gaps(self, missing: np.ndarray) -> None:
-        """Refuse a column of targets without two values, and methods without gaps."""
-        call = f"{self._call}.fit"
-        few = np.flatnonzero((~missing).sum(axis=0) < 2)
+    def _check_known(self, y: np.ndarray) -> None:
+        """Refuse a column of targets without two values."""
+        few = np.flatnonzero((~np.isnan(y)).sum(axis=0) < 2)
         if few.size:
             got = f"fewer than two targets in column {few[0]}"
-            raise argument_error(call, "y", got, "Leave this column out.")
-        if missing.shape[1] > 1 and self.method not in methods.WITH_GAPS:
-            got = f'{missing.sum()} missing values, which "{self.method}" cannot have'
-            instead = (
-                "Drop their rows, or use another `method`: "
-                f"{', '.join(methods.WITH_GAPS)}."
+            raise argument_error(
+                f"{self._call}.fit", "y", got, "Leave this column out."
             )
-            raise argument_error(call, "y", got, instead)
 
     def _filled(self, y: Any, method: str) -> tuple[Any, np.ndarray | None]:
         if method not in ("fit", "log_predictive_density", "calibrate"):
