@@ -26,7 +26,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "use/test_counted_rows.py",
     ),
     "datasets": ("theory/test_scaler.py",),
-    "estimators": ("contracts/test_estimator*.py", "borders/test_sklearn.py"),
+    "estimators": ("contracts/test_estimator*.py", "borders/test_sk*.py"),
     "guides": (
         "contracts/test_guides.py",
         "theory/test_elbo*.py",

@@ -10,8 +10,8 @@ except ImportError as error:
     ) from error
 
 from numpyro_bnn.estimators.classifier import Classifier
-from numpyro_bnn.estimators.inside import inside
+from numpyro_bnn.estimators.inside import as_skpro, inside
 from numpyro_bnn.estimators.network import Uncertainty
 from numpyro_bnn.estimators.regressor import Regressor
 
-__all__ = ["Regressor", "Classifier", "Uncertainty", "inside"]
+__all__ = ["Regressor", "Classifier", "Uncertainty", "inside", "as_skpro"]

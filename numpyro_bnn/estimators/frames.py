@@ -1,7 +1,7 @@
 """A data frame as people have it, as the numbers of a network: one plan per column."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,9 @@ from numpyro_bnn.estimators.tables import HUGE
 
 # Levels in fewer rows are joined, and so are those beyond the most frequent.
 MIN_LEVEL_SHARE, MAX_LEVELS = 0.01, 50
+# So many joined levels, with twice as many rows as there are levels, show how much
+# levels differ: each has an effect, of at most so many, the most frequent.
+MIN_JOINED, MIN_ROWS_PER_LEVEL, MAX_EFFECTS = 20, 2, 2000
 # Largest distance from the median, in interquartile ranges, of a column that is used
 # as it is; 10,000 normal values reach 3.
 HEAVY_TAIL = 10.0
@@ -64,7 +67,8 @@ class Columns:
       interquartile ranges;
     - booleans: 0 and 1;
     - categories and text: one column per level; levels in less than 1 % of the rows are
-      joined, and so are those beyond the 50 most frequent;
+      joined, and so are those beyond the 50 most frequent. If at least 20 are joined,
+      and there are two rows for each level, all have codes, too, for their effects;
     - dates: days, and the place in year, week and day where the dates span them;
     - missing numbers and dates: the median, and a column that marks them; a missing
       category is one more level.
@@ -109,6 +113,11 @@ class Columns:
             values = plan.read(call, name, series)
             values = values if counted is None else values[counted]
             self._plans[name] = plan.fit(values)
+        # places and plans of columns whose levels have effects
+        self._with_effects: dict[Any, tuple[int, CategoryPlan]] = {}
+        for place, (name, fitted) in enumerate(self._plans.items()):
+            if isinstance(fitted, CategoryPlan) and fitted.levels:
+                self._with_effects[name] = (place, fitted)
 
     @property
     def described(self) -> dict[str, str]:
@@ -122,15 +131,32 @@ class Columns:
         return [str(name) for name in self._plans]
 
     @property
-    def scales(self) -> np.ndarray:
-        """By which each number is divided, NaN for its standard deviation."""
-        return np.concatenate([plan.scales for plan in self._plans.values()])
+    def mean_and_scale(self) -> tuple[np.ndarray, np.ndarray]:
+        """What is subtracted from each number and code, and by what it is divided; NaN
+        for mean and standard deviation of its values.
+        """
+        scales = np.concatenate([plan.scales for plan in self._plans.values()])
+        codes = np.ones(len(self._with_effects))
+        mean = np.append(np.full(len(scales), np.nan), 0 * codes)
+        return mean, np.append(scales, codes)
 
     @property
     def groups(self) -> np.ndarray:
-        """For each number, the place of the column from which it comes."""
+        """For each number and code, the place of the column from which it comes."""
         widths = [len(plan.scales) for plan in self._plans.values()]
-        return np.repeat(np.arange(len(widths)), widths)
+        places = np.repeat(np.arange(len(widths)), widths)
+        with_codes = [place for place, _ in self._with_effects.values()]
+        return np.append(places, with_codes).astype(int)
+
+    @property
+    def num_levels(self) -> tuple[tuple[str, int], ...]:
+        """Names of the columns with codes, and numbers of their codes; the last one is
+        that of other levels.
+        """
+        return tuple(
+            (str(name), len(plan.levels) + 1)
+            for name, (_, plan) in self._with_effects.items()
+        )
 
     def named(self, rows: np.ndarray) -> Any:
         """Rows (N, D) without names, as a frame with the columns of the fit."""
@@ -139,14 +165,19 @@ class Columns:
         return pd.DataFrame(rows, columns=list(self._plans))
 
     def numbers(self, call: str, frame: Any) -> tuple[np.ndarray, list[str]]:
-        """The numbers (N, D) of rows, and what is new about them, in words."""
+        """The numbers (N, D) of rows, codes of levels last, and what is new about them,
+        in words.
+        """
         blocks: list[np.ndarray] = []
+        codes: list[np.ndarray] = []
         notes: list[str] = []
         for name, plan in self._plans.items():
             values = plan.read(call, name, _series(call, frame, name))
             blocks.append(plan.encode(values))
             notes += plan.notes(name, values)
-        return np.concatenate(blocks, axis=1), notes
+            if name in self._with_effects:
+                codes.append(self._with_effects[name][1].codes(values))
+        return np.concatenate(blocks + codes, axis=1), notes
 
 
 def _series(call: str, frame: Any, name: Any) -> Any:
@@ -293,9 +324,13 @@ class NumberPlan:
 
 @dataclass(frozen=True)
 class CategoryPlan:
-    """A column of 0 and 1 for each level, by scikit-learn's encoder."""
+    """A column of 0 and 1 for each level, by scikit-learn's encoder.
+
+    :param levels: those that have effects, if rare ones are many.
+    """
 
     encoder: Any
+    levels: tuple[str, ...] = ()
 
     @staticmethod
     def read(call: str, name: Any, series: Any) -> Any:
@@ -312,7 +347,13 @@ class CategoryPlan:
             handle_unknown="infrequent_if_exist",
             sparse_output=False,
         )
-        return cls(encoder.fit(_table_of_levels(values)))
+        plan = cls(encoder.fit(_table_of_levels(values)))
+        levels, counts = np.unique(_table_of_levels(values), return_counts=True)
+        is_rich = len(values) >= MIN_ROWS_PER_LEVEL * len(levels)
+        if plan._num_joined < MIN_JOINED or not is_rich:
+            return plan
+        order = np.argsort(-counts, kind="stable")
+        return replace(plan, levels=tuple(levels[order[:MAX_EFFECTS]]))
 
     @property
     def _num_joined(self) -> int:
@@ -331,23 +372,37 @@ class CategoryPlan:
     @property
     def words(self) -> str:
         words = f"{len(self.encoder.categories_[0])} levels"
-        if self._is_idle:
+        if self.levels:
+            whose = (
+                "each"
+                if len(self.levels) == len(self.encoder.categories_[0])
+                else (f"the {len(self.levels)} most frequent")
+            )
+            words += f", {whose} with an effect of its own"
+        elif self._is_idle:
             return (
                 f"{words}, all of them rare: not used (dates need the form 2026-01-31)"
             )
         if MISSING in self.encoder.categories_[0]:
             words += ", one of which is that it is missing"
-        if self._num_joined:
+        if self._num_joined and not self._is_idle:
             words += f"; {self._num_joined} rare ones are joined"
         return words
 
     def encode(self, values: Any) -> np.ndarray:
         return self.encoder.transform(_table_of_levels(values))
 
+    def codes(self, values: Any) -> np.ndarray:
+        """Places (N, 1) among the levels with effects; of others, their number."""
+        import pandas as pd
+
+        found = pd.Index(self.levels).get_indexer(values.fillna(MISSING))
+        return np.where(found < 0, len(self.levels), found)[:, None].astype(float)
+
     def notes(self, name: Any, values: Any) -> Iterator[str]:
         levels = values.fillna(MISSING)
         unknown = levels[~levels.isin(self.encoder.categories_[0])]
-        if len(unknown) and not self._is_idle:
+        if len(unknown) and (self.levels or not self._is_idle):
             yield (
                 f"{len(unknown)} rows of column {name!r} have a level that the fit has "
                 f"not seen, such as {unknown.iloc[0]!r}"

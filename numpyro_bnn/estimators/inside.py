@@ -1,4 +1,6 @@
-"""Answers of an estimator inside a pipeline or a search, for the rows those take."""
+"""Estimators inside other interfaces: answers in a pipeline or a search, for the rows
+those take, and a regressor of skpro.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -94,3 +96,32 @@ def inside(model: Any) -> Any:
             raise argument_error(CALL, "model", got, instead)
     check_is_fitted(estimator)
     return Inside(steps, estimator)
+
+
+def as_skpro(regressor: Any = None) -> Any:
+    """Use a :class:`Regressor` where skpro takes a probabilistic regressor: its
+    pipelines, searches, ensembles, metrics and reductions.
+
+    ``predict_proba`` of the result is a distribution of skpro whose density or mass,
+    distribution function, quantiles, moments and scores are those of the regressor.
+    Its samples are joint, as those of ``Regressor.sample``. Whole numbers and ratings
+    have masses (``log_pmf``) and no density, so skpro's ``LogLoss`` is infinite.
+
+    :param regressor: with your settings, by default ``Regressor()``. It stays as it is:
+        the fitted copy is ``regressor_``. It takes one column of targets.
+    :return: a ``SkproRegressor`` of ``numpyro_bnn.estimators.skpro``.
+    :raises ImportError: without ``pip install "numpyro_bnn[skpro]"``.
+
+    >>> import importlib.util
+    >>> import numpy as np, pandas as pd
+    >>> from numpyro_bnn.estimators import Regressor, as_skpro
+    >>> X = pd.DataFrame({"x": np.linspace(-1, 1, 40)})
+    >>> y = X + np.random.default_rng(0).normal(0, 0.1, (40, 1))
+    >>> if importlib.util.find_spec("skpro"):
+    ...     forecaster = as_skpro(Regressor("adf", widths=(5,), random_state=0))
+    ...     prediction = forecaster.fit(X, y).predict_proba(X[:3])
+    ...     assert prediction.log_pdf(y[:3]).shape == (3, 1)
+    """
+    from numpyro_bnn.estimators.skpro import SkproRegressor
+
+    return SkproRegressor(regressor)

@@ -101,6 +101,12 @@ class MethodDraws(NamedTuple):
     predictive: Predictive | None = None  # by default the mixture over the draws
 
 
+def padded_length(size: int) -> int:
+    """Up to 15 or 3 % more, so that sizes that are nearly equal share programs."""
+    step = max(16, 2 ** max(0, (size // 32).bit_length() - 1))
+    return -(-size // step) * step
+
+
 def padded(
     x: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None
 ) -> tuple[Array, ...]:
@@ -114,8 +120,7 @@ def padded(
     [416, 416, 416]
     """
     size = len(x)
-    step = max(16, 2 ** max(0, (size // 32).bit_length() - 1))
-    length = -(-size // step) * step
+    length = padded_length(size)
     is_data = np.ones(length, bool)
     is_data[np.asarray(held_out_rows(length, HELD_OUT)[0])[: length - size]] = False
 
@@ -147,24 +152,72 @@ def network_model(
     likelihood: Callable,
     outputs: int,
     call: str,
+    levels: tuple[tuple[str, int], ...] = (),
+    num_scales: int = 0,
+    has_gaps: bool = False,
 ) -> None:
     """A NumPyro model: a random network or module, and one observation per row that
     is data (``is_data``), whose likelihood is to the power of its ``weight``; it
     refuses a network with other outputs, in the name of ``call``.
+
+    :param levels: names of the last columns of x, which are codes, and their numbers of
+        levels; each level adds its effects to the outputs.
+    :param num_scales: of the last outputs, which have no effects.
+    :param has_gaps: whether targets may be missing, NaN in y (N, K).
     """
-    f = random_function(net, x.shape[1:], prior)
+    num_inputs = x.shape[1] - len(levels)
+    f = random_function(net, (num_inputs,), prior)
+    effects = [
+        random_effects(name, number, outputs - num_scales) for name, number in levels
+    ]
     of_output = likelihood()
     with numpyro.plate("data", x.shape[0]) as index:
-        out = f(x[index])
+        rows = x[index]
+        out = f(rows[:, :num_inputs] if levels else rows)
         if out.shape[1:] != (outputs,):
             got = f"a network with outputs of shape {out.shape[1:]}"
             instead = f"Let it have as many as your function is told: {outputs}."
             raise argument_error(call, "network", got, instead)
+        for place, effect in enumerate(effects):
+            code = rows[:, num_inputs + place].astype(int)
+            out = out + jnp.pad(effect, ((0, 0), (0, num_scales)))[code]
         fn = of_output(out)
+        obs: Any = None if y is None else y[index]
+        if has_gaps and y is not None:
+            known = ~jnp.isnan(obs)
+            fn = fn.base_dist.mask(known).to_event(1)
+            # also under a mask NaN would make gradients NaN
+            obs = jnp.where(known, obs, 0.0)
         fn = fn if is_data is None else fn.mask(is_data[index])
         scale = 1.0 if weight is None else weight[index]
         with numpyro.handlers.scale(scale=scale):
-            numpyro.sample("y", fn, obs=None if y is None else y[index])
+            numpyro.sample("y", fn, obs=obs)
+
+
+def random_effects(name: str, number: int, outputs: int) -> Array:
+    """Effects (number, outputs) of the levels of a column on outputs: normal, with a
+    learned spread on each output.
+    """
+    spread = dist.HalfNormal(1.0).expand((outputs,)).to_event(1)
+    spread = numpyro.sample(f"{name}_spread", spread)
+    with priors.noncenter():
+        prior = gaussian((number, outputs), spread, centered=False)
+        return numpyro.sample(f"{name}_effect", prior)
+
+
+def redraw_effects(
+    name: str, first: int, sites: dict[str, np.ndarray], generator: np.random.Generator
+) -> None:
+    """Draw the effects of levels from ``first`` on, which have no rows, from their
+    conditional distribution, which is exact: approximations keep them too narrow.
+    """
+    base, effect, spread = (
+        np.array(sites[f"{name}_{part}"])
+        for part in ("effect_base", "effect", "spread")
+    )
+    base[:, :, first:] = generator.normal(size=base[:, :, first:].shape)
+    effect[:, :, first:] = base[:, :, first:] * spread[:, :, None]
+    sites |= {f"{name}_effect_base": base, f"{name}_effect": effect}
 
 
 # Where all of a few columns matter, scales of their own cost more than they gain: on
@@ -493,6 +546,8 @@ METHODS: dict[str, Callable] = {
 }
 # Methods whose noise may have heavy tails.
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
+# Methods that take several targets of which some are missing.
+WITH_GAPS = ("ensemble", "nuts", "mean_field")
 # Methods whose regressions have one scale for each column by default.
 BY_COLUMN = ("ensemble", "nuts")
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could

@@ -188,11 +188,13 @@ def _student_t_table(df: Array) -> Array:
 
 
 def _log_density(mixture: tuple, weights: Array, y: Array) -> tuple:
-    """Log density of the mixture at y; all outputs of a row together."""
+    """Log density of the mixture at y; all outputs of a row together that are not
+    missing (NaN).
+    """
     means, sds = mixture[:2]
     tails = [NoiseStudentT(df, means, sds * jnp.sqrt(1 - 2 / df)) for df in mixture[2:]]
     each = (*tails, dist.Normal(means, sds))[0].log_prob(y)
-    each = each.sum(-1) if each.ndim == 3 else each
+    each = jnp.where(jnp.isnan(y), 0.0, each).sum(-1) if each.ndim == 3 else each
     return (logsumexp(each, axis=0, b=weights[:, None]),)
 
 

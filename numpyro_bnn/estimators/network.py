@@ -105,7 +105,8 @@ def copied_rows(x: np.ndarray, y: np.ndarray) -> int:
 
 
 def weighted_scaler(values: np.ndarray, weight: np.ndarray | None) -> Scaler:
-    """Mean and standard deviation of rows (N, ...) that count ``weight`` times (N,).
+    """Mean and standard deviation of rows (N, ...) that count ``weight`` times (N,), of
+    several columns those of the values that are not missing.
 
     >>> values, weight = np.array([1.0, 2.0, 4.0]), np.array([1.0, 3.0, 2.0])
     >>> scaler = weighted_scaler(values, weight)
@@ -113,6 +114,14 @@ def weighted_scaler(values: np.ndarray, weight: np.ndarray | None) -> Scaler:
     >>> bool(np.isclose(scaler.scale, repeated.std()))
     True
     """
+    missing = np.isnan(values)
+    if missing.any():
+        scalers = []
+        for column, is_missing in zip(values.T, missing.T, strict=True):
+            counts = None if weight is None else weight[~is_missing]
+            scalers.append(weighted_scaler(column[~is_missing], counts))
+        moments = np.array([(scaler.mean, scaler.scale) for scaler in scalers])
+        return Scaler(moments[:, 0], moments[:, 1])
     unweighted = Scaler.fit(values)
     if weight is None:
         return unweighted
@@ -187,6 +196,18 @@ class Network(BaseEstimator):
         if self._columns_of_x is None:
             return np.arange(num_inputs)
         return self._columns_of_x.groups
+
+    @property
+    def _levels(self) -> tuple[tuple[str, int], ...]:
+        """Columns whose codes are the last inputs, and how many codes have effects."""
+        if self._columns_of_x is None:
+            return ()
+        numbers = self._columns_of_x.num_levels
+        return tuple((name, methods.padded_length(size)) for name, size in numbers)
+
+    def _numeric(self, x: np.ndarray) -> np.ndarray:
+        """Inputs of the network: those that are not codes."""
+        return x[:, : x.shape[1] - len(self._levels)]
 
     def _check_settings(self) -> None:
         """Refuse settings before any work."""
@@ -307,9 +328,10 @@ class Network(BaseEstimator):
         y_scaler: Any,
         widths: Sequence[int],
         weight: np.ndarray | None,
+        num_scales: int = 0,
     ) -> None:
         """Standardize the inputs, run the method, and keep its draws; ``widths`` are
-        for users who give none.
+        for users who give none, the last ``num_scales`` outputs are scales of noise.
         """
         if (copies := copied_rows(x, y)) > MAX_COPIES_SHARE * len(x):
             warn_of_health(
@@ -323,7 +345,9 @@ class Network(BaseEstimator):
         net = self._network(outputs, widths)
         prior = self.prior
         if prior is None:
-            usual = partial(self._usual_prior, self._places_of_columns(x.shape[1]))
+            places = self._places_of_columns(x.shape[1])
+            places = places[: self._numeric(x).shape[1]]
+            usual = partial(self._usual_prior, places)
             prior = methods.PRIORS.get(self.method, usual)()
         model = partial(
             methods.network_model,
@@ -332,6 +356,9 @@ class Network(BaseEstimator):
             likelihood=likelihood,
             outputs=outputs,
             call=self._call,
+            levels=self._levels,
+            num_scales=num_scales,
+            has_gaps=bool(y.dtype.kind == "f" and np.isnan(y).any()),
         )
         seed = int(check_random_state(self.random_state).randint(2**31))
         with closing(tqdm.tqdm(disable=not self.progress_bar, desc=self.method)) as bar:
@@ -348,6 +375,10 @@ class Network(BaseEstimator):
                 self._call, model, padded, len(x), jax.random.key(seed), *options
             )
             draws = methods.METHODS[self.method](task)
+        used = np.max(x[:, self._numeric(x).shape[1] :], axis=0, initial=-1) + 1
+        generator = np.random.default_rng(seed)
+        for (name, _), first in zip(self._levels, used.astype(int), strict=True):
+            methods.redraw_effects(name, first, draws.sites, generator)
         #: Algorithm and settings of the fit, and the chains that were left out
         # (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
@@ -364,13 +395,16 @@ class Network(BaseEstimator):
 
     def _input_scaler(self, x: np.ndarray, weight: np.ndarray | None) -> Scaler:
         """Numbers are standardized; columns of 0 and 1 that a frame was made into have
-        scales of their own.
+        scales of their own, and codes stay as they are.
         """
         scaler = weighted_scaler(x, weight)
         if self._columns_of_x is None:
             return scaler
-        scales = self._columns_of_x.scales
-        return Scaler(scaler.mean, np.where(np.isnan(scales), scaler.scale, scales))
+        mean, scale = self._columns_of_x.mean_and_scale
+        return Scaler(
+            np.where(np.isnan(mean), scaler.mean, mean),
+            np.where(np.isnan(scale), scaler.scale, scale),
+        )
 
     def _checked_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the fit that are predicted to judge it, and their targets."""
@@ -420,7 +454,8 @@ class Network(BaseEstimator):
                 name, rows, *by_row, draw_index=index, options=options
             )
             while unchecked:
-                share, limit, words = extrapolated(self._data[0], unchecked.pop())
+                known, new = map(self._numeric, (self._data[0], unchecked.pop()))
+                share, limit, words = extrapolated(known, new)
                 if share > limit:
                     warn_of_health(f"{self._call}: {words}. {FAR}")
             return answers
@@ -497,12 +532,22 @@ class Network(BaseEstimator):
             numbers, _ = self._numbers(call, f"X{suffix}", X, reset, counted)
             if numbers is None:
                 validate_data(self, X, **options)
+        y, gaps = self._filled(y, method)
         with taught(call, f"y{suffix}", y):
             self._check_targets(call, f"y{suffix}", y)
+            options |= self._target_options
             if numbers is None:
-                return validate_data(self, X, y, **options, **self._target_options)
-            del options["reset"]
-            return check_X_y(numbers, y, **options, **self._target_options)
+                rows, targets = validate_data(self, X, y, **options)
+            else:
+                del options["reset"]
+                rows, targets = check_X_y(numbers, y, **options)
+        return rows, targets if gaps is None else np.where(gaps, np.nan, targets)
+
+    def _filled(self, y: Any, method: str) -> tuple[Any, np.ndarray | None]:
+        """Targets, and which of them are missing, if the method may have such; these
+        are zero then.
+        """
+        return y, None
 
     @contextmanager
     def _scored(self, y: Any, sample_weight: Any) -> Iterator[None]:
@@ -736,6 +781,9 @@ class Network(BaseEstimator):
         if scaler := self._y_scaler:
             for name in {"observed_data", "posterior_predictive"} & groups.keys():
                 in_units(name, scaler)
+            # the model has zeros where targets are missing
+            known = ~np.isnan(self._data[1])
+            groups["observed_data"] = groups["observed_data"].where(known)
             slopes = self._log_slopes()
             log_likelihood = groups["log_likelihood"]
             values = {name: log_likelihood[name] + slopes for name in log_likelihood}

@@ -111,13 +111,18 @@ class Regressor(RegressorMixin, Network):
     ``"ensemble"``, ``"nuts"`` or ``"mean_field"``.
 
     Several targets, y (N, K), share the network; given its weights they are
-    independent. They are "continuous", "positive" or "bounded".
+    independent, each with noise of its own. They are "continuous", "positive" or
+    "bounded". With ``"ensemble"``, ``"nuts"`` and ``"mean_field"`` some may be missing
+    (NaN): the likelihood, and ``log_predictive_density``, is that of the others.
 
     X may be an array of numbers, or a frame (pandas, polars) as it is. Of a frame, text
     and categories become one column per level (levels in less than 1 % of the rows are
-    joined), dates become days and their place in year and week, missing values the
-    median and a column that marks them, and numbers with a heavy tail are compressed by
-    asinh. ``repr`` of a fit, and ``attrs_["columns"]``, say what was done.
+    joined). Where 20 or more levels would be joined, and there are two rows for each
+    level, each level also has an effect of its own on the mean, a random effect whose
+    spread is learned; that of a level that is new is a draw from its distribution.
+    Dates become days and their place in year and week, missing values the median and a
+    column that marks them, and numbers with a heavy tail are compressed by asinh.
+    ``repr`` of a fit, and ``attrs_["columns"]``, say what was done.
 
     >>> import numpy as np
     >>> from numpyro_bnn.estimators import Regressor
@@ -202,6 +207,8 @@ class Regressor(RegressorMixin, Network):
         self._check_size(len(X), len(widths))
         self._target_shape = y.shape[1:]
         y = y[:, 0] if self._target_shape == (1,) else y
+        if y.ndim == 2:
+            self._check_known(y)
         name, self._choice = self.target, ""
         if name == "auto":
             seed = check_random_state(self.random_state).randint(2**31)
@@ -217,6 +224,7 @@ class Regressor(RegressorMixin, Network):
             self._target.scaler,
             usual.widths,
             weight,
+            self._target.num_scales,
         )
         self.attrs_["target"] = name
         self._mean_summary = self._target.mean_summary
@@ -228,9 +236,19 @@ class Regressor(RegressorMixin, Network):
         return super()._usual_prior(columns)
 
     def _with_targets(self, X: Any, y: Any, sample_weight: Any) -> tuple:
-        """The rows whose one target is not missing, with a note of the others."""
+        """The rows of which a target is known, with a note of the others."""
+        missing: Any
         with taught(f"{self._call}.fit", "y", y):
             missing = missing_values(np.asarray(y))
+        if missing.ndim == 2 and missing.any():
+            if missing.shape[1] > 1 and self.method not in methods.WITH_GAPS:
+                got = (
+                    f'{missing.sum()} missing values, which "{self.method}" cannot have'
+                )
+                known = ", ".join(methods.WITH_GAPS)
+                instead = f"Drop their rows, or use another `method`: {known}."
+                raise argument_error(f"{self._call}.fit", "y", got, instead)
+            missing = missing.all(axis=1)
         if not missing.any() or missing.all() or _num_samples(X) != len(missing):
             return X, y, sample_weight
         warn_of_health(
@@ -242,6 +260,25 @@ class Regressor(RegressorMixin, Network):
             self._check_length(sample_weight, missing)
             sample_weight = np.asarray(sample_weight)[rows]
         return _safe_indexing(X, rows), np.asarray(y)[rows], sample_weight
+
+    def _check_known(self, y: np.ndarray) -> None:
+        """Refuse a column of targets without two values."""
+        few = np.flatnonzero((~np.isnan(y)).sum(axis=0) < 2)
+        if few.size:
+            got = f"fewer than two targets in column {few[0]}"
+            raise argument_error(
+                f"{self._call}.fit", "y", got, "Leave this column out."
+            )
+
+    def _filled(self, y: Any, method: str) -> tuple[Any, np.ndarray | None]:
+        if method not in ("fit", "log_predictive_density", "calibrate"):
+            return y, None
+        values = np.asarray(y)
+        missing = missing_values(values)
+        partly = missing.ndim == 2 and missing.any() and not missing.all(axis=1).any()
+        if not partly or self.method not in methods.WITH_GAPS:
+            return y, None
+        return np.where(missing, 0, values), missing
 
     def _check_noise(self) -> None:
         """Refuse settings of the noise that no targets allow."""
@@ -276,7 +313,9 @@ class Regressor(RegressorMixin, Network):
         """A kind of targets, and its noise."""
         kind = TARGETS[name]
         density = kind.with_density(y)
-        if len(density) and repeats_values(density):
+        columns = density[:, None] if density.ndim == 1 else density
+        known = (column[~np.isnan(column)] for column in columns.T)
+        if len(density) and any(map(repeats_values, known)):
             for option in ("heteroscedastic", "heavy_tails"):
                 if getattr(self, option):
                     instead = (
@@ -322,7 +361,8 @@ class Regressor(RegressorMixin, Network):
         if not isinstance(self._target, Continuous):
             return
         slopes = self._target.log_slopes(self._target.observed(y))
-        limit = norm.logpdf(0, scale=EXACT_SD) * y[0].size
+        known = (~np.isnan(y)).reshape(len(y), -1).sum(axis=1)
+        limit = norm.logpdf(0, scale=EXACT_SD) * known
         exact = np.mean(log_densities - slopes > limit)
         if exact > MAX_EXACT_SHARE:
             warn_of_health(
@@ -602,7 +642,7 @@ class Regressor(RegressorMixin, Network):
 
     def log_predictive_density(self, X: Any, y: Any) -> np.ndarray:
         """log p(y_n | x_n, D) of each row, (N,), in the units of the data: larger is
-        better.
+        better. Of several targets it is that of those that are not NaN.
         """
         return self._density_by_factor(X, y, "log_predictive_density")(
             self.calibration_

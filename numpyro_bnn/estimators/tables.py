@@ -143,12 +143,13 @@ def check_labels(call: str, argument: str, y: Any) -> None:
 
 
 def missing_values(values: np.ndarray) -> np.ndarray:
-    """Which of one column of targets are missing (N,); of others none."""
-    if values.ndim != 1 or values.dtype.kind not in "fO":
-        return np.zeros(len(values) if values.ndim else 0, bool)
+    """Which of targets (N,) or (N, K) are missing."""
+    if values.ndim not in (1, 2) or values.dtype.kind not in "fO":
+        return np.zeros(values.shape, bool)
     if values.dtype.kind == "f":
         return np.isnan(values)
-    return np.array([_is_missing(value) for value in values], bool)
+    missing = [_is_missing(value) for value in values.reshape(-1)]
+    return np.array(missing, bool).reshape(values.shape)
 
 
 def _is_missing(value: Any) -> bool:

@@ -63,7 +63,9 @@ class TargetKind(ABC):
     #: Standardization inside, in whose units the export is, if there is any.
     scaler: Scaler | None = None
     bounds: tuple[float, float] | None = None
+    #: Outputs of the network, and how many of them, the last, are scales of the noise.
     num_outputs: int
+    num_scales: int = 0
 
     @classmethod
     def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:
@@ -176,7 +178,8 @@ class Continuous(TargetKind):
             tails = usual.heavy_tails and self.may_have_heavy_tails
         self.bounds = noise.bounds
         self._targets = 1 if y.ndim == 1 else y.shape[1]
-        self.num_outputs = self._targets * (1 + hetero)
+        self.num_scales = self._targets * hetero
+        self.num_outputs = self._targets + self.num_scales
         self._settings = (self._targets, hetero, tails, noise.min_sd)
         self.scaler: Scaler = weighted_scaler(self.forward(y), weight)
 
@@ -206,10 +209,12 @@ class Continuous(TargetKind):
         return self.backward(z * self.scaler.scale + self.scaler.mean)
 
     def log_slopes(self, z: np.ndarray) -> np.ndarray | float:
-        """Of each row, from y to what the network is trained on."""
+        """Of each row, from y to what the network is trained on; missing ones have
+        none.
+        """
         u = z * self.scaler.scale + self.scaler.mean
         slopes = self.log_slope(u) - np.log(self.scaler.scale) + 0 * u
-        return slopes if slopes.ndim == 1 else slopes.sum(axis=1)
+        return slopes if slopes.ndim == 1 else np.nansum(slopes, axis=1)
 
     def _stretched(self, ask: Ask, values: np.ndarray, factor: float) -> np.ndarray:
         """Standardized values (..., N) or (..., N, K), with this many times their
@@ -222,7 +227,7 @@ class Continuous(TargetKind):
 
     def constant_log_density(self, y: np.ndarray) -> np.ndarray:
         z = self.observed(y)
-        densities = stats.norm.logpdf(z).reshape(len(z), -1).sum(axis=1)
+        densities = np.nansum(stats.norm.logpdf(z).reshape(len(z), -1), axis=1)
         return densities + self.log_slopes(z)
 
     def moments(self, ask: Ask, factor: float) -> tuple:
@@ -245,7 +250,7 @@ class Continuous(TargetKind):
     def log_density(self, ask: Ask, y: np.ndarray) -> Callable[[float], np.ndarray]:
         z = self.observed(y)
         mean = ask("moments")[0]
-        columns = 1 if z.ndim == 1 else z.shape[1]
+        columns = (~np.isnan(z)).reshape(len(z), -1).sum(axis=1)
 
         def density(factor: float) -> np.ndarray:
             (log_density,) = ask("log_density", mean + (z - mean) / factor)
@@ -539,7 +544,7 @@ class Zeros(_Direct):
         share = (weight[y == 0].sum() + 0.5) / (weight.sum() + 1)
         self._settings = (center, spread, float(np.round(4 * logit(share)) / 4), hetero)
         self._constant = (share, logs.mean, logs.scale)
-        self.num_outputs = 2 + hetero
+        self.num_outputs, self.num_scales = 2 + hetero, int(hetero)
 
     @classmethod
     def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:
@@ -612,7 +617,7 @@ class Counts(_Direct):
         self._mean = known.mean + 0.5 / len(y)
         excess = (known.scale**2 - self._mean) / self._mean**2
         self._concentration = 1 / np.maximum(excess, MIN_DISPERSION)
-        self.num_outputs = 1 + hetero
+        self.num_outputs, self.num_scales = 1 + hetero, int(hetero)
 
     @classmethod
     def misfit(cls, y: np.ndarray, bounds: Any) -> str | None:

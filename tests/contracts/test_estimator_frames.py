@@ -4,6 +4,7 @@ import datetime
 import pickle
 import warnings
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -299,6 +300,144 @@ def test_a_column_of_rare_levels_only_is_not_used():
         ValueError, match=r"(?s)got a table of 1 columns.*missing.*- day"
     ):
         model.predict(rows[["x"]])
+
+
+# -- many levels -----------------------------------------------------------------------
+
+
+class ManyShops(NamedTuple):
+    """A line, an effect of each of many shops, and noise; new rows of these shops."""
+
+    rows: object
+    y: np.ndarray
+    new: object
+    new_y: np.ndarray
+    exact: np.ndarray  # log densities of the new rows, the variances being known
+    without: np.ndarray  # those of a model that does not know the shops
+
+
+@cache
+def many_shops(spread, shops=150, rows_per_shop=4, sd=0.5):
+    rng = np.random.default_rng(0)
+    effects = spread * rng.normal(size=shops)
+    parts = []
+    for shop in (np.repeat(np.arange(shops), rows_per_shop), np.arange(2 * shops) // 2):
+        x = rng.uniform(-2, 2, len(shop))
+        y = 0.8 * x + effects[shop] + sd * rng.normal(size=len(shop))
+        parts.append((np.c_[np.ones(len(x)), x], shop, y))
+    (line, shop, y), (new_line, new_shop, new_y) = parts
+
+    def log_density(spread, noise):
+        # the line has the prior N(0, 10^2 I)
+        def covariance(rows, codes, others, other_codes):
+            same = codes[:, None] == other_codes
+            return 100 * rows @ others.T + spread**2 * same
+
+        known = covariance(line, shop, line, shop) + noise**2 * np.eye(len(y))
+        cross = covariance(new_line, new_shop, line, shop)
+        gain = np.linalg.solve(known, cross.T).T
+        variance = 100 * (new_line**2).sum(1) + spread**2 + noise**2
+        variance -= (gain * cross).sum(1)
+        return stats.norm.logpdf(new_y, gain @ y, variance**0.5)
+
+    frames = [
+        pd.DataFrame({"shop": [f"shop {code}" for code in codes], "x": rows[:, 1]})
+        for rows, codes, _ in parts
+    ]
+    total = (spread**2 + sd**2) ** 0.5
+    return ManyShops(
+        frames[0], y, frames[1], new_y, log_density(spread, sd), log_density(0, total)
+    )
+
+
+@cache
+def fit_of_shops():
+    table = many_shops(1.0)
+    return Regressor("adf", widths=(4,), random_state=0).fit(table.rows, table.y)
+
+
+def test_many_rare_levels_have_effects_of_their_own():
+    table, model = many_shops(1.0), fit_of_shops()
+    words = "shop: 150 levels, each with an effect of its own"
+    assert words in repr(model)
+    assert words.partition(": ")[2] in model.attrs_["columns"]
+    density = pickle.loads(pickle.dumps(model)).log_predictive_density(
+        table.new, table.new_y
+    )
+    # Gaussians of independent weights are too narrow, by less than the shops gain
+    assert np.mean(table.exact - density) < 0.15
+    assert np.mean(density - table.without) > 0.3
+    shares = model.importances()
+    assert set(shares) == {"shop", "x"}
+    assert 0.3 < shares["shop"] < 0.8
+    posterior = group(model.idata_, "posterior")
+    codes = model.idata_["constant_data"]["x"].to_numpy()[:, -1].astype(int)
+    assert sorted(set(codes)) == list(range(150))
+    effect = posterior["shop_effect"].to_numpy().mean((0, 1))[codes, 0]
+    by_shop = table.rows.assign(left=table.y - 0.8 * table.rows["x"])
+    means = by_shop.groupby("shop")["left"].transform("mean")
+    assert np.corrcoef(effect, means)[0, 1] > 0.95
+
+
+def test_a_new_level_is_a_draw_from_the_effects():
+    table, model = many_shops(1.0), fit_of_shops()
+    rows = table.new[:4]
+    known = model.predict(rows, return_std=True)[1]
+    with pytest.warns(HealthWarning, match="4 rows of column 'shop' have a level that"):
+        sd = model.predict(rows.assign(shop="new"), return_std=True)[1]
+    spread = group(model.idata_, "posterior")["shop_spread"].to_numpy()
+    spread = table.y.std() * np.sqrt(np.mean(spread**2))
+    # of 1000 draws, five standard errors of a variance; known effects vary little
+    error = 5 * spread**2 * (2 / 1000) ** 0.5
+    assert np.all(sd**2 - known**2 < spread**2 + error)
+    assert np.all(sd**2 - known**2 > 0.85 * spread**2 - error)
+    np.testing.assert_allclose(spread, 1.0, rtol=0.35)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # codes are no distances
+        model.predict(table.new)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("spread", [1.0, 0.0])
+def test_effects_of_levels_reach_the_random_intercept_model(spread):
+    """Also where there is no effect. The exact model knows both variances and that the
+    function is a line.
+    """
+    table = many_shops(spread, 300)
+    model = Regressor(effort=0.2, random_state=0).fit(table.rows, table.y)
+    lost = table.exact - model.log_predictive_density(table.new, table.new_y)
+    error = lost.std() / len(lost) ** 0.5
+    # about ten unknowns cost half a nat each, spread over 1200 rows
+    assert lost.mean() < 10 * 0.5 / 1200 + 3 * error
+    gained = np.mean(table.exact - table.without)
+    assert lost.mean() < 0.05 + 0.1 * gained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["nuts", "laplace", "mean_field"])
+def test_every_method_has_effects_of_levels(method):
+    table = many_shops(1.0, 120)
+    options = {} if method == "laplace" else {"effort": 0.3}
+    model = Regressor(method, widths=(4,), random_state=0, **options)
+    model.fit(table.rows, table.y)
+    density = model.log_predictive_density(table.new, table.new_y)
+    assert np.mean(table.exact - density) < 0.15
+
+
+@pytest.mark.slow
+def test_classes_have_effects_of_levels():
+    table = many_shops(2.0)
+    labels, new_labels = (np.where(y > 0, "yes", "no") for y in (table.y, table.new_y))
+    model = Classifier("adf", widths=(4,), random_state=0).fit(table.rows, labels)
+    assert "each with an effect of its own" in str(model)
+    density = model.log_predictive_density(table.new, new_labels)
+    plain = Classifier("adf", widths=(4,), random_state=0).fit(
+        table.rows[["x"]], labels
+    )
+    without = plain.log_predictive_density(table.new[["x"]], new_labels)
+    gained = density - without
+    assert gained.mean() > 0.1 + 3 * gained.std() / len(gained) ** 0.5
 
 
 def test_names_that_are_numbers():

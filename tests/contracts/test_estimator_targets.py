@@ -5,7 +5,9 @@ from functools import cache
 
 import numpy as np
 import pytest
+from scipy.special import logsumexp
 
+from numpyro_bnn import priors
 from numpyro_bnn.estimators import Regressor
 from numpyro_bnn.metrics import HealthWarning
 
@@ -410,3 +412,77 @@ def test_rows_without_a_target_are_left_out():
     known = ~missing
     expected = quick("continuous").fit(rows[known], y[known], weight[known])
     np.testing.assert_array_equal(found.predict(rows), expected.predict(rows))
+
+
+# -- several targets of which some are missing -----------------------------------------
+
+
+def with_gaps(y):
+    """Every second value of the last column is missing."""
+    gaps = np.array(y, float)
+    gaps[1::2, -1] = np.nan
+    return gaps
+
+
+def test_the_density_of_several_targets_is_that_of_those_that_are_known():
+    rows, targets = table(40)
+    y = with_gaps(np.c_[targets["continuous"], 5 + 2 * targets["continuous"]])
+    model = Regressor("mean_field", **TINY).fit(rows, y)
+    known = model.predict_dist(rows).component_distribution.base_dist
+    each = np.asarray(known.log_prob(np.nan_to_num(y)[:, None]), float)
+    each = np.where(np.isnan(y)[:, None], 0.0, each).sum(-1)
+    density = model.log_predictive_density(rows, y)
+    mixture = logsumexp(each, axis=1) - np.log(each.shape[1])
+    np.testing.assert_allclose(density, mixture, atol=1e-3)
+    exported = model.idata_
+    np.testing.assert_allclose(exported["observed_data"]["y"], y, rtol=1e-5)
+    by_draw = exported["log_likelihood"]["y"].to_numpy().reshape(each.T.shape)
+    np.testing.assert_allclose(by_draw, each.T, atol=1e-3)
+    # a row whose targets are all missing says nothing
+    more = np.concatenate([y, [[np.nan, np.nan]]])
+    with pytest.warns(HealthWarning, match="1 of 41 targets are missing"):
+        again = Regressor("mean_field", **TINY).fit(np.r_[rows, rows[:1]], more)
+    np.testing.assert_array_equal(again.predict(rows), model.predict(rows))
+    model.calibrate(rows, y)
+    assert np.isfinite(model.log_predictive_density(rows, y)).all()
+    with pytest.raises(ValueError, match="argument `y` got 20 values"):
+        model.crps(rows, y)
+
+
+@pytest.mark.slow
+def test_targets_with_gaps_are_fitted_as_if_their_rows_were_left_out():
+    """Under a linear network without learned scales targets are independent. Pairs of
+    rows are equal, so that half of them have the same mean and sd.
+    """
+    random = np.random.default_rng(0)
+    rows = np.repeat(random.normal(size=30), 2)[:, None]
+    noise = random.normal(size=(60, 2)) * [0.5, 10]
+    y = [1.0, 5.0] + rows * [1.0, -20.0] + noise
+    options = {"widths": (), "prior": priors.Normal(), "num_samples": 500}
+    both = Regressor("nuts", random_state=0, **options).fit(rows, with_gaps(y))
+    new = np.linspace(-1, 1, 3)[:, None]
+    means, sds = both.predict(new, return_std=True)
+    for column, part in ((0, slice(None)), (1, slice(None, None, 2))):
+        alone = Regressor("nuts", random_state=1, **options)
+        alone.fit(rows[part], y[part, column])
+        mean, sd = alone.predict(new, return_std=True)
+        # 2000 draws of a mean whose sd is below a third of the noise, of which a
+        # quarter count: four standard errors of a difference
+        error = 4 * sd / 3 * (2 / 500) ** 0.5
+        assert np.all(np.abs(means[:, column] - mean) < error)
+        np.testing.assert_allclose(sds[:, column], sd, rtol=4 * 0.13 * (2 / 500) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "gaps", "words"),
+    [
+        ("adf", {3: 1}, 'which "adf" cannot have. Drop their rows'),
+        ("mean_field", dict.fromkeys(range(1, 40), 1), "two targets in column 1"),
+    ],
+)
+def test_gaps_that_cannot_be_fitted_are_refused(method, gaps, words):
+    rows, targets = table(40)
+    y = np.c_[targets["continuous"], targets["continuous"]]
+    y[list(gaps), list(gaps.values())] = np.nan
+    with pytest.raises(ValueError, match=words):
+        Regressor(method, **TINY).fit(rows, y)

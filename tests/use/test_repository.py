@@ -4,6 +4,7 @@ tree, what tests may use.
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -89,6 +90,7 @@ BORDERS = {
     "xarray": "_arviz",
     "matplotlib": "plots",
     "sklearn": "estimators",
+    "skpro": "estimators",
     "blackjax": "infer",
 }
 # Rooms that are pure functions of arrays.
@@ -343,8 +345,15 @@ def doc_faults(value):
     return [] if ">>>" in doc or named_tuple else [NO_EXAMPLE]
 
 
+# Module -> the package without which it cannot be imported, and which may be missing.
+OPTIONAL = {"numpyro_bnn.estimators.skpro": "skpro"}
+
+
 def module_faults(path):
     """What a file does not say of itself, or says wrongly."""
+    needed = OPTIONAL.get(module_name(path), NAME)
+    if importlib.util.find_spec(needed) is None:
+        return
     module = importlib.import_module(module_name(path))
     names = getattr(module, "__all__", [])
     if not ast.get_docstring(tree(path)):
