@@ -156,16 +156,14 @@ def affine_normal(
     """
     if not is_affine_normal(fn, masked):
         return None
-    transforms: list[AffineTransform] = []  # outermost first
     base = unwrapped(fn, masked)
-    while isinstance(base, dist.TransformedDistribution):
-        transforms += [elementwise(t) for t in reversed(base.transforms)]
-        base = unwrapped(base.base_dist, masked)
-    loc = base.loc
-    scale = base.scale
-    for transform in reversed(transforms):
-        loc = transform.loc + transform.scale * loc
-        scale = transform.scale * scale
+    if isinstance(base, dist.TransformedDistribution):
+        loc, scale = affine_normal(base.base_dist, masked)  # type: ignore[misc]
+        for transform in map(elementwise, base.transforms):
+            loc = transform.loc + transform.scale * loc
+            scale = transform.scale * scale
+    else:
+        loc, scale = base.loc, base.scale
     # an integer is a mean too, and what is added to a mean takes its type
     loc, scale = (jnp.asarray(a, jnp.result_type(a, float)) for a in (loc, scale))
     return jnp.broadcast_to(loc, fn.shape()), jnp.broadcast_to(scale, fn.shape())
