@@ -19,7 +19,7 @@ from numpyro.distributions.transforms import (
     IndependentTransform,
     Transform,
 )
-from numpyro.distributions.util import validate_sample
+from numpyro.distributions.util import sum_rightmost, validate_sample
 
 from numpyro_bnn._types import Shape, Site
 
@@ -156,19 +156,53 @@ def affine_normal(
     """
     if not is_affine_normal(fn, masked):
         return None
-    transforms: list[AffineTransform] = []  # outermost first
     base = unwrapped(fn, masked)
-    while isinstance(base, dist.TransformedDistribution):
-        transforms += [elementwise(t) for t in reversed(base.transforms)]
-        base = unwrapped(base.base_dist, masked)
-    loc = base.loc
-    scale = base.scale
-    for transform in reversed(transforms):
-        loc = transform.loc + transform.scale * loc
-        scale = transform.scale * scale
+    if isinstance(base, dist.TransformedDistribution):
+        loc, scale = affine_normal(base.base_dist, masked)  # type: ignore[misc]
+        for transform in map(elementwise, base.transforms):
+            loc = transform.loc + transform.scale * loc
+            scale = transform.scale * scale
+    else:
+        loc, scale = base.loc, base.scale
     # an integer is a mean too, and what is added to a mean takes its type
     loc, scale = (jnp.asarray(a, jnp.result_type(a, float)) for a in (loc, scale))
     return jnp.broadcast_to(loc, fn.shape()), jnp.broadcast_to(scale, fn.shape())
+
+
+def log_scale(fn: dist.Distribution) -> Array:
+    """log |A|, shaped like the batch, of values T(m + A u) whose u has no scale; 0
+    behind a mask, and for other families.
+
+    T is any transform that is not affine. ``scale_tril`` is A, or ``scale`` where the
+    support is unbounded.
+
+    >>> fn = dist.StudentT(3.0, 0.0, jnp.array([2.0, 0.5, 0.5])).to_event(1)
+    >>> round(float(log_scale(fn)), 3)
+    -0.693
+    """
+    if isinstance(fn, dist.MaskedDistribution):
+        return jnp.where(fn._mask, log_scale(fn.base_dist), 0.0)
+    if isinstance(fn, dist.Independent):
+        return sum_rightmost(log_scale(fn.base_dist), fn.reinterpreted_batch_ndims)
+    if isinstance(fn, dist.ExpandedDistribution):
+        return jnp.broadcast_to(log_scale(fn.base_dist), fn.batch_shape)
+    scales: Array | float = 1.0  # of elements
+    shape, event_dim = fn.shape(), fn.event_dim
+    total = jnp.zeros(fn.batch_shape)
+    if isinstance(fn, dist.TransformedDistribution):
+        base = fn.base_dist
+        total, shape, event_dim = log_scale(base), base.shape(), base.event_dim
+        for transform in map(elementwise, fn.transforms):
+            if not isinstance(transform, AffineTransform):
+                break
+            scales *= transform.scale
+    elif hasattr(fn, "scale_tril"):
+        scales = jnp.diagonal(fn.scale_tril, axis1=-2, axis2=-1)
+    elif getattr(fn.support, "base_constraint", fn.support) is constraints.real:
+        scale = jnp.asarray(getattr(fn, "scale", 1.0))
+        scales = scale.reshape(scale.shape + (1,) * event_dim)
+    logs = jnp.broadcast_to(jnp.log(jnp.abs(scales)), shape)
+    return total + sum_rightmost(logs, event_dim)
 
 
 def elementwise(transform: Transform) -> Transform:

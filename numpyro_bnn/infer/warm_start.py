@@ -46,8 +46,8 @@ class WarmStart:
     held-out rows.
 
     The end points are a deep ensemble, from which ``to_inference_data(mcmc,
-    members=True)`` predicts. Weights w ~ N(m, s^2) with a random s are at the mode of
-    (w - m) / s, whether or not the model is centered.
+    members=True)`` predicts. Weights w of a family with location m and a random scale
+    s are at the mode of (w - m) / s, whether or not the model is centered.
 
     :param share: fraction of the warm-up transitions that optimize, in [0, 1); 0 for
         none.
@@ -340,7 +340,9 @@ def learned_parameters(
             at = replace(
                 target, model=handlers.substitute(target.model, data=position[0])
             )
-            return at.potential(args, kwargs, batch or {})(position[1])
+            return at.potential(args, kwargs, batch or {}, standardized=True)(
+                position[1]
+            )
 
         def descend(i: Array, descent: Descent) -> Descent:
             batch = stream.draw(seed, i)

@@ -48,7 +48,7 @@ from numpyro.primitives import CondIndepStackFrame, apply_stack
 from numpyro.util import is_prng_key
 
 from numpyro_bnn._checks import TRACED, argument_error, unknown_name
-from numpyro_bnn._distributions import affine_normal, in_support
+from numpyro_bnn._distributions import affine_normal, in_support, log_scale
 from numpyro_bnn._jaxprs.slices import dependence, named_inputs
 from numpyro_bnn._options import Model, checked
 from numpyro_bnn._types import Arrays, Atom, Kwargs, PyTree, Scalar, Trees
@@ -678,9 +678,11 @@ class Posterior:
         :param rows: indices by plate, by default all.
         :param rng_key: a key or seed for the model's own random numbers.
         :param jacobian_weight: factor of the log determinants.
-        :param standardized: the density is that of u = (w - loc) / scale instead for
-            normal w whose scale is random, as functions of w. That of w itself has no
-            mode: it grows without bound where w nears loc and the scale nears 0.
+        :param standardized: the density is that of u = (w - loc) / scale instead, as a
+            function of w, for all w of a location-scale family (normal, Student's t,
+            Laplace, jointly normal, and functions of these). That of w itself has no
+            mode if the scale is random: it grows without bound where w nears loc and
+            the scale nears 0.
 
         >>> import numpyro, numpyro.distributions as dist
         >>> def model(y, batch_size=None):
@@ -700,10 +702,9 @@ class Posterior:
         values, log_determinants = self._constrained(z)
         sites = self.at_rows(values, rows, rng_key, sites_of_type(self.sites, "sample"))
         total: Any = 0.0
-        for name in self.scaled if standardized else ():
-            if moments := affine_normal(sites[name]["fn"], masked=True):
-                # minus log |scale| where it is not masked, and a constant
-                total -= log_density(sites[name] | {"value": moments[0]})
+        for name in self.latent if standardized else ():
+            site = sites[name]
+            total += jnp.sum(_scaled(site["scale"], log_scale(site["fn"])))
         for name, site in sites.items():
             if name in log_determinants:
                 total += jnp.sum(_scaled(jacobian_weight, log_determinants[name]))

@@ -22,6 +22,7 @@ from scipy import stats
 from zoo import BATCH, NET, ZOO, N, X, Y, line, network
 
 from numpyro_bnn import infer, models, symmetry
+from numpyro_bnn.priors import GroupStudentT
 from numpyro_bnn.program import Posterior
 
 ROWS = np.array([3, 1, 7, 20, 11, 5])
@@ -253,38 +254,57 @@ def test_rows_may_be_all_in_another_order(batch_size):
 
 
 def test_standardized_weights_have_the_density_of_the_non_centered_model():
-    """Up to a constant, also the values of rows, on a minibatch, whose prior follows
-    other weights, and behind a mask.
+    """Up to a constant, for all families with a location and a scale; also the positive
+    values of rows, on a minibatch, whose prior follows weights, and behind a mask.
     """
-    seen = jnp.array([True, False, True])
+    lower = np.array([[1.0, 0.0, 0.0], [0.6, 0.8, 0.0], [0.0, -0.5, 2.0]])
+    shift = dist.transforms.AffineTransform
+    families = {
+        "normal": lambda loc, s, df: dist.Normal(loc, s).expand([3]).to_event(1),
+        "t": lambda loc, s, df: dist.StudentT(df, loc, s).expand([3]).to_event(1),
+        "masked": lambda loc, s, df: (
+            dist.Cauchy(loc, s * jnp.ones(3)).mask(jnp.arange(3) < 2).to_event(1)
+        ),
+        "joint normal": lambda loc, s, df: dist.MultivariateNormal(
+            loc * jnp.ones(3), scale_tril=s * lower
+        ),
+        "joint t": lambda loc, s, df: dist.TransformedDistribution(
+            GroupStudentT(df, s, (3,)), shift(loc, 1.0)
+        ),
+        "affine": lambda loc, s, df: dist.TransformedDistribution(
+            dist.Laplace(0.0, 2.0).expand([3]).to_event(1), shift(loc, -s)
+        ),
+    }
 
     def model(y, centered, batch_size=None):
-        def normal(name, loc, scale, shape=(), mask=True):
-            own = dist.Normal(*((loc, scale) if centered else (0.0, 1.0)))
-            masked = own.expand(shape).mask(mask)
-            value = numpyro.sample(name, masked.to_event(len(shape)))
-            return value if centered else loc + scale * value
-
         s = numpyro.sample("s", dist.HalfNormal(1.0))
-        w = normal("w", 0.3, s, (3,), seen)
+        df = numpyro.sample("df", dist.HalfNormal(5.0))
+        own, mean = (0.3, s) if centered else (0.0, 1.0), 0.0
+        with handlers.scale(scale=0.7):
+            for name, family in families.items():
+                w = numpyro.sample(name, family(*own, df))
+                mean += jnp.mean(w if centered else 0.3 + s * w) / len(families)
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-            b = normal("b", w.sum(), 2 * s)
+            if centered:
+                b = numpyro.sample("b", dist.LogNormal(mean, 2 * s))
+            else:
+                b = jnp.exp(mean + 2 * s * numpyro.sample("b", dist.Normal()))
             numpyro.sample("y", dist.Normal(b, 1.0), obs=y[i])
 
+    @jax.jit
+    def potentials(s, rows):
+        w, hypers = 0.3 + s * u, {"s": jnp.log(s), "df": jnp.log(15 * s)}
+        kept = hypers | dict.fromkeys(families, u) | {"b": v}
+        moved = hypers | dict.fromkeys(families, w) | {"b": w.mean() + 2 * s * v}
+        expected = Posterior(model, (y, False)).potential(kept, rows)
+        return posterior.potential(moved, rows, standardized=True), expected
+
     y, u = jnp.arange(4.0), jnp.array([0.5, -1.0, 2.0])
-    v = jnp.array([1.0, 0.0, -0.5, 2.0])
+    v, posterior = jnp.array([1.0, 0.0, -0.5, 2.0]), Posterior(model, (y, True))
     for rows in (None, {"rows": jnp.array([3, 1])}):
-        potentials = []
-        for s in (0.2, 3.0):
-            w = 0.3 + s * u
-            kept = {"s": jnp.log(s), "w": u, "b": v}
-            moved = {"s": jnp.log(s), "w": w, "b": w.sum() + 2 * s * v}
-            expected = Posterior(model, (y, False)).potential(kept, rows)
-            posterior = Posterior(model, (y, True))
-            potential = posterior.potential(moved, rows, standardized=True)
-            potentials.append((potential, expected))
-        np.testing.assert_allclose(*np.diff(potentials, axis=0)[0], rtol=1e-5)
-    assert posterior.scaled == {"w": {"s"}, "b": {"s", "w"}}
+        both = [potentials(s, rows) for s in (0.2, 0.5)]
+        np.testing.assert_allclose(*np.diff(both, axis=0)[0], rtol=1e-5)
+    assert posterior.scaled == {"normal": {"s"}}
 
 
 def test_sizes_of_a_model_keep_no_data_of_another():

@@ -239,20 +239,28 @@ def test_scales_belong_to_the_sites_they_are_given_for():
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "held_out"), [(None, 0.0), (None, 0.2), (9, 0.0)]
+    ("family", "batch_size", "held_out"),
+    [
+        (dist.Normal, None, 0.0),
+        (dist.Laplace, None, 0.2),
+        (partial(dist.StudentT, 3.0), 9, 0.0),
+    ],
 )
-def test_the_optimizer_finds_the_mode_of_standardized_weights(batch_size, held_out):
+def test_the_optimizer_finds_the_mode_of_standardized_weights(
+    family, batch_size, held_out
+):
     """Centered weights have no other: with a scale near 0 their density is unbounded.
     Chains would start there, and not leave.
 
-    At this mode s maximizes s exp(-s^2 / 2 - |w|^2 / (2 s^2)): s^4 - s^2 = |w|^2.
+    At this mode s maximizes s exp(-s^2 / 2) times the density of u = w / s, whose
+    logarithm has the slope (s^2 - 1) / s.
     """
     x = np.random.default_rng(0).normal(size=(10, 20)).astype(np.float32)
     y = x[:, 0]
 
     def model(x, y, batch_size):
         scale = numpyro.sample("scale", dist.HalfNormal(1.0))
-        w = numpyro.sample("w", dist.Normal(0.0, scale).expand([20]).to_event(1))
+        w = numpyro.sample("w", family(0.0, scale).expand([20]).to_event(1))
         with numpyro.plate("data", len(x), subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Normal(x[i] @ w, 0.5), obs=y[i])
 
@@ -266,8 +274,8 @@ def test_the_optimizer_finds_the_mode_of_standardized_weights(batch_size, held_o
     mcmc.run(jax.random.key(0), x, y, batch_size)
     member = to_inference_data(mcmc, members=True)["posterior"]
     scale, w = (np.asarray(member[name]).squeeze() for name in ("scale", "w"))
-    of_w = (1 + (1 + 4 * (w @ w)) ** 0.5) / 2
-    np.testing.assert_allclose(scale**2, of_w, rtol=0.05)
+    slope = jax.grad(lambda s: family(0.0, 1.0).log_prob(w / s).sum())(scale)
+    np.testing.assert_allclose(scale**2 - 1, scale * slope, atol=0.05 * scale**2)
     assert w @ w > 0.1
 
 
