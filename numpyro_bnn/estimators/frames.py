@@ -1,6 +1,6 @@
 """A data frame as people have it, as the numbers of a network: one plan per column."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -114,7 +114,7 @@ class Columns:
             values = values if counted is None else values[counted]
             self._plans[name] = plan.fit(values)
         # places and plans of columns whose levels have effects
-        self._with_effects: dict[Any, tuple[int, CategoryPlan]] = {}
+        self._with_effects: dict[Hashable, tuple[int, CategoryPlan]] = {}
         for place, (name, fitted) in enumerate(self._plans.items()):
             if isinstance(fitted, CategoryPlan) and fitted.levels:
                 self._with_effects[name] = (place, fitted)

@@ -98,7 +98,7 @@ def inside(model: Any) -> Any:
     return Inside(steps, estimator)
 
 
-def as_skpro(regressor: Any = None) -> Any:
+def as_skpro(regressor: Network | None = None) -> Any:
     """Use a :class:`Regressor` where skpro takes a probabilistic regressor: its
     pipelines, searches, ensembles, metrics and reductions.
 

@@ -182,7 +182,7 @@ def network_model(
             code = rows[:, num_inputs + place].astype(int)
             out = out + jnp.pad(effect, ((0, 0), (0, num_scales)))[code]
         fn = of_output(out)
-        obs: Any = None if y is None else y[index]
+        obs = None if y is None else y[index]
         if has_gaps and y is not None:
             known = ~jnp.isnan(obs)
             fn = fn.base_dist.mask(known).to_event(1)

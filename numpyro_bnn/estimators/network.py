@@ -543,7 +543,7 @@ class Network(BaseEstimator):
                 rows, targets = check_X_y(numbers, y, **options)
         return rows, targets if gaps is None else np.where(gaps, np.nan, targets)
 
-    def _filled(self, y: Any, method: str) -> tuple[Any, np.ndarray | None]:
+    def _filled(self, y: object, method: str) -> tuple[Any, np.ndarray | None]:
         """Targets, and which of them are missing, if the method may have such; these
         are zero then.
         """

@@ -237,7 +237,7 @@ class Regressor(RegressorMixin, Network):
 
     def _with_targets(self, X: Any, y: Any, sample_weight: Any) -> tuple:
         """The rows of which a target is known, with a note of the others."""
-        missing: Any
+        missing: np.ndarray
         with taught(f"{self._call}.fit", "y", y):
             missing = missing_values(np.asarray(y))
         if missing.ndim == 2 and missing.any():
@@ -270,7 +270,7 @@ class Regressor(RegressorMixin, Network):
                 f"{self._call}.fit", "y", got, "Leave this column out."
             )
 
-    def _filled(self, y: Any, method: str) -> tuple[Any, np.ndarray | None]:
+    def _filled(self, y: object, method: str) -> tuple[Any, np.ndarray | None]:
         if method not in ("fit", "log_predictive_density", "calibrate"):
             return y, None
         values = np.asarray(y)

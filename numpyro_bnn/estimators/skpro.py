@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from jax.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.frozen import FrozenEstimator
 
@@ -41,7 +42,7 @@ class SkproRegressor(BaseProbaRegressor):
 
     _tags: ClassVar = {"capability:missing": True, "capability:multioutput": False}
 
-    def __init__(self, regressor: Any = None) -> None:
+    def __init__(self, regressor: Regressor | None = None) -> None:
         self.regressor = regressor
         super().__init__()
 
@@ -62,11 +63,11 @@ class SkproRegressor(BaseProbaRegressor):
         mean = self.regressor_.predict(_named(X))
         return pd.DataFrame(mean, X.index, self._get_columns("predict"))
 
-    def _predict_proba(self, X: pd.DataFrame) -> "Prediction":
+    def _predict_proba(self, X: pd.DataFrame) -> "RowDistributions":
         columns = self._get_columns("predict")
         # a clone of the distribution keeps the fit
         regressor = FrozenEstimator(self.regressor_)
-        return Prediction(regressor, _named(X), index=X.index, columns=columns)
+        return RowDistributions(regressor, _named(X), index=X.index, columns=columns)
 
     def _predict_quantiles(
         self, X: pd.DataFrame, alpha: Sequence[float]
@@ -76,7 +77,9 @@ class SkproRegressor(BaseProbaRegressor):
         return pd.DataFrame(quantiles.T, X.index, columns)
 
     @classmethod
-    def get_test_params(cls, parameter_set: str = "default") -> list[dict[str, Any]]:
+    def get_test_params(
+        cls, parameter_set: str = "default"
+    ) -> list[dict[str, Regressor]]:
         """Settings with which skpro checks the class."""
         quick: dict[str, Any] = {"widths": (3,), "num_samples": 10, "random_state": 0}
         mean_field = Regressor("mean_field", effort=0.1, **quick)
@@ -92,7 +95,7 @@ def _named(X: pd.DataFrame) -> pd.DataFrame:
     return X.set_axis(names.astype(str), axis=1) if is_mixed else X
 
 
-class Prediction(BaseDistribution):
+class RowDistributions(BaseDistribution):
     """The predictive distributions of rows, as a distribution of skpro: each answer is
     that of the regressor, at the rows.
 
@@ -104,11 +107,11 @@ class Prediction(BaseDistribution):
 
     >>> import numpy as np, pandas as pd
     >>> from numpyro_bnn.estimators import Regressor
-    >>> from numpyro_bnn.estimators.skpro import Prediction
+    >>> from numpyro_bnn.estimators.skpro import RowDistributions
     >>> X = pd.DataFrame({"x": np.linspace(-1, 1, 40)})
     >>> y = X["x"] + np.random.default_rng(0).normal(0, 0.1, 40)
     >>> fitted = Regressor("adf", widths=(5,), random_state=0).fit(X, y)
-    >>> Prediction(fitted, X[:3], index=X.index[:3], columns=["y"]).ppf(0.5).shape
+    >>> RowDistributions(fitted, X[:3], index=X.index[:3], columns=["y"]).ppf(0.5).shape
     (3, 1)
     """
 
@@ -121,7 +124,11 @@ class Prediction(BaseDistribution):
     }
 
     def __init__(
-        self, regressor: Any, rows: Any, index: Any = None, columns: Any = None
+        self,
+        regressor: Regressor,
+        rows: pd.DataFrame,
+        index: pd.Index | None = None,
+        columns: Sequence | None = None,
     ) -> None:
         self.regressor = regressor
         self.rows = rows
@@ -130,28 +137,28 @@ class Prediction(BaseDistribution):
         self.set_tags(**{"distr:measuretype": self._measure})
 
     def _subset_params(
-        self, rowidx: Any, colidx: Any, coerce_scalar: bool = False
-    ) -> dict[str, Any]:
+        self, rowidx: ArrayLike, colidx: object, coerce_scalar: bool = False
+    ) -> dict[str, object]:
         rows = self.rows
         if rowidx is not None:
             rows = rows.iloc[[rowidx] if np.isscalar(rowidx) else rowidx]
         return {"regressor": self.regressor, "rows": rows}
 
-    def _by_row(self, answer: Callable, *values: Any) -> Any:
+    def _by_row(self, answer: Callable, *values: np.ndarray) -> np.ndarray:
         """An answer of the regressor to the rows and values of this shape."""
         columns = [np.reshape(value, len(self.rows)) for value in values]
         return np.reshape(answer(self.rows, *columns), self.shape)
 
-    def _mean(self) -> Any:
+    def _mean(self) -> np.ndarray:
         return self._by_row(self.regressor.predict)
 
-    def _var(self) -> Any:
+    def _var(self) -> np.ndarray:
         return self._by_row(lambda rows: sum(self.regressor.uncertainty(rows)))
 
-    def _cdf(self, x: Any) -> Any:
+    def _cdf(self, x: np.ndarray) -> np.ndarray:
         return self._by_row(self.regressor.cdf, x)
 
-    def _ppf(self, p: Any) -> Any:
+    def _ppf(self, p: np.ndarray) -> np.ndarray:
         levels, place = np.unique(p, return_inverse=True)
         place = np.broadcast_to(place.reshape(-1), len(self.rows))
         quantiles = np.empty(len(self.rows))
@@ -161,34 +168,34 @@ class Prediction(BaseDistribution):
             quantiles[has_level] = answer
         return quantiles.reshape(self.shape)
 
-    def _pdf(self, x: Any) -> Any:
+    def _pdf(self, x: np.ndarray) -> np.ndarray:
         return np.exp(self._log_pdf(x))
 
-    def _log_pdf(self, x: Any) -> Any:
+    def _log_pdf(self, x: np.ndarray) -> np.ndarray:
         return self._log_density(x, (x != 0) | (self._measure != "mixed"))
 
-    def _pmf(self, x: Any) -> Any:
+    def _pmf(self, x: np.ndarray) -> np.ndarray:
         return np.exp(self._log_pmf(x))
 
-    def _log_pmf(self, x: Any) -> Any:
+    def _log_pmf(self, x: np.ndarray) -> np.ndarray:
         return self._log_density(x, (x == 0) | (self._measure != "mixed"))
 
-    def _log_density(self, x: Any, counted: Any) -> Any:
+    def _log_density(self, x: np.ndarray, counted: np.ndarray) -> np.ndarray:
         """Log densities or probabilities, where those of x are counted."""
         log_density = self._by_row(self.regressor.log_predictive_density, x)
         return np.where(counted, log_density, -np.inf)
 
-    def _energy_self(self) -> Any:
+    def _energy_self(self) -> np.ndarray:
         # E|X - X'| is the integral of (4 p - 2) Q(p) over probabilities p
         nodes, weights = np.polynomial.legendre.leggauss(NUM_ENERGY_LEVELS)
         quantiles = self.regressor.predict_quantiles(self.rows, (1 + nodes) / 2)
         return (weights * nodes @ quantiles).reshape(self.shape)
 
-    def _energy_x(self, x: Any) -> Any:
+    def _energy_x(self, x: np.ndarray) -> np.ndarray:
         # so that skpro's CRPS is the one of the regressor
         return self._by_row(self.regressor.crps, x) + self._energy_self() / 2
 
-    def _sample(self, n_samples: int | None = None) -> Any:
+    def _sample(self, n_samples: int | None = None) -> pd.DataFrame | float:
         draws = self.regressor.sample(self.rows, n_samples or 1)
         if self.ndim == 0:
             return draws[0, 0] if n_samples is None else pd.DataFrame(draws)

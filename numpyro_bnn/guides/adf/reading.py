@@ -92,7 +92,7 @@ def _of_other_things(reading: Posterior, observed: str) -> set[int]:
     """
     site, counts = reading.sites[observed], counted(reading)
     targets = reading.sources(lambda sites: {observed: sites[observed]["value"]})
-    rows: list[Any] = [(place, 0) for place in targets[observed]]
+    rows: list[tuple[str, int] | str] = [(place, 0) for place in targets[observed]]
     rows += [frame.name for frame in site["cond_indep_stack"]]
     others = set()
     for place, array in reading.data.items():
