@@ -183,7 +183,7 @@ def network_model(
             out = out + jnp.pad(effect, ((0, 0), (0, num_scales)))[code]
         fn = of_output(out)
         obs = None if y is None else y[index]
-        if has_gaps and y is not None:
+        if has_gaps and obs is not None:
             known = ~jnp.isnan(obs)
             fn = fn.base_dist.mask(known).to_event(1)
             # also under a mask NaN would make gradients NaN

@@ -248,7 +248,7 @@ class Regressor(RegressorMixin, Network):
                 known = ", ".join(methods.WITH_GAPS)
                 instead = f"Drop their rows, or use another `method`: {known}."
                 raise argument_error(f"{self._call}.fit", "y", got, instead)
-            missing = missing.all(axis=1)
+            missing = np.all(missing, axis=1)
         if not missing.any() or missing.all() or _num_samples(X) != len(missing):
             return X, y, sample_weight
         warn_of_health(
