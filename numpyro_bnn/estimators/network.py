@@ -50,6 +50,8 @@ from numpyro_bnn.metrics._inputs import extrapolated
 from numpyro_bnn.metrics.health import FAR
 from numpyro_bnn.priors.base import as_prior
 from numpyro_bnn.program.compiled import refuse_forks
+from numpyro_bnn.program.plates import sites_of_type
+from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.results.export import about, reported
 from numpyro_bnn.results.exporter import Exporter
 from numpyro_bnn.results.fit import Fit, bind, map_draws
@@ -384,7 +386,9 @@ class Network(BaseEstimator):
         self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
         if self._columns_of_x is not None:
             self.attrs_["columns"] = str(self._columns_of_x.described)
-        self._predictive = draws.predictive or Predictive(model, draws.sites)
+        # what the model computes from them would double a pickle
+        sites = {name: draws.sites[name] for name in Posterior(model, padded).latent}
+        self._predictive = draws.predictive or Predictive(model, sites)
         self._x_scaler = x_scaler
         self._y_scaler = y_scaler
         self._data = (x, y)
@@ -755,10 +759,27 @@ class Network(BaseEstimator):
             self._idata = self._export()
         return self._idata
 
+    def _computed_sites(self, model: Callable) -> dict[str, np.ndarray]:
+        """Values (C, S, ...) that the model computes from the draws, such as weights
+        from their standardized values.
+        """
+        reading, draws = Posterior(model, self._data), self._predictive.draws
+        names = sites_of_type(reading.sites, "deterministic").keys() - draws.keys()
+
+        def values(posterior: Posterior, draws: dict) -> dict:
+            def of_one(draw: dict) -> dict:
+                sites = posterior.at(draw, only=sorted(names))
+                return {name: site["value"] for name, site in sites.items()}
+
+            return jax.vmap(jax.vmap(of_one))(draws)
+
+        return jax.device_get(reading.run(values, draws))
+
     def _export(self) -> Any:
         model = self._predictive.model_of(self._predictive.params)
         bound = bind(model, self._data, {})
-        fit = Fit(model, bound, self._predictive.draws)
+        draws = {**self._predictive.draws, **self._computed_sites(model)}
+        fit = Fit(model, bound, draws)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         evaluate = partial(map_draws, progress_bar=self.progress_bar)
         with self._predictive.precision():

@@ -59,7 +59,7 @@ from numpyro_bnn.infer.preconditioning import (
     learns_from_noise,
     resolve,
 )
-from numpyro_bnn.infer.step_size import ChooseStepSize, MeasureNoise, Noise
+from numpyro_bnn.infer.step_size import ChooseStepSize, MeasureNoise, Noise, RenewCaches
 from numpyro_bnn.infer.target import (
     MINIBATCHES,
     Target,
@@ -79,7 +79,7 @@ from numpyro_bnn.infer.warm_start import (
     warm_start_of,
 )
 from numpyro_bnn.program.batches import refuse_feeds
-from numpyro_bnn.program.compiled import is_traced, run
+from numpyro_bnn.program.compiled import is_traced, run, shared
 from numpyro_bnn.program.posterior import Posterior
 from numpyro_bnn.program.row_lengths import refuse_random
 from numpyro_bnn.program.rows import BY_BATCHES, refuse_rows
@@ -363,7 +363,9 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         movement = MeasureMovement(
             warm_up.end, self.exact, self.temperature, self.steps_per_draw
         )
-        phases = [*learning, measure, *adapting, movement]
+        # exact kernels renew them in each transition
+        renew = [] if self.exact else [RenewCaches(warm_up)]
+        phases = [*learning, *renew, measure, *adapting, movement]
         if warm_up.begin < warm_up.end:
             parts = tuple(learning), tuple(adapting)
             phases.insert(0, Rescue(warm_up, chosen, *parts, self.patience))
@@ -470,9 +472,9 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             init_key, num_warmup, init_params, args, kwargs, posterior
         )
         single = is_prng_key(rng_key)
-        one = z if single else jax.tree.map(lambda leaf: leaf[0], z)
+        one = z if single else jax.eval_shape(_first_chain, z)
         check_held_out(self._call, target, self._warm_start.held_out, one, args, kwargs)
-        size = ravel_pytree(one)[0].size
+        size = sum(leaf.size for leaf in jax.tree.leaves(one))
         self._plan = self._make_plan(target, num_warmup, size)
         self._sample_fn = self.sample
 
@@ -506,7 +508,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
             z = given_values(call, target, z, init_params, args, kwargs)
             check_start(call, "init_params", target, z, single, args, kwargs)
         elif spread != 1:
-            z = jax.tree.map(lambda value: spread * value, z)
+            z = shared(partial(jax.tree.map, lambda value: spread * value))(z)
             check_start(call, "warm_start", target, z, single, args, kwargs)
         if not (target.subsampled and by_batches) or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, args, kwargs)
@@ -746,6 +748,10 @@ def _announce(call: str, before: np.ndarray, after: np.ndarray) -> None:
             "stays where it is, or its draws are NaN: run a new `MCMC` on these data.",
             stacklevel=2,
         )
+
+
+def _first_chain(values: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], values)
 
 
 def _with_seeds(state: SGMCMCState) -> SGMCMCState:

@@ -14,8 +14,8 @@ from numpyro_bnn._types import Attributes, Kwargs, PyTree, Scalar
 from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.sgmcmc.interfaces import select
 
-# Stands for gradients that are not needed.
-NOTHING = sgmcmc.Full(lambda position: jnp.zeros((), position.dtype))
+# Stands for gradients that are not needed, or are evaluated later.
+NOTHING = sgmcmc.Full(lambda position: jnp.full((), jnp.nan, position.dtype))
 
 
 # Factor of chosen step sizes below which a chain is marked at the end of its warm-up.
@@ -153,6 +153,13 @@ class WarmUp(NamedTuple):
                 times.add(time)
         return jnp.any(i == jnp.array(sorted(times)))
 
+    def rescues(self, i: Array) -> Array:
+        """Whether a transition begins with a look for chains that take no steps; the
+        same for all chains: otherwise both branches would be evaluated.
+        """
+        every = max(1, sgmcmc.engine.LOST * (self.end - self.begin) // self.steps)
+        return (i > self.begin) & (i < self.end) & (i % every == 0)
+
 
 class Phase:
     """A part of the warm-up of a kernel. What it needs to remember of a chain stands in
@@ -248,14 +255,11 @@ class Rescue(Phase):
         return Origin(engine.position, step_size, engine.adaptation, learned, never)
 
     def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
-        begin, _, end, steps = self.warm_up
-        every = max(1, sgmcmc.engine.LOST * (end - begin) // steps)
         # the step size is known only after the other phases have chosen it
         origin = self.of(state)._replace(position=state.engine.position)
-        state = state.with_phase(self, select(now.i <= begin, origin, self.of(state)))
-        # The same for all chains: otherwise both branches would be evaluated.
-        due = (now.i > begin) & (now.i < end) & (now.i % every == 0)
-        return when(due, self._looked_at, state, now)
+        starts = now.i <= self.warm_up.begin
+        state = state.with_phase(self, select(starts, origin, self.of(state)))
+        return when(self.warm_up.rescues(now.i), self._looked_at, state, now)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         begin, middle, end, _ = self.warm_up
@@ -300,11 +304,9 @@ class Rescue(Phase):
         shrinkage = shrinkage.astype(state.shrinkage.dtype)
         base = origin.step_size * (shrinkage if self.chooses_step_size else 1.0)
         state = state._replace(base_step_size=base)
-        sampler = now.sampler(state)
-        if hasattr(state.engine.memory, "potential"):
-            state = state.spend(sampler.refresh_cost)
-        else:  # the other dynamics only miss their first half kick
-            sampler = replace(sampler, gradient=NOTHING)
+        # `RenewCaches` evaluates a potential; dynamics without one only miss their
+        # first half kick
+        sampler = replace(now.sampler(state), gradient=NOTHING)
         engine, arrived = state.engine, origin.has_arrived
         unlearned = sampler.unlearned(engine, origin.position)
         # after its arrival too little time is left to learn a preconditioner again

@@ -15,7 +15,7 @@ from numpyro_bnn._types import PyTree
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Purpose
-from numpyro_bnn.sgmcmc.interfaces import Gradient
+from numpyro_bnn.sgmcmc.interfaces import Gradient, select
 from numpyro_bnn.sgmcmc.streams import FullData, normal
 
 POWER_STEPS = 24
@@ -214,8 +214,33 @@ def bending(sampler: Sampler, state: State) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
+class RenewCaches(Phase):
+    """Evaluate what a chain caches of the target, before measurements and where it was
+    put back.
+    """
+
+    warm_up: WarmUp
+
+    def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        due = self.warm_up.measures(now.i)
+        if hasattr(state.engine.memory, "potential"):
+            due |= self.warm_up.rescues(now.i)
+        return when(due, self._renewed, state, now)
+
+    def _renewed(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        sampler, memory = now.sampler(state), state.engine.memory
+        # Control variates are centered at the end of the warm start and stay there.
+        engine = sampler.refresh(state.engine, recenter=now.i <= self.warm_up.begin)
+        renewed = state._replace(engine=engine).spend(sampler.refresh_cost)
+        if not hasattr(memory, "potential"):
+            return renewed
+        due = self.warm_up.measures(now.i) | jnp.isnan(memory.potential)
+        return select(due, renewed, state)
+
+
+@dataclass(frozen=True, eq=False)
 class MeasureNoise(Phase):
-    """Renew the caches of a chain and measure its gradient noise, now and then."""
+    """Measure the gradient noise of a chain, now and then."""
 
     warm_up: WarmUp
 
@@ -225,14 +250,10 @@ class MeasureNoise(Phase):
 
     def _measured(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
         sampler = now.sampler(state)
-        # Control variates are centered at the end of the warm start and stay there.
-        engine = sampler.refresh(state.engine, recenter=now.i <= self.warm_up.begin)
-        noise = gradient_noise(sampler, engine)
+        noise = gradient_noise(sampler, state.engine)
         batches = 0 if isinstance(sampler.gradient.stream, FullData) else NOISE_BATCHES
-        state = state._replace(engine=engine, gradient_noise=noise.mean)
-        state = state.spend(
-            sampler.refresh_cost + batches * sampler.gradient.evaluations
-        )
+        state = state._replace(gradient_noise=noise.mean)
+        state = state.spend(batches * sampler.gradient.evaluations)
         return self._used(state, now, noise)
 
     def _used(self, state: SGMCMCState, now: Transition, noise: Noise) -> SGMCMCState:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._jaxprs.slices import needed_part
@@ -32,6 +32,8 @@ CHUNK_BYTES = 128 * 2**20
 
 # Number of programs kept by what they compute.
 MAX_SHARED_PROGRAMS = 256
+# Numbers in a product of matrices up to which a program is small for a CPU.
+MAX_SMALL_PRODUCT = 2**17
 # What the data are wanted for while a model is traced, if it computes shapes or
 # branches from them.
 NEEDS_VALUES = (
@@ -165,12 +167,10 @@ def shared(fn: Callable, runs_rarely: bool = False) -> Callable:
 
 
 def _compiled(closed: ClosedJaxpr, traced: bool, runs_rarely: bool) -> Callable:
-    # Inside another program XLA has only that one's options. Elsewhere than on a CPU
-    # this one is unproven.
-    quick = runs_rarely and not traced and jax.default_backend() == "cpu"
-    options = {"xla_backend_optimization_level": 0} if quick else None
+    # Inside another program XLA has only that one's options.
+    options = None if traced else _options(closed, runs_rarely)
     fingerprint = _fingerprint(closed, traced)
-    key = fingerprint and (*fingerprint, bool(options))
+    key = fingerprint and (*fingerprint, str(options), runs_rarely)
     program = _SHARED.pop(key, None) or jax.jit(
         jaxpr_as_fun(closed), compiler_options=options
     )
@@ -179,6 +179,40 @@ def _compiled(closed: ClosedJaxpr, traced: bool, runs_rarely: bool) -> Callable:
         if len(_SHARED) > MAX_SHARED_PROGRAMS:
             _SHARED.pop(next(iter(_SHARED)))
     return program
+
+
+def _options(closed: ClosedJaxpr, runs_rarely: bool) -> dict[str, Any] | None:
+    """XLA's options with which a CPU compiles in little time; elsewhere they are
+    unproven.
+
+    Level 1 of LLVM takes a fifth less time than level 3. The older generator of code,
+    which JAX 0.11 has no more, makes fewer kernels. Programs are as fast with both,
+    unless their loops are long. Fewer than 32 parts are less work, and no slower where
+    there are fewer cores.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    config: Any = jax.config
+    quick = runs_rarely or config.read("jax_disable_most_optimizations")
+    number = min(32, os.cpu_count() or 1)
+    options: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": number}
+    if quick or _largest_product(closed.jaxpr) < MAX_SMALL_PRODUCT:
+        options["xla_backend_optimization_level"] = 0 if quick else 1
+        if jax.__version_info__ < (0, 11):
+            options["xla_cpu_use_fusion_emitters"] = False
+    return options
+
+
+def _largest_product(jaxpr: Jaxpr) -> int:
+    """Numbers in the largest product of matrices of a program."""
+    largest = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            product: Any = equation.outvars[0].aval
+            largest = max(largest, product.size)
+        for inner in jaxprs_in_params(equation.params):
+            largest = max(largest, _largest_product(inner))
+    return largest
 
 
 def _fingerprint(closed: ClosedJaxpr, traced: bool) -> tuple | None:

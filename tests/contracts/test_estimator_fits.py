@@ -4,6 +4,7 @@ two fits.
 
 import ast
 import json
+import pickle
 import warnings
 from functools import cache
 
@@ -81,8 +82,13 @@ def test_usual_network_and_noise(method, rows, options, kernels, noise, compiled
         **options,
     ).fit(x, y)
     assert method != "ensemble" or len(set(seen)) == 1
+    size = len(pickle.dumps(model.set_params(callback=None)))
     posterior = group(model.idata_, "posterior")
     names = [str(name) for name in posterior]
+    # the draws once, without the weights that the model computes from their bases
+    computed = [name for name in names if f"{name}_base" in names]
+    assert computed or method != "ensemble"
+    assert size < posterior.drop_vars(computed).nbytes + 15_000
     assert [
         posterior[name].shape[2:] for name in names if name.endswith(".kernel")
     ] == kernels

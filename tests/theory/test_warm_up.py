@@ -13,6 +13,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from helpers import mala, walk
+from jax.extend.core import jaxprs_in_params
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
 from scipy import linalg
@@ -655,3 +656,29 @@ def test_too_few_steps_for_the_gradient_noise_are_reported(batch_size, steps):
     if steps:
         assert checks["steps"].verdict == "warning"
         assert "5e+03" in checks["steps"].what
+
+
+def number_of(name, jaxpr):
+    """How often a program, with all inside of it, has an equation."""
+    number = 0
+    for equation in jaxpr.eqns:
+        number += equation.primitive.name == name
+        for inner in jaxprs_in_params(equation.params):
+            number += number_of(name, inner)
+    return number
+
+
+@pytest.mark.parametrize(("kernel", "number"), [(infer.MCLMC, 3), (infer.GHMC, 4)])
+def test_a_transition_compiles_few_gradients(kernel, number):
+    """That of the steps, of the curvature, and one before measurements and where a
+    chain is put back; exact kernels renew theirs in each transition.
+    """
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        numpyro.factor("marked", jax.lax.erf(w).sum())
+
+    made = kernel(model, warm_start=0.0, steps_per_draw=2)
+    state = made.init(jax.random.key(0), 20, None, (), {})
+    program = jax.make_jaxpr(lambda state: made.sample(state, (), {}))(state)
+    assert number_of("erf", program.jaxpr) == number

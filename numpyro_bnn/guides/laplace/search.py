@@ -184,7 +184,9 @@ class ModeSearch:
         """All that is summed over the rows at a mode."""
         posterior = self.posterior
         curvature, coupling = self._prior_curvature(v)
-        positive = self.rows.run_once(self._positive_prior, v, tuned, curvature)
+        positive: Values = {}
+        if self.structure.scales_by_prior:
+            positive = self.rows.run_once(self._positive_prior, v, tuned, curvature)
         sums = self.structure.measure(partial(posterior.sweep, v), positive)
         log_likelihood = self.rows.total(posterior.log_likelihood, v)
         return Mode(v, tuned, sums, curvature, coupling, log_likelihood)
@@ -285,26 +287,36 @@ class ModeSearch:
         damping = 1e-3
         for _ in (bar := tqdm.tqdm(range(num_steps), disable=not progress_bar)):
             value, gradient = self.rows.run(self._slope, None, mode.v, mode.tuned)
-            distance = self._dense_distance(mode, gradient)
+            matrix = self._precision_at(mode)
+            distance = _dense_distance(matrix, gradient)
             positive = bool(np.isfinite(distance))
             if losses and distance < NEWTON_DISTANCE_SDS:
                 break
             if positive_mode and not positive:
                 break
             positive_mode = mode if positive else None
-            v, lower, damping = self._damped_step(mode, value, gradient, damping)
+            v, lower, damping = self._damped_step(
+                mode, float(value), _float64(gradient), _float64(matrix), damping
+            )
             if not lower < value:
                 break
             losses.append(lower)
             bar.set_postfix_str(f"loss {lower:.5g}", refresh=False)
             mode = self.measure(v, mode.tuned)
-        if positive_mode and not np.isfinite(self._dense_distance(mode, gradient)):
-            # the fit became so close that no digits are left
-            return positive_mode, losses[:-1]
+        if positive_mode:
+            distance = _dense_distance(self._precision_at(mode), gradient)
+            if not np.isfinite(distance):
+                # the fit became so close that no digits are left
+                return positive_mode, losses[:-1]
         return mode, losses
 
     def _damped_step(
-        self, mode: Mode, value: Any, gradient: Any, damping: float
+        self,
+        mode: Mode,
+        value: float,
+        gradient: np.ndarray,
+        matrix: np.ndarray,
+        damping: float,
     ) -> tuple[Values, float, float]:
         """A point whose loss is lower, that loss, and the damping that led there.
 
@@ -314,12 +326,7 @@ class ModeSearch:
         """
         from scipy.linalg import LinAlgError, cho_factor, cho_solve
 
-        posterior, v, value = self.posterior, mode.v, float(value)
-        gradient, matrix = (
-            _float64(gradient),
-            _float64(self.rows.run_once(self._precision, mode)),
-        )
-        diagonal = np.abs(np.diag(matrix))
+        diagonal, v, dtype = np.abs(np.diag(matrix)), mode.v, jnp.result_type(float)
         lower, gain, new = np.inf, np.inf, v
         while lower >= value and gain > MIN_GAIN_NATS and damping < MAX_DAMPING:
             try:
@@ -329,17 +336,23 @@ class ModeSearch:
                 continue
             step = -cho_solve(factor, gradient)
             gain = -(gradient @ step)
-            bend = self.rows.run(self._bend, None, v, posterior.unflat(step, v))
+            bend = self.rows.run(self._bend, None, v, step.astype(dtype))
             turn = -0.5 * cho_solve(factor, _float64(bend))
-            new = dict(v)
-            for name, move in posterior.unflat(step + turn, v).items():
-                new[name] = v[name] + move
             lower = np.inf
             bent_length = np.sqrt(diagonal @ turn**2)
             if 2 * bent_length < MAX_BEND_RATIO * np.sqrt(diagonal @ step**2):
-                lower = float(self.rows.run(posterior.potential, None, new, mode.tuned))
+                move = (step + turn).astype(dtype)
+                lower, new = self.rows.run(self._moved, None, v, move, mode.tuned)
+                lower = float(lower)
             damping = max(damping / 3, 1e-12) if lower < value else 2 * damping
         return new, lower, damping
+
+    def _moved(self, batch: Batch, v: Values, move: Array, tuned: Tuned) -> tuple:
+        """-log p(D, v) after a move (P,), and the values there."""
+        new = dict(v)
+        for name, part in self.posterior.unflat(move, v).items():
+            new[name] = v[name] + part
+        return self.posterior.potential(batch, new, tuned), new
 
     def _slope(self, batch: Batch, v: Values, tuned: Tuned) -> tuple:
         """-log p(D, v) and its gradient, flat."""
@@ -348,12 +361,14 @@ class ModeSearch:
         )(v)
         return value, self.structure.flat(grads)
 
-    def _bend(self, batch: Batch, v: Values, step: Values) -> Array:
+    def _bend(self, batch: Batch, v: Values, step: Array) -> Array:
+        posterior = self.posterior
         try:
-            bend = self.structure.flat(self.posterior.bend(batch, v, step))
+            bends = posterior.bend(batch, v, posterior.unflat(step, v))
+            bend = self.structure.flat(bends)
         except (NotImplementedError, TypeError):
             # a function that has only a rule for reverse mode: straight steps
-            return jnp.zeros_like(self.structure.flat(step))
+            return jnp.zeros_like(step)
         return jnp.where(jnp.all(jnp.isfinite(bend)), bend, 0.0)
 
     # -- the distance from the mode ----------------------------------------------------
@@ -367,7 +382,7 @@ class ModeSearch:
         and end where the prior bounds what is left.
         """
         if isinstance(self.structure, FullStructure):
-            return self._dense_distance(mode, gradient)
+            return _dense_distance(self._precision_at(mode), gradient)
         flat = self.structure.flat
         scale = np.sqrt(_float64(flat(self.gaussian(mode).variance)))
         prior_floor = scale**2 * np.maximum(_float64(flat(self.prior(mode))), 1e-6)
@@ -390,16 +405,25 @@ class ModeSearch:
             left = 0.0
         return float(np.sqrt((total + left) / len(scale)))
 
-    def _dense_distance(self, mode: Mode, gradient: ArrayLike) -> float:
-        """Not finite if rounding leaves no positive precision."""
-        tril = _float64(self.gaussian(mode).params["*", "scale_tril"])
-        with np.errstate(invalid="ignore"):
-            return float(np.sqrt(np.mean((_float64(gradient) @ tril) ** 2)))
+    def _precision_at(self, mode: Mode) -> np.ndarray:
+        """(P, P) of a dense structure."""
+        return np.asarray(self.rows.run_once(self._precision, mode))
 
     def _precision(self, batch: Batch, mode: Mode) -> Array:
-        """(P, P) of a dense structure."""
         structure: Any = self.structure
         return structure.precision(mode.sums, self.prior(mode), mode.coupling)
+
+
+def _dense_distance(precision: np.ndarray, gradient: ArrayLike) -> float:
+    """Not finite if rounding, in the precision of the matrix, leaves none positive."""
+    from scipy.linalg import LinAlgError, cho_factor, solve_triangular
+
+    try:
+        factor, lower = cho_factor(precision, lower=True)
+        whitened = solve_triangular(_float64(factor), _float64(gradient), lower=lower)
+    except (LinAlgError, ValueError):  # not positive, or not finite
+        return np.inf
+    return float(np.sqrt(np.mean(whitened**2)))
 
 
 def _float64(values: ArrayLike) -> np.ndarray:

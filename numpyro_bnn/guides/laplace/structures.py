@@ -304,6 +304,8 @@ class Structure(ABC):
     """
 
     sizes: Mapping[str, int]
+    #: Whether what it measures depends on the prior.
+    scales_by_prior: ClassVar[bool] = False
 
     @abstractmethod
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
@@ -476,6 +478,7 @@ class LowRankStructure(Structure):
     """
 
     rank: int
+    scales_by_prior: ClassVar[bool] = True
 
     def blocks(self) -> list[tuple[str, tuple[str, ...], Family]]:
         return [("*", tuple(self.sizes), LowRankPrecision(self.rank))]
