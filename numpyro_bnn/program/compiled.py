@@ -117,12 +117,13 @@ def prepare(
     return call
 
 
-def shared(fn: Callable, runs_rarely: bool = False) -> Callable:
+def shared(fn: Callable, runs_rarely: bool = False, is_large: bool = False) -> Callable:
     """Like ``jax.jit``, but equal functions share their compiled programs, and what
     ``fn`` reads is read once.
 
     :param runs_rarely: so rarely that compiling the program quickly matters more than
         its speed.
+    :param is_large: its speed matters more, whatever the products of matrices in it.
     """
     programs: dict[Hashable, tuple[Callable, PyTree, bool]] = {}
 
@@ -134,7 +135,7 @@ def shared(fn: Callable, runs_rarely: bool = False) -> Callable:
         closed = closed if closed.effects else needed_part(closed)
         traced = inside or is_traced(closed.consts)
         return (
-            _compiled(closed, traced, runs_rarely),
+            _compiled(closed, traced, runs_rarely, is_large),
             jax.tree.structure(shapes),
             traced,
         )
@@ -166,9 +167,11 @@ def shared(fn: Callable, runs_rarely: bool = False) -> Callable:
     return call
 
 
-def _compiled(closed: ClosedJaxpr, traced: bool, runs_rarely: bool) -> Callable:
+def _compiled(
+    closed: ClosedJaxpr, traced: bool, runs_rarely: bool, is_large: bool
+) -> Callable:
     # Inside another program XLA has only that one's options.
-    options = None if traced else _options(closed, runs_rarely)
+    options = None if traced else _options(closed, runs_rarely, is_large)
     fingerprint = _fingerprint(closed, traced)
     key = fingerprint and (*fingerprint, str(options), runs_rarely)
     program = _SHARED.pop(key, None) or jax.jit(
@@ -181,7 +184,9 @@ def _compiled(closed: ClosedJaxpr, traced: bool, runs_rarely: bool) -> Callable:
     return program
 
 
-def _options(closed: ClosedJaxpr, runs_rarely: bool) -> dict[str, Any] | None:
+def _options(
+    closed: ClosedJaxpr, runs_rarely: bool, is_large: bool
+) -> dict[str, Any] | None:
     """XLA's options with which a CPU compiles in little time; elsewhere they are
     unproven.
 
@@ -196,7 +201,8 @@ def _options(closed: ClosedJaxpr, runs_rarely: bool) -> dict[str, Any] | None:
     quick = runs_rarely or config.read("jax_disable_most_optimizations")
     number = min(32, os.cpu_count() or 1)
     options: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": number}
-    if quick or _largest_product(closed.jaxpr) < MAX_SMALL_PRODUCT:
+    is_large = is_large or _largest_product(closed.jaxpr) >= MAX_SMALL_PRODUCT
+    if quick or not is_large:
         options["xla_backend_optimization_level"] = 0 if quick else 1
         if jax.__version_info__ < (0, 11):
             options["xla_cpu_use_fusion_emitters"] = False

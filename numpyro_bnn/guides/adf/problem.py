@@ -38,6 +38,7 @@ from numpyro_bnn.program.posterior import Posterior
 SAMPLE = 100
 # Rows of a loader that one program absorbs.
 PART_ROWS = 1024
+MAX_SMALL_WEIGHT = 1000  # numbers in a weight that is small for a CPU
 
 
 class Records(NamedTuple):
@@ -301,7 +302,14 @@ def build(
         begin = jax.vmap(begin)
         epoch = jax.vmap(epoch, in_axes=(0, row_axes, array_axes, 0, 0, None, None))
 
-    return Program(shared(begin, runs_rarely=True), shared(epoch))
+    run_epoch = shared(epoch, is_large=_is_large(likelihood))
+    return Program(shared(begin, runs_rarely=True), run_epoch)
+
+
+def _is_large(likelihood: Likelihood) -> bool:
+    """Whether a row, which updates each weight by itself, takes long."""
+    weights = likelihood.roles.weights.values()
+    return max(weight.loc.size for weight in weights) > MAX_SMALL_WEIGHT
 
 
 def build_fed(
@@ -315,7 +323,7 @@ def build_fed(
     """
     size = min(PART_ROWS, num_rows)
 
-    @shared
+    @partial(shared, is_large=_is_large(likelihood))
     def absorbed(
         state: ADFState,
         rows: PyTree,
