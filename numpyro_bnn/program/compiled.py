@@ -186,7 +186,7 @@ def _compiled(
 
 def _options(
     closed: ClosedJaxpr, runs_rarely: bool, is_large: bool
-) -> dict[str, Any] | None:
+) -> dict[str, int | bool] | None:
     """XLA's options with which a CPU compiles in little time; elsewhere they are
     unproven.
 
@@ -200,7 +200,7 @@ def _options(
     config: Any = jax.config
     quick = runs_rarely or config.read("jax_disable_most_optimizations")
     number = min(32, os.cpu_count() or 1)
-    options: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": number}
+    options: dict[str, int | bool] = {"xla_cpu_parallel_codegen_split_count": number}
     is_large = is_large or _largest_product(closed.jaxpr) >= MAX_SMALL_PRODUCT
     if quick or not is_large:
         options["xla_backend_optimization_level"] = 0 if quick else 1
