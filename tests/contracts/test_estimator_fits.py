@@ -56,7 +56,7 @@ def many_rows():
             "ensemble",
             "ratings",
             {"target": "continuous"},
-            [(3, 50), (50, 1)],
+            [(3, 16), (16, 16), (16, 16), (16, 1)],
             {"sigma"},
         ),
         ("mean_field", 160, {}, [(3, 50), (50, 1)], {"sigma"}),
