@@ -72,7 +72,7 @@ class Classifier(ClassifierMixin, Network):
         class_weight: Any = None,
         num_chains: PositiveInt | None = None,
         num_samples: PositiveInt | None = None,
-        effort: Positive = 1.0,
+        effort: Positive | None = None,
         cache: Switch = True,
         callback: Callback | None = None,
         progress_bar: Switch = False,

@@ -548,6 +548,8 @@ METHODS: dict[str, Callable] = {
 HEAVY_TAILS = ("ensemble", "nuts", "mean_field")
 # Methods that take several targets of which some are missing.
 WITH_GAPS = ("ensemble", "nuts", "mean_field")
+# Methods whose steps are chosen by the table.
+ADAPTIVE = ("ensemble",)
 # Methods whose regressions have one scale for each column by default.
 BY_COLUMN = ("ensemble", "nuts")
 # The evidence of "laplace" chooses one factor for the scale of each matrix, and could

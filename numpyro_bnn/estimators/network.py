@@ -41,6 +41,7 @@ from numpyro_bnn._options import (
 )
 from numpyro_bnn.datasets import Scaler
 from numpyro_bnn.estimators import methods, modules
+from numpyro_bnn.estimators.effort import needed_effort
 from numpyro_bnn.estimators.frames import Columns, is_frame
 from numpyro_bnn.estimators.predictive import Predictive
 from numpyro_bnn.estimators.stored import stored_programs
@@ -162,7 +163,7 @@ class Network(BaseEstimator):
     dates: Sequence[str] | None
     num_chains: int | None
     num_samples: int | None
-    effort: float
+    effort: float | None
     cache: bool
     callback: Callable | None
     progress_bar: bool
@@ -371,7 +372,11 @@ class Network(BaseEstimator):
                 if self.callback is not None:
                     self.callback(done, total)
 
-            options = (self.effort, self.num_chains, self.num_samples, report)
+            effort = self.effort
+            if effort is None:
+                is_adaptive = self.method in methods.ADAPTIVE
+                effort = needed_effort(x, y) if is_adaptive else 1.0
+            options = (effort, self.num_chains, self.num_samples, report)
             padded = methods.padded(x, y, weight)
             task = methods.Task(
                 self._call, model, padded, len(x), jax.random.key(seed), *options
@@ -383,7 +388,8 @@ class Network(BaseEstimator):
             methods.redraw_effects(name, first, draws.sites, generator)
         #: Algorithm and settings of the fit, and the chains that were left out
         # (`diverged`, `frozen_chains`).
-        self.attrs_ = {**draws.attrs, "method": self.method, "seed": seed}
+        self.attrs_ = {**draws.attrs, "method": self.method, "effort": effort}
+        self.attrs_["seed"] = seed
         if self._columns_of_x is not None:
             self.attrs_["columns"] = str(self._columns_of_x.described)
         # what the model computes from them would double a pickle

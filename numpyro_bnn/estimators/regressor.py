@@ -77,7 +77,10 @@ class Regressor(RegressorMixin, Network):
         type, see below.
     :param num_chains: number of chains, ``num_samples``: draws of each, or of the
         guide; by default by method.
-    :param effort: factor of all numbers of steps and epochs, and of draws by default.
+    :param effort: factor of all numbers of steps and epochs, and of draws by default;
+        for ``"ensemble"`` by default a quarter, a half or 1, the more the rows say of
+        the function in a quick look (``attrs_["effort"]``). Above 1 predictions of
+        targets with little noise go on getting better.
     :param cache: let JAX keep compiled programs in the user's cache folder for other
         processes, unless it has a cache on disk (``jax_compilation_cache_dir``).
     :param callback: called as ``callback(done, total)`` during the fit.
@@ -158,7 +161,7 @@ class Regressor(RegressorMixin, Network):
         heavy_tails: Switch | None = None,
         num_chains: PositiveInt | None = None,
         num_samples: PositiveInt | None = None,
-        effort: Positive = 1.0,
+        effort: Positive | None = None,
         cache: Switch = True,
         callback: Callback | None = None,
         progress_bar: Switch = False,

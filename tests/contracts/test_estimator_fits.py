@@ -94,7 +94,30 @@ def test_usual_network_and_noise(method, rows, options, kernels, noise, compiled
     ] == kernels
     assert {name for name in names if not name.startswith("net.")} == noise
     assert model.attrs_["method"] == method
+    assert model.attrs_["effort"] == options["effort"]
     assert posterior.sizes["chain"] == (2 if method == "ensemble" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["noise", "little noise", "classes", "gaps", "adf"])
+def test_chains_take_as_many_gradients_as_the_rows_ask_for(kind):
+    """A quarter where they say little of the function, all where they say much."""
+    random = np.random.default_rng(0)
+    x, noise = random.normal(size=(2, 120, 1))
+    y = np.sin(2 * x[:, 0]) + (0.01 if kind == "little noise" else 1.0) * noise[:, 0]
+    few = {"num_chains": 1, "num_samples": 4, "widths": (2,), "random_state": 0}
+    if kind == "classes":
+        model = Classifier(**few).fit(x, y > 0)
+    elif kind == "gaps":
+        model = Regressor(**few).fit(
+            x, np.column_stack([y, np.where(y > 0, y, np.nan)])
+        )
+    else:
+        model = Regressor("adf" if kind == "adf" else "ensemble", **few).fit(x, y)
+    expected = 1.0 if kind in ("little noise", "adf") else 0.25
+    assert model.attrs_["effort"] == expected
+    assert model.get_params()["effort"] is None
 
 
 @pytest.mark.parametrize(
