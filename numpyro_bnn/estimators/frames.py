@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 
@@ -14,6 +15,8 @@ MIN_LEVEL_SHARE, MAX_LEVELS = 0.01, 50
 # So many joined levels, with twice as many rows as there are levels, show how much
 # levels differ: each has an effect, of at most so many, the most frequent.
 MIN_JOINED, MIN_ROWS_PER_LEVEL, MAX_EFFECTS = 20, 2, 2000
+# Effects for levels that the fit has not seen: two of these rarely share one.
+NUM_NEW_EFFECTS = 31
 # Largest distance from the median, in interquartile ranges, of a column that is used
 # as it is; 10,000 normal values reach 3.
 HEAVY_TAIL = 10.0
@@ -150,11 +153,9 @@ class Columns:
 
     @property
     def num_levels(self) -> tuple[tuple[str, int], ...]:
-        """Names of the columns with codes, and numbers of their codes; the last one is
-        that of other levels.
-        """
+        """Names of the columns with codes, and numbers of their codes."""
         return tuple(
-            (str(name), len(plan.levels) + 1)
+            (str(name), len(plan.levels) + 1 + NUM_NEW_EFFECTS)
             for name, (_, plan) in self._with_effects.items()
         )
 
@@ -373,12 +374,11 @@ class CategoryPlan:
     def words(self) -> str:
         words = f"{len(self.encoder.categories_[0])} levels"
         if self.levels:
-            whose = (
-                "each"
-                if len(self.levels) == len(self.encoder.categories_[0])
-                else (f"the {len(self.levels)} most frequent")
-            )
-            words += f", {whose} with an effect of its own"
+            if len(self.levels) == len(self.encoder.categories_[0]):
+                words += ", each with an effect of its own"
+            else:
+                number = len(self.levels)
+                words += f", the {number} most frequent with effects of their own"
         elif self._is_idle:
             return (
                 f"{words}, all of them rare: not used (dates need the form 2026-01-31)"
@@ -393,11 +393,22 @@ class CategoryPlan:
         return self.encoder.transform(_table_of_levels(values))
 
     def codes(self, values: Any) -> np.ndarray:
-        """Places (N, 1) among the levels with effects; of others, their number."""
+        """Places (N, 1) among the levels with effects; other levels of the fit share
+        the next code, and new ones have those that follow.
+        """
         import pandas as pd
 
-        found = pd.Index(self.levels).get_indexer(values.fillna(MISSING))
-        return np.where(found < 0, len(self.levels), found)[:, None].astype(float)
+        levels = values.fillna(MISSING)
+        codes = pd.Index(self.levels).get_indexer(levels)
+        codes[codes < 0] = len(self.levels)
+        is_new = ~levels.isin(self.encoder.categories_[0]).to_numpy()
+        # a checksum: the same level has the same effect in all calls
+        sums = [
+            crc32(level.encode(errors="replace")) % NUM_NEW_EFFECTS
+            for level in levels[is_new]
+        ]
+        codes[is_new] = len(self.levels) + 1 + np.array(sums, int)
+        return codes[:, None].astype(float)
 
     def notes(self, name: Any, values: Any) -> Iterator[str]:
         levels = values.fillna(MISSING)

@@ -206,18 +206,23 @@ def random_effects(name: str, number: int, outputs: int) -> Array:
 
 
 def redraw_effects(
-    name: str, first: int, sites: dict[str, np.ndarray], generator: np.random.Generator
+    levels: tuple[tuple[str, int], ...],
+    codes: np.ndarray,
+    sites: dict[str, np.ndarray],
+    generator: np.random.Generator,
 ) -> None:
-    """Draw the effects of levels from ``first`` on, which have no rows, from their
-    conditional distribution, which is exact: approximations keep them too narrow.
+    """Draw the effects of levels that are not among the codes (N, L) of the rows from
+    their conditional distribution, which is exact: approximations keep them too narrow.
     """
-    base, effect, spread = (
-        np.array(sites[f"{name}_{part}"])
-        for part in ("effect_base", "effect", "spread")
-    )
-    base[:, :, first:] = generator.normal(size=base[:, :, first:].shape)
-    effect[:, :, first:] = base[:, :, first:] * spread[:, :, None]
-    sites |= {f"{name}_effect_base": base, f"{name}_effect": effect}
+    for (name, number), used in zip(levels, codes.T, strict=True):
+        base, effect, spread = (
+            np.array(sites[f"{name}_{part}"])
+            for part in ("effect_base", "effect", "spread")
+        )
+        unused = np.setdiff1d(np.arange(number), used)
+        base[:, :, unused] = generator.normal(size=base[:, :, unused].shape)
+        effect[:, :, unused] = base[:, :, unused] * spread[:, :, None]
+        sites |= {f"{name}_effect_base": base, f"{name}_effect": effect}
 
 
 # Where all of a few columns matter, scales of their own cost more than they gain: on

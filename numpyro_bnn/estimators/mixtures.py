@@ -554,8 +554,12 @@ def _count_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
 
     open_quantiles = jnp.full((len(levels), mixture[0].shape[1]), jnp.inf)
     quantiles = _fold_counts(mixture, weights, open_quantiles, add, is_open)
-    of_large = partial(_large_quantiles, mixture, weights, levels)
-    return tuple(jax.lax.cond(is_open(quantiles), of_large, lambda: quantiles))
+
+    def with_large() -> Array:
+        large = _large_quantiles(mixture, weights, levels)
+        return jnp.where(jnp.isinf(quantiles), large, quantiles)
+
+    return tuple(jax.lax.cond(is_open(quantiles), with_large, lambda: quantiles))
 
 
 def _large_quantiles(mixture: tuple, weights: Array, levels: Array) -> Array:
@@ -611,8 +615,12 @@ def _count_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
 
     start = jnp.maximum(-y, 0.0), jnp.ones_like(y)  # (1 - F)^2 is 1 below zero
     score, rest = _fold_counts(mixture, weights, start, add, is_open)
-    of_large = partial(_large_crps, mixture, weights, whole, part)
-    return (jax.lax.cond(is_open((score, rest)), of_large, lambda: score),)
+
+    def with_large() -> Array:
+        large = _large_crps(mixture, weights, whole, part)
+        return jnp.where(rest > MIN_SQUARE, large, score)
+
+    return (jax.lax.cond(is_open((score, rest)), with_large, lambda: score),)
 
 
 def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Array:

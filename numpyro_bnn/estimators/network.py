@@ -382,10 +382,10 @@ class Network(BaseEstimator):
                 self._call, model, padded, len(x), jax.random.key(seed), *options
             )
             draws = methods.METHODS[self.method](task)
-        used = np.max(x[:, self._numeric(x).shape[1] :], axis=0, initial=-1) + 1
-        generator = np.random.default_rng(seed)
-        for (name, _), first in zip(self._levels, used.astype(int), strict=True):
-            methods.redraw_effects(name, first, draws.sites, generator)
+        if draws.predictive is None:  # those of a linearized network are exact
+            codes = x[:, self._numeric(x).shape[1] :]
+            generator = np.random.default_rng(seed)
+            methods.redraw_effects(self._levels, codes, draws.sites, generator)
         #: Algorithm and settings of the fit, and the chains that were left out
         # (`diverged`, `frozen_chains`).
         self.attrs_ = {**draws.attrs, "method": self.method, "effort": effort}

@@ -15,7 +15,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import transforms
 from scipy import stats
-from scipy.special import expit, logit
+from scipy.special import expit, log_expit, logit
 
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn.datasets import Scaler
@@ -330,9 +330,10 @@ class _Curved(Continuous):
 
     def log_density(self, ask: Ask, y: np.ndarray) -> Callable[[float], np.ndarray]:
         low, high = self._support()
-        inside = ((y > low) & (y < high)).reshape(len(y), -1).all(axis=1)
-        density = super().log_density(ask, np.where(inside, y.T, self._inside(y).T).T)
-        return lambda factor: np.where(inside, density(factor), -np.inf)
+        # missing ones are not
+        outside = ((y <= low) | (y >= high)).reshape(len(y), -1).any(axis=1)
+        density = super().log_density(ask, np.where(outside, self._inside(y).T, y.T).T)
+        return lambda factor: np.where(outside, -np.inf, density(factor))
 
     def draws(
         self, ask: Ask, generator: np.random.Generator, noise: bool, factor: float
@@ -415,7 +416,7 @@ class Bounded(_Curved):
 
     def log_slope(self, u: np.ndarray) -> np.ndarray | float:
         low, high = self._support()
-        return np.logaddexp(0, u) + np.logaddexp(0, -u) - np.log(high - low)
+        return -log_expit(u) - log_expit(-u) - np.log(high - low)
 
     def _support(self) -> tuple[float, float]:
         assert self.bounds is not None  # refused before

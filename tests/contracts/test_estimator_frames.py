@@ -392,9 +392,35 @@ def test_a_new_level_is_a_draw_from_the_effects():
     assert np.all(sd**2 - known**2 < spread**2 + error)
     assert np.all(sd**2 - known**2 > 0.85 * spread**2 - error)
     np.testing.assert_allclose(spread, 1.0, rtol=0.35)
+    same = table.new.iloc[[0, 0, 0]].assign(shop=["first", "second", "first"])
+    draws = model.sample(same, 1000, noise=False)
+    np.testing.assert_allclose(draws[:, 0], draws[:, 2], atol=1e-5)
+    assert np.std(draws[:, 0] - draws[:, 1]) > 1.2 * spread
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # codes are no distances
         model.predict(table.new)
+
+
+def test_new_levels_are_not_those_that_share_an_effect(monkeypatch):
+    monkeypatch.setattr("numpyro_bnn.estimators.frames.MAX_EFFECTS", 100)
+    table = many_shops(1.0)
+    model = Regressor("adf", **TINY).fit(table.rows, table.y)
+    assert "the 100 most frequent with effects of their own" in repr(model)
+    same = table.new.iloc[[0, 0]].assign(shop=["shop 99", "new"])
+    with pytest.warns(HealthWarning, match="1 rows of column 'shop' have a level"):
+        shared, new = model.predict(same, return_std=True)[1]
+    assert new > 1.1 * shared
+
+
+def test_draws_of_new_levels_have_the_moments_of_a_linearized_network():
+    """Whose evidence chooses the precision of the effects, too."""
+    table = many_shops(1.0, 80, 2)
+    model = Regressor("laplace", widths=(), effort=0.02, random_state=0)
+    rows = table.new[:3].assign(shop="new")
+    with pytest.warns(HealthWarning):
+        sd = model.fit(table.rows, table.y).predict(rows, return_std=True)[1]
+    draws = model.sample(rows, 1000)
+    np.testing.assert_allclose(draws.std(0), sd, rtol=5 / (2 * 1000) ** 0.5)
 
 
 @pytest.mark.slow

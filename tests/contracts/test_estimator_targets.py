@@ -364,6 +364,8 @@ def test_counts_may_be_large(size):
             max(-value, 0) + (share * below**2 + (1 - share) * (1 - below) ** 2).sum()
         )
         assert model.crps(rows[:1], [value])[0] == pytest.approx(score, rel=1e-4)
+        # also beside one that is far away
+        assert model.crps(rows[:2], [value, 1e4])[0] == pytest.approx(score, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -424,24 +426,30 @@ def with_gaps(y):
     return gaps
 
 
-def test_the_density_of_several_targets_is_that_of_those_that_are_known():
+@pytest.mark.parametrize("kind", ["continuous", "positive"])
+def test_the_density_of_several_targets_is_that_of_those_that_are_known(kind):
     rows, targets = table(40)
     y = with_gaps(np.c_[targets["continuous"], 5 + 2 * targets["continuous"]])
-    model = Regressor("mean_field", **TINY).fit(rows, y)
+    logs = y
+    if kind == "positive":
+        y = np.exp(y / 3)
+        logs = np.log(y)
+    options = {**TINY, "target": kind}
+    model = Regressor("mean_field", **options).fit(rows, y)
     known = model.predict_dist(rows).component_distribution.base_dist
-    each = np.asarray(known.log_prob(np.nan_to_num(y)[:, None]), float)
+    each = np.asarray(known.log_prob(np.nan_to_num(y, nan=1.0)[:, None]), float)
     each = np.where(np.isnan(y)[:, None], 0.0, each).sum(-1)
     density = model.log_predictive_density(rows, y)
     mixture = logsumexp(each, axis=1) - np.log(each.shape[1])
     np.testing.assert_allclose(density, mixture, atol=1e-3)
     exported = model.idata_
-    np.testing.assert_allclose(exported["observed_data"]["y"], y, rtol=1e-5)
+    np.testing.assert_allclose(exported["observed_data"]["y"], logs, rtol=1e-5)
     by_draw = exported["log_likelihood"]["y"].to_numpy().reshape(each.T.shape)
     np.testing.assert_allclose(by_draw, each.T, atol=1e-3)
     # a row whose targets are all missing says nothing
     more = np.concatenate([y, [[np.nan, np.nan]]])
     with pytest.warns(HealthWarning, match="1 of 41 targets are missing"):
-        again = Regressor("mean_field", **TINY).fit(np.r_[rows, rows[:1]], more)
+        again = Regressor("mean_field", **options).fit(np.r_[rows, rows[:1]], more)
     np.testing.assert_array_equal(again.predict(rows), model.predict(rows))
     model.calibrate(rows, y)
     assert np.isfinite(model.log_predictive_density(rows, y)).all()
