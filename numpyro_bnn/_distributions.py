@@ -3,6 +3,7 @@ that it has.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from numpyro.distributions.constraints import Constraint
 from numpyro.distributions.transforms import (
     AffineTransform,
     IndependentTransform,
+    LowerCholeskyAffine,
     Transform,
 )
 from numpyro.distributions.util import sum_rightmost, validate_sample
@@ -173,8 +175,8 @@ def log_scale(fn: dist.Distribution) -> Array:
     """log |A|, shaped like the batch, of values T(m + A u) whose u has no scale; 0
     behind a mask, and for other families.
 
-    T is any transform that is not affine. ``scale_tril`` is A, or ``scale`` where the
-    support is unbounded.
+    T is any transform that is not affine, and u is unbounded: the log of a positive u
+    has a density that does not grow as its scale nears 0.
 
     >>> fn = dist.StudentT(3.0, 0.0, jnp.array([2.0, 0.5, 0.5])).to_event(1)
     >>> round(float(log_scale(fn)), 3)
@@ -186,23 +188,33 @@ def log_scale(fn: dist.Distribution) -> Array:
         return sum_rightmost(log_scale(fn.base_dist), fn.reinterpreted_batch_ndims)
     if isinstance(fn, dist.ExpandedDistribution):
         return jnp.broadcast_to(log_scale(fn.base_dist), fn.batch_shape)
+    is_transformed = isinstance(fn, dist.TransformedDistribution)
+    base = fn.base_dist if is_transformed else fn
+    total = log_scale(base) if is_transformed else jnp.zeros(fn.batch_shape)
+    if getattr(base.support, "base_constraint", base.support) is not constraints.real:
+        return total
     scales: Array | float = 1.0  # of elements
-    shape, event_dim = fn.shape(), fn.event_dim
-    total = jnp.zeros(fn.batch_shape)
-    if isinstance(fn, dist.TransformedDistribution):
-        base = fn.base_dist
-        total, shape, event_dim = log_scale(base), base.shape(), base.event_dim
+    if is_transformed:
         for transform in map(elementwise, fn.transforms):
-            if not isinstance(transform, AffineTransform):
+            if isinstance(transform, AffineTransform):
+                scales *= transform.scale
+            elif isinstance(transform, LowerCholeskyAffine):
+                scales *= _diagonal(transform.scale_tril)
+            else:
                 break
-            scales *= transform.scale
+    elif isinstance(fn, dist.MatrixNormal):
+        rows, columns = map(_diagonal, (fn.scale_tril_row, fn.scale_tril_column))
+        scales = rows[..., :, None] * columns[..., None, :]
     elif hasattr(fn, "scale_tril"):
-        scales = jnp.diagonal(fn.scale_tril, axis1=-2, axis2=-1)
-    elif getattr(fn.support, "base_constraint", fn.support) is constraints.real:
+        scales = _diagonal(fn.scale_tril)
+    else:
         scale = jnp.asarray(getattr(fn, "scale", 1.0))
-        scales = scale.reshape(scale.shape + (1,) * event_dim)
-    logs = jnp.broadcast_to(jnp.log(jnp.abs(scales)), shape)
-    return total + sum_rightmost(logs, event_dim)
+        scales = scale.reshape(scale.shape + (1,) * fn.event_dim)
+    logs = jnp.broadcast_to(jnp.log(jnp.abs(scales)), base.shape())
+    return total + sum_rightmost(logs, base.event_dim)
+
+
+_diagonal = partial(jnp.diagonal, axis1=-2, axis2=-1)
 
 
 def elementwise(transform: Transform) -> Transform:

@@ -784,11 +784,11 @@ class Network(BaseEstimator):
     def _export(self) -> Any:
         model = self._predictive.model_of(self._predictive.params)
         bound = bind(model, self._data, {})
-        draws = {**self._predictive.draws, **self._computed_sites(model)}
-        fit = Fit(model, bound, draws)
         key = jax.random.fold_in(jax.random.key(self.attrs_["seed"]), 2)
         evaluate = partial(map_draws, progress_bar=self.progress_bar)
         with self._predictive.precision():
+            draws = {**self._predictive.draws, **self._computed_sites(model)}
+            fit = Fit(model, bound, draws)
             groups, judged = Exporter(fit, {}, {}, evaluate).training_groups(key)
         chains = np.arange(self.attrs_.get("num_chains", 1))
         for name in ("diverged", "frozen_chains"):

@@ -15,7 +15,7 @@ from numpyro_bnn.infer.model_arguments import DataVersion
 from numpyro_bnn.sgmcmc.interfaces import select
 
 # Stands for gradients that are not needed, or are evaluated later.
-NOTHING = sgmcmc.Full(lambda position: jnp.full((), jnp.nan, position.dtype))
+NOTHING = sgmcmc.Full(lambda position: jnp.full((), jnp.inf, position.dtype))
 
 
 # Factor of chosen step sizes below which a chain is marked at the end of its warm-up.
@@ -157,8 +157,8 @@ class WarmUp(NamedTuple):
         """Whether a transition begins with a look for chains that take no steps; the
         same for all chains: otherwise both branches would be evaluated.
         """
-        every = max(1, sgmcmc.engine.LOST * (self.end - self.begin) // self.steps)
-        return (i > self.begin) & (i < self.end) & (i % every == 0)
+        every = sgmcmc.engine.LOST * (self.end - self.begin) // max(1, self.steps)
+        return (i > self.begin) & (i < self.end) & (i % max(1, every) == 0)
 
 
 class Phase:

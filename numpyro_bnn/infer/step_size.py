@@ -234,7 +234,7 @@ class RenewCaches(Phase):
         renewed = state._replace(engine=engine).spend(sampler.refresh_cost)
         if not hasattr(memory, "potential"):
             return renewed
-        due = self.warm_up.measures(now.i) | jnp.isnan(memory.potential)
+        due = self.warm_up.measures(now.i) | ~jnp.isfinite(memory.potential)
         return select(due, renewed, state)
 
 

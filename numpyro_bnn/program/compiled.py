@@ -206,7 +206,8 @@ def _options(
         options["xla_backend_optimization_level"] = 0 if quick else 1
         if jax.__version_info__ < (0, 11):
             options["xla_cpu_use_fusion_emitters"] = False
-    return options
+    flags = os.environ.get("XLA_FLAGS", "")  # the user's come first
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 def _largest_product(jaxpr: Jaxpr) -> int:

@@ -274,6 +274,10 @@ def test_standardized_weights_have_the_density_of_the_non_centered_model():
         "affine": lambda loc, s, df: dist.TransformedDistribution(
             dist.Laplace(0.0, 2.0).expand([3]).to_event(1), shift(loc, -s)
         ),
+        "lower": lambda loc, s, df: dist.TransformedDistribution(
+            dist.StudentT(df).expand([3]).to_event(1),
+            dist.transforms.LowerCholeskyAffine(loc * jnp.ones(3), s * lower),
+        ),
     }
 
     def model(y, centered, batch_size=None):
@@ -305,6 +309,22 @@ def test_standardized_weights_have_the_density_of_the_non_centered_model():
         both = [potentials(s, rows) for s in (0.2, 0.5)]
         np.testing.assert_allclose(*np.diff(both, axis=0)[0], rtol=1e-5)
     assert posterior.scaled == {"normal": {"s"}}
+
+
+def test_only_unbounded_values_are_standardized():
+    """The density of a covariance matrix is that of logs, which has a mode."""
+
+    def model():
+        s = numpyro.sample("s", dist.HalfNormal(1.0))
+        numpyro.sample("v", dist.Wishart(4.0, scale_tril=s * jnp.eye(2)))
+        numpyro.sample(
+            "m", dist.MatrixNormal(jnp.zeros((1, 2)), s * jnp.eye(1), jnp.eye(2))
+        )
+
+    posterior = Posterior(model)
+    z = {"s": 0.7, "v": jnp.ones(3), "m": jnp.ones((1, 2))}
+    difference = posterior.potential(z) - posterior.potential(z, standardized=True)
+    np.testing.assert_allclose(difference, 2 * 0.7, rtol=1e-4)  # of m alone
 
 
 def test_sizes_of_a_model_keep_no_data_of_another():

@@ -682,3 +682,17 @@ def test_a_transition_compiles_few_gradients(kernel, number):
     state = made.init(jax.random.key(0), 20, None, (), {})
     program = jax.make_jaxpr(lambda state: made.sample(state, (), {}))(state)
     assert number_of("erf", program.jaxpr) == number
+
+
+@pytest.mark.parametrize("warm_up", [0, 2])
+def test_caches_are_evaluated_before_they_are_used(warm_up):
+    """Without a warm-up that samples, too, and where NaN is an error."""
+
+    def model():
+        numpyro.sample("w", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+
+    kernel = infer.MCLMC(model, step_size=0.1, warm_start=0.9, steps_per_draw=2)
+    mcmc = MCMC(kernel, num_warmup=warm_up, num_samples=2, progress_bar=False)
+    with jax.debug_nans(True):
+        mcmc.run(jax.random.key(0))
+    assert not mcmc.last_state.engine.refused_in_a_row
