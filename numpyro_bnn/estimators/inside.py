@@ -5,13 +5,15 @@ those take, and a regressor of skpro.
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 from sklearn.pipeline import Pipeline
 from sklearn.utils.validation import check_is_fitted
 
 from numpyro_bnn._checks import argument_error
+from numpyro_bnn._options import Kind, checked
 from numpyro_bnn.estimators.network import Network
+from numpyro_bnn.estimators.regressor import Regressor
 
 CALL = "estimators.inside"
 ROWS = ("X", "X_held_out")  # arguments that hold rows
@@ -98,7 +100,13 @@ def inside(model: Any) -> Any:
     return Inside(steps, estimator)
 
 
-def as_skpro(regressor: Network | None = None) -> Any:
+@checked("estimators.as_skpro")
+def as_skpro(
+    regressor: Annotated[
+        Regressor, Kind(Regressor, "Pass a `Regressor`, e.g. `Regressor(effort=0.1)`.")
+    ]
+    | None = None,
+) -> Any:
     """Use a :class:`Regressor` where skpro takes a probabilistic regressor: its
     pipelines, searches, ensembles, metrics and reductions.
 

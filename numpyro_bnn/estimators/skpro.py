@@ -48,14 +48,10 @@ class SkproRegressor(BaseProbaRegressor):
 
     def _fit(self, X: pd.DataFrame, y: pd.DataFrame) -> "SkproRegressor":
         regressor = Regressor() if self.regressor is None else self.regressor
-        call = "estimators.as_skpro"
-        if not isinstance(regressor, Regressor):
-            got = f"an object of type {type(regressor).__name__}"
-            instead = "Pass a `Regressor`, e.g. `Regressor(random_state=0)`."
-            raise argument_error(call, "regressor", got, instead, TypeError)
         if y.shape[1] != 1:
+            call, got = "estimators.as_skpro.fit", f"{y.shape[1]} columns"
             instead = "Pass one column of targets, or use `Regressor` itself."
-            raise argument_error(f"{call}.fit", "y", f"{y.shape[1]} columns", instead)
+            raise argument_error(call, "y", got, instead)
         self.regressor_ = clone(regressor).fit(_named(X), y.iloc[:, 0])
         return self
 

@@ -33,7 +33,7 @@ CHUNK_BYTES = 128 * 2**20
 # Number of programs kept by what they compute.
 MAX_SHARED_PROGRAMS = 256
 # Numbers in a product of matrices up to which a program is small for a CPU.
-MAX_SMALL_PRODUCT = 2**17
+MAX_SMALL_PRODUCT = 2**16
 # What the data are wanted for while a model is traced, if it computes shapes or
 # branches from them.
 NEEDS_VALUES = (
@@ -173,7 +173,7 @@ def _compiled(
     # Inside another program XLA has only that one's options.
     options = None if traced else _options(closed, runs_rarely, is_large)
     fingerprint = _fingerprint(closed, traced)
-    key = fingerprint and (*fingerprint, str(options), runs_rarely)
+    key = fingerprint and (*fingerprint, str(options))
     program = _SHARED.pop(key, None) or jax.jit(
         jaxpr_as_fun(closed), compiler_options=options
     )
@@ -191,9 +191,9 @@ def _options(
     unproven.
 
     Level 1 of LLVM takes a fifth less time than level 3. The older generator of code,
-    which JAX 0.11 has no more, makes fewer kernels. Programs are as fast with both,
-    unless their loops are long. Fewer than 32 parts are less work, and no slower where
-    there are fewer cores.
+    which JAX 0.11 has no more, makes fewer kernels. Small programs are nearly as fast
+    with both, others up to twice as slow. Fewer than 32 parts are less work, and no
+    slower where there are fewer cores.
     """
     if jax.default_backend() != "cpu":
         return None
