@@ -173,7 +173,7 @@ def _compiled(
     # Inside another program XLA has only that one's options.
     options = None if traced else _options(closed, runs_rarely, is_large)
     fingerprint = _fingerprint(closed, traced)
-    key = fingerprint and (*fingerprint, str(options))
+    key = fingerprint and (*fingerprint, str(options), runs_rarely)
     program = _SHARED.pop(key, None) or jax.jit(
         jaxpr_as_fun(closed), compiler_options=options
     )
