@@ -170,7 +170,7 @@ class Answers:
         return self._model.crps(self._x, y)
 
 
-def fit_ours(fold: Fold, effort: float) -> tuple[Callable[[Any], Any], str]:
+def fit_ours(fold: Fold, effort: float | None) -> tuple[Callable[[Any], Any], str]:
     """What predicts, and what was chosen."""
     from numpyro_bnn.estimators import Classifier, Regressor
 
@@ -228,7 +228,7 @@ def scores_of_classes(probs: np.ndarray, codes: np.ndarray) -> dict[str, float |
     }
 
 
-def measure(name: str, fold: Fold, effort: float) -> dict[str, Any]:
+def measure(name: str, fold: Fold, effort: float | None) -> dict[str, Any]:
     """Scores, seconds, and what was chosen; the error instead if there is one."""
     kind, about = "regression", ""
     if fold.labels is not None:
@@ -261,7 +261,9 @@ def measure(name: str, fold: Fold, effort: float) -> dict[str, Any]:
     return {**rounded, **seconds, "about": about, "failure": ""}
 
 
-def compare(table: Table, frame: Any, fold: int, name: str, effort: float) -> dict:
+def compare(
+    table: Table, frame: Any, fold: int, name: str, effort: float | None
+) -> dict:
     """A line of the report."""
     rows = split(table, frame, fold)
     with warnings.catch_warnings(record=True) as caught:
@@ -289,8 +291,8 @@ def compare(table: Table, frame: Any, fold: int, name: str, effort: float) -> di
 
 def title(row: dict[str, Any]) -> str:
     """A method, and its effort if it is not the default."""
-    effort = row.get("effort", 1.0)
-    return row["method"] if effort == 1 else f"{row['method']}, effort {effort:g}"
+    effort = row.get("effort")
+    return row["method"] if effort is None else f"{row['method']}, effort {effort:g}"
 
 
 class Results:
@@ -299,7 +301,8 @@ class Results:
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self.rows = rows
         self.methods = sorted(
-            dict.fromkeys(map(title, rows)), key=lambda name: not name.startswith(OURS)
+            dict.fromkeys(map(title, rows)),
+            key=lambda name: (name != OURS, not name.startswith(OURS)),
         )
         self.tables = list(dict.fromkeys(row["table"] for row in rows))
         self._by_place = {(row["table"], title(row), row["fold"]): row for row in rows}
@@ -538,7 +541,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--rows", type=int, default=3000, help="at most so many of a table"
     )
     parser.add_argument(
-        "--effort", type=float, default=1.0, help="factor of all steps of ours"
+        "--effort", type=float, help="factor of all steps of ours, not its default"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("output/tables.json"), help="JSON file"
@@ -552,7 +555,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     at_least(parser, args, ("rows",), 2 * NUM_FOLDS)
     if args.folds > NUM_FOLDS:
         parser.error(f"--folds must be at most {NUM_FOLDS}")
-    if not args.effort > 0:
+    if args.effort is not None and not args.effort > 0:
         parser.error("--effort must be above 0")
     return args
 

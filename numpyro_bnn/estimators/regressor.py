@@ -495,7 +495,7 @@ class Regressor(RegressorMixin, Network):
     def predict_dist(self, X: Any) -> dist.Distribution:
         """The predictive distribution of each row, of batch shape (N,): a mixture over
         the draws of the network, with its ``log_prob``, ``cdf`` and ``sample``; moments
-        are those of :meth:`predict`.
+        are those of :meth:`predict`, which alone has those of bounded targets.
 
         That of a Laplace approximation is a mixture over its draws, too, of which
         :meth:`predict_quantiles` and :meth:`cdf` have the exact one. ``sample`` draws
