@@ -48,10 +48,10 @@ def test_programs_that_run_once_are_kept_for_themselves(compiled):
     """A kernel must not be slow because the same computation was compiled quickly
     before, also inside another one.
     """
-    fn, counts = times(5.0), []
+    fn, two, counts = times(5.0), jnp.float32(2.0), []
     for once in (True, False, True):
         before = len(compiled)
-        assert float(run(fn, jnp.float32(2.0), (THREE,), {}, once)) == 30.0
+        assert float(run(fn, two, (THREE,), {}, once)) == 30.0
         counts.append(len(compiled) - before)
     assert counts == [1, 1, 0]
     assert (
