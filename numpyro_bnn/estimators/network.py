@@ -282,10 +282,10 @@ class Network(BaseEstimator):
         """How often each row counts (N,), ``None`` if each counts once."""
         if sample_weight is None:
             return None
-        call = f"{self._call}.fit"
+        call, y = f"{self._call}.fit", np.asarray(y)
         weight = as_floats(call, "sample_weight", sample_weight)
         if weight.ndim == 0:
-            weight = np.full(np.shape(y)[:1], float(weight))
+            weight = np.full(y.shape[:1], float(weight))
         self._check_length(weight, y)
         check_finite(call, "sample_weight", weight)
         if np.any(weight < 0) or np.sum(weight > 0) < 2:
@@ -299,11 +299,12 @@ class Network(BaseEstimator):
             raise argument_error(call, "sample_weight", "weights", instead)
         return None if np.all(weight == 1) else weight
 
-    def _check_length(self, weight: Any, y: Any) -> None:
-        if np.shape(weight) == np.shape(y)[:1]:
+    def _check_length(self, weight: Any, y: np.ndarray) -> None:
+        shape = np.asarray(weight).shape
+        if shape == y.shape[:1]:
             return
         # The first words are those that scikit-learn's checks look for.
-        got = f"shape {np.shape(weight)}, for targets of shape {np.shape(y)}"
+        got = f"shape {shape}, for targets of shape {y.shape}"
         instead = "Sample weights must be 1D array or scalar: one for each row."
         raise argument_error(f"{self._call}.fit", "sample_weight", got, instead)
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 import warnings
 
+import numpy as np
 import pytest
 from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
 
@@ -49,6 +50,30 @@ def test_settings_are_those_of_an_estimator(name):
             check(estimator)
             done.add(check_name)
     assert len(done) >= 7  # versions of scikit-learn differ
+
+
+class OnlyAnArray:
+    """What becomes an array, and is none to NumPy's functions."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values, dtype)
+
+    def __array_function__(self, function, *_):
+        raise TypeError(function.__name__)
+
+
+def test_data_and_weights_need_only_become_arrays():
+    x = np.linspace(-1, 1, 20)
+    rows, weights = OnlyAnArray(x[:, None]), OnlyAnArray(1.0 + (x > 0))
+    quick = {"widths": (2,), "effort": 0.002, "num_samples": 4, "random_state": 0}
+    model = Regressor("mean_field", **quick)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such a fit is bad
+        model.fit(rows, OnlyAnArray(x), sample_weight=weights)
+    assert model.predict(rows).shape == (20,)
 
 
 @pytest.mark.slow
