@@ -30,6 +30,14 @@ def needed_effort(x: np.ndarray, y: np.ndarray) -> float:
     >>> x, noise = rng.normal(size=(2, 200, 1))
     >>> [needed_effort(x, np.sin(x) + sd * noise) for sd in (1.0, 0.2, 0.01)]
     [0.25, 0.5, 1.0]
+
+    Classes, and columns, of which the look sees one value only say nothing:
+
+    >>> rare = np.arange(10_000) == 7
+    >>> needed_effort(x[np.arange(10_000) % 200], rare.astype(int))
+    0.25
+    >>> needed_effort(rare[:, None] * 1.0, rare * 1.0)
+    0.25
     """
     order = np.random.default_rng(0).permutation(len(x))
     x, y = x[order], y[order]
@@ -44,9 +52,7 @@ def needed_effort(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _information(x: np.ndarray, y: np.ndarray) -> float:
-    if len(y) < 2 or np.ptp(y) == 0 or not np.ptp(x, axis=0).any():
-        return 0.0
-    y = (y - y.mean()) / y.std()
+    y = (y - y.mean()) / (y.std() or 1.0)
     with one_blas_thread():
         explained = max(_explained_by_kernel(x, y), _explained_by_trees(x, y))
     return len(y) * _odds(explained)
@@ -60,6 +66,8 @@ def _odds(share: float) -> float:
 def _explained_by_kernel(x: np.ndarray, y: np.ndarray) -> float:
     """By each row from the others, with the best ridge."""
     x, y = x[:MAX_KERNEL_ROWS], y[:MAX_KERNEL_ROWS]
+    if np.ptp(y) == 0 or not np.ptp(x, axis=0).any():
+        return 0.0
     squares = np.sum(x**2, axis=1)
     distances = np.maximum(squares[:, None] + squares - 2 * x @ x.T, 0.0)
     typical = np.median(distances[distances > 0])
@@ -74,6 +82,8 @@ def _explained_by_kernel(x: np.ndarray, y: np.ndarray) -> float:
 
 def _explained_by_trees(x: np.ndarray, y: np.ndarray) -> float:
     x, y = x[:MAX_TREE_ROWS], y[:MAX_TREE_ROWS]
+    if np.ptp(y) == 0:
+        return 0.0
     are_numbers = y.dtype.kind == "f"
     kind = RandomForestRegressor if are_numbers else RandomForestClassifier
     forest = kind(

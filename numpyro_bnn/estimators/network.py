@@ -383,19 +383,22 @@ class Network(BaseEstimator):
                 self._call, model, padded, len(x), jax.random.key(seed), *options
             )
             draws = methods.METHODS[self.method](task)
-        if draws.predictive is None:  # those of a linearized network are exact
+        predictive = draws.predictive
+        if predictive is None:  # a linearized network has exact effects
             codes = x[:, self._numeric(x).shape[1] :]
             generator = np.random.default_rng(seed)
             methods.redraw_effects(self._levels, codes, draws.sites, generator)
+            # what the model computes from them would double a pickle
+            latent = Posterior(model, padded).latent
+            sites = {name: draws.sites[name] for name in latent}
+            predictive = Predictive(model, sites)
+        settings = {"method": self.method, "effort": effort, "seed": seed}
         #: Algorithm and settings of the fit, and the chains that were left out
         # (`diverged`, `frozen_chains`).
-        self.attrs_ = {**draws.attrs, "method": self.method, "effort": effort}
-        self.attrs_["seed"] = seed
+        self.attrs_ = {**draws.attrs, **settings}
         if self._columns_of_x is not None:
             self.attrs_["columns"] = str(self._columns_of_x.described)
-        # what the model computes from them would double a pickle
-        sites = {name: draws.sites[name] for name in Posterior(model, padded).latent}
-        self._predictive = draws.predictive or Predictive(model, sites)
+        self._predictive = predictive
         self._x_scaler = x_scaler
         self._y_scaler = y_scaler
         self._data = (x, y)

@@ -97,7 +97,7 @@ class RowDistributions(BaseDistribution):
 
     Draws are joint: all rows of a sample have the same weights.
 
-    :param regressor: a fitted :class:`Regressor`. :param rows: its new rows, a frame.
+    :param regressor: a fitted :class:`Regressor`; ``rows``: its new rows, a frame.
     :param index: names of the rows, ``columns``: of the target; none of both for the
         distribution of a single number.
 

@@ -201,8 +201,7 @@ def _options(
     quick = runs_rarely or config.read("jax_disable_most_optimizations")
     number = min(32, os.cpu_count() or 1)
     options: dict[str, int | bool] = {"xla_cpu_parallel_codegen_split_count": number}
-    is_large = is_large or _largest_product(closed.jaxpr) >= MAX_SMALL_PRODUCT
-    if quick or not is_large:
+    if quick or not (is_large or _largest_product(closed.jaxpr) >= MAX_SMALL_PRODUCT):
         options["xla_backend_optimization_level"] = 0 if quick else 1
         if jax.__version_info__ < (0, 11):
             options["xla_cpu_use_fusion_emitters"] = False
