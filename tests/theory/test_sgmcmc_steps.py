@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import refused
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
@@ -628,41 +627,3 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
     assert loops
     assert "100000" in str(jaxpr)
     assert not any("100000" in str(loop) for loop in loops)
-
-
-# -- parts that do not fit together ----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argument", "make"),
-    [
-        ("gradient", lambda: build(PLAIN, MALA, schedule=0.1)),
-        (
-            "preconditioner",
-            lambda: build(ALL, MALA, sgmcmc.RMSProp(running=True), schedule=0.1),
-        ),
-        (
-            "position",
-            lambda: build(ALL, Microcanonical(), schedule=0.1).init(
-                jnp.ones(1), jax.random.key(0)
-            ),
-        ),
-        (
-            "position",
-            lambda: SAMPLERS["MALA"][0].init(jnp.zeros((2, 2)), jax.random.key(0)),
-        ),
-        (
-            "position",
-            lambda: SAMPLERS["MALA"][0].init(jnp.arange(3), jax.random.key(0)),
-        ),
-        (
-            "rng_key",
-            lambda: SAMPLERS["MALA"][0].init(
-                jnp.zeros(3), jax.random.split(jax.random.key(0))
-            ),
-        ),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(argument, make):
-    with refused(argument):
-        make()
