@@ -588,24 +588,6 @@ def test_a_run_is_pickled_with_the_place_of_its_draws(small, tmp_path):
     assert same(result(pickle.loads(pickle.dumps(run))), result(run))
 
 
-@pytest.mark.slow
-def test_an_ensemble_is_pickled_before_and_after_its_run():
-    ensemble = infer.ensemble(
-        line, 100, num_samples=2, num_chains=1, progress_bar=False
-    )
-    mcmc = pickle.loads(pickle.dumps(ensemble))
-    mcmc.run(jax.random.key(0), *ZOO["line"].args)
-    again = pickle.loads(pickle.dumps(mcmc))
-    assert same(again.get_samples(), mcmc.get_samples())
-    idata = bnn.to_inference_data(
-        again, {"x": NEW_X}, log_likelihood=False, posterior_predictive=False
-    )
-    means = NEW_X @ mcmc.get_samples()["w"][0]
-    np.testing.assert_allclose(
-        group(idata, "predictions")["y_mean"][0, 0], means, rtol=1e-4, atol=1e-5
-    )
-
-
 def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):
     path = recorded("Barker").copy(tmp_path / "run")
     for state in states(path):

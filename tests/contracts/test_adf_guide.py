@@ -342,21 +342,6 @@ def test_a_compiled_float32_program_is_refused(fitted, rows):
     )
 
 
-@pytest.mark.slow
-def test_a_first_run_compiles_few_programs(compiled):
-    """What is known is computed on the host; the shapes are new to this process. It was
-    one program per operation.
-    """
-    x = np.random.default_rng(0).normal(size=(11, 9)).astype("float32")
-    guide = guides.AutoADF(
-        bnn.models.regression(nn.MLP([7, 1], "relu"), priors.Hierarchical())
-    )
-    guide.run(
-        jax.random.key(0), x, x[:, 0], num_epochs=1, progress_bar=False, max_refused=1.0
-    )
-    assert len(compiled) <= 22
-
-
 def test_a_fit_that_gets_worse_warns():
     """Three layers of ReLU on inputs with heavy tails, counted in each epoch: the last
     pass predicts rows that it has seen worse than the first did.

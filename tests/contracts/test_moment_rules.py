@@ -553,24 +553,6 @@ def test_maximum_rule_agrees_with_the_product_of_cdfs(name, x64):
         np.testing.assert_allclose(found.var, var, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_the_largest_of_many_is_exact(x64):
-    """Pooling over a 7 by 7 image of standard normals has the density 49 phi Phi^48;
-    slopes share the mean.
-    """
-    t = np.linspace(-9, 9, 1_000_001)
-    density = 49 * stats.norm.pdf(t) * stats.norm.cdf(t) ** 48 * (t[1] - t[0])
-    mean = (t * density).sum()
-    x, largest_of = Gaussian(np.zeros(49), np.ones(49)), propagate(lambda x: x.max(0))
-    np.testing.assert_allclose(
-        np.array(largest_of(x)), [mean, ((t - mean) ** 2 * density).sum()], rtol=1e-7
-    )
-    # E max is the mean, plus the sd times E max of standard ones
-    slopes = jax.grad(lambda x: largest_of(x).mean)(x)
-    np.testing.assert_allclose(slopes.mean, np.full(49, 1 / 49), rtol=1e-6)
-    np.testing.assert_allclose(slopes.var, np.full(49, mean / 2 / 49), rtol=1e-6)
-
-
 def test_every_rule_is_in_a_function_of_these_tables(x64):
     linear = [
         (fn, [RANDOM[name].mean for name in names.split(", ")])

@@ -840,12 +840,6 @@ def test_the_report_survives_a_file(tmp_path):
     assert str(health(tmp_path / "fit.nc")) == str(report)
 
 
-def test_only_results_have_a_report():
-    for wrong in (np.ones(3), {"y": [1.0]}):
-        with pytest.raises(TypeError, match="Pass the result of `to_inference_data`"):
-            health(wrong)
-
-
 def test_advice_fits_the_kernel():
     """Tempering needs exact gradients, and is no advice for chains on minibatches."""
     apart, advice = Made(), {}

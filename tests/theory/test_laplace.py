@@ -287,27 +287,6 @@ def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_minibatches_have_the_precision_of_all_rows(structure):
-    name = "noisy network"
-    guide, fit, point = placed(name, structure, 1000)
-    _, of_batches = run(
-        ZOO[name].model, structure, data_of(name), point, 1000, batch_size=5
-    )
-    for field in ("log_evidence", "effective_parameters", "grad_norm", "distance"):
-        np.testing.assert_allclose(
-            getattr(of_batches, field), getattr(fit, field), rtol=1e-8
-        )
-    together, rows = (
-        guide.predictive(fit.params, data_of(name)[0], covariance=c).covariance
-        for c in (True, False)
-    )
-    np.testing.assert_allclose(
-        rows, together[np.arange(N), :, np.arange(N)], rtol=1e-6, atol=1e-9
-    )
-
-
 # -- sites and scales ------------------------------------------------------------------
 
 

@@ -369,20 +369,3 @@ def test_state_that_a_module_changes_is_refused():
             continue
         with refused("model", "['n"):
             guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)
-
-
-@pytest.mark.slow
-def test_a_fit_reads_the_model_once():
-    """And once more for the prior scale of weights that it standardizes."""
-    runs = []
-
-    def model(y):
-        runs.append(y.shape)
-        scale = numpyro.sample("scale", dist.HalfNormal())
-        w = numpyro.sample("w", dist.Normal(0.0, scale))
-        with numpyro.plate("data", 4) as i:
-            numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
-
-    guide = guides.AutoLaplace(model, "diag")
-    guide.run(jax.random.key(0), jnp.arange(4.0), progress_bar=False)
-    assert len(runs) == 2

@@ -181,34 +181,6 @@ def test_noise_is_measured_behind_the_preconditioner():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGHMC", "SGNHT"])
-def test_frictions_are_per_unit_of_time(name):
-    """On a flat density paths in units of h = sqrt(eps) do not depend on it, nor the
-    steps in which momenta and thermostat change; with one constant force in the place
-    of noise, velocities relax by the decay per step.
-    """
-
-    def flat(force):
-        numpyro.factor(
-            "f",
-            force * numpyro.sample("w", dist.ImproperUniform(constraints.real, (), ())),
-        )
-
-    def path(eps, force, **options):
-        kernel = getattr(infer, name)(
-            flat, eps, momentum_decay=0.3, steps_per_draw=1, warm_start=0.0, **options
-        )
-        return walk(kernel, 60, (force,), start={"w": jnp.zeros(())})[1]["w"] / eps**0.5
-
-    short, long = path(1e-4, 0.0), path(0.04, 0.0)
-    np.testing.assert_allclose(short, long, rtol=1e-3, atol=1e-4)
-    assert np.abs(short[-1]) > 0.1
-    if name == "SGHMC":
-        gains = np.diff(path(0.04, 1.0, temperature=0.0)[:8], 2)
-        np.testing.assert_allclose(gains[1:] / gains[:-1], 0.7, rtol=1e-2)
-
-
 # -- preconditioners -------------------------------------------------------------------
 
 
@@ -328,38 +300,6 @@ def test_a_thousand_parameters_get_a_diagonal(name):
     state, _ = walk(kernel, 5, (jnp.zeros(1001), 7), warmup=4)
     assert state.engine.adaptation.shape == (1001,)
     assert len(np.unique(state.engine.adaptation)) > 500
-
-
-@pytest.mark.slow
-def test_large_gradients_of_the_start_are_forgotten():
-    """A second transition has all the weight: what is left of 1e9 in a float32 would
-    exceed the new moment.
-
-    With one gradient g, G is the inverse of g g', of which 0.27 are its diagonal.
-    """
-    far, near = np.array([3e4, 2e4, 1.0]), np.array([10.0, 0.1, 0.01])
-
-    def two_slopes():
-        w = numpyro.sample("w", dist.ImproperUniform(constraints.real_vector, (), (3,)))
-        with numpyro.plate("data", N, subsample_size=B) as i:
-            numpyro.factor(
-                "f", jnp.ones(N)[i] / N * jnp.where(w[0] > 0, w @ far, w @ near)
-            )
-
-    kernel = infer.SGLD(
-        two_slopes,
-        1e-7,
-        preconditioner="gradient_noise",
-        warm_start=0.0,
-        steps_per_draw=1,
-    )
-    state, _ = walk(kernel, 1, start={"w": jnp.ones(3)}, warmup=8)
-    state = kernel.refresh(state._replace(z={"w": -jnp.ones(3)}), (), {})
-    for _ in range(2):
-        state = kernel.sample(state, (), {})
-    root = np.asarray(state.engine.adaptation, float)
-    exact = np.linalg.inv(np.outer(near, near) * (0.73 + 0.27 * np.eye(3)))
-    np.testing.assert_allclose(root @ root.T, exact, rtol=1e-2)
 
 
 def uneven_noise():
