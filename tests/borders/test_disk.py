@@ -94,13 +94,6 @@ CASES = {
         {},
     ),
 }
-cases = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "Barker" else pytest.mark.slow)
-        for name in CASES
-    ],
-)
 
 
 def mcmc_of(name="Barker", kernel=None, **options):
@@ -149,7 +142,7 @@ def of_mcmc(name):
 # -- the draws of MCMC, whatever ends the process --------------------------------------
 
 
-@cases
+@each("name", CASES, fast=1)
 def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_killed(
     recorded, name
 ):
@@ -436,10 +429,7 @@ def result_or_message(call, path):
         return None, str(error)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [n if n == "flipped" else pytest.param(n, marks=pytest.mark.slow) for n in BYTES],
-)
+@each("damage", BYTES, fast=1)
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, damage):
     """Reading any damaged file or going on is refused by name, or right."""

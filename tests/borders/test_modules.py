@@ -3,6 +3,7 @@ centered, learned or random.
 """
 
 from functools import cache, partial
+from itertools import product
 
 import equinox as eqx
 import jax
@@ -486,13 +487,7 @@ UNITS = {  # of ARD, layer: shape of the scales as they multiply the kernel
 }
 
 
-@pytest.mark.parametrize(
-    ("library", "row"),
-    [
-        pytest.param(*key, marks=pytest.mark.slow if n > 1 else ())
-        for n, key in enumerate(UNITS)
-    ],
-)
+@each(("library", "row"), UNITS, fast=2)
 def test_weights_of_an_input_share_a_scale(library, row):
     shape = UNITS[library, row]
     name, fan_in = next(iter(LAYERS_OF[library][row][-1].items()))
@@ -721,16 +716,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("library", "kind"),
-    [
-        pytest.param(
-            library, kind, marks=[] if kind is GIVEN[library] else pytest.mark.slow
-        )
-        for library in NAMES
-        for kind in GIVEN.values()
-    ],
-)
+@each(("library", "kind"), product(NAMES, GIVEN.values()), fast=[*GIVEN.items()])
 def test_modules_at_given_parameters(library, kind):
     """The function is that of the module; fixed weights are no sites, learned ones are
     parameters.

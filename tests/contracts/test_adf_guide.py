@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import tqdm
-from helpers import group, refused
+from helpers import each, group, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from scipy import stats
@@ -57,10 +57,6 @@ NETWORKS = {
     ),
     "ARD and subsampling": partial(network, prior=priors.ARD(), **NOISE_OF_ARD),
 }
-NAMES = [
-    pytest.param(name, marks=[] if name == "Gamma precisions" else pytest.mark.slow)
-    for name in NETWORKS
-]
 
 
 def make_rows(num_rows=60, seed=0):
@@ -115,7 +111,7 @@ def test_centering_does_not_matter():
         np.testing.assert_allclose(weight.var, two[site].var, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NETWORKS, fast=1)
 def test_networks_learn_and_every_summary_and_draw_agrees(name):
     """A bend of sd 0.6 under noise of sd 0.3; quantiles are those of the fitted
     normals, and draws have them.
@@ -291,6 +287,7 @@ def test_a_run_continues_from_its_state(fitted, rows, x64):
         guide.run(jax.random.key(9), rows[0], rows[1] + 1.0, **options)
 
 
+@pytest.mark.slow
 def test_rows_of_a_state_are_known_by_their_values():
     """Whatever their types; a random key among the arguments has none."""
 

@@ -30,14 +30,6 @@ def random(seed, *shape):
 IMAGE, KERNEL, W = random(0, 2, 4, 3, 2), random(1, 3, 2, 2, 3), random(2, 3, 4)
 
 
-def rows(table, fast):
-    """Rows of a table; those with the rule of another row run in `make test-all`."""
-    return [
-        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
-        for name in table
-    ]
-
-
 def primitives(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name
@@ -220,7 +212,7 @@ SATURATED = {
 }
 
 
-@pytest.mark.parametrize("name", rows(SATURATED, {"tanh"}))
+@each("name", SATURATED, fast=1)
 def test_saturated_units_have_moments(name, x64):
     """The break is 7 to 45 sd away; where it makes the variance, that was NaN."""
     fn, above = SATURATED[name]
@@ -246,7 +238,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", rows(SMALL, {"steep", "kink"}))
+@each("name", SMALL, fast=2)
 def test_small_variances_do_not_straighten_a_function(name):
     """In float32, where variances below 2.4e-5 are small."""
     fn, var = SMALL[name]
@@ -333,12 +325,7 @@ BROADCAST = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    rows(
-        BROADCAST, {"affine, then tanh", "as many elements as nodes", "choice", "twice"}
-    ),
-)
+@each("name", BROADCAST, fast={"affine, then tanh", "choice", "twice"})
 def test_a_function_of_a_smaller_array_is_one_function(name, x64):
     """``tanh(w * x)`` crashed, ``tanh(w) + w * x`` with as many elements as nodes had
     the variance 1e-12.

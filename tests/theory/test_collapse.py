@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from helpers import refused
+from helpers import each, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
@@ -278,10 +278,7 @@ MAPS = {
 FAST_MAPS = {"outputs", "hierarchy", "integers"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST_MAPS else pytest.mark.slow) for n in MAPS],
-)
+@each("name", MAPS, fast=FAST_MAPS)
 def test_every_linear_map_is_integrated_and_drawn(name):
     """The log joint density of NumPyro is quadratic in the linear sites: two
     derivatives give all of it.

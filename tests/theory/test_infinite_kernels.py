@@ -51,9 +51,7 @@ NETWORKS = {
         nn.MaxPool((2, 1)), "tanh", nn.Flatten(), nn.Dense(h), "relu"
     ),
 }
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "branches" else slow) for n in NETWORKS]
-)
+EACH = each("name", NETWORKS, fast=["branches"])
 PRIOR = priors.Normal(1.3, bias_scale=0.4, gain_scale=0.3)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, refused
+from helpers import each, group, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import Predictive
@@ -172,9 +172,7 @@ def information(name, point):
     ) + np.eye(w.size)
 
 
-@pytest.mark.parametrize(
-    "name", ["counts", pytest.param("softmax", marks=pytest.mark.slow)]
-)
+@each("name", ["counts", "softmax"], fast=1)
 def test_canonical_links_give_the_hessian(name):
     """The Gauss-Newton matrix of a linear model with a canonical link is the Hessian of
     the log density.

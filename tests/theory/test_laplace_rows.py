@@ -69,15 +69,8 @@ def mode_of_time(mean):
     return {"w": mean[:6].reshape(2, 3), "b": mean[6]}
 
 
-def slow_but(fast, values):
-    return [
-        pytest.param(value, marks=[] if value == fast else pytest.mark.slow)
-        for value in values
-    ]
-
-
-@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 3]))
-@pytest.mark.parametrize("length", slow_but(2, [2, 3, 7]))
+@each("batch_size", [None, 1, 3], fast=[3])
+@each("length", [2, 3, 7], fast=1)
 def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as
     times, and one by one.
@@ -101,7 +94,7 @@ def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     )
 
 
-@pytest.mark.parametrize("batch_size", slow_but(3, [None, 3]))
+@each("batch_size", [3, None], fast=1)
 def test_factors_of_time_major_layers(batch_size):
     """Inputs of all rows and times, gradients of them all, as the definition of the
     factors says.
@@ -124,25 +117,7 @@ def test_factors_of_time_major_layers(batch_size):
     )
 
 
-def test_minibatches_of_one_row():
-    """A single row has an axis of length one, in which no label can be lost."""
-
-    def model(x, y=None, batch_size=None):
-        b = weights("b")
-        with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-            mean = x[i][:, 0, 0] * b
-            numpyro.sample(
-                "y", dist.Normal(mean, NOISE), obs=None if y is None else y[i]
-            )
-
-    random = np.random.default_rng(RANDOM)
-    x, y = random.normal(size=(5, 2, 2)), random.normal(size=5)
-    mean, _, evidence = exact(x[:, :1, 0], y)
-    _, fit = run(model, "diag", (x, y, 1), {"b": mean[0]})
-    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
-
-
-@pytest.mark.parametrize("centered", [False, True])
+@each("centered", [False, True], fast=1)
 def test_predictions_by_a_kronecker_product(centered):
     """Of weights that are scaled input by input, with covariances between outputs; also
     where new rows influence one another, whose Jacobian is no product.

@@ -104,13 +104,6 @@ MODELS = {
 FAST = ("hierarchical", "random inside", "several", "bounded", "local", "looped")
 
 
-def rows(names):
-    return [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-        for name in names
-    ]
-
-
 def log_joint(model, args, kwargs, values, rng_key):
     """NumPyro's log density of constrained values, and the trace."""
     placed = handlers.substitute(model, data=values)
@@ -126,7 +119,7 @@ def expected_potential(model, args, kwargs, values, z, rng_key):
     return -total
 
 
-@pytest.mark.parametrize("name", rows(MODELS))
+@each("name", MODELS, fast=FAST)
 def test_densities_are_those_of_numpyro(name):
     """The potential, under JAX's transformations; its parts; values; log likelihoods by
     row.
@@ -180,9 +173,7 @@ def test_densities_are_those_of_numpyro(name):
             np.testing.assert_allclose(likelihoods[site], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", rows(n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED))
-)
+@each("name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED)], fast=FAST)
 def test_minibatches_are_those_of_numpyro(name):
     """Read on all rows or on a minibatch, with the indices as inputs of a program; the
     mean over batches is the whole.

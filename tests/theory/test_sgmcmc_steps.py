@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import each
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
@@ -296,13 +297,6 @@ def test_every_dynamics_has_a_sampler():
     assert parts.keys() - tested == set(), "add samplers with these to SAMPLERS"
 
 
-def rows(*fast):
-    return [
-        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
-        for name in SAMPLERS
-    ]
-
-
 @jax.jit(static_argnums=0)
 def begin(sampler, position, key):
     return sampler.init(position, key, num_warmup=5)
@@ -324,7 +318,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", rows("BAOAB on epochs"))
+@each("name", SAMPLERS, fast=["BAOAB on epochs"])
 def test_a_run_is_its_single_steps_and_goes_on_where_it_stopped(name):
     """131 steps take three blocks of random numbers, the last of them shorter; new
     seeds give another chain.
@@ -366,7 +360,7 @@ def test_float64_stays_float64(name, x64):
     assert jnp.float32 not in dtypes
 
 
-@pytest.mark.parametrize("name", rows("BAOAB on epochs", "MALA"))
+@each("name", SAMPLERS, fast=["BAOAB on epochs", "MALA"])
 def test_refresh_renews_what_is_cached_of_the_target(name):
     """After a move from outside: caches as at a fresh start, momenta kept."""
     sampler, _ = SAMPLERS[name]

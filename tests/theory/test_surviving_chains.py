@@ -406,7 +406,6 @@ CELLS += [
     for name in BOUNDED
     if name not in ("Poisson", "Beta")
 ]
-FAST = ("SGLD", "Poisson", None)
 
 
 def observations(name):
@@ -437,7 +436,8 @@ def moments_within_bounds(name):
     return mean, ((p / p.sum()) @ (w - mean) ** 2) ** 0.5
 
 
-@each(("kernel", "name", "batch"), CELLS, fast=[FAST])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "name", "batch"), CELLS)
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
     """Right within errors and a bias of .2 sd, or reported; none behind the border."""
     low, high = BOUNDED[name][1]

@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from helpers import mala, walk
+from helpers import each, mala, walk
 from jax.extend.core import jaxprs_in_params
 from numpyro.distributions import constraints
 from numpyro.infer import MCMC
@@ -23,13 +23,6 @@ from numpyro_bnn import infer, metrics, models, nn, priors, to_inference_data
 N, B = 120, 4
 CHAINS = {"num_chains": 3, "chain_method": "vectorized", "progress_bar": False}
 NOISY = ["SGLD", "SGHMC", "SGNHT", "MCLMC"]
-
-
-def slow_but(fast, names):
-    return [
-        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
-        for name in names
-    ]
 
 
 def quadratic(slopes, curvature, batch_size=None):
@@ -97,7 +90,7 @@ def bias_of_mclmc(eps, curvature, noise):
     return (squared * noise + 0.2) / (squared * noise / 2 + 0.2) - 1
 
 
-@pytest.mark.parametrize("name", slow_but(["SGLD"], ["SGLD", "SGHMC", "MCLMC"]))
+@each("name", ["SGLD", "SGHMC", "MCLMC"], fast=1)
 def test_chosen_steps_have_the_bias_they_state(name):
     """Where one direction has the noise. It is measured from 128 gradients by each of
     256 chains; an estimate of the largest direction that errs does so upwards, so
@@ -211,13 +204,14 @@ def test_scales_belong_to_the_sites_they_are_given_for():
         np.testing.assert_allclose(draws[name][0], moved, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "batch_size", "held_out"),
     [
-        (dist.Normal, None, 0.0),
         (dist.Laplace, None, 0.2),
+        (dist.Normal, None, 0.0),
         (partial(dist.StudentT, 3.0), 9, 0.0),
     ],
+    fast=1,
 )
 def test_the_optimizer_finds_the_mode_of_standardized_weights(
     family, batch_size, held_out
