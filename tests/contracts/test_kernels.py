@@ -180,6 +180,21 @@ def test_a_block_of_gibbs_constrains_its_own_sites():
     assert (mcmc.get_samples()["scale"] > 0).all()
 
 
+def test_an_exact_chain_goes_on_with_other_data():
+    """The potential of the data before would refuse all proposals."""
+
+    def model(y):
+        w = numpyro.sample("w", dist.Normal(0.0, 10.0))
+        numpyro.sample("y", dist.Normal(w, 0.1).expand([50]).to_event(1), obs=y)
+
+    kernel = infer.GHMC(model, num_steps=3)
+    mcmc = MCMC(kernel, num_warmup=30, num_samples=20, progress_bar=False)
+    mcmc.run(jax.random.key(0), jnp.zeros(50))
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(jax.random.key(1), jnp.full(50, 3.0))
+    np.testing.assert_allclose(mcmc.get_samples()["w"][10:], 3.0, atol=0.1)
+
+
 # JAX warns that NumPyro's donated buffers cannot be used under `vmap`.
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 @pytest.mark.parametrize(

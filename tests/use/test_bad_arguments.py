@@ -475,6 +475,7 @@ ROWS["guides"] = [
     (lambda: adf(X, Y, init_means={"w": X[0] * 1j}), "init_means['w']", "numbers"),
     (lambda: guides.init_to_fan_in("w"), "site", "init_strategy=init_to_fan_in"),
     (lambda: fit(X, Y, batch_size=2.5), "subsample_size", f"from 1 to {N}"),
+    (lambda: fit(X + NAN[:, None], Y), "args[0][0]", "NaN or infinite"),
     (
         lambda: fit(X, Y, init_params={"w_auto_loc": NAN[:2]}),
         "init_params['w_auto_loc']",
