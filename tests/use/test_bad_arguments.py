@@ -387,6 +387,7 @@ ROWS["symmetry"] = [
     ),
     (lambda: symmetry.invariants({"w": X}, 3), "symmetries", "Pass symmetries"),
     (lambda: symmetry.JointRescale("a", "b", []), "scales", "Name hyper-sites"),
+    (lambda: symmetry.JointRescale("w", "v", "s"), "scales", "with powers"),
     (
         lambda: symmetry.orbit_coordinates({"w": X}, "scale"),
         "symmetries",
