@@ -584,7 +584,7 @@ def test_models_that_branch_on_their_data_are_refused(branch, argument):
 
 
 @pytest.mark.parametrize(("unfit", "message"), REFUSED)
-def test_models_that_cannot_be_handled(unfit, message):
+def test_models_that_adf_cannot_learn_are_refused_with_the_reason(unfit, message):
     x = jnp.array([1.0, 2.0, -1.0, 0.5])
     with pytest.raises(ValueError, match=message):
         guides.AutoADF(unfit).run(

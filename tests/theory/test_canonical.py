@@ -91,7 +91,7 @@ def test_the_first_reference_is_a_typical_draw_with_its_units_in_order():
     )
 
 
-def test_gauges():
+def test_canonical_draws_have_norms_and_means_of_their_gauges():
     """Norms of the square root of d, means of 0; zero weights stay; hyper-parameters
     and other sites stay.
     """

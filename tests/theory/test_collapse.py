@@ -434,7 +434,7 @@ def loses_digits(matrix):
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (4, 12)])
-def test_all_second_derivatives(shape, x64):
+def test_samplers_get_the_right_second_derivatives_of_a_collapsed_density(shape, x64):
     rng = np.random.default_rng(0)
     point = (
         jnp.asarray(rng.normal(size=shape)),

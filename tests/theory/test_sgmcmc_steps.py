@@ -84,7 +84,7 @@ def same(found, expected):
 @pytest.mark.parametrize(
     "temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"]
 )
-def test_overdamped(temperature, x64):
+def test_a_step_of_sgld_follows_its_equation(temperature, x64):
     last = Slope(jnp.asarray(L.T @ slope(POSITION)))
     found = one_step(Overdamped(), last, NOISE[:1], SHIFT, temperature=temperature)
     q = POSITION + L @ (
@@ -104,7 +104,7 @@ def test_overdamped(temperature, x64):
     ],
     ids=["Langevin", "leapfrog", "fresh momenta", "damped descent"],
 )
-def test_baoab(friction, temperature, x64):
+def test_a_step_of_sghmc_follows_its_equations(friction, temperature, x64):
     memory = Momentum(jnp.asarray(R), jnp.asarray(L.T @ slope(POSITION)))
     found = one_step(BAOAB(friction), memory, NOISE[:1], SHIFT, temperature=temperature)
     kicked = kick(R, POSITION, H / 2)
@@ -130,7 +130,7 @@ def test_momenta_start_at_the_temperature(x64):
 
 
 @pytest.mark.parametrize("xi", [0.8, -0.5, 0.0])
-def test_thermostat(xi, x64):
+def test_a_step_of_sgnht_follows_its_equations(xi, x64):
     """Also at xi = 0 after half a step, where the refresh has a limit, 2 A h."""
     kicked = kick(R, POSITION, H / 2)
     warm = H / 2 / 1.4 * (kicked @ kicked / 3 - TEMPERATURE)
@@ -199,7 +199,7 @@ def probability(start, end):
 
 
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
-def test_mala(uniform, x64):
+def test_a_proposal_of_mala_has_its_acceptance_probability(uniform, x64):
     h = 0.3**0.5
     memory = PhasePoint(*map(jnp.asarray, (R, potential(POSITION), slope(POSITION))))
     found = one_step(MALA, memory, NOISE[2:3], uniform=uniform, eps=0.3)
@@ -218,7 +218,7 @@ def test_mala(uniform, x64):
 
 
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
-def test_hmc(uniform, x64):
+def test_a_rejected_trajectory_of_hmc_goes_back_to_its_start(uniform, x64):
     """A rejected trajectory goes back to its start with the momentum reversed."""
     found = one_step(
         HMC(3, 0.3, jitter=0.2),

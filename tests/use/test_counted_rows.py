@@ -265,7 +265,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", [*RIGHT, *WRONG])
 @pytest.mark.filterwarnings("ignore:Missing a plate")
-def test_common_shapes(name):
+def test_common_shapes_count_as_their_users_mean(name):
     case = {**RIGHT, **WRONG}[name]
     with refused("obs") if name in WRONG else nullcontext():
         Posterior(model_of(case), (jnp.zeros(case.data),))
