@@ -211,7 +211,7 @@ def test_scales_belong_to_the_sites_they_are_given_for():
         (dist.Normal, None, 0.0),
         (partial(dist.StudentT, 3.0), 9, 0.0),
     ],
-    fast=1,
+    fast=2,
 )
 def test_the_optimizer_finds_the_mode_of_standardized_weights(
     family, batch_size, held_out
