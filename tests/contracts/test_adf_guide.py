@@ -287,7 +287,6 @@ def test_a_run_continues_from_its_state(fitted, rows, x64):
         guide.run(jax.random.key(9), rows[0], rows[1] + 1.0, **options)
 
 
-@pytest.mark.slow
 def test_rows_of_a_state_are_known_by_their_values():
     """Whatever their types; a random key among the arguments has none."""
 

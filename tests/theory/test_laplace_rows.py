@@ -117,7 +117,7 @@ def test_factors_of_time_major_layers(batch_size):
     )
 
 
-@each("centered", [False, True], fast=1)
+@pytest.mark.parametrize("centered", [False, True])
 def test_predictions_by_a_kronecker_product(centered):
     """Of weights that are scaled input by input, with covariances between outputs; also
     where new rows influence one another, whose Jacobian is no product.
