@@ -4,7 +4,6 @@ that ``MCMC`` traces.
 
 import functools
 import resource
-import subprocess
 import warnings
 
 import jax
@@ -14,8 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas as pd
 import pytest
-from disk import python
-from helpers import each, group, group_names
+from helpers import each, group
 from numpyro.infer import HMC, MCMC, SVI, BarkerMH, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from zoo import BATCH, ZOO, N, X, Y, line
@@ -223,19 +221,6 @@ def test_data_changed_after_the_run_are_refused(kernel):
         to_inference_data(mcmc)
 
 
-@pytest.mark.slow
-def test_more_than_ten_thousand_training_rows_are_predicted_only_when_asked():
-    x = np.resize(X, (10_001, 2))
-    done = run(BarkerMH(line), jnp.asarray(x), jnp.asarray(x[:, 0]))
-    with pytest.warns(
-        UserWarning, match=r"of 10001 training rows.*posterior_predictive=True"
-    ):
-        assert "posterior_predictive" not in group_names(to_inference_data(done))
-    assert "posterior_predictive" in group_names(
-        to_inference_data(done, posterior_predictive=True)
-    )
-
-
 def test_a_score_prints_in_a_line():
     score = metrics.Score(1.23456789, 0.0123, np.zeros(1000))
     assert (
@@ -256,21 +241,3 @@ def print_peak(rows):
     warnings.simplefilter("error")  # JAX warns of large constants
     fit(jnp.full((rows, 50), 0.1), jnp.ones(rows), 100, model=wide)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)
-
-
-@pytest.mark.slow
-def test_data_are_arguments_of_programs():
-    """Peak memory beyond that of a small fit, in units of the data; `test_programs.py`
-    reads programs of kernels.
-    """
-    peaks = []
-    for rows in (1000, 1_200_000):
-        given = python(f"import test_arguments; test_arguments.print_peak({rows})")
-        peaks.append(
-            float(
-                subprocess.run(
-                    **given, capture_output=True, text=True, check=True
-                ).stdout
-            )
-        )
-    assert (peaks[1] - peaks[0]) / (1_200_000 * 51 * 4 / 2**20) < 1.4

@@ -94,13 +94,6 @@ CASES = {
         {},
     ),
 }
-cases = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "Barker" else pytest.mark.slow)
-        for name in CASES
-    ],
-)
 
 
 def mcmc_of(name="Barker", kernel=None, **options):
@@ -149,7 +142,7 @@ def of_mcmc(name):
 # -- the draws of MCMC, whatever ends the process --------------------------------------
 
 
-@cases
+@each("name", CASES, fast=1)
 def test_the_chains_are_those_of_mcmc_and_go_on_bit_for_bit_wherever_they_are_killed(
     recorded, name
 ):
@@ -436,10 +429,7 @@ def result_or_message(call, path):
         return None, str(error)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [n if n == "flipped" else pytest.param(n, marks=pytest.mark.slow) for n in BYTES],
-)
+@each("damage", BYTES, fast=1)
 @pytest.mark.filterwarnings("ignore:.*is damaged. the run goes on")
 def test_whatever_file_is_damaged_no_other_numbers_come_back(small, tmp_path, damage):
     """Reading any damaged file or going on is refused by name, or right."""
@@ -586,24 +576,6 @@ def test_a_run_is_pickled_with_the_place_of_its_draws(small, tmp_path):
     path = shutil.copytree(small[0], tmp_path / "run")
     run = start_small(path)
     assert same(result(pickle.loads(pickle.dumps(run))), result(run))
-
-
-@pytest.mark.slow
-def test_an_ensemble_is_pickled_before_and_after_its_run():
-    ensemble = infer.ensemble(
-        line, 100, num_samples=2, num_chains=1, progress_bar=False
-    )
-    mcmc = pickle.loads(pickle.dumps(ensemble))
-    mcmc.run(jax.random.key(0), *ZOO["line"].args)
-    again = pickle.loads(pickle.dumps(mcmc))
-    assert same(again.get_samples(), mcmc.get_samples())
-    idata = bnn.to_inference_data(
-        again, {"x": NEW_X}, log_likelihood=False, posterior_predictive=False
-    )
-    means = NEW_X @ mcmc.get_samples()["w"][0]
-    np.testing.assert_allclose(
-        group(idata, "predictions")["y_mean"][0, 0], means, rtol=1e-4, atol=1e-5
-    )
 
 
 def test_folders_that_cannot_be_used(recorded, tmp_path, monkeypatch):

@@ -95,27 +95,6 @@ def test_block_of_gibbs_has_the_right_posterior(name):
         assert error < 0.03 * value
 
 
-@pytest.mark.slow
-def test_gibbs_starts_from_constrained_values():
-    """`Gibbs` hands over constrained values, whose free form may have another shape."""
-
-    def probabilities(y):
-        p = numpyro.sample("p", dist.Dirichlet(jnp.ones(3)))
-        q = numpyro.sample("q", dist.Normal(0.0, 1.0))
-        numpyro.sample("y", dist.Normal(p @ jnp.arange(3.0) + q, 1.0), obs=y)
-
-    def draw(rng_key, gibbs_sites, hmc_sites):
-        return {"q": jax.random.normal(rng_key)}
-
-    gibbs = Gibbs([(mala(probabilities, 0.1), ["p"]), (CustomGibbs(draw), ["q"])])
-    given = {"p": jnp.array([0.2, 0.3, 0.5])}
-    state = gibbs.init(jax.random.key(0), 0, given, (1.0,), {})
-    assert state.z["p"].shape == (2,)
-    np.testing.assert_allclose(
-        gibbs.postprocess_fn((1.0,), {})(state.z)["p"], given["p"], rtol=1e-5
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "cost"),
     [
@@ -181,33 +160,6 @@ def test_wrap_model_leaves_the_kernel_alone():
 
 
 # -- data ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_data_as_arguments(compiled):
-    """`jit_model_args`: one program for all data of a shape, without the first data."""
-    options = {
-        "num_warmup": 4,
-        "num_samples": 6,
-        "num_chains": 2,
-        "chain_method": "vectorized",
-    }
-
-    def mcmc_of(**more):
-        return MCMC(
-            KERNELS["MCLMC"].make(SPREAD.model), progress_bar=False, **options, **more
-        )
-
-    once, (x, y) = mcmc_of(jit_model_args=True), SPREAD.args
-    for target in (y, 2.0 - 3.0 * y):
-        each = mcmc_of()
-        each.run(jax.random.key(0), x, target)
-        before = len(compiled)
-        once.run(jax.random.key(0), x, target)
-        np.testing.assert_allclose(
-            once.get_samples()["w"], each.get_samples()["w"], rtol=2e-3, atol=1e-4
-        )
-    assert len(compiled) - before < 5
 
 
 def test_a_progress_bar_does_not_compile_the_transition_again(caplog):

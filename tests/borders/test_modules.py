@@ -3,6 +3,7 @@ centered, learned or random.
 """
 
 from functools import cache, partial
+from itertools import product
 
 import equinox as eqx
 import jax
@@ -24,7 +25,7 @@ from numpyro.infer.util import log_density
 from zoo import X, Y
 
 from numpyro_bnn import infer, priors, symmetry, to_inference_data
-from numpyro_bnn.estimators import Regressor
+from numpyro_bnn.estimators import Regressor, methods
 
 pytestmark = pytest.mark.core
 
@@ -486,13 +487,7 @@ UNITS = {  # of ARD, layer: shape of the scales as they multiply the kernel
 }
 
 
-@pytest.mark.parametrize(
-    ("library", "row"),
-    [
-        pytest.param(*key, marks=pytest.mark.slow if n > 1 else ())
-        for n, key in enumerate(UNITS)
-    ],
-)
+@each(("library", "row"), UNITS, fast=2)
 def test_weights_of_an_input_share_a_scale(library, row):
     shape = UNITS[library, row]
     name, fan_in = next(iter(LAYERS_OF[library][row][-1].items()))
@@ -560,53 +555,23 @@ class EquinoxReadout(eqx.Module):
     out: eqx.nn.Linear
 
     def __call__(self, x):
-        if isinstance(self.layer, eqx.nn.MultiheadAttention):
-            return self.out(self.layer(x, x, x)[-1])[0]
-        zeros = jnp.zeros(4)
-        gated = isinstance(self.layer, eqx.nn.GRUCell)
-        start = zeros if gated else (zeros, zeros)
-        last = jax.lax.scan(
-            lambda state, row: (self.layer(row, state), None), start, x
-        )[0]
-        return self.out(last if gated else last[0])[0]
+        last, _ = jax.lax.scan(
+            lambda state, row: (self.layer(row, state), None), jnp.zeros(4), x
+        )
+        return self.out(last)[0]
 
 
-def both_ways(kind, make, **options):
-    return kind.Bidirectional(
-        kind.RNN(make()), kind.RNN(make()), merge_fn=lambda a, b: a + b, **options
-    )
-
-
-def nnx_cell(kind=nnx.GRUCell):
-    return kind(2, 4, rngs=nnx.Rngs(0))
+def nnx_cell():
+    return nnx.GRUCell(2, 4, rngs=nnx.Rngs(0))
 
 
 SEQUENCE_LAYERS = {
     "nnx": {
-        **{
-            kind: lambda kind=kind: nnx.RNN(nnx_cell(getattr(nnx, kind)))
-            for kind in OF_NNX
-        },
-        "Bidirectional": lambda: both_ways(nnx, nnx_cell),
+        "GRUCell": lambda: nnx.RNN(nnx_cell()),
         "MultiHeadAttention": of_nnx(nnx.MultiHeadAttention, 2, 2, 4, 4, decode=False),
     },
-    "linen": {
-        **{
-            kind: lambda kind=kind: linen.RNN(getattr(linen, kind)(4))
-            for kind in (*OF_NNX, "MGUCell")
-        },
-        "Bidirectional": lambda: both_ways(linen, lambda: linen.GRUCell(4)),
-        "MultiHeadDotProductAttention": lambda: linen.MultiHeadDotProductAttention(
-            2, out_features=4
-        ),
-    },
-    "equinox": {
-        "GRUCell": of_equinox(eqx.nn.GRUCell, 2, 4),
-        "LSTMCell": of_equinox(eqx.nn.LSTMCell, 2, 4),
-        "MultiheadAttention": of_equinox(
-            eqx.nn.MultiheadAttention, 2, 2, output_size=4
-        ),
-    },
+    "linen": {"LSTMCell": lambda: linen.RNN(linen.LSTMCell(4))},
+    "equinox": {"GRUCell": of_equinox(eqx.nn.GRUCell, 2, 4)},
 }
 
 
@@ -751,16 +716,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("library", "kind"),
-    [
-        pytest.param(
-            library, kind, marks=[] if kind is GIVEN[library] else pytest.mark.slow
-        )
-        for library in NAMES
-        for kind in GIVEN.values()
-    ],
-)
+@each(("library", "kind"), product(NAMES, GIVEN.values()), fast=[*GIVEN.items()])
 def test_modules_at_given_parameters(library, kind):
     """The function is that of the module; fixed weights are no sites, learned ones are
     parameters.
@@ -857,7 +813,29 @@ TABLES = {
 }
 
 
-@each("library", ["linen", "nnx", "equinox"], fast=1)
+@pytest.mark.parametrize("library", TABLES)
+def test_the_model_of_an_estimator_has_the_weights_of_a_module(library, monkeypatch):
+    """Of one output; what is no module is refused."""
+    sites = {}
+
+    def read(task):
+        sites.update(traced_sites(task.model, *task.data))
+        raise KeyboardInterrupt  # before the fit
+
+    monkeypatch.setitem(methods.METHODS, "mean_field", read)
+    with pytest.raises(KeyboardInterrupt):
+        Regressor("mean_field", network=TABLES[library]).fit(X, Y)
+    shapes = {np.shape(s["value"]) for name, s in sites.items() if "net/" in name}
+    assert shapes & {(3, 1), (2, 1), (1, 3)}
+    for wrong, error in ((lambda outputs: "net", "returns str"), (3, "network")):
+        with pytest.raises(TypeError, match=error):
+            Regressor("mean_field", network=wrong).fit(X, Y)
+    with pytest.raises(ValueError, match="argument `widths`"):
+        Regressor(network=TABLES[library], widths=(3,)).fit(X, Y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", TABLES)
 def test_an_estimator_takes_a_module(library):
     """The posterior has the module's parameters; predictions are the module's."""
     options = {"effort": 0.02, "num_samples": 5, "random_state": 0}
@@ -869,8 +847,3 @@ def test_an_estimator_takes_a_module(library):
     mean = model.sample(X, 5, noise=False).mean(0)
     np.testing.assert_allclose(mean, model.predict(X), rtol=1e-4)
     assert np.std(mean) > 0
-    for wrong, error in ((lambda outputs: "net", "returns str"), (3, "network")):
-        with pytest.raises(TypeError, match=error):
-            Regressor("mean_field", network=wrong, **options).fit(X, Y)
-    with pytest.raises(ValueError, match="argument `widths`"):
-        Regressor(network=TABLES[library], widths=(3,)).fit(X, Y)

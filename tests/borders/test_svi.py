@@ -485,13 +485,3 @@ def test_exports_use_learned_parameters_of_a_model_behind_handlers():
         rtol=1e-3,
         atol=1e-4,
     )
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_fit_names_data_that_are_not_finite(value):
-    entry = ZOO["line"]
-    x = np.array(entry.data[0])
-    x[2, 0] = value
-    svi = SVI(entry.model, AutoNormal(entry.model), optax.adam(0.01), Trace_ELBO())
-    with pytest.raises(ValueError, match=r"argument `args\[0\]\[0\]` got 1 NaN or inf"):
-        guides.fit(svi, jax.random.key(0), 2, x, entry.data[1], progress_bar=False)

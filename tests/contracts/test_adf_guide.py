@@ -13,7 +13,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import tqdm
-from helpers import group, refused
+from helpers import each, group, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from scipy import stats
@@ -57,10 +57,6 @@ NETWORKS = {
     ),
     "ARD and subsampling": partial(network, prior=priors.ARD(), **NOISE_OF_ARD),
 }
-NAMES = [
-    pytest.param(name, marks=[] if name == "Gamma precisions" else pytest.mark.slow)
-    for name in NETWORKS
-]
 
 
 def make_rows(num_rows=60, seed=0):
@@ -115,7 +111,7 @@ def test_centering_does_not_matter():
         np.testing.assert_allclose(weight.var, two[site].var, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NETWORKS, fast=1)
 def test_networks_learn_and_every_summary_and_draw_agrees(name):
     """A bend of sd 0.6 under noise of sd 0.3; quantiles are those of the fitted
     normals, and draws have them.
@@ -340,21 +336,6 @@ def test_a_compiled_float32_program_is_refused(fitted, rows):
     np.testing.assert_allclose(
         mapped[0], guide.predictive_moments(fit.params, rows[0])[0], rtol=1e-6
     )
-
-
-@pytest.mark.slow
-def test_a_first_run_compiles_few_programs(compiled):
-    """What is known is computed on the host; the shapes are new to this process. It was
-    one program per operation.
-    """
-    x = np.random.default_rng(0).normal(size=(11, 9)).astype("float32")
-    guide = guides.AutoADF(
-        bnn.models.regression(nn.MLP([7, 1], "relu"), priors.Hierarchical())
-    )
-    guide.run(
-        jax.random.key(0), x, x[:, 0], num_epochs=1, progress_bar=False, max_refused=1.0
-    )
-    assert len(compiled) <= 22
 
 
 def test_a_fit_that_gets_worse_warns():
@@ -602,7 +583,7 @@ def test_models_that_branch_on_their_data_are_refused(branch, argument):
 
 
 @pytest.mark.parametrize(("unfit", "message"), REFUSED)
-def test_models_that_cannot_be_handled(unfit, message):
+def test_models_that_adf_cannot_learn_are_refused_with_the_reason(unfit, message):
     x = jnp.array([1.0, 2.0, -1.0, 0.5])
     with pytest.raises(ValueError, match=message):
         guides.AutoADF(unfit).run(

@@ -164,23 +164,6 @@ def test_noise_of_training_and_new_rows_is_standard_and_independent():
     assert abs(np.corrcoef(z)[0, 1]) < bound
 
 
-@pytest.mark.slow
-def test_a_model_runs_once_for_each_shape_of_its_rows():
-    runs = []
-
-    def counted(x, y=None):
-        runs.append(x.shape)
-        return network(x, y)
-
-    run = sample(counted, *ZOO["network"].args)
-    runs.clear()
-    idata = bnn.to_inference_data(run, {"x": NEW_X, "y": np.zeros(5)})
-    assert runs == [X.shape, NEW_X.shape]
-    runs.clear()
-    bnn.predict(counted, idata, NEW_X)
-    assert runs == [NEW_X.shape, X.shape]
-
-
 def test_observations_that_others_depend_on_are_redrawn_before_them():
     """And scored; of one argument, so that neither is an input of the other."""
 
@@ -332,33 +315,6 @@ def test_coords_of_new_rows_of_processes():
         idata = bnn.to_inference_data(gp, **options, **more)
         assert group(idata, "posterior")["data"].to_numpy().tolist() == [5, 6, 7, 8]
         assert group(idata, "predictions")["data"].to_numpy().tolist() == expected
-
-
-@pytest.mark.slow
-def test_batch_norm_predicts_with_training_statistics_of_each_draw():
-    """A prediction is about one point: alone or among others it is the same."""
-    net = bnn.nn.MLP([5, 1], "tanh", norm=bnn.nn.BatchNorm())
-    run = sample(bnn.models.regression(net), *ZOO["network"].args, draws=60, warmup=200)
-    draws = {
-        name.removeprefix("net/"): value for name, value in run.get_samples().items()
-    }
-    sigma = draws.pop("sigma")
-    assert len(np.unique(sigma)) > 5  # the chain moves
-
-    def predict(params):
-        return net.apply(params, NEW_X, net.statistics(params, X))[..., 0]
-
-    mean, targets = jax.vmap(predict)(draws), np.arange(5.0)
-    for rows in (slice(5), slice(1)):
-        idata = bnn.to_inference_data(run, {"x": NEW_X[rows], "y": targets[rows]})
-        found = group(idata, "predictions")
-        np.testing.assert_allclose(
-            found["y_mean"][0], mean[:, rows], rtol=1e-4, atol=1e-5
-        )
-        density = scipy.stats.norm.logpdf(targets[rows], mean[:, rows], sigma[:, None])
-        np.testing.assert_allclose(
-            found["y_log_likelihood"][0], density, rtol=1e-4, atol=1e-4
-        )
 
 
 # -- masks, censoring, factors ---------------------------------------------------------

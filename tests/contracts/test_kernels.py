@@ -12,7 +12,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, walk
+from helpers import each, group, walk
 from numpyro.infer import MCMC
 from numpyro.infer.gibbs import Gibbs
 from registry import KERNELS, USUAL, firsts
@@ -28,13 +28,7 @@ WARMUP, DRAWS = 4, 6
 FIELDS = ("base_step_size", "z.sigma", "decoherence_length")
 
 
-def params(fast=None):
-    """Names of rows; slow without those in ``fast``, by default one of each class."""
-    fast = firsts(KERNELS) if fast is None else fast
-    return [
-        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
-        for name in KERNELS
-    ]
+ONE_OF_A_CLASS = each("name", KERNELS, fast=firsts(KERNELS))
 
 
 def mcmc_of(kernel, method="vectorized", **options):
@@ -65,7 +59,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(found[name], expected[name], rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", params())
+@ONE_OF_A_CLASS
 def test_draws_are_those_of_the_model(name):
     """Finite, constrained, thinned; without the deterministic site of a minibatch."""
     mcmc = finished(name)
@@ -100,7 +94,7 @@ def test_draws_are_those_of_the_model(name):
     )
 
 
-@pytest.mark.parametrize("name", params())
+@ONE_OF_A_CLASS
 def test_export_has_the_statistics_of_the_kernel(name):
     row, mcmc = KERNELS[name], finished(name)
     idata = bnn.to_inference_data(
@@ -144,7 +138,7 @@ def test_a_kernel_with_momentum_has_rules_of_its_own_for_the_step_size(name):
         assert getattr(type(kernel), rule) is not inherited, rule
 
 
-@pytest.mark.parametrize("name", params(["MALA"]))
+@each("name", KERNELS, fast=["MALA"])
 def test_resumed_runs_are_one_longer_run(name):
     """Of a kernel alone, by a program that JAX checks for keys that are used twice."""
     mcmc, kernel = copy.copy(finished(name)), KERNELS[name].make(MODEL.model)

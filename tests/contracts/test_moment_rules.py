@@ -30,14 +30,6 @@ def random(seed, *shape):
 IMAGE, KERNEL, W = random(0, 2, 4, 3, 2), random(1, 3, 2, 2, 3), random(2, 3, 4)
 
 
-def rows(table, fast):
-    """Rows of a table; those with the rule of another row run in `make test-all`."""
-    return [
-        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
-        for name in table
-    ]
-
-
 def primitives(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name
@@ -220,7 +212,7 @@ SATURATED = {
 }
 
 
-@pytest.mark.parametrize("name", rows(SATURATED, {"tanh"}))
+@each("name", SATURATED, fast=1)
 def test_saturated_units_have_moments(name, x64):
     """The break is 7 to 45 sd away; where it makes the variance, that was NaN."""
     fn, above = SATURATED[name]
@@ -246,7 +238,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", rows(SMALL, {"steep", "kink"}))
+@each("name", SMALL, fast=2)
 def test_small_variances_do_not_straighten_a_function(name):
     """In float32, where variances below 2.4e-5 are small."""
     fn, var = SMALL[name]
@@ -333,12 +325,7 @@ BROADCAST = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    rows(
-        BROADCAST, {"affine, then tanh", "as many elements as nodes", "choice", "twice"}
-    ),
-)
+@each("name", BROADCAST, fast={"affine, then tanh", "choice", "twice"})
 def test_a_function_of_a_smaller_array_is_one_function(name, x64):
     """``tanh(w * x)`` crashed, ``tanh(w) + w * x`` with as many elements as nodes had
     the variance 1e-12.
@@ -551,24 +538,6 @@ def test_maximum_rule_agrees_with_the_product_of_cdfs(name, x64):
         found = jax.jit(propagate(fn))(IMAGE)
         np.testing.assert_allclose(found.mean, mean, atol=2e-5)
         np.testing.assert_allclose(found.var, var, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_largest_of_many_is_exact(x64):
-    """Pooling over a 7 by 7 image of standard normals has the density 49 phi Phi^48;
-    slopes share the mean.
-    """
-    t = np.linspace(-9, 9, 1_000_001)
-    density = 49 * stats.norm.pdf(t) * stats.norm.cdf(t) ** 48 * (t[1] - t[0])
-    mean = (t * density).sum()
-    x, largest_of = Gaussian(np.zeros(49), np.ones(49)), propagate(lambda x: x.max(0))
-    np.testing.assert_allclose(
-        np.array(largest_of(x)), [mean, ((t - mean) ** 2 * density).sum()], rtol=1e-7
-    )
-    # E max is the mean, plus the sd times E max of standard ones
-    slopes = jax.grad(lambda x: largest_of(x).mean)(x)
-    np.testing.assert_allclose(slopes.mean, np.full(49, 1 / 49), rtol=1e-6)
-    np.testing.assert_allclose(slopes.var, np.full(49, mean / 2 / 49), rtol=1e-6)
 
 
 def test_every_rule_is_in_a_function_of_these_tables(x64):

@@ -124,7 +124,7 @@ KINDS_OF_PRIOR = {
 
 
 @pytest.mark.parametrize(("make", "scale"), KINDS_OF_PRIOR.values(), ids=KINDS_OF_PRIOR)
-def test_kinds_of_prior(make, scale):
+def test_a_prior_may_be_a_distribution_a_function_or_a_dictionary(make, scale):
     fn = trace_of(model, X, Y, make())["net/Dense_0.kernel"]["fn"]
     assert fn.event_shape == (2, 3)
     while isinstance(fn, dist.Independent | dist.ExpandedDistribution):

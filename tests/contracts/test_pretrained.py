@@ -231,31 +231,6 @@ def test_a_kernel_learns_the_joint_mode():
     assert within_errors((bias - mean) ** 2, variance[0])
 
 
-@pytest.mark.slow
-def test_collapsed_sites_have_the_posterior_given_the_learned_values():
-    """The factor of the integrated sites is computed with the values that the kernel
-    holds, not with the start.
-    """
-    model = model_of({"Dense_0.bias": priors.Normal, **LEARNED})
-    kernel, bias = PARAMS["Dense_0.kernel"] + 0.5, PARAMS["Dense_0.bias"]
-    held = handlers.substitute(
-        infer.collapse(model, sorted(LAST), X, Y), {"net/Dense_0.kernel": kernel}
-    )
-    trace = handlers.trace(
-        handlers.seed(handlers.substitute(held, {"net/Dense_0.bias": bias}), 0)
-    ).get_trace(X, Y)
-    (factor,) = (
-        s["fn"].log_factor
-        for s in trace.values()
-        if s["type"] == "sample" and s["is_observed"]
-    )
-    hidden = features(X, {"Dense_0.kernel": kernel, "Dense_0.bias": bias}).astype(float)
-    marginal = hidden @ hidden.T / H + 1 + NOISE**2 * np.eye(N)
-    np.testing.assert_allclose(
-        factor, scipy.stats.multivariate_normal(cov=marginal).logpdf(Y), rtol=1e-4
-    )
-
-
 # -- symmetries and kernels of wide networks -------------------------------------------
 
 

@@ -158,27 +158,6 @@ def test_random_elements_reach_the_whole_group():
 
 
 @pytest.mark.parametrize(
-    ("make", "argument", "fragment"),
-    [
-        (lambda: Scale([3]), "weights", "got 3. Pass a site, or a pair"),
-        (lambda: Shift([(1, "w")]), "elements", "got (1, 'w')"),
-        (lambda: Rescale([("w", 1)], []), "outgoing", "got nothing"),
-        (lambda: SignFlip([("w", 1, 2, 3)]), "elements", ""),
-        (lambda: JointScale([("w", 1)], "s"), "weights", "whole sites, without axes"),
-        (lambda: JointScale("w", ["s", "t"]), "scale", "Name one site"),
-        (
-            lambda: symmetry.from_network("net", (3,)),
-            "net",
-            "got 'net'. Pass a specification",
-        ),
-    ],
-)
-def test_wrong_parts_are_refused(make, argument, fragment):
-    with refused(argument, fragment):
-        make()
-
-
-@pytest.mark.parametrize(
     ("s", "fragment"),
     [
         (

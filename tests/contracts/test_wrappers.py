@@ -31,13 +31,6 @@ WARMUP, DRAWS = 4, 6
 HIDDEN = "net/Dense_0.kernel"
 
 
-def params(names=tuple(WRAPPERS), fast=FAST_WRAPPERS):
-    return [
-        pytest.param(name, marks=() if name in fast else pytest.mark.slow)
-        for name in names
-    ]
-
-
 def of_row(name):
     """A new kernel, un-pickled unless its model was made in a function."""
     entry = ZOO[WRAPPERS[name].model]
@@ -92,7 +85,7 @@ def walked(name):
     return kernel, states
 
 
-@pytest.mark.parametrize("name", params())
+@each("name", WRAPPERS, fast=FAST_WRAPPERS)
 def test_all_sites_of_the_model_are_drawn(name):
     """Those that were integrated out, too: finite and different in all draws."""
     row, (kernel, states) = WRAPPERS[name], walked(name)
@@ -116,9 +109,7 @@ def test_all_sites_of_the_model_are_drawn(name):
         assert ((accepted > 0) & (accepted <= 1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize(
-    "name", params(fast=[name for name in FAST_WRAPPERS if "collapse" not in name])
-)
+@each("name", WRAPPERS, fast=FAST_WRAPPERS[:2])
 def test_another_kernel_continues_bit_for_bit_from_a_state(name):
     """As a run does that was stopped: what a kernel knows of its warm-up and of its
     past is in its state.
@@ -141,7 +132,7 @@ OF_MODELS = [
 ]
 
 
-@pytest.mark.parametrize("name", params(OF_MODELS))
+@each("name", OF_MODELS, fast=FAST_WRAPPERS)
 def test_the_inner_kernel_knows_energy_and_gradient_after_the_moves(name):
     """By NumPyro's own evaluation of the model, given what other blocks hold."""
     entry, state, held = ZOO[WRAPPERS[name].model], walked(name)[1][-1], {}

@@ -492,37 +492,6 @@ INTERCEPTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INTERCEPTS)
-def test_an_intercept_with_any_prior_is_learned(name):
-    """40 points around 5: the posterior of the intercept is one-dimensional.
-
-    A normal of the same moments stands for the prior, of a positive site for that of
-    its logarithm.
-    """
-    prior, log_prior, (of_mean, of_variance) = INTERCEPTS[name]
-    y, b = 5 + np.random.default_rng(0).normal(size=40), np.linspace(0.001, 10, 4001)
-
-    def model(x, y=None):
-        w = numpyro.sample("w", dist.Normal(0.0, 1e-3))
-        numpyro.sample(
-            "y", dist.Normal(x * (w + numpyro.sample("b", prior())), 1.0), obs=y
-        )
-
-    guide, fit = learn(
-        model,
-        np.ones(40),
-        y,
-        means={"w": 0.0, "b": 0.0} if name == "mixture" else {"w": 0.0},
-    )
-    mean, variance = guide.predictive_moments(fit.params, np.ones(1), noise=False)
-    exact, exact_variance = moments(
-        b, log_prior(b) + stats.norm.logpdf(y[:, None], b).sum(0)
-    )
-    np.testing.assert_allclose(mean, exact, rtol=0, atol=of_mean * exact_variance**0.5)
-    np.testing.assert_allclose(variance, exact_variance, rtol=of_variance)
-
-
 # -- scales ----------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.stats
-from helpers import refused
+from helpers import each, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
@@ -278,10 +278,7 @@ MAPS = {
 FAST_MAPS = {"outputs", "hierarchy", "integers"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST_MAPS else pytest.mark.slow) for n in MAPS],
-)
+@each("name", MAPS, fast=FAST_MAPS)
 def test_every_linear_map_is_integrated_and_drawn(name):
     """The log joint density of NumPyro is quadratic in the linear sites: two
     derivatives give all of it.
@@ -437,7 +434,7 @@ def loses_digits(matrix):
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (4, 12)])
-def test_all_second_derivatives(shape, x64):
+def test_samplers_get_the_right_second_derivatives_of_a_collapsed_density(shape, x64):
     rng = np.random.default_rng(0)
     point = (
         jnp.asarray(rng.normal(size=shape)),
@@ -514,62 +511,6 @@ def test_single_precision(case):
             np.mean([(along(at) - along(exact)) ** 2 for _, at in rounded])
         )
         assert abs(along(slopes) - along(exact)) < 10 * inherent + digits * scale
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "equal", [True, False], ids=["one layer", "scales of their own"]
-)
-def test_several_outputs_have_the_values_and_slopes_of_each(equal):
-    """Also of several chains at once."""
-    matrix, _ = features(8, 0.1, 1.0)
-    residuals = jnp.asarray(
-        np.random.default_rng(2).normal(size=(2, len(matrix), 3)), jnp.float32
-    )
-    scales = (
-        jnp.ones((2, 3)) if equal else jnp.asarray([[1.0, 1.0, 2.0], [1.0, 0.5, 1.0]])
-    )
-    together = jax.vmap(
-        jax.value_and_grad(evidence_of(matrix.shape, 3), (1, 2)), (None, 0, 0)
-    )
-    values, slopes = jax.jit(together)(matrix, residuals, scales)
-    for chain in range(2):
-        total = 0.0
-        for k in range(3):
-            scale, residual = float(scales[chain, k]), residuals[chain, :, k : k + 1]
-            value, (by_matrix, by_residual) = slopes_of(matrix.shape)(
-                scale * matrix, residual
-            )
-            total += float(value)
-            np.testing.assert_allclose(
-                slopes[0][chain, :, k : k + 1],
-                by_residual,
-                atol=1e-4 * np.abs(by_residual).max(),
-            )
-            np.testing.assert_allclose(
-                slopes[1][chain, k], jnp.sum(by_matrix * matrix), rtol=1e-3
-            )
-        np.testing.assert_allclose(values[chain], total, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_one_model_that_needs_more_digits_takes_all_along():
-    """Under `vmap`, also twice, values and slopes are those of each."""
-    hard, easy = features(1, 0.01, 1.0), features(8, 0.1, 1.0)
-    assert [bool(loses_digits(matrix)) for matrix, _ in (hard, easy)] == [True, False]
-    fn = slopes_of(easy[0].shape)
-    each = [fn(*point) for point in (hard, easy, easy, hard)]
-    matrix, residual = (
-        jnp.stack([a, b, b, a]).reshape(2, 2, *a.shape)
-        for a, b in zip(hard, easy, strict=True)
-    )
-    value, slopes = jax.vmap(jax.vmap(fn))(matrix, residual)
-    np.testing.assert_allclose(value.ravel(), [alone for alone, _ in each], rtol=1e-5)
-    for part, together in enumerate(slopes):
-        for a, (_, b) in zip(
-            together.reshape(4, *together.shape[2:]), each, strict=True
-        ):
-            np.testing.assert_allclose(a, b[part], atol=3e-4 * np.abs(b[part]).max())
 
 
 # -- refusals --------------------------------------------------------------------------

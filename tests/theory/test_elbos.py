@@ -176,25 +176,6 @@ def test_loss_and_gradient_have_the_expectation_of_numpyros_elbo(name):
         assert same_mean(draws_of(elbo, model, guide, params, args, seed=1), expected)
 
 
-@pytest.mark.slow
-def test_guides_with_factors_have_the_right_expectation():
-    """The guide's factor depends on `w` and sees its draw. Failure rate 1e-4."""
-
-    def model(x, y):
-        observe(x @ weight("w", 3), y)
-
-    def guide(x, y):
-        w = numpyro.sample("w", dist.Normal(numpyro.param("loc"), 0.3).to_event(1))
-        z = numpyro.sample("z", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
-        numpyro.factor("r", -jnp.sum((w - z) ** 2))
-
-    args, params = tuple(map(jnp.asarray, (X, Y))), {"loc": 0.3 * jnp.ones(3)}
-    elbo = TraceLocalReparam_ELBO()
-    assert elbo.report(model, guide, params, *args) == {"w": LOCAL}
-    expected = draws_of(Trace_ELBO(), model, guide, params, args)
-    assert same_mean(draws_of(elbo, model, guide, params, args, seed=1), expected)
-
-
 def test_a_mean_of_integers_has_real_noise():
     """A guide N(0, 0.5^2) whose location is the number 0. Failure rate 1e-4."""
 
@@ -318,52 +299,6 @@ def test_divergence_from_a_prior_that_is_drawn_from_the_site():
     of_tau = 0.5 * (0.1**2 + 0.25 - 1) - np.log(0.1)
     exact = of_tau - 0.5 + np.exp(0.52)
     assert abs(losses.mean() - exact) < 4 * losses.std() / COUNT**0.5
-
-
-# -- cost ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_cost_of_a_step_is_near_that_of_a_deterministic_one():
-    """Arithmetic the compiler counts, of a small network: at most 2.2 times."""
-    net = nn.Sequential(
-        [
-            nn.Conv2d(16, 5),
-            nn.Activation("relu"),
-            nn.MaxPool(2),
-            nn.Flatten(),
-            nn.Dense(10),
-        ]
-    )
-    x, y = jnp.ones((64, 12, 12, 1)), jnp.zeros(64, int)
-
-    def model(x, y):
-        network = random_network("net", net, x.shape[1:], priors.Normal())
-        with numpyro.plate("data", 1000, subsample_size=len(x)):
-            numpyro.sample("y", dist.Categorical(logits=network(x)), obs=y)
-
-    guide, params = mean_field(model, x, y)
-    weights = {
-        name: jnp.zeros(shape) for name, shape in net.param_shapes(x.shape[1:]).items()
-    }
-
-    def deterministic(weights):
-        return -jnp.sum(jax.nn.log_softmax(net.apply(weights, x))[jnp.arange(64), y])
-
-    def operations(fn, argument):
-        return (
-            jax.jit(jax.value_and_grad(fn))
-            .lower(argument)
-            .compile()
-            .cost_analysis()["flops"]
-        )
-
-    base = operations(deterministic, weights)
-    for elbo in (TraceFlipout_ELBO(), TraceLocalReparam_ELBO()):
-        flops = operations(
-            lambda p, e=elbo: e.loss(random.key(0), p, model, guide, x, y), params
-        )
-        assert flops < 2.2 * base
 
 
 # -- NumPyro's interface ---------------------------------------------------------------

@@ -154,15 +154,6 @@ def test_k_hat_of_equal_impossible_and_few_weights():
 # -- what it is computed on ------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_weights_do_not_depend_on_batches_chunks_and_the_kind_of_key():
-    options = {"batch_size": 7, "draws_per_chunk": 6, "rng_key": jax.random.PRNGKey(0)}
-    expected, found = (
-        judged(num_samples=20, **changes).log_weights for changes in ({}, options)
-    )
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
 def test_other_values_compile_nothing(compiled):
     judged(num_samples=20)
     params, key, y = mean_field(2.0), jax.random.key(6), 2 * Y

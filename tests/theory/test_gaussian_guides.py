@@ -121,32 +121,6 @@ def test_conditioned_weights_follow_their_scale_and_mean(form):
 # -- starts ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_wide_layers_start_with_unit_preactivations():
-    """With n = 400 inputs of variance 1 sum w_i^2 is 1; NumPyro's start has n 4 / 3."""
-    x = jax.random.normal(jax.random.key(0), (100, 400))
-
-    def wide(x):
-        w = [
-            numpyro.sample(f"w{i}", dist.Normal(0.0, 1.0).expand([400, 400]))
-            for i in range(2)
-        ]
-        numpyro.deterministic(
-            "shift", numpyro.sample("b", dist.Normal(0.5, 1.0).expand([400]))
-        )
-        first = numpyro.deterministic("first", x @ w[0])
-        numpyro.deterministic("second", jnp.tanh(first) @ w[1])
-
-    guide = guides.AutoMeanField(wide)
-    found = guide.median(first_params(guide, x))
-    # The mean of 40,000 squares with correlated inputs and weights: relative sd about
-    # (2/400)^1/2 / 400^1/2 twice.
-    assert np.var(found["first"]) == pytest.approx(1.0, rel=0.05)
-    tanh = float(np.mean(np.tanh(np.random.default_rng(0).normal(size=10**6)) ** 2))
-    assert np.var(found["second"]) == pytest.approx(tanh, rel=0.05)
-    np.testing.assert_allclose(found["shift"], 0.5)
-
-
 @pytest.mark.parametrize("centered", [True, False])
 def test_hierarchical_kernels_start_at_fan_in_scale(centered):
     """The kernel itself, also when the model samples it as scale times unit normal."""

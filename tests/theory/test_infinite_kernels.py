@@ -51,9 +51,7 @@ NETWORKS = {
         nn.MaxPool((2, 1)), "tanh", nn.Flatten(), nn.Dense(h), "relu"
     ),
 }
-EACH = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "branches" else slow) for n in NETWORKS]
-)
+EACH = each("name", NETWORKS, fast=["branches"])
 PRIOR = priors.Normal(1.3, bias_scale=0.4, gain_scale=0.3)
 
 
@@ -375,6 +373,6 @@ def test_scales_by_input_multiply_the_inputs(x64):
         (SMALL, lambda: {"x2": np.zeros((2, 2))}, "x2"),
     ],
 )
-def test_errors_teach(net, options, message):
+def test_networks_without_a_kernel_are_refused_with_the_way_out(net, options, message):
     with pytest.raises(ValueError, match=message):
         nngp(net, **{"x1": data(), **options()})

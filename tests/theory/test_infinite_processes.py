@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import group, group_names
-from numpyro import handlers
 from scipy import stats
 
-from numpyro_bnn import nn, priors, random_network, to_inference_data
+from numpyro_bnn import nn, priors, to_inference_data
 from numpyro_bnn.infinite import empirical_ntk, gp_regression, nngp, prior_fit
 
 NET = nn.MLP([8, 8, 1], "erf")
@@ -211,24 +210,6 @@ def test_scales_are_found():
             max(evidence(**{name: factor}) for factor in (0.98, 1.02))
             < found.log_marginal_likelihood
         ), name
-
-
-@pytest.mark.slow
-def test_found_prior_serves_networks():
-    """By input, with a normalization, and nested names."""
-    block = nn.Residual(nn.Sequential([nn.LayerNorm(), "relu", nn.Dense(6)]))
-    net = nn.Sequential([nn.Dense(6), block, nn.Dense(1)])
-    found = prior_fit(net, X, Y, ard=True, max_steps=3)
-    assert found.scales["Dense_0.kernel"].shape == (2,)
-    with handlers.seed(rng_seed=0), handlers.trace() as trace:
-        assert np.isfinite(
-            random_network("net", net, (2,), found.prior)(jnp.asarray(X, jnp.float32))
-        ).all()
-    assert set(trace) == {f"net/{name}" for name in net.param_shapes((2,))}
-    sd = np.sqrt(trace["net/Dense_0.kernel"]["fn"].variance)
-    np.testing.assert_allclose(
-        sd[:, 0] * 2**0.5, found.scales["Dense_0.kernel"], rtol=1e-5
-    )
 
 
 def test_a_strong_prior_holds_the_scales_and_leaves_the_noise():

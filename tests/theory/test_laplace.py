@@ -14,7 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, refused
+from helpers import each, group, refused
 from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import Predictive
@@ -172,9 +172,7 @@ def information(name, point):
     ) + np.eye(w.size)
 
 
-@pytest.mark.parametrize(
-    "name", ["counts", pytest.param("softmax", marks=pytest.mark.slow)]
-)
+@each("name", ["counts", "softmax"], fast=1)
 def test_canonical_links_give_the_hessian(name):
     """The Gauss-Newton matrix of a linear model with a canonical link is the Hessian of
     the log density.
@@ -284,27 +282,6 @@ def test_draws_and_quantiles_have_the_density_of_the_guide(structure):
     found = ravel_pytree({name: upper[name][0] for name in point})[0]
     np.testing.assert_allclose(
         found, mean + 1.959964 * np.sqrt(np.diag(exact)), rtol=1e-5
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_minibatches_have_the_precision_of_all_rows(structure):
-    name = "noisy network"
-    guide, fit, point = placed(name, structure, 1000)
-    _, of_batches = run(
-        ZOO[name].model, structure, data_of(name), point, 1000, batch_size=5
-    )
-    for field in ("log_evidence", "effective_parameters", "grad_norm", "distance"):
-        np.testing.assert_allclose(
-            getattr(of_batches, field), getattr(fit, field), rtol=1e-8
-        )
-    together, rows = (
-        guide.predictive(fit.params, data_of(name)[0], covariance=c).covariance
-        for c in (True, False)
-    )
-    np.testing.assert_allclose(
-        rows, together[np.arange(N), :, np.arange(N)], rtol=1e-6, atol=1e-9
     )
 
 

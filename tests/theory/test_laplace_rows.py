@@ -69,15 +69,8 @@ def mode_of_time(mean):
     return {"w": mean[:6].reshape(2, 3), "b": mean[6]}
 
 
-def slow_but(fast, values):
-    return [
-        pytest.param(value, marks=[] if value == fast else pytest.mark.slow)
-        for value in values
-    ]
-
-
-@pytest.mark.parametrize("batch_size", slow_but(3, [None, 1, 3]))
-@pytest.mark.parametrize("length", slow_but(2, [2, 3, 7]))
+@each("batch_size", [None, 1, 3], fast=[3])
+@each("length", [2, 3, 7], fast=1)
 def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     """Chunks of 3, 2 and 2 rows at 2 times, as many times as rows, new rows as many as
     times, and one by one.
@@ -101,7 +94,7 @@ def test_a_time_axis_is_not_taken_for_rows(length, batch_size):
     )
 
 
-@pytest.mark.parametrize("batch_size", slow_but(3, [None, 3]))
+@each("batch_size", [3, None], fast=1)
 def test_factors_of_time_major_layers(batch_size):
     """Inputs of all rows and times, gradients of them all, as the definition of the
     factors says.
@@ -122,24 +115,6 @@ def test_factors_of_time_major_layers(batch_size):
         variance[:3],
         rtol=1e-8,
     )
-
-
-def test_minibatches_of_one_row():
-    """A single row has an axis of length one, in which no label can be lost."""
-
-    def model(x, y=None, batch_size=None):
-        b = weights("b")
-        with numpyro.plate("data", x.shape[0], subsample_size=batch_size) as i:
-            mean = x[i][:, 0, 0] * b
-            numpyro.sample(
-                "y", dist.Normal(mean, NOISE), obs=None if y is None else y[i]
-            )
-
-    random = np.random.default_rng(RANDOM)
-    x, y = random.normal(size=(5, 2, 2)), random.normal(size=5)
-    mean, _, evidence = exact(x[:, :1, 0], y)
-    _, fit = run(model, "diag", (x, y, 1), {"b": mean[0]})
-    np.testing.assert_allclose(fit.log_evidence, evidence, rtol=1e-9)
 
 
 @pytest.mark.parametrize("centered", [False, True])
@@ -369,20 +344,3 @@ def test_state_that_a_module_changes_is_refused():
             continue
         with refused("model", "['n"):
             guide.run(jax.random.key(0), x, x[:, 0], num_epochs=0, progress_bar=False)
-
-
-@pytest.mark.slow
-def test_a_fit_reads_the_model_once():
-    """And once more for the prior scale of weights that it standardizes."""
-    runs = []
-
-    def model(y):
-        runs.append(y.shape)
-        scale = numpyro.sample("scale", dist.HalfNormal())
-        w = numpyro.sample("w", dist.Normal(0.0, scale))
-        with numpyro.plate("data", 4) as i:
-            numpyro.sample("y", dist.Normal(w, 1.0), obs=y[i])
-
-    guide = guides.AutoLaplace(model, "diag")
-    guide.run(jax.random.key(0), jnp.arange(4.0), progress_bar=False)
-    assert len(runs) == 2

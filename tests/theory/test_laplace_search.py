@@ -11,10 +11,9 @@ import optax
 import pytest
 from helpers import each
 from scipy import stats
-from zoo import NET, NOISE, ZOO, X, Y
+from zoo import NOISE, ZOO, X, Y
 
-import numpyro_bnn as bnn
-from numpyro_bnn import guides, priors
+from numpyro_bnn import guides
 
 pytestmark = [
     pytest.mark.usefixtures("x64"),
@@ -58,15 +57,6 @@ def test_a_dense_precision_finds_the_mode():
     assert fit.converged
     assert fit.losses[-1] < fit.losses[:20].min() - 10
     assert np.all(np.diff(fit.losses[20:]) < 0)
-
-
-@pytest.mark.slow
-def test_steps_of_newton_are_straight_without_second_derivatives():
-    """A unit with a derivative in reverse mode only."""
-    unit = jax.custom_vjp(jnp.tanh)
-    unit.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
-    _, fit = run(network, "full", *smooth(), unit, 0.1, num_epochs=20)
-    assert fit.converged
 
 
 @pytest.mark.slow
@@ -394,33 +384,6 @@ def student(scale=1.0):
 
 def heavy():
     return student(numpyro.sample("scale", dist.HalfNormal(1.0)))
-
-
-@pytest.mark.slow
-def test_a_linen_module_has_the_posterior_of_the_network():
-    """It asks for random numbers to start parameters, all of which have priors."""
-
-    def ours(x, y=None):
-        net = bnn.random_network("net", NET, (2,), priors.Normal())
-        with numpyro.plate("data", x.shape[0]):
-            numpyro.sample("y", dist.Normal(net(x)[..., 0], NOISE), obs=y)
-
-    def predictive(model, at):
-        settings = {"num_epochs": 0, "init_params": at}
-        guide, fit = run(model, "full", *data(), **settings)
-        return guide.predictive(fit.params, data()[0])
-
-    rng, weights = np.random.default_rng(0), {}
-    for name, shape in ZOO["flax"].shapes.items():
-        weights[name] = rng.normal(size=shape)
-    layers = {"layers_0": "Dense_0", "layers_2": "Dense_1"}
-    renamed = {}
-    for name, value in weights.items():
-        layer, part = name.removeprefix("net/").split(".")
-        renamed[f"net/{layers[layer]}.{part}"] = value
-    found, expected = predictive(ZOO["flax"].model, weights), predictive(ours, renamed)
-    np.testing.assert_allclose(found.mean, expected.mean)
-    np.testing.assert_allclose(found.variance, expected.variance)
 
 
 # Model, structure and options, and the refusal.

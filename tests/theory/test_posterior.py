@@ -101,14 +101,7 @@ MODELS = {
 
 
 # Together they have all that the others have.
-FAST = ("hierarchical", "random inside", "several", "bounded", "local", "looped")
-
-
-def rows(names):
-    return [
-        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-        for name in names
-    ]
+FAST = ("random inside", "several", "bounded", "local", "looped")
 
 
 def log_joint(model, args, kwargs, values, rng_key):
@@ -126,7 +119,7 @@ def expected_potential(model, args, kwargs, values, z, rng_key):
     return -total
 
 
-@pytest.mark.parametrize("name", rows(MODELS))
+@each("name", MODELS, fast=FAST)
 def test_densities_are_those_of_numpyro(name):
     """The potential, under JAX's transformations; its parts; values; log likelihoods by
     row.
@@ -153,15 +146,16 @@ def test_densities_are_those_of_numpyro(name):
         constrained = posterior.constrain(z)
         likelihoods = posterior.log_likelihood(z, rng_key=key)
         parts = posterior.log_prior(z), posterior.log_jacobian(z)
-        return constrained, posterior.unconstrain(constrained), likelihoods, parts
+        inverse = posterior.unconstrain(constrained)
+        return constrained, inverse, likelihoods, parts, potential(z)
 
     values, by_row, expected, gradient = of_numpyro(z)
-    constrained, inverse, likelihoods, parts = of_posterior(z)
+    constrained, inverse, likelihoods, parts, energy = of_posterior(z)
     assert constrained.keys() == z.keys()
     for site in z:
         np.testing.assert_allclose(constrained[site], values[site], rtol=1e-6)
         np.testing.assert_allclose(inverse[site], z[site], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(potential(z), expected, rtol=1e-5)
+    np.testing.assert_allclose(energy, expected, rtol=1e-5)
     pair = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), z)
     energies, gradients = jax.jit(jax.vmap(jax.value_and_grad(potential)))(pair)
     np.testing.assert_allclose(energies, expected, rtol=1e-5)
@@ -180,9 +174,7 @@ def test_densities_are_those_of_numpyro(name):
             np.testing.assert_allclose(likelihoods[site], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", rows(n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED))
-)
+@each("name", [n for n in MODELS if n not in (*WITHOUT_BATCHES, *LOOPED)], fast=FAST)
 def test_minibatches_are_those_of_numpyro(name):
     """Read on all rows or on a minibatch, with the indices as inputs of a program; the
     mean over batches is the whole.
@@ -225,8 +217,8 @@ def test_minibatches_are_those_of_numpyro(name):
     energies = jax.jit(
         jax.vmap(lambda rows: on_batch.potential(z, {"data": rows})),
     )(batches)
-    whole = on_all.potential(z)
-    np.testing.assert_allclose(on_batch.potential(z), whole, rtol=1e-5)
+    whole = jax.jit(on_all.potential)(z)
+    np.testing.assert_allclose(jax.jit(on_batch.potential)(z), whole, rtol=1e-5)
     np.testing.assert_allclose(energies.mean(), whole, rtol=1e-4)
 
 
@@ -246,11 +238,11 @@ def test_rows_may_be_all_in_another_order(batch_size):
     order, z = jnp.array([2, 0, 3, 1]), {"b": y}
     for columns in (jnp.array([1, 0, 2]), jnp.array([2, 1])):
         chosen = {"rows": order, "columns": columns}
-        log_p = posterior.log_likelihood(z, chosen)["y"]
+        log_p = jax.jit(posterior.log_likelihood)(z, chosen)["y"]
         assert log_p.shape == (4, columns.size)
         np.testing.assert_allclose(log_p, dist.Normal().log_prob(0.0), rtol=1e-6)
-    whole = posterior.potential(z)
-    np.testing.assert_allclose(posterior.potential(z, {"rows": order}), whole)
+    potential = jax.jit(posterior.potential)
+    np.testing.assert_allclose(potential(z, {"rows": order}), potential(z))
 
 
 def test_standardized_weights_have_the_density_of_the_non_centered_model():
@@ -323,7 +315,10 @@ def test_only_unbounded_values_are_standardized():
 
     posterior = Posterior(model)
     z = {"s": 0.7, "v": jnp.ones(3), "m": jnp.ones((1, 2))}
-    difference = posterior.potential(z) - posterior.potential(z, standardized=True)
+    plain, standardized = jax.jit(
+        lambda z: [posterior.potential(z, standardized=s) for s in (False, True)]
+    )(z)
+    difference = plain - standardized
     np.testing.assert_allclose(difference, 2 * 0.7, rtol=1e-4)  # of m alone
 
 
@@ -386,8 +381,8 @@ def test_sites_of_a_sample_shape():
     posterior = Posterior(model, (y,))
     z = posterior.initial(key)
     np.testing.assert_array_equal(z["w"], expected.param_info.z["w"])
-    energy = posterior.potential(z)
-    np.testing.assert_allclose(energy, expected.potential_fn(z), rtol=1e-6)
+    energies = [jax.jit(f)(z) for f in (posterior.potential, expected.potential_fn)]
+    np.testing.assert_allclose(*energies, rtol=1e-6)
 
 
 def test_densities_end_where_distributions_leave_their_bounds():
@@ -445,7 +440,8 @@ def moves_of_moves(model):
 RUNS = {sgld: 2, mclmc: 2, orbit_moves: 3, moves_of_moves: 2}
 
 
-@each("kernel", [sgld, mclmc, orbit_moves, moves_of_moves], fast=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", RUNS)
 def test_kernels_run_a_model_to_read_it_and_no_more(kernel):
     runs = []
 

@@ -18,7 +18,7 @@ from numpyro import handlers
 from numpyro.contrib.control_flow import scan
 from numpyro.infer import MCMC, SVI, Trace_ELBO
 from numpyro.primitives import Messenger
-from zoo import NOISE, ZOO, X, Y, line, network, spread
+from zoo import NOISE, X, Y, line, network, spread
 
 from numpyro_bnn import guides, infer, symmetry, to_inference_data
 from numpyro_bnn.program.axes import counted
@@ -218,57 +218,6 @@ def test_other_data_compile_nothing(call, most, compiled):
         call(seed, jnp.asarray(X[:17] + seed), jnp.asarray(Y[:17] - seed))
         counts.append(len(compiled) - before)
     assert counts[1] == 0 < counts[0] <= most
-
-
-@pytest.mark.slow
-def test_models_that_compute_shapes_from_data():
-    """The number of groups follows from values, which traced inputs do not have."""
-
-    def model(group, y):
-        effect = numpyro.sample(
-            "effect", dist.Normal(0.0, 1.0).expand([len(np.unique(group))]).to_event(1)
-        )
-        with numpyro.plate("data", len(y)):
-            numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
-
-    for labels, make in (
-        ([0, 1, 1], mala),
-        ([0, 1, 2], mala),
-        ([0, 1, 1], infer.SGLD),
-    ):
-        mcmc = MCMC(
-            make(model, step_size=0.5), num_warmup=0, num_samples=2, progress_bar=False
-        )
-        mcmc.run(random.key(0), np.array(labels), THREE)
-        assert mcmc.get_samples()["effect"].shape == (2, len(set(labels)))
-    exported = to_inference_data(mcmc)
-    assert group(exported, "posterior_predictive")["y"].shape == (1, 2, 3)
-    np.testing.assert_array_equal(group(exported, "observed_data")["y"], THREE)
-
-
-@pytest.mark.slow
-def test_changed_data_are_read_again():
-    """A second run of one ``MCMC`` on other data, and on the same table with other
-    values, does not see the first.
-    """
-    x, exact = X.copy(), ZOO["line"].exact
-    mcmc = MCMC(
-        mala(line, warm_start=0.5),
-        num_warmup=20,
-        num_samples=200,
-        progress_bar=False,
-    )
-
-    def check(sign, y):
-        mcmc.run(random.key(0), x, y)
-        error = np.abs(mcmc.get_samples()["w"].mean(0) - sign * exact.mean["w"])
-        # at least 20 effective draws
-        assert np.all(error < 5 * exact.sd["w"] / np.sqrt(20))
-
-    check(1, Y)
-    check(-1, -Y)
-    x *= -1.0
-    check(1, -Y)
 
 
 def constants_of(closed):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import each
 from scipy.stats import norm
 
 from numpyro_bnn import sgmcmc
@@ -84,7 +84,7 @@ def same(found, expected):
 @pytest.mark.parametrize(
     "temperature", [TEMPERATURE, 0.0], ids=["warm", "gradient descent"]
 )
-def test_overdamped(temperature, x64):
+def test_a_step_of_sgld_follows_its_equation(temperature, x64):
     last = Slope(jnp.asarray(L.T @ slope(POSITION)))
     found = one_step(Overdamped(), last, NOISE[:1], SHIFT, temperature=temperature)
     q = POSITION + L @ (
@@ -104,7 +104,7 @@ def test_overdamped(temperature, x64):
     ],
     ids=["Langevin", "leapfrog", "fresh momenta", "damped descent"],
 )
-def test_baoab(friction, temperature, x64):
+def test_a_step_of_sghmc_follows_its_equations(friction, temperature, x64):
     memory = Momentum(jnp.asarray(R), jnp.asarray(L.T @ slope(POSITION)))
     found = one_step(BAOAB(friction), memory, NOISE[:1], SHIFT, temperature=temperature)
     kicked = kick(R, POSITION, H / 2)
@@ -130,7 +130,7 @@ def test_momenta_start_at_the_temperature(x64):
 
 
 @pytest.mark.parametrize("xi", [0.8, -0.5, 0.0])
-def test_thermostat(xi, x64):
+def test_a_step_of_sgnht_follows_its_equations(xi, x64):
     """Also at xi = 0 after half a step, where the refresh has a limit, 2 A h."""
     kicked = kick(R, POSITION, H / 2)
     warm = H / 2 / 1.4 * (kicked @ kicked / 3 - TEMPERATURE)
@@ -199,7 +199,7 @@ def probability(start, end):
 
 
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
-def test_mala(uniform, x64):
+def test_a_proposal_of_mala_has_its_acceptance_probability(uniform, x64):
     h = 0.3**0.5
     memory = PhasePoint(*map(jnp.asarray, (R, potential(POSITION), slope(POSITION))))
     found = one_step(MALA, memory, NOISE[2:3], uniform=uniform, eps=0.3)
@@ -218,7 +218,7 @@ def test_mala(uniform, x64):
 
 
 @pytest.mark.parametrize("uniform", [ALWAYS, NEVER])
-def test_hmc(uniform, x64):
+def test_a_rejected_trajectory_of_hmc_goes_back_to_its_start(uniform, x64):
     """A rejected trajectory goes back to its start with the momentum reversed."""
     found = one_step(
         HMC(3, 0.3, jitter=0.2),
@@ -297,13 +297,6 @@ def test_every_dynamics_has_a_sampler():
     assert parts.keys() - tested == set(), "add samplers with these to SAMPLERS"
 
 
-def rows(*fast):
-    return [
-        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
-        for name in SAMPLERS
-    ]
-
-
 @jax.jit(static_argnums=0)
 def begin(sampler, position, key):
     return sampler.init(position, key, num_warmup=5)
@@ -325,7 +318,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", rows("BAOAB on epochs"))
+@each("name", SAMPLERS, fast=["BAOAB on epochs"])
 def test_a_run_is_its_single_steps_and_goes_on_where_it_stopped(name):
     """131 steps take three blocks of random numbers, the last of them shorter; new
     seeds give another chain.
@@ -367,7 +360,7 @@ def test_float64_stays_float64(name, x64):
     assert jnp.float32 not in dtypes
 
 
-@pytest.mark.parametrize("name", rows("BAOAB on epochs", "MALA"))
+@each("name", SAMPLERS, fast=["BAOAB on epochs", "MALA"])
 def test_refresh_renews_what_is_cached_of_the_target(name):
     """After a move from outside: caches as at a fresh start, momenta kept."""
     sampler, _ = SAMPLERS[name]
@@ -628,41 +621,3 @@ def test_work_of_a_step_does_not_depend_on_the_size_of_the_data():
     assert loops
     assert "100000" in str(jaxpr)
     assert not any("100000" in str(loop) for loop in loops)
-
-
-# -- parts that do not fit together ----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argument", "make"),
-    [
-        ("gradient", lambda: build(PLAIN, MALA, schedule=0.1)),
-        (
-            "preconditioner",
-            lambda: build(ALL, MALA, sgmcmc.RMSProp(running=True), schedule=0.1),
-        ),
-        (
-            "position",
-            lambda: build(ALL, Microcanonical(), schedule=0.1).init(
-                jnp.ones(1), jax.random.key(0)
-            ),
-        ),
-        (
-            "position",
-            lambda: SAMPLERS["MALA"][0].init(jnp.zeros((2, 2)), jax.random.key(0)),
-        ),
-        (
-            "position",
-            lambda: SAMPLERS["MALA"][0].init(jnp.arange(3), jax.random.key(0)),
-        ),
-        (
-            "rng_key",
-            lambda: SAMPLERS["MALA"][0].init(
-                jnp.zeros(3), jax.random.split(jax.random.key(0))
-            ),
-        ),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(argument, make):
-    with refused(argument):
-        make()

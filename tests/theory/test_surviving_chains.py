@@ -406,7 +406,6 @@ CELLS += [
     for name in BOUNDED
     if name not in ("Poisson", "Beta")
 ]
-FAST = ("SGLD", "Poisson", None)
 
 
 def observations(name):
@@ -437,7 +436,8 @@ def moments_within_bounds(name):
     return mean, ((p / p.sum()) @ (w - mean) ** 2) ** 0.5
 
 
-@each(("kernel", "name", "batch"), CELLS, fast=[FAST])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "name", "batch"), CELLS)
 def test_chains_stay_within_the_bounds_of_a_likelihood(kernel, name, batch):
     """Right within errors and a bias of .2 sd, or reported; none behind the border."""
     low, high = BOUNDED[name][1]
@@ -506,28 +506,3 @@ def test_an_optimizer_goes_back_where_the_density_ends():
     assert np.isfinite(state.phases["Optimize"].position).all()
     # those that look at the ends of transitions count
     assert state.num_gradients >= 2 * 31
-
-
-@pytest.mark.slow
-def test_mclmc_handles_a_mode_on_a_border():
-    """The density is largest at a rate of 0: half of the steps end behind it."""
-
-    def model(y):
-        w = numpyro.sample("w", dist.Normal(0.5, 1.0))
-        numpyro.sample("other", dist.Normal(0.0, 1.0))
-        with numpyro.plate("data", len(y)):
-            numpyro.sample("y", dist.Poisson(w), obs=y)
-
-    keep = lambda state: (state.z["w"], state.base_step_size)  # noqa: E731
-    kernel = infer.MCLMC(model, steps_per_draw=50)
-    state, (w, sizes) = walk(
-        kernel, 500, (jnp.zeros(20),), warmup=200, chains=4, keep=keep
-    )
-    w = np.asarray(w[200:], np.float64)
-    assert not state.diverging.any()
-    assert (w >= 0).all()
-    assert sizes[-1].min() > 1e-4
-    error = w.mean(0).std(ddof=1) / 2
-    # t with 3 degrees of freedom, one in a hundred
-    assert abs(w.mean() - 0.0510) < 5.8 * error + 0.005
-    assert error < 0.02

@@ -2,25 +2,22 @@
 modes, inner kernels.
 """
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from helpers import group, mala, refused, walk
+from helpers import refused, walk
 from numpyro import handlers
 from numpyro.contrib.control_flow import scan
-from numpyro.infer import HMC, MCMC, NUTS, Gibbs
-from numpyro.infer.gibbs import GIBBS_SITES_KWARG, CustomGibbs, conditioned
+from numpyro.infer import HMC, MCMC
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned
 from numpyro.infer.util import compute_log_probs, constrain_fn
 from scipy import stats
 from zoo import BATCH, ZOO
 
-import numpyro_bnn as bnn
-from numpyro_bnn import infer, models, nn, priors, symmetry
+from numpyro_bnn import infer
 
 
 def run(kernel, args=(), warmup=300, draws=1000, chains=1, method="vectorized"):
@@ -167,31 +164,6 @@ def test_sites_that_other_blocks_hold_are_not_tempered():
     np.testing.assert_allclose(accepted[1:], np.exp(np.minimum(ratios, 0)), rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_values_of_all_blocks_of_a_gibbs_are_exchanged_together():
-    """Also where one block holds constrained values, another one unconstrained ones."""
-
-    def model():
-        s = numpyro.sample("s", dist.HalfNormal(2.0))
-        numpyro.sample(
-            "y",
-            dist.Normal(s * numpyro.sample("w", dist.Normal(0.0, 1.0)), 5.0),
-            obs=1.0,
-        )
-
-    def stay(rng_key, gibbs_sites, hmc_sites):
-        return gibbs_sites
-
-    gibbs = Gibbs([(CustomGibbs(stay), ["s"]), (still(model), None)])
-    kernel = infer.ParallelTempering(gibbs, 3)
-    mcmc = run(kernel, warmup=0, draws=60)
-    pairs = np.stack(
-        [np.asarray(mcmc.get_samples()[name]) for name in ("s", "w")], 1
-    ).round(4)
-    assert len(np.unique(pairs, axis=0)) == len(np.unique(pairs[:, 1])) == 3
-    assert pairs[:, 0].min() > 0
-
-
 # -- what it targets -------------------------------------------------------------------
 
 
@@ -277,50 +249,6 @@ def test_potentials_of_replicas_hold_tempered_densities_and_whole_jacobians(
 
 
 # -- inner kernels, refusals -----------------------------------------------------------
-
-
-def gibbs_of(entry):
-    """The precisions by their conditionals, the rest by HMC."""
-    model = models.regression(
-        nn.MLP([2, 1], "tanh"), priors.GammaPrecision(centered=True)
-    )
-    sites = infer.PrecisionGibbs(model).conjugate_sites(*entry.args)
-    return Gibbs([(infer.PrecisionGibbs(model), sites), (hmc(model, 0.5), None)])
-
-
-INNER = {
-    "NUTS": (lambda entry: NUTS(entry.model, max_tree_depth=3), "parallel"),
-    "Gibbs": (gibbs_of, "vectorized"),
-    "OrbitMoves": (
-        lambda entry: infer.OrbitMoves(
-            hmc(entry.model, 0.5), symmetry.find(entry.model, *entry.args)
-        ),
-        "vectorized",
-    ),
-    "MALA": (lambda entry: mala(entry.model, steps_per_draw=2), "sequential"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.core
-@pytest.mark.parametrize("name", INNER)
-def test_any_kernel_with_a_model_may_be_inside(name):
-    """Also after a round through pickle; what ArviZ gets."""
-    entry = ZOO["network"]
-    make, method = INNER[name]
-    kernel = pickle.loads(pickle.dumps(infer.ParallelTempering(make(entry), 3)))
-    mcmc = run(kernel, entry.args, 6, 4, chains=2, method=method)
-    for values in mcmc.get_samples(group_by_chain=True).values():
-        assert np.isfinite(values).all()
-        assert len(np.unique(values[:, -1])) > 1  # chains differ
-    idata = bnn.to_inference_data(mcmc, posterior_predictive=False)
-    assert group(idata, "sample_stats")["swap_accept_prob"].dims == (
-        "chain",
-        "draw",
-        "neighbors",
-    )
-    assert idata.attrs["inner_kernel"] == type(kernel.kernel).__name__
-    assert idata.attrs["num_replicas"] == 3
 
 
 def test_kernels_that_cannot_be_tempered_are_refused():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 SHORT_CHAINS = (
     "ignore:to_inference_data"  # chains this short are not healthy, and say so
@@ -46,47 +45,6 @@ class Script(NamedTuple):
 
 
 # -- checks ----------------------------------------------------------------------------
-
-
-def check_demo(run):
-    from examples import demo
-
-    assert list(run.result) == list(demo.WAYS)
-    # What became of text, the date and gaps; the model; each way's line.
-    for words in ("Species: 3 levels", "days since 2007-11", "missing", "def model(x"):
-        assert words in run.printed
-    assert all(f"| {name} |" in run.printed for name in demo.WAYS)
-
-
-def check_minibatch(run):
-    import arviz as az
-
-    assert [row.method for row in run.result] == [
-        "SGLD",
-        "PSGLD",
-        "SGHMC",
-        "NUTS, 40 rows",
-    ]
-    for row in run.result[:3]:
-        steps = 2 * (10 + 12) * 30  # chains x draws x steps
-        assert steps < row.gradients < 8 * steps  # with those of measurements
-        assert row.passes == pytest.approx(row.gradients * 64 / 353, rel=1e-2)
-        saved = az.from_netcdf(run.output / f"minibatch_{row.method.lower()}.nc")
-        assert dict(saved["predictions"]["y_mean"].sizes) == {
-            "chain": 2,
-            "draw": 12,
-            "data": 30,
-        }
-
-
-def check_ensembles(run):
-    ensemble, chains, _ = run.result
-    assert ensemble.gradients == 2 * 600
-    # 6 transitions of 100 steps of Adam, 14 + 12 of 4 steps of two gradients; 24
-    # products with the Hessian, and a gradient at each of the 6 ends of a window of the
-    # warm-up.
-    assert chains.gradients == 2 * (6 * 100 + 26 * 4 * 2 + 24 * 2 + 6)
-    assert np.isnan(ensemble.median_ess)
 
 
 def check_microcanonical(run):
@@ -142,12 +100,6 @@ def check_minibatches(run):
     assert all(0.75 * 4000 < value < 1.25 * 4000 for value in spent.values())
 
 
-def check_variational(run):
-    for row in run.result:
-        assert (row.elbo is None) == (row.pareto_k is None) == (row.method == "NUTS")
-    assert run.result[-1].sd_distance == 0
-
-
 def check_last_layer(run):
     # 64-4-2-10: 260 + 10 + 30
     assert [row.random_weights for row in run.result] == [
@@ -159,13 +111,6 @@ def check_last_layer(run):
     ]
 
 
-def check_lotka_volterra(run):
-    for pelts in run.result["pelts"].values():
-        assert all(
-            low <= mean <= high for mean, low, high in pelts["intervals"].values()
-        )
-
-
 def check_active_learning(run):
     assert run.result["labels"] == [16, 19]
     assert run.result["programs"][0] > 0
@@ -173,24 +118,6 @@ def check_active_learning(run):
     assert [row[0] for row in run.result["random"]] == [
         row[0] for row in run.result["uncertain"]
     ]
-
-
-def check_bayesian_optimization(run):
-    from examples.bayesian_optimization import FUNCTIONS
-
-    regrets = np.array([list(by_model.values()) for by_model in run.result.values()])
-    assert regrets.shape == (2, 3, 2, 8)
-    assert (regrets >= 0).all()
-    assert (np.diff(regrets) <= 0).all()
-    # The published minima.
-    minima = {
-        "branin": [0.5427728, 0.151667],
-        "hartmann": [0.20169, 0.150011, 0.476874, 0.275332, 0.311652, 0.6573],
-    }
-    for name, point in minima.items():
-        np.testing.assert_allclose(
-            FUNCTIONS[name].value(np.array([point])), FUNCTIONS[name].least, atol=1e-4
-        )
 
 
 def check_coupling_step(run):
@@ -206,63 +133,6 @@ def check_coupling_step(run):
     assert ratio_to_fastest(times) == 0.5
 
 
-def check_hierarchical_hmc(run):
-    # Four trajectories per draw of one leapfrog, and the gradient at their start.
-    assert run.result["rows"][1]["gradients"] == 2 * 8 * 4 * 2
-
-
-def check_blackjax_ess(run):
-    for row in run.result["rows"]:
-        assert row["ess"]["least"] <= row["ess"]["median"]
-        assert row["gradients"] >= 2 * 200
-        assert row["warm-up gradients"] > 0
-
-
-def check_horseshoe(run):
-    from examples.benchmarks.horseshoe import compare
-
-    for name, draws in (("gibbs", 24), ("nuts", 16)):
-        part = run.result[name]
-        assert part["draws"] == draws
-        assert part["ess per second"]["tau"] == pytest.approx(
-            part["ess"]["tau"] / part["cost"]["sampling"]
-        )
-    assert run.result["gibbs"]["cost"]["gradients"] == 0
-    assert 16 <= run.result["nuts"]["cost"]["gradients"] <= 16 * 3
-    tops = (("gibbs", [4, 1, 0, 2, 3, 6]), ("nuts", [5, 1, 0, 2, 3]))
-    parts = [{**run.result[name], "top inputs": top} for name, top in tops]
-    assert compare(*parts)["ranking exact"] == {"gibbs": True, "nuts": False}
-
-
-def check_symmetries(run):
-    from examples import symmetries
-
-    for row in run.result:
-        for ess in row["ess"].values():
-            assert ess["median_per_draw"] >= ess["min_per_draw"] >= 0
-    written, page = run.output / "symmetries.json", run.output / "table.md"
-    assert (
-        symmetries.main(["--summarize", str(written), "--table", str(page)])
-        == run.result
-    )
-    assert symmetries.table(run.result, "relu") in page.read_text()
-
-
-def check_neal(run):
-    for part in run.result.values():
-        # Averaged probabilities of the label score at least the average score (Jensen).
-        first, second, both = (
-            scores["log_probability"][0] for scores in part["test"].values()
-        )
-        assert both > (first + second) / 2
-    assert "Neal's run" not in run.printed  # nothing to compare made-up cases with
-
-
-def check_runs(run):
-    assert run.result["psgld_same"]
-    assert run.result["mean_field_same"]
-
-
 # -- scripts ---------------------------------------------------------------------------
 
 BENCHMARK = "examples.benchmarks"
@@ -272,7 +142,6 @@ SCRIPTS: dict[str, Script] = {
         ("--held-out 2",),
         says="CAN THE FIT BE TRUSTED?",
         warnings=("ignore::numpyro_bnn.metrics.HealthWarning",),
-        check=check_demo,
     ),
     "examples.tabular": Script("--splits 2 --effort 0.004 --trees 3", ("--splits 0",)),
     "examples.minibatch": Script(
@@ -281,19 +150,16 @@ SCRIPTS: dict[str, Script] = {
         ("--batch-size 0",),
         says="diabetes data instead",
         warnings=(REFUSED_STEPS,),
-        check=check_minibatch,
     ),
     "examples.ensembles": Script(
         "--sets energy --widths 3 --members 2 --optimizer-steps 600 --num-warmup 20"
         " --num-samples 12 --steps-per-draw 4 --nuts-warmup 6 --max-tree-depth 2",
         ("--members 1",),
-        check=check_ensembles,
     ),
     "examples.symmetries": Script(
         "--nets relu --ways non-centered moves --width 3 --num-warmup 6"
         " --num-samples 8 --max-tree-depth 2",
         ("--num-chains 1",),
-        check=check_symmetries,
     ),
     "examples.probabilistic_backpropagation": Script(
         "--widths 4 3 --num-epochs 2 --nuts-rows 30 --nuts-warmup 10 --nuts-samples 10",
@@ -303,7 +169,6 @@ SCRIPTS: dict[str, Script] = {
     "examples.neal": Script(
         "--num-warmup 4 --num-samples 6 --num-chains 2 --max-tree-depth 2",
         ("--num-samples 3",),
-        check=check_neal,
     ),
     "examples.two_modes": Script(
         "--num-warmup 4 --num-samples 8 --kept-draws 4 --num-chains 2 --num-moves 3 "
@@ -319,7 +184,6 @@ SCRIPTS: dict[str, Script] = {
     "examples.lotka_volterra": Script(
         "--data-sets 1 --num-warmup 6 --num-samples 6 --max-tree-depth 2",
         ("--held-out 0",),
-        check=check_lotka_volterra,
     ),
     "examples.active_learning": Script(
         "--seeds 2 --rounds 1 --width 2 --effort 0.02",
@@ -335,7 +199,6 @@ SCRIPTS: dict[str, Script] = {
             "ignore:.*rows hardly show",
             "ignore:.*worse than by a constant",
         ),
-        check=check_bayesian_optimization,
     ),
     "examples.nnx_module": Script(
         "--splits 2 --width 2 --optimizer-steps 5 --num-warmup 8 --num-samples 8 "
@@ -358,7 +221,6 @@ SCRIPTS: dict[str, Script] = {
         "--width 3 --points 8 --num-steps 20 --num-particles 1 --num-warmup 8 "
         "--num-samples 8",
         ("--points 3",),
-        check=check_variational,
     ),
     "examples.image_classification": Script(
         "--num-epochs 1 --batch-size 200 --members 2 --num-draws 4 --rounds 1 "
@@ -431,7 +293,7 @@ SCRIPTS: dict[str, Script] = {
         check=check_gpu,
     ),
     f"{BENCHMARK}.runs": Script(
-        "--rows 600 --rounds 1 --draws 2 --data rows", ("--rows 0",), check=check_runs
+        "--rows 600 --rounds 1 --draws 2 --data rows", ("--rows 0",)
     ),
     f"{BENCHMARK}.scale": Script("--rows 60 --rounds 1 --draws 2", ("--rounds 0",)),
     f"{BENCHMARK}.sgld_step": Script(
@@ -490,19 +352,16 @@ SCRIPTS: dict[str, Script] = {
     ),
     f"{BENCHMARK}.hierarchical_hmc": Script(
         "--sets boston --ways long persistent --num-chains 2 --num-warmup 8 "
-        "--num-samples 8 --num-steps 4",
-        check=check_hierarchical_hmc,
+        "--num-samples 8 --num-steps 4"
     ),
     f"{BENCHMARK}.blackjax_ess": Script(
         "--num-chains 2 --gradients 200 --posteriors gaussian --ways NUTS MCLMC",
         ("--gradients 1",),
-        check=check_blackjax_ess,
     ),
     f"{BENCHMARK}.horseshoe": Script(
         "--rows 12 --inputs 7 --num-chains 2 --num-warmup 10 --sweeps 12 "
         "--nuts-draws 8 --max-tree-depth 2",
         ("--inputs 5", "--sweeps 3"),
-        check=check_horseshoe,
     ),
     f"{BENCHMARK}.tables": Script(
         "--only linear --folds 1", ("--folds 0", "--rows 9"), runs=False

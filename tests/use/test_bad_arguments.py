@@ -291,17 +291,11 @@ ROWS["nn"] = [
         "Known: SAME, VALID, an integer.",
     ),
     (lambda: nn.Flatten().output_shape((3,)), "x", "It takes inputs of 3 axes"),
-    (
-        lambda: nn.BatchNorm(False, False).apply({}, jnp.ones((1, 3))),
-        "x",
-        "Pass a batch of at least two rows",
-    ),
     (lambda: nn.Residual(nn.Dense(3)).output_shape((2,)), "x", "It takes a body"),
     (lambda: nn.Sequential([nn.Dense(3), None]), "layers", "Pass layers"),
     (lambda: nn.MLP([3, 1], "rellu"), "name", "Did you mean 'relu'? Known: identity"),
     (lambda: nn.CNN([4], 10), "widths", "Pass a list of positive integers"),
     (lambda: NET.output_shape((0,)), "input_shape", "Every size must be at least 1."),
-    (lambda: NET.apply(NET.init(key(), (2,)), jnp.ones((5, 3))), "x", "It takes (..."),
 ]
 ROWS["priors"] = [
     (lambda: priors.Hierarchical(dist.Normal()), "scale_prior", "Pass a scalar"),
@@ -323,14 +317,6 @@ ROWS["priors"] = [
 ]
 ROWS["numpyro_bnn"] = [
     (lambda: bnn.random_network("net", NET, (2,)), "name", "Call it in a model"),
-    (lambda: network(shape=2), "input_shape", "Pass the shape of one data point"),
-    (lambda: network(prior=priors.Hierarchical), "prior", "Pass an object"),
-    (lambda: network(prior="normal"), "prior", "Did you mean 'Normal'?"),
-    (
-        lambda: network(prior={"Dense_7.*": priors.Normal()}),
-        "patterns",
-        "Known: Dense_0.kernel, Dense_0.bias",
-    ),
     (lambda: bnn.to_inference_data(3), "result", "Pass a run `numpyro.infer.MCMC`"),
     (
         lambda: bnn.to_inference_data(None, predictions=[X]),
@@ -353,24 +339,6 @@ ROWS["models"] = [
         lambda: models.regression(NET, noise=0.1, heteroscedastic=True),
         "noise",
         "leave it out",
-    ),
-    (
-        lambda: trace(models.regression(nn.MLP([3]), heteroscedastic=True), X, Y),
-        "net",
-        "must have 2 outputs.",
-    ),
-    (lambda: trace(models.classification(nn.Dense(2), 2), X, Y), "y", "Pass integer"),
-    (
-        lambda: trace(models.classification(nn.Dense(2), 2), X, LABELS + 2),
-        "y",
-        "With 2 classes pass labels",
-    ),
-    (lambda: regression(X[:, 0], Y), "x", "Pass (N, *input_shape), e.g. `x[:, None]`"),
-    (lambda: regression(X, NAN), "y", "Drop or impute those rows first."),
-    (
-        lambda: regression(X, Y, N + 1),
-        "batch_size",
-        f"Pass a number from 1 to N = {N}.",
     ),
     (lambda: regression(X, Y, np.array([2, 3])), "batch_size", "Pass an integer"),
 ]
@@ -402,6 +370,9 @@ ROWS["symmetry"] = [
     (lambda: symmetry.Shift(None), "elements", "Pass a site, or a pair of site"),
     (lambda: symmetry.SignFlip(3), "elements", "Pass a site, or a pair of site"),
     (lambda: symmetry.Permutation([]), "elements", "Name at least one site."),
+    (lambda: symmetry.JointScale([("w", 1)], "s"), "weights", "without axes"),
+    (lambda: symmetry.JointScale("w", ["s", "t"]), "scale", "Name one site"),
+    (lambda: symmetry.from_network("net", (3,)), "net", "Pass a specification"),
     (lambda: symmetry.check(LINE, SCALE, (X, Y)), "symmetries", "Leave it out, remove"),
     (lambda: symmetry.check(LINE, [symmetry.Scale("v")], (X, Y)), "site", "Known: w."),
     (
@@ -416,6 +387,7 @@ ROWS["symmetry"] = [
     ),
     (lambda: symmetry.invariants({"w": X}, 3), "symmetries", "Pass symmetries"),
     (lambda: symmetry.JointRescale("a", "b", []), "scales", "Name hyper-sites"),
+    (lambda: symmetry.JointRescale("w", "v", "s"), "scales", "with powers"),
     (
         lambda: symmetry.orbit_coordinates({"w": X}, "scale"),
         "symmetries",
@@ -454,6 +426,18 @@ ROWS["sgmcmc"] = [
         "Pass one flat vector (P,):",
     ),
     (lambda: sampler().init(jnp.ones(2), 0), "rng_key", "Pass one key"),
+    (lambda: sampler().init(jnp.arange(3), key()), "position", ""),
+    (
+        lambda: sampler(sgmcmc.Microcanonical()).init(jnp.ones(1), key()),
+        "position",
+        "",
+    ),
+    (
+        lambda: sampler(sgmcmc.HMC(1), preconditioner=sgmcmc.RMSProp(running=True)),
+        "preconditioner",
+        "",
+    ),
+    (lambda: sgmcmc.Epochs(10, 11), "batch_size", ""),
     (lambda: sampler().init(jnp.ones(2), key(), -1), "num_warmup", "Pass an integer"),
     (
         lambda: sampler(preconditioner=sgmcmc.RMSProp()).init(X[0], key()),
@@ -482,13 +466,6 @@ ROWS["infinite"] = [
     (lambda: gp().log_density(X, RAGGED), "y", "rows of several lengths"),
     (lambda: infinite.nngp(NET, X[:, 0]), "x1", "Pass one row per data point, (N, D)"),
     (lambda: infinite.ntk(NET, X[:0]), "x1", "Pass at least one row."),
-    (lambda: infinite.gp_regression(NET, X, Y[:3], noise_sd=0.1), "y", "Pass one row"),
-    (
-        lambda: infinite.prior_fit(NET, X, Y[:, None, None]),
-        "y",
-        "Pass targets of shape",
-    ),
-    (lambda: gp().log_density(X, Y[:3]), "y", "one row per row of `x`"),
 ]
 ROWS["guides"] = [
     *[
@@ -499,15 +476,11 @@ ROWS["guides"] = [
     (lambda: adf(X, Y, init_means={"w": X[0] * 1j}), "init_means['w']", "numbers"),
     (lambda: guides.init_to_fan_in("w"), "site", "init_strategy=init_to_fan_in"),
     (lambda: fit(X, Y, batch_size=2.5), "subsample_size", f"from 1 to {N}"),
+    (lambda: fit(X + NAN[:, None], Y), "args[0][0]", "NaN or infinite"),
     (
         lambda: fit(X, Y, init_params={"w_auto_loc": NAN[:2]}),
         "init_params['w_auto_loc']",
         "Drop or impute",
-    ),
-    (
-        lambda: fit(X, Y, init_params={"w_auto_loc": np.ones(3)}),
-        "init_params",
-        "Pass a value of shape [(2,)].",
     ),
     (lambda: adf(X, Y, init_means={"w": NAN[:2]}), "init_means['w']", "Drop or impute"),
     (
@@ -537,11 +510,6 @@ ROWS["guides"] = [
         lambda: guides.AutoLaplace(LINE).predictive({}, X, link="sample"),
         "rng_key",
         "Pass a key, e.g.",
-    ),
-    (
-        lambda: guides.AutoBlocks(LINE, {"*": guides.FullRank}),
-        "blocks",
-        "Pass a dictionary from patterns to",
     ),
     (lambda: guides.AutoBlocks(LINE, init_scale=0), "init_scale", "Pass a positive"),
     (lambda: guides.Coupling(hidden=(0,)), "hidden", "Pass an integer of at least 1."),
@@ -645,18 +613,7 @@ ROWS["infer"] = [
         "site",
         "Known: w.",
     ),
-    (lambda: infer.UnitMoves(NUTS(LINE), {}), "units", "Pass the axis of the units"),
     (lambda: infer.collapse(LINE, "w", X, Y), "sites", "Pass a nonempty sequence"),
-    (
-        lambda: infer.ParallelTempering(infer.SGLD(LINE, temperature=0.5)),
-        "kernel",
-        "leave it at 1",
-    ),
-    (
-        lambda: start(infer.ParallelTempering(NUTS(LINE)), X, Y, batch_size=2),
-        "kernel",
-        "density of all the data",
-    ),
 ]
 ROWS["metrics"] = [
     (lambda: metrics.lppd(np.ones(3)), "log_likelihood", "Pass draws shaped (S, N)"),
@@ -671,6 +628,15 @@ ROWS["metrics"] = [
     (lambda: metrics.relative_logit_variance(HALVES), "logits", "Pass logits shaped"),
     (lambda: metrics.function_space(Y), "draws", "Pass predictions shaped (C, S, N"),
     (lambda: metrics.health(Y), "idata", "Pass the result of `to_inference_data`"),
+    (lambda: metrics.lppd(NAN[None]), "log_likelihood", "NaN or plus infinite values"),
+    (lambda: metrics.crps(Y[None], Y), "draws", "absolute error"),
+    (lambda: metrics.log_score(HALVES, LABELS + 1), "labels", "pass labels 0..1"),
+    (lambda: metrics.function_space(NAN.reshape(2, 3, 4)), "draws", "NaN"),
+    (
+        lambda: metrics.relative_logit_variance(np.zeros((1, 5, 3))),
+        "logits",
+        "at least two draws",
+    ),
 ]
 ROWS["datasets"] = [
     (lambda: bnn.datasets.Scaler.fit("x"), "train", "Pass an array with one row per"),

@@ -9,8 +9,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from use.scripts import NOT_AT_THE_MODE, SCRIPTS
+from use.scripts import SCRIPTS
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 PARTS = (
@@ -210,45 +208,6 @@ def test_a_second_run_keeps_the_rows_of_the_first(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_image_chains_adds_methods_and_keeps_networks(tmp_path, monkeypatch):
-    """Two methods, then two more in a second call, which trains nothing again."""
-    module = importlib.import_module("examples.image_chains")
-    page = page_with(tmp_path, "image_chains")
-    options = ("--output", tmp_path / "out", "--docs", page)
-    first = run("examples.image_chains", *options)["rows"]
-    monkeypatch.setattr(module, "trained", lambda *_: pytest.fail("trained again"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", NOT_AT_THE_MODE.partition(":")[2])
-        report = run(
-            "examples.image_chains",
-            *options,
-            "--methods",
-            "ensemble",
-            "network",
-            "last-layer-Laplace",
-        )
-    rows = report["rows"]
-    assert rows[:2] == first
-    assert [row["method"] for row in rows] == [
-        "ensemble",
-        "SGHMC",
-        "network",
-        "last-layer-Laplace",
-    ]
-    assert [(row["draws"], row["epochs"]) for row in rows] == [
-        (2, 2),
-        (4, 4),
-        (1, 1),
-        (4, 2),
-    ]
-    for row in rows:
-        assert 0 <= row["accuracy"] <= 1
-        assert row["path"][-1] == row["NLL"] <= row["NLL of a draw"]
-    assert module.table(report) in page.read_text()
-    assert (tmp_path / "out" / "image_chains.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
 def test_memory_is_set_by_the_draws_alone():
     """Compiled memory does not grow with the steps, in all or per draw."""
     memory = importlib.import_module("examples.benchmarks.sgld_step").measure_memory(
@@ -260,103 +219,6 @@ def test_memory_is_set_by_the_draws_alone():
     few, same, double = memory["kept_bytes"].values()
     assert few == same
     assert 1.8 * few < double < 2.2 * few
-
-
-# -- benchmarks that start processes ---------------------------------------------------
-
-
-def pretend_processes(monkeypatch, module, answer):
-    """Replace the processes that a benchmark starts by the answer to their words;
-    returns what was asked.
-    """
-    asked = []
-
-    def started(words, env=None, **kwargs):
-        asked.append((words, env))
-        return subprocess.CompletedProcess(
-            words, 0, f"noise\n{json.dumps(answer(len(asked)))}\n"
-        )
-
-    monkeypatch.setattr(module.subprocess, "run", started)
-    return asked
-
-
-def test_compilation_is_measured_with_and_without_a_cache(tmp_path, monkeypatch):
-    """One process fills the cache that the next one reads."""
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    module = importlib.import_module("examples.benchmarks.compilation")
-    module.environment([])  # Python may start a process to name the platform, once
-    asked = pretend_processes(monkeypatch, module, lambda number: [number, 0.5])
-    page = page_with(tmp_path, "compilation")
-    report = run(
-        "examples.benchmarks.compilation",
-        "--output",
-        tmp_path / "out.json",
-        "--docs",
-        page,
-    )
-    assert [row["first"] for row in report["rows"]] == [1, 2, 4, 6]
-    assert [row["data_as_arguments"] for row in report["rows"]] == [False, True] * 2
-    jobs = [json.loads(words[-1]) for words, _ in asked]
-    assert [job["seeds"] for job in jobs] == [[0, 1], [0, 1]] + 2 * [[0, 1], [2, 3]]
-    folders = [env.get("JAX_COMPILATION_CACHE_DIR") for _, env in asked]
-    assert folders[:2] == [None, None]
-    assert folders[2] == folders[3] != folders[4] == folders[5]
-    assert "| NUTS | yes | no | 4.0 | 0.5 |" in page.read_text()
-
-
-def test_first_draw_starts_a_process_for_each_way(tmp_path, monkeypatch):
-    """Without a cache on disk; what one prints is read, and compared with NUTS."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    module = importlib.import_module("examples.benchmarks.first_draw")
-    module.environment([])  # Python may start a process to name the platform, once
-    phases = {"import": [0.25, 0], "other_data": [1.0, 1]}
-    asked = pretend_processes(
-        monkeypatch, module, lambda number: {**phases, "first": [4.0 / number, 30]}
-    )
-    path, page = tmp_path / "out.json", page_with(tmp_path, "first_draw")
-    report = run("examples.benchmarks.first_draw", "--output", path, "--docs", page)
-    assert json.loads(path.read_text()) == report
-    assert [words[words.index("--job") + 1] for words, _ in asked] == [
-        "NUTS",
-        "AutoMeanField",
-    ]
-    assert not any("JAX_COMPILATION_CACHE_DIR" in env for _, env in asked)
-    assert all(env["JAX_ENABLE_COMPILATION_CACHE"] == "false" for _, env in asked)
-    assert (
-        "| AutoMeanField | 0.25 | 2.00 (30) | 0.50 | 1.00 (1) |  |  |"
-        in page.read_text()
-    )
-
-
-@pytest.mark.slow
-def test_a_process_of_compilation_prints_its_seconds(capsys):
-    job = {
-        "kernel": "NUTS",
-        "rows": 6,
-        "width": 1,
-        "num_chains": 1,
-        "data_as_arguments": False,
-        "seeds": [0],
-    }
-    importlib.import_module("examples.benchmarks.compilation").main(
-        ["--job", json.dumps(job)]
-    )
-    (seconds,) = json.loads(capsys.readouterr().out)
-    assert seconds > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["SGLD, step size given", "AutoADF", "BlackJAX MCLMC"])
-def test_a_process_of_first_draw_prints_its_phases(way, capsys):
-    module = importlib.import_module("examples.benchmarks.first_draw")
-    if way in module.BY_HAND:
-        pytest.importorskip("blackjax")
-    assert module.main(["--job", way, "--rows", "6", "--width", "1"]) is None
-    phases = json.loads(capsys.readouterr().out)
-    assert tuple(phases) == module.PHASES[: 3 if way in module.BY_HAND else 5]
-    assert all(seconds >= 0 and programs >= 0 for seconds, programs in phases.values())
-    assert phases["first"][0] > 0
 
 
 # -- UCI -------------------------------------------------------------------------------
@@ -425,69 +287,3 @@ def test_uci_goes_on_where_it_was_interrupted(tmp_path, data_folder):
     assert "\nold\n" not in text
     assert text.count("| yacht |") == 3  # heads of two tables, a row of the third
     assert "-1.647 ± 0.022" in text
-
-
-@pytest.mark.data
-@pytest.mark.slow
-def test_uci_runs_splits_along_inputs(tmp_path, data_folder):
-    options = (
-        "--data",
-        data_folder,
-        "--output",
-        tmp_path / "uci.jsonl",
-        "--methods",
-        "adf",
-        "--effort",
-        0.02,
-    )
-    first = run(UCI, *options, "--splits-of", "gap")
-    assert [(line["splits_of"], line["split"]) for line in first] == [("gap", 0)]
-    assert run(UCI, *options, "--splits-of", "gap") == first
-    both = run(UCI, *options)  # the standard split with the same number is another job
-    assert both[0] == first[0]
-    assert "splits_of" not in both[1]
-    assert both[0]["rmse"] != both[1]["rmse"]
-    assert importlib.import_module(UCI).splits_of("wine", "tail") == ()
-
-
-@pytest.mark.data
-@pytest.mark.slow
-def test_infinite_uci_compares_with_nuts(tmp_path, data_folder):
-    path = tmp_path / "uci.json"
-    nuts = tmp_path / "nuts.json"
-    page = page_with(tmp_path, "infinite_uci")
-    scores = {"rmse": [1.0, 3.0], "log_likelihood": [-1.0, -1.0]}
-    nuts.write_text(json.dumps({"rows": [{"set": "yacht", "NUTS": scores}]}))
-    options = ("--data", data_folder, "--output", path, "--docs", page, "--nuts", nuts)
-    report = run("examples.benchmarks.infinite_uci", *options)
-    assert "| 2.000 ± 1.000 |" in page.read_text()
-    assert [row["variant"] for row in report["rows"]] == ["relu", "erf-ard"]
-    assert page.read_text().count("| yacht |") == 2
-
-
-@pytest.mark.data
-@pytest.mark.slow
-def test_estimators_on_random_rows_compare_two_networks(tmp_path, data_folder):
-    options = ["--output", tmp_path / "rows.json", "--rows", 40, "--effort", 0.01]
-    deep, shallow = run(
-        "examples.benchmarks.estimators", "--data", data_folder, *options
-    )["rows"]
-    assert (deep["network"], shallow["network"]) == ("deep", "shallow")
-    assert deep["rmse"] != shallow["rmse"]
-
-
-@pytest.mark.parametrize("package", ["ngboost", "catboost"])
-def test_absent_boosting_is_named(package, monkeypatch, tmp_path, data_folder):
-    """They are in none of our extras, and are run only if they are named."""
-    monkeypatch.setitem(sys.modules, package, None)
-    assert package not in importlib.import_module(UCI).parse([]).methods
-    options = (
-        "--data",
-        data_folder,
-        "--output",
-        tmp_path / "uci.jsonl",
-        "--methods",
-        package,
-    )
-    with pytest.raises(ImportError, match=f"pip install {package}"):
-        run(UCI, *options)

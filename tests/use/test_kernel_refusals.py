@@ -14,8 +14,6 @@ import numpyro.distributions as dist
 import pytest
 from helpers import each, mala, refused
 from numpyro import handlers
-from numpyro.contrib.module import random_nnx_module
-from numpyro.infer import MCMC, NUTS
 from zoo import BATCH, ZOO, N
 
 import numpyro_bnn as bnn
@@ -186,47 +184,6 @@ def test_models_that_would_be_silently_wrong_are_refused(name, kernel):
     with refused("model", message) as caught:
         started(model, *LINE.args, kernel=kernel)
     assert str(caught.value).startswith(f"infer.{kernel.__name__}: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "size"), [(infer.MCLMC, None), (infer.SGLD, B)])
-def test_modules_that_change_their_state_are_refused(kernel, size):
-    """MCMC would hold the state as it starts. One that stays as it is does no harm."""
-    nnx = pytest.importorskip("flax.nnx")
-
-    def model(x, y, hold):
-        norm = nnx.BatchNorm(2, use_running_average=hold, rngs=nnx.Rngs(0))
-        f = random_nnx_module(
-            "net",
-            nnx.Sequential(norm, nnx.Linear(2, 1, rngs=nnx.Rngs(0))),
-            bnn.priors.Normal(),
-        )
-        with numpyro.plate("data", N, subsample_size=size) as i:
-            observed("y", f(x[i])[..., 0], y[i])
-
-    with refused("model", "['mean']") as caught:
-        started(model, *LINE.args, False, kernel=kernel)
-    assert "the model changes" in str(caught.value)
-    started(model, *LINE.args, True, kernel=kernel)
-
-
-@pytest.mark.slow
-def test_wrappers_refuse_changing_state_around_kernels_of_numpyro():
-    def model(x, y):
-        state = numpyro.primitives.mutable("count", {"calls": jnp.zeros(())})
-        state["calls"] = state["calls"] + 1
-        net = bnn.random_network(
-            "net", bnn.nn.MLP([3, 1], "tanh"), (2,), bnn.priors.Normal()
-        )
-        with numpyro.plate("data", N):
-            observed("y", net(x)[..., 0] + state["calls"], y)
-
-    with refused("kernel", "count['calls']"):
-        started(
-            model,
-            *LINE.args,
-            kernel=infer.OrbitMoves(NUTS(model), bnn.symmetry.find(model, *LINE.args)),
-        )
 
 
 @pytest.mark.parametrize("indexed", ["x", "y"])
@@ -440,18 +397,8 @@ def test_rows_of_a_model_that_needs_all_of_them_cannot_be_held_out():
             kernel.init(jax.random.key(0), 4, None, LINE.args, {})
 
 
-@pytest.mark.slow
 def test_members_need_a_warm_start():
     kernel = infer.MCLMC(LINE.model, warm_start=0.0)
     state = kernel.init(jax.random.key(0), 4, None, LINE.args, {})
     with pytest.raises(ValueError, match="without warm start"):
         kernel.members(state, LINE.args, {})
-    mcmc = MCMC(
-        NUTS(LINE.model, max_tree_depth=1),
-        num_warmup=2,
-        num_samples=2,
-        progress_bar=False,
-    )
-    mcmc.run(jax.random.key(0), *LINE.args)
-    with pytest.raises(ValueError, match="kernel without warm start"):
-        bnn.to_inference_data(mcmc, members=True)

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from examples.loaders import (
-    load_california,
     load_images,
-    load_neal,
     load_sklearn,
     load_uci,
     load_uci_gap,
@@ -30,14 +28,6 @@ UCI = {
     "protein": ("protein-tertiary-structure", 45730, 9, 5),
     "wine": ("wine-quality-red", 1599, 11, 20),
     "yacht": ("yacht", 308, 6, 20),
-}
-# name: (training rows, all rows, D, classes or 0)
-NEAL = {
-    "rdata": (100, 1100, 1, 0),
-    "odata": (100, 1100, 1, 0),
-    "bdata": (300, 1300, 2, 2),
-    "cdata": (400, 1400, 4, 3),
-    "xdata": (3000, 13000, 2, 2),
 }
 # name: (N, D, classes or 0)
 SKLEARN = {
@@ -191,61 +181,6 @@ def test_sklearn_sets_are_cut_into_disjoint_covers(name):
     np.testing.assert_array_equal(together, sorted_rows(bunch.data, bunch.target))
     if num_classes:
         assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
-
-
-def test_seed_decides_the_cut():
-    first, again, other = (
-        load_sklearn("diabetes", seed=seed) for seed in (5, np.int64(5), 6)
-    )
-    np.testing.assert_array_equal(first.x_test, again.x_test)
-    assert not np.array_equal(first.x_test, other.x_test)
-    age = first.x_train[:, first.feature_names.index("age")]
-    # years, not scikit-learn's unit-norm columns, which know the test rows
-    assert 18 <= age.min() < age.max() < 90
-
-
-# -- California and Neal --------------------
-
-
-@pytest.mark.data
-def test_california(data_folder):
-    data = load_california(data_folder, test_fraction=0.1, seed=1)
-    assert data.x_train.shape == (18576, 8)
-    assert data.x_test.shape == (2064, 8)
-    x, y = np.r_[data.x_train, data.x_test], np.r_[data.y_train, data.y_test]
-    with np.load(data_folder / "california_housing.npz", allow_pickle=False) as raw:
-        np.testing.assert_array_equal(
-            sorted_rows(x, y), sorted_rows(raw["X"], raw["y"])
-        )
-    # Column means of scikit-learn's copy, printed to six decimals.
-    means = dict(zip(data.feature_names, x.mean(0), strict=True)) | {"target": y.mean()}
-    published = {
-        "MedInc": 3.870671,
-        "AveRooms": 5.429000,
-        "Longitude": -119.569704,
-        "target": 2.068558,
-    }
-    for name, value in published.items():
-        assert means[name] == pytest.approx(value, abs=6e-7)
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("name", NEAL)
-def test_neal(name, data_folder):
-    num_train, num_rows, num_features, num_classes = NEAL[name]
-    data = load_neal(name, data_folder)
-    assert data.x_train.shape == (num_train, num_features)
-    assert data.x_test.shape == (num_rows - num_train, num_features)
-    assert data.y_train.dtype == (np.int32 if num_classes else np.float64)
-    if num_classes:
-        assert set(data.y_train) == set(data.y_test) == set(range(num_classes))
-    with np.load(data_folder / "extra" / "neal_fbm.npz", allow_pickle=False) as raw:
-        np.testing.assert_array_equal(
-            np.r_[data.x_train, data.x_test], raw[f"{name}_X"]
-        )
-        np.testing.assert_array_equal(
-            np.r_[data.y_train, data.y_test], raw[f"{name}_y"]
-        )
 
 
 # -- images --------------------

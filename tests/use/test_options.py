@@ -12,7 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import registry
-from helpers import refused
+from helpers import each, refused
 from numpyro import handlers
 from numpyro.infer import SVI, Trace_ELBO
 from options import ROOMS, calls, declared, parameters
@@ -380,23 +380,16 @@ def chosen(name, call, seed):
     return found
 
 
-def fast_only(names, *fast):
-    return [
-        pytest.param(name, marks=[] if name in fast else pytest.mark.slow)
-        for name in sorted(names.split())
-    ]
-
-
 # Those of which an option needs values that a table cannot draw are left out.
-PRIORS = " ".join(firsts(registry.PRIORS) - {"Centered", "BySite"})
-KERNELS = " ".join(registry.USUAL.keys() - {"CyclicalSGLD", "MALA"})
+PRIORS = sorted(firsts(registry.PRIORS) - {"Centered", "BySite"})
+KERNELS = sorted(registry.USUAL.keys() - {"CyclicalSGLD", "MALA"})
 GUIDES = (
     "AutoMeanField AutoStructured AutoCoupling AutoBlocks TraceLocalReparam_ELBO "
     "TraceFlipout_ELBO"
 )
 
 
-@pytest.mark.parametrize("name", fast_only(PRIORS, "Horseshoe"))
+@each("name", PRIORS, fast=["Horseshoe"])
 def test_priors_with_random_options_give_finite_weights(name):
     kind = getattr(priors, name)
     shape, net = (
@@ -411,7 +404,8 @@ def test_priors_with_random_options_give_finite_weights(name):
         assert all(np.isfinite(site["value"]).all() for site in sites.values()), options
 
 
-@pytest.mark.parametrize("name", fast_only(KERNELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_with_random_options_give_finite_draws(name):
     kind, line = getattr(infer, name), ZOO["spread"]
     options = {"steps_per_draw": 2, **chosen(name, kind, seed=0)}
@@ -426,7 +420,8 @@ def test_kernels_with_random_options_give_finite_draws(name):
     ), options
 
 
-@pytest.mark.parametrize("name", fast_only(GUIDES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES.split())
 def test_guides_with_random_options_give_finite_losses(name):
     kind, network = getattr(guides, name), ZOO["network"]
     options = chosen(name, kind, seed=1)

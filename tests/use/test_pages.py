@@ -98,41 +98,6 @@ def python_blocks(text):
         above, start = "", end + 1
 
 
-def test_blocks_are_found():
-    page = """text
-        ```python
-        a = 1
-        ```
-        ```bash
-        python
-        ```
-        <!-- not executed: needs an accelerator -->
-
-        ```python
-        b
-        ```
-        - item
-            ~~~python
-            if c:
-                c = 2
-            ~~~
-    """
-    blocks = [
-        (2, "a = 1", None),
-        (10, "b", "not executed"),
-        (14, "if c:\n    c = 2", None),
-    ]
-    assert list(python_blocks(page)) == blocks
-    wrong = {
-        "never closed": "```python\na = 1",
-        "write ```python": "```py\na = 1\n```",
-        "say why": "<!-- not executed: -->\n```python\na = 1\n```",
-    }
-    for fault, text in wrong.items():
-        with pytest.raises(AssertionError, match=fault):
-            list(python_blocks(text))
-
-
 @pytest.fixture
 def shown_code(tmp_path, monkeypatch):
     """A folder with the examples alone, no window, and unchanged settings."""
@@ -200,12 +165,6 @@ def test_blocks_of_the_readme_run():
     assert len(run_blocks(README, {None})) > 5
 
 
-def test_ways_in_of_the_readme_are_short():
-    blocks = [code for _, code, _ in python_blocks(README.read_text())]
-    assert len(blocks) >= 5
-    assert max(len(re.findall(r"^.*\S", code, re.M)) for code in blocks) <= 8
-
-
 @UNHEALTHY
 @pytest.mark.slow
 @pytest.mark.core
@@ -222,21 +181,6 @@ def test_blocks_of_page_run(page):
 # -- what pages say, links and tables of contents --------------------------------------
 
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
-
-
-def test_pages_say_which_calls_need_jax_arrays():
-    """NumPyro's own kernels, guides and `Predictive` need JAX arrays."""
-    texts = {label(path): path.read_text() for path in (README, *PAGES)}
-    theirs = re.compile(r"(\(NUTS|Predictive|SVI)\(model")
-    indexed = {
-        name: text
-        for name, text in texts.items()
-        if "net(x[i])" in text and theirs.search(text)
-    }
-    assert indexed
-    assert [
-        name for name, text in indexed.items() if "jnp.asarray(x)" not in text
-    ] == []
 
 
 def prose(text):
@@ -268,58 +212,6 @@ def test_links_resolve():
         label(path): list(broken_links(path, path.read_text())) for path in MARKDOWN
     }
     assert {name: links for name, links in broken.items() if links} == {}
-    text = (
-        "[b](absent.md)\n[d](models.md#absent) "
-        "[e](https://a.b)\n```bash\n[f](gone.md)\n```\n"
-    )
-    links = ["](absent.md): no such file", "](models.md#absent): no such heading"]
-    assert list(broken_links(DOCS / "page.md", text)) == links
-
-
-# What users would type into the search of the site: words of a heading, and its page.
-ASKED = {
-    "raw table to intervals": "howto/tables.md",
-    "which columns matter": "howto/tables.md",
-    "choosing a method": "choosing.md",
-    "how many layers and units": "choosing.md",
-    "which prior": "howto/priors.md",
-    "prior predictive": "howto/prior_predictive.md",
-    "weights do not mix": "why_weights_do_not_mix.md",
-    "can i trust this run": "howto/diagnostics.md",
-    "chain diverged": "howto/diverged.md",
-    "float64": "howto/diverged.md",
-    "counts": "howto/likelihoods.md",
-    "outliers": "howto/likelihoods.md",
-    "noise that depends on the inputs": "howto/likelihoods.md",
-    "offset": "howto/likelihoods.md",
-    "random effects": "howto/groups.md",
-    "missing values": "howto/tables.md",
-    "prediction intervals": "howto/tables.md",
-    "save the model": "howto/tables.md",
-    "imbalanced classes": "howto/classification.md",
-    "unlike the training data": "howto/unknown_inputs.md",
-    "make it bayesian": "howto/flax.md",
-    "dropout": "howto/flax.md",
-    "recurrent": "howto/modules.md",
-    "time series": "howto/time_series.md",
-    "many rows": "howto/large_data.md",
-    "gpu": "howto/several_devices.md",
-    "how long does a fit take": "estimators.md",
-    "after a crash": "howto/keep_a_run.md",
-    "seeds": "howto/keep_a_run.md",
-    "pickle": "howto/serving.md",
-    "comparing models": "results.md",
-    "coming from blackjax": "coming_from.md",
-}
-
-
-def test_what_users_ask_is_a_heading():
-    unanswered = []
-    for words, page in ASKED.items():
-        titles = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), flags=re.M)
-        if not any(words in title.lower() for title in titles):
-            unanswered.append((words, page))
-    assert unanswered == []
 
 
 def entries(path):
@@ -415,8 +307,6 @@ def test_names_in_the_prose_of_pages_exist():
         if missing:
             gone[label(path)] = missing
     assert gone == {}
-    text = "`infer.SGLDD(model)`, `bnn.absent`, `x.infer.no`\n```\n`infer.b`\n```\n"
-    assert list(shown_names(text)) == ["infer.SGLDD", "absent"]
 
 
 def unknown_keywords(code):
@@ -531,13 +421,6 @@ def test_notebooks_are_their_pages_and_were_run(monkeypatch):
         )
         notebook = made.NOTEBOOKS / f"{name}.ipynb"
         assert list(broken_links(notebook, texts_of_cells)) == []
-
-
-def test_stylesheet_sets_no_width_for_narrow_windows():
-    css = (DOCS / "_static" / "tables.css").read_text()
-    for_all = re.sub(r"^@media.*?^}", "", css, flags=re.M | re.S)
-    assert for_all != css
-    assert re.findall(r"\bwidth: [\d.]+(?:em|rem|px)", for_all) == []
 
 
 # the page of `sgmcmc` shows this module, under its own name

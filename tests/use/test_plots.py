@@ -439,7 +439,7 @@ def in_columns(idata):
         ),
     ],
 )
-def test_errors_say_what_to_write(idata, labeled, call, message):
+def test_figures_of_what_a_result_lacks_are_refused(idata, labeled, call, message):
     with pytest.raises(ValueError, match=message):
         call(idata, labeled)
     assert plt.get_fignums() == []

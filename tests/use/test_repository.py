@@ -15,7 +15,7 @@ import sys
 import tokenize
 import tomllib
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,49 +160,6 @@ def test_imports_point_down_only():
     assert faults == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "fault"),
-    [
-        ("attic.a", "", "room 'attic' is unknown"),
-        ("nn.a", "from numpyro_bnn import priors", "nn may import no other room"),
-        ("nn.a", "from ..priors import Normal", "nn may import no other room"),
-        (
-            "nn.a",
-            "def f():\n    import numpyro_bnn.results.fit",
-            "nn may import no other room",
-        ),
-        (
-            "nn.a",
-            "import importlib\nimportlib.import_module('numpyro_bnn.priors')",
-            "nn may import no other room",
-        ),
-        (
-            "_checks",
-            "from numpyro_bnn.nn import Dense",
-            "_checks may import no other room",
-        ),
-        ("results.export", "import xarray as xr", "only _arviz may import xarray"),
-        (
-            "sgmcmc.engine",
-            "from numpyro.util import fori_collect",
-            "sgmcmc knows no NumPyro",
-        ),
-        (
-            "priors.a",
-            (
-                "from numpyro_bnn import _checks, __version__\nfrom .base import "
-                "A\nimport numpyro"
-            ),
-            None,
-        ),
-        ("priors.a", "from ..nn import B", None),
-    ],
-)
-def test_wrong_imports_are_seen(module, source, fault):
-    found = list(import_faults(ast.parse(source), f"{NAME}.{module}"))
-    assert found == [] if fault is None else fault in found[0]
-
-
 def imported_files(trees):
     """Module -> the modules of ours it imports, type-only imports and those inside
     functions included.
@@ -224,35 +181,6 @@ def imported_files(trees):
 def test_imports_have_no_circle():
     trees = {module_name(path): (tree(path), path.stem == "__init__") for path in FILES}
     TopologicalSorter(imported_files(trees)).prepare()  # an error names the circle
-    typed = ast.parse(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from "
-        "numpyro_bnn.nn.a import A"
-    )
-    back = ast.parse("def f():\n    from . import b")
-    circle = imported_files(
-        {f"{NAME}.nn.a": (back, False), f"{NAME}.nn.b": (typed, False)}
-    )
-    with pytest.raises(CycleError):
-        TopologicalSorter(circle).prepare()
-
-
-# Files besides the toolbox that go through the equations of a program: what is hashed
-# and what takes memory, and where AutoADF cuts a likelihood.
-WITH_EQUATIONS = {
-    "numpyro_bnn/program/compiled.py",
-    "numpyro_bnn/guides/adf/observation.py",
-}
-
-
-def test_one_toolbox_walks_through_programs():
-    files = set()
-    for path in FILES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Attribute) and node.attr == "eqns":
-                files.add(str(path.relative_to(ROOT)))
-    toolbox = {file for file in files if file.startswith(f"{NAME}/_jaxprs/")}
-    assert toolbox
-    assert files - toolbox <= WITH_EQUATIONS
 
 
 PROBE = """
@@ -390,17 +318,6 @@ def test_everything_exported_has_an_example():
         )
     assert {name: faults for name, faults in lacks.items() if faults} == {}
 
-    def described():
-        """Do it."""
-
-    class Pair(NamedTuple):
-        left: int
-
-    assert [doc_faults(value) for value in (Pair, described)] == [
-        ["no docstring"],
-        [NO_EXAMPLE],
-    ]
-
 
 # -- the tree --------------------------------------------------------------------------
 
@@ -440,9 +357,6 @@ def test_no_lock_file_and_no_address_of_a_registry_or_of_a_machine():
         ]:
             found[str(path)] = hits
     assert found == {}
-    assert LOCK.search("uv.lock")
-    assert ADDRESSES.search("/".join([" ", "home", "me"]))
-    assert ADDRESSES.search("/".join(["host", "simple", "numpy"]))
 
 
 # -- what is installed -----------------------------------------------------------------
@@ -508,21 +422,18 @@ def code_tokens(source):
     )
 
 
-def long_functions(module_tree, limit=FUNCTION_LINES):
+def long_functions(module_tree):
     """Functions longer than the limit, their docstring not counted."""
     for node in ast.walk(module_tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             if ast.get_docstring(node) is not None:
                 lines -= node.body[0].end_lineno - node.body[0].lineno + 1
-            if lines > limit:
+            if lines > FUNCTION_LINES:
                 yield f"{node.name}: {lines} lines"
 
 
 def test_the_package_gets_no_heavier():
-    documented = 'def f():\n    """One.\n\n    Two."""\n    # three\n    return a + 1\n'
-    assert code_tokens(documented) == 9
-    assert list(long_functions(ast.parse(documented), limit=2)) == ["f: 3 lines"]
     assert sum(code_tokens(path.read_text()) for path in FILES) <= MAX_TOKENS
     assert faults_of_files(lambda path: long_functions(tree(path))) == {}
     nodes = [node for path in FILES for node in ast.walk(tree(path))]
@@ -587,19 +498,6 @@ def test_tests_use_public_names():
     } == {}
     assert PRIVATE.keys() - names == set()
     assert len(PRIVATE) < 12
-    wrong = (
-        "from numpyro_bnn.infer.chain import Chain\nfrom numpyro_bnn import "
-        "_checks\nimport numpyro_bnn\n"
-    )
-    right = (
-        "from numpyro_bnn.infer import SGLD\nfrom numpyro_bnn.sgmcmc.engine import "
-        "build"
-    )
-    assert list(private_names(ast.parse(wrong))) == [
-        "numpyro_bnn.infer.chain.Chain",
-        "numpyro_bnn._checks",
-    ]
-    assert list(private_names(ast.parse(right))) == []
 
 
 def test_tests_evaluate_no_text():
@@ -708,13 +606,6 @@ def test_every_test_file_belongs_to_a_room():
         if path.parent.name != "use" and path.name.startswith("test_")
     }
     assert about_a_room - set().union(*matched.values()) == set()
-    assert changed_tests.tests_of("numpyro_bnn/priors/base.py") >= {
-        "tests/contracts/test_priors.py"
-    }
-    assert changed_tests.tests_of("numpyro_bnn/guides/adf/guide.py") >= {
-        "tests/theory/test_adf.py"
-    }
-    assert changed_tests.tests_of("docs/index.md") == set()
 
 
 COLLECTION_COST = 5.0  # times what importing NumPyro, ArviZ and the package takes

@@ -2,10 +2,6 @@
 errors.
 """
 
-import signal
-import threading
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +18,7 @@ from examples import (
     nnx_module,
     unknown_digits,
 )
-from numpyro_bnn import guides, infer, metrics, nn, priors, runs
+from numpyro_bnn import guides, infer, metrics, nn, priors
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
@@ -93,45 +89,6 @@ def test_a_million_rows():
         **options,
     )["predictions"]
     assert metrics.rmse(test["y_mean"].mean(("chain", "draw")), f_new).value < 0.1
-
-
-def test_an_interrupted_fit_goes_on(tmp_path):
-    """Ctrl-C in the middle keeps what was computed; the same call goes on and ends as
-    if it had never stopped.
-    """
-    x, y, _ = smooth(jax.random.key(6), 500)
-    model = bnn.models.regression(nn.MLP([32, 1], "tanh"), priors.Hierarchical())
-
-    def fit(folder):
-        svi = SVI(
-            model,
-            guides.AutoMeanField(model),
-            optax.adam(0.01),
-            guides.TraceLocalReparam_ELBO(),
-        )
-        options = {"block_seconds": 0.1, "progress_bar": False}
-        return runs.fit(folder, svi, jax.random.key(0), 60_000, x, y, **options)
-
-    whole, ended = fit(tmp_path / "whole"), threading.Event()
-
-    def press_once_it_runs():
-        while not list(tmp_path.glob("stopped/state-*.npz")):
-            time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
-        while not ended.wait(5.0):
-            # Python drops an interrupt that comes while it collects garbage
-            signal.raise_signal(signal.SIGINT)
-
-    pressing = threading.Thread(target=press_once_it_runs)
-    pressing.start()
-    with pytest.warns(UserWarning, match="interrupted: the result is that of"):
-        part = fit(tmp_path / "stopped")
-    ended.set()
-    pressing.join()
-    rest = fit(tmp_path / "stopped")
-    assert 0 < len(part.losses) < 60_000
-    for name, value in whole.params.items():
-        np.testing.assert_array_equal(value, rest.params[name])
 
 
 # -- what the examples claim -----------------------------------------------------------
