@@ -624,35 +624,31 @@ def _count_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
 
 
 def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Array:
-    """:func:`_count_crps` over few counts: far from y linear between them."""
-    distances = jnp.asarray(_count_distances(), whole.dtype)
+    """:func:`_count_crps` over few counts, linear between them: those near y and those
+    within eight standard deviations of the mean are close to one another.
+    """
+    distances = jnp.asarray(_count_distances(), whole.dtype)[:, None]
+    mean, within, between = _count_moments(mixture, weights)
+    sds = jnp.linspace(-8, 8, 257)[:, None]
+    middle = jnp.floor(mean + sds * jnp.sqrt(within + between))
+    counts = jnp.concatenate((whole - distances, whole + distances, middle))
+    counts = jnp.sort(jnp.maximum(counts, -1.0), axis=0)  # nothing is below zero
 
-    def squares(low: Array, high: Array) -> tuple[Array, Array]:
-        above = 1 - _count_below(mixture, weights, high)
-        return _count_below(mixture, weights, low) ** 2, above**2
+    def add(state: tuple, count: Array) -> tuple[tuple, None]:
+        total, last_count, last_square = state
+        below = _count_below(mixture, weights, count)
+        left, right = below**2, (1 - below) ** 2
+        square = jnp.where(count < whole, left, right)
+        gap = count - last_count
+        # the sum over the numbers up to this one of the line between both
+        step = (gap - 1) / 2 * last_square + (gap + 1) / 2 * square
+        here = part * left + (1 - part) * right
+        step = jnp.where(count == whole, here, step)
+        return (total + jnp.where(gap > 0, step, 0.0), count, square), None
 
-    def is_open(state: tuple) -> Array:
-        index, _, (_, tails) = state
-        largest = jnp.maximum(tails[0].max(), tails[1].max())
-        return (index < len(distances)) & (largest > MIN_SQUARE)
-
-    def add(state: tuple) -> tuple:
-        index, total, (last_places, last_tails) = state
-        distance = distances[index]
-        # nothing is below zero
-        places = jnp.minimum(distance, whole + 1), distance + 0 * whole
-        tails = squares(whole - places[0], whole + places[1])
-        for side in (0, 1):
-            gap = places[side] - last_places[side]
-            # the sum over the numbers up to this one of the line between both
-            step = (gap - 1) / 2 * last_tails[side] + (gap + 1) / 2 * tails[side]
-            total = total + jnp.where(gap > 0, step, 0.0)
-        return index + 1, total, (places, tails)
-
-    tails = squares(whole, whole)
-    total = part * tails[0] + (1 - part) * tails[1]
-    start = 1, total, ((0 * whole, 0 * whole), tails)
-    return jax.lax.while_loop(is_open, add, start)[1]
+    below_zero = jnp.maximum(-whole - part, 0.0)  # as in _count_crps
+    start = below_zero, jnp.full_like(whole, -1.0), jnp.where(whole < 0, 1.0, 0.0)
+    return jax.lax.scan(add, start, counts)[0][0]
 
 
 # -- ordered levels --------------------------------------------------------------------

@@ -358,11 +358,10 @@ def test_counts_may_be_large(size):
     counts = np.arange(2000.0)
     below = model.cdf(np.repeat(rows[:1], 2000, axis=0), counts)
     np.testing.assert_array_equal(quantiles[:, 0], (below < levels[:, None]).sum(1))
-    for value in (-2.5, 3.0, 8.25):
+    for value in (-2.5, 3.0, 8.25, 5e3):
         share = np.clip(value - counts, 0, 1)  # of [count, count + 1] that is below
-        score = (
-            max(-value, 0) + (share * below**2 + (1 - share) * (1 - below) ** 2).sum()
-        )
+        score = (share * below**2 + (1 - share) * (1 - below) ** 2).sum()
+        score += max(-value, 0) + max(value - 2000, 0)
         assert model.crps(rows[:1], [value])[0] == pytest.approx(score, rel=1e-4)
         # also beside one that is far away
         assert model.crps(rows[:2], [value, 1e4])[0] == pytest.approx(score, rel=1e-4)

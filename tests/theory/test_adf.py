@@ -552,6 +552,34 @@ def test_sites_in_their_own_plates():
     assert 0.3 < float(tau.concentration[0] / tau.rate[0]) < 0.53
 
 
+@pytest.mark.parametrize("name", ["scale", "precision"])
+def test_weights_of_which_no_row_knows_anything_keep_their_prior(name):
+    """Those of a column of zeros: E w^2 = E scale^2 under the posterior."""
+    scales = {
+        "scale": lambda: numpyro.sample("tau", dist.HalfNormal(1.0)),
+        "precision": lambda: numpyro.sample("tau", dist.Gamma(6.0, 6.0)) ** -0.5,
+    }
+
+    def model(x, y=None):
+        scale = scales[name]()
+        w = numpyro.sample("w", dist.Normal(jnp.full(3, 0.5), scale).to_event(1))
+        with numpyro.plate("data", x.shape[0]):
+            numpyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(100, 3)) * [1.0, 1.0, 0.0]
+    y = 2 * x[:, 0] + rng.normal(0.0, 0.3, 100)
+    guide, fit = learn(model, x, y, num_epochs=5)
+    draws = guide.sample_posterior(
+        jax.random.key(1), fit.params, sample_shape=(20_000,)
+    )
+    tau = np.asarray(draws["tau"])
+    expected = np.mean(tau**2 if name == "scale" else 1 / tau)
+    assert float(fit.state.weights["w"].mean[2]) == pytest.approx(0.5)
+    # the mean of 20,000 squares has an error of 2 %
+    assert float(fit.state.weights["w"].var[2]) == pytest.approx(expected, rel=0.08)
+
+
 # -- masks -----------------------------------------------------------------------------
 
 

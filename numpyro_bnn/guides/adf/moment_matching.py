@@ -27,8 +27,7 @@ from numpyro_bnn.moments import Gaussian
 NORMAL_CONSTANT = -0.5 * np.log(2 * np.pi)
 # Grid on which a prior is matched by a Gaussian in unconstrained space.
 REACH, GRID = 60.0, 24_001
-# A cavity variance above this many prior variances carries no information: the factor
-# is left unchanged.
+# A cavity variance above this many prior variances carries no information.
 WIDEST = 1e6
 # Grids on which the posterior of a scale is found, each narrower than the previous one.
 GRIDS, POINTS, WIDTHS = 3, 64, 8.0
@@ -281,7 +280,16 @@ def _refine_one(
         updated.concentration - cavity_gamma.concentration,
         updated.rate - cavity_gamma.rate,
     )
-    return _where(good, (new, share, updated), (weight, factor, gamma))
+    refined = _where(good, (new, share, updated), (weight, factor, gamma))
+    # no row knows anything of it: the prior
+    var = unit * gamma.variance()
+    zero = jnp.zeros_like(var)
+    alone = (
+        Gaussian(loc + zero, var),
+        PriorFactor(1 / var, loc / var, zero, zero),
+        gamma,
+    )
+    return _where(jnp.abs(precision) * unit * WIDEST <= 1, alone, refined)
 
 
 def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Refined:
@@ -294,7 +302,8 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
     .. math:: q(u) \propto p(u) \prod_i N(m_i;\, loc_i,\, v_i + s_i(u)^2),
 
     and is summed on a grid; each weight gets the moments of its posterior, averaged
-    over this grid.
+    over this grid. A weight of which no row knows anything says nothing of the scale,
+    and gets the moments of its prior.
 
     :return: weights and factors by site, and the new state of the scale.
     """
@@ -303,10 +312,11 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
     cavities = {}
     for name, (prior, posterior, factor) in sites.items():
         precision = 1 / posterior.var - factor.precision
-        good = precision * prior.scale**2 * WIDEST > 1
-        precision = jnp.where(good, precision, 1.0)
-        mean = (posterior.mean / posterior.var - factor.shift) / precision
-        cavities[name] = good, mean, precision
+        information = precision * prior.scale**2 * WIDEST
+        known = information > 1
+        precision = jnp.where(known, precision, 0.0)
+        shift = jnp.where(known, posterior.mean / posterior.var - factor.shift, 0.0)
+        cavities[name] = known, information >= -1, shift, precision
 
     def prior_var(prior: Weight, u: Array) -> Array:
         """(G, count) -> (G, ...)."""
@@ -314,10 +324,12 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
 
     def log_posterior(u: Array) -> Array:
         total = hyper.log_prior(u.reshape((-1, *shape))).reshape(u.shape)
-        for name, (good, mean, precision) in cavities.items():
+        for name, (known, _, shift, precision) in cavities.items():
             prior = sites[name].prior
-            var = 1 / precision + prior_var(prior, u)
-            terms = jnp.where(good, normal_log_density(mean - prior.loc, var), 0.0)
+            cavity_var = 1 / jnp.where(known, precision, 1.0)
+            residual = shift * cavity_var - prior.loc
+            var = cavity_var + prior_var(prior, u)
+            terms = jnp.where(known, normal_log_density(residual, var), 0.0)
             by_weight = terms.reshape((len(u), -1)).T
             total += jax.ops.segment_sum(by_weight, jnp.ravel(prior.element), count).T
         return total
@@ -337,16 +349,16 @@ def refine_normal(sites: Mapping[str, WeightSite], hyper: Hyperparameter) -> Ref
         0, GRIDS, narrow, (mean0, WIDTHS * jnp.sqrt(var0), var0, blank, blank)
     )
     refined = {}
-    for name, (good, mean, precision) in cavities.items():
+    for name, (_, good, shift, precision) in cavities.items():
         prior, posterior, factor = sites[name]
         weight, prior_vars = share[:, prior.element], prior_var(prior, u)
         tilted_var = 1 / (precision + 1 / prior_vars)
-        tilted_mean = tilted_var * (precision * mean + prior.loc / prior_vars)
+        tilted_mean = tilted_var * (shift + prior.loc / prior_vars)
         new_mean = (weight * tilted_mean).sum(axis=0)
         new_var = (weight * (tilted_var + (tilted_mean - new_mean) ** 2)).sum(axis=0)
         updated = factor._replace(
             precision=1 / new_var - precision,
-            shift=new_mean / new_var - mean * precision,
+            shift=new_mean / new_var - shift,
         )
         new = Gaussian(new_mean, new_var), updated
         refined[name] = _where(good, new, (posterior, factor))
