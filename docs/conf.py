@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "mathml",
     "example_page",
+    "notebook_page",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_ext", "figures"]

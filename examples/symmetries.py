@@ -5,8 +5,8 @@ Three networks, a batch-norm MLP, a small residual network with batch norm and a
 MLP, each with one learned scale per layer. The likelihood does not change along the
 orbits of their symmetries, and gradient samplers move slowly there. For every way the
 tables show effective sample sizes of the log norms of the units, of the learned scales,
-of the coordinates on the orbits and of the predicted function; divergences; and whether
-the posterior of the scale is correct.
+of the coordinates on the orbits and of the predicted function. They also show
+divergences, and whether the posterior of the scale is correct.
 
 Runs on the diabetes data that ship with scikit-learn, or on a UCI set of a data folder:
 
@@ -415,9 +415,11 @@ def table(rows: list[Mapping[str, Any]], net: str) -> str:
 
 def report(runs: list[Mapping[str, Any]]) -> str:
     """All tables as Markdown, from the contents of the JSON files."""
+    name = "symmetries"
     parts = [
         "# Three ways to sample networks with symmetries",
         NOTES.format(exact=EXACT_MEAN),
+        f"<!-- table of {name}: begin -->",
     ]
     for run in runs:
         rows, settings, machine = run["rows"], run["settings"], run["machine"]
@@ -438,6 +440,7 @@ def report(runs: list[Mapping[str, Any]]) -> str:
         for net in dict.fromkeys(row["net"] for row in rows):
             own = [row for row in rows if row["net"] == net]
             parts.append(f"### {run['dataset']}: {NETS[net]}\n\n{table(own, net)}")
+    parts.append(f"<!-- table of {name}: end -->")
     return "\n\n".join(parts) + "\n"
 
 
