@@ -9,11 +9,11 @@ probabilities.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn._types import Floats
+from numpyro_bnn._types import ArrayLike, Floats
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import (
     Score,

@@ -5,7 +5,7 @@ convergence of draws.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import (
@@ -15,7 +15,7 @@ from numpyro_bnn._checks import (
     check_same_length,
 )
 from numpyro_bnn._options import Count, Level, checked
-from numpyro_bnn._types import Floats
+from numpyro_bnn._types import ArrayLike, Floats
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import (
     Score,
