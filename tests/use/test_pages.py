@@ -310,6 +310,14 @@ ASKED = {
     "pickle": "howto/serving.md",
     "comparing models": "results.md",
     "coming from blackjax": "coming_from.md",
+    "categorical columns": "howto/tables.md",
+    "feature importance": "howto/tables.md",
+    "r-hat": "howto/diagnostics.md",
+    "deploy": "howto/serving.md",
+    "pytorch dataloader": "howto/loaders.md",
+    "out of distribution": "howto/unknown_inputs.md",
+    "grid search": "estimators.md",
+    "gaussian process": "infinite.md",
 }
 
 
