@@ -23,8 +23,8 @@ class Notebook(SphinxDirective):
         path = NOTEBOOKS / f"{self.arguments[0]}.ipynb"
         self.env.note_dependency(str(path))
         cells = json.loads(path.read_text())["cells"]
-        # the page has a title of its own
-        cells[0]["source"] = cells[0]["source"].partition("\n")[2]
+        # below the title of the page, as all other headings
+        cells[0]["source"] = "#" + cells[0]["source"]
         return self.parse_text_to_nodes(
             "\n\n".join(map(shown, cells)), allow_section_headings=True
         )
