@@ -135,7 +135,8 @@ def log_score(probs: ArrayLike, labels: ArrayLike) -> Score:
 
 @checked("ece")
 def ece(probs: ArrayLike, labels: ArrayLike, bins: PositiveInt = 15) -> Reliability:
-    r"""Expected calibration error and reliability curve of the most probable class.
+    r"""Can probabilities of classes be believed? Expected calibration error and
+    reliability curve of the most probable class.
 
     .. math:: \sum_{m=1}^{M} \frac{n_m}{N} \left| \mathrm{acc}_m - \mathrm{conf}_m
               \right|

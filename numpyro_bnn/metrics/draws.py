@@ -230,8 +230,8 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Cov
 
 
 def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> Floats:
-    r"""Randomized probability integral transform (PIT) of every target: uniform if
-    predictions are calibrated.
+    r"""Check calibration: the randomized probability integral transform (PIT) of every
+    target is uniform if predictions are calibrated.
 
     .. math:: (\#\{x_s < y\} + (1 + \#\{x_s = y\})\, u) / (S + 1), \quad u \sim U(0, 1)
 
