@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "mathml",
     "example_page",
+    "notebook_page",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_ext", "figures"]
@@ -29,6 +30,7 @@ html_theme = "furo"
 html_title = f"{project} {version}"
 html_math_renderer = "mathml"
 html_copy_source = False
+html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_search_scorer = str(Path(__file__).parent / "_ext" / "scorer.js")

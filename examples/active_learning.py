@@ -1,9 +1,8 @@
 """Pool-based active learning: which row to measure next, beside a random choice.
 
 A regressor learns from a few rows, and asks for the target of the row whose function it
-knows least (its epistemic variance), one after the other; beside it, rows are asked for
-at random. Both start from the same rows. The estimator pads its rows to multiples of
-16, so that few compilations serve all rounds and repetitions.
+knows least (its epistemic variance), one after the other. Beside it, rows are asked for
+at random. Both start from the same rows.
 
     python -m examples.active_learning --data FOLDER
 """

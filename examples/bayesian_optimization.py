@@ -5,8 +5,8 @@ Branin's function of two inputs and Hartmann's of six are minimized. After a few
 points each model is fitted to all evaluations, and the next one is where the expected
 improvement is largest among many candidates: points of a Sobol sequence, and small
 steps from the best point so far. The network is an estimator, with a Laplace
-approximation by default, the Gaussian process is scikit-learn's; random search is the
-third.
+approximation by default, the Gaussian process is scikit-learn's, and random search is
+the third.
 
     python -m examples.bayesian_optimization --help
 """

@@ -2,12 +2,12 @@
 one figure per data set.
 
 Every chain of MCLMC first runs Adam from its own random start, with held-out rows to
-prevent overfitting; the end points are a deep ensemble. From there the chain samples.
+prevent overfitting. The end points are a deep ensemble. From there the chain samples.
 NUTS samples the same model from its own start. The table shows test error, log score,
 coverage, and R-hat and effective sample size of the predicted function, within the
 chains and between them.
 
-Energy and concrete are read from --data or the folder NUMPYRO_BNN_DATA; without them
+Energy and concrete are read from --data or the folder NUMPYRO_BNN_DATA. Without them
 the script simulates small sets instead.
 
     python -m examples.ensembles --data FOLDER --output output

@@ -1,11 +1,11 @@
 """Groups with effects of their own, and a curve that nobody knows: a network inside a
 hierarchical model.
 
-Sixty groups (schools, hospitals, plots) with 3 to 40 rows each; the response is a curve
-of two inputs, the same for all groups, plus an effect of the group, plus noise. Three
-models are compared on new rows of the same groups: a network alone, a linear model with
-effects of groups, and a network with effects of groups. The last one is also sampled on
-minibatches of rows, and its effects are compared with those of NUTS.
+Sixty groups (schools, hospitals, plots) with few or many rows each. The response is a
+curve of two inputs, the same for all groups, plus an effect of the group, plus noise.
+Three models are compared on new rows of the same groups: a network alone, a linear
+model with effects of groups, and a network with effects of groups. The last one is also
+sampled on minibatches of rows, and its effects are compared with those of NUTS.
 
     python -m examples.groups
 """

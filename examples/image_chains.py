@@ -1,11 +1,11 @@
 """Chains from minibatches on images, compared with an ensemble, mean field, dropout and
 Laplace.
 
-Fashion-MNIST with LeNet-5 or a small residual network with layer normalization; MNIST
+Fashion-MNIST with LeNet-5 or a small residual network with layer normalization. MNIST
 and KMNIST are out of distribution. ``--members`` networks are trained, which are the
 deep ensemble. The chains start at the first ``--chains`` of them and take as many
 epochs again, so twice as many networks as chains cost as many gradients. The images are
-read from --data or the folder NUMPYRO_BNN_DATA; without them it uses the digits of
+read from --data or the folder NUMPYRO_BNN_DATA. Without them it uses the digits of
 scikit-learn. Each method that is finished is kept in --output, and a later call does
 the others.
 

@@ -1,15 +1,15 @@
 """Bayes by Backprop on images: accuracy, calibration, and uncertainty on images of
 other kinds.
 
-The network learns from all 60,000 training images of Fashion-MNIST; MNIST and KMNIST
-are out of distribution. ``--net textbook`` is one convolution of 64 filters 5 x 5, a
-pooling and a dense layer; ``--net deep`` has two convolutions. Weights have a
+The network learns from all training images of Fashion-MNIST. MNIST and KMNIST are out
+of distribution. ``--net textbook`` is one convolution, a pooling and a dense layer,
+``--net deep`` has two convolutions. Weights have a
 mean-field posterior, learned from minibatches with flipout and local
-reparameterization; ``--members`` mixes several of them, from different starts. The
+reparameterization. ``--members`` mixes several of them, from different starts. The
 script also compares the time of a step with that of the same network without
-uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA; without
-them it uses the digits of scikit-learn, 0 to 4 for training and 5 to 9 as out of
-distribution.
+uncertainty. The images are read from --data or the folder NUMPYRO_BNN_DATA. Without
+them it uses the digits of scikit-learn, the lower five for training and the others as
+out of distribution.
 
     python -m examples.image_classification --help
 """

@@ -1,8 +1,8 @@
 """Finite networks compared with their infinitely wide limit: prior draws, tangent
 kernels in training, posteriors.
 
-Wide networks drawn from the prior become a Gaussian process (a, b); the tangent kernel
-of a network moves less in training the wider it is (c); on a small data set NUTS on a
+Wide networks drawn from the prior become a Gaussian process (a, b). The tangent kernel
+of a network moves less in training the wider it is (c). On a small data set NUTS on a
 network agrees with exact regression by the process (d).
 
     python -m examples.infinite_width --help

@@ -1,9 +1,9 @@
 """A random last layer on a pretrained body, compared with the pretrained network and
 with everything random.
 
-Digits of scikit-learn, 8 x 8 pixels. Optax pretrains a small network. Then its body is
-held fixed (``priors.Fixed``) and the last layer is sampled, with NUTS and with MCLMC,
-from the posterior given all data; or all weights are sampled with MCLMC, with means 0
+Small digits of scikit-learn. Optax pretrains a small network. Then its body is held
+fixed (``priors.Fixed``) and the last layer is sampled, with NUTS and with MCLMC, from
+the posterior given all data. Or all weights are sampled with MCLMC, with means of zero
 or around the pretrained values (``priors.Centered``).
 
     python -m examples.last_layer --help

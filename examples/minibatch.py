@@ -1,10 +1,10 @@
 """Stochastic-gradient kernels on all the data, compared with NUTS on a part of it: one
 network, table and figure.
 
-California housing: 20640 districts, 8 measurements, median house value. SGLD,
+California housing: measurements of districts, and the median value of a house. SGLD,
 preconditioned SGLD and SGHMC see small minibatches of all training rows, NUTS every row
 of a subset in each gradient. Step sizes are chosen in warm-up. The data are read from
---data or the folder NUMPYRO_BNN_DATA; without them the script uses the diabetes data of
+--data or the folder NUMPYRO_BNN_DATA. Without them the script uses the diabetes data of
 scikit-learn.
 
     python -m examples.minibatch --help

@@ -4,7 +4,7 @@ classes with irrelevant inputs.
 Priors, networks and data of the examples of Radford Neal's software for flexible
 Bayesian modeling. Each group of weights has its own precision. On cdata each input has
 one (automatic relevance determination), and the posterior shows that two of the four
-inputs are irrelevant. The tables are read from a data folder; without one, the script
+inputs are irrelevant. The tables are read from a data folder. Without one, the script
 simulates small sets of the same kind.
 
     python -m examples.neal --data FOLDER

@@ -1,7 +1,7 @@
 """A Flax NNX module that somebody else wrote, made Bayesian in five lines.
 
 The module is a plain residual network. Once it is trained by optax as usual, and once
-its weights get priors and are sampled; both predict held-out patients of scikit-learn's
+its weights get priors and are sampled. Both predict held-out patients of scikit-learn's
 diabetes data, in random splits. Without a network, linear regression is hard to beat on
 these data, so its figures are printed beside them.
 

@@ -1,10 +1,10 @@
 """Probabilistic backpropagation on all the data, compared with ridge regression and
 with NUTS on a part of it.
 
-California housing: 20640 districts, 8 measurements, median house value; two hidden
-layers of 50 ReLU units, 40 epochs. The model is plain NumPyro, with the priors of
+California housing: measurements of districts, and the median value of a house. The
+network has two hidden layers. The model is plain NumPyro, with the priors of
 Hernandez-Lobato and Adams (2015). The data are read from --data or the folder
-NUMPYRO_BNN_DATA; without them the script uses the diabetes data of scikit-learn.
+NUMPYRO_BNN_DATA. Without them the script uses the diabetes data of scikit-learn.
 
     python -m examples.probabilistic_backpropagation --help
 """

@@ -5,8 +5,8 @@ Three networks, a batch-norm MLP, a small residual network with batch norm and a
 MLP, each with one learned scale per layer. The likelihood does not change along the
 orbits of their symmetries, and gradient samplers move slowly there. For every way the
 tables show effective sample sizes of the log norms of the units, of the learned scales,
-of the coordinates on the orbits and of the predicted function; divergences; and whether
-the posterior of the scale is correct.
+of the coordinates on the orbits and of the predicted function. They also show
+divergences, and whether the posterior of the scale is correct.
 
 Runs on the diabetes data that ship with scikit-learn, or on a UCI set of a data folder:
 
@@ -46,19 +46,17 @@ EXACT_MEAN, EXACT_INTERVAL = (
 )
 
 NOTES = """\
-Two numbers in a cell are the median and the minimum over units, scales or test points. ESS is NumPyro's, over all
-chains together, per draw and per second. Seconds are processor seconds of the draws alone, without warm-up and
-compilation. *Moves* uses the non-centered model and all symmetries that were found except
-permutations: relabeling units at random would make every number of a single unit look mixed.
+Two numbers in a cell are the median and the minimum over units, scales or test points. ESS is that of all chains
+together, per draw and per processor second of the draws. *Moves* uses the non-centered model and all symmetries but
+permutations.
 
-log norm: of the weights into a unit. log s: learned scales; the first is shown with its Monte Carlo standard error,
-and before a normalization its exact mean is {exact:.3f}. log ratio: log(|w_in| / |w_out|) of a ReLU unit, its
-coordinate on its orbit. The orbit itself, the product |w_in| |w_out|, mixes slowly whatever moves along it, and with
-more inputs than outputs the ratio has little spread of its own given the product. place: the exact conditional
-distribution function of the ratio given the orbit. It is uniform, and independent between draws if moves are exact.
-
-The results for symmetries say nothing about the modes of the function. Where its R-hat is far from 1, none of the
-ways has found all modes, and the effective sample sizes of the function cannot be compared."""  # noqa: E501
+| column | what mixes |
+| --- | --- |
+| log norm | of the weights into a unit |
+| log s | learned scales. The first has its error, and before a normalization its exact mean is {exact:.3f} |
+| log ratio, log product | of the norms on both sides of a ReLU unit: its place on its orbit, and the orbit itself |
+| place | the exact distribution function of that place. Independent draws if moves are exact |
+| function | at test points. Where its R-hat is far from 1 no way has found all modes |"""  # noqa: E501
 
 
 class Fit(NamedTuple):
@@ -417,9 +415,11 @@ def table(rows: list[Mapping[str, Any]], net: str) -> str:
 
 def report(runs: list[Mapping[str, Any]]) -> str:
     """All tables as Markdown, from the contents of the JSON files."""
+    name = "symmetries"
     parts = [
         "# Three ways to sample networks with symmetries",
         NOTES.format(exact=EXACT_MEAN),
+        f"<!-- table of {name}: begin -->",
     ]
     for run in runs:
         rows, settings, machine = run["rows"], run["settings"], run["machine"]
@@ -431,15 +431,16 @@ def report(runs: list[Mapping[str, Any]]) -> str:
             f"{run['num_features']} inputs\n\n"
             f"NUTS, {settings['num_chains']} chains × ({settings['num_warmup']} + "
             f"{settings['num_samples']}) "
-            f"transitions, tree depth at most {settings['max_tree_depth']}; "
-            f"{settings['width']} hidden units, "
-            f"{settings['residual_width']} in the residual network. "
+            f"transitions, tree depth at most {settings['max_tree_depth']}, "
+            f"{settings['width']} hidden units "
+            f"({settings['residual_width']} in the residual network). "
             f"{machine['platform'].partition('-')[0]}, "
-            f"{machine['cores']} cores; {versions}."
+            f"{machine['cores']} cores, {versions}."
         )
         for net in dict.fromkeys(row["net"] for row in rows):
             own = [row for row in rows if row["net"] == net]
             parts.append(f"### {run['dataset']}: {NETS[net]}\n\n{table(own, net)}")
+    parts.append(f"<!-- table of {name}: end -->")
     return "\n\n".join(parts) + "\n"
 
 

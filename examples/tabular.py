@@ -3,12 +3,12 @@
 ``Regressor()`` gives a mean, a density and intervals by one fit. Boosting takes three:
 the mean by squared error, both ends of the interval by quantile losses. Its settings
 are chosen by cross-validation on the training rows, and so is the sd of the normal
-noise that gives it a density. The third way widens the quantiles until they hold 90 %
+noise that gives it a density. The third way widens the quantiles until they hold enough
 of a quarter of the training rows, which they have not seen (conformalized quantile
 regression).
 
-Smaller interval scores are better: the width, plus 20 times the distance by which a
-target is missed. Their mean is smallest for the true 5 % and 95 % quantiles.
+Smaller interval scores are better: the width, plus a penalty for the distance by which
+a target is missed. Their mean is smallest for the true quantiles.
 
     python -m examples.tabular --data FOLDER
 """

@@ -1,7 +1,7 @@
 """Neal's regression `rdata`: a posterior with two modes, both visited by every chain.
 
-A network 1-8-1 with hierarchical priors. On the left, where there are no data, the
-function may fall or turn up; plain NUTS stays in the mode where it starts. Here the
+A small network with hierarchical priors. On the left, where there are no data, the
+function may fall or turn up. Plain NUTS stays in the mode where it starts. Here the
 output layer and the precisions of the hidden layer are integrated out, and hidden units
 that the data do not need are redrawn from their prior. The script prints the scores of
 each chain and of Neal's run, and how often the function turns up.

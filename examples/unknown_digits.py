@@ -1,6 +1,6 @@
 """Digits that the network has never seen: does it know that it does not know them?
 
-Two of the ten classes of scikit-learn's digits are left out of training; among the test
+Two of the ten classes of scikit-learn's digits are left out of training. Among the test
 images they are unknown. Three ways to learn the other eight: one network trained by
 optax, an ensemble of such networks, and MCLMC chains that sample the weights. Scored
 are accuracy and negative log likelihood (NLL) on known digits, and how well the entropy

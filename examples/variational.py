@@ -3,7 +3,7 @@ one small data set.
 
 The data are two clusters of points on a line with a gap between them. In the gap
 variational guides are too confident (for mean field see Foong et al. 2019), even those
-with a better evidence bound; NUTS is the reference. The script prints that bound,
+with a better evidence bound. NUTS is the reference. The script prints that bound,
 Pareto k, the log score of held-out points, and the sd of the function in the gap and at
 the data.
 

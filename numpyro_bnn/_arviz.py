@@ -14,11 +14,10 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats, unknown_name
 from numpyro_bnn._options import Choice
-from numpyro_bnn._types import Attributes, Floats, InferenceData, Kwargs
+from numpyro_bnn._types import ArrayLike, Attributes, Floats, InferenceData, Kwargs
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -109,6 +109,9 @@ class Choice(Option):
             raise unknown_name(call, argument, value, self.names)
         return value
 
+    def __repr__(self) -> str:  # as `help` shows it
+        return f"one of {[*self.names]}"
+
 
 @dataclass(frozen=True, eq=False)
 class Kind(Option):
@@ -127,6 +130,9 @@ class Kind(Option):
         if not accepts:
             raise argument_error(call, argument, shown(value), self.instead, TypeError)
         return value
+
+    def __repr__(self) -> str:
+        return self.instead
 
 
 def _is_key(value: Any) -> bool:

@@ -1,11 +1,17 @@
 """Names of types that several rooms share."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+else:  # by its name: `help` would show a union of 400 characters
+    ArrayLike = NewType("ArrayLike", object)
+    ArrayLike.__module__ = "numpy.typing"
 
 Shape: TypeAlias = tuple[int, ...]
 Scalar: TypeAlias = Array | float

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite
+from numpyro_bnn._types import ArrayLike
 
 __all__ = ["Scaler"]
 

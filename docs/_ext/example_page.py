@@ -13,7 +13,10 @@ from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIGURES = ROOT / "docs" / "figures"
+# Text without a heading would come after all sections.
 PAGE = """\
+## What it does
+
 {about}
 
 ## Run

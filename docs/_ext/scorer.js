@@ -14,7 +14,7 @@ var Scorer = {
   score: ([page, , , , score, , kind]) =>
     score +
     (kind === "title" ? WORDS_IN_HEADING : 0) +
-    (/^(changelog|migration|contributing|tables\/|what_works)/.test(page)
+    (/^(changelog|migration|contributing|tables\/|notebooks\/|what_works)/.test(page)
       ? ABOUT_SOMETHING_ELSE
       : 0),
 };

@@ -285,8 +285,8 @@ class Coupling(Family):
 
 
 class AutoCoupling(AutoBlocks):
-    r"""Affine coupling flow over all sites or chosen blocks, with mean field for the
-    rest.
+    r"""Approximate learned scales or a last layer by a normalizing flow: affine
+    coupling layers over chosen blocks, with mean field for the rest.
 
     In each block :math:`\theta = \mu + \sigma \odot f_L \circ \dots \circ
     f_1(\epsilon)`, :math:`\epsilon \sim N(0, I)`; every f scales and shifts one half of

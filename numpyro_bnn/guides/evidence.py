@@ -8,11 +8,10 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 from jax import Array
-from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import argument_error, as_floats
 from numpyro_bnn._options import Count, Natural, PositiveInt, RandomKey, checked
-from numpyro_bnn._types import Floats, Kwargs, Trees
+from numpyro_bnn._types import ArrayLike, Floats, Kwargs, Trees
 from numpyro_bnn.program.arguments import as_arrays
 from numpyro_bnn.program.compiled import map_keys, refuse_tracers, run
 from numpyro_bnn.program.importance import check, weight_statistics, weighted_draw

@@ -2,7 +2,7 @@
 layer of a network.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from numpyro_bnn._checks import argument_error
@@ -28,10 +28,8 @@ class AutoMeanField(AutoBlocks):
     KL(q(w) || p(w | h)) if the prior given its hyper-sites h is Normal too. This is
     valid because h does not depend on w in this guide.
 
-    :param model: a NumPyro model.
-    :param settings: ``init_scale`` (by pattern, e.g. ``{"*.kernel": 0.01}``, to control
-        single sites), ``init_loc_fn``, ``condition_on_scales``, ``prefix``,
-        ``create_plates`` of :class:`AutoBlocks`.
+    Parameters are those of :class:`AutoBlocks`. ``init_scale`` by pattern, such as
+    ``{"*.kernel": 0.01}``, controls single sites.
 
     Reference: Blundell et al. (2015), *Weight uncertainty in neural networks*; Graves
     (2011).
@@ -49,9 +47,6 @@ class AutoMeanField(AutoBlocks):
     >>> guide.median(svi.get_params(state))["w"].shape
     (3,)
     """
-
-    def __init__(self, model: Callable, **settings: Any) -> None:
-        super().__init__(model, (), **settings)
 
 
 class AutoStructured(AutoBlocks):

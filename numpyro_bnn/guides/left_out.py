@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpyro.distributions as dist
-from numpy.typing import ArrayLike
 
 from numpyro_bnn._checks import outside
+from numpyro_bnn._types import ArrayLike
 from numpyro_bnn.metrics import HealthWarning
 from numpyro_bnn.metrics.left_out import behind
 

@@ -144,8 +144,8 @@ class _Plan(NamedTuple):
 
 
 class BlackJAX(TargetKernel[_Plan]):
-    """Any algorithm of BlackJAX as a kernel of NumPyro: on a model, with chains,
-    minibatches, runs that resume and a health report.
+    """Run an algorithm of BlackJAX on a NumPyro model: with chains, minibatches, runs
+    that resume and a health report.
 
     A transition takes ``steps_per_draw`` steps of the algorithm. With an ``adaptation``
     the first transition of the warm-up does all of it, in ``num_warmup *
@@ -678,7 +678,7 @@ def as_blackjax(
     num_warmup: Natural = 0,
     **kwargs: Any,
 ) -> Functions:
-    """Any kernel as a pair ``(init, step)``, for those who write the loop themselves.
+    """Write the loop yourself: any kernel as a pair of functions ``(init, step)``.
 
     ``init(position, rng_key)`` starts one chain, or as many as there are keys;
     ``position`` holds unconstrained values by site, and with ``None`` the kernel finds

@@ -31,8 +31,8 @@ NOISY_LENGTH = 10.0  # decoherence length in steps, where gradient noise limits 
 
 
 def implied_bias(energy_variance: Scalar) -> Scalar:
-    r"""Relative error of a posterior variance, estimated from the energy errors of
-    integrator steps.
+    r"""How biased a run of :class:`MCLMC` is: relative error of a posterior variance,
+    estimated from the energy errors of its steps.
 
     Leapfrog steps give a Gaussian direction the relative variance 1 + b, and their
     energy errors the variance

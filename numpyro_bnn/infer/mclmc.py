@@ -34,8 +34,8 @@ INTEGRATORS = ("mclachlan", "leapfrog")  # the default without and with minibatc
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class MCLMC(SGMCMCKernel):
-    r"""Microcanonical Langevin Monte Carlo (MCLMC): fast, unadjusted sampling at
-    constant speed.
+    r"""Sample functions that mix slowly, with a small bias that is measured:
+    microcanonical Langevin Monte Carlo, at constant speed.
 
     A velocity of constant size turns along the gradient and is partially refreshed at
     every step:

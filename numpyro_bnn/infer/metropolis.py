@@ -13,8 +13,8 @@ from numpyro_bnn.infer.step_size import Noise
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GHMC(SGMCMCKernel):
-    r"""Generalized Hamiltonian Monte Carlo: long trajectories whose momentum may
-    persist from one to the next.
+    r"""Sample a posterior exactly by long trajectories: generalized Hamiltonian Monte
+    Carlo, whose momentum may persist from one to the next.
 
     A step is a trajectory of ``num_steps`` leapfrog steps of random size, whose initial
     momentum is :math:`a\,r + \sqrt{1 - a^2}\,z,\ a = 1 - \mathrm{momentum\_decay}`.

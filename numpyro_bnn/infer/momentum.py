@@ -66,8 +66,10 @@ class _WithMomentum(SGMCMCKernel):
         return 1 - (1 - self.momentum_decay) ** 2
 
 
+@dataclass(eq=False, repr=False)
 class SGHMC(_WithMomentum):
-    r"""Stochastic-gradient HMC: underdamped Langevin dynamics with minibatch gradients.
+    r"""Sample a posterior from minibatch gradients with momentum: stochastic-gradient
+    HMC, underdamped Langevin dynamics.
 
     With h = sqrt(step_size), M^{-1} = G, an exact Ornstein-Uhlenbeck refresh of the
     momentum and a new minibatch for every gradient:
@@ -101,9 +103,10 @@ class SGHMC(_WithMomentum):
         return sgmcmc.BAOAB(friction, max_kick=self.max_kick)
 
 
+@dataclass(eq=False, repr=False)
 class SGNHT(_WithMomentum):
-    r"""Stochastic-gradient Nosé-Hoover thermostat: a friction that adapts to unknown
-    gradient noise.
+    r"""Sample a posterior from minibatch gradients whose noise is unknown: the
+    stochastic-gradient Nosé-Hoover thermostat, the first choice for many rows.
 
     .. math:: dm = (\tilde g - \xi m) dt + \sqrt{2 A T}\,dW, \quad d\theta = M^{-1}
               m\,dt, \quad

@@ -59,8 +59,8 @@ class SGLD(SGMCMCKernel):
 
 
 class PSGLD(SGLD):
-    r"""SGLD with a preconditioner G = L L' (RMSProp by default), for parameters on
-    different scales.
+    r"""SGLD for parameters on different scales, with a preconditioner G = L L' (RMSProp
+    by default).
 
     .. math:: \theta \leftarrow \theta + \tfrac{\epsilon_t}2 G \tilde g(\theta) +
               \sqrt{\epsilon_t T}\,L\,\xi

@@ -68,8 +68,8 @@ class TemperingState(NamedTuple):
 
 
 class ParallelTempering(OuterKernel):
-    r"""Parallel tempering, for posteriors with several modes: replicas at several
-    temperatures exchange states.
+    r"""Sample a posterior with several modes: parallel tempering, whose replicas at
+    several temperatures exchange states.
 
     Replica r targets :math:`p(\theta)\,p(D \mid \theta)^{\beta_r}` with :math:`1 =
     \beta_1 > \dots > \beta_R`, or :math:`p(\theta, D)^{\beta_r}` with

@@ -297,7 +297,8 @@ def empirical_ntk(
     full: Switch = False,
     block_size: BlockSize = None,
 ) -> Array | np.ndarray:
-    r"""Neural tangent kernel of one network with given parameters.
+    r"""How gradient descent moves the outputs of one network: its neural tangent
+    kernel.
 
     .. math:: T_{kl}(x, x') = \sum_w \mathrm{Var}(w)\, \frac{\partial f_k(x)}{\partial
               w}

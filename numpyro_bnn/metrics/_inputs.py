@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn._checks import (
     argument_error,
@@ -16,7 +16,7 @@ from numpyro_bnn._checks import (
     check_rank,
     check_same_length,
 )
-from numpyro_bnn._types import Floats
+from numpyro_bnn._types import ArrayLike, Floats
 
 # Rounding errors of float16 and bfloat16 probabilities are smaller, the error of a
 # forgotten softmax is larger.

@@ -9,11 +9,11 @@ probabilities.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn._checks import argument_error, as_floats, check_finite
 from numpyro_bnn._options import PositiveInt, checked
-from numpyro_bnn._types import Floats
+from numpyro_bnn._types import ArrayLike, Floats
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import (
     Score,
@@ -135,7 +135,8 @@ def log_score(probs: ArrayLike, labels: ArrayLike) -> Score:
 
 @checked("ece")
 def ece(probs: ArrayLike, labels: ArrayLike, bins: PositiveInt = 15) -> Reliability:
-    r"""Expected calibration error and reliability curve of the most probable class.
+    r"""Can probabilities of classes be believed? Expected calibration error and
+    reliability curve of the most probable class.
 
     .. math:: \sum_{m=1}^{M} \frac{n_m}{N} \left| \mathrm{acc}_m - \mathrm{conf}_m
               \right|

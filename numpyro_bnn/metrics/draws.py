@@ -5,7 +5,7 @@ convergence of draws.
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn import _arviz
 from numpyro_bnn._checks import (
@@ -15,7 +15,7 @@ from numpyro_bnn._checks import (
     check_same_length,
 )
 from numpyro_bnn._options import Count, Level, checked
-from numpyro_bnn._types import Floats
+from numpyro_bnn._types import ArrayLike, Floats
 from numpyro_bnn.metrics import _inputs
 from numpyro_bnn.metrics._inputs import (
     Score,
@@ -230,8 +230,8 @@ def interval_coverage(draws: ArrayLike, y: ArrayLike, level: Level = 0.9) -> Cov
 
 
 def pit(draws: ArrayLike, y: ArrayLike, rng: np.random.Generator | int) -> Floats:
-    r"""Randomized probability integral transform (PIT) of every target: uniform if
-    predictions are calibrated.
+    r"""Check calibration: the randomized probability integral transform (PIT) of every
+    target is uniform if predictions are calibrated.
 
     .. math:: (\#\{x_s < y\} + (1 + \#\{x_s = y\})\, u) / (S + 1), \quad u \sim U(0, 1)
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 from scipy.special import chdtri
 
 from numpyro_bnn import _arviz
-from numpyro_bnn._types import InferenceData
+from numpyro_bnn._types import ArrayLike, InferenceData
 from numpyro_bnn.metrics._inputs import (
     INPUT_ROWS,
     Entries,

@@ -24,7 +24,8 @@ def propagate(
     fn: Annotated[Callable[..., Any], Kind(callable, "Pass a function of arrays.")],
     num_nodes: Annotated[int, Count(2)] = 32,
 ) -> Callable[..., Any]:
-    """Propagate means and variances through a JAX program.
+    """Mean and variance of what a program makes of independent random numbers, such as
+    a network of its weights, without sampling.
 
     :param fn: any function of arrays made of supported operations.
     :param num_nodes: quadrature nodes on each side of a kink, for elementwise functions

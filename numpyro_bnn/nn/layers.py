@@ -87,7 +87,7 @@ class Dense(Layer):
 
 @dataclass(frozen=True)
 class Activation(Layer):
-    """Elementwise nonlinearity.
+    """An elementwise nonlinearity between layers, by its name in ``ACTIVATIONS``.
 
     :param name: one of ``identity, relu, leaky_relu, tanh, erf, gelu, silu, softplus``.
     :param negative_slope: slope of ``leaky_relu`` below 0; ignored by the others.

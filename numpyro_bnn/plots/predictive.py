@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from numpyro_bnn import metrics
 from numpyro_bnn._checks import argument_error
 from numpyro_bnn._options import Kind, Level, Number, checked
-from numpyro_bnn._types import Floats, InferenceData
+from numpyro_bnn._types import ArrayLike, Floats, InferenceData
 from numpyro_bnn.plots import _read, _style
 from numpyro_bnn.plots._style import Axes
 

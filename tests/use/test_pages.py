@@ -214,6 +214,60 @@ def test_links_resolve():
     assert {name: links for name, links in broken.items() if links} == {}
 
 
+# What users would type into the search of the site: words of a heading, and its page.
+ASKED = {
+    "raw table to intervals": "howto/tables.md",
+    "which columns matter": "howto/tables.md",
+    "choosing a method": "choosing.md",
+    "how many layers and units": "choosing.md",
+    "which prior": "howto/priors.md",
+    "prior predictive": "howto/prior_predictive.md",
+    "weights do not mix": "why_weights_do_not_mix.md",
+    "can i trust this run": "howto/diagnostics.md",
+    "chain diverged": "howto/diverged.md",
+    "float64": "howto/diverged.md",
+    "counts": "howto/likelihoods.md",
+    "outliers": "howto/likelihoods.md",
+    "noise that depends on the inputs": "howto/likelihoods.md",
+    "offset": "howto/likelihoods.md",
+    "random effects": "howto/groups.md",
+    "missing values": "howto/tables.md",
+    "prediction intervals": "howto/tables.md",
+    "save the model": "howto/tables.md",
+    "imbalanced classes": "howto/classification.md",
+    "unlike the training data": "howto/unknown_inputs.md",
+    "make it bayesian": "howto/flax.md",
+    "dropout": "howto/flax.md",
+    "recurrent": "howto/modules.md",
+    "time series": "howto/time_series.md",
+    "many rows": "howto/large_data.md",
+    "gpu": "howto/several_devices.md",
+    "how long does a fit take": "estimators.md",
+    "after a crash": "howto/keep_a_run.md",
+    "seeds": "howto/keep_a_run.md",
+    "pickle": "howto/serving.md",
+    "comparing models": "results.md",
+    "coming from blackjax": "coming_from.md",
+    "categorical columns": "howto/tables.md",
+    "feature importance": "howto/tables.md",
+    "r-hat": "howto/diagnostics.md",
+    "deploy": "howto/serving.md",
+    "pytorch dataloader": "howto/loaders.md",
+    "out of distribution": "howto/unknown_inputs.md",
+    "grid search": "estimators.md",
+    "gaussian process": "infinite.md",
+}
+
+
+def test_what_users_ask_is_a_heading():
+    unanswered = []
+    for words, page in ASKED.items():
+        titles = re.findall(r"^#+ (.*)$", prose((DOCS / page).read_text()), flags=re.M)
+        if not any(words in title.lower() for title in titles):
+            unanswered.append((words, page))
+    assert unanswered == []
+
+
 def entries(path):
     """Pages that the tables of contents of a page name."""
     for block in re.findall(
@@ -242,6 +296,96 @@ def test_figures_of_choosing_stand_on_the_pages_it_cites():
             (DOCS / match[1]).read_text() for match in LINK.finditer(section)
         )
         assert set(figure.findall(section)) <= set(figure.findall(cited))
+
+
+# -- length ----------------------------------------------------------------------------
+
+# Words by layer, as the table of contents of the site names them: everything but what
+# scripts write, the API and the changes. Whoever adds a paragraph removes another.
+MOST_WORDS = {"Use": 15_500, "Understand": 6_900, "Evidence": 3_250, "Reference": 2_350}
+PAGE_WORDS = 1_200  # of a page of the layer "Understand"
+NUMBERS, SEMICOLONS = 2, 4  # per 100 words, per 1,000 words of prose
+MADE = re.compile(
+    r"<!-- (\w+) of (.*?): begin -->.*?<!-- \1 of \2: end -->", flags=re.S
+)
+NOT_COUNTED = {"changelog.md", "what_works.md"}
+
+
+def pages_by_layer():
+    """The README and the pages of the site, by the caption above them."""
+    index = (DOCS / "index.md").read_text()
+    toctrees = re.findall(
+        r"^```\{toctree\}\n:caption: (\w+)\n(.*?)^```", index, re.M | re.S
+    )
+    layers = {"Use": [README, DOCS / "index.md"]}
+    for caption, lines in toctrees:
+        pages = layers.setdefault(caption, [])
+        for name in re.findall(r"^\w\S*$", lines, flags=re.M):
+            page = DOCS / f"{name}.md"
+            pages += [page, *entries(page)]
+    return {
+        caption: [
+            page
+            for page in pages
+            if page.name not in NOT_COUNTED and "api" not in page.parts
+        ]
+        for caption, pages in layers.items()
+    }
+
+
+def words(text):
+    """Code included, but not the signs of Markdown between them."""
+    return [word for word in text.split() if re.search(r"[^\W_]", word)]
+
+
+def read_aloud(text):
+    """Prose: without code, tables, links and comments."""
+    block = re.compile(r"^(```+|~~~+).*?^\1\s*$", flags=re.M | re.S)
+    lines = [line for line in block.sub("", text).splitlines() if line[:1] != "|"]
+    spoken = re.sub(r"<!--.*?-->|`[^`]*`", "code", "\n".join(lines), flags=re.S)
+    return re.sub(r"\]\([^)]*\)", "]", spoken)
+
+
+def numbers(spoken):
+    return re.findall(r"(?<![\w.])[-+]?\d[\d,.]*%?(?!\w)", spoken)
+
+
+def test_words_are_counted():
+    text = "# A title\n\n<!-- table of x: begin -->\n| 1 |\n<!-- table of x: end -->\n"
+    text += "Call [it](a1.md) `f(2)`; 3 times.\n```python\nf(2) + 1\n```\n| a | 5 |\n"
+    kept = MADE.sub("", text)
+    assert words(kept)[:4] == ["A", "title", "Call", "[it](a1.md)"]
+    assert len(words(kept)) == 12
+    spoken = read_aloud(kept)
+    assert numbers(spoken) == ["3"]
+    assert spoken.count(";") == 1
+
+
+def test_pages_keep_to_their_number_of_words():
+    layers = pages_by_layer()
+    assert set(layers) == set(MOST_WORDS)
+    assert sum(MOST_WORDS.values()) <= 28_000
+    counts = {}
+    for layer, pages in layers.items():
+        texts = {page: MADE.sub("", page.read_text()) for page in pages}
+        lengths = {label(page): len(words(text)) for page, text in texts.items()}
+        counts[layer] = sum(lengths.values())
+        spoken = {page: read_aloud(text) for page, text in texts.items()}
+        prose_words = sum(len(words(text)) for text in spoken.values())
+        semicolons = sum(text.count(";") for text in spoken.values())
+        assert 1000 * semicolons <= SEMICOLONS * prose_words, layer
+        if layer == "Understand":
+            long = {page: n for page, n in lengths.items() if n > PAGE_WORDS}
+            assert long == {}
+        if layer == "Use":
+            dense = {}
+            for page, text in spoken.items():
+                count = len(numbers(text))
+                if count > 2 and 100 * count > NUMBERS * len(words(text)):
+                    dense[label(page)] = numbers(text)
+            assert dense == {}
+    over = {layer: n for layer, n in counts.items() if n > MOST_WORDS[layer]}
+    assert over == {}
 
 
 # -- references ------------------------------------------------------------------------
@@ -401,7 +545,7 @@ def test_notebooks_are_their_pages_and_were_run(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     made = script_of_docs("make_notebooks")
     pages = {Path(page).name: page for page in made.PAGES}
-    texts = {path.stem: path.read_text() for path in made.NOTEBOOKS.iterdir()}
+    texts = {path.stem: path.read_text() for path in made.NOTEBOOKS.glob("*.ipynb")}
     assert set(texts) == set(pages)
     assert sum(map(len, texts.values())) < ALL_NOTEBOOKS
     for name, text in texts.items():

@@ -71,8 +71,8 @@ class ADFResult(NamedTuple):
 
 
 class AutoADF(ADFPosterior):
-    r"""Probabilistic backpropagation: assumed density filtering (ADF) for a NumPyro
-    model with Gaussian weights.
+    r"""Fit a network in closed form, with nothing to tune: probabilistic
+    backpropagation, which is assumed density filtering (ADF) for Gaussian weights.
 
     The posterior is a product of Gaussians, one per weight, and of Gammas for the
     precisions of weights and noise. Data points are absorbed one at a time. Means and

@@ -82,8 +82,8 @@ def _are_patterns(value: object) -> bool:
 
 
 class AutoLaplace(AutoBlocks):
-    r"""Laplace approximation of a network: a Gaussian at the mode, with generalized
-    Gauss-Newton precision.
+    r"""Give a trained network uncertainty: a Gaussian at the mode (Laplace
+    approximation), with generalized Gauss-Newton precision.
 
     .. math:: q(v) = N\Big(v^*,\ \Big[\sum_n J_n^\top F_n J_n - \nabla^2 \log
               p(v^*)\Big]^{-1}\Big), \qquad
