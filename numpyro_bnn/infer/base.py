@@ -509,7 +509,7 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         settings = self._model, rng_key, self.init_strategy, args, kwargs
         learn = partial(self._learned, num_warmup, args, kwargs)
         spread = self._warm_start.spread
-        search = spread == 1 and init_params is None
+        search = init_params is None and (spread == 1 or is_traced(rng_key))
         target, z = bind(call, *settings, self.temperature, learn, posterior, search)
         by_batches = not self.exact and self.gradient == "minibatch"
         if not (by_batches and self.takes_random_models):
