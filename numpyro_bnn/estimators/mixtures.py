@@ -137,19 +137,28 @@ def _quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     """
     (means, sds), cdf = mixture[:2], _cdf(mixture)
 
-    def at(level: Array) -> Array:
-        def halve(_: Any, bracket: tuple) -> tuple:
-            low, high = bracket
-            middle = (low + high) / 2
-            below = jnp.tensordot(weights, cdf((middle - means) / sds), 1) < level
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+    def below(value: Array) -> Array:
+        return jnp.tensordot(weights, cdf((value - means) / sds), 1)
 
+    def at(level: Array) -> Array:
         odds = jnp.sqrt(level / (1 - level))
         bracket = (means - sds / odds).min(0), (means + odds * sds).max(0)
-        low, high = jax.lax.fori_loop(0, HALVINGS, halve, bracket)
-        return (low + high) / 2
+        return _halved(below, level, bracket)
 
     return tuple(jax.lax.map(at, levels))
+
+
+def _halved(below: Callable, level: Array, bracket: tuple[Array, Array]) -> Array:
+    """Where an increasing function has a value, by bisection."""
+
+    def halve(_: Any, bracket: tuple) -> tuple:
+        low, high = bracket
+        middle = (low + high) / 2
+        is_below = below(middle) < level
+        return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
+
+    low, high = jax.lax.fori_loop(0, HALVINGS, halve, bracket)
+    return (low + high) / 2
 
 
 def _cdf(mixture: tuple) -> Callable:
@@ -295,18 +304,22 @@ def _of_logistic(mixture: tuple, center: Array, scale: Array) -> tuple:
     return mean, jnp.maximum(square - mean**2, 0.0)
 
 
+def _total_of(components: Callable) -> Callable:
+    """Moments from a function that gives means and variances of the components."""
+
+    def moments(mixture: tuple, weights: Array, *options: Array) -> tuple:
+        return _total(components(mixture, weights, *options), weights)
+
+    return moments
+
+
 def _moments_of(of: Callable) -> Callable:
     """Moments of y, in its own units, of a component of z."""
 
     def moments(
-        mixture: tuple,
-        weights: Array,
-        factor: Array,
-        center: Array,
-        scale: Array,
+        mixture: tuple, weights: Array, factor: Array, *options: Array
     ) -> tuple:
-        mixture = _stretched(mixture, weights, factor)
-        return _total(of(mixture, center, scale), weights)
+        return _total(of(_stretched(mixture, weights, factor), *options), weights)
 
     return moments
 
@@ -317,14 +330,9 @@ def _components_of(of: Callable) -> Callable:
     """
 
     def components(
-        mixture: tuple,
-        _: Array,
-        middle: Array,
-        factor: Array,
-        center: Array,
-        scale: Array,
+        mixture: tuple, _: Array, middle: Array, factor: Array, *options: Array
     ) -> tuple:
-        return of(_around(middle, mixture, factor), center, scale)
+        return of(_around(middle, mixture, factor), *options)
 
     return components
 
@@ -403,10 +411,6 @@ def _integral(
 # -- zeros and amounts -----------------------------------------------------------------
 
 
-def _hurdle_moments(mixture: tuple, weights: Array) -> tuple:
-    return _total(_hurdle_components(mixture, weights), weights)
-
-
 def _hurdle_components(mixture: tuple, _: Array) -> tuple:
     zero, loc, scale = mixture
     mean, variance = _log_normal_moments(loc, scale)
@@ -439,15 +443,12 @@ def _hurdle_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     lowest = (loc - MAX_NORMAL_SD * scale).min(0)
     highest = (loc + MAX_NORMAL_SD * scale).max(0)
 
-    def at(level: Array) -> Array:
-        def halve(_: Any, bracket: tuple) -> tuple:
-            low, high = bracket
-            middle = (low + high) / 2
-            below = _hurdle_tails(mixture, weights, middle)[0] < level
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+    def below(log_y: Array) -> Array:
+        return _hurdle_tails(mixture, weights, log_y)[0]
 
-        low, high = jax.lax.fori_loop(0, HALVINGS, halve, (lowest, highest))
-        return jnp.where(level <= zeros, 0.0, jnp.exp((low + high) / 2))
+    def at(level: Array) -> Array:
+        log_y = _halved(below, level, (lowest, highest))
+        return jnp.where(level <= zeros, 0.0, jnp.exp(log_y))
 
     return tuple(jax.lax.map(at, levels))
 
@@ -473,10 +474,6 @@ def _hurdle_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
 def _count_components(mixture: tuple, _: Array) -> tuple:
     mean, concentration = mixture
     return mean, mean + mean**2 / concentration
-
-
-def _count_moments(mixture: tuple, weights: Array) -> tuple:
-    return _total(_count_components(mixture, weights), weights)
 
 
 def _count_below(mixture: tuple, weights: Array, count: Array) -> Array:
@@ -628,7 +625,7 @@ def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Ar
     within eight standard deviations of the mean are close to one another.
     """
     distances = jnp.asarray(_count_distances(), whole.dtype)[:, None]
-    mean, within, between = _count_moments(mixture, weights)
+    mean, within, between = _total(_count_components(mixture, weights), weights)
     sds = jnp.linspace(-8, 8, 257)[:, None]
     middle = jnp.floor(mean + sds * jnp.sqrt(within + between))
     counts = jnp.concatenate((whole - distances, whole + distances, middle))
@@ -654,46 +651,40 @@ def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Ar
 # -- ordered levels --------------------------------------------------------------------
 
 
-def _level_moments(mixture: tuple, weights: Array, values: Array) -> tuple:
-    return _total(_level_components(mixture, weights, values), weights)
-
-
 def _level_components(mixture: tuple, _: Array, values: Array) -> tuple:
     mean = mixture[0] @ values
     return mean, (mixture[0] * (values - mean[..., None]) ** 2).sum(-1)
 
 
-# Name -> the axis of the rows in its results, and the function of the components.
-SUMMARIES: dict[str, tuple[int, Callable]] = {
-    "moments": (0, _moments),
-    "quantiles": (0, _quantiles),
-    "log_density": (0, _log_density),
-    "cdf": (0, _distribution),
-    "crps": (0, _crps),
-    "components": (1, lambda mixture, _: mixture),
-    "probabilities": (
-        0,
-        lambda mixture, weights: (jnp.tensordot(weights, mixture[0], 1),),
-    ),
-    "entropies": (0, _entropies),
-    "positive_moments": (0, _moments_of(_of_exp)),
-    "positive_components": (1, _components_of(_of_exp)),
-    "positive_crps": (0, _crps_of(_log_slope_of_exp)),
-    "bounded_moments": (0, _moments_of(_of_logistic)),
-    "bounded_components": (1, _components_of(_of_logistic)),
-    "bounded_crps": (0, _crps_of(_log_slope_of_logistic)),
-    "zeros_moments": (0, _hurdle_moments),
-    "zeros_components": (1, _hurdle_components),
-    "zeros_quantiles": (0, _hurdle_quantiles),
-    "zeros_log_density": (0, _hurdle_log_density),
-    "zeros_cdf": (0, _hurdle_cdf),
-    "zeros_crps": (0, _hurdle_crps),
-    "counts_moments": (0, _count_moments),
-    "counts_components": (1, _count_components),
-    "counts_quantiles": (0, _count_quantiles),
-    "counts_log_density": (0, _count_log_density),
-    "counts_cdf": (0, _count_cdf),
-    "counts_crps": (0, _count_crps),
-    "ordered_moments": (0, _level_moments),
-    "ordered_components": (1, _level_components),
+# Functions of the components by name; those of components have rows on axis 1, others
+# on axis 0.
+SUMMARIES: dict[str, Callable] = {
+    "moments": _moments,
+    "quantiles": _quantiles,
+    "log_density": _log_density,
+    "cdf": _distribution,
+    "crps": _crps,
+    "components": lambda mixture, _: mixture,
+    "probabilities": lambda mixture, weights: (jnp.tensordot(weights, mixture[0], 1),),
+    "entropies": _entropies,
+    "positive_moments": _moments_of(_of_exp),
+    "positive_components": _components_of(_of_exp),
+    "positive_crps": _crps_of(_log_slope_of_exp),
+    "bounded_moments": _moments_of(_of_logistic),
+    "bounded_components": _components_of(_of_logistic),
+    "bounded_crps": _crps_of(_log_slope_of_logistic),
+    "zeros_moments": _total_of(_hurdle_components),
+    "zeros_components": _hurdle_components,
+    "zeros_quantiles": _hurdle_quantiles,
+    "zeros_log_density": _hurdle_log_density,
+    "zeros_cdf": _hurdle_cdf,
+    "zeros_crps": _hurdle_crps,
+    "counts_moments": _total_of(_count_components),
+    "counts_components": _count_components,
+    "counts_quantiles": _count_quantiles,
+    "counts_log_density": _count_log_density,
+    "counts_cdf": _count_cdf,
+    "counts_crps": _count_crps,
+    "ordered_moments": _total_of(_level_components),
+    "ordered_components": _level_components,
 }

@@ -60,7 +60,7 @@ class Predictive:
         :return: a tuple of arrays, whose rows are on the axis that the table says.
         """
         with self.precision():
-            axis, _ = SUMMARIES[summary]
+            axis = int(summary.endswith("components"))
             program = self._programs.setdefault(summary, shared(self._program(summary)))
             draws = {} if summary in self.closed_form else self._selected(draw_index)
             num_draws = self.num_draws if draw_index is None else len(draw_index)
@@ -102,7 +102,7 @@ class Predictive:
         )
 
     def _program(self, summary: str) -> Callable:
-        summarize = SUMMARIES[summary][1]
+        summarize = SUMMARIES[summary]
 
         def program(draws: Any, params: Any, rows: list[Array], options: Any) -> tuple:
             reading = Posterior(self.model_of(params), (rows[0],))
@@ -178,7 +178,7 @@ class LinearizedPredictive(Predictive):
             means, cov, weights = given_log_scales(f, cov)
             sds = jnp.sqrt(jnp.diagonal(cov, axis1=2, axis2=3))
             means, sds = (means[..., 0], sds[..., 0]) if single else (means, sds)
-            return SUMMARIES[summary][1]((means, sds), weights, *rows[1:], *options)
+            return SUMMARIES[summary]((means, sds), weights, *rows[1:], *options)
 
         return program
 

@@ -4,7 +4,7 @@ answers in the units of the data that never leave the support.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -249,11 +249,12 @@ class Continuous(TargetKind):
 
     def log_density(self, ask: Ask, y: np.ndarray) -> Callable[[float], np.ndarray]:
         z = self.observed(y)
-        mean = ask("moments")[0]
         columns = (~np.isnan(z)).reshape(len(z), -1).sum(axis=1)
+        remembered = cache(ask)  # the same moments for all factors
 
         def density(factor: float) -> np.ndarray:
-            (log_density,) = ask("log_density", mean + (z - mean) / factor)
+            places = self._stretched(remembered, z, 1 / factor)
+            (log_density,) = ask("log_density", places)
             return log_density + self.log_slopes(z) - columns * np.log(factor)
 
         return density

@@ -59,7 +59,13 @@ from numpyro_bnn.infer.preconditioning import (
     learns_from_noise,
     resolve,
 )
-from numpyro_bnn.infer.step_size import ChooseStepSize, MeasureNoise, Noise, RenewCaches
+from numpyro_bnn.infer.step_size import (
+    ChooseStepSize,
+    GuessStepSize,
+    MeasureNoise,
+    Noise,
+    RenewCaches,
+)
 from numpyro_bnn.infer.target import (
     MINIBATCHES,
     Target,
@@ -349,22 +355,24 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         """What a transition does before, between and after its steps, in this order."""
         warm_up, learned, adapting = plan.warm_up, plan.learned, self.adapting(plan)
         learning = [] if learned is None else [learned]
-        chosen = self.step_size is None
+        chosen, renews = self.step_size is None, False
         measure = MeasureNoise(warm_up)
         if chosen:
             averaged = (lambda _, noise: noise) if learned is None else learned.averaged
-            measure = ChooseStepSize(
+            guesses = any(phase.steers for phase in adapting)
+            renews = guesses and not (self.exact or plan.target.subsampled)
+            measure = (GuessStepSize if renews else ChooseStepSize)(
                 warm_up,
                 self.choose_step_size,
                 self.stable_step_size,
                 averaged,
-                first_guess=any(phase.steers for phase in adapting),
+                guesses,
             )
         movement = MeasureMovement(
             warm_up.end, self.exact, self.temperature, self.steps_per_draw
         )
         # exact kernels renew them in each transition
-        renew = [] if self.exact else [RenewCaches(warm_up)]
+        renew = [] if self.exact or renews else [RenewCaches(warm_up)]
         phases = [*learning, *renew, measure, *adapting, movement]
         if warm_up.begin < warm_up.end:
             parts = tuple(learning), tuple(adapting)
@@ -467,7 +475,8 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         posterior: Posterior | None = None,
     ) -> SGMCMCState:
         args, kwargs = self._arguments.at_start(rng_key, model_args, model_kwargs)
-        chain_key, init_key = split(rng_key)
+        # not as separate small programs
+        chain_key, init_key = shared(lambda key: tuple(split(key)), True)(rng_key)
         target, z = self._bound(
             init_key, num_warmup, init_params, args, kwargs, posterior
         )
@@ -499,17 +508,23 @@ class SGMCMCKernel(TargetKernel[RunPlan]):
         call = self._call
         settings = self._model, rng_key, self.init_strategy, args, kwargs
         learn = partial(self._learned, num_warmup, args, kwargs)
-        target, z = bind(call, *settings, self.temperature, learn, posterior)
+        spread = self._warm_start.spread
+        search = init_params is None and (spread == 1 or is_traced(rng_key))
+        target, z = bind(call, *settings, self.temperature, learn, posterior, search)
         by_batches = not self.exact and self.gradient == "minibatch"
         if not (by_batches and self.takes_random_models):
             refuse_random(call, "model", target.stochastic)
-        single, spread = is_prng_key(rng_key), self._warm_start.spread
+        check = partial(check_start, call, target, is_prng_key(rng_key), args, kwargs)
         if init_params is not None:
             z = given_values(call, target, z, init_params, args, kwargs)
-            check_start(call, "init_params", target, z, single, args, kwargs)
+            check("init_params", z)
         elif spread != 1:
-            z = shared(partial(jax.tree.map, lambda value: spread * value))(z)
-            check_start(call, "warm_start", target, z, single, args, kwargs)
+            scaled = shared(partial(jax.tree.map, lambda value: spread * value))
+            try:
+                check("warm_start", z := scaled(z))
+            except ValueError:
+                z = target.on(args, kwargs).initial(rng_key, self.init_strategy)
+                check("warm_start", z := scaled(z))
         if not (target.subsampled and by_batches) or self._warm_start.held_out:
             refuse_rows(call, BY_BATCHES, args, kwargs)
         if self.minibatches == "epochs":

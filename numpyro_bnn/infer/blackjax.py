@@ -447,7 +447,7 @@ class BlackJAX(TargetKernel[_Plan]):
         if init_params is not None:
             z = given_values(CALL, target, z, init_params, args, kwargs)
             single = is_prng_key(rng_key)
-            check_start(CALL, "init_params", target, z, single, args, kwargs)
+            check_start(CALL, target, single, args, kwargs, "init_params", z)
         if not (target.subsampled and self._stochastic):
             refuse_rows(CALL, BY_BATCHES, args, kwargs)
         return target, z

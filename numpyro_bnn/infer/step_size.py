@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_bnn import sgmcmc
-from numpyro_bnn._types import PyTree
+from numpyro_bnn._types import PyTree, Scalar
 from numpyro_bnn.infer.phases import Phase, SGMCMCState, Transition, WarmUp, when
 from numpyro_bnn.sgmcmc import Sampler, State
 from numpyro_bnn.sgmcmc.engine import Purpose
@@ -31,42 +31,52 @@ MAX_UNDONE, SHORTER = 0.02, 0.7
 MOSTLY_UNDONE, MUCH_SHORTER = 0.3, 0.25
 
 
-def largest_curvature(sampler: Sampler, state: State) -> Array:
+def largest_curvature(
+    sampler: Sampler, state: State, steps: Scalar = POWER_STEPS, quotients: bool = False
+) -> tuple[Array, PyTree]:
     """Largest |eigenvalue| of the preconditioned Hessian L' H L at the position of a
-    chain.
+    chain; with ``quotients`` also potential and gradient there.
 
     Power iteration with a fresh minibatch per step; the Rayleigh quotients of the
     second half are averaged.
+
+    :param quotients: take difference quotients of gradients, not products with the
+        Hessian. They are compiled in less time, and notice kinks.
     """
 
-    seed = state.seeds[Purpose.PROBE]
+    seed, position = state.seeds[Purpose.PROBE], state.position
+    near = jnp.finfo(position.dtype).eps ** (1 / 3)
+    distance = near * jnp.maximum(jnp.sqrt(jnp.mean(position**2)), near)
 
-    def iterate(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        direction, total = carry
+    def iterate(number: Array, carry: tuple) -> tuple:
+        direction, total, here = carry
         counter = state.step * POWER_STEPS + number
         batch = sampler.gradient.stream.draw(seed, counter)
-
-        def gradient(position: Array) -> Array:
-            return sampler.gradient(state.estimator, position, batch)[1]
-
+        evaluate = partial(sampler.gradient, state.estimator, batch=batch)
         along = sampler.preconditioner.root(state.adaptation, direction)
-        product = sampler.preconditioner.transpose(
-            state.adaptation, jax.jvp(gradient, (state.position,), (along,))[1]
-        )
+        if quotients:
+            length = distance / jnp.linalg.norm(along)
+            # a loop, so that the gradient is compiled once
+            ends = jnp.stack([position, position + length * along])
+            potentials, gradients = lax.map(evaluate, ends)
+            here = potentials[0], gradients[0]
+            change = (gradients[1] - gradients[0]) / length
+        else:
+            change = jax.jvp(lambda x: evaluate(x)[1], (position,), (along,))[1]
+        product = sampler.preconditioner.transpose(state.adaptation, change)
         quotient = jnp.abs(jnp.vdot(direction, product))
         norm = jnp.linalg.norm(product)
         unit = jnp.where(norm > 0, product / jnp.where(norm > 0, norm, 1), direction)
-        return unit, total + jnp.where(number >= POWER_STEPS // 2, quotient, 0)
+        total += jnp.where(number >= POWER_STEPS // 2, quotient, 0)
+        return unit, total, here
 
-    size = state.position.shape[0]
     # Irrational steps, so that the start is not orthogonal to an eigenvector of a
     # structured problem.
-    start = jnp.sin(1.0 + 1.7 * jnp.arange(size, dtype=state.position.dtype))
-    start = start / jnp.linalg.norm(start)
-    total = lax.fori_loop(
-        0, POWER_STEPS, iterate, (start, jnp.zeros((), state.position.dtype))
-    )[1]
-    return total / (POWER_STEPS - POWER_STEPS // 2)
+    start = jnp.sin(1.0 + 1.7 * jnp.arange(position.size, dtype=position.dtype))
+    zero = jnp.zeros((), position.dtype)
+    begin = start / jnp.linalg.norm(start), zero, (zero, jnp.zeros_like(position))
+    _, total, here = lax.fori_loop(0, steps, iterate, begin)
+    return total / (POWER_STEPS - POWER_STEPS // 2), here
 
 
 class Noise(NamedTuple):
@@ -287,9 +297,17 @@ class ChooseStepSize(MeasureNoise):
         due = now.i <= self.warm_up.begin
         return when(due, partial(self._chosen, noise=noise), state, now)
 
-    def _chosen(self, state: SGMCMCState, now: Transition, noise: Noise) -> SGMCMCState:
+    def _chosen(
+        self,
+        state: SGMCMCState,
+        now: Transition,
+        noise: Noise,
+        curvature: Array | None = None,
+    ) -> SGMCMCState:
         sampler, size = now.sampler(state), state.engine.position.size
-        curvature = largest_curvature(sampler, state.engine)
+        if curvature is None:
+            curvature = largest_curvature(sampler, state.engine)[0]
+            state = state.spend(2 * POWER_STEPS * sampler.gradient.evaluations)
         # The noise of other estimators grows off their center.
         plain = isinstance(sampler.gradient, sgmcmc.Minibatch)
         average = self.averaged(state, noise) if plain else noise
@@ -303,7 +321,6 @@ class ChooseStepSize(MeasureNoise):
         # At a border the curvature may have no value: the chain starts with what it
         # has, and may start again.
         step_size = jnp.where(jnp.isfinite(step_size), step_size, state.base_step_size)
-        state = state.spend(2 * POWER_STEPS * sampler.gradient.evaluations)
         return _with_step_size(state, sampler, step_size)
 
     def after(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
@@ -326,6 +343,33 @@ class ChooseStepSize(MeasureNoise):
             now.sampler(state),
             state.base_step_size * share,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class GuessStepSize(ChooseStepSize):
+    """A first guess of the step size, by the program that renews the potential and
+    gradient of all the data that a chain caches.
+    """
+
+    def before(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        due = self.warm_up.measures(now.i) | self.warm_up.rescues(now.i)
+        return when(due, self._renewed, state, now)
+
+    def _renewed(self, state: SGMCMCState, now: Transition) -> SGMCMCState:
+        begins, engine = now.i <= self.warm_up.begin, state.engine
+        steps = jnp.where(begins, POWER_STEPS, 1)
+        curvature, (potential, gradient) = largest_curvature(
+            now.sampler(state), engine, steps, quotients=True
+        )
+        # as at the start of a chain: without a gradient it can still leave a border
+        gradient = jnp.where(jnp.all(jnp.isfinite(gradient)), gradient, 0.0)
+        old = engine.memory
+        new = old._replace(potential=potential, gradient=gradient)
+        due = self.warm_up.measures(now.i) | ~jnp.isfinite(old.potential)
+        state = state._replace(engine=engine._replace(memory=select(due, new, old)))
+        state = state.spend(jnp.where(due, 2 * steps, 0))
+        noise = Noise(*jnp.zeros(3, potential.dtype))
+        return select(begins, self._chosen(state, now, noise, curvature), state)
 
 
 def _with_step_size(state: SGMCMCState, sampler: Sampler, chosen: Array) -> SGMCMCState:

@@ -183,6 +183,7 @@ def bind(
     temperature: float = 1.0,
     learn: Callable[[Posterior], Posterior] | None = None,
     posterior: Posterior | None = None,
+    search: bool = True,
 ) -> tuple[Target, dict[str, Array]]:
     """Read a model, refuse what would be silently wrong, and find initial unconstrained
     values.
@@ -191,6 +192,7 @@ def bind(
     :param rng_key: one key, or a batch of them for vectorized chains.
     :param learn: learns the parameters of ``priors.Learned``.
     :param posterior: what is already known of the model.
+    :param search: as for :meth:`Posterior.initial`.
     """
     kwargs = dict(kwargs or {})
     if posterior is None:
@@ -216,7 +218,7 @@ def bind(
         instead = "Give every site the same name in each call."
         raise argument_error(call, "model", got, instead)
     try:
-        z = reading.initial(rng_key, init_strategy)
+        z = reading.initial(rng_key, init_strategy, search)
     except (RuntimeError, UserWarning):  # NumPyro warns before it gives up
         check_finite_arguments(call, args, kwargs)
         raise
@@ -348,12 +350,12 @@ def given_values(
 
 def check_start(
     call: str,
-    argument: str,
     target: Target,
-    z: PyTree,
     single: bool,
     args: tuple,
     kwargs: Kwargs | None,
+    argument: str,
+    z: PyTree,
 ) -> None:
     """Refuse to start where the density, of the first minibatch if there are any, is 0
     or has no value.

@@ -375,12 +375,16 @@ class Posterior:
     # -- values of the latent sites ----------------------------------------------------
 
     def initial(
-        self, rng_key: Array, init_strategy: Callable = init_to_uniform
+        self,
+        rng_key: Array,
+        init_strategy: Callable = init_to_uniform,
+        search: bool = True,
     ) -> dict[str, Array]:
         """Search for values at which density and gradient are finite, for one chain or
         for each of a batch of keys.
 
         :param init_strategy: as for NumPyro's kernels.
+        :param search: whether uniform values, which are cheap, must be such.
         :return: unconstrained values.
         :raises RuntimeError: if there are none in a hundred tries.
 
@@ -390,7 +394,18 @@ class Posterior:
         True
         """
         posterior = self.with_sizes({}) if self.local else self
-        return posterior._search(rng_key, init_strategy)[0]
+        if search or self._loops or init_strategy is not init_to_uniform:
+            return posterior._search(rng_key, init_strategy)[0]
+
+        def uniform(posterior: Posterior, rng_key: Array) -> dict[str, Array]:
+            zeros = jax.eval_shape(posterior.unconstrain, posterior.zeros())
+            flat, unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, zeros))
+            return unravel(random.uniform(rng_key, flat.shape, flat.dtype, -2, 2))
+
+        single = is_prng_key(rng_key)
+        return posterior.run(
+            uniform if single else jax.vmap(uniform, (None, 0)), rng_key
+        )
 
     def prototype(
         self, rng_key: Array, init_strategy: Callable

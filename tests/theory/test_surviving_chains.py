@@ -483,6 +483,20 @@ def test_a_start_outside_of_the_bounds_is_refused():
         )
 
 
+def test_starts_are_searched_for_where_uniform_ones_have_no_density():
+    """Of four chains, all three values: by chance once in 4096."""
+
+    def model():
+        w = numpyro.sample("w", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        numpyro.factor("positive", jnp.where(jnp.all(w > 0), 0.0, -jnp.inf))
+
+    kernel = infer.MCLMC(model, warm_start=infer.WarmStart(0.5, spread=0.5))
+    keys = jax.random.split(jax.random.key(0), 4)
+    starts = kernel.init(keys, 20, None, (), {}).z["w"]
+    assert jnp.all((starts > 0) & (starts < 1)), starts
+    assert len(jnp.unique(starts)) == starts.size
+
+
 def test_an_optimizer_goes_back_where_the_density_ends():
     """The mode lies on the border: steps of 1 would end far behind it."""
 
