@@ -137,19 +137,33 @@ def _quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     """
     (means, sds), cdf = mixture[:2], _cdf(mixture)
 
-    def at(level: Array) -> Array:
-        def halve(_: Any, bracket: tuple) -> tuple:
-            low, high = bracket
-            middle = (low + high) / 2
-            below = jnp.tensordot(weights, cdf((middle - means) / sds), 1) < level
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+    def below(value: Array) -> Array:
+        return jnp.tensordot(weights, cdf((value - means) / sds), 1)
 
+    def at(level: Array) -> Array:
         odds = jnp.sqrt(level / (1 - level))
         bracket = (means - sds / odds).min(0), (means + odds * sds).max(0)
-        low, high = jax.lax.fori_loop(0, HALVINGS, halve, bracket)
-        return (low + high) / 2
+        return _bisected(below, level, bracket)
 
     return tuple(jax.lax.map(at, levels))
+
+
+def _bisected(below: Callable, level: Array, bracket: tuple) -> Array:
+    """Where an increasing function has a level, between bounds."""
+
+    def halve(_: Any, bracket: tuple) -> tuple:
+        return _half(below, level, bracket, sum(bracket) / 2)
+
+    return sum(jax.lax.fori_loop(0, HALVINGS, halve, bracket)) / 2
+
+
+def _half(below: Callable, level: Array, bracket: tuple, middle: Array) -> tuple:
+    """The part of a bracket, on one side of its middle, in which the level is."""
+    is_below = below(middle) < level
+    return (
+        jnp.where(is_below, middle, bracket[0]),
+        jnp.where(is_below, bracket[1], middle),
+    )
 
 
 def _cdf(mixture: tuple) -> Callable:
@@ -295,7 +309,16 @@ def _of_logistic(mixture: tuple, center: Array, scale: Array) -> tuple:
     return mean, jnp.maximum(square - mean**2, 0.0)
 
 
-def _moments_of(of: Callable) -> Callable:
+def _moments_of(components: Callable) -> Callable:
+    """Moments from the means and variances of the components."""
+
+    def moments(mixture: tuple, weights: Array, *options: Array) -> tuple:
+        return _total(components(mixture, *options), weights)
+
+    return moments
+
+
+def _stretched_moments(of: Callable) -> Callable:
     """Moments of y, in its own units, of a component of z."""
 
     def moments(
@@ -309,6 +332,11 @@ def _moments_of(of: Callable) -> Callable:
         return _total(of(mixture, center, scale), weights)
 
     return moments
+
+
+def _each(components: Callable) -> Callable:
+    """Mean and variance of y for each component."""
+    return lambda mixture, _, *options: components(mixture, *options)
 
 
 def _components_of(of: Callable) -> Callable:
@@ -403,11 +431,7 @@ def _integral(
 # -- zeros and amounts -----------------------------------------------------------------
 
 
-def _hurdle_moments(mixture: tuple, weights: Array) -> tuple:
-    return _total(_hurdle_components(mixture, weights), weights)
-
-
-def _hurdle_components(mixture: tuple, _: Array) -> tuple:
+def _hurdle_components(mixture: tuple) -> tuple:
     zero, loc, scale = mixture
     mean, variance = _log_normal_moments(loc, scale)
     return (1 - zero) * mean, (1 - zero) * (variance + zero * mean**2)
@@ -439,15 +463,12 @@ def _hurdle_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
     lowest = (loc - MAX_NORMAL_SD * scale).min(0)
     highest = (loc + MAX_NORMAL_SD * scale).max(0)
 
-    def at(level: Array) -> Array:
-        def halve(_: Any, bracket: tuple) -> tuple:
-            low, high = bracket
-            middle = (low + high) / 2
-            below = _hurdle_tails(mixture, weights, middle)[0] < level
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+    def below(log_amount: Array) -> Array:
+        return _hurdle_tails(mixture, weights, log_amount)[0]
 
-        low, high = jax.lax.fori_loop(0, HALVINGS, halve, (lowest, highest))
-        return jnp.where(level <= zeros, 0.0, jnp.exp((low + high) / 2))
+    def at(level: Array) -> Array:
+        log_amount = _bisected(below, level, (lowest, highest))
+        return jnp.where(level <= zeros, 0.0, jnp.exp(log_amount))
 
     return tuple(jax.lax.map(at, levels))
 
@@ -470,13 +491,9 @@ def _hurdle_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
 # -- counts ----------------------------------------------------------------------------
 
 
-def _count_components(mixture: tuple, _: Array) -> tuple:
+def _count_components(mixture: tuple) -> tuple:
     mean, concentration = mixture
     return mean, mean + mean**2 / concentration
-
-
-def _count_moments(mixture: tuple, weights: Array) -> tuple:
-    return _total(_count_components(mixture, weights), weights)
 
 
 def _count_below(mixture: tuple, weights: Array, count: Array) -> Array:
@@ -564,7 +581,8 @@ def _count_quantiles(mixture: tuple, weights: Array, levels: Array) -> tuple:
 
 def _large_quantiles(mixture: tuple, weights: Array, levels: Array) -> Array:
     """:func:`_count_quantiles` by halving, also of large counts."""
-    mean, variance = _count_components(mixture, weights)
+    mean, variance = _count_components(mixture)
+    below = partial(_count_below, mixture, weights)
 
     def is_open(low: Array, high: Array) -> Array:
         middle = jnp.floor((low + high) / 2)
@@ -573,10 +591,7 @@ def _large_quantiles(mixture: tuple, weights: Array, levels: Array) -> Array:
 
     def at(level: Array) -> Array:
         def halve(bracket: tuple) -> tuple:
-            low, high = bracket
-            middle = jnp.floor((low + high) / 2)
-            below = _count_below(mixture, weights, middle) < level
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+            return _half(below, level, bracket, jnp.floor(sum(bracket) / 2))
 
         # Cantelli's bound of each component, and so of the mixture
         reach = mean + jnp.sqrt(variance * level / (1 - level))
@@ -614,13 +629,13 @@ def _count_crps(mixture: tuple, weights: Array, y: Array) -> tuple:
         return carry[1].max() > MIN_SQUARE
 
     start = jnp.maximum(-y, 0.0), jnp.ones_like(y)  # (1 - F)^2 is 1 below zero
-    score, rest = _fold_counts(mixture, weights, start, add, is_open)
+    score, remainder = _fold_counts(mixture, weights, start, add, is_open)
 
     def with_large() -> Array:
         large = _large_crps(mixture, weights, whole, part)
-        return jnp.where(rest > MIN_SQUARE, large, score)
+        return jnp.where(remainder > MIN_SQUARE, large, score)
 
-    return (jax.lax.cond(is_open((score, rest)), with_large, lambda: score),)
+    return (jax.lax.cond(is_open((score, remainder)), with_large, lambda: score),)
 
 
 def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Array:
@@ -658,11 +673,7 @@ def _large_crps(mixture: tuple, weights: Array, whole: Array, part: Array) -> Ar
 # -- ordered levels --------------------------------------------------------------------
 
 
-def _level_moments(mixture: tuple, weights: Array, values: Array) -> tuple:
-    return _total(_level_components(mixture, weights, values), weights)
-
-
-def _level_components(mixture: tuple, _: Array, values: Array) -> tuple:
+def _level_components(mixture: tuple, values: Array) -> tuple:
     mean = mixture[0] @ values
     return mean, (mixture[0] * (values - mean[..., None]) ** 2).sum(-1)
 
@@ -680,24 +691,24 @@ SUMMARIES: dict[str, tuple[int, Callable]] = {
         lambda mixture, weights: (jnp.tensordot(weights, mixture[0], 1),),
     ),
     "entropies": (0, _entropies),
-    "positive_moments": (0, _moments_of(_of_exp)),
+    "positive_moments": (0, _stretched_moments(_of_exp)),
     "positive_components": (1, _components_of(_of_exp)),
     "positive_crps": (0, _crps_of(_log_slope_of_exp)),
-    "bounded_moments": (0, _moments_of(_of_logistic)),
+    "bounded_moments": (0, _stretched_moments(_of_logistic)),
     "bounded_components": (1, _components_of(_of_logistic)),
     "bounded_crps": (0, _crps_of(_log_slope_of_logistic)),
-    "zeros_moments": (0, _hurdle_moments),
-    "zeros_components": (1, _hurdle_components),
+    "zeros_moments": (0, _moments_of(_hurdle_components)),
+    "zeros_components": (1, _each(_hurdle_components)),
     "zeros_quantiles": (0, _hurdle_quantiles),
     "zeros_log_density": (0, _hurdle_log_density),
     "zeros_cdf": (0, _hurdle_cdf),
     "zeros_crps": (0, _hurdle_crps),
-    "counts_moments": (0, _count_moments),
-    "counts_components": (1, _count_components),
+    "counts_moments": (0, _moments_of(_count_components)),
+    "counts_components": (1, _each(_count_components)),
     "counts_quantiles": (0, _count_quantiles),
     "counts_log_density": (0, _count_log_density),
     "counts_cdf": (0, _count_cdf),
     "counts_crps": (0, _count_crps),
-    "ordered_moments": (0, _level_moments),
-    "ordered_components": (1, _level_components),
+    "ordered_moments": (0, _moments_of(_level_components)),
+    "ordered_components": (1, _each(_level_components)),
 }
