@@ -114,6 +114,7 @@ def collapse(model: Model, sites: Sequence[str], *args: Any, **kwargs: Any) -> C
             _integrate(reading, structure, run.values)
 
     collapsed.predictive_model = model  # type: ignore[attr-defined]
+    # not in its closure, by which a run in a folder knows the model
     collapsed.read_once = reading.without_data()  # type: ignore[attr-defined]
     return collapsed
 
